@@ -1,0 +1,1 @@
+"""Runs a model: configuration, platforms, ranks, loading, requests, generation and its report."""

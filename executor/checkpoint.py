@@ -1,0 +1,139 @@
+"""Streams a safetensors checkpoint into a model, this rank's share only, and proves that nothing is left over.
+
+The proof comes first, from the files' headers: every tensor is wanted or known to be ignorable, every wanted tensor is
+there with the right shape, the pieces cover every parameter. Only then is data read, one tensor at a time, through
+memory maps: the peak is what the rank keeps plus one slice.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from errors import UserError, listed
+from models.hf_config import read_json
+from models.layers import Piece, all_pieces
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("BF16", "F16", "F32")
+
+
+def load_checkpoint(model: nn.Module, folder: Path, ignored: frozenset[str], progress: bool) -> None:
+    wanted: dict[str, list[Piece]] = {}
+    for piece in all_pieces(model):
+        wanted.setdefault(piece.name, []).append(piece)
+    _prove_coverage(model, wanted)
+    files = _files(folder)
+    _prove_headers(files, wanted, ignored)
+    bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
+    for path, names in files.items():
+        with _open(path) as file:
+            for name in names:
+                for piece in wanted.get(name, []):
+                    if piece.into is not None:
+                        piece.into.copy_(file.get_slice(name)[piece.part])
+                bar.update(name in wanted)
+    bar.close()
+
+
+def random_weights(model: nn.Module, seed: int) -> None:
+    """Fill every parameter for benchmarks: zero-mean, with the scale of a trained model, at the speed of memory.
+
+    All matrices are cut from one block of random numbers whose length shares no factor with a row, so that no two
+    rows or experts are equal; norms are ones.
+    """
+    block = torch.randn((1 << 20) - 3, generator=torch.Generator().manual_seed(seed)) * 0.02
+    offset = 0
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        flat, start = parameter.view(-1), 0
+        while start < len(flat):
+            count = min(len(flat) - start, len(block) - offset)
+            flat[start : start + count] = block[offset : offset + count]
+            start, offset = start + count, (offset + count) % len(block)
+
+
+def _files(folder: Path) -> dict[Path, list[str]]:
+    """Every safetensors file of the checkpoint with the tensors it holds."""
+    single, index = folder / SINGLE, folder / INDEX
+    if single.is_file():
+        paths = [single]
+        listed_in = None
+    elif index.is_file():
+        listed_in = read_json(index).get("weight_map")
+        if not isinstance(listed_in, dict) or not listed_in or not all(isinstance(v, str) for v in listed_in.values()):
+            raise UserError(f"{index}: weight_map must map tensor names to file names")
+        for name in listed_in.values():
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise UserError(f"{index}: {name!r} is not the name of a .safetensors file in the same folder")
+        paths = [folder / name for name in sorted(set(listed_in.values()))]
+    else:
+        raise UserError(f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read)")
+    files: dict[Path, list[str]] = {}
+    place: dict[str, Path] = {}
+    for path in paths:
+        with _open(path) as file:
+            files[path] = list(file.keys())
+        for name in files[path]:
+            if name in place:
+                raise UserError(f"{path}: tensor {name} is also in {place[name].name}")
+            place[name] = path
+    if listed_in is not None:
+        astray = [n for n, file_name in listed_in.items() if place.get(n) != folder / file_name]
+        if astray:
+            raise UserError(f"{index}: tensors that are not in the file the index names: {listed(sorted(astray))}")
+    return files
+
+
+def _prove_headers(files: dict[Path, list[str]], wanted: dict[str, list[Piece]], ignored: frozenset[str]) -> None:
+    there = {name for names in files.values() for name in names}
+    wrong = []
+    for path, names in files.items():
+        with _open(path) as file:
+            for name in names:
+                if name not in wanted:
+                    continue
+                header = file.get_slice(name)
+                shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                for piece in wanted[name]:
+                    if shape != piece.shape:
+                        wrong.append(f"{name} has shape {list(shape)}, expected {list(piece.shape)}")
+                if dtype not in FLOATS:
+                    wrong.append(f"{name} has type {dtype}, expected one of {', '.join(FLOATS)}")
+    folder = next(iter(files)).parent
+    for problem, names in (
+        ("tensors missing", sorted(wanted.keys() - there)),
+        ("tensors that the model does not know", sorted(there - wanted.keys() - ignored)),
+        ("tensors that do not fit", wrong),
+    ):
+        if names:
+            raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
+
+
+def _prove_coverage(model: nn.Module, wanted: dict[str, list[Piece]]) -> None:
+    """A parameter that no piece fills completely is a bug in a layer."""
+    filled: dict[int, int] = {}
+    for into in (piece.into for pieces in wanted.values() for piece in pieces):
+        if into is not None:
+            at = into.untyped_storage().data_ptr()
+            filled[at] = filled.get(at, 0) + into.numel()
+    for name, parameter in model.named_parameters():
+        if filled.get(parameter.untyped_storage().data_ptr()) != parameter.numel():
+            raise AssertionError(f"the pieces of {name} do not fill it exactly")
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist, but the checkpoint's index names it") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: truncated or corrupt: {error}") from None

@@ -1,0 +1,139 @@
+"""Every key a case may have, with its default and meaning, and the rules between keys.
+
+Imports nothing heavy: the launcher checks a case in milliseconds. `docs/config.md` is generated from this file.
+"""
+
+from dataclasses import dataclass
+
+from errors import UserError
+from executor.platform import PLATFORMS
+from executor.schema import key, section
+from models.registry import MODELS
+
+EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    with_ckpt: bool = key(
+        True, "load the checkpoint; false: random weights of the shapes in `config.json`, for benchmarks"
+    )
+    dtype: str = key(
+        "bfloat16", "type of weights, activations and KV cache", choices=("bfloat16", "float16", "float32")
+    )
+    tokenizer_mode: str = key(
+        "default", "`chat` puts each prompt through the checkpoint's chat template", choices=("default", "chat")
+    )
+    enable_cache_compile: bool = key(
+        False, "keep compiled graphs in `compile_cache/CASE` for the next start (graph modes only)"
+    )
+    enable_profiler: bool = key(
+        False, "write traces of the first prefill and decode steps beside the report (open in Perfetto)"
+    )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    prompts: tuple[str, ...] = key(
+        (), "the prompts; may be empty only with `with_ckpt: false`, then `batch_size` random ones are made"
+    )
+    input_max_len: int = key(1024, "longest prompt in tokens", minimum=1, maximum=1 << 20)
+    long_prompts: str = key(
+        "error",
+        "what to do with a prompt longer than `input_max_len`: refuse it, or keep its last `input_max_len` tokens",
+        choices=("error", "truncate"),
+    )
+    max_new_tokens: int = key(32, "most tokens generated for a prompt", minimum=1, maximum=1 << 20)
+    batch_size: int = key(
+        1, "most sequences that run together; a waiting prompt takes the place of a finished one", minimum=1,
+        maximum=4096,
+    )  # fmt: skip
+    warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    temperature: float = key(0.0, "0: greedy", minimum=0.0, maximum=100.0)
+    top_k: int = key(0, "sample among the k likeliest tokens; 0: all", minimum=0)
+    top_p: float = key(1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0)
+    seed: int = key(0, "prompt i draws from its own stream, seeded with seed + i", minimum=0, maximum=1 << 62)
+    ignore_eos: bool = key(False, "generate `max_new_tokens` whatever comes, for benchmarks")
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    attn_tp_size: int = key(
+        0, "ranks that share one attention layer; the ranks left over are data-parallel groups "
+        "(attn_dp = world_size / attn_tp_size), each with its own sequences; 0: world_size", minimum=0,
+    )  # fmt: skip
+    moe_tp_size: int = key(
+        0, "ranks that share one expert; the ranks left over split the experts "
+        "(moe_ep = world_size / moe_tp_size); 0: world_size", minimum=0,
+    )  # fmt: skip
+    embed_tp_size: int = key(0, "ranks that share the embedding table; 0: attn_tp_size", minimum=0)
+    lmhead_tp_size: int = key(0, "ranks that share the output head; 0: attn_tp_size", minimum=0)
+    comm_timeout_s: int = key(
+        1800, "a collective that waits longer than this ends the job with an error", minimum=1, maximum=86400
+    )
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    page_size: int = key(16, "tokens in one page of the KV cache", minimum=1, maximum=4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str = ""  # the YAML file's name, not a key
+    description: str = key("", "one line for `bash infer.sh --list`")
+    model_name: str = key("qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(MODELS))
+    model_path: str = key("", "folder of the checkpoint; a relative path starts at the project's root")
+    platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS))
+    exe_mode: str = key("eager", "how the decode step runs", choices=EXE_MODES)
+    world_size: int = key(1, "number of ranks", minimum=1, maximum=4096)
+    threads: int = key(
+        0, "CPU threads of each rank; 0: this machine's cores divided by the ranks on it", minimum=0, maximum=1024
+    )
+    model_config: ModelSettings = section(ModelSettings)
+    data_config: DataSettings = section(DataSettings)
+    sampling_config: SamplingSettings = section(SamplingSettings)
+    parallel_config: ParallelSettings = section(ParallelSettings)
+    cache_config: CacheSettings = section(CacheSettings)
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.data_config.input_max_len + self.data_config.max_new_tokens
+
+    @property
+    def attn_dp_size(self) -> int:
+        return self.world_size // self.parallel_config.attn_tp_size
+
+
+def check(case: Case, where: str) -> None:
+    """The rules that need more than one key; the sizes' defaults are filled in already."""
+    parallel, data = case.parallel_config, case.data_config
+    for name in ("attn_tp_size", "moe_tp_size"):
+        size = getattr(parallel, name)
+        if case.world_size % size:
+            raise UserError(f"{where}: parallel_config.{name}: {size} does not divide world_size: {case.world_size}")
+    for name in ("embed_tp_size", "lmhead_tp_size"):
+        size = getattr(parallel, name)
+        if parallel.attn_tp_size % size:
+            raise UserError(
+                f"{where}: parallel_config.{name}: {size} does not divide attn_tp_size: {parallel.attn_tp_size} "
+                "(ranks that share this table must hold the same tokens)"
+            )
+    if data.batch_size % case.attn_dp_size:
+        raise UserError(
+            f"{where}: data_config.batch_size: {data.batch_size} is not divisible by attn_dp: {case.attn_dp_size} "
+            f"(world_size {case.world_size} / attn_tp_size {parallel.attn_tp_size})"
+        )
+    modes = PLATFORMS[case.platform].exe_modes
+    if case.exe_mode not in modes:
+        raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")
+    if case.model_config.enable_cache_compile and case.exe_mode == "eager":
+        raise UserError(f"{where}: model_config.enable_cache_compile: true has nothing to keep with exe_mode: eager")
+    if not case.model_path:
+        raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
+    if not data.prompts and case.model_config.with_ckpt:
+        raise UserError(f"{where}: data_config.prompts is empty: give at least one prompt")

@@ -1,0 +1,106 @@
+"""Runs one case on all its ranks: `bash infer.sh [CASE] [--set section.key=value ...]`.
+
+One rank: this process becomes it. More: torchrun's engine starts them, watches them, and ends all when one fails.
+For several nodes, give each the same NNODES, MASTER_ADDR and MASTER_PORT and its own NODE_RANK.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from errors import EXIT_STATUS, UserError, run_main
+from executor.cases import ROOT, list_cases, load_case, load_model_config
+from executor.config import Case
+from executor.env import node_env
+from executor.results import create_results, discard_results
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="bash infer.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", nargs="?", default="demo", help="a name in yaml_configs/, or a path ending in .yaml")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys (docs/config.md)"
+    )
+    parser.add_argument("--list", action="store_true", help="show the cases")
+    args = parser.parse_args(argv)
+    if args.list:
+        for name, description in list_cases():
+            print(f"{name:<16} {description}")
+        return
+    case = load_case(args.case, args.set)
+    load_model_config(case)  # refuse before a single rank is started
+    os.environ["CASE_NAME"] = args.case
+    overrides = ["--set", *args.set] if args.set else []
+    launch(case, [str(ROOT / "run.py"), *overrides])
+
+
+def launch(case: Case, program: list[str]) -> None:
+    """Run the Python `program` as every rank of `case`; returns only when all have succeeded."""
+    if case.world_size == 1:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *program])
+    _launch_ranks(case, program)
+
+
+def _launch_ranks(case: Case, program: list[str]) -> None:
+    nodes = node_env()
+    if case.world_size % nodes.nnodes:
+        raise UserError(f"NNODES={nodes.nnodes} does not divide world_size: {case.world_size} of case {case.name}")
+    local = case.world_size // nodes.nnodes
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # run.py sets each rank's threads; this stills torchrun's warning
+    if nodes.nnodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]  # a free port
+    else:
+        where = [f"--nnodes={nodes.nnodes}", f"--node-rank={nodes.node_rank}"]
+        where += [f"--master-addr={nodes.master_addr}", f"--master-port={nodes.master_port}"]
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    results = create_results(case.name)
+    ranks = [*where, f"--nproc-per-node={local}", "--max-restarts=0", *program, "--results", str(results)]
+    config, command, arguments = config_from_args(get_args_parser().parse_args(ranks))
+    try:
+        elastic_launch(config, command)(*arguments)
+    except ChildFailedError as error:
+        status = _tell(error, results)
+        if status == EXIT_STATUS:
+            discard_results(results)
+        sys.exit(status)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+
+
+def _tell(error: "ChildFailedError", results: Path) -> int:
+    """Print why the job ended; returns its exit status."""
+    rank, failure = _cause(error)
+    record = failure.error_file_data.get("message", {})
+    if failure.exitcode == EXIT_STATUS:
+        print(f"error: {record['message'].removeprefix('UserError: ')}", file=sys.stderr)
+        return EXIT_STATUS
+    if "extraInfo" in record:
+        print(record["extraInfo"]["py_callstack"], file=sys.stderr)
+    how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
+    print(f"error: rank {rank} (pid {failure.pid}) failed: {how}; all ranks' logs: {results}", file=sys.stderr)
+    return 1
+
+
+def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
+    """The failure that started it: a rank that was killed outright, or else the earliest; others fail in its wake."""
+    failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+    killed = [item for item in failures if item[1].exitcode < 0 and item[1].signal_name() != "SIGTERM"]
+    return (killed or failures)[0]
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,202 @@
+"""Runs one rank of one case: device, model, requests, the loop (prepare, infer, process, stop), and its measurements.
+
+A model's own runner says how its model is made and, where it must, how its decode step becomes a graph.
+"""
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from executor.batching import pack
+from executor.cases import load_model_config, model_folder
+from executor.checkpoint import load_checkpoint, random_weights
+from executor.config import Case
+from executor.distributed import init_parallel
+from executor.env import RankEnv
+from executor.platform import load_platform
+from executor.profiler import Profiler
+from executor.report import Completion, Timings, make_report
+from executor.sampling import choose
+from executor.scheduler import Scheduler
+from executor.sequence import Sequence
+from executor.tokenizer import encode_prompts, open_tokenizer, stop_ids
+from models.batch import Batch
+from models.layers import Build, PagedAttention
+
+Step = Callable[[Batch], Tensor]
+
+
+class CausalLM(Protocol):
+    """What the runner needs of a model; it is also an nn.Module."""
+
+    def prefill(self, batch: Batch) -> Tensor: ...
+    def decode(self, batch: Batch) -> Tensor: ...
+    def ignored_weights(self) -> frozenset[str]: ...
+
+
+class ModelRunner(ABC):
+    def __init__(self, case: Case, results: Path, ranks: RankEnv):
+        self.case, self.results, self.ranks = case, results, ranks
+        self.folder = model_folder(case)
+        self.config: Any = load_model_config(case)
+        self.profiler = self.define_profiler()
+
+    @abstractmethod
+    def build_model(self, build: Build) -> CausalLM:
+        """The model of `self.config`, its parameters not yet filled."""
+
+    def setup(self) -> None:
+        self.init_device()
+        self.init_model()
+        self.compile_model()
+
+    def init_device(self) -> None:
+        threads = self.case.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks.local_world_size)
+        self.platform = load_platform(self.case.platform)(self.ranks.local_rank, threads)
+        self.parallel = init_parallel(self.case, self.ranks, self.platform.collectives)
+        print(
+            f"rank {self.ranks.rank}/{self.ranks.world_size} on {self.platform.name}: {threads} threads, "
+            f"attn_tp {self.parallel.attn_tp.rank}/{self.parallel.attn_tp.size}, "
+            f"attn_dp {self.parallel.attn_dp.rank}/{self.parallel.attn_dp.size}, "
+            f"moe_tp {self.parallel.moe_tp.rank}/{self.parallel.moe_tp.size}, "
+            f"moe_ep {self.parallel.moe_ep.rank}/{self.parallel.moe_ep.size}"
+        )
+
+    def init_model(self) -> None:
+        case, data, start = self.case, self.case.data_config, time.perf_counter()
+        dtype: torch.dtype = getattr(torch, case.model_config.dtype)
+        build = Build(self.platform.ops, self.parallel, dtype, self.platform.device, case.max_sequence_length)
+        self.model = self.build_model(build)
+        module = self._module()
+        if case.model_config.with_ckpt:
+            load_checkpoint(module, self.folder, self.model.ignored_weights(), progress=self.ranks.rank == 0)
+        else:
+            random_weights(module, seed=self.ranks.rank)
+        self.stop_ids = stop_ids(self.folder, self.config.eos_token_ids)
+        groups = self.parallel.attn_dp.size
+        self.scheduler = Scheduler(data.batch_size, case.max_sequence_length, case.cache_config.page_size, groups)
+        for layer in module.modules():
+            if isinstance(layer, PagedAttention):
+                shape = (self.scheduler.pages, case.cache_config.page_size, layer.kv_heads, layer.head_dim)
+                layer.bind(*(torch.zeros(shape, dtype=dtype, device=self.platform.device) for _ in "kv"))
+        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
+
+    def compile_model(self) -> None:
+        self.decode: Step = self.graph_compile()
+
+    def graph_compile(self) -> Step:
+        """The decode step in the form that `exe_mode` asks for; a model's runner may override this."""
+        return self.platform.compile(self.model.decode, self.case.exe_mode)
+
+    def define_profiler(self) -> Profiler:
+        return Profiler(self.case.model_config.enable_profiler, self.results, self.ranks.rank)
+
+    def model_input_prepare(self, sequences: list[Sequence], all_logits: bool = False) -> Batch:
+        """Reserve cache pages for the sequences' next tokens and pack those of this rank's group."""
+        self.scheduler.reserve(sequences)
+        group, pools = self.parallel.attn_dp.rank, self.scheduler.pools
+        tokens = tuple(sum(s.new_tokens for s in sequences if s.group == g) for g in range(len(pools)))
+        mine = [s for s in sequences if s.group == group]
+        return pack(mine, pools[group], tokens, self.platform.device, all_logits)
+
+    @torch.inference_mode()
+    def model_inference(self, batch: Batch, is_prefill: bool) -> tuple[Tensor, float]:
+        """(logits of this rank's group, seconds)"""
+        phase = "prefill" if is_prefill else "decode"
+        with self.profiler.step(phase):
+            start = time.perf_counter()
+            logits = self.model.prefill(batch) if is_prefill else self.decode(batch)
+            self.platform.synchronize()
+        return logits, time.perf_counter() - start
+
+    def model_output_process(self, logits: Tensor, sequences: list[Sequence]) -> None:
+        """Choose each sequence's next token, tell the other data-parallel groups, and mark who stops."""
+        dp = self.parallel.attn_dp
+        generators = [s.generator for s in sequences if s.group == dp.rank]
+        chosen = choose(logits, self.case.sampling_config, generators)
+        counts = tuple(sum(s.group == g for s in sequences) for g in range(dp.size))
+        self.append_tokens(sequences, dp.gather_rows(chosen, counts).tolist())
+
+    def append_tokens(self, sequences: list[Sequence], tokens: list[int]) -> None:
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.cached = len(sequence.ids)
+            sequence.ids.append(token)
+            if token in self.stop_ids and not self.case.sampling_config.ignore_eos:
+                sequence.finish_reason = "stop"
+            elif len(sequence.generated) >= sequence.max_new_tokens:
+                sequence.finish_reason = "length"
+
+    def model_generate(self, prompts: list[tuple[str, list[int]]], warm_up: bool = False) -> list[Sequence]:
+        """Run every prompt (text, ids) to its end. A warm-up makes two tokens of as many prompts as run together."""
+        batch_size = self.case.data_config.batch_size
+        sequences = [self.new_sequence(i, *prompt) for i, prompt in enumerate(prompts)]
+        if warm_up:
+            sequences = sequences[:batch_size]
+            for sequence in sequences:
+                sequence.max_new_tokens = min(2, sequence.max_new_tokens)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        silent = warm_up or self.ranks.rank > 0
+        total = sum(s.max_new_tokens for s in sequences)
+        self.timings = Timings()
+        with tqdm(total=total, desc="generating", unit="token", disable=silent or None, leave=False) as bar:
+            while self.scheduler.waiting or self.scheduler.running:
+                admitted = self.scheduler.admit()
+                if admitted:
+                    self._step(admitted, is_prefill=True)
+                    bar.update(len(admitted))
+                if self.scheduler.running:
+                    bar.update(len(self.scheduler.running))
+                    self._step(self.scheduler.running, is_prefill=False)
+        return sequences
+
+    def run(self) -> dict[str, Any]:
+        """Set up, generate every prompt of the case, and report."""
+        tokenizer = open_tokenizer(self.folder, self.case)
+        if self.case.data_config.prompts and tokenizer:
+            prompts = list(zip(self.case.data_config.prompts, encode_prompts(self.case, tokenizer), strict=True))
+        else:
+            prompts = self._random_prompts()
+        self.setup()
+        if self.case.data_config.warm_up:
+            self.model_generate(prompts, warm_up=True)
+            self.profiler = self.define_profiler()
+        sequences = self.model_generate(prompts)
+        completions = [
+            Completion(s.prompt, tokenizer.decode(s.generated) if tokenizer else "", s.generated, s.finish_reason)
+            for s in sequences
+        ]
+        peak = torch.tensor([self.platform.peak_memory_bytes()])
+        peaks = self.parallel.world.gather_rows(peak, (1,) * self.case.world_size)
+        return make_report(self.case, completions, self.timings, int(peaks.max()))
+
+    def new_sequence(self, index: int, prompt: str, ids: list[int]) -> Sequence:
+        generator = torch.Generator().manual_seed(self.case.sampling_config.seed + index)
+        return Sequence(index, prompt, list(ids), len(ids), self.case.data_config.max_new_tokens, generator)
+
+    def _step(self, sequences: list[Sequence], is_prefill: bool) -> None:
+        start, tokens = time.perf_counter(), sum(s.new_tokens for s in sequences)
+        batch = self.model_input_prepare(sequences)
+        logits, _ = self.model_inference(batch, is_prefill)
+        self.model_output_process(logits, sequences)
+        self.timings.add(is_prefill, len(sequences), tokens, time.perf_counter() - start)
+        self.scheduler.retire()
+
+    def _random_prompts(self) -> list[tuple[str, list[int]]]:
+        """For benchmarks: `batch_size` prompts of `input_max_len` random tokens, each its own."""
+        generator = torch.Generator().manual_seed(self.case.sampling_config.seed)
+        shape = (self.case.data_config.batch_size, self.case.data_config.input_max_len)
+        return [("", row) for row in torch.randint(self.config.vocab_size, shape, generator=generator).tolist()]
+
+    def _module(self) -> nn.Module:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError("build_model must return an nn.Module")
+        return self.model

@@ -1,0 +1,40 @@
+"""The frame around one rank's work: its log, its environment, how its failure is told."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from errors import EXIT_STATUS, UserError
+from executor.config import Case
+from executor.env import RankEnv, rank_env
+from executor.results import create_results, discard_results, open_log
+
+Body = Callable[[Path, RankEnv], None]
+
+
+def run_rank(case: Case, results: Path | None, body: Body) -> None:
+    """Run `body(folder, ranks)` as this process's rank; `results` is None when no launcher made the folder."""
+    ranks = rank_env()
+    folder = results or create_results(case.name)
+    log = open_log(folder, ranks.rank)
+    if not ranks.launched:
+        try:
+            body(folder, ranks)
+        except UserError:
+            if results is None:
+                discard_results(folder)
+            raise
+        return
+
+    from torch import distributed
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        record(body)(folder, ranks)  # leaves the error where the launcher finds it
+    except Exception as error:  # told once, by the launcher; here it only goes to this rank's log
+        traceback.print_exc(file=log)
+        log.flush()
+        sys.exit(EXIT_STATUS if isinstance(error, UserError) else 1)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -1,0 +1,78 @@
+"""The folder of one run, `results/<case>/<time>/`, and what is written there."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from errors import UserError
+from executor.cases import ROOT
+
+
+def create_results(case_name: str, root: Path | None = None) -> Path:
+    """A new folder; a run that starts within the same second gets a number of its own."""
+    parent = (root or ROOT / "results") / case_name
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 1000):
+        folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be created: {error.strerror}") from None
+    raise UserError(f"{parent}: a thousand runs in one second")
+
+
+def discard_results(folder: Path) -> None:
+    """After bad input: take the folder back, unless it holds more than the logs that say so."""
+    if all(p.suffix == ".log" for p in folder.iterdir()):
+        shutil.rmtree(folder)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Whole or not at all: written under a temporary name, then renamed."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+class Tee:
+    """A terminal stream that also fills a log; still a terminal to whoever asks, so progress bars work."""
+
+    def __init__(self, terminal: TextIO, log: TextIO):
+        self.terminal, self.log = terminal, log
+
+    def write(self, text: str) -> int:
+        if not text.startswith("\r"):  # a progress bar redrawing itself
+            self.log.write(text)
+        return self.terminal.write(text)
+
+    def flush(self) -> None:
+        self.log.flush()
+        self.terminal.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+
+def open_log(folder: Path, rank: int) -> TextIO:
+    """Sends what this rank prints to `rank<N>.log`; rank 0 keeps the terminal as well."""
+    try:
+        log = open(folder / f"rank{rank}.log", "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (until the end)
+    except OSError as error:
+        raise UserError(f"{folder}/rank{rank}.log: cannot be written: {error.strerror}") from None
+    if rank == 0:
+        sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
+    else:  # the descriptors themselves, so that native code's last words land there too
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return log

@@ -1,0 +1,151 @@
+"""Reads a mapping into a tree of frozen dataclasses, strictly; knows nothing about which keys there are.
+
+A leaf is declared with `key(default, doc, ...)`; a section is a field whose type is another such dataclass.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One key of the tree: where it stands, what it may hold."""
+
+    path: str
+    type: Any
+    default: Any
+    doc: str
+    choices: tuple[str, ...]
+    minimum: float | None
+    maximum: float | None
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    return dataclasses.field(
+        default=default, metadata=dict(doc=doc, choices=tuple(choices), minimum=minimum, maximum=maximum)
+    )
+
+
+def section(kind: type[T]) -> T:
+    return dataclasses.field(default_factory=kind)
+
+
+def leaves(kind: type, prefix: str = "") -> Iterator[Leaf]:
+    """Every key below the dataclass `kind`, in order of declaration."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        path = prefix + field.name
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from leaves(typing.cast(type, hints[field.name]), path + ".")
+        elif field.metadata:
+            yield Leaf(path, hints[field.name], field.default, **field.metadata)
+
+
+def read(kind: type[T], data: object, where: str) -> T:
+    """`data` (what YAML gave) as a `kind`; `where` names the file in every complaint."""
+    return _read(kind, data, where, "")
+
+
+def override(kind: type, data: dict[str, Any], name: str, value: object) -> None:
+    """Set one key in `data` by its full path, or by its bare name where only one section has it."""
+    paths = [leaf.path for leaf in leaves(kind)]
+    if name not in paths:
+        named = [p for p in paths if p.rpartition(".")[2] == name]
+        if len(named) > 1:
+            raise UserError(f"--set {name}: ambiguous, give one of {', '.join(named)}")
+        if not named:
+            candidates = {p: p for p in paths} | {p.rpartition(".")[2]: p for p in paths}
+            raise UserError(f"--set {name}: unknown key{_nearest(name, list(candidates))}; all keys: docs/config.md")
+        name = named[0]
+    *sections, last = name.split(".")
+    for part in sections:
+        below = data.setdefault(part, {})
+        if not isinstance(below, dict):
+            return  # the section is not a mapping: read() will say so
+        data = below
+    data[last] = value
+
+
+def _read(kind: type[T], data: object, where: str, prefix: str) -> T:
+    if not isinstance(data, Mapping):
+        at = f"key {prefix[:-1]}" if prefix else "the file"
+        raise UserError(f"{where}: {at} must be a mapping of keys to values, not {data!r:.60}")
+    known = {leaf.path: leaf for leaf in leaves(kind, prefix)}
+    hints = typing.get_type_hints(kind)
+    sections = {f.name: hints[f.name] for f in dataclasses.fields(typing.cast(Any, kind)) if not f.metadata}
+    sections = {name: t for name, t in sections.items() if dataclasses.is_dataclass(t)}
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        path = f"{prefix}{name}"
+        if name in sections:
+            values[name] = _read(sections[name], {} if value is None else value, where, path + ".")
+        elif path in known:
+            values[name] = _leaf(known[path], value, where)
+        else:
+            options = [p[len(prefix) :] for p in known if "." not in p[len(prefix) :]] + list(sections)
+            raise UserError(f"{where}: unknown key {path!r}{_nearest(str(name), options)}; all keys: docs/config.md")
+    return kind(**values)
+
+
+def _leaf(leaf: Leaf, value: object, where: str) -> object:
+    try:
+        converted = _convert(leaf.type, value)
+    except (TypeError, ValueError):
+        raise UserError(f"{where}: {leaf.path}: {value!r:.80} is not {type_name(leaf.type)}") from None
+    if leaf.choices and converted not in leaf.choices:
+        near = _nearest(str(converted), list(leaf.choices))
+        raise UserError(f"{where}: {leaf.path}: {converted!r} is not one of {', '.join(leaf.choices)}{near}")
+    if isinstance(converted, int | float) and not isinstance(converted, bool):
+        if leaf.minimum is not None and not converted >= leaf.minimum:
+            raise UserError(f"{where}: {leaf.path}: {converted} must be at least {leaf.minimum}")
+        if leaf.maximum is not None and not converted <= leaf.maximum:
+            raise UserError(f"{where}: {leaf.path}: {converted} must be at most {leaf.maximum}")
+    return converted
+
+
+def _convert(wanted: Any, value: object) -> object:
+    if typing.get_origin(wanted) is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        return tuple(_convert(typing.get_args(wanted)[0], v) for v in value)
+    if isinstance(wanted, types.UnionType):  # X | None
+        return None if value is None else _convert(typing.get_args(wanted)[0], value)
+    if wanted is float and (isinstance(value, str) or type(value) is int):
+        return float(typing.cast(Any, value))  # YAML reads 1e-3 as a string
+    if type(value) is not wanted:
+        raise TypeError
+    return value
+
+
+def type_name(wanted: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    if typing.get_origin(wanted) is tuple:
+        return f"a list, each {type_name(typing.get_args(wanted)[0])}"
+    if isinstance(wanted, types.UnionType):
+        return f"{type_name(typing.get_args(wanted)[0])} or null"
+    return names[wanted]
+
+
+def _nearest(name: str, options: list[str]) -> str:
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else ""

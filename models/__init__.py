@@ -1,0 +1,1 @@
+"""What is computed: the layers shared by all architectures, and one folder for each architecture."""

@@ -1,0 +1,89 @@
+"""Reads a checkpoint's config.json: untrusted, and written by two generations of transformers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+
+LARGEST_FILE = 16 << 20
+LARGEST_SIZE = 1 << 24  # no dimension of a real model comes near
+
+
+class HfConfig:
+    """Typed, bounded access to the keys of one config.json; `where` names the file in every complaint."""
+
+    def __init__(self, data: Mapping[str, Any], where: str):
+        self.data = data
+        self.where = where
+
+    def error(self, key: str, rule: str) -> UserError:
+        return UserError(f"{self.where}: {key}: {self.data.get(key)!r:.80} {rule}")
+
+    def value(self, *names: str, default: Any = None) -> Any:
+        """The first of `names` that is there and not null: the same key under its older and newer name."""
+        return next((self.data[n] for n in names if self.data.get(n) is not None), default)
+
+    def size(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+        value = self.value(*names, default=default)
+        if value is None:
+            raise UserError(f"{self.where}: key {names[0]!r} is missing")
+        if type(value) is not int or not minimum <= value <= LARGEST_SIZE:
+            raise UserError(
+                f"{self.where}: {names[0]}: {value!r:.80} must be an integer from {minimum} to {LARGEST_SIZE}"
+            )
+        return value
+
+    def number(self, *names: str, default: float) -> float:
+        value = self.value(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise UserError(f"{self.where}: {names[0]}: {value!r:.80} must be a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.value(name, default=default)
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false")
+        return value
+
+    def sizes(self, name: str) -> tuple[int, ...]:
+        values = self.value(name, default=[])
+        if not isinstance(values, list) or not all(type(v) is int and 0 <= v <= LARGEST_SIZE for v in values):
+            raise self.error(name, "must be a list of non-negative integers")
+        return tuple(values)
+
+    def one_or_more(self, name: str) -> tuple[int, ...]:
+        """A key that holds nothing, one number, or a list of them."""
+        value = self.value(name, default=[])
+        return HfConfig({name: value if isinstance(value, list) else [value]}, self.where).sizes(name)
+
+    def refuse(self, name: str, *allowed: Any) -> None:
+        """`name` may be absent, null or one of `allowed`; anything else is not implemented."""
+        if self.data.get(name) not in (None, *allowed):
+            raise self.error(name, "is not implemented")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MB, not a config file")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    return data
+
+
+def read_hf_config(folder: Path, model_type: str) -> HfConfig:
+    """config.json of `folder`, which must be of `model_type`."""
+    if not folder.is_dir():
+        raise UserError(f"model_path: {folder} is not a folder")
+    data = read_json(folder / "config.json")
+    config = HfConfig(data, str(folder / "config.json"))
+    if data.get("model_type") != model_type:
+        raise config.error("model_type", f"does not match the case's model_name: {model_type!r}")
+    return config

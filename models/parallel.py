@@ -1,0 +1,73 @@
+"""How a model is split over ranks, as its layers see it: a shard to cut by, a group to talk to."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `rank` of `size` equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, total: int) -> slice:
+        """This part's range of `total`; the configuration has checked that it divides."""
+        each = total // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+
+@dataclass(frozen=True)
+class Group(Shard):
+    """Ranks that hold the parts of one thing. Of one rank: every collective is the identity."""
+
+    handle: dist.ProcessGroup | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the group, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, group=self.handle)
+        return x
+
+    def gather_columns(self, x: Tensor) -> Tensor:
+        """(T, N / size) of every rank side by side. -> (T, N)"""
+        if self.size == 1:
+            return x
+        parts = self._gather(x)  # (size, T, N / size)
+        return parts.movedim(0, 1).flatten(1)
+
+    def gather_rows(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """`counts[r]` rows of each rank r, one after another. -> (sum of counts, ...)"""
+        if self.size == 1:
+            return x
+        padded = x.new_zeros(max(counts), *x.shape[1:])
+        padded[: len(x)] = x
+        parts = self._gather(padded)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def own_rows(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """This rank's rows of what `gather_rows` gave."""
+        if self.size == 1:
+            return x
+        return x.split(list(counts))[self.rank]
+
+    def _gather(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self.size, *x.shape)
+        dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=self.handle)
+        return parts
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One rank's place in every split. Ranks that follow each other share an attention layer or an expert."""
+
+    world: Group = Group()
+    attn_tp: Group = Group()
+    attn_dp: Group = Group()
+    moe_tp: Shard = Shard()
+    moe_ep: Shard = Shard()
+    embed_tp: Group = Group()
+    lmhead_tp: Group = Group()

@@ -1,0 +1,101 @@
+"""Qwen3-MoE's config.json, as one checked dataclass."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from errors import UserError
+from models.hf_config import read_hf_config
+from models.rope import RopeConfig, read_rope
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of dense layers
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    attention_bias: bool
+    tie_word_embeddings: bool
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    sparse_layers: tuple[bool, ...]  # per layer: mixture of experts, or one dense MLP
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Qwen3MoeConfig":
+        hf = read_hf_config(folder, "qwen3_moe")
+        hf.refuse("hidden_act", "silu")
+        hf.refuse("use_sliding_window", False)
+        hf.refuse("quantization_config")
+        layers = hf.size("num_hidden_layers", default=24)
+        heads, hidden = hf.size("num_attention_heads", default=32), hf.size("hidden_size", default=2048)
+        head_dim = hf.size("head_dim", default=max(hidden // heads, 1))
+        max_positions = hf.size("max_position_embeddings", default=32768)
+        dense, step = hf.sizes("mlp_only_layers"), hf.size("decoder_sparse_step", default=1)
+        experts = hf.size("num_experts", "num_local_experts", default=128, minimum=0)
+        config = cls(
+            vocab_size=hf.size("vocab_size", default=151936),
+            hidden_size=hidden,
+            intermediate_size=hf.size("intermediate_size", default=6144),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=hf.size("num_key_value_heads", default=4),
+            head_dim=head_dim,
+            rms_norm_eps=hf.number("rms_norm_eps", default=1e-6),
+            rope=read_rope(hf, head_dim, max_positions),
+            max_position_embeddings=max_positions,
+            attention_bias=hf.flag("attention_bias", False),
+            tie_word_embeddings=hf.flag("tie_word_embeddings", False),
+            num_experts=experts,
+            num_experts_per_tok=hf.size("num_experts_per_tok", default=8),
+            moe_intermediate_size=hf.size("moe_intermediate_size", default=768),
+            norm_topk_prob=hf.flag("norm_topk_prob", False),
+            sparse_layers=tuple(
+                experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(layers)
+            ),
+            eos_token_ids=hf.one_or_more("eos_token_id"),
+        )
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise hf.error("num_key_value_heads", f"does not divide num_attention_heads: {heads}")
+        if any(config.sparse_layers) and config.num_experts_per_tok > experts:
+            raise hf.error("num_experts_per_tok", f"is more than num_experts: {experts}")
+        return config
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence the position embedding is made for; YaRN stretches the original length."""
+        yarn = self.rope.yarn
+        stretched = int(yarn.original_length * yarn.factor) if yarn else 0
+        return max(self.max_position_embeddings, stretched)
+
+    def check_parallel(
+        self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
+    ) -> None:
+        """Every split must come out even; KV heads may instead be replicated."""
+        rules = [
+            ("attn_tp_size", attn_tp_size, "num_attention_heads", self.num_attention_heads),
+            ("embed_tp_size", embed_tp_size, "vocab_size", self.vocab_size),
+            ("lmhead_tp_size", lmhead_tp_size, "vocab_size", self.vocab_size),
+        ]
+        if any(self.sparse_layers):
+            rules.append(("moe_tp_size", moe_tp_size, "moe_intermediate_size", self.moe_intermediate_size))
+            rules.append(("world_size / moe_tp_size", moe_ep_size, "num_experts", self.num_experts))
+        if not all(self.sparse_layers):
+            rules.append(("attn_tp_size", attn_tp_size, "intermediate_size of dense layers", self.intermediate_size))
+        for name, size, what, total in rules:
+            if total % size:
+                raise UserError(f"parallel_config: {name}: {size} does not divide {what}: {total}")
+        few, many = sorted((attn_tp_size, self.num_key_value_heads))
+        if many % few:
+            raise UserError(
+                f"parallel_config: attn_tp_size: {attn_tp_size} and num_key_value_heads: {self.num_key_value_heads}: "
+                "one must divide the other"
+            )

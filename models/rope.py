@@ -1,0 +1,82 @@
+"""Rotary position embedding: plain, or YaRN (arXiv 2309.00071), which Qwen3 uses beyond its trained length."""
+
+import math
+from dataclasses import dataclass
+
+from errors import UserError
+from models.hf_config import HfConfig
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    factor: float
+    original_length: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float  # scales cos and sin, and so the attention logits
+    truncate: bool
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    theta: float
+    dim: int
+    yarn: YarnConfig | None
+
+    def inverse_frequencies(self) -> list[float]:
+        """Angle per position of each of the dim / 2 pairs."""
+        plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
+        if self.yarn is None:
+            return plain
+        yarn = self.yarn
+        low, high = (self._pair_that_turns(turns, yarn) for turns in (yarn.beta_fast, yarn.beta_slow))
+        if yarn.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        width = max(high - low, 0.001)
+        # Fast pairs keep their angle, slow pairs are stretched by `factor`, a ramp lies between.
+        stretched = [min(max((i - low) / width, 0.0), 1.0) for i in range(self.dim // 2)]
+        return [f * (1 - s) + f / yarn.factor * s for f, s in zip(plain, stretched, strict=True)]
+
+    def _pair_that_turns(self, turns: float, yarn: YarnConfig) -> float:
+        """Index of the pair that makes `turns` full rotations within the original length."""
+        return self.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def read_rope(config: HfConfig, dim: int, max_positions: int) -> RopeConfig:
+    """From `rope_theta` + `rope_scaling` (hub) or `rope_parameters` (transformers 5)."""
+    key = "rope_parameters" if config.value("rope_parameters") is not None else "rope_scaling"
+    scaling = config.value(key, default={})
+    if not isinstance(scaling, dict):
+        raise config.error(key, "must be a mapping")
+    inner = HfConfig(scaling, f"{config.where}: {key}")
+    theta = inner.number("rope_theta", default=config.number("rope_theta", default=10000.0))
+    kind = inner.value("rope_type", "type", default="default")
+    if dim % 2:
+        raise UserError(f"{config.where}: head_dim: {dim} must be even for rotary embedding")
+    if kind == "default":
+        return RopeConfig(theta, dim, None)
+    if kind != "yarn":
+        raise UserError(f"{config.where}: {key}: rope type {kind!r} is not implemented (default and yarn are)")
+    original = inner.size("original_max_position_embeddings", default=max_positions)
+    factor = inner.number("factor", default=max_positions / original)
+    if theta <= 1 or factor < 1:
+        raise UserError(f"{config.where}: {key}: yarn needs rope_theta above 1 and factor of at least 1")
+    yarn = YarnConfig(
+        factor=factor,
+        original_length=original,
+        beta_fast=inner.number("beta_fast", default=32.0),
+        beta_slow=inner.number("beta_slow", default=1.0),
+        attention_factor=inner.number("attention_factor", default=_default_attention_factor(inner, factor)),
+        truncate=inner.flag("truncate", True),
+    )
+    return RopeConfig(theta, dim, yarn)
+
+
+def _default_attention_factor(scaling: HfConfig, factor: float) -> float:
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.value("mscale") and scaling.value("mscale_all_dim"):
+        return scale(scaling.number("mscale", default=1.0)) / scale(scaling.number("mscale_all_dim", default=1.0))
+    return scale(1.0)

@@ -1,0 +1,16 @@
+"""How things are computed: one signature per op (`interface.py`), its meaning (`reference.py`), implementations."""
+
+import importlib
+from typing import cast
+
+from ops.interface import Ops
+
+IMPLEMENTATIONS = {
+    "reference": "ops.reference",
+    "cpu": "ops.cpu",
+}
+
+
+def load_ops(name: str) -> Ops:
+    """The implementation `name`, imported only now."""
+    return cast(Ops, importlib.import_module(IMPLEMENTATIONS[name]))

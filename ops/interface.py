@@ -1,0 +1,57 @@
+"""The ops that models are written in. A module with these functions is an implementation.
+
+T: tokens of the step, all sequences packed one after another. S: sequences. Shapes are (rows, columns).
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Ops(Protocol):
+    def embedding(self, ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+        """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)"""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N)"""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)"""
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x (T, heads, D) by half-rotation; cos and sin (T, D) float32, each angle standing twice."""
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Put k, v (T, kv_heads, D) at `slots` (T) of the caches (pages, page_size, kv_heads, D), in place."""
+
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        kv_lens: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Causal attention of packed queries over paged keys and values.
+
+        q (T, heads, D); sequence s owns rows query_starts[s] to query_starts[s + 1], which are the *last* tokens of
+        its kv_lens[s] cached ones; its pages are block_tables[s] (S, most pages), query heads share KV heads in
+        equal, consecutive groups. -> (T, heads, D)
+        """
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """x (T, 2 N) holds gate and up side by side: silu(gate) * up. -> (T, N)"""
+
+    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """Softmax over all experts (T, E), then the top k. -> weights (T, k) float32, ids (T, k) int64"""
+
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, first_expert: int) -> Tensor:
+        """Weighted sum of the chosen experts that are here: w2 @ silu_mul(w13 @ x), summed in float32.
+
+        x (T, H); weights, ids (T, k); w13 (E, 2 I, H) and w2 (E, H, I) hold experts first_expert .. first_expert + E.
+        """

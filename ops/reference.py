@@ -1,0 +1,89 @@
+"""What each op of `interface.py` means: plain PyTorch, float32 inside, results in the type of the input."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def embedding(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+    local = ids - first_id
+    here = (local >= 0) & (local < table.shape[0])
+    return torch.where(here[:, None], table[torch.where(here, local, 0)], 0.0)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (wide * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    k_cache.flatten(0, 1)[slots] = k
+    v_cache.flatten(0, 1)[slots] = v
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    kv_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    out = torch.empty_like(q)
+    page_size, kv_heads = k_cache.shape[1:3]
+    group = q.shape[1] // kv_heads
+    starts = query_starts.tolist()
+    for s, kv_len in enumerate(kv_lens.tolist()):
+        pages = block_tables[s, : -(-kv_len // page_size)]
+        k = k_cache[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(group, dim=1)  # (kv_len, heads, D)
+        v = v_cache[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(group, dim=1)
+        rows = q[starts[s] : starts[s + 1]].float()
+        scores = torch.einsum("qhd,khd->hqk", rows, k) * scale
+        position = torch.arange(kv_len - len(rows), kv_len, device=q.device)
+        future = torch.arange(kv_len, device=q.device)[None, :] > position[:, None]
+        probabilities = scores.masked_fill(future, float("-inf")).softmax(-1)
+        out[starts[s] : starts[s + 1]] = torch.einsum("hqk,khd->qhd", probabilities, v).to(q.dtype)
+    return out
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.float().softmax(-1).topk(top_k, dim=-1)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, ids
+
+
+def moe(x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, first_expert: int) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in ids.unique().tolist():
+        if not first_expert <= expert < first_expert + len(w13):
+            continue
+        rows, columns = (ids == expert).nonzero(as_tuple=True)
+        hidden = silu_mul(linear(x[rows], w13[expert - first_expert], None))
+        y = linear(hidden, w2[expert - first_expert], None)
+        out.index_add_(0, rows, y.float() * weights[rows, columns, None].float())
+    return out.to(x.dtype)

@@ -1,0 +1,41 @@
+"""One rank of one case:  CASE_NAME=demo .venv/bin/python run.py [--set section.key=value ...]
+
+`bash infer.sh CASE` starts all ranks of a case and calls this for each.
+"""
+
+import argparse
+from pathlib import Path
+
+from errors import UserError, run_main
+from executor import env
+from executor.cases import load_case, load_model_config
+from executor.rank import run_rank
+from executor.results import write_json
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
+    parser.add_argument("--results", type=Path, help="folder of this run (default: results/CASE/TIME)")
+    args = parser.parse_args(argv)
+    name = env.case_name()
+    if not name:
+        raise UserError("CASE_NAME is not set: CASE_NAME=demo .venv/bin/python run.py, or bash infer.sh demo")
+    case = load_case(name, args.set)
+    load_model_config(case)  # refuse before anything heavy is imported
+
+    def generate(results: Path, ranks: env.RankEnv) -> None:
+        from executor.report import print_report
+        from models.registry import MODELS, load
+
+        report = load(MODELS[case.model_name].runner)(case, results, ranks).run()
+        if ranks.rank == 0:
+            path = results / "report.json"
+            print_report(report, path)
+            write_json(path, report)
+
+    run_rank(case, args.results, generate)
+
+
+if __name__ == "__main__":
+    run_main(main)
