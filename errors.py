@@ -9,6 +9,9 @@ EXIT_STATUS = 2
 class UserError(Exception):
     """Shown as `error: <text>` with exit status 2. Any other exception is a bug and keeps its traceback."""
 
+    def __init__(self, text: str):
+        super().__init__(" ".join(text.splitlines()))
+
 
 def listed(names: list[str], limit: int = 6) -> str:
     """`a, b, c and 12 more`: names for an error line, bounded."""

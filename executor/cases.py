@@ -24,10 +24,12 @@ class StrictLoader(yaml.SafeLoader):
     """PyYAML keeps the last of two equal keys in silence; here that is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [self.construct_object(k, deep=True) for k, _ in node.value]
-        twice = [n for i, n in enumerate(names) if n in names[:i]]
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} stands twice", node.start_mark)
+        names: list[object] = []
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if name in names:
+                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", key.start_mark)
+            names.append(name)
         return super().construct_mapping(node, deep)
 
 

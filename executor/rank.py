@@ -1,5 +1,6 @@
 """The frame around one rank's work: its log, its environment, how its failure is told."""
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ def run_rank(case: Case, results: Path | None, body: Body) -> None:
     ranks = rank_env()
     folder = results or create_results(case.name)
     log = open_log(folder, ranks.rank)
+    body = _disk_full_is_a_user_error(body)
     if not ranks.launched:
         try:
             body(folder, ranks)
@@ -38,3 +40,15 @@ def run_rank(case: Case, results: Path | None, body: Body) -> None:
         sys.exit(EXIT_STATUS if isinstance(error, UserError) else 1)
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _disk_full_is_a_user_error(body: Body) -> Body:
+    def guarded(folder: Path, ranks: RankEnv) -> None:
+        try:
+            body(folder, ranks)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+            raise
+
+    return guarded

@@ -5,8 +5,9 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from errors import UserError
 from executor.cases import ROOT
@@ -34,15 +35,21 @@ def discard_results(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Whole or not at all: written under a temporary name, then renamed."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with open(temporary, "wb") as file:
+            write(file)
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
 
 
 class Tee:
@@ -53,7 +60,11 @@ class Tee:
 
     def write(self, text: str) -> int:
         if not text.startswith("\r"):  # a progress bar redrawing itself
-            self.log.write(text)
+            try:
+                self.log.write(text)
+            except OSError:  # told once; what is left of the run, its error line too, goes to the terminal alone
+                self.log = open(os.devnull, "w")  # noqa: SIM115
+                raise
         return self.terminal.write(text)
 
     def flush(self) -> None:
