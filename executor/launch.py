@@ -5,6 +5,7 @@ For several nodes, give each the same NNODES, MASTER_ADDR and MASTER_PORT and it
 """
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -62,11 +63,13 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
         where = [f"--nnodes={nodes.nnodes}", f"--node-rank={nodes.node_rank}"]
         where += [f"--master-addr={nodes.master_addr}", f"--master-port={nodes.master_port}"]
 
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, get_args_parser
 
+    logging.disable(logging.ERROR)  # of torchrun in this process; what happened is told below, once
     results = create_results(case.name)
     ranks = [*where, f"--nproc-per-node={local}", "--max-restarts=0", *program, "--results", str(results)]
     config, command, arguments = config_from_args(get_args_parser().parse_args(ranks))
@@ -79,6 +82,9 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
         sys.exit(status)
     except SignalException as error:
         sys.exit(128 + error.sigval)
+    except DistError as error:
+        discard_results(results)
+        raise UserError(f"the nodes did not find each other at {config.rdzv_endpoint}: {error}") from None
 
 
 def _tell(error: "ChildFailedError", results: Path) -> int:
