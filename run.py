@@ -11,6 +11,7 @@ from executor import env
 from executor.cases import load_case, load_model_config
 from executor.rank import run_rank
 from executor.results import write_json
+from executor.runners import make_runner
 
 
 def main(argv: list[str]) -> None:
@@ -26,9 +27,8 @@ def main(argv: list[str]) -> None:
 
     def generate(results: Path, ranks: env.RankEnv) -> None:
         from executor.report import print_report
-        from models.registry import MODELS, load
 
-        report = load(MODELS[case.model_name].runner)(case, results, ranks).run()
+        report = make_runner(case, results, ranks).run()
         if ranks.rank == 0:
             path = results / "report.json"
             print_report(report, path)

@@ -122,9 +122,11 @@ def test_config_docs_are_fresh() -> None:
 
 def test_config_needs_no_torch() -> None:
     """The launcher checks a case in milliseconds."""
-    code = (
-        "import sys, executor.launch as l; l.load_model_config(l.load_case('demo')); sys.exit('torch' in sys.modules)"
-    )
+    code = """
+import sys, run, executor.launch as launch
+launch.load_model_config(launch.load_case("demo"))
+sys.exit("torch" in sys.modules)
+"""
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

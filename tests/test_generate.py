@@ -1,6 +1,5 @@
 """Generation: who stops when and why, sampling, prompts' policies, the report."""
 
-import dataclasses
 import errno
 import json
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given
 
 from errors import UserError
+from executor import runners
 from executor.cases import ROOT, load_case
 from executor.config import SamplingSettings
 from executor.results import create_results, write_json
@@ -132,7 +132,7 @@ def test_long_and_empty_prompts_follow_the_policy() -> None:
     whole = tokenizer.encode(case.data_config.prompts[0], chat=False)
     cut = load_case("demo", ["input_max_len=4", "long_prompts=truncate"])
     assert encode_prompts(cut, tokenizer)[0] == whole[-4:]
-    with pytest.raises(UserError, match="prompt 1 .* has no tokens"):
+    with pytest.raises(UserError, match=r"prompt 1 .* has no tokens"):
         encode_prompts(load_case("demo", ['prompts=["a", ""]']), tokenizer)
 
 
@@ -147,7 +147,7 @@ def test_report_counts_what_happened(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", eos_token_id=None)
     data = {"prompts": [], "batch_size": 3, "input_max_len": 10, "max_new_tokens": 6}
     case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config={"with_ckpt": False})
-    report = make_runner_class(case, tmp_path).run()
+    report = runners.make_runner(case, tmp_path, ONE_RANK).run()
     assert report["prefill_tokens"] == 3 * 10
     assert report["decode_tokens"] == 3 * 5
     assert [len(c["tokens"]) for c in report["completions"]] == [6, 6, 6]
@@ -163,7 +163,7 @@ def test_one_new_token_leaves_no_decode_times(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", eos_token_id=None)
     data = {"prompts": [], "batch_size": 1, "max_new_tokens": 1}
     case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config={"with_ckpt": False})
-    report = make_runner_class(case, tmp_path).run()
+    report = runners.make_runner(case, tmp_path, ONE_RANK).run()
     assert report["tpot_ms_p50"] is None
     assert len(report["completions"][0]["tokens"]) == 1
 
@@ -173,7 +173,7 @@ def test_profiler_writes_traces_of_both_phases(tmp_path: Path) -> None:
     data = {"prompts": [], "batch_size": 1, "max_new_tokens": 9}
     settings = {"with_ckpt": False, "enable_profiler": True}
     case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config=settings)
-    make_runner_class(case, tmp_path).run()
+    runners.make_runner(case, tmp_path, ONE_RANK).run()
     names = sorted(p.name for p in tmp_path.glob("trace_*.json"))
     assert names == ["trace_decode0_rank0.json", "trace_decode1_rank0.json", "trace_decode2_rank0.json",
                      "trace_decode3_rank0.json", "trace_prefill0_rank0.json"]  # fmt: skip
@@ -194,9 +194,3 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: p
 
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
     assert len({create_results("c", tmp_path) for _ in range(5)}) == 5
-
-
-def make_runner_class(case: Any, results: Path) -> Any:
-    from executor.qwen3_moe_runner import Qwen3MoeRunner
-
-    return Qwen3MoeRunner(dataclasses.replace(case), results, ONE_RANK)

@@ -20,7 +20,12 @@ RESULTS = ROOT / "results"
 
 def infer(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "infer.sh", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | environment
+        ["bash", "infer.sh", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | environment,
     )
 
 
@@ -66,7 +71,9 @@ def test_demo_answers_and_reports(case: str) -> None:
 def test_list_shows_every_case() -> None:
     done = infer("--list")
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == sorted(p.stem for p in (ROOT / "yaml_configs").glob("*"))
+    assert [line.split()[0] for line in done.stdout.splitlines()] == sorted(
+        p.stem for p in (ROOT / "yaml_configs").glob("*")
+    )
 
 
 def test_bad_case_and_bad_key_leave_nothing_behind() -> None:
@@ -134,7 +141,10 @@ def test_failing_rank_ends_the_job_and_is_named(how: str, tmp_path: Path) -> Non
     assert done.returncode == 1, done.stderr
     assert "error: rank 3 (pid" in done.stderr
     if how == "raise":
-        assert 'raise UserError("the cup is empty") if args.how == "user_error" else RuntimeError("boom on rank 3")' in done.stderr
+        assert (
+            'raise UserError("the cup is empty") if args.how == "user_error" else RuntimeError("boom on rank 3")'
+            in done.stderr
+        )
         assert "RuntimeError: boom on rank 3" in done.stderr
         (folder,) = folders("demo_tp8") - before
         assert "boom on rank 3" in (folder / "rank3.log").read_text()

@@ -104,7 +104,7 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, change: dict
     save_tiny(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError, match="config.json") as raised:
+    with pytest.raises(UserError, match=r"config\.json") as raised:
         make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path)
     assert complaint in str(raised.value)
     assert "\n" not in str(raised.value)

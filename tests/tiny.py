@@ -12,7 +12,7 @@ from executor.cases import load_case
 from executor.config import Case
 from executor.env import RankEnv
 from executor.model_runner import ModelRunner
-from executor.qwen3_moe_runner import Qwen3MoeRunner
+from executor.runners import make_runner as new_runner
 
 TINY = dict(
     vocab_size=96,
@@ -77,7 +77,7 @@ def tiny_case(folder: Path, model: Path, **sections: Any) -> Case:
 
 
 def make_runner(case: Case, results: Path) -> ModelRunner:
-    runner = Qwen3MoeRunner(case, results, ONE_RANK)
+    runner = new_runner(case, results, ONE_RANK)
     runner.setup()
     return runner
 

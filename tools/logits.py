@@ -25,8 +25,8 @@ from executor.launch import launch
 from executor.model_runner import ModelRunner
 from executor.rank import run_rank
 from executor.results import write_whole
+from executor.runners import make_runner
 from executor.sequence import Sequence
-from models.registry import MODELS, load
 
 
 def parse_ids(text: str, vocabulary: int) -> list[list[int]]:
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
         return launch(case, [os.path.abspath(__file__), *argv])
 
     def write(results: Path, ranks: RankEnv) -> None:
-        runner: ModelRunner = load(MODELS[case.model_name].runner)(case, results, ranks)
+        runner = make_runner(case, results, ranks)
         runner.setup()
         arrays = collect_logits(runner, ids, args.steps)
         if ranks.rank == 0:

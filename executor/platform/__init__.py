@@ -1,8 +1,9 @@
 """The platforms: a lazily importing registry, so that naming one does not import another's libraries."""
 
-import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from models.registry import load
 
 if TYPE_CHECKING:
     from executor.platform.base import Platform
@@ -10,17 +11,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlatformEntry:
-    module: str
-    class_name: str
+    place: str
     exe_modes: tuple[str, ...]
 
 
 PLATFORMS = {
-    "cpu": PlatformEntry("executor.platform.cpu", "CpuPlatform", ("eager",)),
+    "cpu": PlatformEntry("executor.platform.cpu:CpuPlatform", ("eager",)),
 }
 
 
 def load_platform(name: str) -> "type[Platform]":
-    entry = PLATFORMS[name]  # the configuration has refused unknown names
-    platform: type[Platform] = getattr(importlib.import_module(entry.module), entry.class_name)
+    platform: type[Platform] = load(PLATFORMS[name].place)
     return platform
