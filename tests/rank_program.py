@@ -27,7 +27,9 @@ def main() -> None:
         if ranks.rank == 3:
             if args.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise UserError("the cup is empty") if args.how == "user_error" else RuntimeError("boom on rank 3")
+            if args.how == "user_error":
+                raise UserError("the cup is empty")
+            raise RuntimeError("boom on rank 3")
         world.all_reduce(torch.ones(1))
 
     run_rank(case, args.results, body)

@@ -55,9 +55,8 @@ def assert_same(split: dict[str, np.ndarray], alone: dict[str, np.ndarray]) -> N
 def test_tiny_model_split_equals_one_rank(tmp_path: Path, split: str) -> None:
     """Biases, a dense layer and a tied head come along."""
     save_tiny(tmp_path / "model", attention_bias=True, mlp_only_layers=[1], tie_word_embeddings=True)
-    alone = collect_logits(
-        make_runner(sized_for(tiny_case(tmp_path, tmp_path / "model"), IDS, STEPS), tmp_path), IDS, STEPS
-    )
+    one_rank = sized_for(tiny_case(tmp_path, tmp_path / "model"), IDS, STEPS)
+    alone = collect_logits(make_runner(one_rank, tmp_path), IDS, STEPS)
     case = write_case(tmp_path / "split.yaml", tmp_path / "model")
     assert_same(run_split(str(case), SPLITS[split], IDS, tmp_path / "split.npz"), alone)
 
