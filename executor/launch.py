@@ -91,7 +91,7 @@ def _tell(error: "ChildFailedError", results: Path) -> int:
     """Print why the job ended; returns its exit status."""
     rank, failure = _cause(error)
     record = failure.error_file_data.get("message", {})
-    if failure.exitcode == EXIT_STATUS:
+    if failure.exitcode == EXIT_STATUS and record:
         print(f"error: {record['message'].removeprefix('UserError: ')}", file=sys.stderr)
         return EXIT_STATUS
     if "extraInfo" in record:
@@ -102,10 +102,20 @@ def _tell(error: "ChildFailedError", results: Path) -> int:
 
 
 def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
-    """The failure that started it: a rank that was killed outright, or else the earliest; others fail in its wake."""
-    failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-    killed = [item for item in failures if item[1].exitcode < 0 and item[1].signal_name() != "SIGTERM"]
-    return (killed or failures)[0]
+    """The failure that started it; the others broke down in its wake, when their collectives lost a partner.
+
+    A rank that died without a word of its own (killed, out of memory, crashed in native code) comes first. Else the
+    earliest word: a rank writes its error before its connections close, so the times of the error files are in the
+    order of cause and effect, where the timestamps inside them, in whole seconds, are not.
+    """
+
+    def order(item: "tuple[int, ProcessFailure]") -> tuple[bool, bool, float]:
+        failure = item[1]
+        stopped_by_us = failure.exitcode < 0 and failure.signal_name() == "SIGTERM"
+        spoke = Path(failure.error_file).is_file()
+        return stopped_by_us, spoke, os.stat(failure.error_file).st_mtime_ns if spoke else failure.timestamp
+
+    return min(error.failures.items(), key=order)
 
 
 if __name__ == "__main__":
