@@ -7,6 +7,7 @@ For several nodes, give each the same NNODES, MASTER_ADDR and MASTER_PORT and it
 import argparse
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,16 +105,18 @@ def _tell(error: "ChildFailedError", results: Path) -> int:
 def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
     """The failure that started it; the others broke down in its wake, when their collectives lost a partner.
 
-    A rank that died without a word of its own (killed, out of memory, crashed in native code) comes first. Else the
-    earliest word: a rank writes its error before its connections close, so the times of the error files are in the
-    order of cause and effect, where the timestamps inside them, in whole seconds, are not.
+    A rank that died without a word (killed, out of memory, crashed in native code) comes first. Else the earliest
+    word: a rank writes its error before its connections close, so the times of the error files are in the order of
+    cause and effect, where the timestamps inside them, in whole seconds, are not. Last come ranks that gloo aborted,
+    which it does when a partner is gone, and those that were stopped because of the failure.
     """
 
-    def order(item: "tuple[int, ProcessFailure]") -> tuple[bool, bool, float]:
+    def order(item: "tuple[int, ProcessFailure]") -> tuple[int, float]:
         failure = item[1]
-        stopped_by_us = failure.exitcode < 0 and failure.signal_name() == "SIGTERM"
-        spoke = Path(failure.error_file).is_file()
-        return stopped_by_us, spoke, os.stat(failure.error_file).st_mtime_ns if spoke else failure.timestamp
+        if Path(failure.error_file).is_file():
+            return 1, os.stat(failure.error_file).st_mtime_ns
+        wake = {-signal.SIGABRT: 2, -signal.SIGTERM: 3}
+        return wake.get(failure.exitcode, 0), failure.timestamp
 
     return min(error.failures.items(), key=order)
 

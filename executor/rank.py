@@ -1,7 +1,7 @@
 """The frame around one rank's work: its log, its environment, how its failure is told."""
 
 import errno
-import sys
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,8 @@ def run_rank(case: Case, results: Path | None, body: Body) -> None:
     except Exception as error:  # told once, by the launcher; here it only goes to this rank's log
         traceback.print_exc(file=log)
         log.flush()
-        sys.exit(EXIT_STATUS if isinstance(error, UserError) else 1)
+        # Without the interpreter's clean-up, in which gloo aborts the process when a partner is gone.
+        os._exit(EXIT_STATUS if isinstance(error, UserError) else 1)
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
