@@ -13,10 +13,11 @@ def pack(
     sequences: ListOf[Sequence],
     pool: PagePool,
     tokens_per_group: tuple[int, ...],
+    table_width: int,
     device: torch.device,
     all_logits: bool = False,
 ) -> Batch:
-    """The batch of `sequences`, all of this rank's group, whose pages are reserved."""
+    """The batch of `sequences`, all of this rank's group, whose pages are reserved; block tables all of one width."""
 
     def tensor(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -30,13 +31,12 @@ def pack(
         positions += range(s.cached, len(s.ids))
         slots += pool.slots(s.pages, s.cached, len(s.ids))
         starts.append(len(ids))
-    widest = max((len(s.pages) for s in sequences), default=0)
-    tables = [s.pages + [0] * (widest - len(s.pages)) for s in sequences]
+    tables = [s.pages + [0] * (table_width - len(s.pages)) for s in sequences]
     return Batch(
         token_ids=tensor(ids),
         positions=tensor(positions),
         slots=tensor(slots),
-        block_tables=torch.tensor(tables, dtype=torch.int64, device=device).view(len(sequences), widest),
+        block_tables=torch.tensor(tables, dtype=torch.int64, device=device).view(len(sequences), table_width),
         query_starts=tensor(starts),
         kv_lens=tensor([len(s.ids) for s in sequences]),
         logit_rows=None if all_logits else tensor([end - 1 for end in starts[1:]]),

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from errors import UserError, listed
 from models.hf_config import read_json
-from models.layers import Piece, all_pieces
+from models.layers import Piece, layers_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = ("BF16", "F16", "F32")
@@ -24,9 +24,12 @@ FLOATS = ("BF16", "F16", "F32")
 
 def load_checkpoint(model: nn.Module, folder: Path, ignored: frozenset[str], progress: bool) -> None:
     wanted: dict[str, list[Piece]] = {}
-    for piece in all_pieces(model):
-        wanted.setdefault(piece.name, []).append(piece)
-    _prove_coverage(model, wanted)
+    for place, layer in layers_of(model):
+        pieces = list(layer.pieces(place))
+        if sum(p.kept_elements for p in pieces) != layer.elements:
+            raise AssertionError(f"the pieces of {place} do not fill it exactly")  # a bug in the layer
+        for piece in pieces:
+            wanted.setdefault(piece.name, []).append(piece)
     files = _files(folder)
     _prove_headers(files, wanted, ignored)
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
@@ -34,29 +37,33 @@ def load_checkpoint(model: nn.Module, folder: Path, ignored: frozenset[str], pro
         with _open(path) as file:
             for name in names:
                 for piece in wanted.get(name, []):
-                    if piece.into is not None:
-                        piece.into.copy_(file.get_slice(name)[piece.part])
+                    if piece.fill is not None:
+                        piece.fill(file.get_slice(name)[piece.part])
                 bar.update(name in wanted)
     bar.close()
 
 
 def random_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter for benchmarks: zero-mean, with the scale of a trained model, at the speed of memory.
+    """Fill every weight for benchmarks: zero-mean, with the scale of a trained model, at the speed of memory.
 
     All matrices are cut from one block of random numbers whose length shares no factor with a row, so that no two
     rows or experts are equal; norms are ones.
     """
-    block = torch.randn((1 << 20) - 3, generator=torch.Generator().manual_seed(seed)) * 0.02
+    block = torch.randn((1 << 22) - 3, generator=torch.Generator().manual_seed(seed)) * 0.02
     offset = 0
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
-            continue
-        flat, start = parameter.view(-1), 0
-        while start < len(flat):
-            count = min(len(flat) - start, len(block) - offset)
-            flat[start : start + count] = block[offset : offset + count]
-            start, offset = start + count, (offset + count) % len(block)
+    for path, layer in layers_of(model):
+        for piece in layer.pieces(path):
+            if piece.fill is None:
+                continue
+            if len(piece.shape) == 1:
+                piece.fill(torch.ones(piece.kept_shape))
+                continue
+            parts, missing = [], piece.kept_elements
+            while missing:
+                parts.append(block[offset : offset + missing])
+                offset = (offset + len(parts[-1])) % len(block)
+                missing -= len(parts[-1])
+            piece.fill(torch.cat(parts).view(piece.kept_shape))
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
@@ -114,18 +121,6 @@ def _prove_headers(files: dict[Path, list[str]], wanted: dict[str, list[Piece]],
     ):
         if names:
             raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
-
-
-def _prove_coverage(model: nn.Module, wanted: dict[str, list[Piece]]) -> None:
-    """A parameter that no piece fills completely is a bug in a layer."""
-    filled: dict[int, int] = {}
-    for into in (piece.into for pieces in wanted.values() for piece in pieces):
-        if into is not None:
-            at = into.untyped_storage().data_ptr()
-            filled[at] = filled.get(at, 0) + into.numel()
-    for name, parameter in model.named_parameters():
-        if filled.get(parameter.untyped_storage().data_ptr()) != parameter.numel():
-            raise AssertionError(f"the pieces of {name} do not fill it exactly")
 
 
 @contextmanager

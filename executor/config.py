@@ -78,6 +78,14 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
+class QuantizationSettings:
+    method: str = key(
+        "none", "quantise linear layers and experts while a checkpoint streams in, in groups of 32 columns; the output "
+        "head gets 8 bits, the router and the embedding keep `dtype`", choices=("none", "q8", "q4"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class CacheSettings:
     page_size: int = key(16, "tokens in one page of the KV cache", minimum=1, maximum=4096)
 
@@ -89,8 +97,15 @@ class Case:
     model_name: str = key("qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(MODELS))
     model_path: str = key("", "folder of the checkpoint; a relative path starts at the project's root")
     platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS))
-    exe_mode: str = key("eager", "how the decode step runs", choices=EXE_MODES)
+    exe_mode: str = key(
+        "eager", "how the decode step runs: op by op, or captured once for each batch size and replayed",
+        choices=EXE_MODES,
+    )  # fmt: skip
     world_size: int = key(1, "number of ranks", minimum=1, maximum=4096)
+    instruction_set: str = key(
+        "auto", "of the CPU's kernels; auto: the best this machine has",
+        choices=("auto", "generic", "avx2", "avx512_vnni"),
+    )  # fmt: skip
     threads: int = key(
         0, "CPU threads of each rank; 0: this machine's cores divided by the ranks on it", minimum=0, maximum=1024
     )
@@ -98,6 +113,7 @@ class Case:
     data_config: DataSettings = section(DataSettings)
     sampling_config: SamplingSettings = section(SamplingSettings)
     parallel_config: ParallelSettings = section(ParallelSettings)
+    quantization: QuantizationSettings = section(QuantizationSettings)
     cache_config: CacheSettings = section(CacheSettings)
 
     @property
@@ -131,8 +147,10 @@ def check(case: Case, where: str) -> None:
     modes = PLATFORMS[case.platform].exe_modes
     if case.exe_mode not in modes:
         raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")
-    if case.model_config.enable_cache_compile and case.exe_mode == "eager":
-        raise UserError(f"{where}: model_config.enable_cache_compile: true has nothing to keep with exe_mode: eager")
+    if case.platform == "cpu" and case.exe_mode == "graph" and case.world_size > 1:
+        raise UserError(f"{where}: exe_mode: graph on the cpu needs world_size: 1, not {case.world_size} (use eager)")
+    if case.model_config.enable_cache_compile and case.platform == "cpu":
+        raise UserError(f"{where}: model_config.enable_cache_compile: true has nothing to keep on platform: cpu")
     if not case.model_path:
         raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
     if not data.prompts and case.model_config.with_ckpt:

@@ -14,7 +14,11 @@ class RankEnv:
     world_size: int
     local_rank: int
     local_world_size: int
-    launched: bool  # by torchrun or our launcher, which report a failing rank themselves
+    error_file: str  # where torchrun's engine, if it started us, looks for the reason of a failure
+
+    @property
+    def launched(self) -> bool:
+        return bool(self.error_file)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def rank_env() -> RankEnv:
         world_size=_integer("WORLD_SIZE", 1, minimum=1),
         local_rank=_integer("LOCAL_RANK", 0, minimum=0),
         local_world_size=_integer("LOCAL_WORLD_SIZE", 1, minimum=1),
-        launched="TORCHELASTIC_RUN_ID" in os.environ,
+        error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )
 
 

@@ -93,7 +93,7 @@ def _tell(error: "ChildFailedError", results: Path) -> int:
     rank, failure = _cause(error)
     record = failure.error_file_data.get("message", {})
     if failure.exitcode == EXIT_STATUS and record:
-        print(f"error: {record['message'].removeprefix('UserError: ')}", file=sys.stderr)
+        print(f"error: {record['message']}", file=sys.stderr)
         return EXIT_STATUS
     if "extraInfo" in record:
         print(record["extraInfo"]["py_callstack"], file=sys.stderr)

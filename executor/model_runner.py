@@ -28,7 +28,7 @@ from executor.scheduler import Scheduler
 from executor.sequence import Sequence
 from executor.tokenizer import encode_prompts, open_tokenizer, stop_ids
 from models.batch import Batch
-from models.layers import Build, PagedAttention
+from models.layers import Build, Formats, PagedAttention, layers_of
 
 Step = Callable[[Batch], Tensor]
 
@@ -59,7 +59,7 @@ class ModelRunner(ABC):
 
     def init_device(self) -> None:
         threads = self.case.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks.local_world_size)
-        self.platform = load_platform(self.case.platform)(self.ranks.local_rank, threads)
+        self.platform = load_platform(self.case.platform)(self.ranks.local_rank, threads, self.case.instruction_set)
         self.parallel = init_parallel(self.case, self.ranks, self.platform.collectives)
         print(
             f"rank {self.ranks.rank}/{self.ranks.world_size} on {self.platform.name}: {threads} threads, "
@@ -72,7 +72,14 @@ class ModelRunner(ABC):
     def init_model(self) -> None:
         case, data, start = self.case, self.case.data_config, time.perf_counter()
         dtype: torch.dtype = getattr(torch, case.model_config.dtype)
-        build = Build(self.platform.ops, self.parallel, dtype, self.platform.device, case.max_sequence_length)
+        build = Build(
+            ops=self.platform.ops,
+            parallel=self.parallel,
+            formats=self._formats(),
+            dtype=dtype,
+            device=self.platform.device,
+            max_positions=case.max_sequence_length,
+        )
         self.model = self.build_model(build)
         module = self._module()
         if case.model_config.with_ckpt:
@@ -86,7 +93,7 @@ class ModelRunner(ABC):
             if isinstance(layer, PagedAttention):
                 shape = (self.scheduler.pages, case.cache_config.page_size, layer.kv_heads, layer.head_dim)
                 layer.bind(*(torch.zeros(shape, dtype=dtype, device=self.platform.device) for _ in "kv"))
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        size = sum(layer.nbytes for _, layer in layers_of(module))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
     def compile_model(self) -> None:
@@ -105,7 +112,7 @@ class ModelRunner(ABC):
         group, pools = self.parallel.attn_dp.rank, self.scheduler.pools
         tokens = tuple(sum(s.new_tokens for s in sequences if s.group == g) for g in range(len(pools)))
         mine = [s for s in sequences if s.group == group]
-        return pack(mine, pools[group], tokens, self.platform.device, all_logits)
+        return pack(mine, pools[group], tokens, self.scheduler.table_width, self.platform.device, all_logits)
 
     @torch.inference_mode()
     def model_inference(self, batch: Batch, is_prefill: bool) -> tuple[Tensor, float]:
@@ -181,6 +188,13 @@ class ModelRunner(ABC):
     def new_sequence(self, index: int, prompt: str, ids: list[int]) -> Sequence:
         generator = torch.Generator().manual_seed(self.case.sampling_config.seed + index)
         return Sequence(index, prompt, list(ids), len(ids), self.case.data_config.max_new_tokens, generator)
+
+    def _formats(self) -> Formats:
+        """Quantised: every linear layer and expert; the head never in fewer than 8 bits, the router as it is."""
+        plain, method = self.case.model_config.dtype, self.case.quantization.method
+        if method == "none":
+            return Formats(plain, plain, plain)
+        return Formats(plain, linear=method, head="q8")
 
     def _step(self, sequences: list[Sequence], is_prefill: bool) -> None:
         start, tokens = time.perf_counter(), sum(s.new_tokens for s in sequences)

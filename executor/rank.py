@@ -1,7 +1,9 @@
 """The frame around one rank's work: its log, its environment, how its failure is told."""
 
+import contextlib
 import errno
 import os
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 from errors import EXIT_STATUS, UserError
 from executor.config import Case
 from executor.env import RankEnv, rank_env
-from executor.results import create_results, discard_results, open_log
+from executor.results import create_results, discard_results, open_log, write_json
 
 Body = Callable[[Path, RankEnv], None]
 
@@ -30,17 +32,25 @@ def run_rank(case: Case, results: Path | None, body: Body) -> None:
         return
 
     from torch import distributed
-    from torch.distributed.elastic.multiprocessing.errors import record
 
     try:
-        record(body)(folder, ranks)  # leaves the error where the launcher finds it
+        body(folder, ranks)
     except Exception as error:  # told once, by the launcher; here it only goes to this rank's log
         traceback.print_exc(file=log)
         log.flush()
+        _leave_word(Path(ranks.error_file), error)
         # Without the interpreter's clean-up, in which gloo aborts the process when a partner is gone.
         os._exit(EXIT_STATUS if isinstance(error, UserError) else 1)
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _leave_word(path: Path, error: Exception) -> None:
+    """The error in the format of torch.distributed.elastic, whose own writer can be cut off half-way by a SIGTERM."""
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    word = {"message": {"message": str(error) or type(error).__name__, "extraInfo": extra}}
+    with contextlib.suppress(UserError):  # without it, the exit status still tells
+        write_json(path, word)
 
 
 def _disk_full_is_a_user_error(body: Body) -> Body:

@@ -13,7 +13,8 @@ from executor.sequence import Sequence
 class Scheduler:
     def __init__(self, batch_size: int, max_sequence_length: int, page_size: int, groups: int):
         self.per_group = batch_size // groups
-        self.pages = self.per_group * -(-max_sequence_length // page_size)  # of each pool: enough for the worst case
+        self.table_width = -(-max_sequence_length // page_size)  # pages of the longest possible sequence
+        self.pages = self.per_group * self.table_width  # of each pool: enough for the worst case
         self.pools = [PagePool(self.pages, page_size) for _ in range(groups)]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # ordered by group

@@ -12,7 +12,7 @@ class Batch:
     token_ids: Tensor  # (T) int64
     positions: Tensor  # (T) int64
     slots: Tensor  # (T) int64: page * page_size + offset of each new token
-    block_tables: Tensor  # (S, most pages) int64
+    block_tables: Tensor  # (S, pages of the longest possible sequence) int64
     query_starts: Tensor  # (S + 1) int64
     kv_lens: Tensor  # (S) int64, the new tokens included
     logit_rows: Tensor | None  # rows of T whose logits are wanted; None: all

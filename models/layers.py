@@ -1,11 +1,13 @@
 """The layers that architectures are made of.
 
-Each layer owns its parameters, knows which checkpoint tensors fill them (`pieces`), cuts its share of a split model
+Each layer owns its weights, knows which checkpoint tensors fill them (`pieces`), cuts its share of a split model
 and adds up what a split leaves apart, so that a model file says none of that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,18 @@ from torch import Tensor, nn
 from models.batch import Batch
 from models.parallel import Group, Parallel
 from models.rope import RopeConfig
-from ops.interface import Ops
+from ops.interface import Matrix, Ops
 
 ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How matrices are kept. The router and the embedding stay in `plain`: small, or read one row a token."""
+
+    plain: str
+    linear: str
+    head: str
 
 
 @dataclass(frozen=True)
@@ -24,40 +35,62 @@ class Build:
 
     ops: Ops
     parallel: Parallel
-    dtype: torch.dtype
+    formats: Formats
+    dtype: torch.dtype  # of the embedding and the KV cache
     device: torch.device
     max_positions: int  # longest sequence that the case allows
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def matrix(self, rows: int, columns: int, format: str) -> Matrix:
+        return self.ops.matrix(rows, columns, format, self.device)
+
+    def table(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def vector(self, size: int) -> Tensor:
+        """Norms and biases: few, and added to what is wide."""
+        return torch.empty(size, dtype=torch.float32, device=self.device)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor of `shape`, of which `part` fills `into`; both None where another rank holds it."""
+    """A checkpoint tensor of `shape`, of which this rank keeps `part`: `fill` takes it. None: another rank's."""
 
     name: str
     shape: tuple[int, ...]
-    part: tuple[slice, ...] | None
-    into: Tensor | None
+    part: tuple[slice, ...] = ()
+    fill: Callable[[Tensor], object] | None = None
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        sizes = zip(self.part, self.shape, strict=True)
+        return tuple(len(range(*part.indices(size))) for part, size in sizes)
+
+    @property
+    def kept_elements(self) -> int:
+        return prod(self.kept_shape) if self.fill else 0
 
 
 class Layer(nn.Module):
-    """A module with parameters of its own. `path` in `pieces` is its place in the model, as in the checkpoint."""
+    """A module with weights of its own: `elements` in all, which its pieces fill exactly, in `nbytes` of memory."""
+
+    elements: int
+    nbytes: int
 
     def pieces(self, path: str) -> Iterator[Piece]:
+        """`path` is the layer's place in the model, as in the checkpoint."""
         raise NotImplementedError
 
 
-def all_pieces(model: nn.Module) -> list[Piece]:
-    return [p for path, layer in model.named_modules() if isinstance(layer, Layer) for p in layer.pieces(path)]
+def layers_of(model: nn.Module) -> list[tuple[str, Layer]]:
+    return [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]
 
 
 class RMSNorm(Layer):
     def __init__(self, build: Build, size: int, eps: float):
         super().__init__()
         self.ops, self.eps = build.ops, eps
-        self.weight = build.parameter(size)
+        self.weight = build.vector(size)
+        self.elements, self.nbytes = size, self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
@@ -69,7 +102,7 @@ class RMSNorm(Layer):
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(f"{path}.weight", tuple(self.weight.shape), (ALL,), self.weight)
+        yield Piece(f"{path}.weight", tuple(self.weight.shape), (ALL,), self.weight.copy_)
 
 
 @dataclass(frozen=True)
@@ -88,24 +121,30 @@ class Source:
 class MergedLinear(Layer):
     """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. Fully local."""
 
-    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False):
+    def __init__(
+        self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, format: str | None = None
+    ):
         super().__init__()
         self.ops, self.sources = build.ops, sources
         outputs = sum(s.kept for s in sources)
-        self.weight = build.parameter(outputs, inputs)
-        self.bias = build.parameter(outputs) if bias else None
+        self.weight = build.matrix(outputs, inputs, format or build.formats.linear)
+        self.bias = build.vector(outputs) if bias else None
+        self.elements = outputs * (inputs + bias)
+        self.nbytes = self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        parent, inputs = path.rpartition(".")[0], self.weight.shape[1]
-        sizes = [s.kept for s in self.sources]
-        for source, into in zip(self.sources, self.weight.split(sizes), strict=True):
-            yield Piece(f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL), into)
-        if self.bias is not None:
-            for source, into in zip(self.sources, self.bias.split(sizes), strict=True):
-                yield Piece(f"{parent}.{source.name}.bias", (source.rows,), (source.part,), into)
+        parent, inputs = path.rpartition(".")[0], self.weight.columns
+        row = 0
+        for source in self.sources:
+            fill = partial(self.weight.fill, row)
+            yield Piece(f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL), fill)
+            if self.bias is not None:
+                into = self.bias[row : row + source.kept]
+                yield Piece(f"{parent}.{source.name}.bias", (source.rows,), (source.part,), into.copy_)
+            row += source.kept
 
 
 class RowLinear(Layer):
@@ -114,18 +153,20 @@ class RowLinear(Layer):
     def __init__(self, build: Build, group: Group, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
         self.ops, self.group, self.inputs, self.part = build.ops, group, inputs, group.part(inputs)
-        self.weight = build.parameter(outputs, self.part.stop - self.part.start)
-        self.bias = build.parameter(outputs) if bias else None
+        self.weight = build.matrix(outputs, self.part.stop - self.part.start, build.formats.linear)
+        self.bias = build.vector(outputs) if bias else None
+        self.elements = outputs * (self.weight.columns + bias)
+        self.nbytes = self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.group.all_reduce(self.ops.linear(x, self.weight, None))
-        return y if self.bias is None else y + self.bias
+        # The bias belongs to the sum: one rank of the group adds it.
+        return self.group.all_reduce(self.ops.linear(x, self.weight, self.bias if self.group.rank == 0 else None))
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        outputs = self.weight.shape[0]
-        yield Piece(f"{path}.weight", (outputs, self.inputs), (ALL, self.part), self.weight)
+        outputs = self.weight.rows
+        yield Piece(f"{path}.weight", (outputs, self.inputs), (ALL, self.part), partial(self.weight.fill, 0))
         if self.bias is not None:
-            yield Piece(f"{path}.bias", (outputs,), (ALL,), self.bias)
+            yield Piece(f"{path}.bias", (outputs,), (ALL,), self.bias.copy_)
 
 
 class VocabEmbedding(Layer):
@@ -135,13 +176,14 @@ class VocabEmbedding(Layer):
         super().__init__()
         self.ops, self.group, self.vocabulary = build.ops, build.parallel.embed_tp, vocabulary
         self.part = self.group.part(vocabulary)
-        self.weight = build.parameter(self.part.stop - self.part.start, hidden)
+        self.table = build.table(self.part.stop - self.part.start, hidden)
+        self.elements, self.nbytes = self.table.numel(), self.table.nbytes
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.group.all_reduce(self.ops.embedding(token_ids, self.weight, self.part.start))
+        return self.group.all_reduce(self.ops.embedding(token_ids, self.table, self.part.start))
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(f"{path}.weight", (self.vocabulary, self.weight.shape[1]), (self.part, ALL), self.weight)
+        yield Piece(f"{path}.weight", (self.vocabulary, self.table.shape[1]), (self.part, ALL), self.table.copy_)
 
 
 class LMHead(Layer):
@@ -151,20 +193,21 @@ class LMHead(Layer):
         super().__init__()
         self.ops, self.group, self.vocabulary, self.source = build.ops, build.parallel.lmhead_tp, vocabulary, source
         self.part = self.group.part(vocabulary)
-        self.weight = build.parameter(self.part.stop - self.part.start, hidden)
+        self.weight = build.matrix(self.part.stop - self.part.start, hidden, build.formats.head)
+        self.elements, self.nbytes = self.weight.rows * hidden, self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.gather_columns(self.ops.linear(x, self.weight, None))
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(self.source, (self.vocabulary, self.weight.shape[1]), (self.part, ALL), self.weight)
+        shape = (self.vocabulary, self.weight.columns)
+        yield Piece(self.source, shape, (self.part, ALL), partial(self.weight.fill, 0))
 
 
 class Experts(Layer):
     """All experts of one layer: split over `moe_ep` by expert, over `moe_tp` along the intermediate size.
 
-    w13 stacks gate and up of each expert here, w2 is its down projection. The tokens of all data-parallel groups meet
-    here, and one all-reduce over all ranks adds up both splits.
+    The tokens of all data-parallel groups meet here, and one all-reduce over all ranks adds up both splits.
     """
 
     def __init__(self, build: Build, experts: int, hidden: int, intermediate: int):
@@ -173,29 +216,26 @@ class Experts(Layer):
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.here = build.parallel.moe_ep.part(experts)
         self.part = build.parallel.moe_tp.part(intermediate)
-        count, rows = self.here.stop - self.here.start, self.part.stop - self.part.start
-        self.w13 = build.parameter(count, 2 * rows, hidden)
-        self.w2 = build.parameter(count, hidden, rows)
+        count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
+        self.weights = build.ops.expert_matrices(count, inner, hidden, build.formats.linear, build.device)
+        self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
         x, weights, ids = (self.dp.gather_rows(t, batch.tokens_per_group) for t in (x, weights, ids))
-        y = self.world.all_reduce(self.ops.moe(x, weights, ids, self.w13, self.w2, self.here.start))
+        y = self.world.all_reduce(self.ops.moe(x, weights, ids, self.weights, self.here.start))
         return self.dp.own_rows(y, batch.tokens_per_group)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         for expert in range(self.experts):
-            name = f"{path}.{expert}"
-            if self.here.start <= expert < self.here.stop:
-                gate, up = self.w13[expert - self.here.start].chunk(2)
-                down = self.w2[expert - self.here.start]
-                yield Piece(f"{name}.gate_proj.weight", wide, (self.part, ALL), gate)
-                yield Piece(f"{name}.up_proj.weight", wide, (self.part, ALL), up)
-                yield Piece(f"{name}.down_proj.weight", tall, (ALL, self.part), down)
-            else:
-                yield Piece(f"{name}.gate_proj.weight", wide, None, None)
-                yield Piece(f"{name}.up_proj.weight", wide, None, None)
-                yield Piece(f"{name}.down_proj.weight", tall, None, None)
+            for which in ("gate", "up", "down"):
+                name = f"{path}.{expert}.{which}_proj.weight"
+                shape, part = (tall, (ALL, self.part)) if which == "down" else (wide, (self.part, ALL))
+                if self.here.start <= expert < self.here.stop:
+                    fill = partial(self.weights.fill, expert - self.here.start, which)
+                    yield Piece(name, shape, part, fill)
+                else:
+                    yield Piece(name, shape)
 
 
 class PagedAttention(nn.Module):
@@ -225,6 +265,7 @@ class RotaryTable(nn.Module):
 
     def __init__(self, build: Build, config: RopeConfig):
         super().__init__()
+        self.ops = build.ops
         scale = config.yarn.attention_factor if config.yarn else 1.0
         frequencies = torch.tensor(config.inverse_frequencies(), dtype=torch.float32)
         angles = torch.arange(build.max_positions, dtype=torch.float32)[:, None] * frequencies.repeat(2)
@@ -232,4 +273,4 @@ class RotaryTable(nn.Module):
         self.sin = (angles.sin() * scale).to(build.device)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[positions], self.sin[positions]
+        return self.ops.embedding(positions, self.cos, 0), self.ops.embedding(positions, self.sin, 0)

@@ -5,14 +5,44 @@ T: tokens of the step, all sequences packed one after another. S: sequences. Sha
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+FORMATS = ("float32", "bfloat16", "float16", "q8", "q4")  # of matrices; q8 and q4 in groups along the columns
+
+
+class Matrix(Protocol):
+    """A weight matrix as an implementation keeps it, filled row range by row range from float tensors."""
+
+    rows: int
+    columns: int
+    nbytes: int
+
+    def fill(self, row: int, part: Tensor) -> None:
+        """Put `part` (m, columns) at rows row .. row + m."""
+
+
+class ExpertMatrices(Protocol):
+    """The gate, up (inner, hidden) and down (hidden, inner) matrices of `count` experts."""
+
+    count: int
+    nbytes: int
+
+    def fill(self, expert: int, which: str, part: Tensor) -> None:
+        """Put all of "gate", "up" or "down" of one expert."""
 
 
 class Ops(Protocol):
     def embedding(self, ids: Tensor, table: Tensor, first_id: int) -> Tensor:
         """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)"""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def matrix(self, rows: int, columns: int, format: str, device: torch.device) -> Matrix:
+        """Room for a matrix."""
+
+    def expert_matrices(self, count: int, inner: int, hidden: int, format: str, device: torch.device) -> ExpertMatrices:
+        """Room for the matrices of `count` experts."""
+
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N)"""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,8 +80,9 @@ class Ops(Protocol):
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         """Softmax over all experts (T, E), then the top k. -> weights (T, k) float32, ids (T, k) int64"""
 
-    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, first_expert: int) -> Tensor:
-        """Weighted sum of the chosen experts that are here: w2 @ silu_mul(w13 @ x), summed in float32.
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int) -> Tensor:
+        """Weighted sum of the chosen experts that are here: down @ (silu(gate @ x) * (up @ x)), summed in float32.
 
-        x (T, H); weights, ids (T, k); w13 (E, 2 I, H) and w2 (E, H, I) hold experts first_expert .. first_expert + E.
+        x (T, H); weights, ids (T, k), ids of experts that are elsewhere or negative add nothing; `experts` holds
+        first_expert .. first_expert + count. -> (T, H)
         """

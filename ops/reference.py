@@ -5,14 +5,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+class DenseMatrix:
+    """A matrix as one tensor (rows, columns)."""
+
+    def __init__(self, rows: int, columns: int, format: str, device: torch.device):
+        self.rows, self.columns = rows, columns
+        self.data = torch.empty(rows, columns, dtype=getattr(torch, format), device=device)  # no quantised formats here
+        self.nbytes = self.data.nbytes
+
+    def fill(self, row: int, part: Tensor) -> None:
+        self.data[row : row + len(part)] = part
+
+
+class DenseExperts:
+    """w13 (count, 2 inner, hidden) stacks gate and up, w2 (count, hidden, inner) is down."""
+
+    def __init__(self, count: int, inner: int, hidden: int, format: str, device: torch.device):
+        self.count = count
+        dtype: torch.dtype = getattr(torch, format)
+        self.w13 = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
+        self.w2 = torch.empty(count, hidden, inner, dtype=dtype, device=device)
+        self.nbytes = self.w13.nbytes + self.w2.nbytes
+
+    def fill(self, expert: int, which: str, part: Tensor) -> None:
+        gate, up = self.w13[expert].chunk(2)
+        {"gate": gate, "up": up, "down": self.w2[expert]}[which].copy_(part)
+
+
+matrix = DenseMatrix
+expert_matrices = DenseExperts
+
+
 def embedding(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
     local = ids - first_id
     here = (local >= 0) & (local < table.shape[0])
     return torch.where(here[:, None], table[torch.where(here, local, 0)], 0.0)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = x.float() @ weight.float().T
+def linear(x: Tensor, weight: DenseMatrix, bias: Tensor | None) -> Tensor:
+    y = x.float() @ weight.data.float().T
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
@@ -77,13 +108,13 @@ def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor
     return weights, ids
 
 
-def moe(x: Tensor, weights: Tensor, ids: Tensor, w13: Tensor, w2: Tensor, first_expert: int) -> Tensor:
+def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: DenseExperts, first_expert: int) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
-        if not first_expert <= expert < first_expert + len(w13):
+        if not first_expert <= expert < first_expert + experts.count:
             continue
         rows, columns = (ids == expert).nonzero(as_tuple=True)
-        hidden = silu_mul(linear(x[rows], w13[expert - first_expert], None))
-        y = linear(hidden, w2[expert - first_expert], None)
-        out.index_add_(0, rows, y.float() * weights[rows, columns, None].float())
+        hidden = silu_mul(x[rows].float() @ experts.w13[expert - first_expert].float().T)
+        y = hidden @ experts.w2[expert - first_expert].float().T
+        out.index_add_(0, rows, y * weights[rows, columns, None].float())
     return out.to(x.dtype)

@@ -132,6 +132,11 @@ def test_random_weights_need_no_checkpoint_and_differ_everywhere(tmp_path: Path)
     (tmp_path / "model" / "model.safetensors").unlink()
     case = tiny_case(tmp_path, tmp_path / "model", model_config={"dtype": "float32", "with_ckpt": False})
     runner = make_runner(case, tmp_path)
-    rows = torch.cat([p.flatten(0, -2) for p in runner.model.parameters() if p.shape[-1] == 32 and p.dim() > 1])
-    assert len(rows.unique(dim=0)) == len(rows)
-    assert abs(float(rows.mean())) < 1e-3
+    rows = [runner.model.lm_head.weight.packed.dequantised(0, 96)]
+    for layer in runner.model.model.layers:
+        w13 = layer.mlp.experts.weights.w13
+        rows += [w13.dequantised(e, 16) for e in range(w13.count)]
+        rows.append(layer.self_attn.qkv_proj.weight.packed.dequantised(0, 96))
+    together = torch.cat(rows)
+    assert len(together.unique(dim=0)) == len(together)
+    assert abs(float(together.mean())) < 1e-3

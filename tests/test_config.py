@@ -38,8 +38,9 @@ def error_of(name: str, *overrides: str) -> str:
         (["dtype=float31"], "'float31' is not one of bfloat16, float16, float32, did you mean 'float32'?"),
         (["warm_up=perhaps"], "data_config.warm_up: 'perhaps' is not true or false"),
         (["platform=tpu"], "platform: 'tpu' is not one of cpu"),
-        (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of eager"),
-        (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep with exe_mode: eager"),
+        (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of eager, graph"),
+        (["world_size=2"], "exe_mode: graph on the cpu needs world_size: 1, not 2"),
+        (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep on platform: cpu"),
         (["prompts=[]"], "data_config.prompts is empty: give at least one prompt"),
         (["prompts=hello"], "data_config.prompts: 'hello' is not a list, each a string"),
         (["prompts=[1]"], "data_config.prompts: [1] is not a list, each a string"),
@@ -47,14 +48,14 @@ def error_of(name: str, *overrides: str) -> str:
         (["prompts=[a"], "--set prompts=[a: line 1, column 3 not valid YAML"),
         (["model_path="], "model_path"),
         (["model_path=nowhere"], "nowhere is not a folder"),
-        (["world_size=8", "attn_tp_size=3"], "attn_tp_size: 3 does not divide world_size: 8"),
-        (["world_size=8", "moe_tp_size=16"], "moe_tp_size: 16 does not divide world_size: 8"),
-        (["world_size=3"], "attn_tp_size: 3 does not divide num_attention_heads: 8"),
-        (["world_size=16"], "attn_tp_size: 16 does not divide num_attention_heads: 8"),
-        (["world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],
+        (["exe_mode=eager", "world_size=8", "attn_tp_size=3"], "attn_tp_size: 3 does not divide world_size: 8"),
+        (["exe_mode=eager", "world_size=8", "moe_tp_size=16"], "moe_tp_size: 16 does not divide world_size: 8"),
+        (["exe_mode=eager", "world_size=3"], "attn_tp_size: 3 does not divide num_attention_heads: 8"),
+        (["exe_mode=eager", "world_size=16"], "attn_tp_size: 16 does not divide num_attention_heads: 8"),
+        (["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],
          "world_size / moe_tp_size: 64 does not divide num_experts: 32"),
-        (["world_size=8", "attn_tp_size=4", "embed_tp_size=8"], "embed_tp_size: 8 does not divide attn_tp_size: 4"),
-        (["world_size=8", "attn_tp_size=2", "batch_size=6"], "batch_size: 6 is not divisible by attn_dp: 4"),
+        (["exe_mode=eager", "world_size=8", "attn_tp_size=4", "embed_tp_size=8"], "embed_tp_size: 8 does not divide attn_tp_size: 4"),
+        (["exe_mode=eager", "world_size=8", "attn_tp_size=2", "batch_size=6"], "batch_size: 6 is not divisible by attn_dp: 4"),
         (["input_max_len=2000", "max_new_tokens=100"], "input_max_len + max_new_tokens: 2100 exceed the model's 2048"),
     ],
 )  # fmt: skip
@@ -99,7 +100,9 @@ def test_overrides_take_bare_and_full_names_and_yaml_numbers() -> None:
 
 
 def test_sizes_default_to_the_world_and_to_attention() -> None:
-    sizes = load_case("demo", ["world_size=8", "attn_tp_size=4"]).parallel_config
+    sizes = load_case(
+        "demo_tp8", ["attn_tp_size=4", "moe_tp_size=8", "embed_tp_size=0", "lmhead_tp_size=0"]
+    ).parallel_config
     assert (sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size) == (4, 8, 4, 4)
 
 

@@ -196,7 +196,8 @@ def test_two_nodes_make_one_job() -> None:
     """Two launchers on this machine stand for two nodes."""
     before = folders("demo")
     common = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
-    command = ["bash", "infer.sh", "demo", "--set", "world_size=4", "max_new_tokens=3", "ignore_eos=true"]
+    command = ["bash", "infer.sh", "demo", "--set", "world_size=4", "exe_mode=eager"]
+    command += ["max_new_tokens=3", "ignore_eos=true"]
     nodes = [
         subprocess.Popen(
             command, cwd=ROOT, env=os.environ | common | {"NODE_RANK": str(i)}, text=True,

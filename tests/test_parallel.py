@@ -32,7 +32,7 @@ DEMO_SPLITS: dict[str, dict[str, int]] = {
 
 
 def run_split(case: str, split: dict[str, Any], ids: list[list[int]], out: Path) -> dict[str, np.ndarray]:
-    overrides = ["dtype=float32", *(f"{k}={v}" for k, v in split.items())]
+    overrides = ["dtype=float32", "method=none", "exe_mode=eager", *(f"{k}={v}" for k, v in split.items())]
     text = ";".join(",".join(map(str, row)) for row in ids)
     command = [sys.executable, "tools/logits.py", "--case", case, "--set", *overrides]
     command += ["--ids", text, "--steps", str(STEPS), "--out", str(out)]
@@ -63,7 +63,7 @@ def test_tiny_model_split_equals_one_rank(tmp_path: Path, split: str) -> None:
 
 @pytest.mark.parametrize("split", DEMO_SPLITS)
 def test_demo_model_split_equals_one_rank(tmp_path: Path, split: str) -> None:
-    case = load_case("demo", ["dtype=float32"])
+    case = load_case("demo", ["dtype=float32", "method=none"])
     ids = encode_prompts(case, Tokenizer(ROOT / case.model_path))
     alone = collect_logits(make_runner(sized_for(case, ids, STEPS), tmp_path), ids, STEPS)
     assert_same(run_split("demo", DEMO_SPLITS[split], ids, tmp_path / "split.npz"), alone)

@@ -31,7 +31,7 @@ TINY = dict(
     eos_token_id=0,
     initializer_range=0.3,  # larger than usual: routing and attention are far from uniform
 )
-ONE_RANK = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False)
+ONE_RANK = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file="")
 
 
 def save_tiny(folder: Path, hub_names: bool = True, **options: Any) -> Qwen3MoeForCausalLM:

@@ -75,7 +75,7 @@ def _step(runner: ModelRunner, running: list[Sequence], is_prefill: bool) -> lis
     rows = [s.new_tokens for s in running]
     batch = runner.model_input_prepare(running, all_logits=True)
     logits, _ = runner.model_inference(batch, is_prefill)
-    everyone = runner.parallel.attn_dp.gather_rows(logits.float().cpu(), batch.tokens_per_group)
+    everyone = runner.parallel.attn_dp.gather_rows(logits.float().cpu().clone(), batch.tokens_per_group)
     each = list(everyone.split(rows))
     runner.append_tokens(running, [int(part[-1].argmax()) for part in each])
     return each

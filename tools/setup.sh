@@ -1,24 +1,45 @@
-# Sourced by infer.sh and test.sh: makes .venv with the pinned requirements, once; later calls cost milliseconds.
+# Sourced by infer.sh and test.sh: makes .venv with the pinned requirements and builds the native module, each once;
+# later calls cost milliseconds.
 
 umbra_setup() {
-    local want have
-    want=$(cat requirements.txt tools/setup.sh | sha256sum)
-    have=$(cat .venv/umbra-setup 2>/dev/null || true)
-    [ "$want" = "$have" ] && return
-    exec 9>.setup.lock
-    flock 9 # a second call that comes meanwhile waits here, then finds the work done
-    have=$(cat .venv/umbra-setup 2>/dev/null || true)
-    if [ "$want" != "$have" ]; then
-        umbra_python_ok
+    umbra_stale && {
+        exec 9>.setup.lock
+        flock 9 # a second call that comes meanwhile waits here, then finds the work done
+        umbra_stale && umbra_make
+        exec 9>&-
+    }
+    return 0
+}
+
+umbra_requirements() { sha256sum requirements.txt tools/setup.sh; }
+umbra_sources() { find ops/cpu/csrc -name build -prune -o -type f -print0 | sort -z | xargs -0 sha256sum; }
+
+umbra_stale() {
+    [ "$(umbra_requirements)" != "$(cat .venv/umbra-setup 2>/dev/null)" ] ||
+        [ "$(umbra_sources)" != "$(cat .venv/umbra-native 2>/dev/null)" ] ||
+        ! compgen -G "ops/cpu/_native*.so" >/dev/null
+}
+
+umbra_make() {
+    umbra_python_ok
+    command -v g++ >/dev/null || umbra_apt g++
+    if [ "$(umbra_requirements)" != "$(cat .venv/umbra-setup 2>/dev/null)" ]; then
         echo "setting up .venv (once; PyTorch is the large part) ..." >&2
         .venv/bin/python -c "" 2>/dev/null || python3 -m venv --clear .venv || {
             umbra_apt python3-venv
             python3 -m venv --clear .venv
         }
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-        echo "$want" >.venv/umbra-setup
+        umbra_requirements >.venv/umbra-setup
     fi
-    exec 9>&-
+    echo "building the native CPU kernels ..." >&2
+    local built=.venv/umbra-build
+    rm -rf "$built"
+    PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        --no-build-isolation --no-deps --no-index --target "$built" ./ops/cpu/csrc
+    rm -f ops/cpu/_native*.so
+    mv "$built"/_native*.so ops/cpu/
+    umbra_sources >.venv/umbra-native
 }
 
 umbra_python_ok() {

@@ -16,7 +16,7 @@ class PlatformEntry:
 
 
 PLATFORMS = {
-    "cpu": PlatformEntry("executor.platform.cpu:CpuPlatform", ("eager",)),
+    "cpu": PlatformEntry("executor.platform.cpu:CpuPlatform", ("eager", "graph")),
 }
 
 

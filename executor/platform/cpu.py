@@ -6,22 +6,24 @@ from typing import ClassVar
 import torch
 
 from executor.platform.base import Platform, Step
+from executor.platform.cpu_graph import GraphStep
 from ops import load_ops
+from ops.cpu.engine import start
 
 
 class CpuPlatform(Platform):
     name: ClassVar[str] = "cpu"
     collectives: ClassVar[str] = "gloo"
 
-    def __init__(self, local_rank: int, threads: int):
-        torch.set_num_threads(threads)
+    def __init__(self, local_rank: int, threads: int, instruction_set: str):
+        torch.set_num_threads(1)  # the native pool has the cores
         self.device = torch.device("cpu")
         self.ops = load_ops("cpu")
+        _, chosen = start(threads, instruction_set)
+        print(f"native CPU kernels: {chosen}, {threads} threads")
 
     def compile(self, step: Step, exe_mode: str) -> Step:
-        if exe_mode != "eager":
-            raise NotImplementedError(f"{exe_mode} on {self.name}")  # the configuration has refused it
-        return step
+        return GraphStep(step) if exe_mode == "graph" else step
 
     def synchronize(self) -> None:
         pass  # every op has returned its result

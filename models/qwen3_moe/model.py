@@ -74,7 +74,10 @@ class SparseMoeBlock(nn.Module):
         super().__init__()
         self.ops, self.top_k, self.renormalise = build.ops, config.num_experts_per_tok, config.norm_topk_prob
         self.gate = MergedLinear(
-            build, config.hidden_size, [Source("gate", config.num_experts, slice(0, config.num_experts))]
+            build,
+            config.hidden_size,
+            [Source("gate", config.num_experts, slice(0, config.num_experts))],
+            format=build.formats.plain,
         )
         self.experts = Experts(build, config.num_experts, config.hidden_size, config.moe_intermediate_size)
 

@@ -1,0 +1,156 @@
+// The Python side: pointers and sizes in, nothing of torch. One engine in a process: a pool, a set of kernels, and the
+// tape that is being captured, if any. `ops/cpu/engine.py` is the only caller and checks types and shapes.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "pack.h"
+#include "tape.h"
+
+namespace py = pybind11;
+using namespace umbra;
+
+namespace {
+
+struct Engine {
+    std::unique_ptr<Pool> pool;
+    const Kernels* kernels = nullptr;
+    Tape* capturing = nullptr;
+};
+Engine engine;
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+std::vector<const Kernels*> usable() {
+    std::vector<const Kernels*> list{&kernels_generic()};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        list.push_back(&kernels_avx2());
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        list.push_back(&kernels_avx512());
+#endif
+    return list;
+}
+
+template <class Op>
+void submit(const Op& op) {
+    if (engine.capturing) engine.capturing->add(op);
+    py::gil_scoped_release release;
+    Context context{*engine.pool, *engine.kernels};
+    op.run(context);
+}
+
+Matrix matrix(int format, int64_t n, int64_t k, int64_t group, uintptr_t quants, uintptr_t scales, uintptr_t zeros) {
+    Matrix w;
+    w.format = static_cast<Format>(format);
+    w.n = static_cast<int32_t>(n);
+    w.k = static_cast<int32_t>(k);
+    w.group = static_cast<int32_t>(group);
+    w.quants = at<const uint8_t>(quants);
+    w.scales = at<const uint16_t>(scales);
+    w.zeros = at<const uint8_t>(zeros);
+    return w;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+    py::class_<Matrix>(m, "Matrix")
+        .def(py::init(&matrix), py::arg("format"), py::arg("n"), py::arg("k"), py::arg("group"), py::arg("quants"),
+             py::arg("scales"), py::arg("zeros"));
+    m.def("pack_rows", [](const Matrix& w, int64_t first, int64_t count, int64_t k, uintptr_t from) {
+        py::gil_scoped_release release;
+        pack_rows(w, first, count, k, at<const float>(from));
+    });
+    m.def("unpack_rows", [](const Matrix& w, int64_t first, int64_t count, int64_t k, uintptr_t to) {
+        py::gil_scoped_release release;
+        unpack_rows(w, first, count, k, at<float>(to));
+    });
+
+    m.def("instruction_sets", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : usable()) names.emplace_back(kernels->name);
+        return names;
+    });
+    m.def("start", [](int threads, const std::string& instruction_set, const std::vector<int>& cpus) {
+        for (const Kernels* kernels : usable())
+            if (instruction_set == kernels->name) {
+                engine.pool.reset();
+                engine.pool = std::make_unique<Pool>(threads, cpus);
+                engine.kernels = kernels;
+                return;
+            }
+        throw std::invalid_argument("instruction set " + instruction_set + " is not usable here");
+    });
+
+    py::class_<Tape, std::shared_ptr<Tape>>(m, "Tape")
+        .def(py::init<>())
+        .def("__len__", &Tape::size)
+        .def("begin", [](Tape& tape) { engine.capturing = &tape; })
+        .def("end", [](Tape&) { engine.capturing = nullptr; })
+        .def("replay", [](const Tape& tape) {
+            py::gil_scoped_release release;
+            Context context{*engine.pool, *engine.kernels};
+            tape.replay(context);
+        });
+
+    m.def("embedding", [](uintptr_t ids, uintptr_t table, uintptr_t out, int64_t tokens, int64_t vocabulary,
+                          int64_t hidden, int64_t first_id, int type) {
+        submit(Embedding{at<const int64_t>(ids), at<const void>(table), at<float>(out), tokens, vocabulary, hidden,
+                         first_id, static_cast<Type>(type)});
+    });
+    m.def("rms_norm", [](uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t total,
+                         int64_t tokens, int64_t heads, int64_t width, int64_t stride, float eps) {
+        submit(RmsNorm{at<const float>(x), at<const float>(residual), at<const float>(weight), at<float>(out),
+                       at<float>(total), tokens, heads, width, stride, eps});
+    });
+    m.def("rope", [](uintptr_t x, uintptr_t cos, uintptr_t sin, uintptr_t out, int64_t tokens, int64_t heads,
+                     int64_t width, int64_t stride) {
+        submit(Rope{at<const float>(x), at<const float>(cos), at<const float>(sin), at<float>(out), tokens, heads,
+                    width, stride});
+    });
+    m.def("write_kv", [](uintptr_t k, uintptr_t v, uintptr_t k_cache, uintptr_t v_cache, uintptr_t slots,
+                         int64_t tokens, int64_t heads, int64_t width, int64_t k_stride, int64_t v_stride, int type) {
+        submit(WriteKv{at<const float>(k), at<const float>(v), at<void>(k_cache), at<void>(v_cache),
+                       at<const int64_t>(slots), tokens, heads, width, k_stride, v_stride, static_cast<Type>(type)});
+    });
+    m.def("attention", [](uintptr_t q, uintptr_t k_cache, uintptr_t v_cache, uintptr_t block_tables,
+                          uintptr_t query_starts, uintptr_t kv_lens, uintptr_t out, int64_t sequences, int64_t heads,
+                          int64_t kv_heads, int64_t width, int64_t page_size, int64_t most_pages, int64_t tokens,
+                          float scale, int type) {
+        submit(Attention{at<const float>(q), at<const void>(k_cache), at<const void>(v_cache),
+                         at<const int64_t>(block_tables), at<const int64_t>(query_starts), at<const int64_t>(kv_lens),
+                         at<float>(out), sequences, heads, kv_heads, width, page_size, most_pages, tokens, scale,
+                         static_cast<Type>(type)});
+    });
+    m.def("silu_mul", [](uintptr_t x, uintptr_t out, int64_t tokens, int64_t width) {
+        submit(SiluMul{at<const float>(x), at<float>(out), tokens, width});
+    });
+    m.def("route_softmax", [](uintptr_t logits, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,
+                              int64_t experts, int64_t k, bool renormalise) {
+        submit(RouteSoftmax{at<const float>(logits), at<float>(weights), at<int64_t>(ids), at<float>(scratch), tokens,
+                            experts, k, renormalise});
+    });
+    m.def("linear_scratch", [](int64_t tokens, int64_t k) { return Scratch::bytes(tokens, k); });
+    m.def("linear", [](const Matrix& w, uintptr_t x, uintptr_t bias, uintptr_t out, uintptr_t scratch, int64_t tokens,
+                       int64_t n) {
+        submit(Linear{w, at<const float>(x), at<const float>(bias), at<float>(out), Scratch{at<uint8_t>(scratch)},
+                      tokens, n});
+    });
+    m.def("moe_scratch", &Moe::scratch_bytes);
+    m.def("moe", [](const Matrix& w13, const Matrix& w2, uintptr_t x, uintptr_t weights, uintptr_t ids, uintptr_t out,
+                    uintptr_t scratch, int64_t tokens, int64_t k, int64_t experts, int64_t first_expert,
+                    int64_t hidden, int64_t inner) {
+        submit(Moe{w13, w2, at<const float>(x), at<const float>(weights), at<const int64_t>(ids), at<float>(out),
+                   at<uint8_t>(scratch), tokens, k, experts, first_expert, hidden, inner});
+    });
+}

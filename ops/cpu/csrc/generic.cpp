@@ -1,0 +1,82 @@
+// The portable reference of every kernel: plain loops over the layouts of matrix.h.
+
+#include <cmath>
+
+#include "matrix.h"
+
+namespace umbra {
+namespace {
+
+template <class T>
+void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+    const T* plane = reinterpret_cast<const T*>(w.quants + block * w.quant_stride());
+    for (int t = 0; t < count; t++) {
+        const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
+        float sums[kRows] = {};
+        for (int c = 0; c < w.k; c++)
+            for (int r = 0; r < kRows; r++) sums[r] += widen(plane[static_cast<size_t>(c) * kRows + r]) * x[c];
+        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
+    }
+}
+
+// `quant(bytes, r, c)`: the unsigned quant of row r, column c of one 32-column block.
+template <class Quant>
+void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                       size_t stride, int default_zero, Quant quant) {
+    const int blocks = w.k / kBlock;
+    const size_t bytes = w.quant_stride() / blocks;
+    for (int t = 0; t < count; t++) {
+        const size_t row = index ? index[t] : t;
+        float sums[kRows] = {};
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t* plane = w.quants + block * w.quant_stride() + b * bytes;
+            const size_t at = block * w.scale_count() + static_cast<size_t>(b * kBlock / w.group) * kRows;
+            const int8_t* q = rows.q + row * w.k + b * kBlock;
+            const float scale = rows.scale[row * blocks + b];
+            const int32_t sum = rows.sum[row * blocks + b];
+            for (int r = 0; r < kRows; r++) {
+                int32_t dot = -(w.zeros ? w.zeros[at + r] : default_zero) * sum;
+                for (int c = 0; c < kBlock; c++) dot += quant(plane, r, c) * q[c];
+                sums[r] += half_to_float(w.scales[at + r]) * scale * static_cast<float>(dot);
+            }
+        }
+        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
+    }
+}
+
+void product_q8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+    product_quantised(w, block, rows, index, count, y, stride, 128, [](const uint8_t* plane, int r, int c) {
+        return static_cast<int>(plane[c / 4 * 64 + r * 4 + c % 4]);
+    });
+}
+
+void product_q4(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+    product_quantised(w, block, rows, index, count, y, stride, 8, [](const uint8_t* plane, int r, int c) {
+        const int byte = plane[c % 16 / 4 * 64 + r * 4 + c % 4];
+        return c < 16 ? byte & 15 : byte >> 4;
+    });
+}
+
+void quantise(const float* x, int blocks, int8_t* q, float* scale, int32_t* sum) {
+    for (int b = 0; b < blocks; b++, x += kBlock, q += kBlock) {
+        float most = 0;
+        for (int i = 0; i < kBlock; i++) most = std::fmax(most, std::fabs(x[i]));
+        const float inverse = most > 0 ? 127.0f / most : 0.0f;
+        int32_t total = 0;
+        for (int i = 0; i < kBlock; i++) {
+            q[i] = static_cast<int8_t>(std::nearbyint(x[i] * inverse));
+            total += q[i];
+        }
+        scale[b] = most / 127.0f;
+        sum[b] = total;
+    }
+}
+
+}  // namespace
+
+const Kernels& kernels_generic() {
+    static const Kernels kernels{"generic", {product_float<float>, product_float<Bf16>, product_float<F16>, product_q8, product_q4}, quantise};
+    return kernels;
+}
+
+}  // namespace umbra

@@ -1,0 +1,140 @@
+// Weight matrices and activations as the kernels read them.
+//
+// A matrix W (n rows, k columns; y = W x) is stored by blocks of 16 rows, "x16": lane r of a vector is row r of the
+// block, so a dot product needs no horizontal sum, 16 scales are one load, and an activation is one broadcast.
+// n is padded to a multiple of 16 with zero rows; quantised formats need k to be a multiple of 32 and of the group.
+//
+//   format     quants, for each row block and each 32 columns                         scales, zeros (own planes)
+//   f32, bf16, f16   [columns][16 rows]                                                -
+//   q8         8 vectors of 64 bytes: vector i = columns 4i .. 4i+3 of row 0, row 1,    fp16 [k/group][16]
+//              ... row 15, each byte value + 128
+//   q4         4 vectors of 64 bytes: the low nibbles of vector i hold columns          fp16 [k/group][16];
+//              4i .. 4i+3, the high nibbles columns 16+4i .. 16+4i+3                    zeros u8 [k/group][16], or none:
+//                                                                                       the zero point is 8
+//   w = (quant - zero) * scale.
+//
+// An activation row is quantised to int8 for every 32 columns: x = q * scale, scale = max|x| / 127.
+// With sums of q kept, sum((quant - zero) * q) = sum(quant * q) - zero * sum(q), all exact in int32:
+// |quant * q| <= 255 * 127, 32 products stay far below 2^31. So every instruction set gives the same integers, and
+// results differ only in the order of float additions.
+//
+// Error bound of one product sum: the activation's rounding is at most scale / 2 for each element, so
+// |error| <= sum over blocks of max|x_block| / 254 * sum|w_block|, beside the weight's own quantisation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace umbra {
+
+constexpr int kRows = 16;   // rows of a block
+constexpr int kBlock = 32;  // columns of an activation block
+
+enum class Format : int32_t { f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4 };
+constexpr int kFormats = 5;
+
+struct Bf16 {
+    uint16_t bits;
+};
+struct F16 {
+    uint16_t bits;
+};
+
+struct Matrix {
+    Format format = Format::f32;
+    int32_t n = 0;  // rows, padded to a multiple of 16
+    int32_t k = 0;
+    int32_t group = 0;                // columns that share a scale; quantised formats only
+    const uint8_t* quants = nullptr;  // 64-byte aligned
+    const uint16_t* scales = nullptr;
+    const uint8_t* zeros = nullptr;
+
+    // Bytes of one row block in each plane.
+    size_t quant_stride() const {
+        const size_t weights = static_cast<size_t>(k) * kRows;
+        switch (format) {
+            case Format::f32: return weights * 4;
+            case Format::bf16:
+            case Format::f16: return weights * 2;
+            case Format::q8: return weights;
+            case Format::q4: return weights / 2;
+        }
+        return 0;
+    }
+    size_t scale_count() const { return group ? static_cast<size_t>(k) / group * kRows : 0; }
+    bool quantised() const { return format == Format::q8 || format == Format::q4; }
+};
+
+// Activation rows of k columns. `x` is read by float formats, the other three by quantised ones.
+struct Rows {
+    const float* x = nullptr;
+    const int8_t* q = nullptr;      // (rows, k)
+    const float* scale = nullptr;   // (rows, k / 32)
+    const int32_t* sum = nullptr;   // (rows, k / 32)
+};
+
+// y[t * stride + r] for the 16 rows of block `block` and `count` activation rows, chosen by `index` (row numbers in
+// `rows`; null: 0, 1, 2 ...).
+using Product = void (*)(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                         size_t stride);
+// Quantise `blocks` blocks of 32 floats.
+using Quantise = void (*)(const float* x, int blocks, int8_t* q, float* scale, int32_t* sum);
+
+struct Kernels {
+    const char* name;
+    Product product[kFormats];
+    Quantise quantise;
+};
+
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, rest = h & 0x7fff;
+    union {
+        uint32_t u;
+        float f;
+    } v;
+    if (rest >= 0x7c00) {
+        v.u = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+    } else {
+        v.u = rest << 13;  // exponent re-biased by one exact multiplication; subnormals come out right
+        v.f *= 5.192296858534828e+33f;  // 2^112
+        v.u |= sign;
+    }
+    return v.f;
+}
+
+inline float bf16_to_float(uint16_t b) {
+    union {
+        uint32_t u;
+        float f;
+    } v{static_cast<uint32_t>(b) << 16};
+    return v.f;
+}
+
+inline float widen(float v) { return v; }
+inline float widen(Bf16 v) { return bf16_to_float(v.bits); }
+inline float widen(F16 v) { return half_to_float(v.bits); }
+
+// To nearest even, overflow to infinity.
+inline uint16_t float_to_half(float f) {
+    union {
+        float f;
+        uint32_t u;
+    } v{f};
+    const uint32_t sign = v.u >> 16 & 0x8000;
+    v.u &= 0x7fffffff;
+    if (v.u > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+    if (v.u >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
+    if (v.u < 0x38800000) {  // subnormal: let the adder round at the right place
+        v.f += 0.5f;
+        return static_cast<uint16_t>(sign | (v.u - 0x3f000000));
+    }
+    return static_cast<uint16_t>(sign | (v.u - 0x38000000 + 0xfff + (v.u >> 13 & 1)) >> 13);
+}
+
+const Kernels& kernels_generic();
+#if defined(__x86_64__)
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+#endif
+
+}  // namespace umbra

@@ -1,0 +1,120 @@
+// The ops of the CPU platform. Each is a struct of pointers and sizes with a `run`: eager use fills one and runs it once,
+// a tape keeps it and runs it at every replay. `run` allocates nothing; scratch memory comes with the struct.
+//
+// Activations are float32 everywhere. T: tokens; S: sequences.
+#pragma once
+
+#include <cstdint>
+
+#include "matrix.h"
+#include "pool.h"
+
+namespace umbra {
+
+struct Context {
+    Pool& pool;
+    const Kernels& kernels;
+};
+
+enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2 };  // of tables and caches; as in Format
+
+// Quantised copies of activation rows. Bytes needed for `rows` rows of k: see scratch_bytes().
+struct Scratch {
+    uint8_t* memory = nullptr;
+    static int64_t bytes(int64_t rows, int64_t k) { return rows * (k + k / kBlock * 8) + 64; }
+    Rows split(const float* x, int64_t rows, int64_t k) const;
+};
+
+struct Embedding {
+    const int64_t* ids;
+    const void* table;  // (vocabulary, hidden) of `type`
+    float* out;         // (T, hidden)
+    int64_t tokens, vocabulary, hidden, first_id;
+    Type type;
+    void run(Context&) const;
+};
+
+struct RmsNorm {
+    const float* x;         // rows of `width`, `heads` to a token, tokens `stride` apart
+    const float* residual;  // added first, or null
+    const float* weight;    // (width)
+    float* out;             // contiguous
+    float* total;           // x + residual, or null
+    int64_t tokens, heads, width, stride;
+    float eps;
+    void run(Context&) const;
+};
+
+struct Rope {
+    const float* x;          // (T, heads, width), tokens `stride` apart
+    const float *cos, *sin;  // (T, width)
+    float* out;              // contiguous
+    int64_t tokens, heads, width, stride;
+    void run(Context&) const;
+};
+
+struct WriteKv {
+    const float *k, *v;  // (T, heads, width), tokens k_stride and v_stride apart
+    void *k_cache, *v_cache;
+    const int64_t* slots;
+    int64_t tokens, heads, width, k_stride, v_stride;
+    Type type;
+    void run(Context&) const;
+};
+
+struct Attention {
+    const float* q;  // (T, heads, width)
+    const void *k_cache, *v_cache;  // (pages, page_size, kv_heads, width)
+    const int64_t *block_tables, *query_starts, *kv_lens;
+    float* out;
+    int64_t sequences, heads, kv_heads, width, page_size, most_pages, tokens;
+    float scale;
+    Type type;
+    void run(Context&) const;
+};
+
+struct SiluMul {
+    const float* x;  // (T, 2 width)
+    float* out;      // (T, width)
+    int64_t tokens, width;
+    void run(Context&) const;
+};
+
+struct RouteSoftmax {
+    const float* logits;  // (T, experts)
+    float* weights;       // (T, k)
+    int64_t* ids;         // (T, k)
+    float* scratch;       // (T, experts)
+    int64_t tokens, experts, k;
+    bool renormalise;
+    void run(Context&) const;
+};
+
+struct Linear {
+    Matrix w;
+    const float* x;     // (T, k)
+    const float* bias;  // (n), or null
+    float* out;         // (T, n), n the true number of rows
+    Scratch scratch;
+    int64_t tokens, n;
+    void run(Context&) const;
+};
+
+// Fused mixture of experts. w13 and w2 are `experts` matrices, one after another in each plane.
+// Two phases with one barrier between: (1) for each expert hit and each 32 rows of its intermediate size: gate and up
+// products, silu(gate) * up, and at once the quantisation of those 32 values, which are one activation block of (2);
+// (2) for each 16 rows of the output: the products of all experts, weighted, added in order of expert, so the result does
+// not depend on how tasks fall on threads.
+struct Moe {
+    Matrix w13, w2;  // of one expert: (2 * inner, hidden) and (hidden, inner), inner padded to 16 rows each
+    const float* x;
+    const float* weights;  // (T, k)
+    const int64_t* ids;    // (T, k)
+    float* out;            // (T, hidden)
+    uint8_t* scratch;
+    int64_t tokens, k, experts, first_expert, hidden, inner;
+    static int64_t scratch_bytes(int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner);
+    void run(Context&) const;
+};
+
+}  // namespace umbra

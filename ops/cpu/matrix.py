@@ -1,0 +1,88 @@
+"""Weights in the native layout: 16 rows side by side, quants and scales in planes of their own (csrc/matrix.h)."""
+
+import torch
+from torch import Tensor
+
+from errors import UserError
+from ops.cpu.engine import native, pointer
+
+ROWS, BLOCK = 16, 32
+CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4}
+GROUP = 32  # columns that share a scale
+ALIGNMENT = 64
+READ_AHEAD = 8192  # prefetches run past the end of a plane
+
+
+def padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+class PackedMatrices:
+    """`count` matrices of (rows, columns), one after another in each plane."""
+
+    def __init__(self, count: int, rows: int, columns: int, format: str):
+        quantised = format.startswith("q")
+        if quantised and columns % GROUP:
+            raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {GROUP}")
+        self.count, self.padded_rows, self.columns = count, padded(rows, ROWS), columns
+        weights = count * self.padded_rows * columns
+        scales = weights // GROUP if quantised else 0
+        self.nbytes = weights * BITS[format] // 8 + scales * 2
+        # Zeros: a padding row must add nothing (a q8 or q4 byte of 0 has a scale of 0 beside it).
+        memory = torch.zeros(weights * BITS[format] // 8 + ALIGNMENT + READ_AHEAD, dtype=torch.uint8)
+        self.quants = memory[-memory.data_ptr() % ALIGNMENT :]
+        self.scales = torch.zeros(scales, dtype=torch.uint16)
+        self.handle = self._handle(0, count, CODES[format], GROUP if quantised else 0)
+        self.each = [self._handle(i, 1, CODES[format], GROUP if quantised else 0) for i in range(count)]
+
+    def _handle(self, first: int, count: int, code: int, group: int) -> object:
+        """The native view of matrix `first`, whose neighbours follow it."""
+        quants = first * (self.quants_bytes() // self.count)
+        scales = first * (self.scales.nbytes // self.count)
+        address = self.scales.data_ptr() + scales if len(self.scales) else 0
+        return native().Matrix(code, self.padded_rows, self.columns, group, self.quants.data_ptr() + quants, address, 0)
+
+    def quants_bytes(self) -> int:
+        return self.nbytes - self.scales.nbytes
+
+    def fill(self, index: int, row: int, part: Tensor) -> None:
+        wide = part.to(torch.float32).contiguous()
+        native().pack_rows(self.each[index], row, len(wide), wide.shape[1], pointer(wide))
+
+    def dequantised(self, index: int, rows: int) -> Tensor:
+        """What is stored, as float32 (rows, columns)."""
+        out = torch.empty(rows, self.columns)
+        native().unpack_rows(self.each[index], 0, rows, self.columns, pointer(out))
+        return out
+
+
+class NativeMatrix:
+    def __init__(self, rows: int, columns: int, format: str, device: torch.device):
+        self.rows, self.columns = rows, columns
+        self.packed = PackedMatrices(1, rows, columns, format)
+        self.nbytes = self.packed.nbytes
+        self.quantised = format.startswith("q")
+
+    def fill(self, row: int, part: Tensor) -> None:
+        self.packed.fill(0, row, part)
+
+
+class NativeExperts:
+    """Gate and up stacked in w13, each padded to `inner`, a multiple of 32; down in w2 with as many columns."""
+
+    def __init__(self, count: int, inner: int, hidden: int, format: str, device: torch.device):
+        if format.startswith("q") and inner % GROUP:
+            raise UserError(
+                f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {GROUP}"
+            )
+        self.count, self.hidden, self.inner = count, hidden, padded(inner, BLOCK)
+        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format)
+        self.w2 = PackedMatrices(count, hidden, self.inner, format)
+        self.nbytes = self.w13.nbytes + self.w2.nbytes
+
+    def fill(self, expert: int, which: str, part: Tensor) -> None:
+        if which == "down":
+            self.w2.fill(expert, 0, part)
+        else:
+            self.w13.fill(expert, 0 if which == "gate" else self.inner, part)

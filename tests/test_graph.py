@@ -1,0 +1,65 @@
+"""Capture and replay on the CPU: the same results as op by op, and nothing left out in silence."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ops import load_ops
+from ops.cpu import engine
+from tests.tiny import make_runner, save_tiny, tiny_case
+from tools.logits import collect_logits
+
+cpu = load_ops("cpu")
+PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
+
+
+@pytest.mark.parametrize("method", ["none", "q8", "q4"])
+def test_replayed_logits_are_the_eager_ones(tmp_path: Path, method: str) -> None:
+    """Bit for bit: both run the same functions in the same order."""
+    save_tiny(
+        tmp_path / "model", moe_intermediate_size=32, mlp_only_layers=[0], attention_bias=True, intermediate_size=64
+    )
+    arrays = []
+    for mode in ("eager", "graph"):
+        case = tiny_case(tmp_path, tmp_path / "model", exe_mode=mode, quantization={"method": method})
+        arrays.append(collect_logits(make_runner(case, tmp_path), [ids for _, ids in PROMPTS[:4]], steps=20))
+    for name, eager in arrays[0].items():
+        np.testing.assert_array_equal(arrays[1][name], eager)
+
+
+def test_sequences_come_and_go_under_graphs_of_every_size(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", eos_token_id=None)
+    tokens = []
+    for mode in ("eager", "graph"):
+        case = tiny_case(tmp_path, tmp_path / "model", exe_mode=mode, data_config={"batch_size": 3})
+        runner = make_runner(case, tmp_path)
+        first = [s.generated for s in runner.model_generate(PROMPTS)]
+        assert [s.generated for s in runner.model_generate(PROMPTS)] == first  # a second life of the same graphs
+        tokens.append(first)
+    assert tokens[0] == tokens[1]
+    assert set(runner.decode.graphs) == {1, 2, 3} - ({1} if 1 not in runner.decode.graphs else set())
+
+
+def test_replay_reads_inputs_in_place() -> None:
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    tape = engine.Tape()
+    with tape.capture():
+        out = cpu.rms_norm(x, weight, 1e-6)
+        out = cpu.rms_norm(out, weight, 1e-6)
+    assert len(tape.records) == 2
+    x.copy_(torch.randn(3, 8))
+    tape.replay()
+    torch.testing.assert_close(out, cpu.rms_norm(cpu.rms_norm(x, weight, 1e-6), weight, 1e-6))
+
+
+def test_what_is_not_recorded_is_refused_by_name() -> None:
+    x, tape = torch.randn(3, 8), engine.Tape()
+    with pytest.raises(RuntimeError, match="aten::add cannot be captured"), tape.capture():
+        cpu.rms_norm(x + 1, torch.ones(8), 1e-6)
+    with pytest.raises(RuntimeError, match="aten::index cannot be captured"), tape.capture():
+        x[torch.tensor([0, 2])]
+    with tape.capture():  # views are free
+        cpu.rms_norm(x.view(6, 4)[1:5], torch.ones(4), 1e-6)
+    cpu.rms_norm(x + 1, torch.ones(8), 1e-6)  # and outside nothing is refused
