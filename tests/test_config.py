@@ -23,6 +23,9 @@ def error_of(name: str, *overrides: str) -> str:
     return str(raised.value)
 
 
+RANKS_8 = ["exe_mode=eager", "world_size=8"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
@@ -48,14 +51,14 @@ def error_of(name: str, *overrides: str) -> str:
         (["prompts=[a"], "--set prompts=[a: line 1, column 3 not valid YAML"),
         (["model_path="], "model_path"),
         (["model_path=nowhere"], "nowhere is not a folder"),
-        (["exe_mode=eager", "world_size=8", "attn_tp_size=3"], "attn_tp_size: 3 does not divide world_size: 8"),
-        (["exe_mode=eager", "world_size=8", "moe_tp_size=16"], "moe_tp_size: 16 does not divide world_size: 8"),
+        ([*RANKS_8, "attn_tp_size=3"], "attn_tp_size: 3 does not divide world_size: 8"),
+        ([*RANKS_8, "moe_tp_size=16"], "moe_tp_size: 16 does not divide world_size: 8"),
         (["exe_mode=eager", "world_size=3"], "attn_tp_size: 3 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=16"], "attn_tp_size: 16 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],
          "world_size / moe_tp_size: 64 does not divide num_experts: 32"),
-        (["exe_mode=eager", "world_size=8", "attn_tp_size=4", "embed_tp_size=8"], "embed_tp_size: 8 does not divide attn_tp_size: 4"),
-        (["exe_mode=eager", "world_size=8", "attn_tp_size=2", "batch_size=6"], "batch_size: 6 is not divisible by attn_dp: 4"),
+        ([*RANKS_8, "attn_tp_size=4", "embed_tp_size=8"], "embed_tp_size: 8 does not divide attn_tp_size: 4"),
+        ([*RANKS_8, "attn_tp_size=2", "batch_size=6"], "batch_size: 6 is not divisible by attn_dp: 4"),
         (["input_max_len=2000", "max_new_tokens=100"], "input_max_len + max_new_tokens: 2100 exceed the model's 2048"),
     ],
 )  # fmt: skip
@@ -100,9 +103,7 @@ def test_overrides_take_bare_and_full_names_and_yaml_numbers() -> None:
 
 
 def test_sizes_default_to_the_world_and_to_attention() -> None:
-    sizes = load_case(
-        "demo_tp8", ["attn_tp_size=4", "moe_tp_size=8", "embed_tp_size=0", "lmhead_tp_size=0"]
-    ).parallel_config
+    sizes = load_case("demo", [*RANKS_8, "attn_tp_size=4"]).parallel_config
     assert (sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size) == (4, 8, 4, 4)
 
 

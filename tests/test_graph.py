@@ -39,7 +39,7 @@ def test_sequences_come_and_go_under_graphs_of_every_size(tmp_path: Path) -> Non
         assert [s.generated for s in runner.model_generate(PROMPTS)] == first  # a second life of the same graphs
         tokens.append(first)
     assert tokens[0] == tokens[1]
-    assert set(runner.decode.graphs) == {1, 2, 3} - ({1} if 1 not in runner.decode.graphs else set())
+    assert max(runner.decode.graphs) == 3
 
 
 def test_replay_reads_inputs_in_place() -> None:
@@ -55,11 +55,11 @@ def test_replay_reads_inputs_in_place() -> None:
 
 
 def test_what_is_not_recorded_is_refused_by_name() -> None:
-    x, tape = torch.randn(3, 8), engine.Tape()
+    x, weight, tape = torch.randn(3, 8), torch.ones(4), engine.Tape()
     with pytest.raises(RuntimeError, match="aten::add cannot be captured"), tape.capture():
         cpu.rms_norm(x + 1, torch.ones(8), 1e-6)
     with pytest.raises(RuntimeError, match="aten::index cannot be captured"), tape.capture():
         x[torch.tensor([0, 2])]
     with tape.capture():  # views are free
-        cpu.rms_norm(x.view(6, 4)[1:5], torch.ones(4), 1e-6)
+        cpu.rms_norm(x.view(6, 4)[1:5], weight, 1e-6)
     cpu.rms_norm(x + 1, torch.ones(8), 1e-6)  # and outside nothing is refused

@@ -11,7 +11,6 @@ CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4}
 GROUP = 32  # columns that share a scale
 ALIGNMENT = 64
-READ_AHEAD = 8192  # prefetches run past the end of a plane
 
 
 def padded(size: int, multiple: int) -> int:
@@ -29,22 +28,21 @@ class PackedMatrices:
         weights = count * self.padded_rows * columns
         scales = weights // GROUP if quantised else 0
         self.nbytes = weights * BITS[format] // 8 + scales * 2
-        # Zeros: a padding row must add nothing (a q8 or q4 byte of 0 has a scale of 0 beside it).
-        memory = torch.zeros(weights * BITS[format] // 8 + ALIGNMENT + READ_AHEAD, dtype=torch.uint8)
-        self.quants = memory[-memory.data_ptr() % ALIGNMENT :]
-        self.scales = torch.zeros(scales, dtype=torch.uint16)
-        self.handle = self._handle(0, count, CODES[format], GROUP if quantised else 0)
-        self.each = [self._handle(i, 1, CODES[format], GROUP if quantised else 0) for i in range(count)]
+        # One buffer, zeroed: padding rows must add nothing. The planes follow each other.
+        quants = weights * BITS[format] // 8
+        self.memory = native().Buffer(padded(quants, ALIGNMENT) + scales * 2)
+        quants_at, scales_at = self.memory.address, self.memory.address + padded(quants, ALIGNMENT)
 
-    def _handle(self, first: int, count: int, code: int, group: int) -> object:
-        """The native view of matrix `first`, whose neighbours follow it."""
-        quants = first * (self.quants_bytes() // self.count)
-        scales = first * (self.scales.nbytes // self.count)
-        address = self.scales.data_ptr() + scales if len(self.scales) else 0
-        return native().Matrix(code, self.padded_rows, self.columns, group, self.quants.data_ptr() + quants, address, 0)
+        def handle(first: int) -> object:
+            """The native view of matrix `first`, whose neighbours follow it."""
+            scales_here = scales_at + first * (scales // count) * 2 if quantised else 0
+            group = GROUP if quantised else 0
+            return native().Matrix(
+                CODES[format], self.padded_rows, columns, group, quants_at + first * (quants // count), scales_here, 0
+            )
 
-    def quants_bytes(self) -> int:
-        return self.nbytes - self.scales.nbytes
+        self.each = [handle(i) for i in range(count)]
+        self.handle = handle(0)
 
     def fill(self, index: int, row: int, part: Tensor) -> None:
         wide = part.to(torch.float32).contiguous()

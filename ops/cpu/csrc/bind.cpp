@@ -8,7 +8,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "buffer.h"
 #include "pack.h"
+#include "probe.h"
 #include "tape.h"
 
 namespace py = pybind11;
@@ -102,6 +104,23 @@ PYBIND11_MODULE(_native, m) {
             Context context{*engine.pool, *engine.kernels};
             tape.replay(context);
         });
+
+    py::class_<Buffer>(m, "Buffer").def(py::init<int64_t>()).def_property_readonly("address", &Buffer::address);
+    py::class_<ReadProbe>(m, "ReadProbe")
+        .def(py::init([](int64_t bytes) {
+            Context context{*engine.pool, *engine.kernels};
+            return std::make_unique<ReadProbe>(context, bytes);
+        }))
+        .def("run", [](const ReadProbe& probe) {
+            py::gil_scoped_release release;
+            Context context{*engine.pool, *engine.kernels};
+            return probe.run(context);
+        });
+    m.def("mac_probe", [](int64_t rounds) {
+        py::gil_scoped_release release;
+        Context context{*engine.pool, *engine.kernels};
+        return mac_probe(context, rounds);
+    });
 
     m.def("embedding", [](uintptr_t ids, uintptr_t table, uintptr_t out, int64_t tokens, int64_t vocabulary,
                           int64_t hidden, int64_t first_id, int type) {

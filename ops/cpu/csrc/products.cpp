@@ -27,6 +27,13 @@ void quantise_rows(Context& context, const float* x, int64_t count, int64_t k, c
     }
 }
 
+// Ask for the first lines of a row block that will be read next: kernels prefetch within a block only, and the first
+// lines of 500 short streams a layer would each cost the full latency of memory.
+void prefetch_block(const Matrix& w, int block) {
+    const uint8_t* at = w.quants + block * w.quant_stride();
+    for (int i = 0; i < 4096; i += 64) __builtin_prefetch(at + i);
+}
+
 uint8_t* aligned(uint8_t* at) { return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + 63) & ~uintptr_t{63}); }
 
 }  // namespace
@@ -126,10 +133,11 @@ void Moe::run(Context& context) const {
         float gate[kTile * kBlock], up[kTile * kBlock];
         for (int start = start_of[e]; start < start_of[e + 1]; start += kTile) {
             const int count = std::min(kTile, start_of[e + 1] - start);
-            for (int half = 0; half < 2; half++) {
-                up_product(w, gate_block + half, xs, token_of + start, count, gate + half * kRows, kBlock);
-                up_product(w, up_block + half, xs, token_of + start, count, up + half * kRows, kBlock);
-            }
+            up_product(w, gate_block, xs, token_of + start, count, gate, kBlock);
+            if (start == start_of[e]) prefetch_block(w, up_block);
+            up_product(w, gate_block + 1, xs, token_of + start, count, gate + kRows, kBlock);
+            up_product(w, up_block, xs, token_of + start, count, up, kBlock);
+            up_product(w, up_block + 1, xs, token_of + start, count, up + kRows, kBlock);
             for (int t = 0; t < count; t++) {
                 const int64_t row = start + t;
                 float* to = h + row * inner + g * kBlock;
@@ -152,6 +160,7 @@ void Moe::run(Context& context) const {
         for (int i = 0; i < hits; i++) {
             const int64_t e = hit[i];
             const Matrix w = expert_matrix(w2, e);
+            if (i + 1 < hits) prefetch_block(expert_matrix(w2, hit[i + 1]), first_block);
             for (int start = start_of[e]; start < start_of[e + 1]; start += kTile) {
                 const int count = std::min(kTile, start_of[e + 1] - start);
                 Rows rows;

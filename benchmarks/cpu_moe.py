@@ -1,0 +1,112 @@
+"""The fused mixture of experts on the CPU, beside this machine's own limits measured in the same run.
+
+    .venv/bin/python -m benchmarks.cpu_moe [--threads 2] [--json FILE] [--plot FILE]
+
+Shape: hidden 2048, intermediate 768, top-8 of 128 experts, together larger than the caches. Each call has other tokens
+and so other experts. Weight GB/s counts each expert that is hit once a call.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import int8_gmacs, median_seconds, read_gbps
+from errors import run_main
+from ops import load_ops
+from ops.cpu import engine
+from ops.cpu.matrix import NativeExperts
+
+HIDDEN, INNER, TOP_K, EXPERTS = 2048, 768, 8, 128
+TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024, 4096)
+
+
+def filled_experts(format: str) -> NativeExperts:
+    """Random zero-mean weights; every expert different."""
+    experts = NativeExperts(EXPERTS, INNER, HIDDEN, format, torch.device("cpu"))
+    block = torch.randn(INNER * HIDDEN + 4 * EXPERTS) * 0.02
+    for e in range(EXPERTS):
+        for i, which in enumerate(("gate", "up", "down")):
+            shape = (HIDDEN, INNER) if which == "down" else (INNER, HIDDEN)
+            start = 3 * e + i
+            experts.fill(e, which, block[start : start + INNER * HIDDEN].view(shape))
+    return experts
+
+
+def measure(format: str, limits: dict[str, float]) -> list[dict[str, Any]]:
+    cpu = load_ops("cpu")
+    experts = filled_experts(format)
+    bytes_each = experts.nbytes / EXPERTS
+    rows = []
+    for tokens in TOKENS:
+        inputs = []
+        for _ in range(8 if tokens <= 128 else 2):
+            ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)])
+            inputs.append((torch.randn(tokens, HIDDEN), torch.full((tokens, TOP_K), 1 / TOP_K), ids))
+        hit = sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
+        turn = iter(range(1 << 62))
+
+        def once(inputs: list[tuple[torch.Tensor, ...]] = inputs, turn: Any = turn) -> None:
+            x, weights, ids = inputs[next(turn) % len(inputs)]
+            cpu.moe(x, weights, ids, experts, 0)
+
+        seconds = median_seconds(once, seconds=1.0)
+        gbps, gmacs = hit * bytes_each / seconds / 1e9, 3 * tokens * TOP_K * HIDDEN * INNER / seconds / 1e9
+        rows.append(
+            dict(
+                format=format, tokens=tokens, ms=seconds * 1e3, weight_gbps=gbps, gflops=2 * gmacs,
+                read_fraction=gbps / limits["read_gbps"], gmacs=gmacs, mac_fraction=gmacs / limits["int8_gmacs"],
+            )
+        )  # fmt: skip
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    _, axes = pyplot.subplots(figsize=(7, 4))
+    for format in ("q4", "q8"):
+        mine = [r for r in rows if r["format"] == format]
+        tokens = [r["tokens"] for r in mine]
+        axes.plot(tokens, [r["read_fraction"] for r in mine], "o-", label=f"{format}: of the read rate")
+        axes.plot(tokens, [r["mac_fraction"] for r in mine], "s--", label=f"{format}: of the int8 peak")
+    axes.set(xscale="log", xlabel="tokens", ylabel="fraction of the machine's limit", ylim=(0, 1.1))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    pyplot.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--instruction-set", default="auto")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args(argv)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    _, chosen = engine.start(args.threads, args.instruction_set)
+    limits = {"read_gbps": read_gbps(), "int8_gmacs": int8_gmacs()}
+    print(f"{chosen}, {args.threads} threads; reads {limits['read_gbps']:.1f} GB/s, "
+          f"int8 peak {limits['int8_gmacs']:.0f} GMAC/s")  # fmt: skip
+    print(f"{'format':<7}{'tokens':>7}{'ms':>10}{'GB/s':>8}{'of read':>9}{'GFLOPS':>9}{'of peak':>9}")
+    rows = []
+    for format in ("q4", "q8"):
+        for row in measure(format, limits):
+            rows.append(row)
+            print(f"{row['format']:<7}{row['tokens']:>7}{row['ms']:>10.3f}{row['weight_gbps']:>8.1f}"
+                  f"{row['read_fraction']:>9.2f}{row['gflops']:>9.0f}{row['mac_fraction']:>9.2f}")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps({"threads": args.threads, "instruction_set": chosen, **limits, "rows": rows}))
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    run_main(main)
