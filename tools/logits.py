@@ -52,11 +52,7 @@ def sized_for(case: Case, ids: list[list[int]], steps: int) -> Case:
 
 def collect_logits(runner: ModelRunner, ids: list[list[int]], steps: int) -> dict[str, np.ndarray]:
     """The arrays to be written; every rank gets all of them."""
-    sequences = [runner.new_sequence(i, "", row) for i, row in enumerate(ids)]
-    for sequence in sequences:
-        runner.scheduler.add(sequence)
-    running = runner.scheduler.admit()  # all of them, ordered by group
-    prefill = _step(runner, running, is_prefill=True)
+    running, prefill = _prefill(runner, ids)
     decode: list[list[torch.Tensor]] = [[] for _ in ids]
     for _ in range(steps):
         for sequence, logits in zip(running, _step(runner, running, is_prefill=False), strict=True):
@@ -68,6 +64,22 @@ def collect_logits(runner: ModelRunner, ids: list[list[int]], steps: int) -> dic
         arrays[f"decode_{i}"] = torch.cat(decode[i]).numpy() if steps else logits[:0].numpy()
         arrays[f"ids_{i}"] = np.array(sequence.ids[: sequence.prompt_len + steps])
     return arrays
+
+
+def prefill_logits(runner: ModelRunner, ids: list[list[int]]) -> list[torch.Tensor]:
+    """(tokens, vocabulary) of each sequence, in the order of `ids`; nothing stays behind in the cache."""
+    running, logits = _prefill(runner, ids)
+    for sequence in running:
+        sequence.finish_reason = "length"
+    runner.scheduler.retire()
+    return [part for _, part in sorted(zip([s.index for s in running], logits, strict=True), key=lambda pair: pair[0])]
+
+
+def _prefill(runner: ModelRunner, ids: list[list[int]]) -> tuple[list[Sequence], list[torch.Tensor]]:
+    for i, row in enumerate(ids):
+        runner.scheduler.add(runner.new_sequence(i, "", row))
+    running = runner.scheduler.admit()  # all of them, ordered by group
+    return running, _step(runner, running, is_prefill=True)
 
 
 def _step(runner: ModelRunner, running: list[Sequence], is_prefill: bool) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@
 
 // The compiler makes one version of such a function for each set and the loader picks, once.
 #if defined(__x86_64__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define CLONES
 #endif
