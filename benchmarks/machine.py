@@ -1,31 +1,52 @@
-"""The limits of this machine, measured beside whatever is compared with them: plain reads and int8 multiply-adds."""
+"""The limits of this machine, measured in turn with whatever is compared with them.
+
+A shared machine's memory can serve 30 GB/s in one minute and 50 in the next, so a limit taken once at the start says
+little: every round measures the limits and the subject, one right after the other; ratios are those of the medians.
+"""
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ops.cpu.engine import native
 
 
-def median_seconds(run: Callable[[], object], seconds: float = 1.0, least: int = 5) -> float:
-    """Median time of `run` over about `seconds`, after one call that is not counted."""
+def seconds_of(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
     run()
-    times: list[float] = []
-    while len(times) < least or sum(times) < seconds:
-        start = time.perf_counter()
+    return time.perf_counter() - start
+
+
+def alternate(runs: Mapping[str, Callable[[], object]], seconds: float, least: int = 7) -> dict[str, float]:
+    """Median seconds of each of `runs`, measured in turn for about `seconds`, after one round that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
         run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()))) < least:
+        for name, run in runs.items():
+            times[name].append(seconds_of(run))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def read_gbps(megabytes: int = 512) -> float:
-    """GB/s of all threads reading memory that no cache holds."""
-    probe = native().ReadProbe(megabytes << 20)
-    return (megabytes << 20) / median_seconds(probe.run) / 1e9
+class Limits:
+    """Plain reads of memory that no cache holds, and int8 multiply-adds on registers, on all threads of the pool."""
 
+    READ_BYTES = 256 << 20
+    MAC_ROUNDS = 2000
 
-def int8_gmacs() -> float:
-    """10^9 int8 multiply-adds a second of all threads with everything in registers."""
-    operations = native().mac_probe(1)
-    rounds = max(1, int(2e9 // operations))
-    return operations * rounds / median_seconds(lambda: native().mac_probe(rounds)) / 1e9
+    def __init__(self) -> None:
+        self._probe = native().ReadProbe(self.READ_BYTES)
+        self._macs: int = native().mac_probe(self.MAC_ROUNDS)
+
+    def read(self) -> None:
+        self._probe.run()
+
+    def multiply(self) -> None:
+        native().mac_probe(self.MAC_ROUNDS)
+
+    def read_gbps(self, seconds: float) -> float:
+        return self.READ_BYTES / seconds / 1e9
+
+    def int8_gmacs(self, seconds: float) -> float:
+        return self._macs / seconds / 1e9

@@ -134,8 +134,8 @@ def test_random_weights_need_no_checkpoint_and_differ_everywhere(tmp_path: Path)
     runner = make_runner(case, tmp_path)
     rows = [runner.model.lm_head.weight.packed.dequantised(0, 96)]
     for layer in runner.model.model.layers:
-        w13 = layer.mlp.experts.weights.w13
-        rows += [w13.dequantised(e, 16) for e in range(w13.count)]
+        experts = layer.mlp.experts.weights
+        rows += [experts.dequantised(e, which)[:16] for e in range(experts.count) for which in ("gate", "up")]
         rows.append(layer.self_attn.qkv_proj.weight.packed.dequantised(0, 96))
     together = torch.cat(rows)
     assert len(together.unique(dim=0)) == len(together)

@@ -65,10 +65,9 @@ def experts_of(format: str, count: int, inner: int, hidden: int) -> tuple[Native
     for e in range(count):
         for which, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
             packed.fill(e, which, torch.randn(shape) / shape[1] ** 0.5)
-        w13 = packed.w13.dequantised(e, packed.w13.padded_rows)
-        dense.fill(e, "gate", w13[:inner])
-        dense.fill(e, "up", w13[packed.inner : packed.inner + inner])
-        dense.fill(e, "down", packed.w2.dequantised(e, hidden)[:, :inner])
+        dense.fill(e, "gate", packed.dequantised(e, "gate")[:inner])
+        dense.fill(e, "up", packed.dequantised(e, "up")[:inner])
+        dense.fill(e, "down", packed.dequantised(e, "down")[:, :inner])
     return packed, dense
 
 

@@ -67,7 +67,8 @@ class NativeMatrix:
 
 
 class NativeExperts:
-    """Gate and up stacked in w13, each padded to `inner`, a multiple of 32; down in w2 with as many columns."""
+    """Gate and up in w13, 16 rows of one and 16 of the other in turn, each padded to `inner`, a multiple of 32;
+    down in w2 with `inner` columns."""
 
     def __init__(self, count: int, inner: int, hidden: int, format: str, device: torch.device):
         if format.startswith("q") and inner % GROUP:
@@ -82,5 +83,13 @@ class NativeExperts:
     def fill(self, expert: int, which: str, part: Tensor) -> None:
         if which == "down":
             self.w2.fill(expert, 0, part)
-        else:
-            self.w13.fill(expert, 0 if which == "gate" else self.inner, part)
+            return
+        for block, rows in enumerate(part.split(ROWS)):
+            self.w13.fill(expert, (2 * block + (which == "up")) * ROWS, rows)
+
+    def dequantised(self, expert: int, which: str) -> Tensor:
+        """What is stored, as float32, padding included."""
+        if which == "down":
+            return self.w2.dequantised(expert, self.hidden)
+        both = self.w13.dequantised(expert, 2 * self.inner).unflatten(0, (-1, 2, ROWS))
+        return both[:, int(which == "up")].flatten(0, 1)

@@ -100,13 +100,14 @@ struct Linear {
     void run(Context&) const;
 };
 
-// Fused mixture of experts. w13 and w2 are `experts` matrices, one after another in each plane.
+// Fused mixture of experts. w13 and w2 are `experts` matrices, one after another in each plane. The row blocks of w13 are
+// those of gate and up in turn, so that a task below reads one stream of memory.
 // Two phases with one barrier between: (1) for each expert hit and each 32 rows of its intermediate size: gate and up
 // products, silu(gate) * up, and at once the quantisation of those 32 values, which are one activation block of (2);
 // (2) for each 16 rows of the output: the products of all experts, weighted, added in order of expert, so the result does
 // not depend on how tasks fall on threads.
 struct Moe {
-    Matrix w13, w2;  // of one expert: (2 * inner, hidden) and (hidden, inner), inner padded to 16 rows each
+    Matrix w13, w2;  // of one expert: (2 * inner, hidden) and (hidden, inner), inner padded to a multiple of 32
     const float* x;
     const float* weights;  // (T, k)
     const int64_t* ids;    // (T, k)

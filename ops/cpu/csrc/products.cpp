@@ -128,16 +128,15 @@ void Moe::run(Context& context) const {
     const int groups = static_cast<int>(inner / kBlock);
     context.pool.each(hits * groups, [&](int task, int) {
         const int64_t e = hit[task / groups];
-        const int g = task % groups, gate_block = g * 2, up_block = static_cast<int>(inner / kRows) + g * 2;
+        const int g = task % groups, block = g * 4;  // gate, up, gate, up: one stream
         const Matrix w = expert_matrix(w13, e);
         float gate[kTile * kBlock], up[kTile * kBlock];
         for (int start = start_of[e]; start < start_of[e + 1]; start += kTile) {
             const int count = std::min(kTile, start_of[e + 1] - start);
-            up_product(w, gate_block, xs, token_of + start, count, gate, kBlock);
-            if (start == start_of[e]) prefetch_block(w, up_block);
-            up_product(w, gate_block + 1, xs, token_of + start, count, gate + kRows, kBlock);
-            up_product(w, up_block, xs, token_of + start, count, up, kBlock);
-            up_product(w, up_block + 1, xs, token_of + start, count, up + kRows, kBlock);
+            for (int half = 0; half < 2; half++) {
+                up_product(w, block + 2 * half, xs, token_of + start, count, gate + half * kRows, kBlock);
+                up_product(w, block + 2 * half + 1, xs, token_of + start, count, up + half * kRows, kBlock);
+            }
             for (int t = 0; t < count; t++) {
                 const int64_t row = start + t;
                 float* to = h + row * inner + g * kBlock;
@@ -150,7 +149,7 @@ void Moe::run(Context& context) const {
         }
     });
 
-    const int blocks = w2.n / kRows, per_task = blocks >= context.pool.threads() * 16 ? 2 : 1;
+    const int blocks = w2.n / kRows, per_task = std::clamp(blocks / (context.pool.threads() * 12), 1, 4);
     context.pool.each((blocks + per_task - 1) / per_task, [&](int task, int) {
         const int first_block = task * per_task, last_block = std::min(blocks, first_block + per_task);
         const int64_t first = static_cast<int64_t>(first_block) * kRows;
