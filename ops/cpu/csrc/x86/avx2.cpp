@@ -5,7 +5,7 @@
 
 #include <immintrin.h>
 
-#include "../matrix.h"
+#include "passes.h"
 
 #define TARGET __attribute__((target("avx2,f16c,fma")))
 #define INLINE TARGET inline __attribute__((always_inline))
@@ -15,12 +15,6 @@ namespace {
 
 constexpr int kAhead = 4096;
 constexpr int kMost = 4;  // activation rows of one pass
-
-struct Operand {
-    const int32_t* q;
-    const float* scale;
-    const int32_t* sum;
-};
 
 INLINE __m256i broadcast(int32_t v) { return _mm256_set1_epi32(v); }
 
@@ -86,24 +80,11 @@ TARGET void quantised_pass(const Matrix& w, int block, const Operand* rows, floa
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    const size_t blocks = w.k / kBlock;
-    for (int start = 0; start < count; start += kMost) {
-        const int m = count - start < kMost ? count - start : kMost;
-        Operand operands[kMost];
-        float* out[kMost];
-        for (int t = 0; t < m; t++) {
-            const size_t row = index ? index[start + t] : start + t;
-            operands[t] = {reinterpret_cast<const int32_t*>(rows.q + row * w.k), rows.scale + row * blocks,
-                           rows.sum + row * blocks};
-            out[t] = y + (start + t) * stride;
-        }
-        switch (m) {
-            case 1: quantised_pass<F, 1>(w, block, operands, out); break;
-            case 2: quantised_pass<F, 2>(w, block, operands, out); break;
-            case 3: quantised_pass<F, 3>(w, block, operands, out); break;
-            default: quantised_pass<F, 4>(w, block, operands, out); break;
-        }
-    }
+    for_passes<kMost>(
+        index, count, y, stride, [&](size_t row) { return operand(rows, w.k, row); },
+        [&](auto m, const Operand* operands, float* const* out) {
+            quantised_pass<F, m()>(w, block, operands, out);
+        });
 }
 
 INLINE __m256 load8(const float* at) { return _mm256_loadu_ps(at); }

@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "../matrix.h"
+#include "passes.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
 #define INLINE TARGET inline __attribute__((always_inline))
@@ -14,12 +14,6 @@ namespace {
 
 constexpr int kAhead = 4096;
 constexpr int kMost = 8;  // activation rows of one pass
-
-struct Operand {  // one activation row
-    const int32_t* q;  // four int8 each
-    const float* scale;
-    const int32_t* sum;
-};
 
 INLINE void prefetch(const uint8_t* at, int lines) {
     for (int i = 0; i < lines; i++) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + 64 * i), _MM_HINT_T0);
@@ -111,60 +105,23 @@ TARGET void float_pass(const Matrix& w, int block, const float* const* x, float*
     for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], _mm512_add_ps(even[t], odd[t]));
 }
 
-template <Format F, bool Zeros>
-void pass_of(int m, const Matrix& w, int block, const Operand* rows, float* const* y) {
-    switch (m) {
-        case 1: return quantised_pass<F, Zeros, 1>(w, block, rows, y);
-        case 2: return quantised_pass<F, Zeros, 2>(w, block, rows, y);
-        case 3: return quantised_pass<F, Zeros, 3>(w, block, rows, y);
-        case 4: return quantised_pass<F, Zeros, 4>(w, block, rows, y);
-        case 5: return quantised_pass<F, Zeros, 5>(w, block, rows, y);
-        case 6: return quantised_pass<F, Zeros, 6>(w, block, rows, y);
-        case 7: return quantised_pass<F, Zeros, 7>(w, block, rows, y);
-        default: return quantised_pass<F, Zeros, 8>(w, block, rows, y);
-    }
-}
-
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    const size_t blocks = w.k / kBlock;
-    for (int start = 0; start < count; start += kMost) {
-        const int m = count - start < kMost ? count - start : kMost;
-        Operand operands[kMost];
-        float* out[kMost];
-        for (int t = 0; t < m; t++) {
-            const size_t row = index ? index[start + t] : start + t;
-            operands[t] = {reinterpret_cast<const int32_t*>(rows.q + row * w.k), rows.scale + row * blocks,
-                           rows.sum + row * blocks};
-            out[t] = y + (start + t) * stride;
-        }
-        w.zeros ? pass_of<F, true>(m, w, block, operands, out) : pass_of<F, false>(m, w, block, operands, out);
-    }
+    for_passes<kMost>(
+        index, count, y, stride, [&](size_t row) { return operand(rows, w.k, row); },
+        [&](auto m, const Operand* operands, float* const* out) {
+            w.zeros ? quantised_pass<F, true, m()>(w, block, operands, out)
+                    : quantised_pass<F, false, m()>(w, block, operands, out);
+        });
 }
 
 template <class T>
 void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                    size_t stride) {
-    for (int start = 0; start < count; start += kMost) {
-        const int m = count - start < kMost ? count - start : kMost;
-        const float* x[kMost];
-        float* out[kMost];
-        for (int t = 0; t < m; t++) {
-            x[t] = rows.x + static_cast<size_t>(index ? index[start + t] : start + t) * w.k;
-            out[t] = y + (start + t) * stride;
-        }
-        switch (m) {
-            case 1: float_pass<T, 1>(w, block, x, out); break;
-            case 2: float_pass<T, 2>(w, block, x, out); break;
-            case 3: float_pass<T, 3>(w, block, x, out); break;
-            case 4: float_pass<T, 4>(w, block, x, out); break;
-            case 5: float_pass<T, 5>(w, block, x, out); break;
-            case 6: float_pass<T, 6>(w, block, x, out); break;
-            case 7: float_pass<T, 7>(w, block, x, out); break;
-            default: float_pass<T, 8>(w, block, x, out); break;
-        }
-    }
+    for_passes<kMost>(
+        index, count, y, stride, [&](size_t row) { return rows.x + row * w.k; },
+        [&](auto m, const float* const* x, float* const* out) { float_pass<T, m()>(w, block, x, out); });
 }
 
 TARGET void quantise(const float* x, int blocks, int8_t* q, float* scale, int32_t* sum) {

@@ -1,0 +1,46 @@
+// Cuts a product's activation rows into passes of at most `Most`, whose sums fit the registers.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../matrix.h"
+
+namespace umbra {
+
+struct Operand {  // one quantised activation row
+    const int32_t* q;  // four int8 each
+    const float* scale;
+    const int32_t* sum;
+};
+
+// Call f with m, 1 <= m <= Most, as a compile-time constant.
+template <int Most, class F>
+void with_count(int m, F&& f) {
+    if constexpr (Most > 1) {
+        if (m < Most) return with_count<Most - 1>(m, f);
+    }
+    f(std::integral_constant<int, Most>{});
+}
+
+// f(count constant, rows as `row(number)` gives them, where each row's 16 results go)
+template <int Most, class Row, class F>
+void for_passes(const int32_t* index, int count, float* y, size_t stride, Row&& row, F&& f) {
+    for (int start = 0; start < count; start += Most) {
+        const int m = std::min(Most, count - start);
+        decltype(row(0)) rows[Most];
+        float* out[Most];
+        for (int t = 0; t < m; t++) {
+            rows[t] = row(index ? index[start + t] : start + t);
+            out[t] = y + (start + t) * stride;
+        }
+        with_count<Most>(m, [&](auto constant) { f(constant, rows, out); });
+    }
+}
+
+inline Operand operand(const Rows& rows, int k, size_t row) {
+    const size_t blocks = k / kBlock;
+    return {reinterpret_cast<const int32_t*>(rows.q + row * k), rows.scale + row * blocks, rows.sum + row * blocks};
+}
+
+}  // namespace umbra
