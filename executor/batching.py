@@ -27,9 +27,9 @@ def pack(
     slots: list[int] = []
     starts = [0]
     for s in sequences:
-        ids += s.ids[s.cached :]
-        positions += range(s.cached, len(s.ids))
-        slots += pool.slots(s.pages, s.cached, len(s.ids))
+        ids += s.ids[s.cached : s.end]
+        positions += range(s.cached, s.end)
+        slots += pool.slots(s.pages, s.cached, s.end)
         starts.append(len(ids))
     tables = [s.pages + [0] * (table_width - len(s.pages)) for s in sequences]
     return Batch(
@@ -38,7 +38,7 @@ def pack(
         slots=tensor(slots),
         block_tables=torch.tensor(tables, dtype=torch.int64, device=device).view(len(sequences), table_width),
         query_starts=tensor(starts),
-        kv_lens=tensor([len(s.ids) for s in sequences]),
+        kv_lens=tensor([s.end for s in sequences]),
         logit_rows=None if all_logits else tensor([end - 1 for end in starts[1:]]),
         tokens_per_group=tokens_per_group,
     )

@@ -48,6 +48,10 @@ class DataSettings:
         1, "most sequences that run together; a waiting prompt takes the place of a finished one", minimum=1,
         maximum=4096,
     )  # fmt: skip
+    chunked_prefill_size: int = key(
+        0, "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
+        minimum=0,
+    )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
 

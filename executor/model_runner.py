@@ -158,11 +158,11 @@ class ModelRunner(ABC):
             while self.scheduler.waiting or self.scheduler.running:
                 admitted = self.scheduler.admit()
                 if admitted:
-                    self._step(admitted, is_prefill=True)
+                    self._prefill(admitted)
                     bar.update(len(admitted))
                 if self.scheduler.running:
                     bar.update(len(self.scheduler.running))
-                    self._step(self.scheduler.running, is_prefill=False)
+                    self._decode(self.scheduler.running)
         return sequences
 
     def run(self) -> dict[str, Any]:
@@ -196,12 +196,45 @@ class ModelRunner(ABC):
             return Formats(plain, plain, plain)
         return Formats(plain, linear=method, head="q8")
 
-    def _step(self, sequences: list[Sequence], is_prefill: bool) -> None:
-        start, tokens = time.perf_counter(), sum(s.new_tokens for s in sequences)
-        batch = self.model_input_prepare(sequences)
-        logits, _ = self.model_inference(batch, is_prefill)
+    def _prefill(self, sequences: list[Sequence]) -> None:
+        """First tokens of all `sequences`, in one step or, by chunks, in several; earlier prompts finish first."""
+        start, waiting = time.perf_counter(), list(sequences)
+        prompt_tokens = sum(s.new_tokens for s in sequences)
+        while waiting:
+            part = self._next_chunk(waiting)
+            batch = self.model_input_prepare(part)
+            logits, _ = self.model_inference(batch, is_prefill=True)
+            done = [s.end == len(s.ids) for s in part]
+            mine = [d for s, d in zip(part, done, strict=True) if s.group == self.parallel.attn_dp.rank]
+            for sequence in part:
+                sequence.cached, sequence.most = sequence.end, 0
+            finished = [s for s, d in zip(part, done, strict=True) if d]
+            if finished:
+                self.model_output_process(logits[mine], finished)
+            self.timings.first_token += [time.perf_counter() - start] * len(finished)
+            waiting = [s for s in waiting if s not in finished]
+        self.timings.add_prefill(prompt_tokens, time.perf_counter() - start)
+        self.scheduler.retire()
+
+    def _next_chunk(self, waiting: list[Sequence]) -> list[Sequence]:
+        """The sequences of the next prefill step, each with the number of tokens it may take."""
+        budget = self.case.data_config.chunked_prefill_size
+        if not budget:
+            return waiting
+        left = [budget] * self.parallel.attn_dp.size
+        part = []
+        for sequence in waiting:
+            if left[sequence.group]:
+                sequence.most = left[sequence.group]
+                left[sequence.group] -= sequence.new_tokens
+                part.append(sequence)
+        return part
+
+    def _decode(self, sequences: list[Sequence]) -> None:
+        start = time.perf_counter()
+        logits, _ = self.model_inference(self.model_input_prepare(sequences), is_prefill=False)
         self.model_output_process(logits, sequences)
-        self.timings.add(is_prefill, len(sequences), tokens, time.perf_counter() - start)
+        self.timings.add_decode(len(sequences), time.perf_counter() - start)
         self.scheduler.retire()
 
     def _random_prompts(self) -> list[tuple[str, list[int]]]:

@@ -23,20 +23,19 @@ class Completion:
 class Timings:
     """Seconds of each step, everything from packing to the chosen token included."""
 
-    first_token: list[float] = field(default_factory=list)  # one entry a sequence: the prefill step that it was in
+    first_token: list[float] = field(default_factory=list)  # one entry a sequence: from its admission
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_steps: list[float] = field(default_factory=list)
 
-    def add(self, is_prefill: bool, sequences: int, tokens: int, seconds: float) -> None:
-        if is_prefill:
-            self.first_token += [seconds] * sequences
-            self.prefill_tokens += tokens
-            self.prefill_seconds += seconds
-        else:
-            self.decode_tokens += tokens
-            self.decode_steps.append(seconds)
+    def add_prefill(self, tokens: int, seconds: float) -> None:
+        self.prefill_tokens += tokens
+        self.prefill_seconds += seconds
+
+    def add_decode(self, tokens: int, seconds: float) -> None:
+        self.decode_tokens += tokens
+        self.decode_steps.append(seconds)
 
 
 def make_report(case: Case, completions: list[Completion], timings: Timings, peak_memory: int) -> dict[str, Any]:

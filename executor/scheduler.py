@@ -38,7 +38,7 @@ class Scheduler:
     def reserve(self, sequences: list[Sequence]) -> None:
         """Give each sequence the pages that its next step writes to."""
         for sequence in sequences:
-            self.pools[sequence.group].extend(sequence.pages, len(sequence.ids))
+            self.pools[sequence.group].extend(sequence.pages, sequence.end)
 
     def retire(self) -> list[Sequence]:
         """Drop finished sequences and take back their pages."""

@@ -22,7 +22,15 @@ class Sequence:
     def generated(self) -> list[int]:
         return self.ids[self.prompt_len :]
 
+    most: int = 0  # tokens the next step may take, 0: all; a long prompt is prefilled in several steps
+
     @property
     def new_tokens(self) -> int:
-        """Tokens of the next step: the whole prompt at first, then one at a time."""
-        return len(self.ids) - self.cached
+        """Tokens of the next step: the prompt or a chunk of it at first, then one at a time."""
+        waiting = len(self.ids) - self.cached
+        return min(self.most, waiting) if self.most else waiting
+
+    @property
+    def end(self) -> int:
+        """How many of `ids` the cache holds after the next step."""
+        return self.cached + self.new_tokens

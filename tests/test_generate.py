@@ -39,6 +39,30 @@ def test_greedy_equals_transformers_whatever_runs_beside(tmp_path: Path, batch_s
     assert all(len(pool.free) == runner.scheduler.pages for pool in runner.scheduler.pools)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 7, 64])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_chunked_prefill_changes_nothing(tmp_path: Path, chunk: int, mode: str) -> None:
+    oracle = save_tiny(tmp_path / "model", eos_token_id=None)
+    data = {"batch_size": 3, "chunked_prefill_size": chunk}
+    runner = make_runner(tiny_case(tmp_path, tmp_path / "model", data_config=data, exe_mode=mode), tmp_path)
+    most: list[int] = []
+    prepare = runner.model_input_prepare
+
+    def spy(sequences: Any, all_logits: bool = False) -> Any:
+        batch = prepare(sequences, all_logits)
+        if any(s.cached < s.prompt_len for s in sequences):
+            most.append(len(batch.token_ids))
+        return batch
+
+    runner.model_input_prepare = spy  # type: ignore[method-assign]
+    for sequence in runner.model_generate(PROMPTS):
+        assert sequence.generated == greedy(oracle, sequence.ids[: sequence.prompt_len], 8)
+    assert max(most) == min(chunk, 3 + 1 + 23)
+    assert sum(most) == sum(len(ids) for _, ids in PROMPTS)
+    assert runner.timings.prefill_tokens == sum(most)
+    assert len(runner.timings.first_token) == len(PROMPTS)
+
+
 def test_each_sequence_stops_by_itself_at_any_of_several_ids(tmp_path: Path) -> None:
     oracle = save_tiny(tmp_path / "model", eos_token_id=None)
     free = [greedy(oracle, ids, 8) for _, ids in PROMPTS]

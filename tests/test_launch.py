@@ -67,6 +67,20 @@ def test_demo_answers_and_reports(case: str) -> None:
         assert words in done.stdout
 
 
+def test_data_parallel_chunked_prefill_answers_as_one_rank() -> None:
+    greedy = ["exe_mode=eager", "method=none", "dtype=float32", "temperature=0", "max_new_tokens=12"]
+    split = ["world_size=4", "attn_tp_size=1", "moe_tp_size=2", "chunked_prefill_size=3"]
+    answers = []
+    for overrides in (greedy, greedy + split):
+        before = folders("demo")
+        done = infer("demo", "--set", *overrides)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder,) = folders("demo") - before
+        report = json.loads((folder / "report.json").read_text())
+        answers.append([(c["tokens"], c["finish_reason"]) for c in report["completions"]])
+    assert answers[0] == answers[1]
+
+
 def test_progress_bars_on_a_terminal() -> None:
     terminal, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
