@@ -6,7 +6,6 @@ Every window starts anew, so its first token is not counted. Works on every plat
 """
 
 import argparse
-import dataclasses
 import math
 import os
 import sys
@@ -19,7 +18,6 @@ import torch
 
 from errors import UserError, run_main
 from executor.cases import load_case, load_model_config, model_folder
-from executor.config import Case
 from executor.env import RankEnv, rank_env
 from executor.launch import launch
 from executor.model_runner import ModelRunner
@@ -27,13 +25,7 @@ from executor.rank import run_rank
 from executor.results import write_json
 from executor.runners import make_runner
 from executor.tokenizer import Tokenizer
-from tools.logits import prefill_logits
-
-
-def sized_for(case: Case, window: int, batch_size: int) -> Case:
-    batch_size = -(-batch_size // case.attn_dp_size) * case.attn_dp_size
-    data = dataclasses.replace(case.data_config, input_max_len=window, max_new_tokens=1, batch_size=batch_size)
-    return dataclasses.replace(case, data_config=data)
+from tools.logits import prefill_logits, with_room
 
 
 def evaluate(runner: ModelRunner, ids: list[int], window: int) -> dict[str, Any]:
@@ -63,7 +55,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.window < 2 or args.batch < 1:
         raise UserError(f"--window {args.window} must be at least 2, --batch {args.batch} at least 1")
-    case = sized_for(load_case(args.case, args.set), args.window, args.batch)
+    case = with_room(load_case(args.case, args.set), args.batch, args.window, new_tokens=1)
     load_model_config(case)
     try:
         text = args.text.read_text(encoding="utf-8")

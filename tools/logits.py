@@ -43,9 +43,14 @@ def parse_ids(text: str, vocabulary: int) -> list[list[int]]:
 
 def sized_for(case: Case, ids: list[list[int]], steps: int) -> Case:
     """The case with room for exactly these sequences in one batch."""
-    batch_size = -(-len(ids) // case.attn_dp_size) * case.attn_dp_size
+    return with_room(case, len(ids), max(map(len, ids)), steps + 1)
+
+
+def with_room(case: Case, sequences: int, longest: int, new_tokens: int) -> Case:
+    """The case with room for so many sequences at once, rounded up to an equal share of each data-parallel group."""
+    batch_size = -(-sequences // case.attn_dp_size) * case.attn_dp_size
     data = dataclasses.replace(
-        case.data_config, input_max_len=max(map(len, ids)), max_new_tokens=steps + 1, batch_size=batch_size
+        case.data_config, input_max_len=longest, max_new_tokens=new_tokens, batch_size=batch_size
     )
     return dataclasses.replace(case, data_config=data)
 

@@ -13,16 +13,15 @@ class DecodeGraph:
     """One captured step: inputs at fixed addresses, updated in place; the logits always come out at the same place."""
 
     def __init__(self, step: Step, batch: Batch):
-        tensors = {name: t.clone() for name, t in _tensors(batch).items()}
-        self.inputs = dataclasses.replace(batch, **tensors)  # type: ignore[arg-type]
+        self.inputs = {name: t.clone() for name, t in _tensors(batch).items()}
+        fixed = dataclasses.replace(batch, **self.inputs)  # type: ignore[arg-type]
         self.tape = Tape()
         with self.tape.capture():
-            self.logits = step(self.inputs)
+            self.logits = step(fixed)
 
     def replay(self, batch: Batch) -> Tensor:
-        fixed = _tensors(self.inputs)
         for name, tensor in _tensors(batch).items():
-            fixed[name].copy_(tensor)
+            self.inputs[name].copy_(tensor)
         self.tape.replay()
         return self.logits
 

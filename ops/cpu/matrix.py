@@ -27,9 +27,9 @@ class PackedMatrices:
         self.count, self.padded_rows, self.columns = count, padded(rows, ROWS), columns
         weights = count * self.padded_rows * columns
         scales = weights // GROUP if quantised else 0
-        self.nbytes = weights * BITS[format] // 8 + scales * 2
-        # One buffer, zeroed: padding rows must add nothing. The planes follow each other.
         quants = weights * BITS[format] // 8
+        self.nbytes = quants + scales * 2
+        # One buffer, zeroed: padding rows must add nothing. The planes follow each other.
         self.memory = native().Buffer(padded(quants, ALIGNMENT) + scales * 2)
         quants_at, scales_at = self.memory.address, self.memory.address + padded(quants, ALIGNMENT)
 
@@ -42,7 +42,7 @@ class PackedMatrices:
             )
 
         self.each = [handle(i) for i in range(count)]
-        self.handle = handle(0)
+        self.handle = self.each[0]
 
     def fill(self, index: int, row: int, part: Tensor) -> None:
         wide = part.to(torch.float32).contiguous()
