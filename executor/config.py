@@ -92,6 +92,10 @@ class QuantizationSettings:
 @dataclass(frozen=True)
 class CacheSettings:
     page_size: int = key(16, "tokens in one page of the KV cache", minimum=1, maximum=4096)
+    kv_dtype: str = key(
+        "auto", "type of cached keys and values; auto: model_config.dtype; int8: half of bfloat16's bytes, with a "
+        "scale for each token and head", choices=("auto", "bfloat16", "float16", "float32", "int8"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

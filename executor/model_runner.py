@@ -87,12 +87,13 @@ class ModelRunner(ABC):
         else:
             random_weights(module, seed=self.ranks.rank)
         self.stop_ids = stop_ids(self.folder, self.config.eos_token_ids)
-        groups = self.parallel.attn_dp.size
-        self.scheduler = Scheduler(data.batch_size, case.max_sequence_length, case.cache_config.page_size, groups)
+        cache, groups = case.cache_config, self.parallel.attn_dp.size
+        kv_dtype = dtype if cache.kv_dtype == "auto" else getattr(torch, cache.kv_dtype)
+        self.scheduler = Scheduler(data.batch_size, case.max_sequence_length, cache.page_size, groups)
         for layer in module.modules():
             if isinstance(layer, PagedAttention):
-                shape = (self.scheduler.pages, case.cache_config.page_size, layer.kv_heads, layer.head_dim)
-                layer.bind(*(torch.zeros(shape, dtype=dtype, device=self.platform.device) for _ in "kv"))
+                shape = (self.scheduler.pages, cache.page_size, layer.kv_heads, layer.head_dim)
+                layer.bind(*(build.ops.kv_cache(*shape, kv_dtype, build.device) for _ in "kv"))
         size = sum(layer.nbytes for _, layer in layers_of(module))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
@@ -128,7 +129,7 @@ class ModelRunner(ABC):
         """Choose each sequence's next token, tell the other data-parallel groups, and mark who stops."""
         dp = self.parallel.attn_dp
         generators = [s.generator for s in sequences if s.group == dp.rank]
-        chosen = choose(logits, self.case.sampling_config, generators)
+        chosen = choose(self.platform.ops, logits, self.case.sampling_config, generators)
         counts = tuple(sum(s.group == g for s in sequences) for g in range(dp.size))
         self.append_tokens(sequences, dp.gather_rows(chosen, counts).tolist())
 

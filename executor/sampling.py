@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from executor.config import SamplingSettings
+from ops.interface import Ops
 
 
-def choose(logits: Tensor, settings: SamplingSettings, generators: ListOf[torch.Generator]) -> Tensor:
+def choose(ops: Ops, logits: Tensor, settings: SamplingSettings, generators: ListOf[torch.Generator]) -> Tensor:
     """logits (S, V), one generator a sequence. -> token ids (S)"""
     if settings.temperature == 0:
-        return logits.argmax(-1)
+        return ops.argmax(logits)
     probabilities = filtered_probabilities(logits.float().cpu(), settings)
     rows = zip(probabilities, generators, strict=True)
     chosen = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]

@@ -241,7 +241,7 @@ class Experts(Layer):
 class PagedAttention(nn.Module):
     """Attention over a paged cache that the runner gives it with `bind`."""
 
-    k_cache: Tensor  # (pages, page_size, kv_heads, head_dim)
+    k_cache: Tensor  # ops.kv_cache(...)
     v_cache: Tensor
 
     def __init__(self, build: Build, kv_heads: int, head_dim: int):

@@ -54,8 +54,14 @@ class Ops(Protocol):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x (T, heads, D) by half-rotation; cos and sin (T, D) float32, each angle standing twice."""
 
+    def kv_cache(
+        self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Zeroed room for the keys or the values of one layer, in the implementation's own layout.
+        int8: each token's head has a scale of its own, max / 127."""
+
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Put k, v (T, kv_heads, D) at `slots` (T) of the caches (pages, page_size, kv_heads, D), in place."""
+        """Put k, v (T, kv_heads, D) into the caches, in place, at `slots` (T): page * page_size + place in the page."""
 
     def attention(
         self,
@@ -79,6 +85,14 @@ class Ops(Protocol):
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         """Softmax over all experts (T, E), then the top k. -> weights (T, k) float32, ids (T, k) int64"""
+
+    def route_sigmoid(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The top k of sigmoid(logits) + bias (E), weighted by the sigmoid alone. -> as route_softmax"""
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """The first of the largest of each row of x (S, V). -> (S) int64"""
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int) -> Tensor:
         """Weighted sum of the chosen experts that are here: down @ (silu(gate @ x) * (up @ x)), summed in float32.

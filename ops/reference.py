@@ -65,9 +65,28 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
 
+SCALE = 4  # bytes of the float32 scale that follows each int8 row
+
+
+def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(pages, page_size, kv_heads, width + SCALE * (dtype == torch.int8), dtype=dtype, device=device)
+
+
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    k_cache.flatten(0, 1)[slots] = k
-    v_cache.flatten(0, 1)[slots] = v
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        if cache.dtype == torch.int8:
+            scale = x.float().abs().amax(-1, keepdim=True) / 127
+            quants = (x / torch.where(scale > 0, scale, 1)).round().to(torch.int8)
+            x = torch.cat((quants, scale.view(torch.int8)), dim=-1)
+        cache.flatten(0, 1)[slots] = x.to(cache.dtype)
+
+
+def _cached(cache: Tensor, pages: Tensor, length: int) -> Tensor:
+    """The first `length` tokens on these pages, float32 (length, kv_heads, D)"""
+    x = cache[pages].flatten(0, 1)[:length]
+    if cache.dtype == torch.int8:
+        return x[..., :-SCALE] * x[..., -SCALE:].contiguous().view(torch.float32)
+    return x.float()
 
 
 def attention(
@@ -85,8 +104,7 @@ def attention(
     starts = query_starts.tolist()
     for s, kv_len in enumerate(kv_lens.tolist()):
         pages = block_tables[s, : -(-kv_len // page_size)]
-        k = k_cache[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(group, dim=1)  # (kv_len, heads, D)
-        v = v_cache[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(group, dim=1)
+        k, v = (_cached(c, pages, kv_len).repeat_interleave(group, dim=1) for c in (k_cache, v_cache))  # (kv_len, H, D)
         rows = q[starts[s] : starts[s + 1]].float()
         scores = torch.einsum("qhd,khd->hqk", rows, k) * scale
         position = torch.arange(kv_len - len(rows), kv_len, device=q.device)
@@ -106,6 +124,19 @@ def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids
+
+
+def route_sigmoid(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    scores = logits.float().sigmoid()
+    ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, ids
+
+
+def argmax(x: Tensor) -> Tensor:
+    return x.argmax(-1)
 
 
 def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: DenseExperts, first_expert: int) -> Tensor:

@@ -17,6 +17,7 @@ from executor.config import SamplingSettings
 from executor.results import create_results, write_json
 from executor.sampling import choose, filtered_probabilities
 from executor.tokenizer import Tokenizer, encode_prompts, stop_ids
+from ops import load_ops
 from tests.tiny import ONE_RANK, make_runner, oracle_logits, save_tiny, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
@@ -117,17 +118,17 @@ def test_each_prompt_draws_from_its_own_seed() -> None:
     logits = torch.zeros(4, 1000)
     settings = SamplingSettings(temperature=1.0)
     seeded = [torch.Generator().manual_seed(s) for s in (1, 2, 3, 1)]
-    together = choose(logits, settings, seeded).tolist()
+    together = choose(load_ops("cpu"), logits, settings, seeded).tolist()
     assert together[0] == together[3]
     assert len(set(together)) == 3
-    alone = choose(logits[:1], settings, [torch.Generator().manual_seed(2)]).tolist()
+    alone = choose(load_ops("cpu"), logits[:1], settings, [torch.Generator().manual_seed(2)]).tolist()
     assert alone == [together[1]]
 
 
 def test_sampling_follows_the_probabilities() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     generator, settings = torch.Generator().manual_seed(0), SamplingSettings(temperature=0.8, top_k=3)
-    drawn = torch.cat([choose(logits, settings, [generator]) for _ in range(4000)])
+    drawn = torch.cat([choose(load_ops("cpu"), logits, settings, [generator]) for _ in range(4000)])
     share = torch.bincount(drawn, minlength=4) / 4000
     torch.testing.assert_close(share, filtered_probabilities(logits, settings)[0], atol=0.03, rtol=0)
     assert share[3] == 0

@@ -1,6 +1,7 @@
 """Capture and replay on the CPU: the same results as op by op, and nothing left out in silence."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +16,31 @@ cpu = load_ops("cpu")
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 
 
-@pytest.mark.parametrize("method", ["none", "q8", "q4"])
-def test_replayed_logits_are_the_eager_ones(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "kv_dtype"), [("none", "auto"), ("q8", "bfloat16"), ("q4", "int8")])
+def test_replayed_logits_are_the_eager_ones(tmp_path: Path, method: str, kv_dtype: str) -> None:
     """Bit for bit: both run the same functions in the same order."""
     save_tiny(
         tmp_path / "model", moe_intermediate_size=32, mlp_only_layers=[0], attention_bias=True, intermediate_size=64
     )
     arrays = []
     for mode in ("eager", "graph"):
-        case = tiny_case(tmp_path, tmp_path / "model", exe_mode=mode, quantization={"method": method})
+        formats: dict[str, Any] = {"quantization": {"method": method}, "cache_config": {"kv_dtype": kv_dtype}}
+        case = tiny_case(tmp_path, tmp_path / "model", exe_mode=mode, **formats)
         arrays.append(collect_logits(make_runner(case, tmp_path), [ids for _, ids in PROMPTS[:4]], steps=20))
     for name, eager in arrays[0].items():
         np.testing.assert_array_equal(arrays[1][name], eager)
+
+
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("float16", 0.003), ("bfloat16", 0.02), ("int8", 0.03)])
+def test_a_smaller_cache_costs_little(tmp_path: Path, kv_dtype: str, bound: float) -> None:
+    """Relative error of the logits against a float32 cache; int8 rounds by 1/254 of a row's largest element."""
+    save_tiny(tmp_path / "model")
+    arrays = []
+    for kept in ("float32", kv_dtype):
+        case = tiny_case(tmp_path, tmp_path / "model", exe_mode="graph", cache_config={"kv_dtype": kept})
+        arrays.append(collect_logits(make_runner(case, tmp_path), [list(range(30, 53))], steps=0)["prefill_0"])
+    exact, rounded = arrays
+    assert 0 < np.linalg.norm(rounded - exact) < bound * np.linalg.norm(exact)
 
 
 def test_sequences_come_and_go_under_graphs_of_every_size(tmp_path: Path) -> None:

@@ -149,48 +149,92 @@ def test_heads_inside_a_wider_row() -> None:
     weight, cos, sin = torch.randn(16), torch.randn(6, 16), torch.randn(6, 16)
     close(cpu.rms_norm(q, weight, 1e-6), reference.rms_norm(q, weight, 1e-6))
     close(cpu.rope(k, cos, sin), reference.rope(k, cos, sin))
-    ours, theirs = torch.zeros(2, 3, 4, 2, 16), torch.zeros(2, 3, 4, 2, 16)
     slots = torch.tensor([6, 9, 0, 1, 11, 3])
-    cpu.write_kv(k, v, ours[0], ours[1], slots)
-    reference.write_kv(k, v, theirs[0], theirs[1], slots)
-    assert torch.equal(ours, theirs)
+    ours, theirs = caches_of(cpu, (3, 4, 2, 16), torch.float32), caches_of(reference, (3, 4, 2, 16), torch.float32)
+    cpu.write_kv(k, v, *ours, slots)
+    reference.write_kv(k, v, *theirs, slots)
+    for mine, expected in zip(cached(*ours), theirs, strict=True):
+        assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+def caches_of(ops: Ops, shape: tuple[int, int, int, int], dtype: torch.dtype) -> list[Tensor]:
+    return [ops.kv_cache(*shape, dtype, CPU) for _ in "kv"]
+
+
+def cached(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What the native caches hold, each as (pages, page_size, kv_heads, D)."""
+    pages, heads, width, size = keys.shape
+    if keys.dtype != torch.int8:
+        return keys.permute(0, 3, 1, 2), values.reshape(pages, heads, size, width).transpose(1, 2)
+    width -= 4
+    (k, k_scale), (v, v_scale) = (
+        x.reshape(pages, heads, -1).split([width * size, 4 * size], -1) for x in (keys, values)
+    )
+    k = k.reshape(pages, heads, width, size) * k_scale.contiguous().view(torch.float32)[:, :, None]
+    v = v.reshape(pages, heads, size, width) * v_scale.contiguous().view(torch.float32)[..., None]
+    return k.permute(0, 3, 1, 2), v.transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.int8])
 @pytest.mark.usefixtures("kernels")
 def test_write_kv_touches_its_slots_only_and_rounds_to_nearest(dtype: torch.dtype) -> None:
-    caches = torch.zeros(2, 3, 4, 2, 8, dtype=dtype)
+    caches = caches_of(cpu, (3, 4, 2, 8), dtype)
     k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 8) * 1e-6  # float16 subnormals among them
-    cpu.write_kv(k, v, caches[0], caches[1], torch.tensor([6, 9]))
-    assert torch.equal(caches[0, 1, 2], k[0].to(dtype))
-    assert torch.equal(caches[1, 2, 1], v[1].to(dtype))
-    for cache in caches:
+    cpu.write_kv(k, v, *caches, torch.tensor([6, 9]))
+    keys, values = cached(*caches)
+    if dtype == torch.int8:
+        for written, x in ((keys[1, 2], k[0]), (values[2, 1], v[1])):
+            assert ((written - x).abs() <= x.abs().amax(-1, keepdim=True) * (0.5001 / 127)).all()
+    else:
+        assert torch.equal(keys[1, 2], k[0].to(dtype))
+        assert torch.equal(values[2, 1], v[1].to(dtype))
+    for cache in (keys, values):
         assert cache.flatten(0, 1).float().abs().sum((1, 2)).nonzero().flatten().tolist() == [6, 9]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", [*TYPES, torch.int8])
 @pytest.mark.parametrize(
-    ("lens", "new", "kv_heads", "heads", "dim"),
+    ("lens", "new", "kv_heads", "heads", "dim", "page_size"),
     [
-        ([9, 1, 16], [1, 1, 1], 2, 8, 16),
-        ([9, 1, 16], [9, 1, 16], 2, 8, 16),
-        ([9, 13], [4, 7], 1, 3, 8),
-        ([200, 65], [3, 65], 2, 4, 24),
+        ([9, 1, 16], [1, 1, 1], 2, 8, 16, 4),
+        ([9, 1, 16], [9, 1, 16], 2, 8, 16, 4),
+        ([9, 13], [4, 7], 1, 3, 8, 5),
+        ([200, 65], [3, 65], 2, 4, 24, 16),
+        ([300, 17, 64], [1, 1, 1], 1, 16, 128, 16),
+        ([130], [70], 1, 1, 256, 128),
     ],
-    ids=["decode", "prefill", "later chunk", "longer than a tile"],
+    ids=["decode", "prefill", "later chunk", "longer than a tile", "as in practice", "wide heads, large pages"],
 )
 @pytest.mark.usefixtures("kernels")
-def test_attention(lens: list[int], new: list[int], kv_heads: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-    page_size = 4
+def test_attention(
+    lens: list[int], new: list[int], kv_heads: int, heads: int, dim: int, page_size: int, dtype: torch.dtype
+) -> None:
     pages = [-(-n // page_size) for n in lens]
     order = torch.randperm(sum(pages)).tolist()
     tables = torch.zeros(len(lens), max(pages), dtype=torch.int64)
+    slots = []
     for s, count in enumerate(pages):
         tables[s, :count] = torch.tensor([order.pop() for _ in range(count)])
-    k_cache, v_cache = torch.randn(2, sum(pages), page_size, kv_heads, dim).to(dtype)
+        slots += [int(tables[s, i // page_size]) * page_size + i % page_size for i in range(lens[s])]
+    k, v = torch.randn(2, sum(lens), kv_heads, dim)
     q, starts = torch.randn(sum(new), heads, dim) * 3, torch.tensor([0, *new]).cumsum(0)
-    arguments = (q, k_cache, v_cache, tables, starts, torch.tensor(lens), dim**-0.5)
-    close(cpu.attention(*arguments), reference.attention(*arguments))
+    caches = caches_of(cpu, (sum(pages), page_size, kv_heads, dim), dtype)
+    cpu.write_kv(k, v, *caches, torch.tensor(slots))
+    rest = tables, starts, torch.tensor(lens), dim**-0.5
+    # The reference sees the very values that were rounded into the native cache.
+    close(cpu.attention(q, *caches, *rest), reference.attention(q, *(c.float() for c in cached(*caches)), *rest))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_int8_cache_of_the_reference() -> None:
+    k, v, slots = torch.randn(3, 2, 16), torch.randn(3, 2, 16), torch.tensor([6, 0, 9])
+    ours, theirs = (caches_of(ops, (3, 4, 2, 16), torch.int8) for ops in (cpu, reference))
+    for ops, caches in ((cpu, ours), (reference, theirs)):
+        ops.write_kv(k, v, *caches, slots)
+    rest = torch.tensor([[1], [0], [2]]), torch.arange(4), torch.tensor([3, 1, 2]), 0.25
+    q = torch.randn(3, 4, 16)
+    actual, expected = cpu.attention(q, *ours, *rest), reference.attention(q, *theirs, *rest)
+    torch.testing.assert_close(actual, expected, atol=float(v.abs().max()) / 127, rtol=0)  # a rounding may fall apart
 
 
 @pytest.mark.usefixtures("kernels")
@@ -211,6 +255,25 @@ def test_route_softmax(tokens: int, experts: int, top_k: int, renormalise: bool)
     close(weights, expected_weights)
 
 
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(6, 16, 4), (1, 256, 8), (600, 64, 2)])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.usefixtures("kernels")
+def test_route_sigmoid(tokens: int, experts: int, top_k: int, renormalise: bool, biased: bool) -> None:
+    logits, bias = torch.randn(tokens, experts) * 4, torch.randn(experts) if biased else None
+    weights, ids = cpu.route_sigmoid(logits, bias, top_k, renormalise)
+    expected_weights, expected_ids = reference.route_sigmoid(logits, bias, top_k, renormalise)
+    assert torch.equal(ids, expected_ids)
+    close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("width", [1, 5, 8192, 30000])
+@pytest.mark.usefixtures("kernels")
+def test_argmax_takes_the_first_of_the_largest(width: int) -> None:
+    x = torch.randint(-40, 3, (5, width)).float()  # with many ties
+    assert torch.equal(cpu.argmax(x), reference.argmax(x))
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_signatures_are_the_interface(implementation: str) -> None:
     """An implementation has every op, with the parameters of `interface.py` in its order."""
@@ -226,5 +289,7 @@ def test_impossible_shapes_and_sets_are_named() -> None:
         NativeExperts(2, 16, 64, "q8", CPU)
     with pytest.raises(UserError, match="instruction_set: 'sve' is not usable on this machine; usable: generic"):
         engine.start(1, "sve")
+    with pytest.raises(UserError, match="head_dim: 257 is above 256"):
+        cpu.kv_cache(1, 16, 1, 257, torch.float32, CPU)
     with pytest.raises(TypeError, match=r"torch.float64 cpu .* where torch.float32 on the cpu is needed"):
         cpu.rms_norm(torch.ones(2, 4, dtype=torch.float64), torch.ones(4), 1e-6)

@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from errors import UserError
 from ops.cpu.engine import TYPES, native, pointer
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 
@@ -89,13 +90,20 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A page's piece of one head is contiguous: keys (width, page_size), values (page_size, width), int8's scales."""
+    if width > native().most_width:
+        raise UserError(f"head_dim: {width} is above {native().most_width}, the widest head of the cpu's attention")
+    return torch.zeros(pages, kv_heads, width + 4 * (dtype == torch.int8), page_size, dtype=dtype, device=device)
+
+
 @traced
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     tokens, heads, width = k.shape
     dtype = k_cache.dtype
     native().write_kv(
         _strided(k), _strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(slots, INT), tokens, heads,
-        width, k.stride(0), v.stride(0), TYPES[dtype],
+        width, k_cache.shape[3], k.stride(0), v.stride(0), TYPES[dtype],
     )  # fmt: skip
 
 
@@ -111,7 +119,7 @@ def attention(
 ) -> Tensor:
     out = torch.empty(q.shape)
     tokens, heads, width = q.shape
-    _, page_size, kv_heads, _ = k_cache.shape
+    _, kv_heads, _, page_size = k_cache.shape
     dtype = k_cache.dtype
     native().attention(
         pointer(q), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(block_tables, INT),
@@ -132,15 +140,34 @@ def silu_mul(x: Tensor) -> Tensor:
 @traced
 def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
-    weights, ids, scratch = (
-        torch.empty(tokens, top_k),
-        torch.empty(tokens, top_k, dtype=INT),
-        torch.empty(tokens, experts),
-    )
+    weights, ids, scratch = _route_room(tokens, experts, top_k)
     native().route_softmax(
         pointer(logits), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k, renormalise
     )
     return weights, ids
+
+
+@traced
+def route_sigmoid(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    weights, ids, scratch = _route_room(tokens, experts, top_k)
+    native().route_sigmoid(
+        pointer(logits), pointer(bias), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k,
+        renormalise,
+    )  # fmt: skip
+    return weights, ids
+
+
+def _route_room(tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=INT), torch.empty(tokens, experts)
+
+
+@traced
+def argmax(x: Tensor) -> Tensor:
+    rows, width = x.shape
+    out, best = torch.empty(rows, dtype=INT), torch.empty(rows, native().argmax_chunks(width), dtype=torch.int32)
+    native().argmax(pointer(x), pointer(out, INT), pointer(best, torch.int32), rows, width)
+    return out
 
 
 @traced

@@ -138,9 +138,11 @@ PYBIND11_MODULE(_native, m) {
                     width, stride});
     });
     m.def("write_kv", [](uintptr_t k, uintptr_t v, uintptr_t k_cache, uintptr_t v_cache, uintptr_t slots,
-                         int64_t tokens, int64_t heads, int64_t width, int64_t k_stride, int64_t v_stride, int type) {
+                         int64_t tokens, int64_t heads, int64_t width, int64_t page_size, int64_t k_stride,
+                         int64_t v_stride, int type) {
         submit(WriteKv{at<const float>(k), at<const float>(v), at<void>(k_cache), at<void>(v_cache),
-                       at<const int64_t>(slots), tokens, heads, width, k_stride, v_stride, static_cast<Type>(type)});
+                       at<const int64_t>(slots), tokens, heads, width, page_size, k_stride, v_stride,
+                       static_cast<Type>(type)});
     });
     m.def("attention", [](uintptr_t q, uintptr_t k_cache, uintptr_t v_cache, uintptr_t block_tables,
                           uintptr_t query_starts, uintptr_t kv_lens, uintptr_t out, int64_t sequences, int64_t heads,
@@ -159,6 +161,16 @@ PYBIND11_MODULE(_native, m) {
         submit(RouteSoftmax{at<const float>(logits), at<float>(weights), at<int64_t>(ids), at<float>(scratch), tokens,
                             experts, k, renormalise});
     });
+    m.def("route_sigmoid", [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch,
+                              int64_t tokens, int64_t experts, int64_t k, bool renormalise) {
+        submit(RouteSigmoid{at<const float>(logits), at<const float>(bias), at<float>(weights), at<int64_t>(ids),
+                            at<float>(scratch), tokens, experts, k, renormalise});
+    });
+    m.def("argmax_chunks", &Argmax::chunks);
+    m.def("argmax", [](uintptr_t x, uintptr_t out, uintptr_t best, int64_t rows, int64_t width) {
+        submit(Argmax{at<const float>(x), at<int64_t>(out), at<int32_t>(best), rows, width});
+    });
+    m.attr("most_width") = kMostWidth;
     m.def("linear_scratch", [](int64_t tokens, int64_t k) { return Scratch::bytes(tokens, k); });
     m.def("linear", [](const Matrix& w, uintptr_t x, uintptr_t bias, uintptr_t out, uintptr_t scratch, int64_t tokens,
                        int64_t n) {

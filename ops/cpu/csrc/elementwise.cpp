@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "ops.h"
 #include "vector.h"
@@ -55,9 +56,13 @@ CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
-template <class Store>
-void copy_row(const float* from, Store* to, int64_t width) {
-    for (int64_t i = 0; i < width; i++) to[i] = narrow<Store>(from[i]);
+// The place of the first largest element: the largest value first, which the compiler vectorises, then its place.
+CLONES int64_t first_largest(const float* x, int64_t count) {
+    float most = x[0];
+    for (int64_t i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
+    for (int64_t i = 0; i < count; i++)
+        if (x[i] == most) return i;
+    return 0;  // NaN all over
 }
 
 template <class Load>
@@ -98,21 +103,26 @@ void Rope::run(Context& context) const {
     });
 }
 
-void WriteKv::run(Context& context) const {
-    with_type(type, [&](auto example) {
-        using T = decltype(example);
-        const int64_t row = heads * width;
-        for_rows(context, tokens, 2 * row, [&](int64_t t) {
-            copy_row(k + t * k_stride, static_cast<T*>(k_cache) + slots[t] * row, row);
-            copy_row(v + t * v_stride, static_cast<T*>(v_cache) + slots[t] * row, row);
-        });
-    });
-}
-
 void SiluMul::run(Context& context) const {
     for_rows(context, tokens, width, [&](int64_t t) {
         silu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width);
     });
+}
+
+// The k largest of p, first come first among equals; p is used up. k is small: take the largest k times.
+template <class F>
+static void take_largest(float* p, int64_t experts, int64_t k, F&& taken) {
+    for (int64_t j = 0; j < k; j++) {
+        const int64_t best = std::max_element(p, p + experts) - p;
+        taken(j, best);
+        p[best] = -std::numeric_limits<float>::infinity();
+    }
+}
+
+static void renormalised(float* weights, int64_t k) {
+    float sum = 0;
+    for (int64_t j = 0; j < k; j++) sum += weights[j];
+    for (int64_t j = 0; j < k; j++) weights[j] /= sum;
 }
 
 void RouteSoftmax::run(Context& context) const {
@@ -122,17 +132,41 @@ void RouteSoftmax::run(Context& context) const {
         const float most = *std::max_element(row, row + experts);
         float sum = 0;
         for (int64_t e = 0; e < experts; e++) sum += p[e] = std::exp(row[e] - most);
-        float chosen = 0;
-        for (int64_t j = 0; j < k; j++) {  // k is small: take the largest k times
-            const int64_t best = std::max_element(p, p + experts) - p;
+        take_largest(p, experts, k, [&](int64_t j, int64_t best) {
             ids[t * k + j] = best;
             weights[t * k + j] = p[best] / sum;
-            chosen += p[best] / sum;
-            p[best] = -1.0f;
-        }
-        if (renormalise)
-            for (int64_t j = 0; j < k; j++) weights[t * k + j] /= chosen;
+        });
+        if (renormalise) renormalised(weights + t * k, k);
     });
+}
+
+void RouteSigmoid::run(Context& context) const {
+    for_rows(context, tokens, experts * k, [&](int64_t t) {
+        const float* row = logits + t * experts;
+        float* p = scratch + t * experts;
+        const auto score = [&](int64_t e) { return 1.0f / (1.0f + std::exp(-row[e])); };
+        for (int64_t e = 0; e < experts; e++) p[e] = score(e) + (bias ? bias[e] : 0.0f);
+        take_largest(p, experts, k, [&](int64_t j, int64_t best) {
+            ids[t * k + j] = best;
+            weights[t * k + j] = score(best);  // the bias chooses, it does not weigh
+        });
+        if (renormalise) renormalised(weights + t * k, k);
+    });
+}
+
+void Argmax::run(Context& context) const {
+    const int64_t each = chunks(width);
+    context.pool.each(static_cast<int>(rows * each), [&](int task, int) {
+        const float* row = x + task / each * width;
+        const int64_t begin = task % each * kChunk, end = std::min(width, begin + kChunk);
+        best[task] = static_cast<int32_t>(first_largest(row + begin, end - begin) + begin);
+    });
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t place = best[r * each];
+        for (int64_t c = 1; c < each; c++)
+            if (x[r * width + best[r * each + c]] > x[r * width + place]) place = best[r * each + c];
+        out[r] = place;
+    }
 }
 
 }  // namespace umbra

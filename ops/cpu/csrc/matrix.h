@@ -111,6 +111,7 @@ inline float bf16_to_float(uint16_t b) {
 }
 
 inline float widen(float v) { return v; }
+inline float widen(int8_t v) { return v; }
 inline float widen(Bf16 v) { return bf16_to_float(v.bits); }
 inline float widen(F16 v) { return half_to_float(v.bits); }
 

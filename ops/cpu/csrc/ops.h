@@ -16,7 +16,9 @@ struct Context {
     const Kernels& kernels;
 };
 
-enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2 };  // of tables and caches; as in Format
+enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // of tables and caches; i8: caches only
+
+constexpr int kMostWidth = 256;  // of an attention head
 
 // Quantised copies of activation rows. Bytes needed for `rows` rows of k: see scratch_bytes().
 struct Scratch {
@@ -55,16 +57,16 @@ struct Rope {
 
 struct WriteKv {
     const float *k, *v;  // (T, heads, width), tokens k_stride and v_stride apart
-    void *k_cache, *v_cache;
+    void *k_cache, *v_cache;  // (pages, heads), each a piece as attention.cpp describes it
     const int64_t* slots;
-    int64_t tokens, heads, width, k_stride, v_stride;
+    int64_t tokens, heads, width, page_size, k_stride, v_stride;
     Type type;
     void run(Context&) const;
 };
 
 struct Attention {
     const float* q;  // (T, heads, width)
-    const void *k_cache, *v_cache;  // (pages, page_size, kv_heads, width)
+    const void *k_cache, *v_cache;
     const int64_t *block_tables, *query_starts, *kv_lens;
     float* out;
     int64_t sequences, heads, kv_heads, width, page_size, most_pages, tokens;
@@ -87,6 +89,27 @@ struct RouteSoftmax {
     float* scratch;       // (T, experts)
     int64_t tokens, experts, k;
     bool renormalise;
+    void run(Context&) const;
+};
+
+struct RouteSigmoid {
+    const float* logits;  // (T, experts)
+    const float* bias;    // (experts), or null
+    float* weights;       // (T, k)
+    int64_t* ids;         // (T, k)
+    float* scratch;       // (T, experts)
+    int64_t tokens, experts, k;
+    bool renormalise;
+    void run(Context&) const;
+};
+
+struct Argmax {
+    const float* x;     // (rows, width)
+    int64_t* out;       // (rows)
+    int32_t* best;      // (rows, chunks): scratch
+    int64_t rows, width;
+    static constexpr int64_t kChunk = 1 << 13;
+    static int64_t chunks(int64_t width) { return (width + kChunk - 1) / kChunk; }
     void run(Context&) const;
 };
 

@@ -12,11 +12,45 @@
 #else
 #define CLONES
 #endif
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace umbra {
 
 constexpr int kLanes = 16;
 
+// Sixteen floats in as many registers as the set needs; handed on by reference, since by value each set has its own ABI.
+typedef float Lanes __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+
+ALWAYS_INLINE void load(const float* at, Lanes& v) { std::memcpy(&v, at, sizeof v); }
+template <class Half>
+ALWAYS_INLINE void load_bits(const Half* at, Bits& v) {
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    Halves h;
+    std::memcpy(&h, at, sizeof h);
+    v = __builtin_convertvector(h, Bits);
+}
+ALWAYS_INLINE void load(const Bf16* at, Lanes& v) {
+    Bits bits;
+    load_bits(at, bits);
+    v = reinterpret_cast<Lanes>(bits << 16);
+}
+ALWAYS_INLINE void load(const F16* at, Lanes& v) {  // as half_to_float
+    Bits bits;
+    load_bits(at, bits);
+    const Bits sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
+    const Bits finite = reinterpret_cast<Bits>(reinterpret_cast<Lanes>(rest << 13) * 5.192296858534828e+33f);
+    v = reinterpret_cast<Lanes>(sign | (rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13 : finite));
+}
+ALWAYS_INLINE void load(const int8_t* at, Lanes& v) {
+    typedef int8_t Bytes __attribute__((vector_size(16)));
+    Bytes bytes;
+    std::memcpy(&bytes, at, sizeof bytes);
+    typedef int16_t Shorts __attribute__((vector_size(32)));
+    typedef int32_t Ints __attribute__((vector_size(64)));
+    // Step by step: for larger ones GCC goes element by element.
+    v = __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Lanes);
+}
 
 // Call f with a value of the type that `type` names.
 template <class F>
