@@ -20,6 +20,7 @@ from errors import run_main
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
+from ops.interface import FORMATS
 
 HIDDEN, INNER, TOP_K, EXPERTS = 2048, 768, 8, 128
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024, 4096)
@@ -27,7 +28,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024, 4096)
 
 def filled_experts(format: str) -> NativeExperts:
     """Random zero-mean weights; every expert different."""
-    experts = NativeExperts(EXPERTS, INNER, HIDDEN, format, torch.device("cpu"))
+    experts = NativeExperts(EXPERTS, INNER, HIDDEN, FORMATS[format], torch.device("cpu"))
     block = torch.randn(INNER * HIDDEN + 4 * EXPERTS) * 0.02
     for e in range(EXPERTS):
         for i, which in enumerate(("gate", "up", "down")):

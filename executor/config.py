@@ -84,9 +84,11 @@ class ParallelSettings:
 @dataclass(frozen=True)
 class QuantizationSettings:
     method: str = key(
-        "none", "quantise linear layers and experts while a checkpoint streams in, in groups of 32 columns; the output "
-        "head gets 8 bits, the router and the embedding keep `dtype`", choices=("none", "q8", "q4"),
+        "none", "quantise linear layers and experts while a checkpoint streams in; the output head gets 8 bits in "
+        "groups of 32, the router and the embedding keep `dtype`", choices=("none", "q8", "q4"),
     )  # fmt: skip
+    group_size: int = key(32, "columns of a row that share a scale: 32, 64 or 128", minimum=32, maximum=128)
+    zero_points: bool = key(False, "a zero point for each group as well, as AWQ checkpoints have; q4 only")
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,11 @@ def check(case: Case, where: str) -> None:
         raise UserError(f"{where}: exe_mode: graph on the cpu needs world_size: 1, not {case.world_size} (use eager)")
     if case.model_config.enable_cache_compile and case.platform == "cpu":
         raise UserError(f"{where}: model_config.enable_cache_compile: true has nothing to keep on platform: cpu")
+    wanted = case.quantization
+    if wanted.group_size not in (32, 64, 128):
+        raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
+    if wanted.zero_points and wanted.method != "q4":
+        raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")
     if not case.model_path:
         raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
     if not data.prompts and case.model_config.with_ckpt:

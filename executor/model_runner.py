@@ -29,6 +29,7 @@ from executor.sequence import Sequence
 from executor.tokenizer import encode_prompts, open_tokenizer, stop_ids
 from models.batch import Batch
 from models.layers import Build, Formats, PagedAttention, layers_of
+from ops.interface import FORMATS, Format
 
 Step = Callable[[Batch], Tensor]
 
@@ -192,10 +193,11 @@ class ModelRunner(ABC):
 
     def _formats(self) -> Formats:
         """Quantised: every linear layer and expert; the head never in fewer than 8 bits, the router as it is."""
-        plain, method = self.case.model_config.dtype, self.case.quantization.method
-        if method == "none":
+        plain, wanted = FORMATS[self.case.model_config.dtype], self.case.quantization
+        if wanted.method == "none":
             return Formats(plain, plain, plain)
-        return Formats(plain, linear=method, head="q8")
+        linear = Format(wanted.method, wanted.group_size, wanted.zero_points)
+        return Formats(plain, linear, head=FORMATS["q8"])
 
     def _prefill(self, sequences: list[Sequence]) -> None:
         """First tokens of all `sequences`, in one step or, by chunks, in several; earlier prompts finish first."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.batch import Batch
 from models.parallel import Group, Parallel
 from models.rope import RopeConfig
-from ops.interface import Matrix, Ops
+from ops.interface import Format, Matrix, Ops
 
 ALL = slice(None)
 
@@ -24,9 +24,9 @@ ALL = slice(None)
 class Formats:
     """How matrices are kept. The router and the embedding stay in `plain`: small, or read one row a token."""
 
-    plain: str
-    linear: str
-    head: str
+    plain: Format
+    linear: Format
+    head: Format
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Build:
     device: torch.device
     max_positions: int  # longest sequence that the case allows
 
-    def matrix(self, rows: int, columns: int, format: str) -> Matrix:
+    def matrix(self, rows: int, columns: int, format: Format) -> Matrix:
         return self.ops.matrix(rows, columns, format, self.device)
 
     def table(self, *shape: int) -> Tensor:
@@ -122,7 +122,7 @@ class MergedLinear(Layer):
     """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. Fully local."""
 
     def __init__(
-        self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, format: str | None = None
+        self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, format: Format | None = None
     ):
         super().__init__()
         self.ops, self.sources = build.ops, sources

@@ -3,12 +3,29 @@
 T: tokens of the step, all sequences packed one after another. S: sequences. Shapes are (rows, columns).
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-FORMATS = ("float32", "bfloat16", "float16", "q8", "q4")  # of matrices; q8 and q4 in groups along the columns
+
+@dataclass(frozen=True)
+class Format:
+    """How a matrix is kept: in a float type, or as q8 or q4: integers with a float16 scale for every `group` columns
+    of a row and, with `zeros`, a zero point beside it."""
+
+    kind: str
+    group: int = 0
+    zeros: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        return self.group > 0
+
+
+FORMATS = {kind: Format(kind) for kind in ("float32", "bfloat16", "float16")}
+FORMATS |= {kind: Format(kind, group=32) for kind in ("q8", "q4")}
 
 
 class Matrix(Protocol):
@@ -36,10 +53,12 @@ class Ops(Protocol):
     def embedding(self, ids: Tensor, table: Tensor, first_id: int) -> Tensor:
         """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)"""
 
-    def matrix(self, rows: int, columns: int, format: str, device: torch.device) -> Matrix:
+    def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> Matrix:
         """Room for a matrix."""
 
-    def expert_matrices(self, count: int, inner: int, hidden: int, format: str, device: torch.device) -> ExpertMatrices:
+    def expert_matrices(
+        self, count: int, inner: int, hidden: int, format: Format, device: torch.device
+    ) -> ExpertMatrices:
         """Room for the matrices of `count` experts."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:

@@ -4,13 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.interface import Format
+
 
 class DenseMatrix:
     """A matrix as one tensor (rows, columns)."""
 
-    def __init__(self, rows: int, columns: int, format: str, device: torch.device):
+    def __init__(self, rows: int, columns: int, format: Format, device: torch.device):
         self.rows, self.columns = rows, columns
-        self.data = torch.empty(rows, columns, dtype=getattr(torch, format), device=device)  # no quantised formats here
+        self.data = torch.empty(
+            rows, columns, dtype=getattr(torch, format.kind), device=device
+        )  # no quantised formats here
         self.nbytes = self.data.nbytes
 
     def fill(self, row: int, part: Tensor) -> None:
@@ -20,9 +24,9 @@ class DenseMatrix:
 class DenseExperts:
     """w13 (count, 2 inner, hidden) stacks gate and up, w2 (count, hidden, inner) is down."""
 
-    def __init__(self, count: int, inner: int, hidden: int, format: str, device: torch.device):
+    def __init__(self, count: int, inner: int, hidden: int, format: Format, device: torch.device):
         self.count = count
-        dtype: torch.dtype = getattr(torch, format)
+        dtype: torch.dtype = getattr(torch, format.kind)
         self.w13 = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
         self.w2 = torch.empty(count, hidden, inner, dtype=dtype, device=device)
         self.nbytes = self.w13.nbytes + self.w2.nbytes

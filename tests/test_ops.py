@@ -12,13 +12,18 @@ from errors import UserError
 from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.interface import FORMATS, Ops
+from ops.interface import FORMATS, Format, Ops
 from ops.reference import DenseExperts, DenseMatrix
 
 CPU = torch.device("cpu")
 reference, cpu = load_ops("reference"), load_ops("cpu")
 NAMES = [name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")]
 SETS = engine.start(1, "auto")[0].instruction_sets()
+KINDS = {
+    **FORMATS,
+    **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in (32, 64, 128)},
+    "q8 128": Format("q8", 128),
+}
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -34,6 +39,27 @@ def close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_quantisation_is_to_nearest() -> None:
+    """q4 keeps within half a step, but for the element opposite to the largest, which may be clipped by one level."""
+    torch.manual_seed(1)
+    w = torch.randn(40, 256)
+    for format in KINDS.values():
+        if not format.quantised:
+            continue
+        matrix = NativeMatrix(40, 256, format, CPU)
+        matrix.fill(0, w)
+        groups = w.unflatten(1, (-1, format.group))
+        if format.zeros:  # rounding the zero point moves the ends by half a step at most
+            step, slack = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15, 1.0
+        else:
+            step, slack = groups.abs().amax(-1) / (127 if format.kind == "q8" else 8), 0.5
+        error = (matrix.packed.dequantised(0, 40) - w).unflatten(1, (-1, format.group)).abs()
+        within = error <= step[..., None] * (slack + 0.01)
+        opposite = (groups.abs() > 7.49 * step[..., None]) if format.kind == "q4" else torch.zeros_like(within)
+        assert (within | opposite & (error <= step[..., None] * 1.01)).all()
+        assert float(error.mean()) < 0.26 * float(step.mean())
+
+
 def activation_error(x: Tensor, w: Tensor) -> Tensor:
     """The bound of csrc/matrix.h: half a step of each 32-block of x, times the block's weights. (T, N)"""
     steps = x.unflatten(-1, (-1, 32)).abs().amax(-1) / 254
@@ -42,26 +68,26 @@ def activation_error(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 8, 9, 70])
 @pytest.mark.parametrize("rows", [1, 16, 37])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
 @pytest.mark.usefixtures("kernels")
-def test_linear(format: str, rows: int, tokens: int) -> None:
-    columns = 96 if format.startswith("q") else 35  # float formats take any number of columns
+def test_linear(format: Format, rows: int, tokens: int) -> None:
+    columns = 3 * format.group if format.quantised else 35  # float formats take any number of columns
     w, x, bias = torch.randn(rows, columns) / 8, torch.randn(tokens, columns), torch.randn(rows)
     matrix = NativeMatrix(rows, columns, format, CPU)
     for row in range(0, rows, 5):  # piece by piece, as a loader does
         matrix.fill(row, w[row : row + 5])
-    dense = DenseMatrix(rows, columns, "float32", CPU)
+    dense = DenseMatrix(rows, columns, FORMATS["float32"], CPU)
     dense.fill(0, matrix.packed.dequantised(0, rows))
-    step = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "q8": 1 / 127, "q4": 1 / 7}[format]
+    step = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "q8": 1 / 127, "q4": 1 / 7}[format.kind]
     assert ((dense.data - w).abs() <= step * w.abs().amax() + 1e-6).all()
     actual, expected = cpu.linear(x, matrix, bias), reference.linear(x, dense, bias)
-    bound = activation_error(x, dense.data) if format.startswith("q") else 0
+    bound = activation_error(x, dense.data) if format.quantised else 0
     assert ((actual - expected).abs() <= bound + 1e-4).all()
 
 
-def experts_of(format: str, count: int, inner: int, hidden: int) -> tuple[NativeExperts, DenseExperts]:
+def experts_of(format: Format, count: int, inner: int, hidden: int) -> tuple[NativeExperts, DenseExperts]:
     packed = NativeExperts(count, inner, hidden, format, CPU)
-    dense = DenseExperts(count, inner, hidden, "float32", CPU)
+    dense = DenseExperts(count, inner, hidden, FORMATS["float32"], CPU)
     for e in range(count):
         for which, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
             packed.fill(e, which, torch.randn(shape) / shape[1] ** 0.5)
@@ -76,10 +102,10 @@ def experts_of(format: str, count: int, inner: int, hidden: int) -> tuple[Native
     [(1, 2, 8, 0, 0), (40, 3, 8, 0, 0), (40, 3, 3, 2, 0), (0, 2, 8, 0, 0), (100, 1, 8, 0, 99), (7, 8, 8, 0, 0)],
     ids=["one token", "many tokens", "some experts elsewhere", "no tokens", "all to one expert", "every expert"],
 )
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
 @pytest.mark.usefixtures("kernels")
-def test_moe(format: str, tokens: int, top_k: int, count: int, first: int, skew: float) -> None:
-    inner, hidden = 64, 96
+def test_moe(format: Format, tokens: int, top_k: int, count: int, first: int, skew: float) -> None:
+    inner, hidden = max(64, format.group), max(96, 2 * format.group)
     packed, dense = experts_of(format, count, inner, hidden)
     logits = torch.randn(tokens, 8)
     logits[:, 3] += skew
@@ -91,14 +117,14 @@ def test_moe(format: str, tokens: int, top_k: int, count: int, first: int, skew:
     expected = reference.moe(x, weights, ids, dense, first)
     actual = cpu.moe(x, weights, ids, packed, first)
     # Both products' activations are rounded to 8 bits in blocks: half a percent of the result's size, far below 3 %.
-    tolerance = 0.03 * float(expected.std()) * 4 if format.startswith("q") and tokens else 1e-4
+    tolerance = 0.03 * float(expected.std()) * 4 if format.quantised and tokens else 1e-4
     torch.testing.assert_close(actual, expected, atol=max(tolerance, 1e-4), rtol=0)
 
 
 @pytest.mark.parametrize("inner", [2, 16, 33])
 @pytest.mark.usefixtures("kernels")
 def test_moe_of_any_inner_size_in_float(inner: int) -> None:
-    packed, dense = experts_of("float32", 4, inner, 20)
+    packed, dense = experts_of(FORMATS["float32"], 4, inner, 20)
     weights, ids = reference.route_softmax(torch.randn(9, 4), 2, False)
     x = torch.randn(9, 20)
     torch.testing.assert_close(
@@ -106,8 +132,8 @@ def test_moe_of_any_inner_size_in_float(inner: int) -> None:
     )
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_results_do_not_depend_on_the_number_of_threads(format: str) -> None:
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_results_do_not_depend_on_the_number_of_threads(format: Format) -> None:
     torch.manual_seed(5)
     packed, _ = experts_of(format, 8, 64, 96)
     matrix = NativeMatrix(200, 96, format, CPU)
@@ -284,9 +310,9 @@ def test_signatures_are_the_interface(implementation: str) -> None:
 
 def test_impossible_shapes_and_sets_are_named() -> None:
     with pytest.raises(UserError, match="a matrix with 40 columns cannot be cut into groups of 32"):
-        NativeMatrix(16, 40, "q4", CPU)
+        NativeMatrix(16, 40, FORMATS["q4"], CPU)
     with pytest.raises(UserError, match="an expert's 16 intermediate columns on this rank are no multiple of 32"):
-        NativeExperts(2, 16, 64, "q8", CPU)
+        NativeExperts(2, 16, 64, FORMATS["q8"], CPU)
     with pytest.raises(UserError, match="instruction_set: 'sve' is not usable on this machine; usable: generic"):
         engine.start(1, "sve")
     with pytest.raises(UserError, match="head_dim: 257 is above 256"):

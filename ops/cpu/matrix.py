@@ -2,14 +2,15 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from errors import UserError
 from ops.cpu.engine import native, pointer
+from ops.interface import Format
 
 ROWS, BLOCK = 16, 32
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4}
-GROUP = 32  # columns that share a scale
 ALIGNMENT = 64
 
 
@@ -20,47 +21,49 @@ def padded(size: int, multiple: int) -> int:
 class PackedMatrices:
     """`count` matrices of (rows, columns), one after another in each plane."""
 
-    def __init__(self, count: int, rows: int, columns: int, format: str):
-        quantised = format.startswith("q")
-        if quantised and columns % GROUP:
-            raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {GROUP}")
+    def __init__(self, count: int, rows: int, columns: int, format: Format):
+        group = format.group
+        if group and columns % group:
+            raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {group}")
         self.count, self.padded_rows, self.columns = count, padded(rows, ROWS), columns
-        weights = count * self.padded_rows * columns
-        scales = weights // GROUP if quantised else 0
-        quants = weights * BITS[format] // 8
-        self.nbytes = quants + scales * 2
-        # One buffer, zeroed: padding rows must add nothing. The planes follow each other.
-        self.memory = native().Buffer(padded(quants, ALIGNMENT) + scales * 2)
-        quants_at, scales_at = self.memory.address, self.memory.address + padded(quants, ALIGNMENT)
+        weights = self.padded_rows * columns  # of one matrix
+        scales = weights // group if group else 0
+        # Bytes of one matrix in each plane: quants, scales, zero points. The planes follow each other.
+        planes = [weights * BITS[format.kind] // 8, scales * 2, scales * format.zeros]
+        starts = [0]
+        for size in planes:
+            starts.append(starts[-1] + padded(count * size, ALIGNMENT))
+        self.nbytes = count * sum(planes)
+        self.memory = native().Buffer(starts[-1])  # zeroed: padding rows must add nothing
 
-        def handle(first: int) -> object:
-            """The native view of matrix `first`, whose neighbours follow it."""
-            scales_here = scales_at + first * (scales // count) * 2 if quantised else 0
-            group = GROUP if quantised else 0
-            return native().Matrix(
-                CODES[format], self.padded_rows, columns, group, quants_at + first * (quants // count), scales_here, 0
-            )
+        def handle(index: int) -> object:
+            """The native view of matrix `index`, whose neighbours follow it."""
+            places = [
+                self.memory.address + s + index * size if size else 0 for s, size in zip(starts, planes, strict=False)
+            ]
+            return native().Matrix(CODES[format.kind], self.padded_rows, columns, group, *places)
 
         self.each = [handle(i) for i in range(count)]
         self.handle = self.each[0]
 
     def fill(self, index: int, row: int, part: Tensor) -> None:
-        wide = part.to(torch.float32).contiguous()
-        native().pack_rows(self.each[index], row, len(wide), wide.shape[1], pointer(wide))
+        missing = self.columns - part.shape[1]  # padding columns, in float formats only
+        wide = functional.pad(part.to(torch.float32), (0, missing)).contiguous()
+        native().pack_rows(self.each[index], row, len(wide), pointer(wide))
 
     def dequantised(self, index: int, rows: int) -> Tensor:
         """What is stored, as float32 (rows, columns)."""
         out = torch.empty(rows, self.columns)
-        native().unpack_rows(self.each[index], 0, rows, self.columns, pointer(out))
+        native().unpack_rows(self.each[index], 0, rows, pointer(out))
         return out
 
 
 class NativeMatrix:
-    def __init__(self, rows: int, columns: int, format: str, device: torch.device):
+    def __init__(self, rows: int, columns: int, format: Format, device: torch.device):
         self.rows, self.columns = rows, columns
         self.packed = PackedMatrices(1, rows, columns, format)
         self.nbytes = self.packed.nbytes
-        self.quantised = format.startswith("q")
+        self.quantised = format.quantised
 
     def fill(self, row: int, part: Tensor) -> None:
         self.packed.fill(0, row, part)
@@ -70,10 +73,10 @@ class NativeExperts:
     """Gate and up in w13, 16 rows of one and 16 of the other in turn, each padded to `inner`, a multiple of 32;
     down in w2 with `inner` columns."""
 
-    def __init__(self, count: int, inner: int, hidden: int, format: str, device: torch.device):
-        if format.startswith("q") and inner % GROUP:
+    def __init__(self, count: int, inner: int, hidden: int, format: Format, device: torch.device):
+        if format.group and inner % format.group:
             raise UserError(
-                f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {GROUP}"
+                f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {format.group}"
             )
         self.count, self.hidden, self.inner = count, hidden, padded(inner, BLOCK)
         self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format)

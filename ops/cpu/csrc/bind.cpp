@@ -69,13 +69,15 @@ PYBIND11_MODULE(_native, m) {
     py::class_<Matrix>(m, "Matrix")
         .def(py::init(&matrix), py::arg("format"), py::arg("n"), py::arg("k"), py::arg("group"), py::arg("quants"),
              py::arg("scales"), py::arg("zeros"));
-    m.def("pack_rows", [](const Matrix& w, int64_t first, int64_t count, int64_t k, uintptr_t from) {
+    m.def("pack_rows", [](const Matrix& w, int64_t first, int64_t count, uintptr_t rows) {
         py::gil_scoped_release release;
-        pack_rows(w, first, count, k, at<const float>(from));
+        Context context{*engine.pool, *engine.kernels};
+        pack_rows(context, w, first, count, at<const float>(rows));
     });
-    m.def("unpack_rows", [](const Matrix& w, int64_t first, int64_t count, int64_t k, uintptr_t to) {
+    m.def("unpack_rows", [](const Matrix& w, int64_t first, int64_t count, uintptr_t rows) {
         py::gil_scoped_release release;
-        unpack_rows(w, first, count, k, at<float>(to));
+        Context context{*engine.pool, *engine.kernels};
+        unpack_rows(context, w, first, count, at<float>(rows));
     });
 
     m.def("instruction_sets", [] {

@@ -1,16 +1,16 @@
 // Fills the layouts of matrix.h from ordinary rows.
 #pragma once
 
-#include "matrix.h"
+#include "ops.h"
 
 namespace umbra {
 
-// Put rows `first` .. `first + count - 1` of a matrix of float32 rows (each `k` long, `from` row-major) into the planes
-// of `w`, quantising where its format says so. Symmetric: scale = max|w| / 127 (q8) or, for q4, the scale that maps the
-// element of largest magnitude to -8, which uses all sixteen values.
-void pack_rows(const Matrix& w, int64_t first, int64_t count, int64_t k, const float* from);
+// Put `count` float32 rows (w.k long each) at row `first` of `w`, quantising to nearest where its format says so.
+// With zero points, scale and zero span from the least to the largest of the group, 0 included. Without, scale is
+// max|w| / 127 (q8) or, for q4, what maps the element of largest magnitude to -8, which uses all sixteen values.
+void pack_rows(Context& context, const Matrix& w, int64_t first, int64_t count, const float* from);
 
 // The inverse, dequantised.
-void unpack_rows(const Matrix& w, int64_t first, int64_t count, int64_t k, float* to);
+void unpack_rows(Context& context, const Matrix& w, int64_t first, int64_t count, float* to);
 
 }  // namespace umbra
