@@ -47,8 +47,9 @@ class PackedMatrices:
         self.handle = self.each[0]
 
     def fill(self, index: int, row: int, part: Tensor) -> None:
-        missing = self.columns - part.shape[1]  # padding columns, in float formats only
-        wide = functional.pad(part.to(torch.float32), (0, missing)).contiguous()
+        wide = part.to(torch.float32).contiguous()
+        if missing := self.columns - part.shape[1]:  # padding columns, in float formats only
+            wide = functional.pad(wide, (0, missing))
         native().pack_rows(self.each[index], row, len(wide), pointer(wide))
 
     def dequantised(self, index: int, rows: int) -> Tensor:

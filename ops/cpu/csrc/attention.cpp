@@ -85,8 +85,8 @@ CLONES void multiply_by(float* to, const float* factors, int64_t width) {
 }
 
 CLONES float largest(const float* x, int64_t count) {
-    float most = x[0];
-    for (int64_t i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
+    float least = x[0], most = x[0];
+    widen_range(x, count, least, most);
     return most;
 }
 
@@ -183,8 +183,9 @@ void store(const float* x, int64_t width, T* to, int64_t step, float*) {
     for (int64_t d = 0; d < width; d++) to[d * step] = narrow<T>(x[d]);
 }
 CLONES float quantise(const float* x, int64_t width, int8_t* to) {  // returns the scale
-    float most = 0;
-    for (int64_t d = 0; d < width; d++) most = std::fabs(x[d]) > most ? std::fabs(x[d]) : most;
+    float least = 0, most = 0;
+    widen_range(x, width, least, most);
+    most = std::max(most, -least);
     const float inverse = most > 0 ? 127.0f / most : 0.0f;
     for (int64_t d = 0; d < width; d++) {
         const float shifted = x[d] * inverse + 12582912.0f;  // 1.5 * 2^23: the nearest integer falls into the low bits

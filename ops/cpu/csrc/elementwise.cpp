@@ -56,10 +56,10 @@ CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
-// The place of the first largest element: the largest value first, which the compiler vectorises, then its place.
+// The place of the first largest element: the largest value first, in lanes, then its place.
 CLONES int64_t first_largest(const float* x, int64_t count) {
-    float most = x[0];
-    for (int64_t i = 1; i < count; i++) most = x[i] > most ? x[i] : most;
+    float least = x[0], most = x[0];
+    widen_range(x, count, least, most);
     for (int64_t i = 0; i < count; i++)
         if (x[i] == most) return i;
     return 0;  // NaN all over

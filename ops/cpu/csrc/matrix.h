@@ -61,6 +61,7 @@ struct Matrix {
         }
         return 0;
     }
+    size_t block_bytes() const { return format == Format::q8 ? 512 : 256; }  // of 32 columns; quantised formats
     size_t scale_count() const { return group ? static_cast<size_t>(k) / group * kRows : 0; }
     bool quantised() const { return format == Format::q8 || format == Format::q4; }
 };

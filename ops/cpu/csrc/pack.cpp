@@ -23,14 +23,20 @@ Place place_of(const Matrix& w, int64_t row) {
             w.zeros ? const_cast<uint8_t*>(w.zeros) + block * w.scale_count() + lane : nullptr, lane};
 }
 
+uint32_t word_at(const uint8_t* at) {
+    uint32_t word;
+    std::memcpy(&word, at, 4);
+    return word;
+}
+void put_word(uint8_t* at, uint32_t word) { std::memcpy(at, &word, 4); }
+
 // The quants of one row and one block of 32 columns, to and from where matrix.h puts them.
 void put_block(Format format, uint8_t* plane, int lane, const uint8_t* q) {
     for (int i = 0; i < kBlock; i += 4) {
         if (format == Format::q8)
-            std::memcpy(plane + i * kRows + lane * 4, q + i, 4);
+            put_word(plane + i * kRows + lane * 4, word_at(q + i));
         else if (i < 16)
-            for (int j = 0; j < 4; j++)
-                plane[i * kRows + lane * 4 + j] = static_cast<uint8_t>(q[i + j] | q[16 + i + j] << 4);
+            put_word(plane + i * kRows + lane * 4, word_at(q + i) | word_at(q + 16 + i) << 4);
     }
 }
 
@@ -43,12 +49,8 @@ void get_block(Format format, const uint8_t* plane, int lane, uint8_t* q) {
 }
 
 CLONES void range(const float* x, int64_t count, float* least, float* most) {
-    float low = 0, high = 0;
-    for (int64_t i = 0; i < count; i++) {
-        low = x[i] < low ? x[i] : low;
-        high = x[i] > high ? x[i] : high;
-    }
-    *least = low, *most = high;
+    *least = *most = 0;
+    widen_range(x, count, *least, *most);
 }
 
 // Nearest integers to x * inverse, plus zero, kept within 0 .. largest.
@@ -62,49 +64,51 @@ CLONES void levels(const float* x, float inverse, int zero, int largest, uint8_t
     }
 }
 
-void pack_quantised(const Matrix& w, const Place& to, int64_t k, const float* from) {
+// One group of columns, from `start` on, of one row.
+void pack_group(const Matrix& w, const Place& to, int64_t start, const float* from) {
     const int largest = w.format == Format::q8 ? 255 : 15, middle = (largest + 1) / 2;
-    for (int64_t start = 0; start < k; start += w.group) {
-        float least, most;
-        range(from + start, w.group, &least, &most);
-        float exact;
-        if (to.zeros)
-            exact = (most - least) / static_cast<float>(largest);
-        else if (w.format == Format::q8)
-            exact = std::max(most, -least) / 127.0f;
-        else
-            exact = (most > -least ? most : least) / -8.0f;
-        const uint16_t half = float_to_half(exact);
-        const float scale = half_to_float(half), inverse = scale != 0 ? 1.0f / scale : 0.0f;
-        const int64_t at = start / w.group * kRows;
-        to.scales[at] = half;
-        int zero = middle;
-        if (to.zeros) {
-            zero = std::clamp(static_cast<int>(std::nearbyint(-least * inverse)), 0, largest);
-            to.zeros[at] = static_cast<uint8_t>(zero);
-        }
-        for (int64_t c = start; c < start + w.group; c += kBlock) {
-            uint8_t q[kBlock];
-            levels(from + c, inverse, zero, largest, q);
-            put_block(w.format, to.quants + c / kBlock * (w.quant_stride() / (k / kBlock)), to.lane, q);
-        }
+    float least, most;
+    range(from + start, w.group, &least, &most);
+    float exact;
+    if (to.zeros)
+        exact = (most - least) / static_cast<float>(largest);
+    else if (w.format == Format::q8)
+        exact = std::max(most, -least) / 127.0f;
+    else
+        exact = (most > -least ? most : least) / -8.0f;
+    const uint16_t half = float_to_half(exact);
+    const float scale = half_to_float(half), inverse = scale != 0 ? 1.0f / scale : 0.0f;
+    const int64_t at = start / w.group * kRows;
+    to.scales[at] = half;
+    int zero = middle;
+    if (to.zeros) {
+        zero = std::clamp(static_cast<int>(std::nearbyint(-least * inverse)), 0, largest);
+        to.zeros[at] = static_cast<uint8_t>(zero);
+    }
+    for (int64_t c = start; c < start + w.group; c += kBlock) {
+        uint8_t q[kBlock];
+        levels(from + c, inverse, zero, largest, q);
+        put_block(w.format, to.quants + c / kBlock * w.block_bytes(), to.lane, q);
     }
 }
 
 void unpack_quantised(const Matrix& w, const Place& from, int64_t k, float* to) {
     for (int64_t c = 0; c < k; c += kBlock) {
         uint8_t q[kBlock];
-        get_block(w.format, from.quants + c / kBlock * (w.quant_stride() / (k / kBlock)), from.lane, q);
+        get_block(w.format, from.quants + c / kBlock * w.block_bytes(), from.lane, q);
         const int64_t at = c / w.group * kRows;
         const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
         for (int i = 0; i < kBlock; i++) to[c + i] = static_cast<float>(q[i] - zero) * half_to_float(from.scales[at]);
     }
 }
 
+// f(first, end) for the rows first .. end - 1 of `count` that fall into one row block, shared over the pool.
 template <class F>
-void for_rows(Context& context, int64_t count, F&& f) {  // in tasks of a row block's size
-    context.pool.each(static_cast<int>((count + kRows - 1) / kRows), [&](int task, int) {
-        for (int64_t i = task * kRows; i < std::min<int64_t>(count, (task + 1) * kRows); i++) f(i);
+void for_blocks(Context& context, int64_t first, int64_t count, F&& f) {
+    const int64_t begin = first / kRows, end = (first + count + kRows - 1) / kRows;
+    context.pool.each(static_cast<int>(count ? end - begin : 0), [&](int task, int) {
+        const int64_t row = (begin + task) * kRows;
+        f(std::max(row, first), std::min(row + kRows, first + count));
     });
 }
 
@@ -112,27 +116,39 @@ void for_rows(Context& context, int64_t count, F&& f) {  // in tasks of a row bl
 
 void pack_rows(Context& context, const Matrix& w, int64_t first, int64_t count, const float* from) {
     const int64_t k = w.k;
-    for_rows(context, count, [&](int64_t i) {
-        const Place to = place_of(w, first + i);
-        if (w.quantised()) return pack_quantised(w, to, k, from + i * k);
+    for_blocks(context, first, count, [&](int64_t row, int64_t end) {
+        if (w.quantised()) {  // group by group, so that the lines the rows share stay in the first cache
+            for (int64_t start = 0; start < k; start += w.group)
+                for (int64_t r = row; r < end; r++) pack_group(w, place_of(w, r), start, from + (r - first) * k);
+            return;
+        }
         with_type(static_cast<Type>(w.format), [&](auto example) {
             using T = decltype(example);
-            T* row = reinterpret_cast<T*>(to.quants) + to.lane;
-            for (int64_t c = 0; c < k; c++) row[c * kRows] = narrow<T>(from[i * k + c]);
+            for (int64_t r = row; r < end; r++) {
+                const Place to = place_of(w, r);
+                T* column = reinterpret_cast<T*>(to.quants) + to.lane;
+                for (int64_t c = 0; c < k; c++) column[c * kRows] = narrow<T>(from[(r - first) * k + c]);
+            }
         });
     });
 }
 
 void unpack_rows(Context& context, const Matrix& w, int64_t first, int64_t count, float* to) {
     const int64_t k = w.k;
-    for_rows(context, count, [&](int64_t i) {
-        const Place from = place_of(w, first + i);
-        if (w.quantised()) return unpack_quantised(w, from, k, to + i * k);
-        with_type(static_cast<Type>(w.format), [&](auto example) {
-            using T = decltype(example);
-            const T* row = reinterpret_cast<const T*>(from.quants) + from.lane;
-            for (int64_t c = 0; c < k; c++) to[i * k + c] = widen(row[c * kRows]);
-        });
+    for_blocks(context, first, count, [&](int64_t row, int64_t end) {
+        for (int64_t r = row; r < end; r++) {
+            const Place from = place_of(w, r);
+            float* out = to + (r - first) * k;
+            if (w.quantised()) {
+                unpack_quantised(w, from, k, out);
+                continue;
+            }
+            with_type(static_cast<Type>(w.format), [&](auto example) {
+                using T = decltype(example);
+                const T* column = reinterpret_cast<const T*>(from.quants) + from.lane;
+                for (int64_t c = 0; c < k; c++) out[c] = widen(column[c * kRows]);
+            });
+        }
     });
 }
 

@@ -86,6 +86,29 @@ inline float add_lanes(const float* lanes) {
     return sum;
 }
 
+// The least and the largest of `least`, `most` and x, in lanes: a plain loop would be one chain of compares, since the
+// compiler may not reorder them (signed zeros).
+ALWAYS_INLINE void widen_range(const float* x, int64_t count, float& least, float& most) {
+    float low[kLanes], high[kLanes];
+    for (int l = 0; l < kLanes; l++) low[l] = least, high[l] = most;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+        for (int l = 0; l < kLanes; l++) {
+            low[l] = x[i + l] < low[l] ? x[i + l] : low[l];
+            high[l] = x[i + l] > high[l] ? x[i + l] : high[l];
+        }
+    for (; i < count; i++) {
+        low[0] = x[i] < low[0] ? x[i] : low[0];
+        high[0] = x[i] > high[0] ? x[i] : high[0];
+    }
+    for (int half = kLanes / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) {
+            low[l] = low[l + half] < low[l] ? low[l + half] : low[l];
+            high[l] = high[l + half] > high[l] ? high[l + half] : high[l];
+        }
+    least = low[0], most = high[0];
+}
+
 // e^x to 2 units in the last place for x in [-87, 88], clamped outside: 2^n times a polynomial on [-ln2/2, ln2/2].
 inline float fast_exp(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
