@@ -19,6 +19,7 @@ from models.hf_config import read_json
 from models.layers import Piece, layers_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAPPED = 256 << 20  # bytes of a file that are read before its map is dropped: mapped pages count as our memory
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -34,13 +35,25 @@ def load_checkpoint(model: nn.Module, folder: Path, ignored: frozenset[str], pro
     _prove_headers(files, wanted, ignored)
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
     for path, names in files.items():
-        with _open(path) as file:
-            for name in names:
-                for piece in wanted.get(name, []):
-                    if piece.fill is not None:
-                        piece.fill(file.get_slice(name)[piece.part])
-                bar.update(name in wanted)
+        while names:
+            names = _fill_some(path, names, wanted, bar)
     bar.close()
+
+
+def _fill_some(path: Path, names: list[str], wanted: dict[str, list[Piece]], bar: tqdm) -> list[str]:  # type: ignore[type-arg]
+    """Fill from the tensors of one file until MAPPED bytes of it are in memory; returns the names that are left."""
+    read = 0
+    with _open(path) as file:
+        for i, name in enumerate(names):
+            for piece in wanted.get(name, []):
+                if piece.fill is not None:
+                    part = file.get_slice(name)[piece.part]
+                    piece.fill(part)
+                    read += part.nbytes
+            bar.update(name in wanted)
+            if read > MAPPED:
+                return names[i + 1 :]
+    return []
 
 
 def random_weights(model: nn.Module, seed: int) -> None:

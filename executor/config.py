@@ -88,6 +88,10 @@ class QuantizationSettings:
         "groups of 32, the router and the embedding keep `dtype`", choices=("none", "q8", "q4"),
     )  # fmt: skip
     group_size: int = key(32, "columns of a row that share a scale: 32, 64 or 128", minimum=32, maximum=128)
+    keep_packed: bool = key(
+        True, "keep quantised weights in `packed_cache/`, as large as they are in memory, so that the next start "
+        "copies them instead of quantising again",
+    )  # fmt: skip
     zero_points: bool = key(False, "a zero point for each group as well, as AWQ checkpoints have; q4 only")
 
 

@@ -20,6 +20,7 @@ from executor.checkpoint import load_checkpoint, random_weights
 from executor.config import Case
 from executor.distributed import init_parallel
 from executor.env import RankEnv
+from executor.packed_cache import PackedCache
 from executor.platform import load_platform
 from executor.profiler import Profiler
 from executor.report import Completion, Timings, make_report
@@ -83,10 +84,7 @@ class ModelRunner(ABC):
         )
         self.model = self.build_model(build)
         module = self._module()
-        if case.model_config.with_ckpt:
-            load_checkpoint(module, self.folder, self.model.ignored_weights(), progress=self.ranks.rank == 0)
-        else:
-            random_weights(module, seed=self.ranks.rank)
+        self._load_weights(module)
         self.stop_ids = stop_ids(self.folder, self.config.eos_token_ids)
         cache, groups = case.cache_config, self.parallel.attn_dp.size
         kv_dtype = dtype if cache.kv_dtype == "auto" else getattr(torch, cache.kv_dtype)
@@ -198,6 +196,19 @@ class ModelRunner(ABC):
             return Formats(plain, plain, plain)
         linear = Format(wanted.method, wanted.group_size, wanted.zero_points)
         return Formats(plain, linear, head=FORMATS["q8"])
+
+    def _load_weights(self, module: nn.Module) -> None:
+        settings, progress = self.case.quantization, self.ranks.rank == 0
+        if not self.case.model_config.with_ckpt:
+            return random_weights(module, seed=self.ranks.rank)
+        cache = None
+        if settings.method != "none" and settings.keep_packed:
+            cache = PackedCache(self.case, self.folder, self.ranks.rank, module)
+            if cache.load(progress):
+                return None
+        load_checkpoint(module, self.folder, self.model.ignored_weights(), progress)
+        if cache:
+            cache.save()
 
     def _prefill(self, sequences: list[Sequence]) -> None:
         """First tokens of all `sequences`, in one step or, by chunks, in several; earlier prompts finish first."""

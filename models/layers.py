@@ -80,6 +80,14 @@ class Layer(nn.Module):
         """`path` is the layer's place in the model, as in the checkpoint."""
         raise NotImplementedError
 
+    def storages(self) -> Iterator[Tensor]:
+        """Everything the layer keeps, in the ops implementation's own layout."""
+        for value in vars(self).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif storages := getattr(value, "storages", None):
+                yield from storages
+
 
 def layers_of(model: nn.Module) -> list[tuple[str, Layer]]:
     return [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]

@@ -34,6 +34,7 @@ class Matrix(Protocol):
     rows: int
     columns: int
     nbytes: int
+    storages: list[Tensor]  # all that it keeps
 
     def fill(self, row: int, part: Tensor) -> None:
         """Put `part` (m, columns) at rows row .. row + m."""
@@ -44,6 +45,7 @@ class ExpertMatrices(Protocol):
 
     count: int
     nbytes: int
+    storages: list[Tensor]
 
     def fill(self, expert: int, which: str, part: Tensor) -> None:
         """Put all of "gate", "up" or "down" of one expert."""

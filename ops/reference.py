@@ -16,6 +16,7 @@ class DenseMatrix:
             rows, columns, dtype=getattr(torch, format.kind), device=device
         )  # no quantised formats here
         self.nbytes = self.data.nbytes
+        self.storages = [self.data]
 
     def fill(self, row: int, part: Tensor) -> None:
         self.data[row : row + len(part)] = part
@@ -30,6 +31,7 @@ class DenseExperts:
         self.w13 = torch.empty(count, 2 * inner, hidden, dtype=dtype, device=device)
         self.w2 = torch.empty(count, hidden, inner, dtype=dtype, device=device)
         self.nbytes = self.w13.nbytes + self.w2.nbytes
+        self.storages = [self.w13, self.w2]
 
     def fill(self, expert: int, which: str, part: Tensor) -> None:
         gate, up = self.w13[expert].chunk(2)

@@ -12,6 +12,7 @@ ROWS, BLOCK = 16, 32
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4}
 ALIGNMENT = 64
+CHUNK = 4096  # rows that are float32 at a time while a matrix is filled
 
 
 def padded(size: int, multiple: int) -> int:
@@ -35,6 +36,7 @@ class PackedMatrices:
             starts.append(starts[-1] + padded(count * size, ALIGNMENT))
         self.nbytes = count * sum(planes)
         self.memory = native().Buffer(starts[-1])  # zeroed: padding rows must add nothing
+        self.storages = [torch.frombuffer(self.memory, dtype=torch.uint8)]
 
         def handle(index: int) -> object:
             """The native view of matrix `index`, whose neighbours follow it."""
@@ -47,10 +49,11 @@ class PackedMatrices:
         self.handle = self.each[0]
 
     def fill(self, index: int, row: int, part: Tensor) -> None:
-        wide = part.to(torch.float32).contiguous()
-        if missing := self.columns - part.shape[1]:  # padding columns, in float formats only
-            wide = functional.pad(wide, (0, missing))
-        native().pack_rows(self.each[index], row, len(wide), pointer(wide))
+        for start, rows in zip(range(0, len(part), CHUNK), part.split(CHUNK), strict=True):
+            wide = rows.to(torch.float32).contiguous()
+            if missing := self.columns - part.shape[1]:  # padding columns, in float formats only
+                wide = functional.pad(wide, (0, missing))
+            native().pack_rows(self.each[index], row + start, len(wide), pointer(wide))
 
     def dequantised(self, index: int, rows: int) -> Tensor:
         """What is stored, as float32 (rows, columns)."""
@@ -63,7 +66,7 @@ class NativeMatrix:
     def __init__(self, rows: int, columns: int, format: Format, device: torch.device):
         self.rows, self.columns = rows, columns
         self.packed = PackedMatrices(1, rows, columns, format)
-        self.nbytes = self.packed.nbytes
+        self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
         self.quantised = format.quantised
 
     def fill(self, row: int, part: Tensor) -> None:
@@ -83,6 +86,7 @@ class NativeExperts:
         self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format)
         self.w2 = PackedMatrices(count, hidden, self.inner, format)
         self.nbytes = self.w13.nbytes + self.w2.nbytes
+        self.storages = self.w13.storages + self.w2.storages
 
     def fill(self, expert: int, which: str, part: Tensor) -> None:
         if which == "down":

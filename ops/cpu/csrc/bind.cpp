@@ -107,7 +107,10 @@ PYBIND11_MODULE(_native, m) {
             tape.replay(context);
         });
 
-    py::class_<Buffer>(m, "Buffer").def(py::init<int64_t>()).def_property_readonly("address", &Buffer::address);
+    py::class_<Buffer>(m, "Buffer", py::buffer_protocol())
+        .def(py::init<int64_t>())
+        .def_property_readonly("address", &Buffer::address)
+        .def_buffer([](Buffer& b) { return py::buffer_info(at<uint8_t>(b.address()), b.size()); });
     py::class_<ReadProbe>(m, "ReadProbe")
         .def(py::init([](int64_t bytes) {
             Context context{*engine.pool, *engine.kernels};
