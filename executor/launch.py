@@ -33,8 +33,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--list", action="store_true", help="show the cases")
     args = parser.parse_args(argv)
     if args.list:
-        for name, description in list_cases():
-            print(f"{name:<16} {description}")
+        cases = list_cases()
+        for name, description in cases:
+            print(f"{name:<{max(len(n) for n, _ in cases)}}  {description}")
         return
     case = load_case(args.case, args.set)
     load_model_config(case)  # refuse before a single rank is started

@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_hf_config(folder: Path, model_type: str) -> HfConfig:
     """config.json of `folder`, which must be of `model_type`."""
     if not folder.is_dir():
-        raise UserError(f"model_path: {folder} is not a folder")
+        raise UserError(f"model_path: {folder} is not a folder: put the checkpoint there, or --set model_path=FOLDER")
     data = read_json(folder / "config.json")
     config = HfConfig(data, str(folder / "config.json"))
     if data.get("model_type") != model_type:
