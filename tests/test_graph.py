@@ -77,3 +77,39 @@ def test_what_is_not_recorded_is_refused_by_name() -> None:
     with tape.capture():  # views are free
         cpu.rms_norm(x.view(6, 4)[1:5], weight, 1e-6)
     cpu.rms_norm(x + 1, torch.ones(8), 1e-6)  # and outside nothing is refused
+
+
+def test_host_nodes_run_at_their_place_of_every_replay() -> None:
+    x, weight, seen = torch.randn(3, 8), torch.ones(8), []
+    tape = engine.Tape()
+
+    def between() -> None:
+        seen.append(float(middle.sum()))
+        middle.mul_(2).add_(1)  # torch at work, in place
+
+    with tape.capture():
+        middle = cpu.rms_norm(x, weight, 1e-6)
+        engine.host(between)
+        out = cpu.rms_norm(middle, weight, 1e-6)
+    assert len(tape.records) == 3
+    for _ in range(2):
+        x.copy_(torch.randn(3, 8))
+        tape.replay()
+        once = cpu.rms_norm(x, weight, 1e-6)
+        assert seen[-1] == float(once.sum())
+        assert torch.equal(out, cpu.rms_norm(once * 2 + 1, weight, 1e-6))
+    assert len(seen) == 3
+
+
+def test_an_error_in_a_host_node_reaches_the_caller() -> None:
+    tape, broken = engine.Tape(), [False]
+
+    def fail() -> None:
+        if broken[0]:
+            raise ValueError("no more experts")
+
+    with tape.capture():
+        engine.host(fail)
+    broken[0] = True
+    with pytest.raises(ValueError, match="no more experts"):
+        tape.replay()

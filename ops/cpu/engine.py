@@ -1,13 +1,13 @@
 """The native module's engine: loads it, starts pool and kernels, and checks types before pointers are taken."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from errors import UserError
 
@@ -47,6 +47,13 @@ def pointer(x: Tensor | None, dtype: torch.dtype = torch.float32, contiguous: bo
     if x.dtype != dtype or x.device.type != "cpu" or (contiguous and not x.is_contiguous()):
         raise TypeError(f"{x.dtype} {x.device} {tuple(x.shape)} {x.stride()} where {dtype} on the cpu is needed")
     return x.data_ptr()
+
+
+def host(function: Callable[[], object]) -> None:
+    """Call `function` now and, when a tape is being captured, at this place of each of its replays. It may use torch;
+    it finds and leaves tensors where they were at capture."""
+    with _disable_current_modes():
+        native().host(function)
 
 
 class RefuseUnrecorded(TorchDispatchMode):

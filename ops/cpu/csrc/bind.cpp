@@ -43,6 +43,14 @@ std::vector<const Kernels*> usable() {
     return list;
 }
 
+struct HostNode {  // Python code at its place on the tape; an exception ends the replay and reaches its caller
+    py::function function;
+    void run(Context&) const {
+        py::gil_scoped_acquire acquire;
+        function();
+    }
+};
+
 template <class Op>
 void submit(const Op& op) {
     if (engine.capturing) engine.capturing->add(op);
@@ -106,6 +114,8 @@ PYBIND11_MODULE(_native, m) {
             Context context{*engine.pool, *engine.kernels};
             tape.replay(context);
         });
+
+    m.def("host", [](const py::function& function) { submit(HostNode{function}); });
 
     py::class_<Buffer>(m, "Buffer", py::buffer_protocol())
         .def(py::init<int64_t>())
