@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from executor.config import Case
+from executor.schema import leaves
 from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
@@ -226,5 +228,9 @@ def test_impossible_shapes_and_sets_are_named() -> None:
         NativeExperts(2, 16, 64, "q8", CPU)
     with pytest.raises(UserError, match="instruction_set: sve is not a set of kernels; usable: generic"):
         engine.start(1, "sve")
+    known = next(leaf.choices for leaf in leaves(Case) if leaf.path == "instruction_set")
+    for name in set(known) - {"auto", *SETS}:
+        with pytest.raises(UserError, match=f"instruction_set: {name} needs .*, which this CPU lacks; usable: generic"):
+            engine.start(1, name)
     with pytest.raises(TypeError, match=r"torch.float64 cpu .* where torch.float32 on the cpu is needed"):
         cpu.rms_norm(torch.ones(2, 4, dtype=torch.float64), torch.ones(4), 1e-6)
