@@ -4,10 +4,10 @@
 //
 // Each 64-byte vector of the layout is four 16-byte ones, of 4 rows x 4 columns, which is what SDOT by lane takes: a
 // 32-bit lane of the sum is a row, and the lane of the activations names the four columns. A block of 32 columns gives
-// each group of four rows eight such vectors; they are unpacked once and meet up to four activation rows: 16 float sums
-// + 8 weights + 2 activations + integer sums and temporaries just about fit the 32 registers. (At four rows GCC 12 keeps
-// two of the sums on the stack, seven or eight with zero points: a load and a store of each in 300 instructions. Keeping
-// the scales there instead costs more.) Row groups and activation rows are independent chains of additions. An
+// each group of four rows eight such vectors; they are unpacked once and meet up to four activation rows: 16 float
+// sums + 8 weights + 2 activations + integer sums and temporaries just about fit the 32 registers. (At four rows GCC 12
+// keeps two of the sums on the stack, seven or eight with zero points: a load and a store of each in 300 instructions.
+// Keeping the scales there instead costs more.) Row groups and activation rows are independent chains of additions. An
 // activation row gets the same float operations in the same order, however many share its pass.
 //
 // Sums are arrays whose every index is a compile-time constant (`repeat`): with loops GCC 12 keeps them in memory.
