@@ -118,7 +118,7 @@ class Case:
     world_size: int = key(1, "number of ranks", minimum=1, maximum=4096)
     instruction_set: str = key(
         "auto", "of the CPU's kernels; auto: the best this machine has",
-        choices=("auto", "generic", "avx2", "avx512_vnni"),
+        choices=("auto", "generic", "avx2", "avx512_vnni", "neon_dotprod", "neon_i8mm"),
     )  # fmt: skip
     threads: int = key(
         0, "CPU threads of each rank; 0: this machine's cores divided by the ranks on it", minimum=0, maximum=1024

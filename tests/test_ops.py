@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from executor.config import Case
+from executor.schema import leaves
 from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
@@ -313,9 +315,13 @@ def test_impossible_shapes_and_sets_are_named() -> None:
         NativeMatrix(16, 40, FORMATS["q4"], CPU)
     with pytest.raises(UserError, match="an expert's 16 intermediate columns on this rank are no multiple of 32"):
         NativeExperts(2, 16, 64, FORMATS["q8"], CPU)
-    with pytest.raises(UserError, match="instruction_set: 'sve' is not usable on this machine; usable: generic"):
-        engine.start(1, "sve")
     with pytest.raises(UserError, match="head_dim: 257 is above 256"):
         cpu.kv_cache(1, 16, 1, 257, torch.float32, CPU)
+    with pytest.raises(UserError, match="instruction_set: sve is not a set of kernels; usable: generic"):
+        engine.start(1, "sve")
+    known = next(leaf.choices for leaf in leaves(Case) if leaf.path == "instruction_set")
+    for name in set(known) - {"auto", *SETS}:
+        with pytest.raises(UserError, match=f"instruction_set: {name} needs .*, which this CPU lacks; usable: generic"):
+            engine.start(1, name)
     with pytest.raises(TypeError, match=r"torch.float64 cpu .* where torch.float32 on the cpu is needed"):
         cpu.rms_norm(torch.ones(2, 4, dtype=torch.float64), torch.ones(4), 1e-6)

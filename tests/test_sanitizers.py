@@ -1,23 +1,16 @@
 """The native code under sanitizers: the pool for data races, every op for bad memory and undefined behaviour."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pybind11
 
 from executor.cases import ROOT
-
-SOURCES = ROOT / "ops" / "cpu" / "csrc"
-
-
-def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)  # type: ignore[call-overload]
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-    return done  # type: ignore[no-any-return]
+from tests.native.build import SOURCES, compile_all, core_sources, run
 
 
 def test_pool_has_no_data_races(tmp_path: Path) -> None:
@@ -35,7 +28,6 @@ def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
     flags = [
         "-O1",
         "-g",
-        "-std=c++17",
         "-fsanitize=address,undefined",
         "-fno-sanitize-recover=undefined",
         "-w",
@@ -46,15 +38,7 @@ def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
     flags += run(
         sys.executable, "-c", "import sysconfig; print('-I' + sysconfig.get_paths()['include'])"
     ).stdout.split()
-    files = [p for p in SOURCES.rglob("*.cpp") if "build" not in p.relative_to(SOURCES).parts]
-
-    def compiled(path: Path) -> str:
-        to = str(tmp_path / f"{path.stem}.o")
-        run("g++", *flags, "-c", str(path), "-o", to)
-        return to
-
-    with ThreadPoolExecutor(os.cpu_count()) as workers:
-        objects = list(workers.map(compiled, files))
+    objects = compile_all("g++", flags, [SOURCES / "bind.cpp", *core_sources(platform.machine())], tmp_path)
     tree = tmp_path / "tree"
     ignored = shutil.ignore_patterns(".*", "results", "_native*.so", "csrc")
     shutil.copytree(ROOT, tree, ignore=ignored)

@@ -29,13 +29,10 @@ def start(threads: int, instruction_set: str) -> tuple[ModuleType, str]:
         raise UserError(
             f"the native CPU module is not built ({error}): run bash infer.sh or bash test.sh once"
         ) from None
-    usable: list[str] = module.instruction_sets()
-    chosen = usable[-1] if instruction_set == "auto" else instruction_set
-    if chosen not in usable:
-        raise UserError(
-            f"instruction_set: {instruction_set!r} is not usable on this machine; usable: {', '.join(usable)}"
-        )
-    module.start(threads, chosen, [])
+    try:
+        chosen: str = module.start(threads, instruction_set, [])
+    except ValueError as error:
+        raise UserError(str(error)) from None
     _engine = module
     return module, chosen
 

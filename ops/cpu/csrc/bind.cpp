@@ -5,10 +5,10 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <stdexcept>
 #include <string>
 
 #include "buffer.h"
+#include "dispatch.h"
 #include "pack.h"
 #include "probe.h"
 #include "tape.h"
@@ -28,19 +28,6 @@ Engine engine;
 template <class T>
 T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
-}
-
-std::vector<const Kernels*> usable() {
-    std::vector<const Kernels*> list{&kernels_generic()};
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        list.push_back(&kernels_avx2());
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        list.push_back(&kernels_avx512());
-#endif
-    return list;
 }
 
 struct HostNode {  // Python code at its place on the tape; an exception ends the replay and reaches its caller
@@ -88,20 +75,13 @@ PYBIND11_MODULE(_native, m) {
         unpack_rows(context, w, first, count, at<float>(rows));
     });
 
-    m.def("instruction_sets", [] {
-        std::vector<std::string> names;
-        for (const Kernels* kernels : usable()) names.emplace_back(kernels->name);
-        return names;
-    });
+    m.def("instruction_sets", &usable_sets);
     m.def("start", [](int threads, const std::string& instruction_set, const std::vector<int>& cpus) {
-        for (const Kernels* kernels : usable())
-            if (instruction_set == kernels->name) {
-                engine.pool.reset();
-                engine.pool = std::make_unique<Pool>(threads, cpus);
-                engine.kernels = kernels;
-                return;
-            }
-        throw std::invalid_argument("instruction set " + instruction_set + " is not usable here");
+        const Kernels& kernels = choose_kernels(instruction_set);
+        engine.pool.reset();
+        engine.pool = std::make_unique<Pool>(threads, cpus);
+        engine.kernels = &kernels;
+        return std::string(kernels.name);
     });
 
     py::class_<Tape, std::shared_ptr<Tape>>(m, "Tape")

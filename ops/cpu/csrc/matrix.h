@@ -137,6 +137,9 @@ const Kernels& kernels_generic();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+#elif defined(__aarch64__)
+const Kernels& kernels_neon();
+const Kernels& kernels_i8mm();
 #endif
 
 }  // namespace umbra

@@ -4,6 +4,10 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace umbra {
@@ -11,10 +15,10 @@ namespace {
 
 constexpr int64_t kChunk = 1 << 15;  // words: 256 KB
 
-#if defined(__x86_64__)
 // Twelve chains cover the latency of two units; the empty asm keeps each sum in its register and each step undone.
 #define CHAINS(STEP) STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) STEP(8) STEP(9) STEP(10) STEP(11)
 
+#if defined(__x86_64__)
 __attribute__((target("avx512f,avx512vnni"))) int64_t macs_avx512(int64_t rounds) {
     __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(1);
     asm volatile("" : "+v"(a), "+v"(b));
@@ -44,12 +48,32 @@ __attribute__((target("avx2"))) int64_t macs_avx2(int64_t rounds) {
     }
     return rounds * 1000 * 12 * 32;
 }
+#elif defined(__aarch64__)
+// SDOT does 16 multiply-adds an instruction, SMMLA 32.
+#define MACS(NAME, TARGET, INSTRUCTION, EACH)                                                          \
+    __attribute__((target(TARGET))) int64_t NAME(int64_t rounds) {                                     \
+        int8x16_t a = vdupq_n_s8(3), b = vdupq_n_s8(1);                                                \
+        asm volatile("" : "+w"(a), "+w"(b));                                                           \
+        CHAINS(ZERO)                                                                                   \
+        for (int64_t round = 0; round < rounds * 1000; round++) {                                      \
+            CHAINS(INSTRUCTION)                                                                        \
+        }                                                                                              \
+        return rounds * 1000 * 12 * EACH;                                                              \
+    }
+#define ZERO(i) int32x4_t s##i = vdupq_n_s32(0);
+#define SDOT(i) asm volatile("sdot %0.4s, %1.16b, %2.16b" : "+w"(s##i) : "w"(a), "w"(b));
+#define SMMLA(i) asm volatile("smmla %0.4s, %1.16b, %2.16b" : "+w"(s##i) : "w"(a), "w"(b));
+MACS(macs_dotprod, "arch=armv8.2-a+dotprod", SDOT, 16)
+MACS(macs_i8mm, "arch=armv8.2-a+i8mm", SMMLA, 32)
 #endif
 
 int64_t macs(int64_t rounds) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512vnni")) return macs_avx512(rounds);
     if (__builtin_cpu_supports("avx2")) return macs_avx2(rounds);
+#elif defined(__aarch64__)
+    if (getauxval(AT_HWCAP2) & HWCAP2_I8MM) return macs_i8mm(rounds);
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) return macs_dotprod(rounds);
 #endif
     int32_t sums[64] = {};
     volatile int8_t a = 3, b = 1;

@@ -59,6 +59,7 @@ void with_type(Type type, F&& f) {
         case Type::f32: return f(0.0f);
         case Type::bf16: return f(Bf16{});
         case Type::f16: return f(F16{});
+        case Type::i8: return;  // caches only: attention.cpp
     }
 }
 

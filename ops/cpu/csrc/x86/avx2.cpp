@@ -5,7 +5,7 @@
 
 #include <immintrin.h>
 
-#include "passes.h"
+#include "../passes.h"
 
 #define TARGET __attribute__((target("avx2,f16c,fma")))
 #define INLINE TARGET inline __attribute__((always_inline))

@@ -4,7 +4,7 @@
 
 #include <immintrin.h>
 
-#include "passes.h"
+#include "../passes.h"
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
 #define INLINE TARGET inline __attribute__((always_inline))

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../matrix.h"
+#include "matrix.h"
 
 namespace umbra {
 

@@ -1,0 +1,305 @@
+// One instruction set against the generic kernels, and the layers against plain loops, without Python or torch, so that
+// it also runs where neither does, as under an emulator.
+//
+//   kernels SET                             every check; SET as in the configuration, "auto" included
+//   kernels SET --count FORMAT ROWS ROUNDS  ROUNDS products of ROWS activation rows, for counting instructions
+//
+// Exit status: 0, 1 on a mismatch, 2 where the CPU lacks the set.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+
+#include "../../ops/cpu/csrc/dispatch.h"
+#include "../../ops/cpu/csrc/pack.h"
+#include "../../ops/cpu/csrc/probe.h"
+
+using namespace umbra;
+
+namespace {
+
+const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4"};
+std::mt19937 generator(7);
+
+int below(int limit) { return static_cast<int>(generator() % limit); }
+
+std::vector<float> random_floats(size_t count) {  // -1 to 1
+    std::vector<float> values(count);
+    for (float& v : values) v = static_cast<float>(below(1 << 24)) / (1 << 23) - 1;
+    return values;
+}
+
+[[noreturn]] void fail(const char* what, size_t at, double actual, double expected) {
+    std::printf("MISMATCH: %s at %zu: %.9g, expected %.9g\n", what, at, actual, expected);
+    std::exit(1);
+}
+
+template <class T>
+void same(const char* what, const std::vector<T>& actual, const std::vector<T>& expected) {
+    for (size_t i = 0; i < actual.size(); i++)
+        if (std::memcmp(&actual[i], &expected[i], sizeof(T)) != 0) fail(what, i, actual[i], expected[i]);
+}
+
+void close(const char* what, const std::vector<float>& actual, const std::vector<float>& expected, float tolerance) {
+    for (size_t i = 0; i < actual.size(); i++)
+        if (!(std::fabs(actual[i] - expected[i]) <= tolerance)) fail(what, i, actual[i], expected[i]);
+}
+
+float largest(const std::vector<float>& values) {
+    float most = 0;
+    for (float v : values) most = std::max(most, std::fabs(v));
+    return most;
+}
+
+void pack(const Matrix& w, int64_t first, int64_t count, const float* from) {
+    Pool pool(1);
+    Context context{pool, kernels_generic()};
+    pack_rows(context, w, first, count, from);
+}
+
+// `copies` matrices, one after another in each plane, with memory of their own.
+struct Weights {
+    Matrix matrix;
+    std::vector<uint8_t> quants, zeros;
+    std::vector<uint16_t> scales;
+
+    Weights(Format format, int n, int k, int group, bool with_zeros, int copies = 1) {
+        matrix.format = format;
+        matrix.n = (n + kRows - 1) / kRows * kRows;
+        matrix.k = k;
+        matrix.group = matrix.quantised() ? group : 0;
+        const size_t blocks = static_cast<size_t>(matrix.n / kRows) * copies;
+        quants.resize(blocks * matrix.quant_stride() + 64);
+        scales.resize(blocks * matrix.scale_count());
+        zeros.resize(with_zeros ? scales.size() : 0);
+        matrix.quants = quants.data() + (64 - reinterpret_cast<uintptr_t>(quants.data()) % 64) % 64;
+        matrix.scales = scales.data();
+        matrix.zeros = with_zeros ? zeros.data() : nullptr;
+    }
+
+    // Any quants, a quarter of them extreme; `unit` makes all scales 1, so that integer sums come out exactly.
+    void randomise(bool unit) {
+        if (!matrix.quantised())
+            return pack(matrix, 0, matrix.n, random_floats(matrix.n * matrix.k).data());
+        for (uint8_t& q : quants) q = static_cast<uint8_t>(below(4) ? below(256) : below(2) * 255);
+        for (uint16_t& s : scales) s = float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
+        for (uint8_t& z : zeros) z = static_cast<uint8_t>(below(matrix.format == Format::q4 ? 16 : 256));
+    }
+
+    std::vector<float> dequantised(int copies = 1) const {
+        std::vector<float> values(static_cast<size_t>(matrix.n) * matrix.k * copies);
+        Pool pool(1);
+        Context context{pool, kernels_generic()};
+        unpack_rows(context, matrix, 0, static_cast<int64_t>(matrix.n) * copies, values.data());
+        return values;
+    }
+};
+
+// Activation rows and their quantised copies.
+struct Activations {
+    std::vector<float> x, scale;
+    std::vector<int8_t> q;
+    std::vector<int32_t> sum;
+
+    Activations(const Kernels& kernels, const std::vector<float>& values)
+        : x(values), scale(x.size() / kBlock), q(x.size()), sum(scale.size()) {
+        kernels.quantise(x.data(), static_cast<int>(scale.size()), q.data(), scale.data(), sum.data());
+    }
+    Rows rows() const { return {x.data(), q.data(), scale.data(), sum.data()}; }
+};
+
+constexpr size_t kStride = kRows + 3;  // what lies between and behind the results must stay as it is
+
+std::vector<float> product(const Kernels& kernels, const Matrix& w, const Rows& rows, const int32_t* index, int count) {
+    std::vector<float> y((count + 1) * kStride, 0.5f);
+    kernels.product[static_cast<int>(w.format)](w, 1, rows, index, count, y.data(), kStride);
+    return y;
+}
+
+void check_products(const Kernels& kernels, Format format, int k, int group, bool zeros, bool unit) {
+    std::printf("product %s, %d columns, groups of %d%s%s\n", kNames[static_cast<int>(format)], k, group,
+                zeros ? ", zeros" : "", unit ? ", exact" : "");
+    constexpr int kTokens = 11;
+    Weights w(format, 2 * kRows, k, group, zeros);
+    w.randomise(unit);
+    Activations activations(kernels_generic(), random_floats(kTokens * k));
+    if (unit) std::fill(activations.scale.begin(), activations.scale.end(), 1.0f);
+    const Rows rows = activations.rows();
+    int32_t index[kTokens];
+    for (int32_t& i : index) i = below(kTokens);
+    for (int count = 0; count <= kTokens; count++)
+        for (const int32_t* chosen : std::initializer_list<const int32_t*>{nullptr, index}) {
+            const std::vector<float> actual = product(kernels, w.matrix, rows, chosen, count);
+            const std::vector<float> expected = product(kernels_generic(), w.matrix, rows, chosen, count);
+            if (unit)
+                same("product", actual, expected);
+            else
+                close("product", actual, expected, 1e-5f * largest(expected));
+            for (int t = 0; t < count; t++) {
+                const int32_t row = chosen ? chosen[t] : t;
+                const auto beside = actual.begin() + t * kStride;
+                same("a row alone and beside others", std::vector<float>(beside, beside + kRows),
+                     product(kernels, w.matrix, rows, &row, 1));
+            }
+        }
+}
+
+void check_quantise(const Kernels& kernels) {
+    std::puts("quantise");
+    std::vector<float> x = random_floats(40 * kBlock);
+    std::fill(x.begin(), x.begin() + kBlock, 0.0f);
+    for (int i = 0; i < kBlock; i++) {
+        x[kBlock + i] = i == 5 ? -127.0f : i - 16.5f;  // the inverse is 1: halves go to even
+        x[2 * kBlock + i] *= 1e-30f;
+        x[3 * kBlock + i] *= 1e30f;
+        x[4 * kBlock + i] = -0.0f;
+    }
+    const Activations actual(kernels, x), expected(kernels_generic(), x);
+    same("quantised value", actual.q, expected.q);
+    same("scale of activations", actual.scale, expected.scale);
+    same("sum of activations", actual.sum, expected.sum);
+}
+
+void check_pack(Format format, int group) {
+    std::printf("pack and unpack %s, groups of %d\n", kNames[static_cast<int>(format)], group);
+    constexpr int kN = 37, kK = 256;
+    Weights w(format, kN, kK, group, false);
+    const std::vector<float> from = random_floats(kN * kK);
+    for (int row = 0; row < kN; row += 5)  // piece by piece, as a loader does
+        pack(w.matrix, row, std::min(5, kN - row), from.data() + row * kK);
+    std::vector<float> back = w.dequantised();
+    back.resize(from.size());  // padding is left out
+    const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8};  // of values up to 1
+    close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);  // scales are rounded too
+}
+
+// Rows of w (k long) times a row x.
+double dot(const float* w, const float* x, int64_t k) {
+    double sum = 0;
+    for (int64_t c = 0; c < k; c++) sum += static_cast<double>(w[c]) * x[c];
+    return sum;
+}
+
+void check_linear(const Kernels& kernels, Format format, int64_t tokens) {
+    std::printf("linear %s, %d tokens\n", kNames[static_cast<int>(format)], static_cast<int>(tokens));
+    constexpr int kN = 101, kK = 256;
+    Weights w(format, kN, kK, 64, false);
+    pack(w.matrix, 0, kN, random_floats(kN * kK).data());
+    const std::vector<float> x = random_floats(tokens * kK), bias = random_floats(kN), dense = w.dequantised();
+    std::vector<float> expected(tokens * kN), first;
+    for (int64_t t = 0; t < tokens; t++)
+        for (int r = 0; r < kN; r++)
+            expected[t * kN + r] = static_cast<float>(dot(&dense[r * kK], &x[t * kK], kK)) + bias[r];
+    std::vector<uint8_t> scratch(Scratch::bytes(tokens, kK));
+    for (int threads : {1, 2, 5}) {
+        Pool pool(threads);
+        Context context{pool, kernels};
+        std::vector<float> out(tokens * kN, 0.5f);
+        Linear{w.matrix, x.data(), bias.data(), out.data(), Scratch{scratch.data()}, tokens, kN}.run(context);
+        // Each activation is up to 1/254 off, weights are around 0.6: 0.02 is typical of 256 such errors.
+        close("linear", out, expected, w.matrix.quantised() ? 0.1f : 1e-4f);
+        if (threads == 1) first = out;
+        same("linear on several threads", out, first);
+    }
+}
+
+void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewed) {
+    std::printf("moe %s, %d tokens%s\n", kNames[static_cast<int>(format)], static_cast<int>(tokens),
+                skewed ? ", all to one expert" : "");
+    constexpr int kExperts = 5, kFirst = 2, kHidden = 96, kInner = 64, kTop = 3;
+    Weights w13(format, 2 * kInner, kHidden, 32, false, kExperts), w2(format, kHidden, kInner, 64, false, kExperts);
+    pack(w13.matrix, 0, 2 * kInner * kExperts, random_floats(2 * kInner * kExperts * kHidden).data());
+    pack(w2.matrix, 0, kHidden * kExperts, random_floats(kHidden * kExperts * kInner).data());
+    const std::vector<float> x = random_floats(tokens * kHidden), weights = random_floats(tokens * kTop);
+    std::vector<int64_t> ids(tokens * kTop);
+    for (int64_t& id : ids) id = skewed ? kFirst + 3 : below(8);  // 0, 1 and 7 are elsewhere; repeats happen
+    if (tokens > 2) ids[4] = -1;
+
+    const std::vector<float> dense13 = w13.dequantised(kExperts), dense2 = w2.dequantised(kExperts);
+    std::vector<float> expected(tokens * kHidden), first;
+    for (int64_t a = 0; a < tokens * kTop; a++) {
+        const int64_t e = ids[a] - kFirst;
+        if (e < 0 || e >= kExperts) continue;
+        const float* row = &x[a / kTop * kHidden];
+        float h[kInner];
+        for (int i = 0; i < kInner; i++) {  // sixteen rows of gate, sixteen of up, in turn
+            const float* gate = &dense13[(e * 2 * kInner + i / kRows * 2 * kRows + i % kRows) * kHidden];
+            const double g = dot(gate, row, kHidden), u = dot(gate + kRows * kHidden, row, kHidden);
+            h[i] = static_cast<float>(g / (1 + std::exp(-g)) * u);
+        }
+        for (int r = 0; r < kHidden; r++)
+            expected[a / kTop * kHidden + r] +=
+                weights[a] * static_cast<float>(dot(&dense2[(e * kHidden + r) * kInner], h, kInner));
+    }
+    std::vector<uint8_t> scratch(Moe::scratch_bytes(tokens, kTop, kExperts, kHidden, kInner));
+    for (int threads : {1, 2, 5}) {
+        Pool pool(threads);
+        Context context{pool, kernels};
+        std::vector<float> out(tokens * kHidden, 0.5f);
+        Moe{w13.matrix, w2.matrix, x.data(), weights.data(), ids.data(), out.data(), scratch.data(), tokens, kTop,
+            kExperts, kFirst, kHidden, kInner}.run(context);
+        close("moe", out, expected, (w13.matrix.quantised() ? 0.03f : 1e-5f) * std::max(1.0f, largest(expected)));
+        if (threads == 1) first = out;
+        same("moe on several threads", out, first);
+    }
+}
+
+void check_all(const Kernels& kernels) {
+    std::printf("kernels %s\n", kernels.name);
+    for (int f = 0; f < kFormats; f++) {
+        const Format format = static_cast<Format>(f);
+        if (f < static_cast<int>(Format::q8)) {
+            for (int k : {1, 35, 256}) check_products(kernels, format, k, 0, false, false);
+        } else {
+            for (int group : {32, 64, 128})
+                for (bool zeros : {false, true})
+                    for (bool unit : {true, false}) check_products(kernels, format, 384, group, zeros, unit);
+            check_products(kernels, format, 96, 96, true, true);  // a single group
+        }
+        for (int group : {32, 128}) check_pack(format, group);
+        for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
+        for (int64_t tokens : {0, 1, 7, 70}) check_moe(kernels, format, tokens, false);
+        check_moe(kernels, format, 30, true);
+    }
+    check_quantise(kernels);
+    std::puts("probe");
+    Pool pool(2);
+    Context context{pool, kernels};
+    if (mac_probe(context, 1) <= 0) fail("multiply-adds of the probe", 0, 0, 1);
+    std::puts("ok");
+}
+
+int count(const Kernels& kernels, const std::string& name, int rows, int rounds) {
+    const auto format = std::find(kNames, kNames + kFormats, name);
+    if (format == kNames + kFormats || rows < 1 || rounds < 1) return 2;
+    constexpr int kN = 64, kK = 2048;
+    const Weights w(static_cast<Format>(format - kNames), kN, kK, 32, false);
+    const Activations activations(kernels, random_floats(rows * kK));
+    std::vector<float> y(rows * kRows);
+    for (int round = 0; round < rounds; round++)
+        for (int block = 0; block < kN / kRows; block++)
+            kernels.product[format - kNames](w.matrix, block, activations.rows(), nullptr, rows, y.data(), kRows);
+    std::printf("%d weights a round\n", kN * kK);
+    return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc != 2 && (argc != 6 || std::strcmp(argv[2], "--count") != 0)) {
+        std::fputs("usage: kernels SET [--count FORMAT ROWS ROUNDS]\n", stderr);
+        return 2;
+    }
+    try {
+        const Kernels& kernels = choose_kernels(argv[1]);
+        if (argc == 6) return count(kernels, argv[3], std::atoi(argv[4]), std::atoi(argv[5]));
+        check_all(kernels);
+    } catch (const std::invalid_argument& error) {
+        std::fprintf(stderr, "%s\n", error.what());
+        return 2;
+    }
+}
