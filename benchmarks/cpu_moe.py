@@ -6,16 +6,13 @@ Shape: hidden 2048, intermediate 768, top-8 of 128 experts, together larger than
 and so other experts. Weight GB/s counts each expert that is hit once a call. Limits: see machine.py.
 """
 
-import argparse
-import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.machine import Limits, alternate
+from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from errors import run_main
 from ops import load_ops
 from ops.cpu import engine
@@ -24,6 +21,15 @@ from ops.interface import FORMATS
 
 HIDDEN, INNER, TOP_K, EXPERTS = 2048, 768, 8, 128
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024, 4096)
+COLUMNS = (
+    ("format", "format", 7, ""),
+    ("tokens", "tokens", 7, ""),
+    ("ms", "ms", 10, ".3f"),
+    ("weight_gbps", "GB/s", 8, ".1f"),
+    ("read_fraction", "of read", 9, ".2f"),
+    ("gflops", "GFLOPS", 9, ".0f"),
+    ("mac_fraction", "of int8 peak", 14, ".2f"),
+)
 
 
 def filled_experts(format: str) -> NativeExperts:
@@ -38,7 +44,7 @@ def filled_experts(format: str) -> NativeExperts:
     return experts
 
 
-def measure(format: str, limits: Limits) -> Iterator[dict[str, Any]]:
+def measure(format: str, limits: Limits) -> Iterator[Row]:
     cpu = load_ops("cpu")
     experts = filled_experts(format)
     bytes_each = experts.nbytes / EXPERTS
@@ -50,7 +56,7 @@ def measure(format: str, limits: Limits) -> Iterator[dict[str, Any]]:
         hit = sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
         turn = iter(range(1 << 62))
 
-        def once(inputs: list[tuple[torch.Tensor, ...]] = inputs, turn: Any = turn) -> None:
+        def once(inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = inputs, turn: Any = turn) -> None:
             x, weights, ids = inputs[next(turn) % len(inputs)]
             cpu.moe(x, weights, ids, experts, 0)
 
@@ -63,47 +69,26 @@ def measure(format: str, limits: Limits) -> Iterator[dict[str, Any]]:
         )  # fmt: skip
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    _, axes = pyplot.subplots(figsize=(7, 4))
+def lines(rows: list[Row]) -> Lines:
+    drawn: dict[str, tuple[list[float], list[float]]] = {}
     for format in ("q4", "q8"):
         mine = [r for r in rows if r["format"] == format]
         tokens = [r["tokens"] for r in mine]
-        axes.plot(tokens, [r["read_fraction"] for r in mine], "o-", label=f"{format}: of the read rate")
-        axes.plot(tokens, [r["mac_fraction"] for r in mine], "s--", label=f"{format}: of the int8 peak")
-    axes.set(xscale="log", xlabel="tokens", ylabel="fraction of the machine's limit", ylim=(0, 1.1))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    pyplot.savefig(path, dpi=150, bbox_inches="tight")
+        drawn[f"{format}: of the read rate"] = tokens, [r["read_fraction"] for r in mine]
+        drawn[f"{format}: of the int8 peak"] = tokens, [r["mac_fraction"] for r in mine]
+    return drawn
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--instruction-set", default="auto")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    args = parser.parse_args(argv)
+    args = flags(__doc__).parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     _, chosen = engine.start(args.threads, args.instruction_set)
     limits = Limits()
     print(f"{chosen}, {args.threads} threads")
-    print(f"{'format':<7}{'tokens':>7}{'ms':>10}{'GB/s':>8}{'of read':>9}{'GFLOPS':>9}{'of int8 peak':>14}")
-    rows = []
-    for format in ("q4", "q8"):
-        for row in measure(format, limits):
-            rows.append(row)
-            print(f"{row['format']:<7}{row['tokens']:>7}{row['ms']:>10.3f}{row['weight_gbps']:>8.1f}"
-                  f"{row['read_fraction']:>9.2f}{row['gflops']:>9.0f}{row['mac_fraction']:>14.2f}")  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps({"threads": args.threads, "instruction_set": chosen, "rows": rows}))
-    if args.plot:
-        plot(rows, args.plot)
+    rows = printed((row for format in ("q4", "q8") for row in measure(format, limits)), COLUMNS)
+    write_rows(args.json, rows, threads=args.threads, instruction_set=chosen)
+    plot(args.plot, {"tokens": lines(rows)}, "fraction of the machine's limit")
 
 
 if __name__ == "__main__":

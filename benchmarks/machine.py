@@ -17,16 +17,27 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def alternate(runs: Mapping[str, Callable[[], object]], seconds: float, least: int = 7) -> dict[str, float]:
-    """Median seconds of each of `runs`, measured in turn for about `seconds`, after one round that is not counted."""
+def take_turns(
+    runs: Mapping[str, Callable[[], object]], seconds: float, least: int, pause: float = 0.0
+) -> dict[str, list[float]]:
+    """Seconds of each of `runs` in every round, for about `seconds`, after one round that is not counted.
+
+    `pause` seconds before each run let the threads of the one before fall asleep.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(times.values()))) < least:
         for name, run in runs.items():
+            time.sleep(pause)
             times[name].append(seconds_of(run))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def alternate(runs: Mapping[str, Callable[[], object]], seconds: float, least: int = 7) -> dict[str, float]:
+    """Median seconds of each of `runs`, measured in turn."""
+    return {name: statistics.median(times) for name, times in take_turns(runs, seconds, least).items()}
 
 
 class Limits:

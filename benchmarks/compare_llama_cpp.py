@@ -1,0 +1,194 @@
+"""Umbra beside llama.cpp: the same weights, the same tokens, in one process, taking turns.
+
+    .venv/bin/python -m benchmarks.compare_llama_cpp [--layers 8] [--format q4|q8] [--json FILE] [--plot FILE]
+
+Random weights of Qwen3-30B-A3B's layer shapes, written as GGUF number for number (gguf_file.py) and deleted after the
+load. A step is token ids in, logits out, without sampling, on as many threads. llama.cpp runs with or without flash
+attention, whichever a short trial of the row finds faster. Before anything is timed, both must give the same logits.
+
+A row, of the table and of `rows` in the JSON file:
+  phase         decode or prefill
+  batch         decode: sequences in the step, each with `--context` cached tokens; prefill: tokens of the one prompt
+  ours, theirs  tokens/s, medians; ours_best, theirs_best: of the fastest turn
+  ratio_median, ratio_min, ratio_max   ours / theirs of each pair of neighbouring turns: above 1, Umbra is faster
+  flash         whether llama.cpp's flash attention was on
+
+Only an idle machine gives a fair ratio: llama.cpp's threads wait for each other spinning after every operator, and one
+other busy process can make its step twenty times longer. Medians far below the best turns are the sign of it.
+"""
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gguf_file import write_gguf
+from benchmarks.llama_cpp_engine import LlamaCpp, library
+from benchmarks.machine import seconds_of, take_turns
+from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
+from benchmarks.umbra import Umbra
+from errors import UserError, run_main
+from tools.logits import prefill_logits
+
+BATCHES, PROMPTS = (1, 4, 8), (128, 512)
+STEPS = 8  # decode steps of one turn
+PAUSE = 0.02  # OpenMP's threads, llama.cpp's, spin for up to 10 ms before they sleep
+COLUMNS = (
+    ("phase", "phase", 8, ""),
+    ("batch", "batch", 7, ""),
+    ("ours", "ours", 9, ".1f"),
+    ("ours_best", "best", 9, ".1f"),
+    ("theirs", "theirs", 9, ".1f"),
+    ("theirs_best", "best", 9, ".1f"),
+    ("ratio_median", "ratio", 8, ".2f"),
+    ("ratio_min", "least", 8, ".2f"),
+    ("ratio_max", "most", 8, ".2f"),
+)
+# Both round activations to 8 bits for every 32 columns. Of normal numbers the largest of 32 is about 2.3 sigma, so the
+# step is 2.3 / 127 sigma and the error 0.5 % of the input; two such inputs in a row in each half of a layer and two
+# engines that err apart make 1.1 %. The errors of L layers add up as squares over a residual stream that grows as L,
+# each passing on what it got: 1.1 % * sqrt(1 + ln L), 1.9 % for 8 layers, and the head's own beside it. A row in which
+# the 8th and 9th expert are so close that the engines choose differently is off by some 10 % more: hence the median.
+# Mistakes are larger: with one layer of two wrong, the median was 10 % for gate and up exchanged, 19 % for experts out
+# of order, 23 % for a rotation of neighbours; with another rotation base 43 %.
+MEDIAN_ERROR = 0.05
+# The two largest of 150,000 normal logits lie sigma / 5 apart on average: an error of 2 % swaps one pair in 20, one of
+# 10 % one in 4.
+SAME_TOP = 0.75
+
+
+def same_logits(ours: Umbra, theirs: LlamaCpp, context: int) -> dict[str, float]:
+    """Compares every token of a prompt, and one decode step of the largest batch; what was found, or an error."""
+    generator = torch.Generator().manual_seed(1)
+    (prompt,) = ours.random_prompts(1, 64, generator)
+    prefill = prefill_logits(ours.runner, [prompt])[0], theirs.prefill_all(prompt).clone()
+    contexts = ours.random_prompts(max(BATCHES), context, generator)
+    tokens = [row[0] for row in ours.random_prompts(max(BATCHES), 1, generator)]
+    ours.begin(contexts)
+    theirs.begin(contexts)
+    return checked(prefill, (ours.step(tokens), theirs.step(tokens)))
+
+
+def checked(prefill: tuple[Tensor, Tensor], decode: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """(ours, theirs) of both phases, each (rows, vocabulary)."""
+    found: dict[str, float] = {}
+    for phase, (a, b) in (("prefill", prefill), ("decode", decode)):
+        found[f"{phase}_error"] = float((a - b).norm() / a.norm())
+        found[f"{phase}_median_error"] = float(((a - b).norm(dim=1) / a.norm(dim=1)).median())
+    same = torch.cat([a.argmax(1) == b.argmax(1) for a, b in (prefill, decode)])
+    found["same_top"] = float(same.float().mean())
+    text = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
+    errors = found["prefill_median_error"], found["decode_median_error"]
+    if not (max(errors) <= MEDIAN_ERROR and found["same_top"] >= SAME_TOP):  # not-a-numbers fail too
+        raise UserError(f"the logits differ: {text}; allowed: median_error {MEDIAN_ERROR}, same_top {SAME_TOP}")
+    print(f"same logits: {text}")
+    return found
+
+
+def compare(ours: Umbra, theirs: LlamaCpp, context: int, pairs: int) -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(2)
+
+    def row(phase: str, batch: int, tokens: int, run: Callable[[Umbra | LlamaCpp], object], flash: bool) -> Row:
+        runs = {"ours": lambda: run(ours), "theirs": lambda: run(theirs)}
+        times = take_turns(runs, seconds=0, least=pairs, pause=PAUSE)
+        ratios = [t / o for o, t in zip(times["ours"], times["theirs"], strict=True)]
+        speeds = {name: tokens / statistics.median(took) for name, took in times.items()}
+        speeds |= {f"{name}_best": tokens / min(took) for name, took in times.items()}
+        return dict(
+            phase=phase, batch=batch, **speeds, ratio_median=statistics.median(ratios), ratio_min=min(ratios),
+            ratio_max=max(ratios), flash=flash,
+        )  # fmt: skip
+
+    for batch in BATCHES:
+        contexts = ours.random_prompts(batch, context, generator)
+        steps = [[row[0] for row in ours.random_prompts(batch, 1, generator)] for _ in range(STEPS)]
+
+        def decode(engine: Umbra | LlamaCpp, steps: list[list[int]] = steps) -> None:
+            for tokens in steps:
+                engine.step(tokens)
+
+        ours.begin(contexts)
+        flash = faster_attention(theirs, contexts, decode)
+        yield row("decode", batch, batch * STEPS, decode, flash)
+    for length in PROMPTS:
+        (prompt,) = ours.random_prompts(1, length, generator)
+
+        def prefill(engine: Umbra | LlamaCpp, prompt: list[int] = prompt) -> None:
+            engine.prefill(prompt)
+
+        yield row("prefill", length, length, prefill, faster_attention(theirs, [], prefill))
+
+
+def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[[LlamaCpp], object]) -> bool:
+    """Leaves llama.cpp as it is faster, `contexts` cached; whether that is with flash attention."""
+    times = {}
+    for flash in (False, True):
+        theirs.use(flash)
+        theirs.begin(contexts)
+        run(theirs)
+        times[flash] = min(seconds_of(lambda: run(theirs)) for _ in range(2))
+    flash = times[True] < times[False]
+    theirs.use(flash)
+    return flash
+
+
+def load_same_weights(
+    ours: Umbra, format: str, threads: int, longest: int, folder: Path | None, keep: bool
+) -> LlamaCpp:
+    try:
+        handle, name = tempfile.mkstemp(suffix=".gguf", prefix="umbra-", dir=folder)
+    except OSError as error:
+        raise UserError(f"--folder {folder}: not writable: {error.strerror}") from None
+    os.close(handle)
+    path = Path(name)
+    try:
+        write_gguf(path, ours.model, ours.config, format)
+        if keep:
+            print(f"wrote {path}: {path.stat().st_size / 1e6:.0f} MB")
+        return LlamaCpp(path, threads, max(BATCHES), longest)
+    finally:
+        if not keep:
+            path.unlink()  # llama.cpp has it mapped
+
+
+def lines(rows: list[Row], phase: str) -> Lines:
+    mine = [r for r in rows if r["phase"] == phase]
+    batches = [r["batch"] for r in mine]
+    return {name: (batches, [r[f"ratio_{name}"] for r in mine]) for name in ("median", "min", "max")}
+
+
+def main(argv: list[str]) -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
+    parser.add_argument("--layers", type=int, help="default: the case's, 8; the weights are in memory twice")
+    parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
+    parser.add_argument("--context", type=int, default=64, help="cached tokens of a sequence when it decodes")
+    parser.add_argument("--pairs", type=int, default=7, help="turns of each engine, after one that is not counted")
+    parser.add_argument(
+        "--folder", type=Path, help="for the GGUF file (0.35 GB a layer and 1 GB); default: a temporary one"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the GGUF file")
+    args = parser.parse_args(argv)
+    for name in ("context", "pairs", "threads"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
+    version = library().__version__
+    longest = max(*PROMPTS, args.context + 1)
+    ours = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, max(BATCHES), longest)
+    theirs = load_same_weights(ours, args.format, args.threads, longest, args.folder, args.keep)
+    logits = same_logits(ours, theirs, args.context)
+    rows = printed(compare(ours, theirs, args.context, args.pairs), COLUMNS)
+    theirs.close()
+    settings = {key: getattr(args, key) for key in ("case", "format", "context", "threads", "instruction_set", "pairs")}
+    layers = ours.config.num_hidden_layers
+    write_rows(args.json, rows, layers=layers, llama_cpp_python=version, logits=logits, **settings)
+    panels = {"sequences (decode)": lines(rows, "decode"), "tokens of the prompt (prefill)": lines(rows, "prefill")}
+    plot(args.plot, panels, "Umbra's speed / llama.cpp's")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,168 @@
+"""A whole Qwen3-30B-A3B of true layer shapes on the CPU, end to end, beside this machine's limits in the same run.
+
+    .venv/bin/python -m benchmarks.cpu_decode [--layers 8] [--format q4|q8] [--threads 2] [--json FILE] [--plot FILE]
+
+Random zero-mean weights and random tokens, each sequence its own. A step is token ids in, logits out, through the
+runner: packing, and for decode the replayed graph, are in it; sampling is not.
+
+A row, of the table and of `rows` in the JSON file:
+  phase          decode or prefill
+  batch          decode: sequences in the step, each with `--context` cached tokens; prefill: tokens of the one prompt
+  tokens_per_s, ms (median of a step)
+  experts        different experts hit in a layer, counted from the router's ids of the measured steps, mean
+  step_gb        bytes a step must read: every weight it touches once (of the experts those hit, of the embedding its
+                 rows) and the cached keys and values
+  read_gbps      plain reads of memory, measured in turn with the steps
+  read_fraction  step_gb / time / read_gbps: 1 is the roof of decode
+  int8_fraction  multiply-adds with weights / time / the int8 peak measured in turn: 1 is the roof of prefill.
+                 Attention's own products add to the time, not to the count.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.machine import Limits, alternate
+from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
+from benchmarks.umbra import Umbra
+from errors import UserError, run_main
+from models.layers import Experts, LMHead, PagedAttention, RMSNorm, VocabEmbedding, layers_of
+
+BATCHES, PROMPTS = (1, 4, 8), (128, 512, 2048)
+COLUMNS = (
+    ("phase", "phase", 8, ""),
+    ("batch", "batch", 7, ""),
+    ("tokens_per_s", "tokens/s", 11, ".1f"),
+    ("ms", "ms", 10, ".2f"),
+    ("experts", "experts", 9, ".1f"),
+    ("step_gb", "GB", 8, ".3f"),
+    ("read_fraction", "of read", 9, ".2f"),
+    ("int8_fraction", "of int8 peak", 14, ".2f"),
+)
+
+
+class Routed:
+    """While open, watches which experts the layers are given.
+
+    A captured step writes its ids to where they stood at the capture, so a graph is seen too if it was captured here.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
+        self.ids: dict[nn.Module, Tensor] = {}  # (tokens, top_k) of the last step
+        self.hits: list[int] = []
+
+    def __enter__(self) -> "Routed":
+        self.handles = [layer.register_forward_pre_hook(self._see) for layer in self.layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def count(self) -> None:
+        """Add the last step to the mean."""
+        self.hits += [len(ids.unique()) for ids in self.ids.values()]
+
+    @property
+    def experts(self) -> float:
+        return sum(self.hits) / len(self.hits)
+
+    def _see(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.ids[layer] = inputs[2]
+
+
+def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> float:
+    """Read by a step of `tokens` new tokens that attends to `cached` tokens in all."""
+    total = 0.0
+    for _, layer in layers_of(model):
+        if isinstance(layer, Experts):
+            total += experts * layer.nbytes / layer.experts
+        elif isinstance(layer, VocabEmbedding):
+            total += tokens * layer.table[0].nbytes
+        else:
+            total += layer.nbytes
+    caches = [a.k_cache for a in model.modules() if isinstance(a, PagedAttention)]
+    return total + sum(2 * cached * cache[0, 0].nbytes for cache in caches)
+
+
+def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> float:
+    """Multiply-adds of a step with weights."""
+    total = 0.0
+    for _, layer in layers_of(model):
+        if isinstance(layer, Experts):
+            total += tokens * top_k * layer.elements / layer.experts
+        elif isinstance(layer, LMHead):
+            total += logit_rows * layer.elements
+        elif not isinstance(layer, (VocabEmbedding, RMSNorm)):
+            total += tokens * layer.elements
+    return total
+
+
+def measure(engine: Umbra, limits: Limits, context: int, seconds: float) -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(0)
+    model, top_k = engine.model, engine.config.num_experts_per_tok
+
+    def timed(step: Callable[[], object], least: int, routed: Routed) -> dict[str, float]:
+        runs = {"step": step, "count": routed.count, "read": limits.read, "multiply": limits.multiply}
+        return alternate(runs, seconds, least)
+
+    def row(phase: str, batch: int, cached: int, logit_rows: int, experts: float, took: dict[str, float]) -> Row:
+        size, read = step_bytes(model, batch, cached, experts), limits.read_gbps(took["read"])
+        macs = step_macs(model, batch, logit_rows, top_k)
+        return dict(
+            phase=phase, batch=batch, tokens_per_s=batch / took["step"], ms=took["step"] * 1e3, experts=experts,
+            step_gb=size / 1e9, read_gbps=read, read_fraction=size / took["step"] / 1e9 / read,
+            int8_fraction=macs / took["step"] / 1e9 / limits.int8_gmacs(took["multiply"]),
+        )  # fmt: skip
+
+    for batch in BATCHES:
+        engine.begin(engine.random_prompts(batch, context, generator))
+        with Routed(model) as routed:
+            engine.runner.compile_model()  # captured anew, where it is seen
+
+            def decode(batch: int = batch) -> None:
+                engine.step([row[0] for row in engine.random_prompts(batch, 1, generator)])
+
+            took = timed(decode, 7, routed)
+        yield row("decode", batch, batch * (context + 1), batch, routed.experts, took)
+    for length in PROMPTS:
+        with Routed(model) as routed:
+
+            def prefill(length: int = length) -> None:
+                engine.prefill(*engine.random_prompts(1, length, generator))
+
+            took = timed(prefill, 3, routed)
+        yield row("prefill", length, length, 1, routed.experts, took)
+
+
+def lines(rows: list[Row], phase: str) -> Lines:
+    mine = [r for r in rows if r["phase"] == phase]
+    batches = [r["batch"] for r in mine]
+    limits = {"of the read rate": "read_fraction", "of the int8 peak": "int8_fraction"}
+    return {label: (batches, [r[key] for r in mine]) for label, key in limits.items()}
+
+
+def main(argv: list[str]) -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
+    parser.add_argument("--layers", type=int, help="default: the case's, 8; all 48 take 17 GB in q4")
+    parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
+    parser.add_argument("--context", type=int, default=64, help="cached tokens of a sequence when it decodes")
+    parser.add_argument("--seconds", type=float, default=3.0, help="measured for each row")
+    args = parser.parse_args(argv)
+    if args.context < 1:
+        raise UserError(f"--context {args.context}: must be at least 1")
+    longest = max(*PROMPTS, args.context)
+    engine = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, max(BATCHES), longest)
+    rows = printed(measure(engine, Limits(), args.context, args.seconds), COLUMNS)
+    settings = {key: getattr(args, key) for key in ("case", "format", "context", "threads", "instruction_set")}
+    write_rows(args.json, rows, layers=engine.config.num_hidden_layers, **settings)
+    panels = {"sequences (decode)": lines(rows, "decode"), "tokens of the prompt (prefill)": lines(rows, "prefill")}
+    plot(args.plot, panels, "fraction of the machine's limit")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,141 @@
+"""A Qwen3-MoE as the engine holds it, written as a GGUF file for llama.cpp: the same numbers, nothing rounded again.
+
+The formats agree: q4 is Q4_0 and q8 is Q8_0, 32 columns of (quant - zero) * scale with a float16 scale. Only the order
+of the bytes differs, so the blocks are made from the dequantised values, whatever the layout they came from: the
+scale follows from a block's largest value, and it is proved that scale and quants give back every value exactly.
+
+Rows keep their order: llama.cpp rotates halves ("neox") in this architecture, as the checkpoint has it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from errors import UserError
+from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.model import DecoderLayer, Qwen3MoeForCausalLM, SparseMoeBlock
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+GROUP = 32
+PART = 256  # rows
+TYPES = {"q4": "Q4_0", "q8": "Q8_0", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the file; `read` gives its matrices (one, or all experts') in float32 or its own type."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    read: Callable[[], Iterator[Tensor]]
+
+
+def encoded(values: Tensor, format: str) -> Bytes:
+    """(rows, columns) -> (rows, bytes of a row)"""
+    if format in ("q4", "q8"):  # by parts that the caches hold
+        return np.concatenate([_blocks(part.numpy(), format) for part in values.split(PART)])
+    return values.to(getattr(torch, format)).contiguous().view(torch.uint8).numpy()
+
+
+def _blocks(values: np.ndarray[Any, np.dtype[np.float32]], format: str) -> Bytes:
+    blocks = values.reshape(-1, GROUP)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)  # (blocks, 1), signed
+    scale = (largest / -8 if format == "q4" else np.abs(largest) / 127).astype(np.float16)
+    wide = scale.astype(np.float32)
+    quants = np.rint(blocks / np.where(wide == 0, 1, wide)).astype(np.int8)
+    if not np.array_equal(quants * wide, blocks):
+        raise ValueError(f"the values are not those of a {format} matrix")  # a bug here or in the engine
+    if format == "q4":  # column i in the low nibble of byte i, column 16 + i in the high one
+        nibbles = (quants + 8).view(np.uint8)
+        quants = (nibbles[:, :16] | nibbles[:, 16:] << 4).view(np.int8)
+    return np.concatenate([scale.view(np.uint8), quants.view(np.uint8)], axis=1).reshape(len(values), -1)
+
+
+def entries(model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, format: str) -> Iterator[Entry]:
+    """Every tensor under llama.cpp's name; quantised ones in `format`, the output head in q8."""
+    hidden = config.hidden_size
+
+    def plain(name: str, weight: Tensor) -> Entry:
+        format = str(weight.dtype).removeprefix("torch.")
+        return Entry(name, tuple(weight.shape), format, lambda: iter([weight]))
+
+    def matrix(name: str, weight: Any, format: str, part: slice | None = None) -> Entry:
+        """Rows `part` of a NativeMatrix."""
+        part = part or slice(0, weight.rows)
+        shape = part.stop - part.start, weight.columns
+        return Entry(name, shape, format, lambda: iter([weight.packed.dequantised(0, weight.rows)[part]]))
+
+    def experts(name: str, weights: Any, which: str) -> Entry:
+        rows, columns = (hidden, weights.inner) if which == "down" else (weights.inner, hidden)
+        shape = weights.count, rows, columns
+        return Entry(name, shape, format, lambda: (weights.dequantised(e, which) for e in range(weights.count)))
+
+    yield plain("token_embd.weight", model.model.embed_tokens.table)
+    yield plain("output_norm.weight", model.model.norm.weight)
+    yield matrix("output.weight", model.lm_head.weight, "q8")
+    for i, layer in enumerate(cast("list[DecoderLayer]", list(model.model.layers))):
+        attention, moe = layer.self_attn, cast(SparseMoeBlock, layer.mlp)
+        yield plain(f"blk.{i}.attn_norm.weight", layer.input_layernorm.weight)
+        yield plain(f"blk.{i}.ffn_norm.weight", layer.post_attention_layernorm.weight)
+        yield plain(f"blk.{i}.attn_q_norm.weight", attention.q_norm.weight)
+        yield plain(f"blk.{i}.attn_k_norm.weight", attention.k_norm.weight)
+        start = 0
+        for name, size in zip("qkv", attention.sizes, strict=True):
+            part = slice(start, start + size)
+            yield matrix(f"blk.{i}.attn_{name}.weight", attention.qkv_proj.weight, format, part)
+            start += size
+        yield matrix(f"blk.{i}.attn_output.weight", attention.o_proj.weight, format)
+        yield matrix(f"blk.{i}.ffn_gate_inp.weight", moe.gate.weight, "float32")  # llama.cpp takes no other type
+        for which in ("gate", "up", "down"):
+            yield experts(f"blk.{i}.ffn_{which}_exps.weight", moe.experts.weights, which)
+
+
+def write_gguf(path: Path, model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, format: str) -> None:
+    """Tensor by tensor: the memory used is that of the largest one."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+
+    writer = GGUFWriter(path, "qwen3moe")
+    describe(writer, config)
+    tensors = list(entries(model, config, format))
+    for entry in tensors:
+        kind = GGMLQuantizationType[TYPES[entry.format]]
+        columns, size = GGML_QUANT_SIZES[kind]
+        nbytes = int(np.prod(entry.shape)) // columns * size
+        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), nbytes, kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for entry in tqdm(tensors, desc="writing GGUF", unit="tensor", disable=None, leave=False):
+            writer.write_tensor_data(np.stack([encoded(m.view(-1, m.shape[-1]), entry.format) for m in entry.read()]))
+        writer.close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def describe(writer: Any, config: Qwen3MoeConfig) -> None:
+    """The metadata that llama.cpp wants of this architecture, without a tokenizer."""
+    if config.rope.yarn or config.attention_bias or config.tie_word_embeddings or not config.norm_topk_prob:
+        raise UserError("GGUF: YaRN, biases, tied embeddings and norm_topk_prob: false are not written")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_tokenizer_model("no_vocab")

@@ -1,0 +1,110 @@
+"""llama.cpp for benchmarks, through the low-level half of llama-cpp-python: token ids in, logits out, no sampling.
+
+Its best settings: weights repacked at the load (its default), one `llama_decode` a step for all sequences, each with a
+cache stream of its own, prompts in one piece; with or without flash attention, which is faster or slower by length.
+The same calls as `umbra.Umbra`, and decode repeats one position as it does.
+"""
+
+import ctypes
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from errors import UserError
+
+INSTALL = "CMAKE_ARGS=-DGGML_NATIVE=ON .venv/bin/python -m pip install -r requirements-compare.txt"
+ERROR = 4  # of llama.cpp's log levels
+
+
+def library() -> Any:
+    try:
+        import llama_cpp
+    except ImportError:
+        raise UserError(f"llama-cpp-python is missing; once, for some minutes: {INSTALL}") from None
+    return llama_cpp
+
+
+class LlamaCpp:
+    def __init__(self, path: Path, threads: int, sequences: int, longest: int):
+        """Room for `sequences` of `longest` tokens."""
+        llama_cpp = self.api = library()
+        errors: deque[str] = deque(maxlen=3)
+
+        def log(level: int, text: bytes, _: object) -> None:
+            if level == ERROR:
+                errors.append(text.decode(errors="replace").strip())
+
+        self.log = llama_cpp.llama_log_callback(log)  # kept: llama.cpp calls it as long as it runs
+        llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+        if not self.model:
+            raise UserError(f"llama.cpp cannot load {path}: {'; '.join(errors)}")
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.contexts = {flash: self._context(flash, threads, sequences, longest) for flash in (False, True)}
+        self.batch = llama_cpp.llama_batch_init(longest, 0, 1)
+        self.use(flash=True)
+
+    def use(self, flash: bool) -> None:
+        self.context = self.contexts[flash]
+        self.memory = self.api.llama_get_memory(self.context)
+
+    def prefill(self, prompt: list[int]) -> Tensor:
+        """(1, vocabulary) of its last token, overwritten by the next step."""
+        self.api.llama_memory_clear(self.memory, False)
+        return self._decode([(0, i, token, i == len(prompt) - 1) for i, token in enumerate(prompt)])
+
+    def prefill_all(self, prompt: list[int]) -> Tensor:
+        """(tokens, vocabulary), overwritten by the next step."""
+        self.api.llama_memory_clear(self.memory, False)
+        return self._decode([(0, i, token, True) for i, token in enumerate(prompt)])
+
+    def begin(self, contexts: list[list[int]]) -> None:
+        """Cache `contexts`; from now on each `step` decodes one token behind them."""
+        self.api.llama_memory_clear(self.memory, False)
+        for sequence, context in enumerate(contexts):
+            self._decode([(sequence, i, token, False) for i, token in enumerate(context)])
+        self.lengths = [len(context) for context in contexts]
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """(sequences, vocabulary), overwritten by the next step."""
+        for sequence, length in enumerate(self.lengths):
+            self.api.llama_memory_seq_rm(self.memory, sequence, length, -1)
+        return self._decode([(s, self.lengths[s], token, True) for s, token in enumerate(tokens)])
+
+    def close(self) -> None:
+        self.api.llama_batch_free(self.batch)
+        for context in self.contexts.values():
+            self.api.llama_free(context)
+        self.api.llama_model_free(self.model)
+
+    def _context(self, flash: bool, threads: int, sequences: int, longest: int) -> Any:
+        api, params = self.api, self.api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = sequences * longest, sequences, False
+        params.n_batch = params.n_ubatch = longest
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        context = api.llama_init_from_model(self.model, params)
+        if not context:
+            raise UserError(f"llama.cpp: no memory for {sequences} sequences of {longest} tokens")
+        return context
+
+    def _decode(self, tokens: list[tuple[int, int, int, bool]]) -> Tensor:
+        """(sequence, position, id, whether its logits are wanted) -> (logits wanted, vocabulary)"""
+        batch, wanted = self.batch, 0
+        batch.n_tokens = len(tokens)
+        for i, (sequence, position, token, wants) in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wants
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            wanted += wants
+        status = self.api.llama_decode(self.context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode: status {status}")
+        if not wanted:
+            return torch.empty(0, self.vocabulary)
+        logits = self.api.llama_get_logits(self.context)  # waits for the result
+        return torch.from_numpy(np.ctypeslib.as_array(logits, shape=(wanted, self.vocabulary)))
