@@ -85,7 +85,7 @@ def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> fl
         else:
             total += layer.nbytes
     caches = [a.k_cache for a in model.modules() if isinstance(a, PagedAttention)]
-    return total + sum(2 * cached * cache[0, 0].nbytes for cache in caches)
+    return total + sum(2 * cached * cache[0].nbytes / cache.shape[3] for cache in caches)  # (pages, heads, width, size)
 
 
 def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> float:
