@@ -1,5 +1,7 @@
 """Weights in the native layout: 16 rows side by side, quants and scales in planes of their own (csrc/matrix.h)."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -18,40 +20,38 @@ def padded(size: int, multiple: int) -> int:
 
 
 class PackedMatrices:
-    """`count` matrices of (rows, columns), one after another in each plane."""
+    """`count` matrices of (rows, columns). Each NUMA node has a buffer with its rows of every matrix, one matrix after
+    another in each plane; rows are divided over the nodes in multiples of `unit`."""
 
-    def __init__(self, count: int, rows: int, columns: int, format: str):
+    def __init__(self, count: int, rows: int, columns: int, format: str, unit: int = ROWS):
         quantised = format.startswith("q")
         if quantised and columns % GROUP:
             raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {GROUP}")
-        self.count, self.padded_rows, self.columns = count, padded(rows, ROWS), columns
-        weights = count * self.padded_rows * columns
-        scales = weights // GROUP if quantised else 0
-        quants = weights * BITS[format] // 8
-        self.nbytes = quants + scales * 2
-        # One buffer, zeroed: padding rows must add nothing. The planes follow each other.
-        self.memory = native().Buffer(padded(quants, ALIGNMENT) + scales * 2)
-        quants_at, scales_at = self.memory.address, self.memory.address + padded(quants, ALIGNMENT)
-
-        def handle(first: int) -> object:
-            """The native view of matrix `first`, whose neighbours follow it."""
-            scales_here = scales_at + first * (scales // count) * 2 if quantised else 0
+        self.columns = columns
+        self.nbytes = 0
+        self.buffers, parts = [], []
+        for node, (first, end) in enumerate(pairwise(native().split(padded(rows, unit) // unit))):
+            part_rows = (end - first) * unit
+            weights = count * part_rows * columns
+            scales = weights // GROUP if quantised else 0
+            quants = weights * BITS[format] // 8
+            # Zeroed: padding rows must add nothing. The planes follow each other.
+            buffer = native().Buffer(padded(quants, ALIGNMENT) + scales * 2, node)
+            scales_at = buffer.address + padded(quants, ALIGNMENT) if quantised else 0
             group = GROUP if quantised else 0
-            return native().Matrix(
-                CODES[format], self.padded_rows, columns, group, quants_at + first * (quants // count), scales_here, 0
-            )
-
-        self.each = [handle(i) for i in range(count)]
-        self.handle = self.each[0]
+            parts.append(native().Matrix(CODES[format], part_rows, columns, group, buffer.address, scales_at, 0))
+            self.buffers.append(buffer)
+            self.nbytes += quants + scales * 2
+        self.handle = native().SplitMatrix(parts)
 
     def fill(self, index: int, row: int, part: Tensor) -> None:
         wide = part.to(torch.float32).contiguous()
-        native().pack_rows(self.each[index], row, len(wide), wide.shape[1], pointer(wide))
+        native().pack_rows(self.handle, index, row, len(wide), wide.shape[1], pointer(wide))
 
     def dequantised(self, index: int, rows: int) -> Tensor:
         """What is stored, as float32 (rows, columns)."""
         out = torch.empty(rows, self.columns)
-        native().unpack_rows(self.each[index], 0, rows, self.columns, pointer(out))
+        native().unpack_rows(self.handle, index, 0, rows, self.columns, pointer(out))
         return out
 
 
@@ -76,7 +76,7 @@ class NativeExperts:
                 f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {GROUP}"
             )
         self.count, self.hidden, self.inner = count, hidden, padded(inner, BLOCK)
-        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format)
+        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format, unit=2 * BLOCK)
         self.w2 = PackedMatrices(count, hidden, self.inner, format)
         self.nbytes = self.w13.nbytes + self.w2.nbytes
 

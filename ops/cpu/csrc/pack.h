@@ -1,6 +1,8 @@
 // Fills the layouts of matrix.h from ordinary rows.
 #pragma once
 
+#include <algorithm>
+
 #include "matrix.h"
 
 namespace umbra {
@@ -12,5 +14,16 @@ void pack_rows(const Matrix& w, int64_t first, int64_t count, int64_t k, const f
 
 // The inverse, dequantised.
 void unpack_rows(const Matrix& w, int64_t first, int64_t count, int64_t k, float* to);
+
+// f(part, row in it, rows, rows before) for each part that holds some of rows `first` .. `first + count - 1` of matrix
+// `index`, of those that follow each other in `w`.
+template <class F>
+void for_parts(const SplitMatrix& w, int64_t index, int64_t first, int64_t count, F&& f) {
+    for (size_t i = 0; i < w.parts.size(); i++) {
+        const int64_t start = int64_t{w.first[i]} * kRows, end = int64_t{w.first[i + 1]} * kRows;
+        const int64_t from = std::max(first, start), to = std::min(first + count, end);
+        if (from < to) f(w.parts[i].at(index), from - start, to - from, from - first);
+    }
+}
 
 }  // namespace umbra
