@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
 
@@ -37,10 +38,10 @@ public:
     // The second best: pages lie where they are first written, so let threads of the pool's node `node` do that.
     void touch(Pool& pool, int node) {
         constexpr int kPage = 4096;
-        pool.on_nodes([&](int n) { return n == node ? static_cast<int>(bytes_ / kHuge) : 0; },
+        pool.on_nodes([&](int n) { return n == node ? static_cast<int>((bytes_ + kHuge - 1) / kHuge) : 0; },
                       [&](int, int task, int) {
-                          volatile char* at = static_cast<char*>(memory_) + task * kHuge;
-                          for (int64_t i = 0; i < kHuge; i += kPage) at[i] = 0;
+                          volatile char* at = static_cast<char*>(memory_);
+                          for (int64_t i = task * kHuge; i < std::min(bytes_, (task + 1) * kHuge); i += kPage) at[i] = 0;
                       });
     }
 
