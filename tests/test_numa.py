@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeMatrix
 from ops.cpu.threads import worth_having
+from tests.tiny import make_runner, save_tiny, tiny_case
+from tools.logits import collect_logits
 
 module = engine.start(1, "auto")[0]
 CPU = torch.device("cpu")
@@ -167,16 +170,16 @@ def test_measuring_leaves_a_working_engine(monkeypatch: pytest.MonkeyPatch, tmp_
     nodes = module.read_nodes(str(make_tree(tmp_path, {0: "0-3"})), list(range(4)))  # twice the cores that may be here
     monkeypatch.setattr(engine, "_nodes", lambda: nodes)
     engine.start(0, "auto")
-    assert engine.placement() in [f"{n} threads" for n in (1, 2, 3, 4)]
+    assert engine.placement() in ["1 thread", "2 threads", "3 threads", "4 threads"]
 
 
 def test_mbind_here() -> None:
     """Node 0 is everywhere, node 1000 nowhere: then a thread of the team touches, and the start line says so."""
     if not bound_on(0):
         pytest.skip("mbind is forbidden here")
-    assert engine.placement() == "1 threads on 1 NUMA node"
+    assert engine.placement() == "1 thread on 1 NUMA node"
     assert not bound_on(1000)
-    assert engine.placement() == "1 threads on 1 NUMA node (mbind refused: weights lie where they are first touched)"
+    assert engine.placement() == "1 thread on 1 NUMA node (mbind refused: weights lie where they are first touched)"
 
 
 def bound_on(memory: int) -> bool:
@@ -203,6 +206,23 @@ def test_parts_of_a_matrix() -> None:
     matrix.fill(61, rows[61:])
     assert torch.equal(matrix.packed.dequantised(0, 100), rows)
     assert matrix.nbytes == 112 * 32 * 4
+
+
+def test_a_model_over_two_nodes_gives_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pinned, captured, and, on a machine without a node 1, with its weights placed by first touch."""
+    save_tiny(tmp_path / "model", moe_intermediate_size=64)
+    arrays = []
+    for machine, line in (({0: "0-1"}, "2 threads\n"), ({0: "0", 1: "1"}, "2 threads on 2 NUMA nodes")):
+        nodes = module.read_nodes(str(make_tree(tmp_path / f"{len(machine)}", machine)), [0, 1])
+        monkeypatch.setattr(engine, "_nodes", lambda nodes=nodes: nodes)
+        case = tiny_case(tmp_path, tmp_path / "model", threads=2, exe_mode="graph", quantization={"method": "q8"})
+        arrays.append(collect_logits(make_runner(case, tmp_path), [[5, 17, 3], [7]], steps=6))
+        assert line in capsys.readouterr().out
+        assert torch.get_num_threads() == 1  # PyTorch's threads leave the cores to ours
+    for name, logits in arrays[0].items():
+        np.testing.assert_array_equal(arrays[1][name], logits)
 
 
 def test_threads_are_pinned_and_the_caller_freed() -> None:

@@ -78,8 +78,6 @@ def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
         "tests/test_ops.py",
         "tests/test_graph.py",
         "tests/test_numa.py",
-        "-k",
-        "not machine_of_four_nodes",
     ]
     done = run(*tests, cwd=tree, env=environment)
     assert " passed" in done.stdout

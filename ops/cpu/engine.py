@@ -60,12 +60,16 @@ def start_teams(teams: list[Any], instruction_set: str) -> tuple[ModuleType, str
 def placement() -> str:
     """Where the engine's threads are, for people."""
     teams = native().teams()
-    text = f"{sum(team.threads for team in teams)} threads"
+    text = _counted(sum(team.threads for team in teams), "thread")
     if teams[0].memory < 0:
         return text
-    text += f" on {len(teams)} NUMA node{'s' * (len(teams) > 1)}"
+    text += f" on {_counted(len(teams), 'NUMA node')}"
     bound = all(native().Buffer(0, i).bound for i in range(len(teams)))
     return text if bound else f"{text} (mbind refused: weights lie where they are first touched)"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _load() -> ModuleType:

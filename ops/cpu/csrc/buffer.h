@@ -37,11 +37,12 @@ public:
 
     // The second best: pages lie where they are first written, so let threads of the pool's node `node` do that.
     void touch(Pool& pool, int node) {
-        constexpr int kPage = 4096;
-        pool.on_nodes([&](int n) { return n == node ? static_cast<int>((bytes_ + kHuge - 1) / kHuge) : 0; },
+        constexpr int64_t kPage = 4096;
+        const int64_t bytes = bytes_ - kHuge;  // from address() on
+        pool.on_nodes([&](int n) { return n == node ? static_cast<int>((bytes + kHuge - 1) / kHuge) : 0; },
                       [&](int, int task, int) {
-                          volatile char* at = static_cast<char*>(memory_);
-                          for (int64_t i = task * kHuge; i < std::min(bytes_, (task + 1) * kHuge); i += kPage) at[i] = 0;
+                          auto* at = reinterpret_cast<volatile char*>(address());
+                          for (int64_t i = task * kHuge; i < std::min(bytes, (task + 1) * kHuge); i += kPage) at[i] = 0;
                       });
     }
 
