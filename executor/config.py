@@ -121,8 +121,10 @@ class Case:
         choices=("auto", "generic", "avx2", "avx512_vnni", "neon_dotprod", "neon_i8mm"),
     )  # fmt: skip
     threads: int = key(
-        0, "CPU threads of each rank; 0: this machine's cores divided by the ranks on it", minimum=0, maximum=1024
-    )
+        0, "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
+        "measured at start; with several ranks on a machine, its physical cores divided by them",
+        minimum=0, maximum=1024,
+    )  # fmt: skip
     model_config: ModelSettings = section(ModelSettings)
     data_config: DataSettings = section(DataSettings)
     sampling_config: SamplingSettings = section(SamplingSettings)

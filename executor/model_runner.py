@@ -3,7 +3,6 @@
 A model's own runner says how its model is made and, where it must, how its decode step becomes a graph.
 """
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -60,11 +59,13 @@ class ModelRunner(ABC):
         self.compile_model()
 
     def init_device(self) -> None:
-        threads = self.case.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks.local_world_size)
-        self.platform = load_platform(self.case.platform)(self.ranks.local_rank, threads, self.case.instruction_set)
+        make_platform = load_platform(self.case.platform)
+        self.platform = make_platform(
+            self.ranks.local_rank, self.ranks.local_world_size, self.case.threads, self.case.instruction_set
+        )
         self.parallel = init_parallel(self.case, self.ranks, self.platform.collectives)
         print(
-            f"rank {self.ranks.rank}/{self.ranks.world_size} on {self.platform.name}: {threads} threads, "
+            f"rank {self.ranks.rank}/{self.ranks.world_size} on {self.platform.name}: "
             f"attn_tp {self.parallel.attn_tp.rank}/{self.parallel.attn_tp.size}, "
             f"attn_dp {self.parallel.attn_dp.rank}/{self.parallel.attn_dp.size}, "
             f"moe_tp {self.parallel.moe_tp.rank}/{self.parallel.moe_tp.size}, "

@@ -15,6 +15,7 @@ from benchmarks.gguf_file import TYPES, encoded, entries, write_gguf
 from benchmarks.umbra import Umbra
 from errors import UserError
 from ops.cpu.matrix import NativeExperts, NativeMatrix
+from ops.interface import FORMATS
 from tests.tiny import save_tiny, write_case
 
 CPU = torch.device("cpu")
@@ -35,9 +36,9 @@ def test_blocks_hold_exactly_the_engines_values(format: str) -> None:
     values[5, 32:64] = 0
     values[6, :32] = 1.0  # many elements as large as the largest, of both signs
     values[6, :16] = -1.0
-    matrix = NativeMatrix(300, 96, format, CPU)
+    matrix = NativeMatrix(300, 96, FORMATS[format], CPU)
     matrix.fill(0, values)
-    experts = NativeExperts(2, 32, 96, format, CPU)
+    experts = NativeExperts(2, 32, 96, FORMATS[format], CPU)
     experts.fill(1, "up", values[:32])
     experts.fill(1, "down", values[:96, :32])
     for kept in (matrix.packed.dequantised(0, 300), experts.dequantised(1, "up"), experts.dequantised(1, "down")):

@@ -29,10 +29,18 @@ KINDS = {
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(params=[(s, t) for s in SETS for t in (1, 2, 5)], ids=lambda p: f"{p[0]}-{p[1]}")
+def start(threads: tuple[int, ...], instruction_set: str) -> None:
+    """Threads on each of some simulated NUMA nodes."""
+    engine.start_teams([engine.native().Team(-1, count, []) for count in threads], instruction_set)
+
+
+ENGINES = [(s, (t,)) for s in SETS for t in (1, 2, 5)] + [(SETS[-1], (1, 2)), (SETS[-1], (1,) * 8)]
+
+
+@pytest.fixture(params=ENGINES, ids=lambda p: f"{p[0]}-{'+'.join(map(str, p[1]))}")
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(3)
-    engine.start(request.param[1], request.param[0])
+    start(request.param[1], request.param[0])
     yield
     engine.start(1, "auto")
 
@@ -135,17 +143,17 @@ def test_moe_of_any_inner_size_in_float(inner: int) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_results_do_not_depend_on_the_number_of_threads(format: Format) -> None:
-    torch.manual_seed(5)
-    packed, _ = experts_of(format, 8, 64, 96)
-    matrix = NativeMatrix(200, 96, format, CPU)
-    matrix.fill(0, torch.randn(200, 96))
+def test_results_do_not_depend_on_the_number_of_threads_or_nodes(format: Format) -> None:
     x = torch.randn(33, 96)
     weights, ids = reference.route_softmax(torch.randn(33, 8), 3, True)
     for instruction_set in SETS:
         results = []
-        for threads in (1, 2, 3, 8):
-            engine.start(threads, instruction_set)
+        for threads in ((1,), (2,), (3,), (8,), (1, 1), (3, 1, 1, 2), (1,) * 8):
+            start(threads, instruction_set)
+            torch.manual_seed(5)
+            packed, _ = experts_of(format, 8, 160, 96)  # 5 groups of 32 and 6 blocks: some of eight nodes have none
+            matrix = NativeMatrix(200, 96, format, CPU)
+            matrix.fill(0, torch.randn(200, 96))
             results.append((cpu.moe(x, weights, ids, packed, 0), cpu.linear(x, matrix, None)))
         for moe, linear in results[1:]:
             assert torch.equal(moe, results[0][0])

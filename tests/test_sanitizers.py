@@ -1,4 +1,4 @@
-"""The native code under sanitizers: the pool for data races, every op for bad memory and undefined behaviour."""
+"""The native code under sanitizers: pool and tape for data races, every op for bad memory and undefined behaviour."""
 
 import os
 import platform
@@ -8,15 +8,20 @@ import sys
 from pathlib import Path
 
 import pybind11
+import pytest
 
 from executor.cases import ROOT
 from tests.native.build import SOURCES, compile_all, core_sources, run
 
 
-def test_pool_has_no_data_races(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stress", "parts"), [("pool", ["pool"]), ("tape", ["pool", "pack", "products", "elementwise", "generic"])]
+)
+def test_no_data_races(tmp_path: Path, stress: str, parts: list[str]) -> None:
     program = str(tmp_path / "stress")
     flags = ["-O1", "-g", "-std=c++17", "-fsanitize=thread", "-pthread"]
-    run("g++", *flags, str(ROOT / "tests/native/pool_stress.cpp"), str(SOURCES / "pool.cpp"), "-o", program)
+    sources = [str(ROOT / f"tests/native/{stress}_stress.cpp"), *(str(SOURCES / f"{part}.cpp") for part in parts)]
+    run("g++", *flags, *sources, "-o", program)
     first = subprocess.run([program], capture_output=True, text=True, timeout=120)
     if "unexpected memory mapping" in first.stderr:  # older sanitizers cannot live with much address randomisation
         first = run("setarch", "-R", program)
@@ -56,6 +61,7 @@ def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
         "no:cacheprovider",
         "tests/test_ops.py",
         "tests/test_graph.py",
+        "tests/test_numa.py",
     ]
     done = run(*tests, cwd=tree, env=environment)
     assert " passed" in done.stdout

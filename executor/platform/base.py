@@ -20,8 +20,9 @@ class Platform(ABC):
     ops: Ops
 
     @abstractmethod
-    def __init__(self, local_rank: int, threads: int, instruction_set: str):
-        """Make device `local_rank` this process's own; `threads` and `instruction_set` for the CPU side."""
+    def __init__(self, local_rank: int, local_ranks: int, threads: int, instruction_set: str):
+        """Make device `local_rank`, of as many as there are ranks on this machine, this process's own; `threads` (0:
+        the platform's choice) and `instruction_set` for the CPU side."""
 
     @abstractmethod
     def compile(self, step: Step, exe_mode: str) -> Step:

@@ -1,17 +1,23 @@
 """The native module's engine: loads it, starts pool and kernels, and checks types before pointers are taken."""
 
+import functools
 import importlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from errors import UserError
+from ops.cpu.threads import worth_having
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+SYSFS = "/sys/devices/system"
+PROBE_BYTES = 16 << 20  # for each core: more than its share of most machines' last cache
 _engine: ModuleType | None = None
 
 
@@ -20,21 +26,69 @@ def native() -> ModuleType:
     return _engine or start(1, "auto")[0]
 
 
-def start(threads: int, instruction_set: str) -> tuple[ModuleType, str]:
-    """(engine, the instruction set it uses). A later call replaces pool and kernels."""
+def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1) -> tuple[ModuleType, str]:
+    """(engine, the instruction set it uses) for rank `rank` of `ranks` on this machine. `threads` 0: as many as are
+    worth having; with several ranks, the rank's share of the cores. A later call replaces pool and kernels."""
+    module = _load()
+    nodes = module.share(_nodes(), rank, ranks)
+    cores = sum(len(node.cores) for node in nodes)
+
+    def seconds(threads: int) -> float:
+        start_teams(module.plan(nodes, threads), instruction_set)
+        probe = module.ReadProbe(min(cores, 32) * PROBE_BYTES)
+        return min(_seconds_of(probe) for _ in range(3))
+
+    count = threads or (cores if ranks > 1 else worth_having(cores, seconds))
+    return start_teams(module.plan(nodes, count), instruction_set)
+
+
+def start_teams(teams: list[Any], instruction_set: str) -> tuple[ModuleType, str]:
+    """`start` with given teams of threads, one for each NUMA node in use."""
     global _engine
+    module = _load()
     try:
-        module = importlib.import_module("ops.cpu._native")
-    except ImportError as error:
-        raise UserError(
-            f"the native CPU module is not built ({error}): run bash infer.sh or bash test.sh once"
-        ) from None
-    try:
-        chosen: str = module.start(threads, instruction_set, [])
+        chosen: str = module.start(teams, instruction_set)
     except ValueError as error:
         raise UserError(str(error)) from None
     _engine = module
     return module, chosen
+
+
+def placement() -> str:
+    """Where the engine's threads are, for people."""
+    teams = native().teams()
+    text = _counted(sum(team.threads for team in teams), "thread")
+    if teams[0].memory < 0:
+        return text
+    text += f" on {_counted(len(teams), 'NUMA node')}"
+    bound = all(native().Buffer(0, i).bound for i in range(len(teams)))
+    return text if bound else f"{text} (mbind refused: weights lie where they are first touched)"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _load() -> ModuleType:
+    try:
+        return importlib.import_module("ops.cpu._native")
+    except ImportError as error:
+        raise UserError(
+            f"the native CPU module is not built ({error}): run bash infer.sh or bash test.sh once"
+        ) from None
+
+
+@functools.cache
+def _nodes() -> list[Any]:
+    """The machine's. Read once, before a pool pins this thread to some of its CPUs."""
+    module = _load()
+    return module.read_nodes(SYSFS, module.allowed_cpus())
+
+
+def _seconds_of(probe: Any) -> float:
+    start = time.perf_counter()
+    probe.run()
+    return time.perf_counter() - start
 
 
 def pointer(x: Tensor | None, dtype: torch.dtype = torch.float32, contiguous: bool = True) -> int:

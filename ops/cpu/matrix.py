@@ -1,5 +1,7 @@
 """Weights in the native layout: 16 rows side by side, quants and scales in planes of their own (csrc/matrix.h)."""
 
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,45 +22,41 @@ def padded(size: int, multiple: int) -> int:
 
 
 class PackedMatrices:
-    """`count` matrices of (rows, columns), one after another in each plane."""
+    """`count` matrices of (rows, columns). Each NUMA node has a buffer with its rows of every matrix, one matrix after
+    another in each plane; rows are divided over the nodes in multiples of `unit`."""
 
-    def __init__(self, count: int, rows: int, columns: int, format: Format):
+    def __init__(self, count: int, rows: int, columns: int, format: Format, unit: int = ROWS):
         group = format.group
         if group and columns % group:
             raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {group}")
-        self.count, self.padded_rows, self.columns = count, padded(rows, ROWS), columns
-        weights = self.padded_rows * columns  # of one matrix
-        scales = weights // group if group else 0
-        # Bytes of one matrix in each plane: quants, scales, zero points. The planes follow each other.
-        planes = [weights * BITS[format.kind] // 8, scales * 2, scales * format.zeros]
-        starts = [0]
-        for size in planes:
-            starts.append(starts[-1] + padded(count * size, ALIGNMENT))
-        self.nbytes = count * sum(planes)
-        self.memory = native().Buffer(starts[-1])  # zeroed: padding rows must add nothing
-        self.storages = [torch.frombuffer(self.memory, dtype=torch.uint8)]
+        self.columns, self.nbytes = columns, 0
+        self.buffers, parts = [], []
+        for node, (first, end) in enumerate(pairwise(native().split(padded(rows, unit) // unit))):
+            part_rows = (end - first) * unit
+            weights = count * part_rows * columns
+            scales = weights // group if group else 0
+            planes = [weights * BITS[format.kind] // 8, scales * 2, scales * format.zeros]  # bytes of each
+            starts = [0, *accumulate(padded(size, ALIGNMENT) for size in planes)]  # one behind the other
+            buffer = native().Buffer(starts[-1], node)  # zeroed: padding rows must add nothing
+            places = [buffer.address + start if size else 0 for start, size in zip(starts, planes, strict=False)]
+            parts.append(native().Matrix(CODES[format.kind], part_rows, columns, group, *places))
+            self.buffers.append(buffer)
+            self.nbytes += sum(planes)
+        self.storages = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.buffers if len(buffer)]
+        self.handle = native().SplitMatrix(parts)
 
-        def handle(index: int) -> object:
-            """The native view of matrix `index`, whose neighbours follow it."""
-            places = [
-                self.memory.address + s + index * size if size else 0 for s, size in zip(starts, planes, strict=False)
-            ]
-            return native().Matrix(CODES[format.kind], self.padded_rows, columns, group, *places)
-
-        self.each = [handle(i) for i in range(count)]
-        self.handle = self.each[0]
-
-    def fill(self, index: int, row: int, part: Tensor) -> None:
+    def fill(self, index: int, row: int, part: Tensor, step: int = 1) -> None:
+        """Put `part` at rows row, row + 1 ...; with `step` 2, 16 rows at a time with 16 others' room between."""
         for start, rows in zip(range(0, len(part), CHUNK), part.split(CHUNK), strict=True):
             wide = rows.to(torch.float32).contiguous()
             if missing := self.columns - part.shape[1]:  # padding columns, in float formats only
                 wide = functional.pad(wide, (0, missing))
-            native().pack_rows(self.each[index], row + start, len(wide), pointer(wide))
+            native().pack_rows(self.handle, index, row + start * step, step, len(wide), pointer(wide))
 
-    def dequantised(self, index: int, rows: int) -> Tensor:
+    def dequantised(self, index: int, rows: int, row: int = 0, step: int = 1) -> Tensor:
         """What is stored, as float32 (rows, columns)."""
         out = torch.empty(rows, self.columns)
-        native().unpack_rows(self.each[index], 0, rows, pointer(out))
+        native().unpack_rows(self.handle, index, row, step, rows, pointer(out))
         return out
 
 
@@ -83,7 +81,7 @@ class NativeExperts:
                 f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {format.group}"
             )
         self.count, self.hidden, self.inner = count, hidden, padded(inner, BLOCK)
-        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format)
+        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format, unit=2 * BLOCK)
         self.w2 = PackedMatrices(count, hidden, self.inner, format)
         self.nbytes = self.w13.nbytes + self.w2.nbytes
         self.storages = self.w13.storages + self.w2.storages
@@ -91,13 +89,11 @@ class NativeExperts:
     def fill(self, expert: int, which: str, part: Tensor) -> None:
         if which == "down":
             self.w2.fill(expert, 0, part)
-            return
-        for block, rows in enumerate(part.split(ROWS)):
-            self.w13.fill(expert, (2 * block + (which == "up")) * ROWS, rows)
+        else:
+            self.w13.fill(expert, ROWS * (which == "up"), part, step=2)
 
     def dequantised(self, expert: int, which: str) -> Tensor:
         """What is stored, as float32, padding included."""
         if which == "down":
             return self.w2.dequantised(expert, self.hidden)
-        both = self.w13.dequantised(expert, 2 * self.inner).unflatten(0, (-1, 2, ROWS))
-        return both[:, int(which == "up")].flatten(0, 1)
+        return self.w13.dequantised(expert, self.inner, ROWS * (which == "up"), step=2)

@@ -55,10 +55,10 @@ float largest(const std::vector<float>& values) {
     return most;
 }
 
-void pack(const Matrix& w, int64_t first, int64_t count, const float* from) {
+void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const float* from) {
     Pool pool(1);
     Context context{pool, kernels_generic()};
-    pack_rows(context, w, first, count, from);
+    pack_rows(context, w, {index, first, 1}, count, from);
 }
 
 // `copies` matrices, one after another in each plane, with memory of their own.
@@ -84,7 +84,7 @@ struct Weights {
     // Any quants, a quarter of them extreme; `unit` makes all scales 1, so that integer sums come out exactly.
     void randomise(bool unit) {
         if (!matrix.quantised())
-            return pack(matrix, 0, matrix.n, random_floats(matrix.n * matrix.k).data());
+            return pack(matrix, 0, 0, matrix.n, random_floats(matrix.n * matrix.k).data());
         for (uint8_t& q : quants) q = static_cast<uint8_t>(below(4) ? below(256) : below(2) * 255);
         for (uint16_t& s : scales) s = float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
         for (uint8_t& z : zeros) z = static_cast<uint8_t>(below(matrix.format == Format::q4 ? 16 : 256));
@@ -94,7 +94,8 @@ struct Weights {
         std::vector<float> values(static_cast<size_t>(matrix.n) * matrix.k * copies);
         Pool pool(1);
         Context context{pool, kernels_generic()};
-        unpack_rows(context, matrix, 0, static_cast<int64_t>(matrix.n) * copies, values.data());
+        for (int64_t i = 0; i < copies; i++)
+            unpack_rows(context, matrix, {i, 0, 1}, matrix.n, values.data() + i * matrix.n * matrix.k);
         return values;
     }
 };
@@ -170,7 +171,7 @@ void check_pack(Format format, int group) {
     Weights w(format, kN, kK, group, false);
     const std::vector<float> from = random_floats(kN * kK);
     for (int row = 0; row < kN; row += 5)  // piece by piece, as a loader does
-        pack(w.matrix, row, std::min(5, kN - row), from.data() + row * kK);
+        pack(w.matrix, 0, row, std::min(5, kN - row), from.data() + row * kK);
     std::vector<float> back = w.dequantised();
     back.resize(from.size());  // padding is left out
     const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8};  // of values up to 1
@@ -188,7 +189,7 @@ void check_linear(const Kernels& kernels, Format format, int64_t tokens) {
     std::printf("linear %s, %d tokens\n", kNames[static_cast<int>(format)], static_cast<int>(tokens));
     constexpr int kN = 101, kK = 256;
     Weights w(format, kN, kK, 64, false);
-    pack(w.matrix, 0, kN, random_floats(kN * kK).data());
+    pack(w.matrix, 0, 0, kN, random_floats(kN * kK).data());
     const std::vector<float> x = random_floats(tokens * kK), bias = random_floats(kN), dense = w.dequantised();
     std::vector<float> expected(tokens * kN), first;
     for (int64_t t = 0; t < tokens; t++)
@@ -212,8 +213,10 @@ void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewe
                 skewed ? ", all to one expert" : "");
     constexpr int kExperts = 5, kFirst = 2, kHidden = 96, kInner = 64, kTop = 3;
     Weights w13(format, 2 * kInner, kHidden, 32, false, kExperts), w2(format, kHidden, kInner, 64, false, kExperts);
-    pack(w13.matrix, 0, 2 * kInner * kExperts, random_floats(2 * kInner * kExperts * kHidden).data());
-    pack(w2.matrix, 0, kHidden * kExperts, random_floats(kHidden * kExperts * kInner).data());
+    for (int e = 0; e < kExperts; e++) {
+        pack(w13.matrix, e, 0, 2 * kInner, random_floats(2 * kInner * kHidden).data());
+        pack(w2.matrix, e, 0, kHidden, random_floats(kHidden * kInner).data());
+    }
     const std::vector<float> x = random_floats(tokens * kHidden), weights = random_floats(tokens * kTop);
     std::vector<int64_t> ids(tokens * kTop);
     for (int64_t& id : ids) id = skewed ? kFirst + 3 : below(8);  // 0, 1 and 7 are elsewhere; repeats happen

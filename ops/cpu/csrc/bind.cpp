@@ -19,6 +19,7 @@ using namespace umbra;
 namespace {
 
 struct Engine {
+    std::vector<Team> teams;
     std::unique_ptr<Pool> pool;
     const Kernels* kernels = nullptr;
     Tape* capturing = nullptr;
@@ -46,6 +47,13 @@ void submit(const Op& op) {
     op.run(context);
 }
 
+// Ops index parts by node, so a matrix works only on pools of as many nodes as it was made for.
+const SplitMatrix& fitting(const SplitMatrix& w) {
+    if (static_cast<int>(w.parts.size()) == engine.pool->nodes()) return w;
+    throw std::logic_error("a matrix made for " + std::to_string(w.parts.size()) + " NUMA nodes meets an engine on " +
+                           std::to_string(engine.pool->nodes()));
+}
+
 Matrix matrix(int format, int64_t n, int64_t k, int64_t group, uintptr_t quants, uintptr_t scales, uintptr_t zeros) {
     Matrix w;
     w.format = static_cast<Format>(format);
@@ -64,22 +72,38 @@ PYBIND11_MODULE(_native, m) {
     py::class_<Matrix>(m, "Matrix")
         .def(py::init(&matrix), py::arg("format"), py::arg("n"), py::arg("k"), py::arg("group"), py::arg("quants"),
              py::arg("scales"), py::arg("zeros"));
-    m.def("pack_rows", [](const Matrix& w, int64_t first, int64_t count, uintptr_t rows) {
+    py::class_<SplitMatrix>(m, "SplitMatrix").def(py::init<std::vector<Matrix>>());
+    m.def("pack_rows", [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count,
+                          uintptr_t rows) {
         py::gil_scoped_release release;
         Context context{*engine.pool, *engine.kernels};
-        pack_rows(context, w, first, count, at<const float>(rows));
+        pack_rows(context, w, {index, first, step}, count, at<const float>(rows));
     });
-    m.def("unpack_rows", [](const Matrix& w, int64_t first, int64_t count, uintptr_t rows) {
+    m.def("unpack_rows", [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count,
+                            uintptr_t rows) {
         py::gil_scoped_release release;
         Context context{*engine.pool, *engine.kernels};
-        unpack_rows(context, w, first, count, at<float>(rows));
+        unpack_rows(context, w, {index, first, step}, count, at<float>(rows));
     });
 
+    py::class_<Node>(m, "Node").def_readonly("memory", &Node::memory).def_readonly("cores", &Node::cores);
+    py::class_<Team>(m, "Team")
+        .def(py::init<int, int, std::vector<int>>(), py::arg("memory"), py::arg("threads"), py::arg("cpus"))
+        .def_readonly("memory", &Team::memory)
+        .def_readonly("threads", &Team::threads)
+        .def_readonly("cpus", &Team::cpus);
+    m.def("allowed_cpus", &allowed_cpus);
+    m.def("read_nodes", &read_nodes);
+    m.def("share", &share);
+    m.def("plan", &plan);
+
     m.def("instruction_sets", &usable_sets);
-    m.def("start", [](int threads, const std::string& instruction_set, const std::vector<int>& cpus) {
+    m.def("teams", [] { return engine.teams; });
+    m.def("start", [](const std::vector<Team>& teams, const std::string& instruction_set) {
         const Kernels& kernels = choose_kernels(instruction_set);
         engine.pool.reset();
-        engine.pool = std::make_unique<Pool>(threads, cpus);
+        engine.pool = std::make_unique<Pool>(teams);
+        engine.teams = teams;
         engine.kernels = &kernels;
         return std::string(kernels.name);
     });
@@ -97,9 +121,22 @@ PYBIND11_MODULE(_native, m) {
 
     m.def("host", [](const py::function& function) { submit(HostNode{function}); });
 
+    // Where each team's part of `count` rows, blocks or groups of them begins; the end of the last one too.
+    m.def("split", [](int count) {
+        std::vector<int> firsts;
+        for (int n = 0; n <= engine.pool->nodes(); n++) firsts.push_back(engine.pool->first(count, n));
+        return firsts;
+    });
     py::class_<Buffer>(m, "Buffer", py::buffer_protocol())
-        .def(py::init<int64_t>())
+        .def(py::init([](int64_t bytes, int team) {
+            const int memory = engine.teams.at(team).memory;
+            auto buffer = std::make_unique<Buffer>(bytes, memory);
+            if (memory >= 0 && !buffer->bound()) buffer->touch(*engine.pool, team);
+            return buffer;
+        }))
+        .def("__len__", &Buffer::size)
         .def_property_readonly("address", &Buffer::address)
+        .def_property_readonly("bound", &Buffer::bound)
         .def_buffer([](Buffer& b) { return py::buffer_info(at<uint8_t>(b.address()), b.size()); });
     py::class_<ReadProbe>(m, "ReadProbe")
         .def(py::init([](int64_t bytes) {
@@ -167,16 +204,16 @@ PYBIND11_MODULE(_native, m) {
     });
     m.attr("most_width") = kMostWidth;
     m.def("linear_scratch", [](int64_t tokens, int64_t k) { return Scratch::bytes(tokens, k); });
-    m.def("linear", [](const Matrix& w, uintptr_t x, uintptr_t bias, uintptr_t out, uintptr_t scratch, int64_t tokens,
-                       int64_t n) {
-        submit(Linear{w, at<const float>(x), at<const float>(bias), at<float>(out), Scratch{at<uint8_t>(scratch)},
-                      tokens, n});
+    m.def("linear", [](const SplitMatrix& w, uintptr_t x, uintptr_t bias, uintptr_t out, uintptr_t scratch,
+                       int64_t tokens, int64_t n) {
+        submit(Linear{fitting(w), at<const float>(x), at<const float>(bias), at<float>(out),
+                      Scratch{at<uint8_t>(scratch)}, tokens, n});
     });
     m.def("moe_scratch", &Moe::scratch_bytes);
-    m.def("moe", [](const Matrix& w13, const Matrix& w2, uintptr_t x, uintptr_t weights, uintptr_t ids, uintptr_t out,
-                    uintptr_t scratch, int64_t tokens, int64_t k, int64_t experts, int64_t first_expert,
-                    int64_t hidden, int64_t inner) {
-        submit(Moe{w13, w2, at<const float>(x), at<const float>(weights), at<const int64_t>(ids), at<float>(out),
-                   at<uint8_t>(scratch), tokens, k, experts, first_expert, hidden, inner});
+    m.def("moe", [](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t x, uintptr_t weights, uintptr_t ids,
+                    uintptr_t out, uintptr_t scratch, int64_t tokens, int64_t k, int64_t experts,
+                    int64_t first_expert, int64_t hidden, int64_t inner) {
+        submit(Moe{fitting(w13), fitting(w2), at<const float>(x), at<const float>(weights), at<const int64_t>(ids),
+                   at<float>(out), at<uint8_t>(scratch), tokens, k, experts, first_expert, hidden, inner});
     });
 }

@@ -114,7 +114,7 @@ struct Argmax {
 };
 
 struct Linear {
-    Matrix w;
+    SplitMatrix w;
     const float* x;     // (T, k)
     const float* bias;  // (n), or null
     float* out;         // (T, n), n the true number of rows
@@ -130,7 +130,9 @@ struct Linear {
 // (2) for each 16 rows of the output: the products of all experts, weighted, added in order of expert, so the result does
 // not depend on how tasks fall on threads.
 struct Moe {
-    Matrix w13, w2;  // of one expert: (2 * inner, hidden) and (hidden, inner), inner padded to a multiple of 32
+    // Of the first expert: (2 * inner, hidden) and (hidden, inner), inner padded to a multiple of 32. Parts of w13 are
+    // multiples of 64 rows, so that the 32 values of h that become one activation block are made on one node.
+    SplitMatrix w13, w2;
     const float* x;
     const float* weights;  // (T, k)
     const int64_t* ids;    // (T, k)

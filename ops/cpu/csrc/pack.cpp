@@ -102,51 +102,58 @@ void unpack_quantised(const Matrix& w, const Place& from, int64_t k, float* to) 
     }
 }
 
-// f(first, end) for the rows first .. end - 1 of `count` that fall into one row block, shared over the pool.
+// f(the part they are in, the first one's row there, first, end) for the rows first .. end - 1 of `count` that fall
+// into one row block, shared over the pool.
 template <class F>
-void for_blocks(Context& context, int64_t first, int64_t count, F&& f) {
-    const int64_t begin = first / kRows, end = (first + count + kRows - 1) / kRows;
-    context.pool.each(static_cast<int>(count ? end - begin : 0), [&](int task, int) {
-        const int64_t row = (begin + task) * kRows;
-        f(std::max(row, first), std::min(row + kRows, first + count));
+void for_blocks(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, F&& f) {
+    const int64_t skipped = where.first % kRows;  // rows of the first block that stay as they are
+    const int64_t tasks = count ? (skipped + count + kRows - 1) / kRows : 0;
+    context.pool.each(static_cast<int>(tasks), [&](int task, int) {
+        const int64_t block = where.first / kRows + task * where.step;
+        size_t node = 0;
+        while (block >= w.first[node + 1]) node++;
+        const int64_t first = std::max<int64_t>(0, task * kRows - skipped);
+        const int64_t end = std::min(count, (task + 1) * kRows - skipped);
+        const int64_t lane = first + skipped - task * kRows;
+        f(w.parts[node].at(where.index), (block - w.first[node]) * kRows + lane, first, end);
     });
 }
 
 }  // namespace
 
-void pack_rows(Context& context, const Matrix& w, int64_t first, int64_t count, const float* from) {
-    const int64_t k = w.k;
-    for_blocks(context, first, count, [&](int64_t row, int64_t end) {
+void pack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, const float* from) {
+    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
+        const int64_t k = w.k;
         if (w.quantised()) {  // group by group, so that the lines the rows share stay in the first cache
             for (int64_t start = 0; start < k; start += w.group)
-                for (int64_t r = row; r < end; r++) pack_group(w, place_of(w, r), start, from + (r - first) * k);
+                for (int64_t i = first; i < end; i++)
+                    pack_group(w, place_of(w, row + i - first), start, from + i * k);
             return;
         }
         with_type(static_cast<Type>(w.format), [&](auto example) {
             using T = decltype(example);
-            for (int64_t r = row; r < end; r++) {
-                const Place to = place_of(w, r);
+            for (int64_t i = first; i < end; i++) {
+                const Place to = place_of(w, row + i - first);
                 T* column = reinterpret_cast<T*>(to.quants) + to.lane;
-                for (int64_t c = 0; c < k; c++) column[c * kRows] = narrow<T>(from[(r - first) * k + c]);
+                for (int64_t c = 0; c < k; c++) column[c * kRows] = narrow<T>(from[i * k + c]);
             }
         });
     });
 }
 
-void unpack_rows(Context& context, const Matrix& w, int64_t first, int64_t count, float* to) {
-    const int64_t k = w.k;
-    for_blocks(context, first, count, [&](int64_t row, int64_t end) {
-        for (int64_t r = row; r < end; r++) {
-            const Place from = place_of(w, r);
-            float* out = to + (r - first) * k;
+void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, float* to) {
+    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; i++) {
+            const Place from = place_of(w, row + i - first);
+            float* out = to + i * w.k;
             if (w.quantised()) {
-                unpack_quantised(w, from, k, out);
+                unpack_quantised(w, from, w.k, out);
                 continue;
             }
             with_type(static_cast<Type>(w.format), [&](auto example) {
                 using T = decltype(example);
                 const T* column = reinterpret_cast<const T*>(from.quants) + from.lane;
-                for (int64_t c = 0; c < k; c++) out[c] = widen(column[c * kRows]);
+                for (int64_t c = 0; c < w.k; c++) out[c] = widen(column[c * kRows]);
             });
         }
     });

@@ -31,23 +31,30 @@ void futex_wake(std::atomic<T>& word) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void pin(int cpu) {
+void pin(const std::vector<int>& cpus) {
     cpu_set_t set;
     CPU_ZERO(&set);
-    CPU_SET(cpu, &set);
+    for (const int cpu : cpus) CPU_SET(cpu, &set);
     pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a refusal costs speed, not correctness
 }
 
 }  // namespace
 
-Pool::Pool(int threads, const std::vector<int>& cpus) : threads_(threads) {
-    for (int i = 1; i < threads; i++) {
-        const int cpu = i < static_cast<int>(cpus.size()) ? cpus[i] : -1;
-        workers_.emplace_back([this, i, cpu] {
-            if (cpu >= 0) pin(cpu);
-            work(i);
-        });
+Pool::Pool(const std::vector<Team>& teams) : nodes_(teams.size()) {
+    for (size_t n = 0; n < teams.size(); n++) {
+        nodes_[n].threads_before = threads_;
+        threads_ += teams[n].threads;
     }
+    for (int n = 0, thread = 0; n < nodes(); n++)
+        for (int i = 0; i < teams[n].threads; i++, thread++) {
+            if (thread == 0) continue;  // the caller
+            workers_.emplace_back([this, n, thread, cpus = teams[n].cpus] {
+                if (!cpus.empty()) pin(cpus);
+                work(n, thread);
+            });
+        }
+    caller_pinned_ = !teams[0].cpus.empty() && sched_getaffinity(0, sizeof caller_cpus_, &caller_cpus_) == 0;
+    if (caller_pinned_) pin(teams[0].cpus);
 }
 
 Pool::~Pool() {
@@ -55,21 +62,24 @@ Pool::~Pool() {
     epoch_.fetch_add(1, std::memory_order_release);
     futex_wake(epoch_);
     for (auto& worker : workers_) worker.join();
+    if (caller_pinned_) sched_setaffinity(0, sizeof caller_cpus_, &caller_cpus_);
 }
 
-void Pool::run(int count, Task task, void* context) {
-    if (threads_ == 1 || count <= 1) {
-        for (int i = 0; i < count; i++) task(context, i, 0);
+void Pool::run(Task task, void* context) {
+    int count = 0;
+    for (const NodeTasks& node : nodes_) count += node.count;
+    if (threads_ == 1 || (count <= 1 && nodes_[0].count == count)) {
+        for (int i = 0; i < count; i++) task(context, 0, i, 0);
         return;
     }
-    task_ = task, context_ = context, count_ = count;
-    next_.store(0, std::memory_order_relaxed);
+    task_ = task, context_ = context;
+    for (NodeTasks& node : nodes_) node.next.store(0, std::memory_order_relaxed);
     running_.store(threads_ - 1, std::memory_order_relaxed);
     // Sequentially consistent with a worker's `sleepers_` increment and its second look at `epoch_`: either that
     // look sees the new epoch, or this load sees the sleeper.
     epoch_.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake(epoch_);
-    drain(0);
+    drain(0, 0);
     for (int spin = 0; running_.load(std::memory_order_acquire) != 0;) {
         if (++spin < kSpins) {
             pause();
@@ -81,11 +91,13 @@ void Pool::run(int count, Task task, void* context) {
     }
 }
 
-void Pool::drain(int thread) {
-    for (int i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) task_(context_, i, thread);
+void Pool::drain(int node, int thread) {
+    std::atomic<int>& next = nodes_[node].next;
+    const int count = nodes_[node].count;  // read once: the line is the one that every thread of the node counts up
+    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task_(context_, node, i, thread);
 }
 
-void Pool::work(int thread) {
+void Pool::work(int node, int thread) {
     uint32_t seen = 0;
     for (;;) {
         for (int spin = 0; epoch_.load(std::memory_order_acquire) == seen;) {
@@ -99,7 +111,7 @@ void Pool::work(int thread) {
         }
         seen++;
         if (stop_) return;
-        drain(thread);
+        drain(node, thread);
         if (running_.fetch_sub(1, std::memory_order_seq_cst) == 1 && caller_asleep_.load(std::memory_order_seq_cst))
             futex_wake(running_);
     }

@@ -49,23 +49,27 @@ Rows Scratch::split(const float* x, int64_t rows, int64_t k) const {
 }
 
 void Linear::run(Context& context) const {
-    const Rows rows = scratch.split(x, tokens, w.k);
-    if (w.quantised()) quantise_rows(context, x, tokens, w.k, rows);
-    const Product product = context.kernels.product[static_cast<int>(w.format)];
-    const int blocks = w.n / kRows;
-    const int per_task = std::clamp(blocks / (context.pool.threads() * 8), 1, 4);
-    context.pool.each((blocks + per_task - 1) / per_task, [&](int task, int) {
+    const int64_t k = w.like().k;
+    const Rows rows = scratch.split(x, tokens, k);
+    if (w.like().quantised()) quantise_rows(context, x, tokens, k, rows);
+    const Product product = context.kernels.product[static_cast<int>(w.like().format)];
+    const int per_task = std::clamp(w.blocks() / (context.pool.threads() * 8), 1, 4);
+    const auto tasks = [&](int node) { return (w.blocks(node) + per_task - 1) / per_task; };
+    context.pool.on_nodes(tasks, [&](int node, int task, int) {
+        const Matrix& part = w.parts[node];
+        const int last_block = std::min(w.blocks(node), (task + 1) * per_task);
         float y[kTile * kRows];
         for (int64_t start = 0; start < tokens; start += kTile) {
             const int count = static_cast<int>(std::min<int64_t>(kTile, tokens - start));
             Rows tile = rows;
-            tile.x = x + start * w.k;
-            tile.q = rows.q + start * w.k;
-            tile.scale = rows.scale + start * (w.k / kBlock);
-            tile.sum = rows.sum + start * (w.k / kBlock);
-            for (int block = task * per_task; block < std::min(blocks, (task + 1) * per_task); block++) {
-                product(w, block, tile, nullptr, count, y, kRows);
-                const int64_t first = static_cast<int64_t>(block) * kRows, width = std::min<int64_t>(kRows, n - first);
+            tile.x = x + start * k;
+            tile.q = rows.q + start * k;
+            tile.scale = rows.scale + start * (k / kBlock);
+            tile.sum = rows.sum + start * (k / kBlock);
+            for (int block = task * per_task; block < last_block; block++) {
+                product(part, block, tile, nullptr, count, y, kRows);
+                const int64_t first = static_cast<int64_t>(w.first[node] + block) * kRows;
+                const int64_t width = std::min<int64_t>(kRows, n - first);
                 for (int t = 0; t < count; t++)
                     for (int64_t r = 0; r < width; r++)
                         out[(start + t) * n + first + r] = y[t * kRows + r] + (bias ? bias[first + r] : 0.0f);
@@ -114,22 +118,18 @@ void Moe::run(Context& context) const {
 
     const Rows xs = x_scratch.split(x, tokens, hidden);
     const Rows hs = h_scratch.split(h, assignments, inner);
-    if (w13.quantised()) quantise_rows(context, x, tokens, hidden, xs);
-    const Product up_product = context.kernels.product[static_cast<int>(w13.format)];
-    const Product down_product = context.kernels.product[static_cast<int>(w2.format)];
-    const auto expert_matrix = [](const Matrix& all, int64_t e) {
-        Matrix one = all;
-        one.quants += e * (all.n / kRows) * all.quant_stride();
-        if (all.scales) one.scales += e * (all.n / kRows) * all.scale_count();
-        if (all.zeros) one.zeros += e * (all.n / kRows) * all.scale_count();
-        return one;
-    };
+    if (w13.like().quantised()) quantise_rows(context, x, tokens, hidden, xs);
+    const Product up_product = context.kernels.product[static_cast<int>(w13.like().format)];
+    const Product down_product = context.kernels.product[static_cast<int>(w2.like().format)];
 
+    constexpr int kGroup = 4;  // blocks: gate, up, gate, up: one stream, which makes 32 values of h
     const int groups = static_cast<int>(inner / kBlock);
-    context.pool.each(hits * groups, [&](int task, int) {
-        const int64_t e = hit[task / groups];
-        const int g = task % groups, block = g * 4;  // gate, up, gate, up: one stream
-        const Matrix w = expert_matrix(w13, e);
+    const auto up_tasks = [&](int node) { return hits * (w13.blocks(node) / kGroup); };
+    context.pool.on_nodes(up_tasks, [&](int node, int task, int) {
+        const int here = w13.blocks(node) / kGroup, block = task % here * kGroup;
+        const int64_t e = hit[task / here];
+        const int64_t g = (w13.first[node] + block) / kGroup;
+        const Matrix w = w13.parts[node].at(e);
         float gate[kTile * kBlock], up[kTile * kBlock];
         for (int start = start_of[e]; start < start_of[e + 1]; start += kTile) {
             const int count = std::min(kTile, start_of[e + 1] - start);
@@ -141,7 +141,7 @@ void Moe::run(Context& context) const {
                 const int64_t row = start + t;
                 float* to = h + row * inner + g * kBlock;
                 silu_mul(gate + t * kBlock, up + t * kBlock, to, kBlock);
-                if (w2.quantised())
+                if (w2.like().quantised())
                     context.kernels.quantise(to, 1, const_cast<int8_t*>(hs.q) + row * inner + g * kBlock,
                                              const_cast<float*>(hs.scale) + row * groups + g,
                                              const_cast<int32_t*>(hs.sum) + row * groups + g);
@@ -149,17 +149,20 @@ void Moe::run(Context& context) const {
         }
     });
 
-    const int blocks = w2.n / kRows, per_task = std::clamp(blocks / (context.pool.threads() * 12), 1, 4);
-    context.pool.each((blocks + per_task - 1) / per_task, [&](int task, int) {
-        const int first_block = task * per_task, last_block = std::min(blocks, first_block + per_task);
-        const int64_t first = static_cast<int64_t>(first_block) * kRows;
-        const int64_t width = std::min<int64_t>(static_cast<int64_t>(last_block) * kRows, hidden) - first;
+    const int per_task = std::clamp(w2.blocks() / (context.pool.threads() * 12), 1, 4);
+    const auto down_tasks = [&](int node) { return (w2.blocks(node) + per_task - 1) / per_task; };
+    context.pool.on_nodes(down_tasks, [&](int node, int task, int) {
+        const Matrix& part = w2.parts[node];
+        const int first_block = task * per_task, last_block = std::min(w2.blocks(node), first_block + per_task);
+        const int64_t first = static_cast<int64_t>(w2.first[node] + first_block) * kRows;
+        const int64_t end = std::min<int64_t>(static_cast<int64_t>(w2.first[node] + last_block) * kRows, hidden);
+        const int64_t width = end - first;
         for (int64_t t = 0; t < tokens; t++) std::memset(out + t * hidden + first, 0, width * sizeof(float));
         float y[kTile * kRows];
         for (int i = 0; i < hits; i++) {
             const int64_t e = hit[i];
-            const Matrix w = expert_matrix(w2, e);
-            if (i + 1 < hits) prefetch_block(expert_matrix(w2, hit[i + 1]), first_block);
+            const Matrix w = part.at(e);
+            if (i + 1 < hits) prefetch_block(part.at(hit[i + 1]), first_block);
             for (int start = start_of[e]; start < start_of[e + 1]; start += kTile) {
                 const int count = std::min(kTile, start_of[e + 1] - start);
                 Rows rows;
@@ -169,7 +172,7 @@ void Moe::run(Context& context) const {
                 rows.sum = hs.sum + static_cast<int64_t>(start) * groups;
                 for (int block = first_block; block < last_block; block++) {
                     down_product(w, block, rows, nullptr, count, y, kRows);
-                    const int64_t column = static_cast<int64_t>(block) * kRows;
+                    const int64_t column = static_cast<int64_t>(w2.first[node] + block) * kRows;
                     const int64_t kept = std::min<int64_t>(kRows, hidden - column);
                     for (int t = 0; t < count; t++) {
                         float* to = out + token_of[start + t] * hidden + column;

@@ -6,8 +6,9 @@
 
 #include "ops.h"
 
-// The compiler makes one version of such a function for each set and the loader picks, once.
-#if defined(__x86_64__)
+// The compiler makes one version of such a function for each set and the loader picks, once; ThreadSanitizer's code
+// cannot run that early.
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define CLONES
