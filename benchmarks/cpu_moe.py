@@ -2,12 +2,12 @@
 
     .venv/bin/python -m benchmarks.cpu_moe [--threads 2] [--json FILE] [--plot FILE]
 
-Shape: hidden 2048, intermediate 768, top-8 of 128 experts, together larger than the caches. Each call has other tokens
-and so other experts. Weight GB/s counts each expert that is hit once a call. Limits: see machine.py.
+Shape: hidden 2048, intermediate 768, top-8 of 128 experts, together larger than the caches. Calls are captured and
+replayed, as in decode: one after another, each with other tokens and so other experts. Weight GB/s counts each expert
+that is hit once a call. Limits: see machine.py.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -54,14 +54,14 @@ def measure(format: str, limits: Limits) -> Iterator[Row]:
             ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)])
             inputs.append((torch.randn(tokens, HIDDEN), torch.full((tokens, TOP_K), 1 / TOP_K), ids))
         hit = sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
-        turn = iter(range(1 << 62))
-
-        def once(inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = inputs, turn: Any = turn) -> None:
-            x, weights, ids = inputs[next(turn) % len(inputs)]
-            cpu.moe(x, weights, ids, experts, 0)
-
-        seconds = alternate({"moe": once, "read": limits.read, "multiply": limits.multiply}, seconds=2.0)
-        ms, read, peak = seconds["moe"] * 1e3, limits.read_gbps(seconds["read"]), limits.int8_gmacs(seconds["multiply"])
+        tape = engine.Tape()
+        with tape.capture():
+            for x, weights, ids in inputs:
+                cpu.moe(x, weights, ids, experts, 0)
+        runs = {"tape": tape.replay, "read": limits.read, "multiply": limits.multiply}
+        seconds = alternate(runs, seconds=2.0)
+        ms = seconds["tape"] / len(inputs) * 1e3
+        read, peak = limits.read_gbps(seconds["read"]), limits.int8_gmacs(seconds["multiply"])
         gbps, gmacs = hit * bytes_each / ms / 1e6, 3 * tokens * TOP_K * HIDDEN * INNER / ms / 1e6
         yield dict(
             format=format, tokens=tokens, ms=ms, weight_gbps=gbps, read_gbps=read, read_fraction=gbps / read,

@@ -51,10 +51,11 @@ void run() {
     Pool pool(teams);
     std::vector<int> here(4 * kNodes, -1);
     pool.on_nodes([](int) { return 4; },
-                  [&](int n, int i, int) {
-                      usleep(20000);  // long enough for every thread to get one
+                  [&](int n, int begin, int end, int) {
+                      usleep(20000);  // long enough for every thread to get a chunk
                       unsigned cpu, node;
-                      if (syscall(SYS_getcpu, &cpu, &node, nullptr) == 0) here[4 * n + i] = static_cast<int>(node);
+                      if (syscall(SYS_getcpu, &cpu, &node, nullptr) == 0)
+                          std::fill(&here[4 * n + begin], &here[4 * n] + end, static_cast<int>(node));
                   });
     for (int n = 0; n < kNodes; n++) {
         bool ok = true;

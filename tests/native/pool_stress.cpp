@@ -29,7 +29,9 @@ int main() {
         for (int round = 0; round < 300; round++) {
             std::vector<int> by(5 * pool.nodes(), -1);
             pool.on_nodes([&](int n) { return (round + n) % 6; },
-                          [&](int n, int i, int thread) { by[5 * n + i] = thread; });
+                          [&](int n, int begin, int end, int thread) {
+                              for (int i = begin; i < end; i++) by[5 * n + i] = thread;
+                          });
             for (int n = 0; n < pool.nodes(); n++)
                 for (int i = 0; i < 5; i++) {
                     const bool mine = by[5 * n + i] >= pool.first(pool.threads(), n) &&

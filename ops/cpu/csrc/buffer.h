@@ -40,9 +40,9 @@ public:
         constexpr int64_t kPage = 4096;
         const int64_t bytes = bytes_ - kHuge;  // from address() on
         pool.on_nodes([&](int n) { return n == node ? static_cast<int>((bytes + kHuge - 1) / kHuge) : 0; },
-                      [&](int, int task, int) {
+                      [&](int, int begin, int end, int) {
                           auto* at = reinterpret_cast<volatile char*>(address());
-                          for (int64_t i = task * kHuge; i < std::min(bytes, (task + 1) * kHuge); i += kPage) at[i] = 0;
+                          for (int64_t i = begin * kHuge; i < std::min(bytes, end * kHuge); i += kPage) at[i] = 0;
                       });
     }
 

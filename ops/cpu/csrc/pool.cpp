@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 
 namespace umbra {
@@ -43,6 +44,7 @@ void pin(const std::vector<int>& cpus) {
 Pool::Pool(const std::vector<Team>& teams) : nodes_(teams.size()) {
     for (size_t n = 0; n < teams.size(); n++) {
         nodes_[n].threads_before = threads_;
+        nodes_[n].threads = teams[n].threads;
         threads_ += teams[n].threads;
     }
     for (int n = 0, thread = 0; n < nodes(); n++)
@@ -69,7 +71,7 @@ void Pool::run(Task task, void* context) {
     int count = 0;
     for (const NodeTasks& node : nodes_) count += node.count;
     if (threads_ == 1 || (count <= 1 && nodes_[0].count == count)) {
-        for (int i = 0; i < count; i++) task(context, 0, i, 0);
+        if (count) task(context, 0, 0, count, 0);
         return;
     }
     task_ = task, context_ = context;
@@ -93,8 +95,17 @@ void Pool::run(Task task, void* context) {
 
 void Pool::drain(int node, int thread) {
     std::atomic<int>& next = nodes_[node].next;
-    const int count = nodes_[node].count;  // read once: the line is the one that every thread of the node counts up
-    for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task_(context_, node, i, thread);
+    // Read once: the line is the one that every thread of the node counts up.
+    const int count = nodes_[node].count, threads = nodes_[node].threads;
+    int begin = 0, dealt = 0;  // tasks and chunks before this round's
+    for (;;) {
+        const int chunk = next.fetch_add(1, std::memory_order_relaxed);
+        const auto size = [&] { return threads == 1 ? count : std::max(1, (count - begin) / (2 * threads)); };
+        for (; chunk >= dealt + threads; dealt += threads) begin += threads * size();
+        const int first = begin + (chunk - dealt) * size();
+        if (first >= count) return;
+        task_(context_, node, first, std::min(count, first + size()), thread);
+    }
 }
 
 void Pool::work(int node, int thread) {

@@ -1,6 +1,10 @@
 // A pool of threads that runs one job at a time. Threads belong to NUMA nodes and so do tasks: a job has a range of
-// tasks for each node, handed out one by one to whichever thread of that node is free. No thread takes another node's
+// tasks for each node, handed out in chunks to whichever thread of that node is free. No thread takes another node's
 // task, which would read that node's weights over the interconnect.
+//
+// Chunks. Of what is left, half is dealt out in one chunk to each thread, then half of the rest, down to single tasks:
+// neighbouring tasks read neighbouring memory, and long streams run at the speed of memory where short ones do not, while
+// the small chunks at the end make up for threads that fell behind.
 //
 // Ordering. The caller writes the job (function, context, counts) and then publishes it by a release increment of
 // `epoch_`; a worker that sees the new epoch by an acquire load sees the job. Workers report with a release decrement
@@ -24,7 +28,7 @@ namespace umbra {
 
 class Pool {
 public:
-    using Task = void (*)(void* context, int node, int task, int thread);
+    using Task = void (*)(void* context, int node, int begin, int end, int thread);
 
     // The calling thread is thread 0, in the first team. It is the one that must call the functions below and, where
     // that team names CPUs, it stays on them as long as the pool lives.
@@ -44,24 +48,30 @@ public:
         return static_cast<int>((count * before + threads_ - 1) / threads_);
     }
 
-    // f(node, task, thread) for tasks 0 .. count(node) - 1 of every node; returns when all are done. Not reentrant.
+    // f(node, begin, end, thread) for chunks of tasks that together are 0 .. count(node) - 1, of every node; returns when
+    // all are done. Not reentrant.
     template <class Count, class F>
     void on_nodes(Count&& count, F&& f) {
         for (int n = 0; n < nodes(); n++) nodes_[n].count = count(n);
-        run([](void* context, int node, int task, int thread) { (*static_cast<F*>(context))(node, task, thread); }, &f);
+        run([](void* context, int node, int begin, int end,
+               int thread) { (*static_cast<F*>(context))(node, begin, end, thread); },
+            &f);
     }
 
     // f(task, thread) for tasks 0 .. count - 1, wherever their memory is.
     template <class F>
     void each(int count, F&& f) {
         on_nodes([&](int n) { return first(count, n + 1) - first(count, n); },
-                 [&](int n, int i, int thread) { f(first(count, n) + i, thread); });
+                 [&](int n, int begin, int end, int thread) {
+                     for (int i = begin; i < end; i++) f(first(count, n) + i, thread);
+                 });
     }
 
 private:
     struct alignas(64) NodeTasks {
         std::atomic<int> next{0};
         int count = 0;
+        int threads = 0;
         int threads_before = 0;  // of the nodes before this one
     };
 

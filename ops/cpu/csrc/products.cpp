@@ -11,7 +11,8 @@ void silu_mul(const float* gate, const float* up, float* out, int64_t width);  /
 
 namespace {
 
-constexpr int kTile = 64;  // activation rows that meet a task's weights while both are in the second cache
+constexpr int kTile = 64;  // activation rows that meet the same weights while both are in the second cache
+constexpr int kNear = 4;   // row blocks of such weights
 
 // Quantise rows 0 .. count - 1 into `to`, shared over the pool where there are many.
 void quantise_rows(Context& context, const float* x, int64_t count, int64_t k, const Rows& to) {
@@ -25,6 +26,16 @@ void quantise_rows(Context& context, const float* x, int64_t count, int64_t k, c
     } else {
         context.pool.each(static_cast<int>(count), [&](int i, int) { one(i); });
     }
+}
+
+// f(first block, last block, first row, rows) for all blocks begin .. end - 1 and `rows` activation rows, tile by tile:
+// many rows meet kNear blocks at a time, which then stay in the second cache; few take the blocks as one stream.
+template <class F>
+void for_tiles(int begin, int end, int64_t rows, F&& f) {
+    const int near = rows > kTile ? kNear : end - begin;
+    for (int block = begin; block < end; block += near)
+        for (int64_t start = 0; start < rows; start += kTile)
+            f(block, std::min(end, block + near), start, static_cast<int>(std::min<int64_t>(kTile, rows - start)));
 }
 
 // Ask for the first lines of a row block that will be read next: kernels prefetch within a block only, and the first
@@ -53,20 +64,16 @@ void Linear::run(Context& context) const {
     const Rows rows = scratch.split(x, tokens, k);
     if (w.like().quantised()) quantise_rows(context, x, tokens, k, rows);
     const Product product = context.kernels.product[static_cast<int>(w.like().format)];
-    const int per_task = std::clamp(w.blocks() / (context.pool.threads() * 8), 1, 4);
-    const auto tasks = [&](int node) { return (w.blocks(node) + per_task - 1) / per_task; };
-    context.pool.on_nodes(tasks, [&](int node, int task, int) {
+    context.pool.on_nodes([&](int node) { return w.blocks(node); }, [&](int node, int begin, int end, int) {
         const Matrix& part = w.parts[node];
-        const int last_block = std::min(w.blocks(node), (task + 1) * per_task);
         float y[kTile * kRows];
-        for (int64_t start = 0; start < tokens; start += kTile) {
-            const int count = static_cast<int>(std::min<int64_t>(kTile, tokens - start));
+        for_tiles(begin, end, tokens, [&](int first_block, int last_block, int64_t start, int count) {
             Rows tile = rows;
             tile.x = x + start * k;
             tile.q = rows.q + start * k;
             tile.scale = rows.scale + start * (k / kBlock);
             tile.sum = rows.sum + start * (k / kBlock);
-            for (int block = task * per_task; block < last_block; block++) {
+            for (int block = first_block; block < last_block; block++) {
                 product(part, block, tile, nullptr, count, y, kRows);
                 const int64_t first = static_cast<int64_t>(w.first[node] + block) * kRows;
                 const int64_t width = std::min<int64_t>(kRows, n - first);
@@ -74,9 +81,138 @@ void Linear::run(Context& context) const {
                     for (int64_t r = 0; r < width; r++)
                         out[(start + t) * n + first + r] = y[t * kRows + r] + (bias ? bias[first + r] : 0.0f);
             }
-        }
+        });
     });
 }
+
+namespace {
+
+// One run of a Moe: its scratch memory, its assignments (token, expert, weight) in order of expert, its two phases.
+class MoeRun {
+public:
+    MoeRun(const Moe& moe, Context& context)
+        : m_(moe), context_(context), groups_(moe.inner / kBlock) {
+        // Scratch: quantised x | quantised h | h | token of each assignment | weight | start of each expert | experts hit
+        const int64_t assignments = m_.tokens * m_.k;
+        const Scratch x_scratch{m_.scratch}, h_scratch{m_.scratch + Scratch::bytes(m_.tokens, m_.hidden)};
+        h_ = reinterpret_cast<float*>(aligned(h_scratch.memory + Scratch::bytes(assignments, m_.inner)));
+        token_of_ = reinterpret_cast<int32_t*>(h_ + assignments * m_.inner);
+        weight_of_ = reinterpret_cast<float*>(token_of_ + assignments);
+        start_of_ = reinterpret_cast<int32_t*>(weight_of_ + assignments);
+        hit_ = start_of_ + m_.experts + 1;
+        xs_ = x_scratch.split(m_.x, m_.tokens, m_.hidden);
+        hs_ = h_scratch.split(h_, assignments, m_.inner);
+        sort(assignments);
+    }
+
+    void run() {
+        if (m_.w13.like().quantised()) quantise_rows(context_, m_.x, m_.tokens, m_.hidden, xs_);
+        const auto groups = [&](int node) { return hits_ * (m_.w13.blocks(node) / kGroup); };
+        context_.pool.on_nodes(groups, [&](int node, int begin, int end, int) { up(node, begin, end); });
+        const auto blocks = [&](int node) { return m_.w2.blocks(node); };
+        context_.pool.on_nodes(blocks, [&](int node, int begin, int end, int) {
+            const int near = m_.tokens > kTile ? kNear : end - begin;  // as in for_tiles
+            for (int block = begin; block < end; block += near) down(node, block, std::min(end, block + near));
+        });
+    }
+
+private:
+    static constexpr int kGroup = 4;  // blocks of w13: gate, up, gate, up: one stream, which makes 32 values of h
+
+    // By expert, stably, so that a token's experts are added in order of expert.
+    void sort(int64_t assignments) {
+        std::fill(start_of_, start_of_ + m_.experts + 1, 0);
+        const auto here = [&](int64_t a) { return m_.ids[a] - m_.first_expert; };
+        for (int64_t a = 0; a < assignments; a++)
+            if (here(a) >= 0 && here(a) < m_.experts) start_of_[here(a) + 1]++;
+        for (int64_t e = 0; e < m_.experts; e++) {
+            if (start_of_[e + 1]) hit_[hits_++] = static_cast<int32_t>(e);
+            start_of_[e + 1] += start_of_[e];
+        }
+        for (int64_t a = 0; a < assignments; a++) {
+            if (here(a) < 0 || here(a) >= m_.experts) continue;
+            int32_t& next = start_of_[here(a)];
+            token_of_[next] = static_cast<int32_t>(a / m_.k);
+            weight_of_[next++] = m_.weights[a];
+        }
+        for (int64_t e = m_.experts; e > 0; e--) start_of_[e] = start_of_[e - 1];
+        start_of_[0] = 0;
+    }
+
+    // f(first assignment, how many) for those of an expert, tile by tile
+    template <class F>
+    void for_assignments(int64_t e, F&& f) const {
+        for (int start = start_of_[e]; start < start_of_[e + 1]; start += kTile)
+            f(start, std::min(kTile, start_of_[e + 1] - start));
+    }
+
+    // Tasks begin .. end - 1 of a node: each 32 values of h of one expert that was hit.
+    void up(int node, int begin, int end) {
+        const Product product = context_.kernels.product[static_cast<int>(m_.w13.like().format)];
+        const int here = m_.w13.blocks(node) / kGroup;
+        float gate[kTile * kBlock], up[kTile * kBlock];
+        for (int task = begin; task < end; task++) {
+            const int block = task % here * kGroup;
+            const int64_t e = hit_[task / here], g = (m_.w13.first[node] + block) / kGroup;
+            const Matrix w = m_.w13.parts[node].at(e);
+            if (block + kGroup == m_.w13.blocks(node) && task + 1 < end)
+                prefetch_block(m_.w13.parts[node].at(hit_[task / here + 1]), 0);
+            for_assignments(e, [&](int start, int count) {
+                for (int half = 0; half < 2; half++) {
+                    product(w, block + 2 * half, xs_, token_of_ + start, count, gate + half * kRows, kBlock);
+                    product(w, block + 2 * half + 1, xs_, token_of_ + start, count, up + half * kRows, kBlock);
+                }
+                for (int t = 0; t < count; t++) {
+                    const int64_t row = start + t;
+                    float* to = h_ + row * m_.inner + g * kBlock;
+                    silu_mul(gate + t * kBlock, up + t * kBlock, to, kBlock);
+                    if (m_.w2.like().quantised())
+                        context_.kernels.quantise(to, 1, const_cast<int8_t*>(hs_.q) + row * m_.inner + g * kBlock,
+                                                  const_cast<float*>(hs_.scale) + row * groups_ + g,
+                                                  const_cast<int32_t*>(hs_.sum) + row * groups_ + g);
+                }
+            });
+        }
+    }
+
+    // Row blocks begin .. end - 1 of a node's part of the output: all experts' products, weighted and added.
+    void down(int node, int begin, int end) {
+        const Product product = context_.kernels.product[static_cast<int>(m_.w2.like().format)];
+        const Matrix& part = m_.w2.parts[node];
+        const auto column = [&](int block) { return static_cast<int64_t>(m_.w2.first[node] + block) * kRows; };
+        const int64_t first = column(begin), width = std::min(column(end), m_.hidden) - first;
+        for (int64_t t = 0; t < m_.tokens; t++) std::memset(m_.out + t * m_.hidden + first, 0, width * sizeof(float));
+        float y[kTile * kRows];
+        for (int i = 0; i < hits_; i++) {
+            const Matrix w = part.at(hit_[i]);
+            if (i + 1 < hits_) prefetch_block(part.at(hit_[i + 1]), begin);
+            for_assignments(hit_[i], [&](int start, int count) {
+                const Rows rows{h_ + start * m_.inner, hs_.q + start * m_.inner, hs_.scale + start * groups_,
+                                hs_.sum + start * groups_};
+                for (int block = begin; block < end; block++) {
+                    product(w, block, rows, nullptr, count, y, kRows);
+                    const int64_t kept = std::min<int64_t>(kRows, m_.hidden - column(block));
+                    for (int t = 0; t < count; t++) {
+                        float* to = m_.out + token_of_[start + t] * m_.hidden + column(block);
+                        const float weight = weight_of_[start + t];
+                        for (int64_t r = 0; r < kept; r++) to[r] += weight * y[t * kRows + r];
+                    }
+                }
+            });
+        }
+    }
+
+    const Moe& m_;
+    Context& context_;
+    const int64_t groups_;  // blocks of 32 in a row of h
+    float* h_;              // (assignments, inner)
+    int32_t *token_of_, *start_of_, *hit_;
+    float* weight_of_;
+    Rows xs_, hs_;
+    int hits_ = 0;
+};
+
+}  // namespace
 
 int64_t Moe::scratch_bytes(int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner) {
     const int64_t assignments = tokens * k;
@@ -84,105 +220,6 @@ int64_t Moe::scratch_bytes(int64_t tokens, int64_t k, int64_t experts, int64_t h
            assignments * 8 + (2 * experts + 1) * 4 + 256;
 }
 
-void Moe::run(Context& context) const {
-    const int64_t assignments = tokens * k;
-    // Scratch: quantised x | quantised h | h | token of each assignment | its weight | start of each expert | experts hit
-    const Scratch x_scratch{scratch};
-    const Scratch h_scratch{scratch + Scratch::bytes(tokens, hidden)};
-    uint8_t* at = aligned(h_scratch.memory + Scratch::bytes(assignments, inner));
-    float* h = reinterpret_cast<float*>(at);
-    int32_t* token_of = reinterpret_cast<int32_t*>(h + assignments * inner);
-    float* weight_of = reinterpret_cast<float*>(token_of + assignments);
-    int32_t* start_of = reinterpret_cast<int32_t*>(weight_of + assignments);
-    int32_t* hit = start_of + experts + 1;
-
-    // Sort assignments by expert, stably, so that a token's experts are added in order of expert.
-    std::fill(start_of, start_of + experts + 1, 0);
-    for (int64_t a = 0; a < assignments; a++) {
-        const int64_t e = ids[a] - first_expert;
-        if (e >= 0 && e < experts) start_of[e + 1]++;
-    }
-    int hits = 0;
-    for (int64_t e = 0; e < experts; e++) {
-        if (start_of[e + 1]) hit[hits++] = static_cast<int32_t>(e);
-        start_of[e + 1] += start_of[e];
-    }
-    for (int64_t a = 0; a < assignments; a++) {
-        const int64_t e = ids[a] - first_expert;
-        if (e < 0 || e >= experts) continue;
-        token_of[start_of[e]] = static_cast<int32_t>(a / k);
-        weight_of[start_of[e]++] = weights[a];
-    }
-    for (int64_t e = experts; e > 0; e--) start_of[e] = start_of[e - 1];
-    start_of[0] = 0;
-
-    const Rows xs = x_scratch.split(x, tokens, hidden);
-    const Rows hs = h_scratch.split(h, assignments, inner);
-    if (w13.like().quantised()) quantise_rows(context, x, tokens, hidden, xs);
-    const Product up_product = context.kernels.product[static_cast<int>(w13.like().format)];
-    const Product down_product = context.kernels.product[static_cast<int>(w2.like().format)];
-
-    constexpr int kGroup = 4;  // blocks: gate, up, gate, up: one stream, which makes 32 values of h
-    const int groups = static_cast<int>(inner / kBlock);
-    const auto up_tasks = [&](int node) { return hits * (w13.blocks(node) / kGroup); };
-    context.pool.on_nodes(up_tasks, [&](int node, int task, int) {
-        const int here = w13.blocks(node) / kGroup, block = task % here * kGroup;
-        const int64_t e = hit[task / here];
-        const int64_t g = (w13.first[node] + block) / kGroup;
-        const Matrix w = w13.parts[node].at(e);
-        float gate[kTile * kBlock], up[kTile * kBlock];
-        for (int start = start_of[e]; start < start_of[e + 1]; start += kTile) {
-            const int count = std::min(kTile, start_of[e + 1] - start);
-            for (int half = 0; half < 2; half++) {
-                up_product(w, block + 2 * half, xs, token_of + start, count, gate + half * kRows, kBlock);
-                up_product(w, block + 2 * half + 1, xs, token_of + start, count, up + half * kRows, kBlock);
-            }
-            for (int t = 0; t < count; t++) {
-                const int64_t row = start + t;
-                float* to = h + row * inner + g * kBlock;
-                silu_mul(gate + t * kBlock, up + t * kBlock, to, kBlock);
-                if (w2.like().quantised())
-                    context.kernels.quantise(to, 1, const_cast<int8_t*>(hs.q) + row * inner + g * kBlock,
-                                             const_cast<float*>(hs.scale) + row * groups + g,
-                                             const_cast<int32_t*>(hs.sum) + row * groups + g);
-            }
-        }
-    });
-
-    const int per_task = std::clamp(w2.blocks() / (context.pool.threads() * 12), 1, 4);
-    const auto down_tasks = [&](int node) { return (w2.blocks(node) + per_task - 1) / per_task; };
-    context.pool.on_nodes(down_tasks, [&](int node, int task, int) {
-        const Matrix& part = w2.parts[node];
-        const int first_block = task * per_task, last_block = std::min(w2.blocks(node), first_block + per_task);
-        const int64_t first = static_cast<int64_t>(w2.first[node] + first_block) * kRows;
-        const int64_t end = std::min<int64_t>(static_cast<int64_t>(w2.first[node] + last_block) * kRows, hidden);
-        const int64_t width = end - first;
-        for (int64_t t = 0; t < tokens; t++) std::memset(out + t * hidden + first, 0, width * sizeof(float));
-        float y[kTile * kRows];
-        for (int i = 0; i < hits; i++) {
-            const int64_t e = hit[i];
-            const Matrix w = part.at(e);
-            if (i + 1 < hits) prefetch_block(part.at(hit[i + 1]), first_block);
-            for (int start = start_of[e]; start < start_of[e + 1]; start += kTile) {
-                const int count = std::min(kTile, start_of[e + 1] - start);
-                Rows rows;
-                rows.x = h + static_cast<int64_t>(start) * inner;
-                rows.q = hs.q + static_cast<int64_t>(start) * inner;
-                rows.scale = hs.scale + static_cast<int64_t>(start) * groups;
-                rows.sum = hs.sum + static_cast<int64_t>(start) * groups;
-                for (int block = first_block; block < last_block; block++) {
-                    down_product(w, block, rows, nullptr, count, y, kRows);
-                    const int64_t column = static_cast<int64_t>(w2.first[node] + block) * kRows;
-                    const int64_t kept = std::min<int64_t>(kRows, hidden - column);
-                    for (int t = 0; t < count; t++) {
-                        float* to = out + token_of[start + t] * hidden + column;
-                        const float weight = weight_of[start + t];
-                        for (int64_t r = 0; r < kept; r++) to[r] += weight * y[t * kRows + r];
-                    }
-                }
-            }
-        }
-    });
-}
+void Moe::run(Context& context) const { MoeRun(*this, context).run(); }
 
 }  // namespace umbra
