@@ -31,13 +31,11 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
         for (int b = 0; b < blocks; b++) {
             const uint8_t* plane = w.quants + block * w.quant_stride() + b * bytes;
             const size_t at = block * w.scale_count() + static_cast<size_t>(b * kBlock / w.group) * kRows;
-            const int8_t* q = rows.q + row * w.k + b * kBlock;
-            const float scale = rows.scale[row * blocks + b];
-            const int32_t sum = rows.sum[row * blocks + b];
+            const Block& x = rows.blocks[row * blocks + b];
             for (int r = 0; r < kRows; r++) {
-                int32_t dot = -(w.zeros ? w.zeros[at + r] : default_zero) * sum;
-                for (int c = 0; c < kBlock; c++) dot += quant(plane, r, c) * q[c];
-                sums[r] += half_to_float(w.scales[at + r]) * scale * static_cast<float>(dot);
+                int32_t dot = -(w.zeros ? w.zeros[at + r] : default_zero) * x.sum();
+                for (int c = 0; c < kBlock; c++) dot += quant(plane, r, c) * x.q[c];
+                sums[r] += half_to_float(w.scales[at + r]) * x.scale * static_cast<float>(dot);
             }
         }
         for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
@@ -57,18 +55,18 @@ void product_q4(const Matrix& w, int block, const Rows& rows, const int32_t* ind
     });
 }
 
-void quantise(const float* x, int blocks, int8_t* q, float* scale, int32_t* sum) {
-    for (int b = 0; b < blocks; b++, x += kBlock, q += kBlock) {
+void quantise(const float* x, int count, Block* to) {
+    for (Block* block = to; block < to + count; block++, x += kBlock) {
         float most = 0;
         for (int i = 0; i < kBlock; i++) most = std::fmax(most, std::fabs(x[i]));
         const float inverse = most > 0 ? 127.0f / most : 0.0f;
         int32_t total = 0;
         for (int i = 0; i < kBlock; i++) {
-            q[i] = static_cast<int8_t>(std::nearbyint(x[i] * inverse));
-            total += q[i];
+            block->q[i] = static_cast<int8_t>(std::nearbyint(x[i] * inverse));
+            total += block->q[i];
         }
-        scale[b] = most / 127.0f;
-        sum[b] = total;
+        block->scale = most / 127.0f;
+        block->start = -8 * total;
     }
 }
 

@@ -95,20 +95,29 @@ struct SplitMatrix {
     int blocks(int node) const { return first[node + 1] - first[node]; }
 };
 
-// Activation rows of k columns. `x` is read by float formats, the other three by quantised ones.
+// 32 quantised activations, with what belongs to them: a row is then one stream and one register of addresses.
+struct Block {
+    int8_t q[kBlock];
+    float scale;
+    int32_t start;  // -8 * sum of q: where sums of q4 start from, whose zero point is 8 unless it has its own
+
+    int32_t sum() const { return -(start >> 3); }
+};
+
+// Activation rows of k columns. `x` is read by float formats, `blocks` by quantised ones.
 struct Rows {
-    const float* x = nullptr;
-    const int8_t* q = nullptr;      // (rows, k)
-    const float* scale = nullptr;   // (rows, k / 32)
-    const int32_t* sum = nullptr;   // (rows, k / 32)
+    const float* x = nullptr;       // (rows, k)
+    const Block* blocks = nullptr;  // (rows, k / 32)
+
+    Rows from(int64_t row, int64_t k) const { return {x + row * k, blocks + row * (k / kBlock)}; }
 };
 
 // y[t * stride + r] for the 16 rows of block `block` and `count` activation rows, chosen by `index` (row numbers in
-// `rows`; null: 0, 1, 2 ...).
+// `rows`; null: 0, 1, 2 ...). A row's results do not depend on the rows beside it.
 using Product = void (*)(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                          size_t stride);
-// Quantise `blocks` blocks of 32 floats.
-using Quantise = void (*)(const float* x, int blocks, int8_t* q, float* scale, int32_t* sum);
+// Quantise `count` blocks of 32 floats.
+using Quantise = void (*)(const float* x, int count, Block* to);
 
 struct Kernels {
     const char* name;

@@ -23,8 +23,8 @@ constexpr int kMostWidth = 256;  // of an attention head
 // Quantised copies of activation rows. Bytes needed for `rows` rows of k: see scratch_bytes().
 struct Scratch {
     uint8_t* memory = nullptr;
-    static int64_t bytes(int64_t rows, int64_t k) { return rows * (k + k / kBlock * 8) + 64; }
-    Rows split(const float* x, int64_t rows, int64_t k) const;
+    static int64_t bytes(int64_t rows, int64_t k) { return rows * (k / kBlock) * static_cast<int64_t>(sizeof(Block)) + 64; }
+    Rows split(const float* x) const;
 };
 
 struct Embedding {

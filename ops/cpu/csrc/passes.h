@@ -8,12 +8,6 @@
 
 namespace umbra {
 
-struct Operand {  // one quantised activation row
-    const int32_t* q;  // four int8 each
-    const float* scale;
-    const int32_t* sum;
-};
-
 // Call f with m, 1 <= m <= Most, as a compile-time constant.
 template <int Most, class F>
 void with_count(int m, F&& f) {
@@ -38,9 +32,11 @@ void for_passes(const int32_t* index, int count, float* y, size_t stride, Row&& 
     }
 }
 
-inline Operand operand(const Rows& rows, int k, size_t row) {
-    const size_t blocks = k / kBlock;
-    return {reinterpret_cast<const int32_t*>(rows.q + row * k), rows.scale + row * blocks, rows.sum + row * blocks};
+// Four int8 activations, i = 0 .. 7.
+inline int32_t four(const Block& block, int i) {
+    int32_t word;
+    __builtin_memcpy(&word, block.q + 4 * i, 4);
+    return word;
 }
 
 }  // namespace umbra

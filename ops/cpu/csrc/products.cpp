@@ -13,19 +13,26 @@ namespace {
 
 constexpr int kTile = 64;  // activation rows that meet the same weights while both are in the second cache
 constexpr int kNear = 4;   // row blocks of such weights
+constexpr int kWide = kNear * kRows;
 
 // Quantise rows 0 .. count - 1 into `to`, shared over the pool where there are many.
-void quantise_rows(Context& context, const float* x, int64_t count, int64_t k, const Rows& to) {
-    const int64_t blocks = k / kBlock;
+void quantise_rows(Context& context, int64_t count, int64_t k, const Rows& to) {
     const auto one = [&](int64_t i) {
-        context.kernels.quantise(x + i * k, static_cast<int>(blocks), const_cast<int8_t*>(to.q) + i * k,
-                                 const_cast<float*>(to.scale) + i * blocks, const_cast<int32_t*>(to.sum) + i * blocks);
+        const Rows row = to.from(i, k);
+        context.kernels.quantise(row.x, static_cast<int>(k / kBlock), const_cast<Block*>(row.blocks));
     };
     if (count < 4) {
         for (int64_t i = 0; i < count; i++) one(i);
     } else {
         context.pool.each(static_cast<int>(count), [&](int i, int) { one(i); });
     }
+}
+
+// Products of `blocks` neighbouring row blocks, 16 results each: y (count, kWide).
+void products(const Kernels& kernels, const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index,
+              int count, float* y) {
+    const Product product = kernels.product[static_cast<int>(w.format)];
+    for (int b = 0; b < blocks; b++) product(w, block + b, rows, index, count, y + b * kRows, kWide);
 }
 
 // f(first block, last block, first row, rows) for all blocks begin .. end - 1 and `rows` activation rows, tile by tile:
@@ -49,37 +56,25 @@ uint8_t* aligned(uint8_t* at) { return reinterpret_cast<uint8_t*>((reinterpret_c
 
 }  // namespace
 
-Rows Scratch::split(const float* x, int64_t rows, int64_t k) const {
-    Rows r;
-    uint8_t* at = aligned(memory);
-    r.x = x;
-    r.q = reinterpret_cast<int8_t*>(at);
-    r.scale = reinterpret_cast<float*>(at + rows * k);
-    r.sum = reinterpret_cast<int32_t*>(at + rows * k + rows * (k / kBlock) * 4);
-    return r;
-}
+Rows Scratch::split(const float* x) const { return {x, reinterpret_cast<const Block*>(aligned(memory))}; }
 
 void Linear::run(Context& context) const {
     const int64_t k = w.like().k;
-    const Rows rows = scratch.split(x, tokens, k);
-    if (w.like().quantised()) quantise_rows(context, x, tokens, k, rows);
-    const Product product = context.kernels.product[static_cast<int>(w.like().format)];
+    const Rows rows = scratch.split(x);
+    if (w.like().quantised()) quantise_rows(context, tokens, k, rows);
     context.pool.on_nodes([&](int node) { return w.blocks(node); }, [&](int node, int begin, int end, int) {
         const Matrix& part = w.parts[node];
-        float y[kTile * kRows];
+        float y[kTile * kWide];
         for_tiles(begin, end, tokens, [&](int first_block, int last_block, int64_t start, int count) {
-            Rows tile = rows;
-            tile.x = x + start * k;
-            tile.q = rows.q + start * k;
-            tile.scale = rows.scale + start * (k / kBlock);
-            tile.sum = rows.sum + start * (k / kBlock);
-            for (int block = first_block; block < last_block; block++) {
-                product(part, block, tile, nullptr, count, y, kRows);
+            const Rows tile = rows.from(start, k);
+            for (int block = first_block; block < last_block; block += kNear) {
+                const int blocks = std::min(kNear, last_block - block);
+                products(context.kernels, part, block, blocks, tile, nullptr, count, y);
                 const int64_t first = static_cast<int64_t>(w.first[node] + block) * kRows;
-                const int64_t width = std::min<int64_t>(kRows, n - first);
+                const int64_t width = std::min<int64_t>(blocks * kRows, n - first);
                 for (int t = 0; t < count; t++)
                     for (int64_t r = 0; r < width; r++)
-                        out[(start + t) * n + first + r] = y[t * kRows + r] + (bias ? bias[first + r] : 0.0f);
+                        out[(start + t) * n + first + r] = y[t * kWide + r] + (bias ? bias[first + r] : 0.0f);
             }
         });
     });
@@ -100,13 +95,13 @@ public:
         weight_of_ = reinterpret_cast<float*>(token_of_ + assignments);
         start_of_ = reinterpret_cast<int32_t*>(weight_of_ + assignments);
         hit_ = start_of_ + m_.experts + 1;
-        xs_ = x_scratch.split(m_.x, m_.tokens, m_.hidden);
-        hs_ = h_scratch.split(h_, assignments, m_.inner);
+        xs_ = x_scratch.split(m_.x);
+        hs_ = h_scratch.split(h_);
         sort(assignments);
     }
 
     void run() {
-        if (m_.w13.like().quantised()) quantise_rows(context_, m_.x, m_.tokens, m_.hidden, xs_);
+        if (m_.w13.like().quantised()) quantise_rows(context_, m_.tokens, m_.hidden, xs_);
         const auto groups = [&](int node) { return hits_ * (m_.w13.blocks(node) / kGroup); };
         context_.pool.on_nodes(groups, [&](int node, int begin, int end, int) { up(node, begin, end); });
         const auto blocks = [&](int node) { return m_.w2.blocks(node); };
@@ -117,7 +112,7 @@ public:
     }
 
 private:
-    static constexpr int kGroup = 4;  // blocks of w13: gate, up, gate, up: one stream, which makes 32 values of h
+    static constexpr int kGroup = kNear;  // blocks of w13: gate, up, gate, up: one stream, which makes 32 values of h
 
     // By expert, stably, so that a token's experts are added in order of expert.
     void sort(int64_t assignments) {
@@ -148,9 +143,8 @@ private:
 
     // Tasks begin .. end - 1 of a node: each 32 values of h of one expert that was hit.
     void up(int node, int begin, int end) {
-        const Product product = context_.kernels.product[static_cast<int>(m_.w13.like().format)];
         const int here = m_.w13.blocks(node) / kGroup;
-        float gate[kTile * kBlock], up[kTile * kBlock];
+        float y[kTile * kWide];  // gate, up, gate, up: 16 of each
         for (int task = begin; task < end; task++) {
             const int block = task % here * kGroup;
             const int64_t e = hit_[task / here], g = (m_.w13.first[node] + block) / kGroup;
@@ -158,18 +152,15 @@ private:
             if (block + kGroup == m_.w13.blocks(node) && task + 1 < end)
                 prefetch_block(m_.w13.parts[node].at(hit_[task / here + 1]), 0);
             for_assignments(e, [&](int start, int count) {
-                for (int half = 0; half < 2; half++) {
-                    product(w, block + 2 * half, xs_, token_of_ + start, count, gate + half * kRows, kBlock);
-                    product(w, block + 2 * half + 1, xs_, token_of_ + start, count, up + half * kRows, kBlock);
-                }
+                products(context_.kernels, w, block, kGroup, xs_, token_of_ + start, count, y);
                 for (int t = 0; t < count; t++) {
                     const int64_t row = start + t;
                     float* to = h_ + row * m_.inner + g * kBlock;
-                    silu_mul(gate + t * kBlock, up + t * kBlock, to, kBlock);
+                    const float* both = y + t * kWide;
+                    silu_mul(both, both + kRows, to, kRows);
+                    silu_mul(both + 2 * kRows, both + 3 * kRows, to + kRows, kRows);
                     if (m_.w2.like().quantised())
-                        context_.kernels.quantise(to, 1, const_cast<int8_t*>(hs_.q) + row * m_.inner + g * kBlock,
-                                                  const_cast<float*>(hs_.scale) + row * groups_ + g,
-                                                  const_cast<int32_t*>(hs_.sum) + row * groups_ + g);
+                        context_.kernels.quantise(to, 1, const_cast<Block*>(hs_.blocks) + row * groups_ + g);
                 }
             });
         }
@@ -177,25 +168,24 @@ private:
 
     // Row blocks begin .. end - 1 of a node's part of the output: all experts' products, weighted and added.
     void down(int node, int begin, int end) {
-        const Product product = context_.kernels.product[static_cast<int>(m_.w2.like().format)];
         const Matrix& part = m_.w2.parts[node];
         const auto column = [&](int block) { return static_cast<int64_t>(m_.w2.first[node] + block) * kRows; };
         const int64_t first = column(begin), width = std::min(column(end), m_.hidden) - first;
         for (int64_t t = 0; t < m_.tokens; t++) std::memset(m_.out + t * m_.hidden + first, 0, width * sizeof(float));
-        float y[kTile * kRows];
+        float y[kTile * kWide];
         for (int i = 0; i < hits_; i++) {
             const Matrix w = part.at(hit_[i]);
             if (i + 1 < hits_) prefetch_block(part.at(hit_[i + 1]), begin);
             for_assignments(hit_[i], [&](int start, int count) {
-                const Rows rows{h_ + start * m_.inner, hs_.q + start * m_.inner, hs_.scale + start * groups_,
-                                hs_.sum + start * groups_};
-                for (int block = begin; block < end; block++) {
-                    product(w, block, rows, nullptr, count, y, kRows);
-                    const int64_t kept = std::min<int64_t>(kRows, m_.hidden - column(block));
+                const Rows rows = hs_.from(start, m_.inner);
+                for (int block = begin; block < end; block += kNear) {
+                    const int blocks = std::min(kNear, end - block);
+                    products(context_.kernels, w, block, blocks, rows, nullptr, count, y);
+                    const int64_t kept = std::min<int64_t>(blocks * kRows, m_.hidden - column(block));
                     for (int t = 0; t < count; t++) {
                         float* to = m_.out + token_of_[start + t] * m_.hidden + column(block);
                         const float weight = weight_of_[start + t];
-                        for (int64_t r = 0; r < kept; r++) to[r] += weight * y[t * kRows + r];
+                        for (int64_t r = 0; r < kept; r++) to[r] += weight * y[t * kWide + r];
                     }
                 }
             });

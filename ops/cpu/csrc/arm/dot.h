@@ -108,14 +108,14 @@ struct Stream {
     }
 };
 
-// Lane t: the scale and the sum of activation row t in its next block.
+// Lane t: the scale and the start of activation row t in its block.
 template <int M>
-INLINE void next_block(Operand* row, float32x4_t& scales, int32x4_t& totals) {
-    scales = float32x4_t{*row[0].scale++};
-    totals = int32x4_t{*row[0].sum++};
+INLINE void lanes_of(const Block* const* row, float32x4_t& scales, int32x4_t& starts) {
+    scales = float32x4_t{row[0]->scale};
+    starts = int32x4_t{row[0]->start};
     repeat<M - 1>([&](auto t) LAMBDA {
-        scales = vld1q_lane_f32(row[t + 1].scale++, scales, t + 1);
-        totals = vld1q_lane_s32(row[t + 1].sum++, totals, t + 1);
+        scales = vld1q_lane_f32(&row[t + 1]->scale, scales, t + 1);
+        starts = vld1q_lane_s32(&row[t + 1]->start, starts, t + 1);
     });
 }
 
@@ -131,21 +131,22 @@ INLINE void dot(int32x4_t* sums, const int8x16_t (*v)[8], int8x16_t low, int8x16
 }
 
 template <Format F, bool Zeros, int M>
-TARGET void dot_pass(const Matrix& w, int block, const Operand* rows, float* const* y) {
+TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
     constexpr int kChains = M == 1 ? 2 : 1;  // row groups at a time; several activation rows are chains of their own
     Stream<F, Zeros> stream(w, block);
     float32x4_t sums[M * kFours];
     repeat<M * kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
-    Operand row[M];
+    const Block* row[M];
     repeat<M>([&](auto t) LAMBDA { row[t] = rows[t]; });
     const int blocks = w.k / kBlock;
     for (int b = 0; b < blocks; b++, stream.quants += 64 * kVectors<F>) {
         stream.enter();
         float32x4_t scales;
-        int32x4_t totals;
-        next_block<M>(row, scales, totals);
+        int32x4_t starts;
+        lanes_of<M>(row, scales, starts);
         // Where all zero points are equal, sums start from -zero * total, else it is taken off at the end.
-        int32x4_t starts = F == Format::q4 && !Zeros ? vmulq_n_s32(totals, -8) : vdupq_n_s32(0);
+        const int32x4_t totals = vshrq_n_s32(starts, 3);  // negative
+        if (F == Format::q8 || Zeros) starts = vdupq_n_s32(0);
         repeat<kFours / kChains>([&](auto step) LAMBDA {
             uint8x16_t raw[kChains][8];
             int8x16_t v[kChains][8];
@@ -153,21 +154,21 @@ TARGET void dot_pass(const Matrix& w, int block, const Operand* rows, float* con
             repeat<kChains>([&](auto c) LAMBDA { stream.unpack(raw[c], v[c]); });
             repeat<M>([&](auto t) LAMBDA {
                 // Sixteen sums leave no room for the activations of all rows: make the compiler load them again.
-                if constexpr (M > 2) asm("" : "+r"(row[t].q), "+w"(starts));
-                const int8_t* q = reinterpret_cast<const int8_t*>(row[t].q);
+                if constexpr (M > 2) asm("" : "+r"(row[t]), "+w"(starts));
+                const int8_t* q = row[t]->q;
                 int32x4_t dots[kChains];
                 repeat<kChains>([&](auto c) LAMBDA { dots[c] = vdupq_laneq_s32(starts, t); });
                 dot<kChains>(dots, v, vld1q_s8(q), vld1q_s8(q + 16));
                 repeat<kChains>([&](auto c) LAMBDA {
                     constexpr int four = step * kChains + c;
-                    if constexpr (Zeros) dots[c] = vmlsq_laneq_s32(dots[c], stream.zero[four], totals, t);
+                    if constexpr (Zeros) dots[c] = vmlaq_laneq_s32(dots[c], stream.zero[four], totals, t);
                     const float32x4_t both = vmulq_laneq_f32(stream.scale[four], scales, t);
                     float32x4_t& to = sums[t * kFours + four];
                     to = vfmaq_f32(to, both, vcvtq_f32_s32(dots[c]));
                 });
             });
         });
-        repeat<M>([&](auto t) LAMBDA { row[t].q += kBlock / 4; });
+        repeat<M>([&](auto t) LAMBDA { row[t]++; });
     }
     repeat<M * kFours>([&](auto i) LAMBDA { vst1q_f32(y[i / kFours] + i % kFours * kFour, sums[i]); });
 }

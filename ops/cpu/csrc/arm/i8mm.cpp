@@ -28,29 +28,30 @@ struct Pair {
 };
 
 template <Format F, bool Zeros, int Pairs>
-TARGET void pair_pass(const Matrix& w, int block, const Operand* rows, float* const* y) {
+TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
     Stream<F, Zeros> stream(w, block);
     float32x4_t sums[Pairs * kFours * 2];  // [pair][row group][rows 0 and 1, rows 2 and 3]
     repeat<Pairs * kFours * 2>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
-    Operand row[2 * Pairs];
+    const Block* row[2 * Pairs];
     repeat<2 * Pairs>([&](auto t) LAMBDA { row[t] = rows[t]; });
     const int blocks = w.k / kBlock;
     for (int b = 0; b < blocks; b++, stream.quants += 64 * kVectors<F>) {
         stream.enter();
         float32x4_t scales;
         int32x4_t starts;
-        next_block<2 * Pairs>(row, scales, starts);
-        if (!Zeros) starts = vmulq_n_s32(starts, F == Format::q4 ? -8 : 0);
+        lanes_of<2 * Pairs>(row, scales, starts);
+        if (Zeros) starts = vshrq_n_s32(starts, 3);  // -1 * sum
+        else if (F == Format::q8) starts = vdupq_n_s32(0);
         Pair pairs[Pairs], *at = pairs;
         repeat<Pairs>([&](auto p) LAMBDA {
-            Operand &first = row[2 * p], &second = row[2 * p + 1];
+            const Block *&first = row[2 * p], *&second = row[2 * p + 1];
             repeat<2>([&](auto i) LAMBDA {
-                const int64x2_t a = vreinterpretq_s64_s32(vld1q_s32(first.q + 4 * i));
-                const int64x2_t b = vreinterpretq_s64_s32(vld1q_s32(second.q + 4 * i));
+                const int64x2_t a = vreinterpretq_s64_s8(vld1q_s8(first->q + 16 * i));
+                const int64x2_t b = vreinterpretq_s64_s8(vld1q_s8(second->q + 16 * i));
                 pairs[p].q[2 * i] = vreinterpretq_s8_s64(vzip1q_s64(a, b));
                 pairs[p].q[2 * i + 1] = vreinterpretq_s8_s64(vzip2q_s64(a, b));
             });
-            first.q += kBlock / 4, second.q += kBlock / 4;
+            first++, second++;
             pairs[p].scale = vreinterpretq_f32_f64(vdupq_laneq_f64(vreinterpretq_f64_f32(scales), p));
             pairs[p].start = vreinterpretq_s32_s64(vdupq_laneq_s64(vreinterpretq_s64_s32(starts), p));
         });
@@ -69,7 +70,7 @@ TARGET void pair_pass(const Matrix& w, int block, const Operand* rows, float* co
                 const float32x4_t scales = vreinterpretq_f32_s32(spread(vreinterpretq_s32_f32(stream.scale[four])));
                 int32x4_t sum = Zeros ? vdupq_n_s32(0) : at[p].start;
                 repeat<4>([&](auto c) LAMBDA { sum = vmmlaq_s32(sum, v[2 * c + half], at[p].q[c]); });
-                if constexpr (Zeros) sum = vmlsq_s32(sum, spread(stream.zero[four]), at[p].start);
+                if constexpr (Zeros) sum = vmlaq_s32(sum, spread(stream.zero[four]), at[p].start);
                 float32x4_t& to = sums[(p * kFours + four) * 2 + half];
                 to = vfmaq_f32(to, vmulq_f32(scales, at[p].scale), vcvtq_f32_s32(sum));
             });
@@ -83,7 +84,7 @@ TARGET void pair_pass(const Matrix& w, int block, const Operand* rows, float* co
 }
 
 template <Format F, bool Zeros, int M>
-void quantised_pass(const Matrix& w, int block, const Operand* rows, float* const* y) {
+void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
     if constexpr (M % 2 == 0)
         pair_pass<F, Zeros, M / 2>(w, block, rows, y);
     else
@@ -94,8 +95,8 @@ template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
     for_passes<kMost>(
-        index, count, y, stride, [&](size_t row) { return operand(rows, w.k, row); },
-        [&](auto m, const Operand* operands, float* const* out) {
+        index, count, y, stride, [&](size_t row) { return rows.blocks + row * (w.k / kBlock); },
+        [&](auto m, const Block* const* operands, float* const* out) {
             w.zeros ? quantised_pass<F, true, m()>(w, block, operands, out)
                     : quantised_pass<F, false, m()>(w, block, operands, out);
         });

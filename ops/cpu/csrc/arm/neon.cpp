@@ -10,8 +10,8 @@ template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
     for_passes<kMost>(
-        index, count, y, stride, [&](size_t row) { return operand(rows, w.k, row); },
-        [&](auto m, const Operand* operands, float* const* out) {
+        index, count, y, stride, [&](size_t row) { return rows.blocks + row * (w.k / kBlock); },
+        [&](auto m, const Block* const* operands, float* const* out) {
             w.zeros ? dot_pass<F, true, m()>(w, block, operands, out)
                     : dot_pass<F, false, m()>(w, block, operands, out);
         });
@@ -74,8 +74,8 @@ void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* 
         [&](auto m, const float* const* x, float* const* out) { float_pass<T, m()>(w, block, x, out); });
 }
 
-TARGET void quantise(const float* x, int blocks, int8_t* q, float* scale, int32_t* sum) {
-    for (int b = 0; b < blocks; b++, x += kBlock, q += kBlock) {
+TARGET void quantise(const float* x, int count, Block* to) {
+    for (Block* block = to; block < to + count; block++, x += kBlock) {
         float32x4_t v[8], largest = vdupq_n_f32(0);
         for (int i = 0; i < 8; i++) {
             v[i] = vld1q_f32(x + 4 * i);
@@ -92,11 +92,11 @@ TARGET void quantise(const float* x, int blocks, int8_t* q, float* scale, int32_
                 words[j] = vqmovn_high_s32(vqmovn_s32(low), high);
             }
             const int8x16_t bytes = vqmovn_high_s16(vqmovn_s16(words[0]), words[1]);
-            vst1q_s8(q + 16 * i, bytes);
+            vst1q_s8(block->q + 16 * i, bytes);
             total += vaddlvq_s8(bytes);
         }
-        scale[b] = most / 127.0f;
-        sum[b] = total;
+        block->scale = most / 127.0f;
+        block->start = -8 * total;
     }
 }
 

@@ -20,7 +20,7 @@ INLINE __m256i broadcast(int32_t v) { return _mm256_set1_epi32(v); }
 
 // Sum over a block of quant * q for eight rows; `half` is 0 or 32 bytes into each vector.
 template <Format F>
-INLINE __m256i block_dot(const uint8_t* plane, int half, const int32_t* q) {
+INLINE __m256i block_dot(const uint8_t* plane, int half, const Block& x) {
     const __m256i ones = _mm256_set1_epi16(1);
     if (F == Format::q4) {
         const __m256i low = _mm256_set1_epi8(15);
@@ -29,8 +29,8 @@ INLINE __m256i block_dot(const uint8_t* plane, int half, const int32_t* q) {
             const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(plane + 64 * i + half));
             const __m256i first = _mm256_and_si256(bytes, low);
             const __m256i second = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(first, broadcast(q[i])));
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(second, broadcast(q[4 + i])));
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(first, broadcast(four(x, i))));
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(second, broadcast(four(x, 4 + i))));
         }
         return _mm256_madd_epi16(pairs, ones);
     }
@@ -39,14 +39,14 @@ INLINE __m256i block_dot(const uint8_t* plane, int half, const int32_t* q) {
     for (int i = 0; i < 8; i++) {
         const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(plane + 64 * i + half));
         const __m256i w = _mm256_xor_si256(bytes, flip);  // value, as a signed byte
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(broadcast(q[i]), w));
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(broadcast(four(x, i)), w));
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
     }
     return sum;
 }
 
 template <Format F, int M>
-TARGET void quantised_pass(const Matrix& w, int block, const Operand* rows, float* const* y) {
+TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
     constexpr int kBytes = F == Format::q4 ? 256 : 512;
     // The q8 dot above already has the zero point 128 taken off.
     constexpr int kZero = F == Format::q4 ? 8 : 0;
@@ -67,9 +67,9 @@ TARGET void quantised_pass(const Matrix& w, int block, const Operand* rows, floa
                 if (F == Format::q8) zero = _mm256_sub_epi32(zero, _mm256_set1_epi32(128));
             }
             for (int t = 0; t < M; t++) {
-                const __m256i offset = _mm256_mullo_epi32(zero, _mm256_set1_epi32(rows[t].sum[b]));
-                const __m256i dot = _mm256_sub_epi32(block_dot<F>(plane, half * 32, rows[t].q + b * 8), offset);
-                const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(rows[t].scale[b]));
+                const __m256i offset = _mm256_mullo_epi32(zero, _mm256_set1_epi32(rows[t][b].sum()));
+                const __m256i dot = _mm256_sub_epi32(block_dot<F>(plane, half * 32, rows[t][b]), offset);
+                const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(rows[t][b].scale));
                 sums[t] = _mm256_fmadd_ps(both, _mm256_cvtepi32_ps(dot), sums[t]);
             }
         }
@@ -81,8 +81,8 @@ template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
     for_passes<kMost>(
-        index, count, y, stride, [&](size_t row) { return operand(rows, w.k, row); },
-        [&](auto m, const Operand* operands, float* const* out) {
+        index, count, y, stride, [&](size_t row) { return rows.blocks + row * (w.k / kBlock); },
+        [&](auto m, const Block* const* operands, float* const* out) {
             quantised_pass<F, m()>(w, block, operands, out);
         });
 }

@@ -20,19 +20,22 @@ INLINE void prefetch(const uint8_t* at, int lines) {
 }
 
 template <Format F, bool Zeros, int M>
-TARGET void quantised_pass(const Matrix& w, int block, const Operand* rows, float* const* y) {
+TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
     constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
     const uint8_t* plane = w.quants + block * w.quant_stride();
     const uint16_t* scales = w.scales + block * w.scale_count();
     const uint8_t* zeros = Zeros ? w.zeros + block * w.scale_count() : nullptr;
-    const int blocks = w.k / kBlock, per_group = w.group / kBlock;
+    const int per_group = w.group / kBlock;
     const __m512i low = _mm512_set1_epi8(15);
     __m512 sums[M];
     for (int t = 0; t < M; t++) sums[t] = _mm512_setzero_ps();
     int left = 0;
     __m512 scale = _mm512_setzero_ps();
-    __m512i zero = _mm512_set1_epi32(F == Format::q4 ? 8 : 128);
-    for (int b = 0; b < blocks; b++, plane += kBytes) {
+    __m512i zero = _mm512_setzero_si512();
+    const char* base[M];  // one register each; all advance by the same offset
+    for (int t = 0; t < M; t++) base[t] = reinterpret_cast<const char*>(rows[t]);
+    const size_t end = w.k / kBlock * sizeof(Block);
+    for (size_t offset = 0; offset < end; offset += sizeof(Block), plane += kBytes) {
         prefetch(plane, kVectors);
         if (left == 0) {
             left = per_group;
@@ -57,18 +60,18 @@ TARGET void quantised_pass(const Matrix& w, int block, const Operand* rows, floa
         }
 #pragma GCC unroll 8
         for (int t = 0; t < M; t++) {
-            const int32_t* q = rows[t].q + b * 8;
-            __m512i even = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v[0], _mm512_set1_epi32(q[0]));
-            __m512i odd = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v[1], _mm512_set1_epi32(q[1]));
-#pragma GCC unroll 3
-            for (int i = 2; i < 8; i += 2) {
-                even = _mm512_dpbusd_epi32(even, v[i], _mm512_set1_epi32(q[i]));
-                odd = _mm512_dpbusd_epi32(odd, v[i + 1], _mm512_set1_epi32(q[i + 1]));
+            const Block& x = *reinterpret_cast<const Block*>(base[t] + offset);
+            // Two chains of additions, so that none waits for the one before; one starts where the zero points leave it.
+            const __m512i start = _mm512_set1_epi32(x.start);
+            __m512i even = F == Format::q8 ? _mm512_slli_epi32(start, 4) : start, odd = _mm512_setzero_si512();
+            if (Zeros) even = _mm512_srai_epi32(_mm512_mullo_epi32(zero, start), 3);
+#pragma GCC unroll 4
+            for (int i = 0; i < 8; i += 2) {
+                even = _mm512_dpbusd_epi32(even, v[i], _mm512_set1_epi32(four(x, i)));
+                odd = _mm512_dpbusd_epi32(odd, v[i + 1], _mm512_set1_epi32(four(x, i + 1)));
             }
-            const __m512i offset = Zeros ? _mm512_mullo_epi32(zero, _mm512_set1_epi32(rows[t].sum[b]))
-                                         : _mm512_slli_epi32(_mm512_set1_epi32(rows[t].sum[b]), F == Format::q4 ? 3 : 7);
-            const __m512i dot = _mm512_sub_epi32(_mm512_add_epi32(even, odd), offset);
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(rows[t].scale[b]));
+            const __m512i dot = _mm512_add_epi32(even, odd);
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale));
             sums[t] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot), sums[t]);
         }
     }
@@ -109,8 +112,8 @@ template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
     for_passes<kMost>(
-        index, count, y, stride, [&](size_t row) { return operand(rows, w.k, row); },
-        [&](auto m, const Operand* operands, float* const* out) {
+        index, count, y, stride, [&](size_t row) { return rows.blocks + row * (w.k / kBlock); },
+        [&](auto m, const Block* const* operands, float* const* out) {
             w.zeros ? quantised_pass<F, true, m()>(w, block, operands, out)
                     : quantised_pass<F, false, m()>(w, block, operands, out);
         });
@@ -124,17 +127,17 @@ void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* 
         [&](auto m, const float* const* x, float* const* out) { float_pass<T, m()>(w, block, x, out); });
 }
 
-TARGET void quantise(const float* x, int blocks, int8_t* q, float* scale, int32_t* sum) {
-    for (int b = 0; b < blocks; b++, x += kBlock, q += kBlock) {
+TARGET void quantise(const float* x, int count, Block* to) {
+    for (Block* block = to; block < to + count; block++, x += kBlock) {
         const __m512 first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + 16);
         const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
         const __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
         const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(first, inverse));
         const __m512i c = _mm512_cvtps_epi32(_mm512_mul_ps(second, inverse));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(a));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), _mm512_cvtepi32_epi8(c));
-        scale[b] = most / 127.0f;
-        sum[b] = _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(block->q), _mm512_cvtepi32_epi8(a));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(block->q + 16), _mm512_cvtepi32_epi8(c));
+        block->scale = most / 127.0f;
+        block->start = -8 * _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
     }
 }
 
