@@ -6,54 +6,18 @@
 //
 // Exit status: 0, 1 on a mismatch, 2 where the CPU lacks the set.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <random>
 #include <stdexcept>
 
 #include "../../ops/cpu/csrc/dispatch.h"
 #include "../../ops/cpu/csrc/pack.h"
 #include "../../ops/cpu/csrc/probe.h"
+#include "attention.h"
 
 using namespace umbra;
 
 namespace {
 
 const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4"};
-std::mt19937 generator(7);
-
-int below(int limit) { return static_cast<int>(generator() % limit); }
-
-std::vector<float> random_floats(size_t count) {  // -1 to 1
-    std::vector<float> values(count);
-    for (float& v : values) v = static_cast<float>(below(1 << 24)) / (1 << 23) - 1;
-    return values;
-}
-
-[[noreturn]] void fail(const char* what, size_t at, double actual, double expected) {
-    std::printf("MISMATCH: %s at %zu: %.9g, expected %.9g\n", what, at, actual, expected);
-    std::exit(1);
-}
-
-template <class T>
-void same(const char* what, const std::vector<T>& actual, const std::vector<T>& expected) {
-    for (size_t i = 0; i < actual.size(); i++)
-        if (std::memcmp(&actual[i], &expected[i], sizeof(T)) != 0) fail(what, i, actual[i], expected[i]);
-}
-
-void close(const char* what, const std::vector<float>& actual, const std::vector<float>& expected, float tolerance) {
-    for (size_t i = 0; i < actual.size(); i++)
-        if (!(std::fabs(actual[i] - expected[i]) <= tolerance)) fail(what, i, actual[i], expected[i]);
-}
-
-float largest(const std::vector<float>& values) {
-    float most = 0;
-    for (float v : values) most = std::max(most, std::fabs(v));
-    return most;
-}
 
 void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const float* from) {
     Pool pool(1);
@@ -268,6 +232,8 @@ void check_all(const Kernels& kernels) {
         check_moe(kernels, format, 30, true);
     }
     check_quantise(kernels);
+    for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8})
+        for (int page_size : {16, 5}) check_attention(kernels, type, page_size);
     std::puts("probe");
     Pool pool(2);
     Context context{pool, kernels};

@@ -1,0 +1,79 @@
+// Cache and attention against plain loops: the vector types that attention.cpp is written in are lowered differently for
+// every instruction set.
+#pragma once
+
+#include "../../ops/cpu/csrc/vector.h"
+#include "checks.h"
+
+namespace {
+
+// What a cache of this type keeps of a row: itself, or rounded.
+std::vector<float> rounded(umbra::Type type, const std::vector<float>& row) {
+    std::vector<float> out(row);
+    float most = 0;
+    for (float v : row) most = std::max(most, std::fabs(v));
+    for (float& v : out) {
+        if (type == umbra::Type::bf16) v = umbra::widen(umbra::narrow<umbra::Bf16>(v));
+        if (type == umbra::Type::f16) v = umbra::widen(umbra::narrow<umbra::F16>(v));
+        if (type == umbra::Type::i8) v = std::nearbyint(v * (127.0f / most)) * (most / 127.0f);
+    }
+    return out;
+}
+
+void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_size) {
+    std::printf("attention, cache type %d, pages of %d\n", static_cast<int>(type), page_size);
+    constexpr int kHeads = 6, kKvHeads = 2, kWidth = 40, kPages = 40;
+    const std::vector<int64_t> lens{70, 1, 33}, fresh{3, 1, 33};  // cached tokens; those that ask
+    const int64_t most_pages = 70 / page_size + 1;
+    std::vector<int64_t> tables(lens.size() * most_pages), slots, starts{0};
+    int64_t next = kPages - 1, tokens = 0, asking = 0;
+    for (size_t s = 0; s < lens.size(); s++) {
+        for (int64_t p = 0; p * page_size < lens[s]; p++) tables[s * most_pages + p] = next--;
+        for (int64_t i = 0; i < lens[s]; i++)
+            slots.push_back(tables[s * most_pages + i / page_size] * page_size + i % page_size);
+        tokens += lens[s], asking += fresh[s];
+        starts.push_back(asking);
+    }
+    const std::vector<float> k = random_floats(tokens * kKvHeads * kWidth), v = random_floats(k.size());
+    std::vector<float> q = random_floats(asking * kHeads * kWidth), out(q.size()), expected(q.size());
+    for (float& x : q) x *= 4;
+    std::vector<float> k_cache(kPages * kKvHeads * page_size * (kWidth + 1)), v_cache(k_cache.size());
+    const float scale = 0.3f;
+
+    int64_t first = 0;  // token of a sequence in k and v
+    for (size_t s = 0; s < lens.size(); first += lens[s++])
+        for (int64_t t = starts[s]; t < starts[s + 1]; t++)
+            for (int h = 0; h < kHeads; h++) {
+                const int64_t seen = lens[s] - (starts[s + 1] - t) + 1;
+                const auto row = [&](const std::vector<float>& x, int64_t i) {
+                    const auto at = x.begin() + ((first + i) * kKvHeads + h / (kHeads / kKvHeads)) * kWidth;
+                    return rounded(type, std::vector<float>(at, at + kWidth));
+                };
+                std::vector<double> weights;
+                double total = 0;
+                for (int64_t i = 0; i < seen; i++) {
+                    double score = 0;
+                    const std::vector<float> key = row(k, i);
+                    for (int d = 0; d < kWidth; d++) score += q[(t * kHeads + h) * kWidth + d] * key[d];
+                    weights.push_back(std::exp(score * scale));
+                    total += weights.back();
+                }
+                for (int64_t i = 0; i < seen; i++) {
+                    const std::vector<float> value = row(v, i);
+                    for (int d = 0; d < kWidth; d++)
+                        expected[(t * kHeads + h) * kWidth + d] += static_cast<float>(weights[i] / total * value[d]);
+                }
+            }
+    for (int threads : {1, 3}) {
+        umbra::Pool pool(threads);
+        umbra::Context context{pool, kernels};
+        umbra::WriteKv{k.data(), v.data(), k_cache.data(), v_cache.data(), slots.data(), tokens, kKvHeads, kWidth,
+                       page_size, kKvHeads * kWidth, kKvHeads * kWidth, type}.run(context);
+        umbra::Attention{q.data(), k_cache.data(), v_cache.data(), tables.data(), starts.data(), lens.data(),
+                         out.data(), static_cast<int64_t>(lens.size()), kHeads, kKvHeads, kWidth, page_size,
+                         most_pages, asking, scale, type}.run(context);
+        close("attention", out, expected, 2e-5f);
+    }
+}
+
+}  // namespace
