@@ -3,13 +3,14 @@
     .venv/bin/python -m benchmarks.cpu_decode [--layers 8] [--format q4|q8] [--threads 2] [--json FILE] [--plot FILE]
 
 Random zero-mean weights and random tokens, each sequence its own. A step is token ids in, logits out, through the
-runner: packing, and for decode the replayed graph, are in it; sampling is not.
+runner: packing, prefill in the case's chunks, and for decode the replayed graph, are in it; sampling is not.
 
 A row, of the table and of `rows` in the JSON file:
   phase          decode or prefill
   batch          decode: sequences in the step, each with `--context` cached tokens; prefill: tokens of the one prompt
   tokens_per_s, ms (median of a step)
-  experts        different experts hit in a layer, counted from the router's ids of the measured steps, mean
+  experts        different experts hit in a layer, counted from the router's ids of the measured steps (of a prompt in
+                 several chunks: of its last one), mean
   step_gb        bytes a step must read: every weight it touches once (of the experts those hit, of the embedding its
                  rows) and the cached keys and values
   read_gbps      plain reads of memory, measured in turn with the steps

@@ -52,7 +52,8 @@ class Umbra:
         return rows
 
     def prefill(self, prompt: list[int]) -> Tensor:
-        """(1, vocabulary) of its last token; nothing stays behind."""
+        """(1, vocabulary) of its last token; nothing stays behind, what was cached before is gone."""
+        self._retire()
         logits = self._admit(prompt)
         self._retire()
         return logits
@@ -74,8 +75,8 @@ class Umbra:
     def _admit(self, prompt: list[int]) -> Tensor:
         """One prompt a step, so that room for activations does not grow with their number."""
         self.runner.scheduler.add(self.runner.new_sequence(0, "", prompt))
-        batch = self.runner.model_input_prepare(self.runner.scheduler.admit())
-        return self.runner.model_inference(batch, is_prefill=True)[0]
+        ((_, logits),) = self.runner.prefill_steps(self.runner.scheduler.admit())
+        return logits
 
     def _retire(self) -> None:
         for sequence in self.runner.scheduler.running:

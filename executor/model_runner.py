@@ -5,7 +5,7 @@ A model's own runner says how its model is made and, where it must, how its deco
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -211,23 +211,31 @@ class ModelRunner(ABC):
         if cache:
             cache.save()
 
-    def _prefill(self, sequences: list[Sequence]) -> None:
-        """First tokens of all `sequences`, in one step or, by chunks, in several; earlier prompts finish first."""
-        start, waiting = time.perf_counter(), list(sequences)
-        prompt_tokens = sum(s.new_tokens for s in sequences)
+    def prefill_steps(self, sequences: list[Sequence]) -> Iterator[tuple[list[Sequence], Tensor]]:
+        """Prefill all `sequences`, in one step or, by chunks, in several; earlier prompts finish first.
+
+        Yields those that a step has finished, with the logits of the ones in this rank's group.
+        """
+        waiting = list(sequences)
         while waiting:
             part = self._next_chunk(waiting)
-            batch = self.model_input_prepare(part)
-            logits, _ = self.model_inference(batch, is_prefill=True)
+            logits, _ = self.model_inference(self.model_input_prepare(part), is_prefill=True)
             done = [s.end == len(s.ids) for s in part]
             mine = [d for s, d in zip(part, done, strict=True) if s.group == self.parallel.attn_dp.rank]
             for sequence in part:
                 sequence.cached, sequence.most = sequence.end, 0
             finished = [s for s, d in zip(part, done, strict=True) if d]
             if finished:
-                self.model_output_process(logits[mine], finished)
-            self.timings.first_token += [time.perf_counter() - start] * len(finished)
+                yield finished, logits[mine]
             waiting = [s for s in waiting if s not in finished]
+
+    def _prefill(self, sequences: list[Sequence]) -> None:
+        """First tokens of all `sequences`."""
+        start = time.perf_counter()
+        prompt_tokens = sum(s.new_tokens for s in sequences)
+        for finished, logits in self.prefill_steps(sequences):
+            self.model_output_process(logits, finished)
+            self.timings.first_token += [time.perf_counter() - start] * len(finished)
         self.timings.add_prefill(prompt_tokens, time.perf_counter() - start)
         self.scheduler.retire()
 
