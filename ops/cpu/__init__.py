@@ -139,27 +139,24 @@ def silu_mul(x: Tensor) -> Tensor:
 
 @traced
 def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    tokens, experts = logits.shape
-    weights, ids, scratch = _route_room(tokens, experts, top_k)
-    native().route_softmax(
-        pointer(logits), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k, renormalise
-    )
-    return weights, ids
+    return _route(logits, None, top_k, False, renormalise)
 
 
 @traced
 def route_sigmoid(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    return _route(logits, bias, top_k, True, renormalise)
+
+
+def _route(logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, renormalise: bool) -> tuple[Tensor, Tensor]:
     tokens, experts = logits.shape
-    weights, ids, scratch = _route_room(tokens, experts, top_k)
-    native().route_sigmoid(
+    weights, ids, scratch = (
+        torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=INT), torch.empty(tokens, experts),
+    )  # fmt: skip
+    native().route(
         pointer(logits), pointer(bias), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k,
-        renormalise,
+        sigmoid, renormalise,
     )  # fmt: skip
     return weights, ids
-
-
-def _route_room(tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=INT), torch.empty(tokens, experts)
 
 
 @traced

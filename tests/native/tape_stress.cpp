@@ -30,7 +30,8 @@ std::vector<float> replayed(const std::vector<Team>& teams) {
     tape.add(RmsNorm{x.data(), nullptr, ones.data(), normed.data(), nullptr, kTokens, 1, kWidth, kWidth, 1e-6f});
     tape.add(Linear{first.matrix, normed.data(), nullptr, h.data(), Scratch{scratch.data()}, kTokens, kHidden});
     tape.add(Linear{router.matrix, h.data(), nullptr, logits.data(), Scratch{scratch.data()}, kTokens, kExperts});
-    tape.add(RouteSoftmax{logits.data(), weights.data(), ids.data(), scores.data(), kTokens, kExperts, kTopK, true});
+    tape.add(Route{logits.data(), nullptr, weights.data(), ids.data(), scores.data(), kTokens, kExperts, kTopK, false,
+                   true});
     tape.add(Moe{w13.matrix, w2.matrix, h.data(), weights.data(), ids.data(), out.data(), moe_scratch.data(), kTokens,
                  kTopK, kExperts, 0, kHidden, kInner});
     std::vector<float> all;

@@ -188,15 +188,10 @@ PYBIND11_MODULE(_native, m) {
     m.def("silu_mul", [](uintptr_t x, uintptr_t out, int64_t tokens, int64_t width) {
         submit(SiluMul{at<const float>(x), at<float>(out), tokens, width});
     });
-    m.def("route_softmax", [](uintptr_t logits, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,
-                              int64_t experts, int64_t k, bool renormalise) {
-        submit(RouteSoftmax{at<const float>(logits), at<float>(weights), at<int64_t>(ids), at<float>(scratch), tokens,
-                            experts, k, renormalise});
-    });
-    m.def("route_sigmoid", [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch,
-                              int64_t tokens, int64_t experts, int64_t k, bool renormalise) {
-        submit(RouteSigmoid{at<const float>(logits), at<const float>(bias), at<float>(weights), at<int64_t>(ids),
-                            at<float>(scratch), tokens, experts, k, renormalise});
+    m.def("route", [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch,
+                      int64_t tokens, int64_t experts, int64_t k, bool sigmoid, bool renormalise) {
+        submit(Route{at<const float>(logits), at<const float>(bias), at<float>(weights), at<int64_t>(ids),
+                     at<float>(scratch), tokens, experts, k, sigmoid, renormalise});
     });
     m.def("argmax_chunks", &Argmax::chunks);
     m.def("argmax", [](uintptr_t x, uintptr_t out, uintptr_t best, int64_t rows, int64_t width) {

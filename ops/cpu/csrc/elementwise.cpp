@@ -109,48 +109,30 @@ void SiluMul::run(Context& context) const {
     });
 }
 
-// The k largest of p, first come first among equals; p is used up. k is small: take the largest k times.
-template <class F>
-static void take_largest(float* p, int64_t experts, int64_t k, F&& taken) {
-    for (int64_t j = 0; j < k; j++) {
-        const int64_t best = std::max_element(p, p + experts) - p;
-        taken(j, best);
-        p[best] = -std::numeric_limits<float>::infinity();
-    }
-}
-
-static void renormalised(float* weights, int64_t k) {
-    float sum = 0;
-    for (int64_t j = 0; j < k; j++) sum += weights[j];
-    for (int64_t j = 0; j < k; j++) weights[j] /= sum;
-}
-
-void RouteSoftmax::run(Context& context) const {
+void Route::run(Context& context) const {
     for_rows(context, tokens, experts * k, [&](int64_t t) {
         const float* row = logits + t * experts;
         float* p = scratch + t * experts;
-        const float most = *std::max_element(row, row + experts);
-        float sum = 0;
-        for (int64_t e = 0; e < experts; e++) sum += p[e] = std::exp(row[e] - most);
-        take_largest(p, experts, k, [&](int64_t j, int64_t best) {
+        const float most = sigmoid ? 0 : *std::max_element(row, row + experts);
+        float total = 1;
+        if (!sigmoid) {
+            total = 0;
+            for (int64_t e = 0; e < experts; e++) total += p[e] = std::exp(row[e] - most);
+        }
+        const auto score = [&](int64_t e) {
+            return sigmoid ? 1.0f / (1.0f + std::exp(-row[e])) : std::exp(row[e] - most) / total;
+        };
+        if (sigmoid)
+            for (int64_t e = 0; e < experts; e++) p[e] = score(e) + (bias ? bias[e] : 0.0f);
+        float chosen = 0;
+        for (int64_t j = 0; j < k; j++) {  // k is small: take the largest k times, the first among equals
+            const int64_t best = std::max_element(p, p + experts) - p;
             ids[t * k + j] = best;
-            weights[t * k + j] = p[best] / sum;
-        });
-        if (renormalise) renormalised(weights + t * k, k);
-    });
-}
-
-void RouteSigmoid::run(Context& context) const {
-    for_rows(context, tokens, experts * k, [&](int64_t t) {
-        const float* row = logits + t * experts;
-        float* p = scratch + t * experts;
-        const auto score = [&](int64_t e) { return 1.0f / (1.0f + std::exp(-row[e])); };
-        for (int64_t e = 0; e < experts; e++) p[e] = score(e) + (bias ? bias[e] : 0.0f);
-        take_largest(p, experts, k, [&](int64_t j, int64_t best) {
-            ids[t * k + j] = best;
-            weights[t * k + j] = score(best);  // the bias chooses, it does not weigh
-        });
-        if (renormalise) renormalised(weights + t * k, k);
+            chosen += weights[t * k + j] = score(best);
+            p[best] = -std::numeric_limits<float>::infinity();
+        }
+        if (renormalise)
+            for (int64_t j = 0; j < k; j++) weights[t * k + j] /= chosen;
     });
 }
 

@@ -82,24 +82,14 @@ struct SiluMul {
     void run(Context&) const;
 };
 
-struct RouteSoftmax {
+struct Route {
     const float* logits;  // (T, experts)
+    const float* bias;    // (experts), or null: added to the scores that choose, not to the weights
     float* weights;       // (T, k)
     int64_t* ids;         // (T, k)
     float* scratch;       // (T, experts)
     int64_t tokens, experts, k;
-    bool renormalise;
-    void run(Context&) const;
-};
-
-struct RouteSigmoid {
-    const float* logits;  // (T, experts)
-    const float* bias;    // (experts), or null
-    float* weights;       // (T, k)
-    int64_t* ids;         // (T, k)
-    float* scratch;       // (T, experts)
-    int64_t tokens, experts, k;
-    bool renormalise;
+    bool sigmoid, renormalise;  // scores are sigmoid or softmax
     void run(Context&) const;
 };
 
