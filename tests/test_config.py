@@ -42,7 +42,6 @@ RANKS_8 = ["exe_mode=eager", "world_size=8"]
         (["warm_up=perhaps"], "data_config.warm_up: 'perhaps' is not true or false"),
         (["platform=tpu"], "platform: 'tpu' is not one of cpu"),
         (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of eager, graph"),
-        (["world_size=2"], "exe_mode: graph on the cpu needs world_size: 1, not 2"),
         (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep on platform: cpu"),
         (["prompts=[]"], "data_config.prompts is empty: give at least one prompt"),
         (["prompts=hello"], "data_config.prompts: 'hello' is not a list, each a string"),

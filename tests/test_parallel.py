@@ -15,15 +15,17 @@ from tools.logits import collect_logits, sized_for
 
 STEPS = 6
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53)), [2, 2], [60, 61, 62]]
-SPLITS: dict[str, dict[str, int]] = {
+SPLITS: dict[str, dict[str, Any]] = {
     "tp2": dict(world_size=2),
     "tp4_moe_2x2": dict(world_size=4, moe_tp_size=2),
     "tp8": dict(world_size=8),
     "tp8_ep8": dict(world_size=8, moe_tp_size=1, embed_tp_size=4, lmhead_tp_size=2),
+    "tp4_graph": dict(world_size=4, moe_tp_size=2, exe_mode="graph"),
     "dp4_tp2_moe_2x4": dict(world_size=8, attn_tp_size=2, moe_tp_size=2, batch_size=8),
+    "dp4_moe_tp4_graph": dict(world_size=4, attn_tp_size=1, batch_size=8, exe_mode="graph"),
     "dp4_moe_tp4": dict(world_size=4, attn_tp_size=1, batch_size=8),
 }
-DEMO_SPLITS: dict[str, dict[str, int]] = {
+DEMO_SPLITS: dict[str, dict[str, Any]] = {
     "tp2": dict(world_size=2),
     "tp4": dict(world_size=4),
     "tp8": dict(world_size=8),
@@ -32,7 +34,7 @@ DEMO_SPLITS: dict[str, dict[str, int]] = {
 
 
 def run_split(case: str, split: dict[str, Any], ids: list[list[int]], out: Path) -> dict[str, np.ndarray]:
-    overrides = ["dtype=float32", "method=none", "exe_mode=eager", *(f"{k}={v}" for k, v in split.items())]
+    overrides = ["dtype=float32", "method=none", *(f"{k}={v}" for k, v in split.items())]
     text = ";".join(",".join(map(str, row)) for row in ids)
     command = [sys.executable, "tools/logits.py", "--case", case, "--set", *overrides]
     command += ["--ids", text, "--steps", str(STEPS), "--out", str(out)]

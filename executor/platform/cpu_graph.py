@@ -1,4 +1,7 @@
-"""`exe_mode: graph` on the CPU: the decode step, captured once for each number of sequences and replayed natively."""
+"""`exe_mode: graph` on the CPU: the decode step, captured once for each number of sequences and replayed natively.
+
+On several ranks the collectives are host nodes between the native ops.
+"""
 
 import dataclasses
 
@@ -34,10 +37,10 @@ class GraphStep:
 
     def __init__(self, step: Step):
         self.step = step
-        self.graphs: dict[int, DecodeGraph] = {}
+        self.graphs: dict[tuple[int, ...], DecodeGraph] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
-        size = len(batch.kv_lens)
+        size = batch.tokens_per_group  # the same on every rank, so all capture together
         if size not in self.graphs:
             self.graphs[size] = DecodeGraph(self.step, batch)
             return self.graphs[size].logits

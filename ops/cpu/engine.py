@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from errors import UserError
@@ -107,23 +107,52 @@ def host(function: Callable[[], object]) -> None:
         native().host(function)
 
 
-class RefuseUnrecorded(TorchDispatchMode):
-    """While a tape is captured, torch may only make views and room; anything computed would be missing from replays."""
+class Recorder(TorchDispatchMode):
+    """While a tape is captured, torch may make views and room. Collectives, and on several ranks the copies around
+    them, become host nodes; anything else it computed would be missing from replays and is refused."""
 
-    ALLOWED = ("aten::empty", "aten::detach", "aten::alias")
+    ROOM = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
+    COPIES = ("aten::new_zeros", "aten::copy_", "aten::cat", "aten::clone", "aten::flatten")
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[Tensor] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = function(*args, **(kwargs or {}))
         name = function._schema.name
-        if isinstance(out, Tensor) and name.startswith(self.ALLOWED):
+        if name.startswith("c10d::"):
+            return self._as_host_node(function, args, kwargs or {})
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and name.startswith(self.ROOM):
             self.kept.append(out)
-        elif not function.is_view:
-            raise RuntimeError(f"{name} cannot be captured: it computes outside the native ops")
+        elif function._schema.is_mutable or not _is_view(out, args):
+            if not (name.startswith(self.COPIES) and distributed.is_initialized()):
+                raise RuntimeError(f"{name} cannot be captured: it computes outside the native ops")
+            out = self._as_host_node(function, args, kwargs or {})
         return out
+
+    def _as_host_node(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Each replay calls it again and leaves its result where the first one lies."""
+        first: list[Any] = []
+
+        def call() -> None:
+            out = function(*args, **kwargs)
+            if not first:
+                first.append(out)
+            elif isinstance(out, Tensor):
+                first[0].copy_(out)  # in place, this is a copy onto itself
+            else:
+                out[-1].wait()  # a collective's work; the first one's caller waits itself
+
+        native().host(call)
+        return first[0]
+
+
+def _is_view(out: Any, args: Any) -> bool:
+    """Whether all of `out` lies in memory of `args`. By name, a reshape that had to copy would pass as a view."""
+    theirs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+    outs = out if isinstance(out, (list, tuple)) else [out]
+    return all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in theirs for x in outs)
 
 
 class Tape:
@@ -138,9 +167,9 @@ class Tape:
         """Ops called inside run as ever and are recorded."""
         self.records.begin()
         try:
-            with RefuseUnrecorded() as guard:
+            with Recorder() as recorder:
                 yield
-            self.kept = guard.kept
+            self.kept = recorder.kept
         finally:
             self.records.end()
 
