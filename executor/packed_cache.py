@@ -81,6 +81,7 @@ class PackedCache:
             if (self.folder / MANIFEST).is_file():
                 shutil.rmtree(self.folder)
             temporary.rename(self.folder)
+            print(f"packed weights: kept in {self.folder}, {sum(self.manifest['bytes'].values()) / 1e6:.1f} MB")
         except (OSError, SafetensorError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             print(f"packed weights: not kept in {self.folder}: {error}")
