@@ -187,12 +187,7 @@ CLONES float quantise(const float* x, int64_t width, int8_t* to) {  // returns t
     widen_range(x, width, least, most);
     most = std::max(most, -least);
     const float inverse = most > 0 ? 127.0f / most : 0.0f;
-    for (int64_t d = 0; d < width; d++) {
-        const float shifted = x[d] * inverse + 12582912.0f;  // 1.5 * 2^23: the nearest integer falls into the low bits
-        int32_t bits;
-        std::memcpy(&bits, &shifted, 4);
-        to[d] = static_cast<int8_t>(bits - 0x4b400000);
-    }
+    for (int64_t d = 0; d < width; d++) to[d] = static_cast<int8_t>(nearest(x[d] * inverse));
     return most / 127.0f;
 }
 void store(const float* x, int64_t width, int8_t* to, int64_t step, float* scale) {

@@ -114,21 +114,15 @@ void Route::run(Context& context) const {
         const float* row = logits + t * experts;
         float* p = scratch + t * experts;
         const float most = sigmoid ? 0 : *std::max_element(row, row + experts);
-        float total = 1;
-        if (!sigmoid) {
-            total = 0;
-            for (int64_t e = 0; e < experts; e++) total += p[e] = std::exp(row[e] - most);
-        }
-        const auto score = [&](int64_t e) {
-            return sigmoid ? 1.0f / (1.0f + std::exp(-row[e])) : std::exp(row[e] - most) / total;
-        };
-        if (sigmoid)
-            for (int64_t e = 0; e < experts; e++) p[e] = score(e) + (bias ? bias[e] : 0.0f);
+        const auto logistic = [&](int64_t e) { return 1.0f / (1.0f + std::exp(-row[e])); };
+        float total = 0;
+        for (int64_t e = 0; e < experts; e++)
+            total += p[e] = sigmoid ? logistic(e) + (bias ? bias[e] : 0.0f) : std::exp(row[e] - most);
         float chosen = 0;
         for (int64_t j = 0; j < k; j++) {  // k is small: take the largest k times, the first among equals
             const int64_t best = std::max_element(p, p + experts) - p;
             ids[t * k + j] = best;
-            chosen += weights[t * k + j] = score(best);
+            chosen += weights[t * k + j] = sigmoid ? logistic(best) : p[best] / total;
             p[best] = -std::numeric_limits<float>::infinity();
         }
         if (renormalise)

@@ -56,10 +56,7 @@ CLONES void range(const float* x, int64_t count, float* least, float* most) {
 // Nearest integers to x * inverse, plus zero, kept within 0 .. largest.
 CLONES void levels(const float* x, float inverse, int zero, int largest, uint8_t* q) {
     for (int i = 0; i < kBlock; i++) {
-        const float shifted = x[i] * inverse + 12582912.0f;  // 1.5 * 2^23: the nearest integer falls into the low bits
-        int32_t bits;
-        std::memcpy(&bits, &shifted, 4);
-        const int32_t level = bits - 0x4b400000 + zero;
+        const int32_t level = nearest(x[i] * inverse) + zero;
         q[i] = static_cast<uint8_t>(level < 0 ? 0 : level > largest ? largest : level);
     }
 }

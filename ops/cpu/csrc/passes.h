@@ -32,6 +32,18 @@ void for_passes(const int32_t* index, int count, float* y, size_t stride, Row&& 
     }
 }
 
+// The same for quantised rows of a product with w: f(whether w has zero points, as a constant, and then as above).
+template <int Most, class F>
+void for_quantised_passes(const Matrix& w, const Rows& rows, const int32_t* index, int count, float* y, size_t stride,
+                          F&& f) {
+    const auto passes = [&](auto zeros) {
+        for_passes<Most>(
+            index, count, y, stride, [&](size_t row) { return rows.blocks + row * (w.k / kBlock); },
+            [&](auto m, const Block* const* operands, float* const* out) { f(zeros, m, operands, out); });
+    };
+    w.zeros ? passes(std::true_type{}) : passes(std::false_type{});
+}
+
 // Four int8 activations, i = 0 .. 7.
 inline int32_t four(const Block& block, int i) {
     int32_t word;

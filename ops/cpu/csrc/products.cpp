@@ -35,14 +35,12 @@ void products(const Kernels& kernels, const Matrix& w, int block, int blocks, co
     for (int b = 0; b < blocks; b++) product(w, block + b, rows, index, count, y + b * kRows, kWide);
 }
 
-// f(first block, last block, first row, rows) for all blocks begin .. end - 1 and `rows` activation rows, tile by tile:
-// many rows meet kNear blocks at a time, which then stay in the second cache; few take the blocks as one stream.
+// f(first block, last block) for all blocks begin .. end - 1: many activation rows meet kNear blocks at a time, which then
+// stay in the second cache; few take the blocks as one stream.
 template <class F>
-void for_tiles(int begin, int end, int64_t rows, F&& f) {
+void for_near_blocks(int begin, int end, int64_t rows, F&& f) {
     const int near = rows > kTile ? kNear : end - begin;
-    for (int block = begin; block < end; block += near)
-        for (int64_t start = 0; start < rows; start += kTile)
-            f(block, std::min(end, block + near), start, static_cast<int>(std::min<int64_t>(kTile, rows - start)));
+    for (int block = begin; block < end; block += near) f(block, std::min(end, block + near));
 }
 
 // Ask for the first lines of a row block that will be read next: kernels prefetch within a block only, and the first
@@ -65,17 +63,20 @@ void Linear::run(Context& context) const {
     context.pool.on_nodes([&](int node) { return w.blocks(node); }, [&](int node, int begin, int end, int) {
         const Matrix& part = w.parts[node];
         float y[kTile * kWide];
-        for_tiles(begin, end, tokens, [&](int first_block, int last_block, int64_t start, int count) {
-            const Rows tile = rows.from(start, k);
+        const auto tile = [&](int first_block, int last_block, int64_t start, int count) {
             for (int block = first_block; block < last_block; block += kNear) {
                 const int blocks = std::min(kNear, last_block - block);
-                products(context.kernels, part, block, blocks, tile, nullptr, count, y);
+                products(context.kernels, part, block, blocks, rows.from(start, k), nullptr, count, y);
                 const int64_t first = static_cast<int64_t>(w.first[node] + block) * kRows;
                 const int64_t width = std::min<int64_t>(blocks * kRows, n - first);
                 for (int t = 0; t < count; t++)
                     for (int64_t r = 0; r < width; r++)
                         out[(start + t) * n + first + r] = y[t * kWide + r] + (bias ? bias[first + r] : 0.0f);
             }
+        };
+        for_near_blocks(begin, end, tokens, [&](int first_block, int last_block) {
+            for (int64_t start = 0; start < tokens; start += kTile)
+                tile(first_block, last_block, start, static_cast<int>(std::min<int64_t>(kTile, tokens - start)));
         });
     });
 }
@@ -106,8 +107,7 @@ public:
         context_.pool.on_nodes(groups, [&](int node, int begin, int end, int) { up(node, begin, end); });
         const auto blocks = [&](int node) { return m_.w2.blocks(node); };
         context_.pool.on_nodes(blocks, [&](int node, int begin, int end, int) {
-            const int near = m_.tokens > kTile ? kNear : end - begin;  // as in for_tiles
-            for (int block = begin; block < end; block += near) down(node, block, std::min(end, block + near));
+            for_near_blocks(begin, end, m_.tokens, [&](int first, int last) { down(node, first, last); });
         });
     }
 

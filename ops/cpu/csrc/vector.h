@@ -111,6 +111,14 @@ ALWAYS_INLINE void widen_range(const float* x, int64_t count, float& least, floa
     least = low[0], most = high[0];
 }
 
+// The nearest integer, to even, of |x| < 2^22: 1.5 * 2^23 added, it falls into the low bits.
+ALWAYS_INLINE int32_t nearest(float x) {
+    const float shifted = x + 12582912.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    return bits - 0x4b400000;
+}
+
 // e^x to 2 units in the last place for x in [-87, 88], clamped outside: 2^n times a polynomial on [-ln2/2, ln2/2].
 inline float fast_exp(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;

@@ -9,11 +9,10 @@ namespace {
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    for_passes<kMost>(
-        index, count, y, stride, [&](size_t row) { return rows.blocks + row * (w.k / kBlock); },
-        [&](auto m, const Block* const* operands, float* const* out) {
-            w.zeros ? dot_pass<F, true, m()>(w, block, operands, out)
-                    : dot_pass<F, false, m()>(w, block, operands, out);
+    for_quantised_passes<kMost>(
+        w, rows, index, count, y, stride,
+        [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+            dot_pass<F, zeros(), m()>(w, block, operands, out);
         });
 }
 
