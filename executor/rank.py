@@ -36,8 +36,8 @@ def run_rank(case: Case, results: Path | None, body: Body) -> None:
     try:
         body(folder, ranks)
     except Exception as error:  # told once, by the launcher; here it only goes to this rank's log
-        traceback.print_exc(file=log)
-        log.flush()
+        with contextlib.suppress(UserError):  # a log that is full tells no more
+            log.write(traceback.format_exc())
         _leave_word(Path(ranks.error_file), error)
         # Without the interpreter's clean-up, in which gloo aborts the process when a partner is gone.
         os._exit(EXIT_STATUS if isinstance(error, UserError) else 1)

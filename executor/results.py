@@ -52,38 +52,48 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, lambda file: file.write(text.encode()))
 
 
+class Log:
+    """The file that keeps what a rank prints. Unbuffered, so that nothing is left to fail later."""
+
+    def __init__(self, path: Path):
+        self.path, self.full = path, False
+        try:
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (until the end)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+    def write(self, text: str) -> None:
+        """Fails once; what is left of the run, its error line too, goes to the terminal alone."""
+        if self.full:
+            return
+        try:
+            self.file.write(text.encode(errors="backslashreplace"))
+        except OSError as error:
+            self.full = True
+            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+
 class Tee:
     """A terminal stream that also fills a log; still a terminal to whoever asks, so progress bars work."""
 
-    def __init__(self, terminal: TextIO, log: TextIO):
+    def __init__(self, terminal: TextIO, log: Log):
         self.terminal, self.log = terminal, log
 
     def write(self, text: str) -> int:
         if not text.startswith("\r"):  # a progress bar redrawing itself
-            try:
-                self.log.write(text)
-            except OSError:  # told once; what is left of the run, its error line too, goes to the terminal alone
-                self.log = open(os.devnull, "w")  # noqa: SIM115
-                raise
+            self.log.write(text)
         return self.terminal.write(text)
-
-    def flush(self) -> None:
-        self.log.flush()
-        self.terminal.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)
 
 
-def open_log(folder: Path, rank: int) -> TextIO:
+def open_log(folder: Path, rank: int) -> Log:
     """Sends what this rank prints to `rank<N>.log`; rank 0 keeps the terminal as well."""
-    try:
-        log = open(folder / f"rank{rank}.log", "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (until the end)
-    except OSError as error:
-        raise UserError(f"{folder}/rank{rank}.log: cannot be written: {error.strerror}") from None
+    log = Log(folder / f"rank{rank}.log")
     if rank == 0:
         sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
     else:  # the descriptors themselves, so that native code's last words land there too
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        os.dup2(log.file.fileno(), 1)
+        os.dup2(log.file.fileno(), 2)
     return log

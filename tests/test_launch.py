@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import struct
@@ -142,12 +143,16 @@ def test_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_path: Path, ranks
     assert folders("damaged") == set()
 
 
-def test_full_disk_is_one_line() -> None:
-    """A file-size limit of one block stands in for a full disk: the report does not fit."""
+@pytest.mark.parametrize(("length", "file"), [(2, r"(report\.json|rank0\.log)"), (200, r"rank0\.log")])
+def test_full_disk_is_one_line(length: int, file: str) -> None:
+    """A file-size limit of one block stands in for a full disk: the report does not fit, or else the log.
+
+    With two tokens which one is first depends on how long the path of this folder is, which the log shows."""
     before = folders("demo")
-    command = "ulimit -f 1; exec bash infer.sh demo --set max_new_tokens=2"
+    command = f"ulimit -f 1; exec bash infer.sh demo --set max_new_tokens={length}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert_one_error_line(done, "cannot be written: File too large")
+    assert re.search(f"{file}: cannot be written", done.stderr), done.stderr
     assert folders("demo") == before
 
 
