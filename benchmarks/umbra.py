@@ -70,7 +70,9 @@ class Umbra:
         """(sequences, vocabulary), overwritten by the next step."""
         for sequence, token in zip(self.running, tokens, strict=True):
             sequence.ids[-1] = token
-        return self.runner.model_inference(self.runner.model_input_prepare(self.running), is_prefill=False)[0]
+        return self.runner.model_inference(
+            self.runner.model_input_prepare(self.running, is_prefill=False), is_prefill=False
+        )[0]
 
     def _admit(self, prompt: list[int]) -> Tensor:
         """One prompt a step, so that room for activations does not grow with their number."""

@@ -7,21 +7,25 @@ import torch
 from executor.kv_pages import PagePool
 from executor.sequence import Sequence
 from models.batch import Batch
+from ops.interface import Ops
+
+PADDING_LENGTH = 2  # not 0 or 1: compilers take those for constants
 
 
 def pack(
+    ops: Ops,
     sequences: ListOf[Sequence],
     pool: PagePool,
     tokens_per_group: tuple[int, ...],
     table_width: int,
-    device: torch.device,
     all_logits: bool = False,
+    rows: int = 0,
 ) -> Batch:
-    """The batch of `sequences`, all of this rank's group, whose pages are reserved; block tables all of one width."""
+    """The batch of `sequences`, all of this rank's group, whose pages are reserved, its tensors on the host.
 
-    def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    For graphs of fixed sizes, a decode step is padded to `rows` sequences, whose tokens go to the cache's last page,
+    which is nobody's.
+    """
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -32,13 +36,19 @@ def pack(
         slots += pool.slots(s.pages, s.cached, s.end)
         starts.append(len(ids))
     tables = [s.pages + [0] * (table_width - len(s.pages)) for s in sequences]
+    lengths = [s.end for s in sequences]
+    for _ in range(rows - len(sequences)):
+        ids.append(0)
+        positions.append(0)
+        slots.append(pool.pages * pool.page_size)
+        starts.append(len(ids))
+        tables.append([pool.pages] * table_width)
+        lengths.append(PADDING_LENGTH)
+    paged = ops.paging(slots, tables, starts, lengths, pool.page_size)
     return Batch(
-        token_ids=tensor(ids),
-        positions=tensor(positions),
-        slots=tensor(slots),
-        block_tables=torch.tensor(tables, dtype=torch.int64, device=device).view(len(sequences), table_width),
-        query_starts=tensor(starts),
-        kv_lens=tensor([s.end for s in sequences]),
-        logit_rows=None if all_logits else tensor([end - 1 for end in starts[1:]]),
+        torch.tensor(ids, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int64),
+        *paged,
+        logit_rows=None if all_logits else torch.tensor([end - 1 for end in starts[1:]], dtype=torch.int64),
         tokens_per_group=tokens_per_group,
     )

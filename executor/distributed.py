@@ -7,10 +7,11 @@ import torch.distributed as dist
 from errors import UserError
 from executor.config import Case
 from executor.env import RankEnv
+from executor.platform.base import Platform
 from models.parallel import Group, Parallel, Shard
 
 
-def init_parallel(case: Case, ranks: RankEnv, backend: str) -> Parallel:
+def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:
     """This rank's place in every split of the case."""
     if ranks.world_size != case.world_size:
         raise UserError(
@@ -20,18 +21,22 @@ def init_parallel(case: Case, ranks: RankEnv, backend: str) -> Parallel:
     if case.world_size == 1:
         return Parallel()
     sizes = case.parallel_config
-    dist.init_process_group(backend, timeout=timedelta(seconds=sizes.comm_timeout_s))
+    dist.init_process_group(
+        platform.collectives,
+        timeout=timedelta(seconds=sizes.comm_timeout_s),
+        pg_options=platform.group_options("world"),
+    )
     world, rank = case.world_size, ranks.rank
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def group(members: list[list[int]]) -> Group:
+    def group(name: str, members: list[list[int]]) -> Group:
         """`members`: a partition of the world. Every rank makes every group, in the same order."""
         own = Group()
         for ids in members:
             if len(ids) == 1:
                 continue
             if tuple(ids) not in made:
-                made[tuple(ids)] = dist.new_group(ids)
+                made[tuple(ids)] = dist.new_group(ids, pg_options=platform.group_options(name))
             if rank in ids:
                 own = Group(ids.index(rank), len(ids), made[tuple(ids)])
         return own
@@ -41,11 +46,11 @@ def init_parallel(case: Case, ranks: RankEnv, backend: str) -> Parallel:
 
     attn_tp_size, moe_tp_size = sizes.attn_tp_size, sizes.moe_tp_size
     return Parallel(
-        world=group(neighbours(world)),
-        attn_tp=group(neighbours(attn_tp_size)),
-        attn_dp=group([list(range(first, world, attn_tp_size)) for first in range(attn_tp_size)]),
+        world=group("world", neighbours(world)),
+        attn_tp=group("attn_tp", neighbours(attn_tp_size)),
+        attn_dp=group("attn_dp", [list(range(first, world, attn_tp_size)) for first in range(attn_tp_size)]),
         moe_tp=Shard(rank % moe_tp_size, moe_tp_size),
         moe_ep=Shard(rank // moe_tp_size, world // moe_tp_size),
-        embed_tp=group(neighbours(sizes.embed_tp_size)),
-        lmhead_tp=group(neighbours(sizes.lmhead_tp_size)),
+        embed_tp=group("embed_tp", neighbours(sizes.embed_tp_size)),
+        lmhead_tp=group("lmhead_tp", neighbours(sizes.lmhead_tp_size)),
     )

@@ -7,7 +7,7 @@ class PagePool:
     """Hands out page numbers 0 .. pages - 1, each to one holder at a time."""
 
     def __init__(self, pages: int, page_size: int):
-        self.page_size = page_size
+        self.pages, self.page_size = pages, page_size
         self.free = list(range(pages - 1, -1, -1))  # taken from the end: low numbers first
 
     def pages_for(self, tokens: int) -> int:

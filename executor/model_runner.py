@@ -3,6 +3,7 @@
 A model's own runner says how its model is made and, where it must, how its decode step becomes a graph.
 """
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -59,11 +60,8 @@ class ModelRunner(ABC):
         self.compile_model()
 
     def init_device(self) -> None:
-        make_platform = load_platform(self.case.platform)
-        self.platform = make_platform(
-            self.ranks.local_rank, self.ranks.local_world_size, self.case.threads, self.case.instruction_set
-        )
-        self.parallel = init_parallel(self.case, self.ranks, self.platform.collectives)
+        self.platform = load_platform(self.case.platform)(self.case, self.ranks)
+        self.parallel = init_parallel(self.case, self.ranks, self.platform)
         print(
             f"rank {self.ranks.rank}/{self.ranks.world_size} on {self.platform.name}: "
             f"attn_tp {self.parallel.attn_tp.rank}/{self.parallel.attn_tp.size}, "
@@ -92,7 +90,8 @@ class ModelRunner(ABC):
         self.scheduler = Scheduler(data.batch_size, case.max_sequence_length, cache.page_size, groups)
         for layer in module.modules():
             if isinstance(layer, PagedAttention):
-                shape = (self.scheduler.pages, cache.page_size, layer.kv_heads, layer.head_dim)
+                # One page more than are handed out: what padding rows write goes there.
+                shape = (self.scheduler.pages + 1, cache.page_size, layer.kv_heads, layer.head_dim)
                 layer.bind(*(build.ops.kv_cache(*shape, kv_dtype, build.device) for _ in "kv"))
         size = sum(layer.nbytes for _, layer in layers_of(module))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
@@ -101,19 +100,24 @@ class ModelRunner(ABC):
         self.decode: Step = self.graph_compile()
 
     def graph_compile(self) -> Step:
-        """The decode step in the form that `exe_mode` asks for; a model's runner may override this."""
-        return self.platform.compile(self.model.decode, self.case.exe_mode)
+        """The decode step op by op; a model's runner overrides this to make graphs of it."""
+        return lambda batch: self.model.decode(batch.to(self.platform.device))
 
     def define_profiler(self) -> Profiler:
         return Profiler(self.case.model_config.enable_profiler, self.results, self.ranks.rank)
 
-    def model_input_prepare(self, sequences: list[Sequence], all_logits: bool = False) -> Batch:
+    def model_input_prepare(
+        self, sequences: list[Sequence], all_logits: bool = False, is_prefill: bool = True
+    ) -> Batch:
         """Reserve cache pages for the sequences' next tokens and pack those of this rank's group."""
         self.scheduler.reserve(sequences)
         group, pools = self.parallel.attn_dp.rank, self.scheduler.pools
         tokens = tuple(sum(s.new_tokens for s in sequences if s.group == g) for g in range(len(pools)))
         mine = [s for s in sequences if s.group == group]
-        return pack(mine, pools[group], tokens, self.scheduler.table_width, self.platform.device, all_logits)
+        rows = 0 if is_prefill else self.platform.padded_rows(max(tokens))
+        if rows:
+            tokens = (rows,) * len(pools)
+        return pack(self.platform.ops, mine, pools[group], tokens, self.scheduler.table_width, all_logits, rows)
 
     @torch.inference_mode()
     def model_inference(self, batch: Batch, is_prefill: bool) -> tuple[Tensor, float]:
@@ -121,7 +125,7 @@ class ModelRunner(ABC):
         phase = "prefill" if is_prefill else "decode"
         with self.profiler.step(phase):
             start = time.perf_counter()
-            logits = self.model.prefill(batch) if is_prefill else self.decode(batch)
+            logits = self.model.prefill(batch.to(self.platform.device)) if is_prefill else self.decode(batch)
             self.platform.synchronize()
         return logits, time.perf_counter() - start
 
@@ -129,7 +133,7 @@ class ModelRunner(ABC):
         """Choose each sequence's next token, tell the other data-parallel groups, and mark who stops."""
         dp = self.parallel.attn_dp
         generators = [s.generator for s in sequences if s.group == dp.rank]
-        chosen = choose(self.platform.ops, logits, self.case.sampling_config, generators)
+        chosen = choose(self.platform.ops, logits[: len(generators)], self.case.sampling_config, generators)
         counts = tuple(sum(s.group == g for s in sequences) for g in range(dp.size))
         self.append_tokens(sequences, dp.gather_rows(chosen, counts).tolist())
 
@@ -182,7 +186,7 @@ class ModelRunner(ABC):
             Completion(s.prompt, tokenizer.decode(s.generated) if tokenizer else "", s.generated, s.finish_reason)
             for s in sequences
         ]
-        peak = torch.tensor([self.platform.peak_memory_bytes()])
+        peak = torch.tensor([self.platform.peak_memory_bytes()], device=self.platform.device)
         peaks = self.parallel.world.gather_rows(peak, (1,) * self.case.world_size)
         return make_report(self.case, completions, self.timings, int(peaks.max()))
 
@@ -193,17 +197,18 @@ class ModelRunner(ABC):
     def _formats(self) -> Formats:
         """Quantised: every linear layer and expert; the head never in fewer than 8 bits, the router as it is."""
         plain, wanted = FORMATS[self.case.model_config.dtype], self.case.quantization
+        tiled = dataclasses.replace(plain, tiled=True)
         if wanted.method == "none":
-            return Formats(plain, plain, plain)
+            return Formats(plain, tiled, tiled)
         linear = Format(wanted.method, wanted.group_size, wanted.zero_points)
-        return Formats(plain, linear, head=FORMATS["q8"])
+        return Formats(plain, linear, head=FORMATS["q8"] if self.platform.quantised_head else tiled)
 
     def _load_weights(self, module: nn.Module) -> None:
         settings, progress = self.case.quantization, self.ranks.rank == 0
         if not self.case.model_config.with_ckpt:
             return random_weights(module, seed=self.ranks.rank)
         cache = None
-        if settings.method != "none" and settings.keep_packed:
+        if settings.method != "none" and settings.keep_packed and self.case.platform == "cpu":
             cache = PackedCache(self.case, self.folder, self.ranks.rank, module)
             if cache.load(progress):
                 return None
@@ -255,7 +260,7 @@ class ModelRunner(ABC):
 
     def _decode(self, sequences: list[Sequence]) -> None:
         start = time.perf_counter()
-        logits, _ = self.model_inference(self.model_input_prepare(sequences), is_prefill=False)
+        logits, _ = self.model_inference(self.model_input_prepare(sequences, is_prefill=False), is_prefill=False)
         self.model_output_process(logits, sequences)
         self.timings.add_decode(len(sequences), time.perf_counter() - start)
         self.scheduler.retire()

@@ -28,7 +28,7 @@ from models.layers import layers_of
 
 CACHE = ROOT / "packed_cache"
 MANIFEST = "manifest.json"
-LAYOUT = 1  # raised whenever packed bytes change their meaning
+LAYOUT = 2  # raised whenever packed bytes change their meaning
 SHARD = 1 << 30
 
 

@@ -16,7 +16,8 @@ def choose(ops: Ops, logits: Tensor, settings: SamplingSettings, generators: Lis
     probabilities = filtered_probabilities(logits.float().cpu(), settings)
     rows = zip(probabilities, generators, strict=True)
     chosen = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
-    return torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)
+    ids = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)
+    return ids.to(logits.device)
 
 
 def filtered_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:

@@ -1,8 +1,13 @@
 """The only thing that passes from the scheduler to a model: one step's tokens and where their keys and values lie."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from ops.interface import Lengths
 
 
 @dataclass(frozen=True)
@@ -11,9 +16,18 @@ class Batch:
 
     token_ids: Tensor  # (T) int64
     positions: Tensor  # (T) int64
-    slots: Tensor  # (T) int64: page * page_size + offset of each new token
-    block_tables: Tensor  # (S, pages of the longest possible sequence) int64
-    query_starts: Tensor  # (S + 1) int64
-    kv_lens: Tensor  # (S) int64, the new tokens included
+    slots: Tensor  # (T) or as Ops.paging has it: page * page_size + offset of each new token
+    block_tables: Tensor  # (S, pages of the longest possible sequence)
+    query_starts: Lengths  # (S + 1)
+    kv_lens: Lengths  # (S), the new tokens included
     logit_rows: Tensor | None  # rows of T whose logits are wanted; None: all
-    tokens_per_group: tuple[int, ...]  # T of every data-parallel group
+    tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all have as many as this one
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors: what changes from step to step in a graph."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+    def to(self, device: torch.device) -> "Batch":
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return dataclasses.replace(self, **moved)

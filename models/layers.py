@@ -44,11 +44,16 @@ class Build:
         return self.ops.matrix(rows, columns, format, self.device)
 
     def table(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return fixed(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def vector(self, size: int) -> Tensor:
         """Norms and biases: few, and added to what is wide."""
-        return torch.empty(size, dtype=torch.float32, device=self.device)
+        return fixed(torch.empty(size, dtype=self.ops.vector_type(self.dtype), device=self.device))
+
+
+def fixed(tensor: Tensor) -> nn.Parameter:
+    """A tensor that stays where it is: graphs take Parameters by their address."""
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,9 @@ class Layer(nn.Module):
 
     def storages(self) -> Iterator[Tensor]:
         """Everything the layer keeps, in the ops implementation's own layout."""
+        yield from self.parameters(recurse=False)
         for value in vars(self).values():
-            if isinstance(value, Tensor):
-                yield value
-            elif storages := getattr(value, "storages", None):
-                yield from storages
+            yield from getattr(value, "storages", ())
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, Layer]]:
@@ -188,7 +191,8 @@ class VocabEmbedding(Layer):
         self.elements, self.nbytes = self.table.numel(), self.table.nbytes
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.group.all_reduce(self.ops.embedding(token_ids, self.table, self.part.start))
+        first = self.part.start if self.group.size > 1 else None
+        return self.group.all_reduce(self.ops.embedding(token_ids, self.table, first))
 
     def pieces(self, path: str) -> Iterator[Piece]:
         yield Piece(f"{path}.weight", (self.vocabulary, self.table.shape[1]), (self.part, ALL), self.table.copy_)
@@ -225,12 +229,13 @@ class Experts(Layer):
         self.here = build.parallel.moe_ep.part(experts)
         self.part = build.parallel.moe_tp.part(intermediate)
         count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
+        self.first = self.here.start if count < experts else None
         self.weights = build.ops.expert_matrices(count, inner, hidden, build.formats.linear, build.device)
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
         x, weights, ids = (self.dp.gather_rows(t, batch.tokens_per_group) for t in (x, weights, ids))
-        y = self.world.all_reduce(self.ops.moe(x, weights, ids, self.weights, self.here.start))
+        y = self.world.all_reduce(self.ops.moe(x, weights, ids, self.weights, self.first))
         return self.dp.own_rows(y, batch.tokens_per_group)
 
     def pieces(self, path: str) -> Iterator[Piece]:
@@ -257,7 +262,7 @@ class PagedAttention(nn.Module):
         self.ops, self.kv_heads, self.head_dim = build.ops, kv_heads, head_dim
 
     def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        self.k_cache, self.v_cache = k_cache, v_cache
+        self.k_cache, self.v_cache = fixed(k_cache), fixed(v_cache)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """q (T, heads, D), k and v (T, kv_heads, D). -> (T, heads * D)"""
@@ -269,7 +274,7 @@ class PagedAttention(nn.Module):
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position the case can reach, each (positions, dim) float32."""
+    """cos and sin of every position the case can reach, each (positions, dim)."""
 
     def __init__(self, build: Build, config: RopeConfig):
         super().__init__()
@@ -277,8 +282,9 @@ class RotaryTable(nn.Module):
         scale = config.yarn.attention_factor if config.yarn else 1.0
         frequencies = torch.tensor(config.inverse_frequencies(), dtype=torch.float32)
         angles = torch.arange(build.max_positions, dtype=torch.float32)[:, None] * frequencies.repeat(2)
-        self.cos = (angles.cos() * scale).to(build.device)
-        self.sin = (angles.sin() * scale).to(build.device)
+        dtype = build.ops.vector_type(build.dtype)
+        self.cos = fixed((angles.cos() * scale).to(build.device, dtype))
+        self.sin = fixed((angles.sin() * scale).to(build.device, dtype))
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ops.embedding(positions, self.cos, 0), self.ops.embedding(positions, self.sin, 0)
+        return self.ops.embedding(positions, self.cos, None), self.ops.embedding(positions, self.sin, None)

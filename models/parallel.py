@@ -39,20 +39,22 @@ class Group(Shard):
         parts = self._gather(x)  # (size, T, N / size)
         return parts.movedim(0, 1).flatten(1)
 
-    def gather_rows(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """`counts[r]` rows of each rank r, one after another. -> (sum of counts, ...)"""
+    def gather_rows(self, x: Tensor, counts: tuple[int, ...] | None) -> Tensor:
+        """`counts[r]` rows of each rank r, or of each as many as here, one after another. -> (sum of counts, ...)"""
         if self.size == 1:
             return x
+        if counts is None:
+            return self._gather(x).flatten(0, 1)
         padded = x.new_zeros(max(counts), *x.shape[1:])
         padded[: len(x)] = x
         parts = self._gather(padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def own_rows(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def own_rows(self, x: Tensor, counts: tuple[int, ...] | None) -> Tensor:
         """This rank's rows of what `gather_rows` gave."""
         if self.size == 1:
             return x
-        return x.split(list(counts))[self.rank]
+        return x.split(len(x) // self.size if counts is None else list(counts))[self.rank]
 
     def _gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.size, *x.shape)

@@ -13,11 +13,13 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Format:
     """How a matrix is kept: in a float type, or as q8 or q4: integers with a float16 scale for every `group` columns
-    of a row and, with `zeros`, a zero point beside it."""
+    of a row and, with `zeros`, a zero point beside it. `tiled`: the device may order a float matrix in its own tiles
+    (Ascend's FRACTAL_NZ)."""
 
     kind: str
     group: int = 0
     zeros: bool = False
+    tiled: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -51,9 +53,27 @@ class ExpertMatrices(Protocol):
         """Put all of "gate", "up" or "down" of one expert."""
 
 
+# Lengths and offsets: a tensor that kernels read, or integers that the host passes with each launch.
+Lengths = Tensor | tuple[int, ...]
+
+
 class Ops(Protocol):
-    def embedding(self, ids: Tensor, table: Tensor, first_id: int) -> Tensor:
-        """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)"""
+    def vector_type(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of norms, biases and angles beside matrices of `dtype`."""
+
+    def paging(
+        self,
+        slots: list[int],
+        block_tables: list[list[int]],
+        query_starts: list[int],
+        kv_lens: list[int],
+        page_size: int,
+    ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
+        """A step's places in the paged cache as `write_kv` and `attention` take them; tensors still on the host."""
+
+    def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+        """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)
+        `first_id` None: the table is whole, no id is outside."""
 
     def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> Matrix:
         """Room for a matrix."""
@@ -72,8 +92,8 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)"""
 
-    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x (T, heads, D) by half-rotation; cos and sin (T, D) float32, each angle standing twice."""
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D), each angle standing twice."""
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
@@ -82,7 +102,7 @@ class Ops(Protocol):
         int8: each token's head has a scale of its own, max / 127."""
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Put k, v (T, kv_heads, D) into the caches, in place, at `slots` (T): page * page_size + place in the page."""
+        """Put k, v (T, kv_heads, D) into the caches, in place, at `slots`: page * page_size + place in the page."""
 
     def attention(
         self,
@@ -90,8 +110,8 @@ class Ops(Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         block_tables: Tensor,
-        query_starts: Tensor,
-        kv_lens: Tensor,
+        query_starts: Lengths,
+        kv_lens: Lengths,
         scale: float,
     ) -> Tensor:
         """Causal attention of packed queries over paged keys and values.
@@ -105,7 +125,7 @@ class Ops(Protocol):
         """x (T, 2 N) holds gate and up side by side: silu(gate) * up. -> (T, N)"""
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """Softmax over all experts (T, E), then the top k. -> weights (T, k) float32, ids (T, k) int64"""
+        """Softmax over all experts (T, E), then the top k. -> weights (T, k), ids (T, k), of types that `moe` takes"""
 
     def route_sigmoid(
         self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
@@ -115,9 +135,9 @@ class Ops(Protocol):
     def argmax(self, x: Tensor) -> Tensor:
         """The first of the largest of each row of x (S, V). -> (S) int64"""
 
-    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int) -> Tensor:
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
         """Weighted sum of the chosen experts that are here: down @ (silu(gate @ x) * (up @ x)), summed in float32.
 
         x (T, H); weights, ids (T, k), ids of experts that are elsewhere or negative add nothing; `experts` holds
-        first_expert .. first_expert + count. -> (T, H)
+        first_expert .. first_expert + count; None: all experts are here, no id is outside. -> (T, H)
         """

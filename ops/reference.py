@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.interface import Format
+from ops.interface import Format, Lengths
 
 
 class DenseMatrix:
@@ -42,8 +42,26 @@ matrix = DenseMatrix
 expert_matrices = DenseExperts
 
 
-def embedding(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
-    local = ids - first_id
+def vector_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32
+
+
+def paging(
+    slots: list[int],
+    block_tables: list[list[int]],
+    query_starts: list[int],
+    kv_lens: list[int],
+    page_size: int,
+) -> tuple[Tensor, Tensor, Lengths, Lengths]:
+    def tensor(values: object) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    tables = tensor(block_tables).view(len(block_tables), -1 if block_tables else 0)
+    return tensor(slots), tables, tensor(query_starts), tensor(kv_lens)
+
+
+def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+    local = ids - (first_id or 0)
     here = (local >= 0) & (local < table.shape[0])
     return torch.where(here[:, None], table[torch.where(here, local, 0)], 0.0)
 
@@ -64,11 +82,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (wide * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(x: Tensor) -> Tensor:
+        wide = x.float()
+        first, second = wide.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return (wide * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+
+    return rotate(q), rotate(k)
 
 
 SCALE = 4  # bytes of the float32 scale that follows each int8 row
@@ -100,15 +121,15 @@ def attention(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    query_starts: Tensor,
-    kv_lens: Tensor,
+    query_starts: Lengths,
+    kv_lens: Lengths,
     scale: float,
 ) -> Tensor:
     out = torch.empty_like(q)
     page_size, kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // kv_heads
-    starts = query_starts.tolist()
-    for s, kv_len in enumerate(kv_lens.tolist()):
+    starts, lengths = (torch.as_tensor(x).tolist() for x in (query_starts, kv_lens))
+    for s, kv_len in enumerate(lengths):
         pages = block_tables[s, : -(-kv_len // page_size)]
         k, v = (_cached(c, pages, kv_len).repeat_interleave(group, dim=1) for c in (k_cache, v_cache))  # (kv_len, H, D)
         rows = q[starts[s] : starts[s + 1]].float()
@@ -145,7 +166,8 @@ def argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
 
 
-def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: DenseExperts, first_expert: int) -> Tensor:
+def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: DenseExperts, first_expert: int | None) -> Tensor:
+    first_expert = first_expert or 0
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         if not first_expert <= expert < first_expert + experts.count:

@@ -49,8 +49,8 @@ def test_chunked_prefill_changes_nothing(tmp_path: Path, chunk: int, mode: str) 
     most: list[int] = []
     prepare = runner.model_input_prepare
 
-    def spy(sequences: Any, all_logits: bool = False) -> Any:
-        batch = prepare(sequences, all_logits)
+    def spy(sequences: Any, **how: Any) -> Any:
+        batch = prepare(sequences, **how)
         if any(s.cached < s.prompt_len for s in sequences):
             most.append(len(batch.token_ids))
         return batch

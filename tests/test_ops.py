@@ -184,7 +184,8 @@ def test_heads_inside_a_wider_row() -> None:
     q, k, v = (t.unflatten(-1, (-1, 16)) for t in (q, k, v))
     weight, cos, sin = torch.randn(16), torch.randn(6, 16), torch.randn(6, 16)
     close(cpu.rms_norm(q, weight, 1e-6), reference.rms_norm(q, weight, 1e-6))
-    close(cpu.rope(k, cos, sin), reference.rope(k, cos, sin))
+    for turned, expected in zip(cpu.rope(q, k, cos, sin), reference.rope(q, k, cos, sin), strict=True):
+        close(turned, expected)
     slots = torch.tensor([6, 9, 0, 1, 11, 3])
     ours, theirs = caches_of(cpu, (3, 4, 2, 16), torch.float32), caches_of(reference, (3, 4, 2, 16), torch.float32)
     cpu.write_kv(k, v, *ours, slots)

@@ -91,7 +91,7 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
         for s in active:
             s.ids = s.ids[:0] + list(range(data.draw(st.integers(s.cached + 1, lens[s.index]))))
             pool.extend(s.pages, len(s.ids))
-        batch = pack(active, pool, (sum(s.new_tokens for s in active),), 12, torch.device("cpu"), all_logits=True)
+        batch = pack(reference, active, pool, (sum(s.new_tokens for s in active),), 12, all_logits=True)
         q, k, v = (torch.cat([whole[s.index][t][s.cached : len(s.ids)] for s in active]) for t in range(3))
         assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.cached :]]
         assert batch.positions.tolist() == batch.token_ids.tolist()  # ids were chosen to be positions

@@ -90,9 +90,11 @@ def _prefill(runner: ModelRunner, ids: list[list[int]]) -> tuple[list[Sequence],
 def _step(runner: ModelRunner, running: list[Sequence], is_prefill: bool) -> list[torch.Tensor]:
     """One step with the logits of every new token, then the greedy choice. -> a matrix for each sequence"""
     rows = [s.new_tokens for s in running]
-    batch = runner.model_input_prepare(running, all_logits=True)
+    batch = runner.model_input_prepare(running, all_logits=True, is_prefill=is_prefill)
     logits, _ = runner.model_inference(batch, is_prefill)
-    everyone = runner.parallel.attn_dp.gather_rows(logits.float().cpu().clone(), batch.tokens_per_group)
+    dp = runner.parallel.attn_dp
+    counts = tuple(sum(s.new_tokens for s in running if s.group == g) for g in range(dp.size))
+    everyone = dp.gather_rows(logits[: counts[dp.rank]].float(), counts).cpu().clone()
     each = list(everyone.split(rows))
     runner.append_tokens(running, [int(part[-1].argmax()) for part in each])
     return each

@@ -2,11 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from executor.config import Case
+from executor.env import RankEnv
 from models.batch import Batch
 from ops.interface import Ops
 
@@ -16,17 +18,25 @@ Step = Callable[[Batch], Tensor]
 class Platform(ABC):
     name: ClassVar[str]
     collectives: ClassVar[str]  # torch.distributed's backend
+    quantised_head: ClassVar[bool]  # the output head gets 8 bits where linear layers are quantised
     device: torch.device
     ops: Ops
 
     @abstractmethod
-    def __init__(self, local_rank: int, local_ranks: int, threads: int, instruction_set: str):
-        """Make device `local_rank`, of as many as there are ranks on this machine, this process's own; `threads` (0:
-        the platform's choice) and `instruction_set` for the CPU side."""
+    def __init__(self, case: Case, ranks: RankEnv):
+        """Make this rank's device the process's own."""
 
     @abstractmethod
-    def compile(self, step: Step, exe_mode: str) -> Step:
-        """`step` in the form that `exe_mode` names."""
+    def compile(self, step: Step, model_config: object) -> Step:
+        """`step`, a model's method, as the graphs that the case's `exe_mode` names; takes batches on the host."""
+
+    def group_options(self, group: str) -> Any:
+        """What the collectives' backend wants to know of a group, by its name in `Parallel`."""
+        return None
+
+    def padded_rows(self, rows: int) -> int:
+        """How many sequences a decode step of `rows` is padded to; 0: it is not."""
+        return 0
 
     @abstractmethod
     def synchronize(self) -> None:

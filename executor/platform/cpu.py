@@ -5,6 +5,8 @@ from typing import ClassVar
 
 import torch
 
+from executor.config import Case
+from executor.env import RankEnv
 from executor.platform.base import Platform, Step
 from executor.platform.cpu_graph import GraphStep
 from ops import load_ops
@@ -15,15 +17,17 @@ class CpuPlatform(Platform):
     name: ClassVar[str] = "cpu"
     collectives: ClassVar[str] = "gloo"
 
-    def __init__(self, local_rank: int, local_ranks: int, threads: int, instruction_set: str):
+    quantised_head: ClassVar[bool] = True
+
+    def __init__(self, case: Case, ranks: RankEnv):
         torch.set_num_threads(1)  # the native pool has the cores
         self.device = torch.device("cpu")
         self.ops = load_ops("cpu")
-        _, chosen = start(threads, instruction_set, local_rank, local_ranks)
+        _, chosen = start(case.threads, case.instruction_set, ranks.local_rank, ranks.local_world_size)
         print(f"native CPU kernels: {chosen}, {placement()}")
 
-    def compile(self, step: Step, exe_mode: str) -> Step:
-        return GraphStep(step) if exe_mode == "graph" else step
+    def compile(self, step: Step, model_config: object) -> Step:
+        return GraphStep(step)
 
     def synchronize(self) -> None:
         pass  # every op has returned its result

@@ -16,14 +16,14 @@ class DecodeGraph:
     """One captured step: inputs at fixed addresses, updated in place; the logits always come out at the same place."""
 
     def __init__(self, step: Step, batch: Batch):
-        self.inputs = {name: t.clone() for name, t in _tensors(batch).items()}
+        self.inputs = {name: t.clone() for name, t in batch.tensors().items()}
         fixed = dataclasses.replace(batch, **self.inputs)  # type: ignore[arg-type]
         self.tape = Tape()
         with self.tape.capture():
             self.logits = step(fixed)
 
     def replay(self, batch: Batch) -> Tensor:
-        for name, tensor in _tensors(batch).items():
+        for name, tensor in batch.tensors().items():
             self.inputs[name].copy_(tensor)
         self.tape.replay()
         return self.logits
@@ -40,14 +40,8 @@ class GraphStep:
         self.graphs: dict[tuple[int, ...], DecodeGraph] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
-        size = batch.tokens_per_group  # the same on every rank, so all capture together
+        size = batch.tokens_per_group or ()  # the same on every rank, so all capture together
         if size not in self.graphs:
             self.graphs[size] = DecodeGraph(self.step, batch)
             return self.graphs[size].logits
         return self.graphs[size].replay(batch)
-
-
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    """The inputs that change from step to step."""
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    return {name: value for name, value in fields.items() if isinstance(value, Tensor)}

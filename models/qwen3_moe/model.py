@@ -50,8 +50,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.sizes, dim=-1))
-        q = self.ops.rope(self.q_norm(q), cos, sin)  # (T, heads, D)
-        k = self.ops.rope(self.k_norm(k), cos, sin)  # (T, kv_heads, D)
+        q, k = self.ops.rope(self.q_norm(q), self.k_norm(k), cos, sin)  # (T, heads, D), (T, kv_heads, D)
         return self.o_proj(self.attention(q, k, v, batch))
 
 

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from ops import reference
 from ops.cpu.engine import TYPES, native, pointer
 from ops.cpu.matrix import NativeExperts, NativeMatrix
+from ops.interface import Lengths
 
+vector_type, paging = reference.vector_type, reference.paging
 matrix = NativeMatrix
 expert_matrices = NativeExperts
 INT = torch.int64
@@ -32,11 +35,11 @@ def traced(op: Callable[P, R]) -> Callable[P, R]:
 
 
 @traced
-def embedding(ids: Tensor, table: Tensor, first_id: int) -> Tensor:
+def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
     out = torch.empty(len(ids), table.shape[1])
     rows, hidden = table.shape
     native().embedding(
-        pointer(ids, INT), pointer(table, table.dtype), pointer(out), len(ids), rows, hidden, first_id,
+        pointer(ids, INT), pointer(table, table.dtype), pointer(out), len(ids), rows, hidden, first_id or 0,
         TYPES[table.dtype],
     )  # fmt: skip
     return out
@@ -83,7 +86,11 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 @traced
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty(x.shape)
     tokens, heads, width = x.shape
     native().rope(_strided(x), pointer(cos), pointer(sin), pointer(out), tokens, heads, width, x.stride(0))
@@ -113,10 +120,12 @@ def attention(
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
-    query_starts: Tensor,
-    kv_lens: Tensor,
+    query_starts: Lengths,
+    kv_lens: Lengths,
     scale: float,
 ) -> Tensor:
+    if not (isinstance(query_starts, Tensor) and isinstance(kv_lens, Tensor)):
+        raise TypeError("lengths must be tensors, as `paging` makes them")
     out = torch.empty(q.shape)
     tokens, heads, width = q.shape
     _, kv_heads, _, page_size = k_cache.shape
@@ -168,14 +177,14 @@ def argmax(x: Tensor) -> Tensor:
 
 
 @traced
-def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: NativeExperts, first_expert: int) -> Tensor:
+def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: NativeExperts, first_expert: int | None) -> Tensor:
     tokens, top_k = ids.shape
     out = torch.empty(tokens, experts.hidden)
     sizes = tokens, top_k, experts.count
     scratch = torch.empty(native().moe_scratch(*sizes, experts.hidden, experts.inner), dtype=torch.uint8)
     native().moe(
         experts.w13.handle, experts.w2.handle, pointer(x), pointer(weights), pointer(ids, INT), pointer(out),
-        pointer(scratch, torch.uint8), *sizes, first_expert, experts.hidden, experts.inner,
+        pointer(scratch, torch.uint8), *sizes, first_expert or 0, experts.hidden, experts.inner,
     )  # fmt: skip
     return out
 
