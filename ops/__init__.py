@@ -1,4 +1,7 @@
-"""How things are computed: one signature per op (`interface.py`), its meaning (`reference.py`), implementations."""
+"""How things are computed: one signature per op (`interface.py`), its meaning (`reference.py`), implementations.
+
+`ops/ascend` is made with a device, by its platform; the others are modules.
+"""
 
 import importlib
 from typing import cast

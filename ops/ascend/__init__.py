@@ -1,0 +1,1 @@
+"""The Ascend platform's ops: fused torch_npu calls on the device."""

@@ -1,0 +1,104 @@
+"""A mixture of experts on Ascend: rows in expert order, two grouped products with SwiGLU between, weighted sums.
+
+Three ways to bring the rows into order and back, the same result:
+
+tp         sort and index with plain ops (the reference's `moe_infer_tp`)
+fusion_v1  init_routing, compute_expert_tokens, finalize_routing
+fusion_v2  init_routing_v2, which counts as well, and finalize_routing
+
+T tokens, K experts a token, E experts here. The grouped product wants every row in some group and no id below zero, so
+experts that are elsewhere become expert 0 with weight 0 (`resident`): their rows are computed and add nothing.
+"""
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from ops.ascend.weights import AscendExperts, Plane
+
+ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how many they are
+BY_COLUMN, BY_ROW = 0, 2  # drop_pad_mode of finalize_routing: row k T + t, or t K + k, is token t's k-th expert
+
+
+def resident(weights: Tensor, ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Ids relative to `first`; those of experts that are not here: expert 0, weight 0."""
+    local = ids - first
+    here = (local >= 0) & (local < count)
+    return torch.where(here, weights, 0), torch.where(here, local, 0)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    if x.shape[-1] % 2:
+        raise TypeError(f"npu_swiglu: {x.shape[-1]} columns have no halves")
+    return torch_npu.npu_swiglu(input=x, dim=-1)
+
+
+def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+    tokens, top_k = ids.shape
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)  # (T K): which of t K + k comes i-th
+    each = torch.arange(experts.count, dtype=ids.dtype, device=ids.device)
+    counts = (flat == each[:, None]).sum(1)  # (E) int64
+    rows = _experts(x[order // top_k], counts, COUNTS, experts)
+    back = order.argsort()  # (T K): where t K + k went
+    return (rows[back].view(tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
+
+
+def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+    tokens, top_k = ids.shape
+    places = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device).view(top_k, tokens).T.contiguous()
+    rows, back, sorted_ids = torch_npu.npu_moe_init_routing(x=x, row_idx=places, expert_idx=ids, active_num=tokens)
+    ends = torch_npu.npu_moe_compute_expert_tokens(sorted_expert_for_source_row=sorted_ids, num_expert=experts.count)
+    return _finalize(_experts(rows, ends.to(torch.int64), ENDS, experts), weights, back, ids, BY_COLUMN)
+
+
+def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+    tokens, top_k = ids.shape
+    rows, back, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        x=x, expert_idx=ids, scale=None, offset=None, active_num=tokens * top_k, expert_capacity=0,
+        expert_num=experts.count, drop_pad_mode=0, expert_tokens_num_type=1, expert_tokens_num_flag=True,
+        quant_mode=-1, active_expert_range=[0, experts.count], row_idx_type=0,
+    )  # fmt: skip
+    return _finalize(_experts(rows, counts, COUNTS, experts), weights, back, None, BY_ROW)
+
+
+ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fusion_v2}
+
+
+def _experts(rows: Tensor, groups: Tensor, kind: int, experts: AscendExperts) -> Tensor:
+    """down(silu(gate) * up) of rows (T K, H) in expert order."""
+    return _grouped(swiglu(_grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
+
+
+def _grouped(x: Tensor, plane: Plane, groups: Tensor, kind: int) -> Tensor:
+    if x.shape[1] != plane.data.shape[1]:
+        raise TypeError(f"npu_grouped_matmul: {x.shape[1]} columns meet {plane.data.shape[1]} rows")
+    if groups.dtype != torch.int64 or groups.shape != plane.data.shape[:1]:
+        raise TypeError(f"npu_grouped_matmul: group_list {tuple(groups.shape)} {groups.dtype} is not (E) int64")
+    return torch_npu.npu_grouped_matmul(
+        x=[x],
+        weight=[plane.data],
+        bias=None,
+        scale=None,
+        offset=None,
+        antiquant_scale=None if plane.scales is None else [plane.scales],
+        antiquant_offset=None if plane.offsets is None else [plane.offsets],
+        per_token_scale=None,
+        group_list=groups,
+        activation_input=None,
+        activation_quant_scale=None,
+        activation_quant_offset=None,
+        split_item=3,
+        group_type=0,
+        group_list_type=kind,
+        act_type=0,
+        tuning_config=None,
+        output_dtype=None,
+    )[0]
+
+
+def _finalize(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor | None, order: int) -> Tensor:
+    return torch_npu.npu_moe_finalize_routing(
+        expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=weights.to(rows.dtype),
+        expanded_src_to_dst_row=back, export_for_source_row=ids, drop_pad_mode=order,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""Each op of `interface.py` in torch_npu's fused calls.
+
+Every argument that all supported versions know is passed by name: defaults differ between versions, such as
+`quant_mode` of npu_moe_init_routing_v2 and `layout` of npu_apply_rotary_pos_emb.
+
+The checks of shapes and types are those that neither the schemas nor the meta functions make.
+"""
+
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import Tensor
+
+from errors import UserError
+from ops.ascend import moe
+from ops.ascend.layout import AscendLayout
+from ops.ascend.weights import AscendExperts, AscendMatrix
+from ops.interface import Lengths
+
+CAUSAL_MASK = 2048  # the attention op repeats a mask of this size
+HEAD_DIMS = (64, 128)  # of the rotary op
+WHOLE_MASK, CAUSAL_AT_THE_END = 0, 3  # sparse_mode
+ALL_TOKENS = 2147483647  # pre_tokens, next_tokens
+
+
+class AscendOps(AscendLayout):
+    """The routing of `moe` is one of ops.ascend.moe.ROUTINGS."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, routing: str):
+        super().__init__(dtype)
+        self.route_experts = moe.ROUTINGS[routing]
+        self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
+
+    def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+        if first_id is None:
+            return F.embedding(ids, table)
+        local = ids - first_id
+        here = (local >= 0) & (local < table.shape[0])
+        return F.embedding(torch.where(here, local, 0), table) * here[:, None]
+
+    def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
+        if weight.scales is not None:
+            return torch_npu.npu_weight_quant_batchmatmul(
+                x=x, weight=weight.data, antiquant_scale=weight.scales, antiquant_offset=weight.offsets,
+                quant_scale=None, quant_offset=None, bias=bias, antiquant_group_size=weight.format.group,
+                inner_precise=0,
+            )  # fmt: skip
+        return torch.mm(x, weight.data) if bias is None else torch.addmm(bias, x, weight.data)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch_npu.npu_rms_norm(input=x, gamma=weight, epsilon=eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, _, total = torch_npu.npu_add_rms_norm(x1=x, x2=residual, gamma=weight, epsilon=eps)
+        return out, total
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if q.shape[-1] not in HEAD_DIMS:
+            raise UserError(f"head_dim: {q.shape[-1]}: npu_apply_rotary_pos_emb takes {HEAD_DIMS[0]} or {HEAD_DIMS[1]}")
+        q, k = torch_npu.npu_apply_rotary_pos_emb(  # (T, 1, heads, D): a batch of T sequences of one token
+            query=q[:, None], key=k[:, None], cos=cos[:, None, None], sin=sin[:, None, None], layout="BSND",
+        )  # fmt: skip
+        return q[:, 0], k[:, 0]
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        for x, cache in ((k, k_cache), (v, v_cache)):
+            torch_npu.npu_scatter_nd_update_(input=cache, indices=slots, updates=x.flatten(1))
+
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Lengths,
+        kv_lens: Lengths,
+        scale: float,
+    ) -> Tensor:
+        """One token of every sequence (decode) is a batch; more are packed, with the causal mask at the end of each."""
+        if isinstance(query_starts, Tensor) or isinstance(kv_lens, Tensor):
+            raise TypeError("lengths must be host integers, as `paging` makes them")
+        if block_tables.dtype != torch.int32:
+            raise TypeError(f"block_tables: {block_tables.dtype}: npu_fused_infer_attention_score takes int32")
+        tokens, heads, width = q.shape
+        decode = tokens == len(kv_lens)
+        out, _ = torch_npu.npu_fused_infer_attention_score(
+            query=q[:, None] if decode else q,
+            key=k_cache,
+            value=v_cache,
+            pse_shift=None,
+            atten_mask=None if decode else self.mask,
+            actual_seq_lengths=None if decode else query_starts[1:],
+            actual_seq_lengths_kv=kv_lens,
+            dequant_scale1=None,
+            quant_scale1=None,
+            dequant_scale2=None,
+            quant_scale2=None,
+            quant_offset2=None,
+            antiquant_scale=None,
+            antiquant_offset=None,
+            key_antiquant_scale=None,
+            key_antiquant_offset=None,
+            value_antiquant_scale=None,
+            value_antiquant_offset=None,
+            block_table=block_tables,
+            query_padding_size=None,
+            kv_padding_size=None,
+            key_shared_prefix=None,
+            value_shared_prefix=None,
+            actual_shared_prefix_len=None,
+            query_rope=None,
+            key_rope=None,
+            key_rope_antiquant_scale=None,
+            num_heads=heads,
+            scale=scale,
+            pre_tokens=ALL_TOKENS,
+            next_tokens=ALL_TOKENS,
+            input_layout="BSND" if decode else "TND",
+            num_key_value_heads=k_cache.shape[2] // width,
+            sparse_mode=WHOLE_MASK if decode else CAUSAL_AT_THE_END,
+            inner_precise=0,
+            block_size=k_cache.shape[1],
+            antiquant_mode=0,
+            key_antiquant_mode=0,
+            value_antiquant_mode=0,
+            softmax_lse_flag=False,
+        )
+        return out[:, 0] if decode else out
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        return moe.swiglu(x)
+
+    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """In the logits' own type, as the fused op has it; ids int32."""
+        weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(x=logits, finished=None, k=top_k)
+        return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
+
+    def route_sigmoid(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
+    ) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
+        weights = scores.gather(-1, ids)
+        return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids.int()
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return x.argmax(-1)
+
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None) -> Tensor:
+        if first_expert is not None:
+            weights, ids = moe.resident(weights, ids, first_expert, experts.count)
+        return self.route_experts(x, weights, ids, experts)

@@ -1,0 +1,146 @@
+"""Weights as Ascend's matrix products take them: transposed, in FRACTAL_NZ tiles or packed to 4 bits along the outputs.
+
+kept       shape               a value is
+float      (K, N)              w
+q4         (K, N / 8) int32    (nibble + offset) * scale; nibble i of a word, low bits first, is output 8 n + i, signed
+  scales   (K / group, N)      in the model's type, and offsets likewise where there are zero points
+
+Experts have one more dimension in front. Nothing here needs torch_npu but the change into tiles.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from errors import UserError
+from ops.interface import Format
+
+FRACTAL_NZ = 29
+NIBBLES = 8  # in an int32
+
+
+class Plane:
+    """Matrices of (rows, columns), `lead` of them; brought into tiles when every row of every one was put."""
+
+    def __init__(
+        self,
+        lead: tuple[int, ...],
+        rows: int,
+        columns: int,
+        format: Format,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.format = format
+        self.missing = rows * (lead[0] if lead else 1)
+        self.scales: Tensor | None = None
+        self.offsets: Tensor | None = None
+        if not format.quantised:
+            self.data = _kept((*lead, columns, rows), dtype, device)
+            return
+        if format.kind != "q4":
+            raise UserError(f"quantization.method: {format.kind} has no products on ascend: use q4 or none")
+        if columns % format.group or rows % NIBBLES:
+            raise UserError(
+                f"quantization.group_size: {format.group}: a matrix of {columns} inputs and {rows} outputs on this "
+                f"rank cannot be cut into groups of {format.group} inputs and words of {NIBBLES} outputs"
+            )
+        self.data = _kept((*lead, columns, rows // NIBBLES), torch.int32, device)
+        self.scales = _kept((*lead, columns // format.group, rows), dtype, device)
+        if format.zeros:
+            self.offsets = _kept((*lead, columns // format.group, rows), dtype, device)
+
+    @property
+    def storages(self) -> list[Tensor]:
+        return [t for t in (self.data, self.scales, self.offsets) if t is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.storages)
+
+    def put(self, index: tuple[int, ...], row: int, part: Tensor) -> None:
+        """Put `part` (m, columns) at rows row .. row + m of the matrix at `index`."""
+        end = row + len(part)
+        if self.scales is None:
+            self.data[index][:, row:end] = part.T
+        elif row % NIBBLES or len(part) % NIBBLES:
+            raise UserError(f"quantization: rows {row} to {end} of a matrix do not fill words of {NIBBLES} outputs")
+        else:
+            nibbles, scales, offsets = quantise(part, self.format.group, self.format.zeros)
+            self.data[index][:, row // NIBBLES : end // NIBBLES] = pack(nibbles.T)
+            self.scales[index][:, row:end] = scales.T
+            if self.offsets is not None:
+                self.offsets[index][:, row:end] = offsets.T
+        self.missing -= len(part)
+        if not self.missing and self.format.tiled and self.data.device.type == "npu":
+            import torch_npu
+
+            tiles = torch_npu.npu_format_cast(input=self.data, acl_format=FRACTAL_NZ)
+            self.data = nn.Parameter(tiles, requires_grad=False)
+
+
+class AscendMatrix(Plane):
+    def __init__(self, rows: int, columns: int, format: Format, dtype: torch.dtype, device: torch.device):
+        super().__init__((), rows, columns, format, dtype, device)
+        self.rows, self.columns = rows, columns
+
+    def fill(self, row: int, part: Tensor) -> None:
+        self.put((), row, part)
+
+
+class AscendExperts:
+    """w13: gate and up side by side, (count, hidden, 2 inner); w2: down, (count, inner, hidden)."""
+
+    def __init__(self, count: int, inner: int, hidden: int, format: Format, dtype: torch.dtype, device: torch.device):
+        if count < 2:
+            raise UserError(
+                "parallel_config: one expert on a rank: npu_grouped_matmul takes two or more; raise moe_tp_size"
+            )
+        self.count, self.inner = count, inner
+        self.w13 = Plane((count,), 2 * inner, hidden, format, dtype, device)
+        self.w2 = Plane((count,), hidden, inner, format, dtype, device)
+
+    @property
+    def storages(self) -> list[Tensor]:
+        return [*self.w13.storages, *self.w2.storages]
+
+    @property
+    def nbytes(self) -> int:
+        return self.w13.nbytes + self.w2.nbytes
+
+    def fill(self, expert: int, which: str, part: Tensor) -> None:
+        if which == "down":
+            self.w2.put((expert,), 0, part)
+        else:
+            self.w13.put((expert,), {"gate": 0, "up": self.inner}[which], part)
+
+
+def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A Parameter: graphs take those by their address."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, K) to nibbles (m, K) int32 in -8 .. 7, scales and offsets (m, K / group): w = (nibble + offset) * scale.
+
+    Without zero points the offset is 0 and the largest magnitude becomes 7; with them the range is spread over all 16
+    values, 0 always among them.
+    """
+    groups = part.float().unflatten(1, (-1, group))  # (m, K / group, group)
+    if zeros:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = (high - low) / 15
+        step = torch.where(scale > 0, scale, 1)
+        offset = (low / step).round() + 8  # of the nibble -8, low
+    else:
+        scale = groups.abs().amax(-1) / 7
+        step, offset = torch.where(scale > 0, scale, 1), torch.zeros_like(scale)
+    nibbles = (groups / step[..., None]).round() - offset[..., None]
+    return nibbles.clamp(-8, 7).to(torch.int32).flatten(1), scale, offset
+
+
+def pack(nibbles: Tensor) -> Tensor:
+    """(K, m) to (K, m / 8): the first of eight in the lowest bits."""
+    words = torch.zeros(nibbles.shape[0], nibbles.shape[1] // NIBBLES, dtype=torch.int32)
+    for i in range(NIBBLES):
+        words |= (nibbles[:, i::NIBBLES] & 15) << (4 * i)
+    return words

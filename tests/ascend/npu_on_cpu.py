@@ -1,0 +1,200 @@
+"""Plain CPU implementations under the real `npu::` schemas: the Ascend model code then computes, without a device.
+
+Importing this registers them. Each does what the op's documentation says and refuses what it forbids; what an op leaves
+undefined is NaN here, so that nothing can depend on it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch_npu  # noqa: F401 (declares the schemas)
+from torch import Tensor
+
+LIBRARY = torch.library.Library("npu", "IMPL")
+
+
+def under_schema(function: Callable[..., object]) -> Callable[..., object]:
+    LIBRARY.impl(function.__name__, function, "CPU")
+    return function
+
+
+def expect(condition: bool, rule: str) -> None:
+    if not condition:
+        raise RuntimeError(rule)
+
+
+@under_schema
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    expect(gamma.dtype == input.dtype, "rms_norm: gamma has the type of its input")
+    inverse = torch.rsqrt(input.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    return (input.float() * inverse * gamma.float()).to(input.dtype), inverse
+
+
+@under_schema
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    total = x1 + x2
+    return *npu_rms_norm(total, gamma, epsilon), total  # type: ignore[misc]
+
+
+@under_schema
+def npu_apply_rotary_pos_emb(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor]:
+    expect(layout == "BSND" and query.dim() == 4, "rotary: (B, S, N, D)")
+    expect(query.shape[-1] in (64, 128), "rotary: D is 64 or 128")
+    expect(cos.shape == (*query.shape[:2], 1, query.shape[-1]) == sin.shape, "rotary: cos and sin are (B, S, 1, D)")
+    expect(len({t.dtype for t in (query, key, cos, sin)}) == 1, "rotary: one type")
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, -1)
+        return (x.float() * cos.float() + torch.cat((-second, first), -1) * sin.float()).to(x.dtype)
+
+    return turned(query), turned(key)
+
+
+@under_schema
+def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    gate, up = input.float().chunk(2, dim)
+    return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+@under_schema
+def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    expect(indices.shape[-1] == 2 and indices.dtype in (torch.int32, torch.int64), "scatter_nd_update: pairs")
+    input[indices[:, 0], indices[:, 1]] = updates
+    return input
+
+
+@under_schema
+def npu_moe_gating_top_k_softmax(
+    x: Tensor, finished: Tensor | None = None, k: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights, ids = torch.softmax(x.float(), -1).topk(k, -1)
+    rows = torch.arange(x.shape[0] * k, dtype=torch.int32).view(k, -1).T.contiguous()
+    return weights.to(x.dtype), ids.int(), rows
+
+
+@under_schema
+def npu_moe_init_routing(
+    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    expect(row_idx.dtype == expert_idx.dtype == torch.int32, "init_routing: int32")
+    expect(bool((expert_idx >= 0).all()), "init_routing: a negative expert crashes it")
+    ids, order = expert_idx.flatten().sort(stable=True)
+    source = row_idx.flatten()[order]
+    back = torch.empty_like(source)
+    back[source.long()] = torch.arange(len(source), dtype=torch.int32)
+    return x[source.long() % x.shape[0]], back, ids
+
+
+@under_schema
+def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expert: int) -> Tensor:
+    expect(sorted_expert_for_source_row.dtype == torch.int32, "compute_expert_tokens: int32")
+    return torch.bincount(sorted_expert_for_source_row.long(), minlength=num_expert).cumsum(0).int()
+
+
+@under_schema
+def npu_moe_init_routing_v2(
+    x: Tensor, expert_idx: Tensor, *, scale: Tensor | None = None, offset: Tensor | None = None, active_num: int = -1,
+    expert_capacity: int = -1, expert_num: int = -1, drop_pad_mode: int = 0, expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False, quant_mode: int = -1, active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0, x_dtype: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    expect(expert_idx.dtype == torch.int32, "init_routing_v2: int32")
+    expect(expert_tokens_num_type == 1 and expert_tokens_num_flag, "init_routing_v2: counts")
+    expect(
+        quant_mode == -1 and drop_pad_mode == 0 and row_idx_type == 0, "init_routing_v2: nothing quantised or dropped"
+    )
+    expect(list(active_expert_range) == [0, expert_num], "init_routing_v2: all experts")
+    flat = expert_idx.flatten()
+    order = flat.argsort(stable=True)
+    back = torch.empty_like(flat)
+    back[order] = torch.arange(len(flat), dtype=torch.int32)
+    undefined = torch.full((len(flat),), float("nan"))
+    return x[order // expert_idx.shape[1]], back, torch.bincount(flat.long(), minlength=expert_num), undefined
+
+
+@under_schema
+def npu_grouped_matmul(
+    x: Sequence[Tensor], weight: Sequence[Tensor], *, antiquant_scale: Sequence[Tensor] | None = None,
+    antiquant_offset: Sequence[Tensor] | None = None, group_list: Tensor | None = None, split_item: int = 0,
+    group_type: int | None = None, group_list_type: int = 0, **others: object,
+) -> list[Tensor]:  # fmt: skip
+    expect(len(x) == len(weight) == 1 and group_list is not None, "grouped_matmul: single tensors")
+    assert group_list is not None
+    expect(split_item == 3 and group_type == 0 and group_list.dtype == torch.int64, "grouped_matmul: rows in groups")
+    counts = group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1))
+    expect(int(counts.sum()) == len(x[0]), "grouped_matmul: every row is in a group")
+    matrices = weight[0]
+    if antiquant_scale is not None:
+        matrices = dequantised(matrices, antiquant_scale[0], None if antiquant_offset is None else antiquant_offset[0])
+    parts = x[0].split(counts.tolist())
+    return [torch.cat([(part.float() @ m.float()).to(part.dtype) for part, m in zip(parts, matrices, strict=True)])]
+
+
+def dequantised(words: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """(..., K, N / 8) int32, scales (..., K / group, N). -> float32 (..., K, N)"""
+    nibbles = torch.stack([(words << (28 - 4 * i)) >> 28 for i in range(8)], -1).flatten(-2)
+    group = nibbles.shape[-2] // scale.shape[-2]
+    shift = 0 if offset is None else offset.float().repeat_interleave(group, -2)
+    return (nibbles + shift) * scale.float().repeat_interleave(group, -2)
+
+
+@under_schema
+def npu_weight_quant_batchmatmul(
+    x: Tensor, weight: Tensor, antiquant_scale: Tensor, antiquant_offset: Tensor | None = None,
+    quant_scale: Tensor | None = None, quant_offset: Tensor | None = None, bias: Tensor | None = None,
+    antiquant_group_size: int = 0, inner_precise: int = 0, weight_dtype: int | None = None,
+) -> Tensor:  # fmt: skip
+    expect(x.shape[1] == antiquant_scale.shape[0] * antiquant_group_size, "weight_quant_batchmatmul: groups of K")
+    y = x.float() @ dequantised(weight, antiquant_scale, antiquant_offset)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@under_schema
+def npu_moe_finalize_routing(
+    expanded_permuted_rows: Tensor, skip1: Tensor | None, skip2: Tensor | None, bias: Tensor | None,
+    scales: Tensor | None, expanded_src_to_dst_row: Tensor, export_for_source_row: Tensor | None,
+    drop_pad_mode: int = 0, k: int = 1,
+) -> Tensor:  # fmt: skip
+    assert scales is not None
+    expect(scales.dtype == expanded_permuted_rows.dtype, "finalize_routing: scales have the type of the rows")
+    tokens, top_k = scales.shape
+    rows = expanded_permuted_rows[expanded_src_to_dst_row.long()].float()
+    shaped = rows.view(tokens, top_k, -1) if drop_pad_mode == 2 else rows.view(top_k, tokens, -1).transpose(0, 1)
+    return (shaped * scales.float()[..., None]).sum(1).to(expanded_permuted_rows.dtype)
+
+
+@under_schema
+def npu_fused_infer_attention_score(
+    query: Tensor, key: Tensor, value: Tensor, *, atten_mask: Tensor | None = None,
+    actual_seq_lengths: Sequence[int] | None = None, actual_seq_lengths_kv: Sequence[int] | None = None,
+    block_table: Tensor | None = None, num_heads: int = 1, scale: float = 1.0, input_layout: str = "BSH",
+    num_key_value_heads: int = 0, sparse_mode: int = 0, block_size: int = 0, **others: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert block_table is not None
+    assert actual_seq_lengths_kv is not None
+    expect(block_table.dtype == torch.int32 and block_size % 16 == 0 and block_size <= 512, "attention: pages")
+    if input_layout == "BSND":
+        expect(query.shape[1] == 1 and atten_mask is None and sparse_mode == 0, "attention: one token, no mask")
+        ends, packed = list(range(1, len(query) + 1)), query[:, 0]
+    else:
+        assert actual_seq_lengths is not None
+        assert atten_mask is not None
+        expect(input_layout == "TND" and sparse_mode == 3, "attention: packed, causal at the end")
+        expect(bool((atten_mask == torch.ones(2048, 2048).triu(1).bool()).all()), "attention: mask of later tokens")
+        ends, packed = list(actual_seq_lengths), query
+    expect(len(ends) == len(actual_seq_lengths_kv) == len(block_table), "attention: one length a sequence")
+    heads, width = packed.shape[1:]
+    expect(heads == num_heads and key.shape[1:] == (block_size, num_key_value_heads * width), "attention: heads")
+    out, start = torch.empty_like(packed), 0
+    for end, length, pages in zip(ends, actual_seq_lengths_kv, block_table, strict=True):
+        k, v = (
+            cache[pages.long()].flatten(0, 1)[:length].unflatten(1, (num_key_value_heads, width)).float()
+            .repeat_interleave(heads // num_key_value_heads, 1) for cache in (key, value)
+        )  # fmt: skip
+        scores = torch.einsum("qhd,khd->hqk", packed[start:end].float(), k) * scale
+        later = torch.ones(end - start, length, dtype=torch.bool).triu(1 + length - (end - start))
+        out[start:end] = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
+        start = end
+    return out.view(query.shape), torch.zeros(1)

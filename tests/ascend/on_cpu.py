@@ -1,0 +1,49 @@
+"""The Ascend ops as a platform on the CPU, and the reference ops beside it: the same runner, model and checkpoints."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from executor.config import Case
+from executor.env import RankEnv
+from executor.platform.base import Platform, Step
+from ops import load_ops
+from ops.ascend.ops import AscendOps
+from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+
+
+class OnCpu(Platform):
+    name: ClassVar[str] = "on_cpu"
+    collectives: ClassVar[str] = "gloo"
+    quantised_head: ClassVar[bool] = False
+
+    def __init__(self, case: Case, ranks: RankEnv):
+        self.device = torch.device("cpu")
+
+    def compile(self, step: Step, model_config: object) -> Step:
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        pass
+
+    def peak_memory_bytes(self) -> int:
+        return 0
+
+
+class ReferenceOnCpu(OnCpu):
+    def __init__(self, case: Case, ranks: RankEnv):
+        super().__init__(case, ranks)
+        self.ops = load_ops("reference")
+
+
+def ascend_on_cpu(routing: str) -> Callable[[Case, RankEnv], Platform]:
+    class AscendOnCpu(OnCpu):
+        def __init__(self, case: Case, ranks: RankEnv):
+            super().__init__(case, ranks)
+            self.ops = AscendOps(getattr(torch, case.model_config.dtype), self.device, routing)
+
+        def padded_rows(self, rows: int) -> int:
+            return rows + 3
+
+    return AscendOnCpu

@@ -1,0 +1,151 @@
+"""L2: the Ascend model code computes what the reference computes, with plain CPU code under the real `npu::` schemas."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, multiprocessing
+
+from executor import model_runner
+from executor.env import RankEnv
+from executor.runners import make_runner
+from ops.ascend.moe import ROUTINGS
+from ops.ascend.weights import pack, quantise
+from ops.interface import Format
+from tests.ascend.npu_on_cpu import dequantised
+from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
+from tests.tiny import ONE_RANK, save_tiny, tiny_case
+from tools.logits import collect_logits
+
+IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
+SIZES = dict(hidden_size=64, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=32)
+
+
+def logits(folder: Path, platform: Any, ranks: RankEnv = ONE_RANK, **sections: Any) -> dict[str, np.ndarray]:
+    case = tiny_case(
+        folder, folder / "model", cache_config={"page_size": 16}, exe_mode="eager",
+        data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "load_platform", lambda name: platform)
+        runner = make_runner(case, folder, ranks)
+        runner.setup()
+    return collect_logits(runner, IDS, steps=5)
+
+
+def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    for name, array in expected.items():
+        if not name.startswith("ids"):
+            assert array.std() > 0.5 or not array.size
+            np.testing.assert_allclose(ours[name], array, atol=tolerance, err_msg=name)
+    assert all(np.array_equal(ours[n], expected[n]) for n in expected if n.startswith("ids"))
+
+
+@pytest.mark.parametrize("options", [{}, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_model_equals_reference(tmp_path: Path, routing: str, options: dict[str, Any]) -> None:
+    save_tiny(tmp_path / "model", **SIZES, **options)
+    assert_same(logits(tmp_path, ascend_on_cpu(routing)), logits(tmp_path, ReferenceOnCpu), 1e-4)
+
+
+def test_bfloat16_stays_close(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", **SIZES | dict(initializer_range=0.1))
+    low = {"model_config": {"dtype": "bfloat16"}}
+    ours, expected = logits(tmp_path, ascend_on_cpu("fusion_v2"), **low), logits(tmp_path, ReferenceOnCpu)
+    for name in ("prefill_0", "prefill_2"):
+        error = np.abs(ours[name] - expected[name]).mean() / np.abs(expected[name]).mean()
+        assert 1e-4 < error < 0.05, name
+
+
+def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], routing: str) -> None:
+    import os
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
+    arrays = logits(folder, ascend_on_cpu(routing), ranks, world_size=2, parallel_config=split)
+    np.savez(folder / f"rank{rank}.npz", **arrays)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("split", [{}, {"moe_tp_size": 1}, {"attn_tp_size": 1}], ids=["tp2", "ep2", "dp2"])
+def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], routing: str) -> None:
+    save_tiny(tmp_path / "model", **SIZES)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.spawn(rank_logits, (port, tmp_path, split, routing), nprocs=2)
+    expected = logits(tmp_path, ReferenceOnCpu)
+    for rank in range(2):
+        with np.load(tmp_path / f"rank{rank}.npz") as arrays:
+            assert_same(dict(arrays), expected, 1e-4)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("group", [32, 64])
+def test_four_bits_come_back(group: int, zeros: bool) -> None:
+    """What is packed is read back by the plain implementation's own reading, off by half a step at most."""
+    weight = torch.randn(24, 128) + 0.3
+    nibbles, scale, offset = quantise(weight, group, zeros)
+    assert nibbles.min() >= -8
+    assert nibbles.max() <= 7
+    back = dequantised(pack(nibbles.T), scale.T, offset.T if zeros else None).T
+    steps = (back - weight).abs().unflatten(1, (-1, group)).amax(-1) / scale
+    assert steps.max() < (1.01 if zeros else 0.51)  # a rounded zero point moves the ends by up to half a step more
+    assert len(nibbles.unique()) == (16 if zeros else 15)
+
+
+def products(format: Format, routing: str) -> tuple[Tensor, Tensor]:
+    """(a linear layer and a mixture of experts of `format`, the same of the values that it holds)"""
+    ops: Any = ascend_on_cpu(routing)(tiny_stub(), ONE_RANK).ops  # type: ignore[arg-type]
+    reference: Any = ReferenceOnCpu(None, ONE_RANK).ops  # type: ignore[arg-type]
+    cpu, dense = torch.device("cpu"), Format("float32")
+    matrix, plain = ops.matrix(48, 64, format, cpu), reference.matrix(48, 64, dense, cpu)
+    matrix.fill(0, torch.randn(32, 64))
+    matrix.fill(32, torch.randn(16, 64))
+    plain.fill(0, dequantised(matrix.data, matrix.scales, matrix.offsets).T)
+    experts, wide = ops.expert_matrices(4, 32, 64, format, cpu), reference.expert_matrices(4, 32, 64, dense, cpu)
+    for e in range(4):
+        for which, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):
+            experts.fill(e, which, torch.randn(shape))
+    for e in range(4):
+        w13, w2 = (
+            dequantised(p.data[e], p.scales[e], None if p.offsets is None else p.offsets[e]).T
+            for p in (experts.w13, experts.w2)
+        )
+        for which, part in (("gate", w13[:32]), ("up", w13[32:]), ("down", w2)):
+            wide.fill(e, which, part)
+    x = torch.randn(5, 64)
+    weights, ids = ops.route_softmax(torch.randn(5, 8), 3, True)
+    ours = ops.linear(x, matrix, None), ops.moe(x, weights, ids, experts, 2)
+    theirs = reference.linear(x, plain, None), reference.moe(x, weights, ids.long(), wide, 2)
+    return torch.cat([t.flatten() for t in ours]), torch.cat([t.flatten() for t in theirs])
+
+
+def tiny_stub() -> Any:
+    from executor.config import Case, ModelSettings
+
+    return Case(model_config=ModelSettings(dtype="float32"))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("format", [Format("q4", 32), Format("q4", 32, zeros=True)], ids=["q4", "q4_zeros"])
+def test_four_bit_products(format: Format, routing: str) -> None:
+    ours, theirs = products(format, routing)
+    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_nothing_resident_adds_nothing(routing: str) -> None:
+    ops: Any = ascend_on_cpu(routing)(tiny_stub(), ONE_RANK).ops  # type: ignore[arg-type]
+    experts = ops.expert_matrices(2, 32, 64, Format("float32"), torch.device("cpu"))
+    for e in range(2):
+        for which, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):
+            experts.fill(e, which, torch.randn(shape))
+    ids = torch.tensor([[0, -1], [5, 1]], dtype=torch.int32)
+    out = ops.moe(torch.randn(2, 64), torch.rand(2, 2), ids, experts, 2)
+    assert not out.any()
