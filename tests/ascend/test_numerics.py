@@ -1,4 +1,4 @@
-"""L2: the Ascend model code computes what the reference computes, with plain CPU code under the real `npu::` schemas."""
+"""L2: the Ascend model code computes what the reference computes, in plain CPU code under the real `npu::` schemas."""
 
 import socket
 from pathlib import Path
