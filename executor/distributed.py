@@ -7,6 +7,7 @@ import torch.distributed as dist
 from errors import UserError
 from executor.config import Case
 from executor.env import RankEnv
+from executor.groups import GROUPS, partitions
 from models.parallel import Group, Parallel, Shard
 
 
@@ -23,29 +24,18 @@ def init_parallel(case: Case, ranks: RankEnv, backend: str) -> Parallel:
     dist.init_process_group(backend, timeout=timedelta(seconds=sizes.comm_timeout_s))
     world, rank = case.world_size, ranks.rank
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def group(members: list[list[int]]) -> Group:
-        """`members`: a partition of the world. Every rank makes every group, in the same order."""
-        own = Group()
+    own = dict.fromkeys(GROUPS, Group())
+    for name, members in partitions(case).items():  # every rank makes every group, in the same order
         for ids in members:
             if len(ids) == 1:
                 continue
-            if tuple(ids) not in made:
-                made[tuple(ids)] = dist.new_group(ids)
+            if ids not in made:
+                made[ids] = dist.new_group(list(ids))
             if rank in ids:
-                own = Group(ids.index(rank), len(ids), made[tuple(ids)])
-        return own
-
-    def neighbours(size: int) -> list[list[int]]:
-        return [list(range(start, start + size)) for start in range(0, world, size)]
-
-    attn_tp_size, moe_tp_size = sizes.attn_tp_size, sizes.moe_tp_size
+                own[name] = Group(ids.index(rank), len(ids), made[ids])
+    moe_tp_size = sizes.moe_tp_size
     return Parallel(
-        world=group(neighbours(world)),
-        attn_tp=group(neighbours(attn_tp_size)),
-        attn_dp=group([list(range(first, world, attn_tp_size)) for first in range(attn_tp_size)]),
+        **own,
         moe_tp=Shard(rank % moe_tp_size, moe_tp_size),
         moe_ep=Shard(rank // moe_tp_size, world // moe_tp_size),
-        embed_tp=group(neighbours(sizes.embed_tp_size)),
-        lmhead_tp=group(neighbours(sizes.lmhead_tp_size)),
     )
