@@ -10,6 +10,7 @@ import yaml
 
 from errors import UserError
 from executor.config import Case, check
+from executor.platform import PLATFORMS
 from executor.schema import override, read
 from models.registry import config_class
 
@@ -99,6 +100,7 @@ def _parse(text: str, where: str) -> Any:
 def _fill_sizes(case: Case) -> Case:
     sizes = case.parallel_config
     attn_tp_size = sizes.attn_tp_size or case.world_size
+    page_size = case.cache_config.page_size or PLATFORMS[case.platform].page_size
     return dataclasses.replace(
         case,
         parallel_config=dataclasses.replace(
@@ -108,4 +110,5 @@ def _fill_sizes(case: Case) -> Case:
             embed_tp_size=sizes.embed_tp_size or attn_tp_size,
             lmhead_tp_size=sizes.lmhead_tp_size or attn_tp_size,
         ),
+        cache_config=dataclasses.replace(case.cache_config, page_size=page_size),
     )

@@ -6,6 +6,8 @@ Imports nothing heavy: the launcher checks a case in milliseconds. `docs/config.
 from dataclasses import dataclass
 
 from errors import UserError
+from executor.ascend_rules import check_ascend, check_not_ascend
+from executor.groups import GROUPS
 from executor.platform import PLATFORMS
 from executor.schema import key, section
 from models.registry import MODELS
@@ -97,11 +99,47 @@ class QuantizationSettings:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    page_size: int = key(16, "tokens in one page of the KV cache", minimum=1, maximum=4096)
+    page_size: int = key(
+        0, "tokens in one page of the KV cache; 0: the platform's choice, 16 on cpu, 128 on ascend", minimum=0,
+        maximum=4096,
+    )  # fmt: skip
     kv_dtype: str = key(
         "auto", "type of cached keys and values; auto: model_config.dtype; int8: half of bfloat16's bytes, with a "
         "scale for each token and head", choices=("auto", "bfloat16", "float16", "float32", "int8"),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AscendSettings:
+    moe_routing: str = key(
+        "fusion_v2", "operators that bring tokens to their experts: npu_moe_init_routing_v2, the first generation of "
+        "fused routing, or grouped matmul with plain routing", choices=("fusion_v2", "fusion_v1", "tp"),
+    )  # fmt: skip
+    memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
+    cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
+    base_port: int = key(
+        0, "first of the 16 host ports HCCL uses (HCCL_IF_BASE_PORT); 0: HCCL's own choice", minimum=0, maximum=65520
+    )
+    socket_ifname: str = key("", "network interface HCCL's ranks meet on (HCCL_SOCKET_IFNAME); empty: HCCL's choice")
+
+
+@dataclass(frozen=True)
+class HcclSettings:
+    aiv_group: str = key(
+        "attn_tp", "the one group whose collectives run on the vector cores (AIV), with every group of the same "
+        "ranks; `none` switches AIV off. Experts are summed by one all-reduce over `world`, which covers moe_tp and "
+        "moe_ep", choices=("none", *GROUPS),
+    )  # fmt: skip
+    deterministic: bool = key(False, "collectives sum in the same order every time; needs `aiv_group: none`")
+    buffer_mb: int = key(
+        200, "HCCL's buffer of each group; a group holds two, and is slow with data larger than one", minimum=1,
+        maximum=65536,
+    )  # fmt: skip
+    world_buffer_mb: int = key(0, "of the group of all ranks; 0: buffer_mb", minimum=0, maximum=65536)
+    attn_tp_buffer_mb: int = key(0, "of attn_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
+    attn_dp_buffer_mb: int = key(0, "of attn_dp groups; 0: buffer_mb", minimum=0, maximum=65536)
+    embed_tp_buffer_mb: int = key(0, "of embed_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
+    lmhead_tp_buffer_mb: int = key(0, "of lmhead_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
 
 
 @dataclass(frozen=True)
@@ -125,12 +163,18 @@ class Case:
         "measured at start; with several ranks on a machine, its physical cores divided by them",
         minimum=0, maximum=1024,
     )  # fmt: skip
+    strict: bool = key(
+        False, "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "
+        "versions nobody tested together are errors, not warnings",
+    )  # fmt: skip
     model_config: ModelSettings = section(ModelSettings)
     data_config: DataSettings = section(DataSettings)
     sampling_config: SamplingSettings = section(SamplingSettings)
     parallel_config: ParallelSettings = section(ParallelSettings)
     quantization: QuantizationSettings = section(QuantizationSettings)
     cache_config: CacheSettings = section(CacheSettings)
+    ascend_config: AscendSettings = section(AscendSettings)
+    hccl_config: HcclSettings = section(HcclSettings)
 
     @property
     def max_sequence_length(self) -> int:
@@ -163,8 +207,10 @@ def check(case: Case, where: str) -> None:
     modes = PLATFORMS[case.platform].exe_modes
     if case.exe_mode not in modes:
         raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")
-    if case.model_config.enable_cache_compile and case.platform == "cpu":
-        raise UserError(f"{where}: model_config.enable_cache_compile: true has nothing to keep on platform: cpu")
+    if case.platform == "ascend":
+        check_ascend(case, where)
+    else:
+        check_not_ascend(case, where)
     wanted = case.quantization
     if wanted.group_size not in (32, 64, 128):
         raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")

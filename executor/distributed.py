@@ -7,6 +7,7 @@ import torch.distributed as dist
 from errors import UserError
 from executor.config import Case
 from executor.env import RankEnv
+from executor.groups import GROUPS, partitions
 from executor.platform.base import Platform
 from models.parallel import Group, Parallel, Shard
 
@@ -26,31 +27,20 @@ def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:
         timeout=timedelta(seconds=sizes.comm_timeout_s),
         pg_options=platform.group_options("world"),
     )
-    world, rank = case.world_size, ranks.rank
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def group(name: str, members: list[list[int]]) -> Group:
-        """`members`: a partition of the world. Every rank makes every group, in the same order."""
-        own = Group()
+    rank = ranks.rank
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(case.world_size)): dist.group.WORLD}
+    own = dict.fromkeys(GROUPS, Group())
+    for name, members in partitions(case).items():  # every rank makes every group, in the same order
         for ids in members:
             if len(ids) == 1:
                 continue
-            if tuple(ids) not in made:
-                made[tuple(ids)] = dist.new_group(ids, pg_options=platform.group_options(name))
+            if ids not in made:
+                made[ids] = dist.new_group(list(ids), pg_options=platform.group_options(name))
             if rank in ids:
-                own = Group(ids.index(rank), len(ids), made[tuple(ids)])
-        return own
-
-    def neighbours(size: int) -> list[list[int]]:
-        return [list(range(start, start + size)) for start in range(0, world, size)]
-
-    attn_tp_size, moe_tp_size = sizes.attn_tp_size, sizes.moe_tp_size
+                own[name] = Group(ids.index(rank), len(ids), made[ids])
+    moe_tp_size = sizes.moe_tp_size
     return Parallel(
-        world=group("world", neighbours(world)),
-        attn_tp=group("attn_tp", neighbours(attn_tp_size)),
-        attn_dp=group("attn_dp", [list(range(first, world, attn_tp_size)) for first in range(attn_tp_size)]),
+        **own,
         moe_tp=Shard(rank % moe_tp_size, moe_tp_size),
-        moe_ep=Shard(rank // moe_tp_size, world // moe_tp_size),
-        embed_tp=group("embed_tp", neighbours(sizes.embed_tp_size)),
-        lmhead_tp=group("lmhead_tp", neighbours(sizes.lmhead_tp_size)),
+        moe_ep=Shard(rank // moe_tp_size, case.world_size // moe_tp_size),
     )

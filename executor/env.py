@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from errors import UserError
 
@@ -33,6 +34,12 @@ class NodeEnv:
 
 def case_name() -> str | None:
     return os.environ.get("CASE_NAME")
+
+
+def cann_home() -> Path | None:
+    """Where CANN is installed; its set_env.sh says so."""
+    home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
+    return Path(home) if home else None
 
 
 def rank_env() -> RankEnv:

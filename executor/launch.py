@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from errors import EXIT_STATUS, UserError, run_main
+from executor.ascend_env import ascend_environment
 from executor.cases import ROOT, list_cases, load_case, load_model_config
 from executor.config import Case
 from executor.env import node_env
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> None:
 
 def launch(case: Case, program: list[str]) -> None:
     """Run the Python `program` as every rank of `case`; returns only when all have succeeded."""
+    os.environ.update(ascend_environment(case, os.environ))
     if case.world_size == 1:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *program])

@@ -40,8 +40,9 @@ RANKS_8 = ["exe_mode=eager", "world_size=8"]
         (["temperature=.nan"], "sampling_config.temperature: nan must be at least 0"),
         (["dtype=float31"], "'float31' is not one of bfloat16, float16, float32, did you mean 'float32'?"),
         (["warm_up=perhaps"], "data_config.warm_up: 'perhaps' is not true or false"),
-        (["platform=tpu"], "platform: 'tpu' is not one of cpu"),
-        (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of eager, graph"),
+        (["platform=tpu"], "platform: 'tpu' is not one of cpu, ascend"),
+        (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of cpu's: eager, graph"),
+        (["exe_mode=ge_grap"], "exe_mode: 'ge_grap' is not one of eager, graph, ge_graph, acl_graph, npugraph_ex, did"),
         (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep on platform: cpu"),
         (["prompts=[]"], "data_config.prompts is empty: give at least one prompt"),
         (["prompts=hello"], "data_config.prompts: 'hello' is not a list, each a string"),
@@ -104,6 +105,12 @@ def test_overrides_take_bare_and_full_names_and_yaml_numbers() -> None:
 def test_sizes_default_to_the_world_and_to_attention() -> None:
     sizes = load_case("demo", [*RANKS_8, "attn_tp_size=4"]).parallel_config
     assert (sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size) == (4, 8, 4, 4)
+
+
+def test_the_page_size_defaults_to_the_platforms() -> None:
+    assert load_case("demo").cache_config.page_size == 16
+    assert load_case("demo", ["platform=ascend", "exe_mode=eager", "method=none"]).cache_config.page_size == 128
+    assert load_case("demo", ["page_size=32"]).cache_config.page_size == 32
 
 
 def test_every_shipped_case_is_valid() -> None:

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 class PlatformEntry:
     place: str
     exe_modes: tuple[str, ...]
+    page_size: int  # of the KV cache, where a case does not say
 
 
 PLATFORMS = {
-    "cpu": PlatformEntry("executor.platform.cpu:CpuPlatform", ("eager", "graph")),
+    "cpu": PlatformEntry("executor.platform.cpu:CpuPlatform", ("eager", "graph"), 16),
+    "ascend": PlatformEntry(
+        "executor.platform.ascend:AscendPlatform", ("eager", "ge_graph", "acl_graph", "npugraph_ex"), 128
+    ),
 }
 
 

@@ -1,0 +1,142 @@
+"""Which versions of torch, torch_npu, CANN and the driver belong together, and what is installed here.
+
+The pairs are those that the torch_npu wheels require and the compatibility tables of torch_npu and CANN publish
+("claimed"); "tested" is only what this project's own tests run against.
+"""
+
+import importlib.metadata
+import platform
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from errors import UserError
+
+DRIVER_INFO = Path("/usr/local/Ascend/driver/version.info")
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What was found; None: could not be read."""
+
+    torch: str | None
+    torch_npu: str | None
+    cann: str | None
+    driver: str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One release of torch_npu, which needs torch of the same number; its .postN releases follow it."""
+
+    release: str
+    cann: tuple[str, ...]  # the series published for it; none: not published yet
+    status: str
+
+
+ROWS = (
+    Row("2.14.0", (), "claimed"),
+    Row("2.13.0", (), "tested"),  # the real wheels over stand-in CANN libraries; nothing here ran on an NPU
+    Row("2.12.0", ("9.1",), "claimed"),
+    Row("2.11.0", ("9.1",), "claimed"),
+    Row("2.10.0", ("9.1", "9.0"), "claimed"),
+    Row("2.9.0", ("9.1", "9.0", "8.5"), "claimed"),
+    Row("2.8.0", ("9.0", "8.5", "8.3"), "claimed"),
+)
+OLDEST_DRIVER = {"9.1": "25.2", "9.0": "25.0", "8.5": "25.0"}  # for a series of CANN
+
+
+def read_versions(cann_home: Path | None, cann: str | None = None, driver_info: Path = DRIVER_INFO) -> Versions:
+    """`cann_home`: where CANN is installed; `cann`: what its runtime said, for when the files there do not tell."""
+    driver = _first(driver_info, r"package_version=(\S+)", r"Version=(\S+)")
+    return Versions(_package("torch"), _package("torch_npu"), _read_cann(cann_home) or cann, driver)
+
+
+def check_versions(found: Versions, strict: bool) -> list[str]:
+    """Warnings about what could not be checked or was never tested; `strict` makes the latter errors as well."""
+    unread = [field.name for field in fields(found) if getattr(found, field.name) is None]
+    warnings = [f"the version of {name} could not be read, so it is not checked" for name in unread]
+    row = _row(found)
+    if row and found.cann:
+        warnings += _check_cann(found.cann, row)
+    if found.cann and found.driver:
+        warnings += _check_driver(found.cann, found.driver)
+    if row and row.status != "tested":
+        tested = ", ".join(r.release for r in ROWS if r.status == "tested")
+        untested = f"torch_npu {found.torch_npu} with torch {found.torch} is untested: tested is {tested} with {tested}"
+        if strict:
+            raise UserError(f"{untested}; install that, or --set strict=false")
+        warnings.append(untested)
+    return warnings
+
+
+def _row(found: Versions) -> Row | None:
+    """The row of the torch_npu found; refuses a torch_npu without one and a torch that is not its own."""
+    if not found.torch_npu:
+        return None
+    row = next((row for row in ROWS if _belongs(found.torch_npu, row.release)), None)
+    if not row:
+        raise UserError(
+            f"torch_npu {found.torch_npu} is not supported: supported are "
+            f"{', '.join(r.release for r in ROWS)}, each with torch of the same number"
+        )
+    if found.torch and not _belongs(found.torch, row.release):
+        raise UserError(
+            f"torch {found.torch} and torch_npu {found.torch_npu} do not belong together: this torch_npu needs torch "
+            f"{row.release}: install one or the other anew"
+        )
+    return row
+
+
+def _check_cann(cann: str, row: Row) -> list[str]:
+    if not row.cann:
+        return [f"no version of CANN is published for torch_npu {row.release} yet, so CANN {cann} is not checked"]
+    if not any(_belongs(cann, series) for series in row.cann):
+        raise UserError(
+            f"CANN {cann} is not supported with torch_npu {row.release}: install CANN {' or '.join(row.cann)}"
+        )
+    return []
+
+
+def _check_driver(cann: str, driver: str) -> list[str]:
+    oldest = next((oldest for series, oldest in OLDEST_DRIVER.items() if _belongs(cann, series)), None)
+    if not oldest:
+        return [f"the oldest driver for CANN {cann} is not known here, so driver {driver} is not checked"]
+    if _numbers(driver) < _numbers(oldest):
+        raise UserError(f"driver {driver} is too old for CANN {cann}: install {oldest} or later")
+    return []
+
+
+def _belongs(version: str, series: str) -> bool:
+    """`2.10.0.post4` and `2.10.0+cpu` belong to `2.10.0`, `9.10.0` does not to `9.1`."""
+    return re.match(re.escape(series) + r"(?![0-9])", version) is not None
+
+
+def _numbers(version: str) -> list[int]:
+    """`25.3.rc1` -> [25, 3]"""
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def _package(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read_cann(home: Path | None) -> str | None:
+    if not home:
+        return None
+    info = home / f"{platform.machine()}-linux" / "ascend_toolkit_install.info"
+    of_toolkit = r"toolkit_(?:running|installed)_version=.*\[[^\]:]*:([^\]]+)\]\s*$"  # [7.6.0.1.220:8.0.0], newest last
+    return _first(info, r"version=(\S+)") or _first(home / "version.cfg", of_toolkit)
+
+
+def _first(path: Path, *patterns: str) -> str | None:
+    """What the first of `patterns` that any line of the file starts with has in its group."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return None
+    found = (re.search(f"^{pattern}", text, re.MULTILINE) for pattern in patterns)
+    return next((match.group(1) for match in found if match), None)
