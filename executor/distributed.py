@@ -22,13 +22,10 @@ def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:
     if case.world_size == 1:
         return Parallel()
     sizes = case.parallel_config
-    dist.init_process_group(
-        platform.collectives,
-        timeout=timedelta(seconds=sizes.comm_timeout_s),
-        pg_options=platform.group_options("world"),
-    )
+    # The default group stays unused: HCCL then makes no communicator, and so no buffers, for it.
+    dist.init_process_group(platform.collectives, timeout=timedelta(seconds=sizes.comm_timeout_s))
     rank = ranks.rank
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(case.world_size)): dist.group.WORLD}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     own = dict.fromkeys(GROUPS, Group())
     for name, members in partitions(case).items():  # every rank makes every group, in the same order
         for ids in members:
