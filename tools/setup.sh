@@ -42,6 +42,35 @@ umbra_make() {
     umbra_sources >.venv/umbra-native
 }
 
+# .venv/ascend: torch_npu on a fake CANN for tests/ascend, with everything else taken from .venv. It is apart because with
+# torch_npu beside it a plain `import torch` fails on a machine without CANN.
+umbra_setup_ascend() {
+    local venv=.venv/ascend
+    exec 9>.setup.lock
+    flock 9
+    if [ "$(umbra_requirements_ascend)" != "$(cat "$venv/umbra-setup" 2>/dev/null)" ]; then
+        echo "setting up $venv (once) ..." >&2
+        .venv/bin/python -m venv --clear "$venv"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ascend.txt || {
+            echo "error: no torch_npu for $(.venv/bin/python -V) on $(uname -m): tests/ascend cannot run" >&2
+            exit 2
+        }
+        umbra_site .venv >"$(umbra_site "$venv")/umbra.pth"
+        umbra_requirements_ascend >"$venv/umbra-setup"
+    fi
+    "$venv/bin/python" -m tests.ascend.fake_cann.generate "$venv/fake_cann"
+    exec 9>&-
+}
+
+umbra_requirements_ascend() { sha256sum requirements-ascend.txt .venv/umbra-setup tools/setup.sh; }
+umbra_site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
+
+# Python with torch_npu and the fake CANN:  umbra_ascend_python -m pytest tests/ascend
+umbra_ascend_python() {
+    LD_LIBRARY_PATH="$PWD/.venv/ascend/fake_cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
+        TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv/ascend/bin/python "$@"
+}
+
 umbra_python_ok() {
     command -v python3 >/dev/null || umbra_apt python3
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {

@@ -1,0 +1,14 @@
+"""tests/ascend runs the real torch_npu and torchair on a fake CANN (fake_cann/), in .venv/ascend: see test.sh."""
+
+import pytest
+
+# Loaded before any test module asks for torch.npu.
+import torch
+import torch_npu  # noqa: F401  (registers the npu device)
+
+
+@pytest.fixture(autouse=True)
+def device() -> torch.device:
+    """Every test starts on the first fake device."""
+    torch.npu.set_device(0)
+    return torch.device("npu")

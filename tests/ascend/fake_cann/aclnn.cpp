@@ -1,0 +1,169 @@
+// aclnn kernels. Each has two functions: NameGetWorkspaceSize(arguments..., &bytes, &executor) and, later and perhaps on
+// another thread, Name(workspace, bytes, executor, stream). The generated ones (see generate.py) all end in fake_aclnn.
+//
+// A trampoline does not know its kernel's signature. It reads its arguments as a row of 64-bit words until it finds two
+// neighbours that point to zeroes on the caller's stack: &bytes and &executor. Words that are objects made by aclCreate*
+// and still alive are the arguments that can be told; plain numbers, strings and absent tensors cannot.
+#include <cstdarg>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "fake.h"
+
+namespace {
+
+struct Object {
+    std::string text; // as the log writes it
+    std::vector<int64_t> shape;
+    std::vector<const Object *> members; // of a list, which owns them
+};
+
+constexpr int kMostWords = 96;
+constexpr uintptr_t kFrames = 1 << 18; // how far up the stack the caller's variables can be
+
+std::mutex guard;
+std::set<const Object *> alive;
+std::map<const void *, std::string> planned; // arguments of kernels that were sized and not yet launched
+
+const Object *keep(Object object) {
+    auto *kept = new Object(std::move(object));
+    std::lock_guard<std::mutex> lock(guard);
+    alive.insert(kept);
+    return kept;
+}
+
+int drop(const Object *object) {
+    for (const Object *member : object->members)
+        drop(member);
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        alive.erase(object);
+    }
+    delete object;
+    return 0;
+}
+
+template <class T> std::string row(const T *values, uint64_t count) {
+    std::string text;
+    for (uint64_t i = 0; i < count; ++i)
+        text += (i ? "," : "") + std::to_string(values[i]);
+    return text;
+}
+
+const Object *keep_list(const Object *const *values, uint64_t count) {
+    std::string text;
+    for (uint64_t i = 0; i < count; ++i)
+        text += (i ? " " : "") + values[i]->text;
+    return keep({"[" + text + "]", {}, {values, values + count}});
+}
+
+bool contiguous(const int64_t *shape, const int64_t *strides, uint64_t rank) {
+    int64_t expected = 1;
+    for (uint64_t i = rank; i-- > 0; expected *= shape[i])
+        if (shape[i] != 1 && strides[i] != expected)
+            return false;
+    return true;
+}
+
+bool plain(int format) { return format == ACL_FORMAT_ND || format == ACL_FORMAT_NCHW || format == ACL_FORMAT_NCL; }
+
+// Does the word point to eight zero bytes in the frames above ours?
+bool zero_on_stack(uintptr_t word, uintptr_t here) {
+    return word > here && word - here < kFrames && word % 8 == 0 && !*reinterpret_cast<const uint64_t *>(word);
+}
+
+long plan(long first, va_list rest) {
+    const auto here = reinterpret_cast<uintptr_t>(&first);
+    std::string text;
+    uintptr_t word = first, before = 0;
+    for (int i = 0; i < kMostWords; ++i, before = word, word = va_arg(rest, long)) {
+        if (zero_on_stack(before, here) && zero_on_stack(word, here) && before != word) {
+            void *executor = fake::handle();
+            *reinterpret_cast<void **>(word) = executor;
+            std::lock_guard<std::mutex> lock(guard);
+            planned[executor] = text;
+            return 0;
+        }
+        std::lock_guard<std::mutex> lock(guard);
+        auto *object = reinterpret_cast<const Object *>(word);
+        if (alive.count(object))
+            text += " " + object->text;
+    }
+    return 0; // the end was not found: only the name will be known
+}
+
+} // namespace
+
+std::string fake::type_name(int type) {
+    static const std::map<int, const char *> names = {
+        {ACL_FLOAT, "float32"}, {ACL_FLOAT16, "float16"}, {ACL_INT8, "int8"},      {ACL_INT32, "int32"},
+        {ACL_UINT8, "uint8"},   {ACL_INT16, "int16"},     {ACL_UINT16, "uint16"},  {ACL_UINT32, "uint32"},
+        {ACL_INT64, "int64"},   {ACL_UINT64, "uint64"},   {ACL_DOUBLE, "float64"}, {ACL_BOOL, "bool"},
+        {ACL_BF16, "bfloat16"}, {ACL_INT4, "int4"},
+    };
+    auto found = names.find(type);
+    return found == names.end() ? "type" + std::to_string(type) : found->second;
+}
+
+extern "C" {
+
+long fake_aclnn(const char *name, long first, va_list rest) {
+    constexpr const char *sizing = "WorkspaceSize";
+    if (strlen(name) > strlen(sizing) && !strcmp(name + strlen(name) - strlen(sizing), sizing))
+        return plan(first, rest);
+    va_arg(rest, long); // bytes of workspace
+    const void *executor = va_arg(rest, void *);
+    aclrtStream stream = va_arg(rest, void *);
+    std::string arguments;
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        auto found = planned.find(executor);
+        if (found != planned.end()) {
+            arguments = found->second;
+            planned.erase(found);
+        }
+    }
+    return fake::say(fake::phase(stream) + name + arguments), 0;
+}
+
+// Written as (2,3)bfloat16, with :NZ or :format4 if not plain, and @strides(1,2) if not contiguous.
+const Object *aclCreateTensor(const int64_t *shape, uint64_t rank, int type, const int64_t *strides, int64_t,
+                              int format, const int64_t *, uint64_t, void *) {
+    std::string text = "(" + row(shape, rank) + ")" + fake::type_name(type);
+    if (!plain(format))
+        text += format == ACL_FORMAT_FRACTAL_NZ ? ":NZ" : ":format" + std::to_string(format);
+    if (!contiguous(shape, strides, rank))
+        text += "@strides(" + row(strides, rank) + ")";
+    return keep({text, {shape, shape + rank}, {}});
+}
+aclError aclGetViewShape(const Object *tensor, int64_t **shape, uint64_t *rank) {
+    *rank = tensor->shape.size();
+    *shape = new int64_t[*rank]; // the caller deletes it
+    memcpy(*shape, tensor->shape.data(), *rank * sizeof(int64_t));
+    return ACL_SUCCESS;
+}
+const Object *aclCreateScalar(void *, int type) { return keep({"scalar:" + fake::type_name(type), {}, {}}); }
+const Object *aclCreateIntArray(const int64_t *values, uint64_t count) {
+    return keep({"ints(" + row(values, count) + ")", {}, {}});
+}
+const Object *aclCreateFloatArray(const float *values, uint64_t count) {
+    return keep({"floats(" + row(values, count) + ")", {}, {}});
+}
+const Object *aclCreateBoolArray(const bool *values, uint64_t count) {
+    return keep({"bools(" + row(values, count) + ")", {}, {}});
+}
+const Object *aclCreateTensorList(const Object *const *values, uint64_t count) { return keep_list(values, count); }
+const Object *aclCreateScalarList(const Object *const *values, uint64_t count) { return keep_list(values, count); }
+int aclDestroyTensor(const Object *object) { return drop(object); }
+int aclDestroyScalar(const Object *object) { return drop(object); }
+int aclDestroyIntArray(const Object *object) { return drop(object); }
+int aclDestroyFloatArray(const Object *object) { return drop(object); }
+int aclDestroyBoolArray(const Object *object) { return drop(object); }
+int aclDestroyTensorList(const Object *object) { return drop(object); }
+int aclDestroyScalarList(const Object *object) { return drop(object); }
+
+} // extern "C"

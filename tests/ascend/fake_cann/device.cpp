@@ -1,0 +1,206 @@
+// Devices whose memory is host memory and whose streams are always idle: copies happen at once, kernels compute nothing.
+// Functions that are not here or beside here are generated stubs that return 0.
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "acl/acl_op_compiler.h"
+#include "fake.h"
+
+namespace {
+
+constexpr int kCubeCores = 24, kVectorCores = 48;
+constexpr int64_t kCacheBytes = 192 << 20;
+
+thread_local int current = -1;
+std::mutex guard;
+std::map<uintptr_t, std::pair<size_t, aclrtMemLocationType>> blocks;
+
+aclError allocate(void **p, size_t bytes, aclrtMemLocationType where) {
+    if (posix_memalign(p, 512, bytes ? bytes : 512))
+        return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    std::lock_guard<std::mutex> lock(guard);
+    blocks[reinterpret_cast<uintptr_t>(*p)] = {bytes, where};
+    return ACL_SUCCESS;
+}
+
+aclError release(void *p) {
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        blocks.erase(reinterpret_cast<uintptr_t>(p));
+    }
+    free(p);
+    return ACL_SUCCESS;
+}
+
+const char *direction(aclrtMemcpyKind kind) {
+    switch (kind) {
+    case ACL_MEMCPY_HOST_TO_HOST:
+        return "H2H";
+    case ACL_MEMCPY_HOST_TO_DEVICE:
+    case ACL_MEMCPY_HOST_TO_BUF_TO_DEVICE:
+        return "H2D";
+    case ACL_MEMCPY_DEVICE_TO_HOST:
+        return "D2H";
+    case ACL_MEMCPY_DEFAULT:
+        return "default";
+    default:
+        return "D2D";
+    }
+}
+
+// A host that waits for a device in the middle of a capture is an error on the real one as well.
+aclError wait(const char *what, bool forbidden) {
+    if (forbidden)
+        return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
+    fake::say(std::string("synchronize ") + what);
+    return ACL_SUCCESS;
+}
+
+} // namespace
+
+extern "C" {
+
+// --- devices
+const char *aclrtGetSocName() { return fake::kSoc; }
+const char *aclGetRecentErrMsg() { return "fake CANN"; }
+aclError aclrtGetDeviceCount(uint32_t *count) { return *count = fake::kDevices, ACL_SUCCESS; }
+aclError aclrtSetDevice(int32_t device) {
+    if (device < 0 || device >= fake::kDevices)
+        return ACL_ERROR_RT_INVALID_DEVICEID;
+    return current = device, ACL_SUCCESS;
+}
+aclError aclrtGetDevice(int32_t *device) {
+    return current < 0 ? ACL_ERROR_RT_CONTEXT_NULL : (*device = current, ACL_SUCCESS);
+}
+// A context is its device's number plus one.
+aclError aclrtGetCurrentContext(aclrtContext *context) {
+    return *context = reinterpret_cast<void *>(intptr_t(current < 0 ? 1 : current + 1)), ACL_SUCCESS;
+}
+aclError aclrtSetCurrentContext(aclrtContext context) {
+    return current = static_cast<int>(reinterpret_cast<intptr_t>(context)) - 1, ACL_SUCCESS;
+}
+aclError aclrtGetPrimaryCtxState(int32_t, uint32_t *flags, int32_t *active) {
+    if (flags)
+        *flags = 0;
+    return *active = 1, ACL_SUCCESS;
+}
+aclError aclrtGetMemInfo(aclrtMemAttr, size_t *free, size_t *total) {
+    return *free = 60ull << 30, *total = 64ull << 30, ACL_SUCCESS;
+}
+aclError aclrtGetDeviceResLimit(int32_t, aclrtDevResLimitType type, uint32_t *value) {
+    return *value = type == ACL_RT_DEV_RES_CUBE_CORE ? kCubeCores : kVectorCores, ACL_SUCCESS;
+}
+aclError aclrtGetStreamResLimit(aclrtStream, aclrtDevResLimitType type, uint32_t *value) {
+    return aclrtGetDeviceResLimit(0, type, value);
+}
+aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr what, int64_t *value) {
+    return *value = what == ACL_DEV_ATTR_VECTOR_CORE_NUM ? kVectorCores : kCubeCores, ACL_SUCCESS;
+}
+aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo what, int64_t *value) {
+    *value = what == ACL_DEVICE_INFO_L2_SIZE ? kCacheBytes : what == ACL_DEVICE_INFO_AI_CORE_NUM ? kCubeCores : kVectorCores;
+    return ACL_SUCCESS;
+}
+aclError aclGetCannAttribute(aclCannAttr, int32_t *value) { return *value = 1, ACL_SUCCESS; }
+aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t *value) { return *value = 0, ACL_SUCCESS; }
+size_t aclGetCompileoptSize(aclCompileOpt) { return 16; }
+aclError aclGetCompileopt(aclCompileOpt, char *value, size_t bytes) { return memset(value, 0, bytes), ACL_SUCCESS; }
+aclError aclsysGetVersionStr(char *, char *version) { return strcpy(version, "9.1.0"), ACL_SUCCESS; }
+
+// --- memory
+aclError aclrtMalloc(void **p, size_t bytes, aclrtMemMallocPolicy) {
+    return allocate(p, bytes, ACL_MEM_LOCATION_TYPE_DEVICE);
+}
+aclError aclrtMallocAlign32(void **p, size_t bytes, aclrtMemMallocPolicy) {
+    return allocate(p, bytes, ACL_MEM_LOCATION_TYPE_DEVICE);
+}
+aclError aclrtMallocHost(void **p, size_t bytes) { return allocate(p, bytes, ACL_MEM_LOCATION_TYPE_HOST); }
+aclError aclrtMallocHostWithCfg(void **p, uint64_t bytes, aclrtMallocConfig *) { return aclrtMallocHost(p, bytes); }
+aclError aclrtFree(void *p) { return release(p); }
+aclError aclrtFreeHost(void *p) { return release(p); }
+aclError aclrtPointerGetAttributes(const void *p, aclrtPtrAttributes *attributes) {
+    *attributes = {};
+    attributes->location.type = ACL_MEM_LOCATION_TYPE_UNREGISTERED;
+    std::lock_guard<std::mutex> lock(guard);
+    auto after = blocks.upper_bound(reinterpret_cast<uintptr_t>(p));
+    if (after != blocks.begin()) {
+        const auto &[start, block] = *--after;
+        if (reinterpret_cast<uintptr_t>(p) < start + block.first)
+            attributes->location.type = block.second;
+    }
+    return ACL_SUCCESS;
+}
+aclError aclrtMemcpy(void *to, size_t, const void *from, size_t bytes, aclrtMemcpyKind kind) {
+    if (fake::capturing())
+        return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
+    fake::say(std::string("memcpy ") + direction(kind) + ' ' + std::to_string(bytes));
+    return memmove(to, from, bytes), ACL_SUCCESS;
+}
+aclError aclrtMemcpyAsync(void *to, size_t, const void *from, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream) {
+    fake::say(fake::phase(stream) + "memcpy async " + direction(kind) + ' ' + std::to_string(bytes));
+    return memmove(to, from, bytes), ACL_SUCCESS;
+}
+aclError aclrtMemcpyAsyncWithCondition(void *to, size_t room, const void *from, size_t bytes, aclrtMemcpyKind kind,
+                                       aclrtStream stream) {
+    return aclrtMemcpyAsync(to, room, from, bytes, kind, stream);
+}
+aclError aclrtMemset(void *to, size_t, int32_t value, size_t bytes) { return memset(to, value, bytes), ACL_SUCCESS; }
+aclError aclrtMemsetAsync(void *to, size_t, int32_t value, size_t bytes, aclrtStream stream) {
+    fake::say(fake::phase(stream) + "memset " + std::to_string(bytes));
+    return memset(to, value, bytes), ACL_SUCCESS;
+}
+
+// --- streams and events
+aclError aclrtCreateStream(aclrtStream *stream) { return *stream = fake::handle(), ACL_SUCCESS; }
+aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t, uint32_t) { return aclrtCreateStream(stream); }
+aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus *s) { return *s = ACL_STREAM_STATUS_COMPLETE, ACL_SUCCESS; }
+aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) { return *id = fake::number(stream), ACL_SUCCESS; }
+aclError aclrtCreateEvent(aclrtEvent *event) { return *event = fake::handle(), ACL_SUCCESS; }
+aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t) { return aclrtCreateEvent(event); }
+aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t) { return aclrtCreateEvent(event); }
+aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus *s) {
+    return *s = ACL_EVENT_RECORDED_STATUS_COMPLETE, ACL_SUCCESS;
+}
+aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus *s) {
+    return *s = ACL_EVENT_WAIT_STATUS_COMPLETE, ACL_SUCCESS;
+}
+aclError aclrtEventElapsedTime(float *ms, aclrtEvent, aclrtEvent) { return *ms = 0.01f, ACL_SUCCESS; }
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) { return fake::recorded(event, stream), ACL_SUCCESS; }
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
+    return fake::waited(stream, event), ACL_SUCCESS;
+}
+aclError aclrtSynchronizeDevice() { return wait("device", fake::capturing()); }
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
+aclError aclrtSynchronizeStream(aclrtStream stream) { return wait("stream", fake::captured(stream)); }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) { return aclrtSynchronizeStream(stream); }
+aclError aclrtSynchronizeEvent(aclrtEvent) { return wait("event", false); }
+
+// --- operators that torch_npu still compiles one by one instead of calling an aclnn kernel
+aclError aclopCompileAndExecute(const char *type, int, const aclTensorDesc *const[], const aclDataBuffer *const[], int,
+                                const aclTensorDesc *const[], aclDataBuffer *const[], const aclopAttr *,
+                                aclopEngineType, aclopCompileType, const char *, aclrtStream stream) {
+    return fake::say(fake::phase(stream) + "aclop " + type), ACL_SUCCESS;
+}
+aclError aclopCompileAndExecuteV2(const char *type, int, aclTensorDesc *[], aclDataBuffer *[], int, aclTensorDesc *[],
+                                  aclDataBuffer *[], aclopAttr *, aclopEngineType, aclopCompileType, const char *,
+                                  aclrtStream stream) {
+    return fake::say(fake::phase(stream) + "aclop " + type), ACL_SUCCESS;
+}
+
+// --- Huawei's bounded C functions, which the wheel expects CANN to bring
+int strcpy_s(char *to, size_t room, const char *from) { return snprintf(to, room, "%s", from), 0; }
+int vsnprintf_s(char *to, size_t room, size_t count, const char *format, va_list values) {
+    return vsnprintf(to, count < room ? count + 1 : room, format, values);
+}
+int snprintf_s(char *to, size_t room, size_t count, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    int length = vsnprintf_s(to, room, count, format, values);
+    va_end(values);
+    return length;
+}
+
+} // extern "C"

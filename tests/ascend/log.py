@@ -1,0 +1,60 @@
+"""Reading the fake CANN's log: what was asked of the device, in order.
+
+with device_log() as log:
+    step()
+assert log.kernels() == ["aclnnMatmul", ...]
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_fake = ctypes.CDLL("libfake_cann.so")
+_fake.fake_log_take.restype = ctypes.c_char_p
+
+
+class DeviceLog:
+    """Filled when its `with` block ends. A line is one of, where "captured " (inside a graph capture) or "update "
+    (changing a captured graph) may stand before what goes to a stream:
+
+        aclnnAdd (2,3)float32 (3)float32 scalar:int64 (2,3)float32  tensors in order, results last; :NZ, @strides(..)
+        aclop Name                                                  compiled operator
+        memcpy D2H 24, memcpy async D2H 24, memset 24               bytes
+        synchronize stream, synchronize device, synchronize event
+        capture begin graph 1, capture end graph 1, replay graph 1
+        task group begin, task group end, task update begin, task update end
+        hccl open name=N ranks=2 rank=0 buffer=400 expansion=3 deterministic=unset
+        hccl AllReduce 64 bfloat16 name=N ranks=2
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def kernels(self) -> list[str]:
+        """Names of the kernels launched, captured ones too."""
+        words = (line.removeprefix("captured ").removeprefix("update ").split() for line in self.lines)
+        return [line[0] if line[0] != "aclop" else line[1] for line in words if line[0].startswith("acl")]
+
+    def waits(self) -> list[str]:
+        """What made the host wait for the device: synchronisations, and copies that are not asynchronous."""
+        return [line for line in self.lines if line.startswith(("synchronize", "memcpy D2H", "memcpy H2D"))]
+
+    def find(self, word: str) -> list[str]:
+        return [line for line in self.lines if word in line]
+
+
+@contextmanager
+def device_log() -> Iterator[DeviceLog]:
+    """Everything that the block asks of the device, launches that still stand in torch_npu's queue included."""
+    log = DeviceLog()
+    torch.npu.synchronize()
+    _fake.fake_log_start()
+    try:
+        yield log
+        torch.npu.synchronize()
+    finally:
+        lines = _fake.fake_log_take().decode().splitlines()
+    assert lines[-1] == "synchronize device", lines[-3:]
+    log.lines = lines[:-1]
