@@ -136,110 +136,46 @@ def test_a_generous_umask_is_no_reason_to_refuse_our_own(tmp_path: Path) -> None
     assert compile_once(tmp_path) == ""
 
 
-def damage_size(graph: Path) -> None:
-    (graph / "graph.om").write_bytes(b"yy")
-
-
-def damage_bytes(graph: Path) -> None:
-    (graph / "Model_ab12" / "compiled_module").write_bytes(b"x" * 999 + b"!")
-
-
-def lose(graph: Path) -> None:
-    (graph / "graph.om").unlink()
-
-
-def add(graph: Path) -> None:
-    (graph / "Model_ab12" / "other").write_bytes(b"")
-
-
-def add_above(graph: Path) -> None:
-    (graph.parent / "notes.txt").write_text("mine")
-
-
-def link(graph: Path) -> None:
-    (graph / "graph.om").rename(graph.parent.parent / "elsewhere")
-    (graph / "graph.om").symlink_to(graph.parent.parent / "elsewhere")
-
-
-def link_folder(graph: Path) -> None:
-    graph.parent.rename(graph.parent.with_name("moved"))
-    graph.parent.symlink_to("moved")
-
-
-def link_graph(graph: Path) -> None:
-    graph.rename(graph.parent.with_name("moved"))
-    graph.symlink_to("../moved")
-
-
-def link_manifest(graph: Path) -> None:
-    (graph.parent / "manifest.json").rename(graph.parent.parent / "elsewhere")
-    (graph.parent / "manifest.json").symlink_to(graph.parent.parent / "elsewhere")
-
-
-def lose_manifest(graph: Path) -> None:
-    (graph.parent / "manifest.json").unlink()
-
-
-def cut_manifest(graph: Path) -> None:
-    os.truncate(graph.parent / "manifest.json", 50)
-
-
-def swell_manifest(graph: Path) -> None:
-    os.truncate(graph.parent / "manifest.json", LIMIT + 1)
-
-
-def nest_manifest(graph: Path) -> None:
-    (graph.parent / "manifest.json").write_text("[" * 100_000)
-
-
-def foreign_manifest(graph: Path) -> None:
-    (graph.parent / "manifest.json").write_text('{"facts": {}, "files": {}}')
-
-
-def pipe(graph: Path) -> None:
-    os.mkfifo(graph / "pipe")
-
-
-def open_to(name: str, mode: int) -> Callable[[Path], None]:
-    def change(graph: Path) -> None:
-        (graph / name).resolve().chmod(mode)
-
-    return change
+def link(path: Path, away: Path) -> None:
+    """A symbolic link takes the place of `path`."""
+    path.rename(away)
+    path.symlink_to(away)
 
 
 @pytest.mark.parametrize(
     ("tamper", "why"),
     [
-        (damage_size, "graph.om has changed since it was written"),
-        (damage_bytes, "compiled_module has changed since it was written"),
-        (lose, "graph.om is missing"),
-        (add, "Model_ab12/other is unknown"),
-        (add_above, "it holds notes.txt, which is not ours"),
-        (link, "graph.om is a symbolic link"),
-        (link_folder, "tokens4 is a symbolic link"),
-        (link_graph, "graph is a symbolic link"),
-        (link_manifest, "manifest.json is unreadable"),
-        (lose_manifest, "it holds graph, but no manifest.json"),
-        (cut_manifest, "manifest.json is unreadable"),
-        (swell_manifest, f"manifest.json has {LIMIT + 1} bytes, more than {LIMIT}"),
-        (nest_manifest, "manifest.json is unreadable"),
-        (foreign_manifest, "manifest.json is not one of ours"),
-        (pipe, "pipe is neither a file nor a folder"),
-        (open_to("graph.om", 0o620), "graph.om can be written by others (mode 620)"),
-        (open_to("Model_ab12", 0o777), "Model_ab12 can be written by others"),
-        (open_to("../manifest.json", 0o602), "manifest.json can be written by others"),
-        (open_to(".", 0o770), "graph can be written by others"),
-        (open_to("..", 0o770), "tokens4 can be written by others"),
-        (open_to("../..", 0o707), "rank0of2 can be written by others"),
-        (open_to("../../../..", 0o770), "cache can be written by others"),
-        (open_to("../../tokens4.lock", 0o666), "tokens4.lock can be written by others"),
+        (lambda home: (home / "graph/graph.om").write_bytes(b"yy"), "graph.om has changed since it was written"),
+        (lambda home: (home / "graph/graph.om").write_bytes(b"z"), "graph.om has changed since it was written"),
+        (lambda home: (home / "graph/graph.om").unlink(), "graph.om is missing"),
+        (lambda home: (home / "graph/Model_ab12/other").touch(0o600), "Model_ab12/other is unknown"),
+        (lambda home: (home / "notes.txt").touch(0o600), "it holds notes.txt, which is not ours"),
+        (lambda home: os.mkfifo(home / "graph/pipe", 0o600), "pipe is neither a file nor a folder"),
+        (lambda home: link(home / "graph/graph.om", home.parent / "away"), "graph.om is a symbolic link"),
+        (lambda home: link(home / "graph", home.parent / "away"), "graph is a symbolic link"),
+        (lambda home: link(home, home.parent / "away"), "tokens4 is a symbolic link"),
+        (lambda home: link(home / "manifest.json", home.parent / "away"), "manifest.json is unreadable"),
+        (lambda home: (home / "manifest.json").unlink(), "it holds graph, but no manifest.json"),
+        (lambda home: os.truncate(home / "manifest.json", 50), "manifest.json is unreadable"),
+        (lambda home: os.truncate(home / "manifest.json", LIMIT + 1), f"has {LIMIT + 1} bytes, more than {LIMIT}"),
+        (lambda home: (home / "manifest.json").write_text("[" * 100_000), "manifest.json is unreadable"),
+        (lambda home: (home / "manifest.json").write_text("[]"), "manifest.json is not one of ours"),
+        (lambda home: (home / "manifest.json").write_text('{"facts": {}, "files": {}}'), "is not one of ours"),
+        (lambda home: (home / "graph/graph.om").chmod(0o620), "graph.om can be written by others (mode 620)"),
+        (lambda home: (home / "graph/Model_ab12").chmod(0o777), "Model_ab12 can be written by others"),
+        (lambda home: (home / "manifest.json").chmod(0o602), "manifest.json can be written by others"),
+        (lambda home: (home / "graph").chmod(0o770), "graph can be written by others"),
+        (lambda home: home.chmod(0o770), "tokens4 can be written by others"),
+        (lambda home: home.parent.chmod(0o707), "rank0of2 can be written by others"),
+        (lambda home: home.parents[2].chmod(0o770), "cache can be written by others"),
+        (lambda home: home.with_name("tokens4.lock").chmod(0o666), "tokens4.lock can be written by others"),
     ],
 )
 def test_what_is_not_as_we_left_it_is_refused_and_kept(
-    tmp_path: Path, tamper: Callable[[Path], None], why: str
+    tmp_path: Path, tamper: Callable[[Path], object], why: str
 ) -> None:
     compile_once(tmp_path)
-    tamper(home(tmp_path) / "graph")
+    tamper(home(tmp_path))
     refused(tmp_path, why)
 
 
@@ -264,62 +200,6 @@ def test_the_cache_may_live_on_another_disk(tmp_path: Path) -> None:
     assert compile_once(tmp_path) == ""
 
 
-OTHER = """
-import sys
-from pathlib import Path
-from tests.test_compile_cache import SHAPES, cache
-with cache(Path(sys.argv[1]), patience_s=60).open(4, SHAPES) as entry:
-    print("opened", entry.reason or "hit", flush=True)
-    if not entry.hit:
-        input()
-        (entry.folder / "compiled_module").write_bytes(b"x")
-    entry.seal()
-"""
-
-
-def start_other(root: Path) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", OTHER, str(root)]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def lines_until(process: "subprocess.Popen[str]", start: str) -> str:
-    assert process.stdout
-    return next(line for line in process.stdout if line.startswith(start)).strip()
-
-
-def test_two_processes_take_turns(tmp_path: Path) -> None:
-    """The second waits while the first compiles, and then uses what the first has sealed."""
-    with start_other(tmp_path) as first:
-        assert lines_until(first, "opened") == "opened no cache yet"
-        with start_other(tmp_path) as second:
-            lines_until(second, "compile cache: waiting for another process")
-            assert first.stdin
-            first.stdin.write("go on\n")
-            first.stdin.flush()
-            assert lines_until(second, "opened") == "opened hit"
-    assert (first.returncode, second.returncode) == (0, 0)
-
-
-def test_waiting_ends_with_an_error_and_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
-    with start_other(tmp_path) as first:
-        lines_until(first, "opened")
-        with pytest.raises(UserError, match=r"tokens4\.lock is held by another run of this case: wait for its end"):
-            cache(tmp_path, patience_s=0.1).open(4, SHAPES)
-        with pytest.raises(UserError, match="is held by another run"):
-            clear_cache("some", tmp_path / "cache")
-        cache(tmp_path, rank=1, patience_s=0).open(4, SHAPES).close()  # another rank's is free
-        first.kill()
-    assert compile_once(tmp_path) == "the last compile was interrupted"
-
-
-def test_a_refusal_gives_the_lock_back(tmp_path: Path) -> None:
-    compile_once(tmp_path)
-    damage_size(home(tmp_path) / "graph")
-    for _ in range(2):
-        with pytest.raises(UserError, match="has changed"):
-            cache(tmp_path, patience_s=0).open(4, SHAPES)
-
-
 def test_closing_twice_is_harmless(tmp_path: Path) -> None:
     entry = cache(tmp_path).open(4, SHAPES)
     entry.close()
@@ -331,21 +211,20 @@ def test_clearing_removes_only_what_is_ours(tmp_path: Path, capsys: pytest.Captu
     root = tmp_path / "cache"
     compile_once(tmp_path)
     compile_once(tmp_path, tokens=8)
-    damage_size(home(tmp_path) / "graph")  # damaged, but ours
+    (home(tmp_path) / "graph/graph.om").write_bytes(b"yy")  # damaged, but ours
     with cache(tmp_path, rank=1).open(4, SHAPES):
         pass  # interrupted, but ours
     foreign = root / "some" / "rank0of2" / "tokens16"
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("years of work")
-    (foreign.parent / "tokens32").symlink_to(foreign)
-    with CompileCache("other", 0, 1, FACTS, root).open(4, SHAPES):
-        pass
+    with CompileCache("other", 0, 1, FACTS, root).open(4, SHAPES) as other:
+        (foreign.parent / "tokens32").symlink_to(other.home)
     capsys.readouterr()
     assert clear_cache("some", root) == 3
     assert f"{foreign}: left alone: manifest.json is unreadable" in capsys.readouterr().out
     assert (foreign / "thesis.txt").read_text() == "years of work"
     assert not home(tmp_path).exists()
-    assert (root / "other" / "rank0of1" / "tokens4").exists()
+    assert other.folder.exists()
     assert clear_cache("some", root) == 0
     assert clear_cache("never compiled", root) == 0
     assert compile_once(tmp_path) == "no cache yet"
