@@ -9,6 +9,7 @@ from pathlib import Path
 from errors import UserError, run_main
 from executor import env
 from executor.cases import load_case, load_model_config
+from executor.compile_cache import clear_cache
 from executor.rank import run_rank
 from executor.results import write_json
 from executor.runners import make_runner
@@ -18,11 +19,15 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
     parser.add_argument("--results", type=Path, help="folder of this run (default: results/CASE/TIME)")
+    parser.add_argument("--clear-cache", action="store_true", help="remove the case's compiled graphs and stop")
     args = parser.parse_args(argv)
     name = env.case_name()
     if not name:
         raise UserError("CASE_NAME is not set: CASE_NAME=demo .venv/bin/python run.py, or bash infer.sh demo")
     case = load_case(name, args.set)
+    if args.clear_cache:
+        print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
+        return
     load_model_config(case)  # refuse before anything heavy is imported
 
     def generate(results: Path, ranks: env.RankEnv) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from errors import EXIT_STATUS, UserError, run_main
 from executor.ascend_env import ascend_environment
 from executor.cases import ROOT, list_cases, load_case, load_model_config
+from executor.compile_cache import clear_cache
 from executor.config import Case
 from executor.env import node_env
 from executor.results import create_results, discard_results
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> None:
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys (docs/config.md)"
     )
     parser.add_argument("--list", action="store_true", help="show the cases")
+    parser.add_argument("--clear-cache", action="store_true", help="remove the case's compiled graphs and stop")
     args = parser.parse_args(argv)
     if args.list:
         cases = list_cases()
@@ -39,6 +41,9 @@ def main(argv: list[str]) -> None:
             print(f"{name:<{max(len(n) for n, _ in cases)}}  {description}")
         return
     case = load_case(args.case, args.set)
+    if args.clear_cache:
+        print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
+        return
     load_model_config(case)  # refuse before a single rank is started
     os.environ["CASE_NAME"] = args.case
     overrides = ["--set", *args.set] if args.set else []

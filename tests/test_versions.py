@@ -43,7 +43,7 @@ def test_an_untested_pair_is_a_warning_and_strictly_an_error() -> None:
         check_versions(CLAIMED, strict=True)
 
 
-@pytest.mark.parametrize("driver", ["25.2.0", "25.3.rc1", "26.0.rc1"])
+@pytest.mark.parametrize("driver", ["25.2.0", "25.3.rc1", "25.10.0", "26.0.rc1"])
 def test_a_driver_that_is_new_enough_is_accepted(driver: str) -> None:
     assert len(check_versions(replace(CLAIMED, driver=driver), strict=False)) == 1
 

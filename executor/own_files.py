@@ -1,0 +1,71 @@
+"""Files that nobody else can have touched: ours, not links, writable by us alone, inside folders of the same kind.
+
+What is loaded from a cache can run code, so all this is checked before a byte of it is used.
+"""
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+CHUNK = 1 << 20
+
+
+class Untrusted(Exception):
+    """Why a path is not used."""
+
+
+def check_own(path: Path, status: os.stat_result) -> None:
+    """`status` is `path`'s own, not that of what a link points to."""
+    if stat.S_ISLNK(status.st_mode):
+        raise Untrusted(f"{path.name} is a symbolic link")
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise Untrusted(f"{path.name} is neither a file nor a folder")
+    if status.st_uid != os.getuid():
+        raise Untrusted(f"{path.name} belongs to user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Untrusted(f"{path.name} can be written by others (mode {stat.S_IMODE(status.st_mode):o})")
+
+
+def own_files(folder: Path) -> list[Path]:
+    """Every file below `folder`, sorted, all of them and all folders checked."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        check_own(path, status := path.lstat())
+        found += own_files(path) if stat.S_ISDIR(status.st_mode) else [path]
+    return found
+
+
+def close_to_others(folder: Path) -> None:
+    """Take from group and others the right to write below `folder`, which a generous umask may have given."""
+    for path in [folder, *folder.rglob("*")]:
+        if not path.is_symlink():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+
+
+def read_own(path: Path, limit: int) -> bytes:
+    """A file of at most `limit` bytes, checked on the descriptor that is read."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        check_own(path, status := os.fstat(file.fileno()))
+        if status.st_size > limit:
+            raise Untrusted(f"{path.name} has {status.st_size} bytes, more than {limit}")
+        return file.read(limit)
+
+
+def fingerprint(path: Path) -> list[int | str]:
+    """[bytes, SHA-256]"""
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while block := file.read(CHUNK):
+            digest.update(block)
+            size += len(block)
+    return [size, digest.hexdigest()]
+
+
+def source_digest(root: Path, places: list[Path]) -> str:
+    """One SHA-256 over the Python files among and below `places`, by their names under `root` and their text."""
+    files = {f for place in places for f in ([place] if place.is_file() else place.rglob("*.py"))}
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(f"{path.relative_to(root).as_posix()}\0{fingerprint(path)}\n".encode())
+    return digest.hexdigest()
