@@ -1,0 +1,57 @@
+"""Huawei Ascend: one NPU die a rank, collectives over HCCL, decode in static graphs (ascend_graph.py)."""
+
+from typing import Any, ClassVar, cast
+
+import torch
+import torch_npu
+
+from errors import UserError
+from executor.config import Case
+from executor.env import RankEnv, cann_home
+from executor.hccl import group_options
+from executor.platform.ascend_graph import AscendGraphs
+from executor.platform.base import Platform, Step
+from executor.versions import check_versions, read_versions
+from ops.ascend.ops import AscendOps
+from ops.interface import Ops
+
+
+class AscendPlatform(Platform):
+    name: ClassVar[str] = "ascend"
+    collectives: ClassVar[str] = "hccl"
+    quantised_head: ClassVar[bool] = False
+
+    def __init__(self, case: Case, ranks: RankEnv):
+        self.case, self.ranks = case, ranks
+        for warning in check_versions(read_versions(cann_home()), case.strict):
+            print(f"warning: {warning}")
+        devices = torch_npu.npu.device_count()
+        if ranks.local_rank >= devices:
+            raise UserError(
+                f"case {case.name}: rank {ranks.rank} needs NPU {ranks.local_rank}, this machine has {devices}"
+            )
+        self.device = torch.device("npu", ranks.local_rank)
+        torch_npu.npu.set_device(self.device)
+        torch_npu.npu.config.allow_internal_format = True  # FRACTAL_NZ weights
+        dtype: torch.dtype = getattr(torch, case.model_config.dtype)
+        self.ops = cast(Ops, AscendOps(dtype, self.device, case.ascend_config.moe_routing))
+
+    def compile(self, step: Step, model_config: object) -> Step:
+        return AscendGraphs(step, self.case, self.ranks, self.device, model_config)
+
+    def group_options(self, group: str) -> Any:
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.hccl_config = group_options(self.case, group, torch_npu.npu.get_device_name(self.device))
+        return options
+
+    def padded_rows(self, rows: int) -> int:
+        """The next power of two, or a whole batch: few graphs, so few of a device's streams and tasks."""
+        if self.case.exe_mode == "eager":
+            return 0
+        return min(1 << (rows - 1).bit_length(), self.case.data_config.batch_size // self.case.attn_dp_size)
+
+    def synchronize(self) -> None:
+        torch_npu.npu.synchronize(self.device)
+
+    def peak_memory_bytes(self) -> int:
+        return torch_npu.npu.max_memory_allocated(self.device)

@@ -1,0 +1,142 @@
+"""Static graphs of the decode step on Ascend, one for each number of sequences.
+
+ge_graph     torch.compile into a GE graph (torchair's `max-autotune`)
+acl_graph    captured on the device and replayed (torchair's `reduce-overhead`)
+npugraph_ex  the same with torchair's newer backend
+
+Every tensor input has a fixed address and is copied into; KV lengths are host integers that the graph takes as symbols:
+`Data` nodes in GE, updated launches in a captured graph. So a step changes neither shapes nor constants, compiles
+nothing anew and reads nothing back.
+"""
+
+import dataclasses
+import hashlib
+import types
+from typing import Any
+
+import torch
+import torchair
+from torch import Tensor
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import BackendCompilerFailed
+
+from executor.cases import ROOT
+from executor.compile_cache import CompileCache, compile_facts
+from executor.config import Case
+from executor.env import RankEnv, cann_home
+from executor.platform.ascend_fallbacks import loud_fallbacks, tell
+from executor.platform.base import Step
+from executor.versions import read_versions
+from models.batch import Batch
+
+MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
+TRACED = ("models", "ops", "executor/platform")  # a graph is made from this code
+
+
+def compiler_config(exe_mode: str) -> Any:
+    """torchair's CompilerConfig for one of MODES."""
+    config = torchair.CompilerConfig()
+    config.mode = MODES[exe_mode]
+    config.experimental_config.frozen_parameter = True  # weights and caches stay where they are
+    if exe_mode == "ge_graph":
+        config.experimental_config.tiling_schedule_optimize = True
+        config.experimental_config.topology_sorting_strategy = "StableRDFS"
+    return config
+
+
+def traced_sources() -> str:
+    """A digest of the code that graphs are made from."""
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in TRACED for path in (ROOT / folder).rglob("*.py")):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+class AscendGraph:
+    """The step for one number of sequences."""
+
+    def __init__(self, compiled: Step, batch: Batch, device: torch.device):
+        self.compiled = compiled
+        self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
+        for tensor in self.inputs.values():
+            torch._dynamo.mark_static_address(tensor)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        for name, tensor in batch.tensors().items():
+            self.inputs[name].copy_(tensor, non_blocking=True)
+        # Every group's batch is padded to the same size: which, the graph knows from the tensors.
+        fixed: dict[str, Any] = dict(self.inputs, tokens_per_group=None)
+        return self.compiled(dataclasses.replace(batch, **fixed))
+
+
+class AscendGraphs:
+    """A drop-in for the eager step."""
+
+    def __init__(self, step: Step, case: Case, ranks: RankEnv, device: torch.device, model_config: object):
+        if not isinstance(step, types.MethodType):
+            raise TypeError("a graph is made from a method of a model")
+        self.step, self.case, self.device = step, case, device
+        self.graphs: dict[int, AscendGraph] = {}
+        self.compiles = 0
+        self.cache: CompileCache | None = None
+        callback_handler.register_start_callback(self._count)
+        if case.model_config.enable_cache_compile:
+            facts = compile_facts(
+                case, model_config, read_versions(cann_home()), torchair.__version__, traced_sources()
+            )
+            self.cache = CompileCache(case.name, ranks.rank, ranks.world_size, facts)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        rows = len(batch.token_ids)
+        with loud_fallbacks(torchair.logger, self.case.strict):
+            if rows not in self.graphs:
+                return self._first(rows, batch)
+            before = self.compiles
+            logits = self.graphs[rows](batch)
+        if self.compiles != before:
+            tell(f"the graph of {rows} sequences was compiled again", self.case.strict)
+        return logits
+
+    def _first(self, rows: int, batch: Batch) -> Tensor:
+        try:
+            return self._compile(rows, batch)
+        except BackendCompilerFailed as error:  # such as an op without a converter, which it names
+            reason = str(error.inner_exception).strip().splitlines()[0]
+            tell(f"decode runs op by op in place of {self.case.exe_mode}: {reason}", self.case.strict)
+            self.graphs[rows] = AscendGraph(self.step, batch, self.device)
+            return self.graphs[rows](batch)
+
+    def _compile(self, rows: int, batch: Batch) -> Tensor:
+        step, config = named(self.step, rows), compiler_config(self.case.exe_mode)
+        if self.cache is None:
+            backend = torchair.get_npu_backend(compiler_config=config)
+            compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
+            self.graphs[rows] = AscendGraph(compiled, batch, self.device)
+            return self.graphs[rows](batch)
+        shapes = {name: [list(t.shape), str(t.dtype)] for name, t in batch.tensors().items()}
+        with self.cache.open(rows, shapes) as entry:
+            compiled = torchair.inference.cache_compile(
+                step,
+                config=config,
+                dynamic=True,
+                cache_dir=str(entry.folder),
+                ge_cache=self.case.exe_mode == "ge_graph",
+            )
+            self.graphs[rows] = AscendGraph(compiled, batch, self.device)
+            logits = self.graphs[rows](batch)
+            entry.seal()
+        return logits
+
+    def _count(self, *_: object) -> None:
+        self.compiles += 1
+
+
+def named(step: types.MethodType, rows: int) -> types.MethodType:
+    """The method as code of its own name: dynamo and torchair's cache tell compiled functions apart by their code, and
+    of two sizes with the same code the cache would keep neither."""
+    function: Any = step.__func__
+    name = f"{function.__name__}_{rows}"
+    copy = types.FunctionType(
+        function.__code__.replace(co_name=name), function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    return types.MethodType(copy, step.__self__)
