@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # Sets the machine up once, then runs every check and test:  bash test.sh [pytest arguments]
+# The arguments are for the main tests. tests/ascend, which needs a Python of its own, always runs whole, and alone with
+#     bash test.sh ascend [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
 umbra_setup
+umbra_setup_ascend
+if [ "${1:-}" = ascend ]; then
+    umbra_ascend_python -m pytest tests/ascend "${@:2}"
+    exit
+fi
 for tool in aarch64-linux-gnu-g++ qemu-aarch64; do
     command -v "$tool" >/dev/null || {
         (umbra_apt --no-install-recommends g++-aarch64-linux-gnu qemu-user) || echo "the ARM tests will be skipped" >&2
@@ -29,4 +36,8 @@ echo "== ruff"
 echo "== mypy"
 .venv/bin/mypy
 echo "== pytest"
-exec .venv/bin/python -m pytest "$@"
+status=0
+.venv/bin/python -m pytest "$@" || status=$?
+echo "== pytest on a fake CANN"
+umbra_ascend_python -m pytest tests/ascend || status=$?
+exit "$status"

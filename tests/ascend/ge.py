@@ -99,8 +99,9 @@ class GeProgram:
 
 
 def value(source: str, desc: TensorDescriptor) -> Value:
-    """torchair notes a tensor's FX shape as text: "Tensor(dtype=torch.float32, shape=torch.Size([s27, 16])". The note of
-    an input that is written in place through a view is of the view: the dimensions proper, -1 if unknown, come first."""
+    """torchair notes a tensor's FX shape as text, such as "Tensor(dtype=torch.float32, shape=torch.Size([s27, 16])".
+    The note of an input that is written in place through a view is of the view, and so the dimensions proper, -1 if
+    unknown, come first."""
     dtype = _ge_graph.ge_type_to_torch_type(_ge_graph._ge_proto_dtype_to_ge_dtype(desc.dtype))
     meta = desc.attr["_meta"].s.decode()
     if number := re.fullmatch(r"<class 'torch.SymInt'>\((.*)\)", meta):

@@ -20,6 +20,7 @@ struct Object {
     std::string text; // as the log writes it
     std::vector<int64_t> shape;
     std::vector<const Object *> members; // of a list, which owns them
+    size_t bytes = 0;                    // of an element of a tensor
 };
 
 constexpr int kMostWords = 96;
@@ -36,15 +37,17 @@ const Object *keep(Object object) {
     return kept;
 }
 
+// Absent tensors are destroyed as well: they are null.
 int drop(const Object *object) {
-    for (const Object *member : object->members)
-        drop(member);
     {
         std::lock_guard<std::mutex> lock(guard);
-        alive.erase(object);
+        if (!alive.erase(object))
+            return ACL_SUCCESS;
     }
+    for (const Object *member : object->members)
+        drop(member);
     delete object;
-    return 0;
+    return ACL_SUCCESS;
 }
 
 template <class T> std::string row(const T *values, uint64_t count) {
@@ -57,7 +60,7 @@ template <class T> std::string row(const T *values, uint64_t count) {
 const Object *keep_list(const Object *const *values, uint64_t count) {
     std::string text;
     for (uint64_t i = 0; i < count; ++i)
-        text += (i ? " " : "") + values[i]->text;
+        text += (i ? " " : "") + (values[i] ? values[i]->text : "none");
     return keep({"[" + text + "]", {}, {values, values + count}});
 }
 
@@ -138,12 +141,46 @@ const Object *aclCreateTensor(const int64_t *shape, uint64_t rank, int type, con
         text += format == ACL_FORMAT_FRACTAL_NZ ? ":NZ" : ":format" + std::to_string(format);
     if (!contiguous(shape, strides, rank))
         text += "@strides(" + row(strides, rank) + ")";
-    return keep({text, {shape, shape + rank}, {}});
+    return keep({text, {shape, shape + rank}, {}, aclDataTypeSize(static_cast<aclDataType>(type))});
 }
 aclError aclGetViewShape(const Object *tensor, int64_t **shape, uint64_t *rank) {
     *rank = tensor->shape.size();
     *shape = new int64_t[*rank]; // the caller deletes it
     memcpy(*shape, tensor->shape.data(), *rank * sizeof(int64_t));
+    return ACL_SUCCESS;
+}
+size_t aclDataTypeSize(aclDataType type) {
+    switch (type) {
+    case ACL_INT8:
+    case ACL_UINT8:
+    case ACL_BOOL:
+        return 1;
+    case ACL_FLOAT16:
+    case ACL_BF16:
+    case ACL_INT16:
+    case ACL_UINT16:
+        return 2;
+    case ACL_INT64:
+    case ACL_UINT64:
+    case ACL_DOUBLE:
+        return 8;
+    default:
+        return 4;
+    }
+}
+// The storage of a tensor in another format. FRACTAL_NZ: columns in strips of 32 bytes, rows in sixteens.
+aclError aclnnNpuFormatCastCalculateSizeAndFormat(const Object *tensor, int format, int, int64_t **storage,
+                                                  uint64_t *rank, int *actual) {
+    std::vector<int64_t> shape = tensor->shape;
+    if (format == ACL_FORMAT_FRACTAL_NZ && shape.size() >= 2) {
+        const int64_t strip = 32 / tensor->bytes, columns = shape.back(), rows = shape[shape.size() - 2];
+        shape.resize(shape.size() - 2);
+        shape.insert(shape.end(), {(columns + strip - 1) / strip, (rows + 15) / 16, 16, strip});
+    }
+    *actual = format;
+    *rank = shape.size();
+    *storage = new int64_t[*rank]; // the caller deletes it
+    memcpy(*storage, shape.data(), *rank * sizeof(int64_t));
     return ACL_SUCCESS;
 }
 const Object *aclCreateScalar(void *, int type) { return keep({"scalar:" + fake::type_name(type), {}, {}}); }

@@ -13,6 +13,7 @@
 namespace {
 
 constexpr int kCubeCores = 24, kVectorCores = 48;
+constexpr const char *kVersion = "9.1.0";
 constexpr int64_t kCacheBytes = 192 << 20;
 
 thread_local int current = -1;
@@ -108,7 +109,11 @@ aclError aclGetCannAttribute(aclCannAttr, int32_t *value) { return *value = 1, A
 aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t *value) { return *value = 0, ACL_SUCCESS; }
 size_t aclGetCompileoptSize(aclCompileOpt) { return 16; }
 aclError aclGetCompileopt(aclCompileOpt, char *value, size_t bytes) { return memset(value, 0, bytes), ACL_SUCCESS; }
-aclError aclsysGetVersionStr(char *, char *version) { return strcpy(version, "9.1.0"), ACL_SUCCESS; }
+aclError aclsysGetVersionStr(char *, char *version) { return strcpy(version, kVersion), ACL_SUCCESS; }
+aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion *version) {
+    *version = {};
+    return strcpy(version->version, kVersion), ACL_SUCCESS;
+}
 
 // --- memory
 aclError aclrtMalloc(void **p, size_t bytes, aclrtMemMallocPolicy) {

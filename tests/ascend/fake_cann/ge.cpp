@@ -22,6 +22,6 @@ class __attribute__((visibility("default"))) OperatorFactory {
   public:
     static bool IsExistOp(const char *type);
 };
-bool OperatorFactory::IsExistOp(const char *) { return true; }
+bool OperatorFactory::IsExistOp(const char *) { return false; }
 
 } // namespace ge

@@ -1,0 +1,91 @@
+"""Running a function on several ranks, one process and one fake device each.
+
+def body(rank: int, size: int) -> list[str]:       # a module's own function, so that the child can import it
+    with device_log() as log, hccl({"hccl_buffer_size": 400}):
+        dist.all_reduce(torch.ones(size).npu())
+    return log.lines
+
+first, second = run_ranks(body, 2, 16)
+"""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch_npu
+
+
+def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 120) -> list[Any]:
+    """What body(rank, *args) returned on each rank; the environment is torchrun's, the device is set. A rank that
+    raises, dies or is late fails the test with its traceback, and the others are killed."""
+    spawn = multiprocessing.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children, receivers = [], []
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + limit_s
+    try:
+        for rank in range(ranks):
+            receiver, sender = spawn.Pipe(duplex=False)
+            child = spawn.Process(target=run_rank, args=(sender, body, rank, ranks, port, args))
+            child.start()
+            sender.close()  # or its end of file would never be seen here
+            children.append(child)
+            receivers.append(receiver)
+        while len(results) < ranks:
+            late = [rank for rank in range(ranks) if rank not in results]
+            ready = wait([receivers[rank] for rank in late], max(0, deadline - time.monotonic()))
+            assert ready, f"ranks {late} did not finish in {limit_s:g} s"
+            for rank in late:
+                if receivers[rank] in ready:
+                    results[rank] = receive(rank, receivers[rank], children[rank])
+        for rank, child in enumerate(children):
+            child.join(max(0, deadline - time.monotonic()))
+            assert child.exitcode == 0, f"rank {rank} finished and then left with status {child.exitcode}"
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+    return [results[rank] for rank in range(ranks)]
+
+
+def receive(rank: int, receiver: Connection, child: multiprocessing.process.BaseProcess) -> Any:
+    try:
+        failure, result = receiver.recv()
+    except EOFError:
+        child.join()
+        raise AssertionError(f"rank {rank} died with status {child.exitcode}") from None
+    assert failure is None, f"rank {rank} failed:\n{failure}"
+    return result
+
+
+def run_rank(sender: Connection, body: Callable[..., Any], rank: int, ranks: int, port: int, args: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    try:
+        torch.npu.set_device(rank)
+        sender.send((None, body(rank, *args)))
+    except BaseException:
+        sender.send((traceback.format_exc(), None))
+    sender.close()
+
+
+@contextmanager
+def hccl(config: dict[str, Any] | None = None) -> Iterator[None]:
+    """The default process group over hccl, with torch_npu's `hccl_config`."""
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = config or {}
+    dist.init_process_group("hccl", pg_options=options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
