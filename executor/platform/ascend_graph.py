@@ -28,6 +28,7 @@ from executor.platform.ascend_fallbacks import loud_fallbacks, tell
 from executor.platform.base import Step
 from executor.versions import read_versions
 from models.batch import Batch
+from ops.ascend import lowering  # noqa: F401 (registers)
 
 MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
 TRACED = ("models", "ops", "executor/platform")  # a graph is made from this code
@@ -57,13 +58,17 @@ class AscendGraph:
 
     def __init__(self, compiled: Step, batch: Batch, device: torch.device):
         self.compiled = compiled
+        self.host = {name: tensor.pin_memory(device) for name, tensor in batch.tensors().items()}
         self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
         for tensor in self.inputs.values():
+            torch._dynamo.mark_static(tensor)
             torch._dynamo.mark_static_address(tensor)
 
     def __call__(self, batch: Batch) -> Tensor:
+        """Copies from pinned memory do not make the host wait; the step before has ended, its tokens were read."""
         for name, tensor in batch.tensors().items():
-            self.inputs[name].copy_(tensor, non_blocking=True)
+            self.host[name].copy_(tensor)
+            self.inputs[name].copy_(self.host[name], non_blocking=True)
         # Every group's batch is padded to the same size: which, the graph knows from the tensors.
         fixed: dict[str, Any] = dict(self.inputs, tokens_per_group=None)
         return self.compiled(dataclasses.replace(batch, **fixed))

@@ -57,10 +57,12 @@ class AscendOps(AscendLayout):
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if q.shape[-1] not in HEAD_DIMS:
             raise UserError(f"head_dim: {q.shape[-1]}: npu_apply_rotary_pos_emb takes {HEAD_DIMS[0]} or {HEAD_DIMS[1]}")
-        q, k = torch_npu.npu_apply_rotary_pos_emb(  # (T, 1, heads, D): a batch of T sequences of one token
+        # (T, 1, heads, D): a batch of T sequences of one token. Rotates in place, whatever its schema says: nothing
+        # else may read q and k, which are fresh from their norms.
+        q, k = torch_npu.npu_apply_rotary_pos_emb(
             query=q[:, None], key=k[:, None], cos=cos[:, None, None], sin=sin[:, None, None], layout="BSND",
         )  # fmt: skip
-        return q[:, 0], k[:, 0]
+        return q.squeeze(1), k.squeeze(1)
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         for x, cache in ((k, k_cache), (v, v_cache)):
@@ -125,7 +127,7 @@ class AscendOps(AscendLayout):
             value_antiquant_mode=0,
             softmax_lse_flag=False,
         )
-        return out[:, 0] if decode else out
+        return out.squeeze(1) if decode else out
 
     def silu_mul(self, x: Tensor) -> Tensor:
         return moe.swiglu(x)

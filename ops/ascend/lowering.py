@@ -1,0 +1,21 @@
+"""Where torchair's own way from a torch_npu op to a GE node costs a kernel too many; imported for its effect."""
+
+from typing import Any
+
+import torch
+from torchair._ge_concrete_graph import ge_apis as ge
+from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_converter
+from torchair._ge_concrete_graph.ge_converter import custom  # noqa: F401 (torchair's own, or it would come later and win)
+
+BSND = 1
+
+
+@register_fx_node_ge_converter(torch.ops.npu.npu_apply_rotary_pos_emb.default)  # type: ignore[untyped-decorator]
+def rotary(
+    query: Any, key: Any, cos: Any, sin: Any, layout: str = "BSND", rotary_mode: str = "half", meta_outputs: Any = None
+) -> Any:
+    """The node rotates in place; torchair copies q and k first, which nothing here needs (AscendOps.rope): two kernels
+    a layer. Captured graphs and eager mode do not copy either. An argument that equals its default does not arrive."""
+    if layout != "BSND":
+        raise NotImplementedError(f"layout {layout}: only BSND is lowered here")
+    return ge.ApplyRotaryPosEmb(query, key, cos, sin, layout=BSND, rotary_mode=rotary_mode)
