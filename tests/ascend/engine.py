@@ -7,6 +7,7 @@ from executor.cases import load_case
 from executor.config import Case
 from executor.env import RankEnv
 from executor.model_runner import ModelRunner
+from executor.report import Timings
 from executor.runners import make_runner
 from executor.sequence import Sequence
 from tests.tiny import ONE_RANK, save_tiny, write_case
@@ -40,6 +41,7 @@ def generate(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Se
 
 def prefilled(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:
     """Sequences after their first token, ready to decode."""
+    runner.timings = Timings()
     for i, ids in enumerate(prompts):
         runner.scheduler.add(runner.new_sequence(i, "", ids))
     running = runner.scheduler.admit()
