@@ -10,6 +10,7 @@ nothing anew and reads nothing back.
 """
 
 import dataclasses
+import re
 import types
 from typing import Any
 
@@ -52,7 +53,7 @@ class AscendGraph:
 
     def __init__(self, compiled: Step, batch: Batch, device: torch.device):
         self.compiled = compiled
-        self.host = {name: tensor.pin_memory(device) for name, tensor in batch.tensors().items()}
+        self.host = {name: tensor.pin_memory() for name, tensor in batch.tensors().items()}
         self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
         for tensor in self.inputs.values():
             torch._dynamo.mark_static(tensor)
@@ -100,7 +101,9 @@ class AscendGraphs:
         try:
             return self._compile(rows, batch)
         except BackendCompilerFailed as error:  # such as an op without a converter, which it names
-            reason = str(error.inner_exception).strip().splitlines()[0]
+            told = str(error.inner_exception)
+            op = re.search(r"target=torch\.ops\.([\w.]+)", told)
+            reason = (f"{op[1]}: " if op else "") + told.strip().splitlines()[0]
             tell(f"decode runs op by op in place of {self.case.exe_mode}: {reason}", self.case.strict)
             self.graphs[rows] = AscendGraph(self.step, batch, self.device)
             return self.graphs[rows](batch)
