@@ -11,6 +11,7 @@ from executor import env
 from executor.cases import load_case, load_model_config
 from executor.compile_cache import clear_cache
 from executor.rank import run_rank
+from executor.ready import check_ready
 from executor.results import write_json
 from executor.runners import make_runner
 
@@ -20,6 +21,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
     parser.add_argument("--results", type=Path, help="folder of this run (default: results/CASE/TIME)")
     parser.add_argument("--clear-cache", action="store_true", help="remove the case's compiled graphs and stop")
+    parser.add_argument("--plan", action="store_true", help="count what one rank keeps in memory and stop")
     args = parser.parse_args(argv)
     name = env.case_name()
     if not name:
@@ -29,6 +31,11 @@ def main(argv: list[str]) -> None:
         print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
         return
     load_model_config(case)  # refuse before anything heavy is imported
+    if args.plan:
+        from executor.plan_report import show_plan
+
+        return show_plan(case)
+    check_ready(case)
 
     def generate(results: Path, ranks: env.RankEnv) -> None:
         from executor.report import print_report

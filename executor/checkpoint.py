@@ -15,10 +15,10 @@ from torch import nn
 from tqdm import tqdm
 
 from errors import UserError, listed
+from executor.ready import INDEX, SINGLE
 from models.hf_config import read_json
 from models.layers import Piece, layers_of
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAPPED = 256 << 20  # bytes of a file that are read before its map is dropped: mapped pages count as our memory
 FLOATS = ("BF16", "F16", "F32")
 

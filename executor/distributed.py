@@ -1,5 +1,6 @@
 """Joins the ranks and makes their groups; equal groups are made once and shared."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from errors import UserError
 from executor.config import Case
 from executor.env import RankEnv
-from executor.groups import GROUPS, partitions
+from executor.groups import partitions
 from executor.platform.base import Platform
 from models.parallel import Group, Parallel, Shard
 
@@ -21,21 +22,23 @@ def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:
         )
     if case.world_size == 1:
         return Parallel()
-    sizes = case.parallel_config
     # The default group stays unused: HCCL then makes no communicator, and so no buffers, for it.
-    dist.init_process_group(platform.collectives, timeout=timedelta(seconds=sizes.comm_timeout_s))
-    rank = ranks.rank
+    dist.init_process_group(platform.collectives, timeout=timedelta(seconds=case.parallel_config.comm_timeout_s))
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    own = dict.fromkeys(GROUPS, Group())
     for name, members in partitions(case).items():  # every rank makes every group, in the same order
         for ids in members:
-            if len(ids) == 1:
-                continue
-            if ids not in made:
+            if len(ids) > 1 and ids not in made:
                 made[ids] = dist.new_group(list(ids), pg_options=platform.group_options(name))
-            if rank in ids:
-                own[name] = Group(ids.index(rank), len(ids), made[ids])
-    moe_tp_size = sizes.moe_tp_size
+    return place_of(case, ranks.rank, made)
+
+
+def place_of(case: Case, rank: int, handles: Mapping[tuple[int, ...], dist.ProcessGroup]) -> Parallel:
+    """Where `rank` stands in every split; what is missing in `handles` it knows, but cannot talk to."""
+    own = {}
+    for name, members in partitions(case).items():
+        ids = next(ids for ids in members if rank in ids)
+        own[name] = Group(ids.index(rank), len(ids), handles.get(ids))
+    moe_tp_size = case.parallel_config.moe_tp_size
     return Parallel(
         **own,
         moe_tp=Shard(rank % moe_tp_size, moe_tp_size),

@@ -18,6 +18,7 @@ from executor.cases import ROOT, list_cases, load_case, load_model_config
 from executor.compile_cache import clear_cache
 from executor.config import Case
 from executor.env import node_env
+from executor.ready import check_ready
 from executor.results import create_results, discard_results
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--list", action="store_true", help="show the cases")
     parser.add_argument("--clear-cache", action="store_true", help="remove the case's compiled graphs and stop")
+    parser.add_argument("--plan", action="store_true", help="count what one rank keeps in memory and stop")
     args = parser.parse_args(argv)
     if args.list:
         cases = list_cases()
@@ -45,6 +47,11 @@ def main(argv: list[str]) -> None:
         print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
         return
     load_model_config(case)  # refuse before a single rank is started
+    if args.plan:
+        from executor.plan_report import show_plan
+
+        return show_plan(case)
+    check_ready(case)
     os.environ["CASE_NAME"] = args.case
     overrides = ["--set", *args.set] if args.set else []
     launch(case, [str(ROOT / "run.py"), *overrides])

@@ -3,7 +3,6 @@
 A model's own runner says how its model is made and, where it must, how its decode step becomes a graph.
 """
 
-import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from executor.batching import pack
+from executor.building import bind_caches, build_of
 from executor.cases import load_model_config, model_folder
 from executor.checkpoint import load_checkpoint, random_weights
 from executor.config import Case
@@ -25,12 +25,11 @@ from executor.platform import load_platform
 from executor.profiler import Profiler
 from executor.report import Completion, Timings, make_report
 from executor.sampling import choose
-from executor.scheduler import Scheduler
+from executor.scheduler import make_scheduler
 from executor.sequence import Sequence
 from executor.tokenizer import encode_prompts, open_tokenizer, stop_ids
 from models.batch import Batch
-from models.layers import Build, Formats, PagedAttention, layers_of
-from ops.interface import FORMATS, Format
+from models.layers import Build, layers_of
 
 Step = Callable[[Batch], Tensor]
 
@@ -71,28 +70,14 @@ class ModelRunner(ABC):
         )
 
     def init_model(self) -> None:
-        case, data, start = self.case, self.case.data_config, time.perf_counter()
-        dtype: torch.dtype = getattr(torch, case.model_config.dtype)
-        build = Build(
-            ops=self.platform.ops,
-            parallel=self.parallel,
-            formats=self._formats(),
-            dtype=dtype,
-            device=self.platform.device,
-            max_positions=case.max_sequence_length,
-        )
+        case, start = self.case, time.perf_counter()
+        build = build_of(case, self.platform.ops, self.parallel, self.platform.device, self.platform.quantised_head)
         self.model = self.build_model(build)
         module = self._module()
         self._load_weights(module)
         self.stop_ids = stop_ids(self.folder, self.config.eos_token_ids)
-        cache, groups = case.cache_config, self.parallel.attn_dp.size
-        kv_dtype = dtype if cache.kv_dtype == "auto" else getattr(torch, cache.kv_dtype)
-        self.scheduler = Scheduler(data.batch_size, case.max_sequence_length, cache.page_size, groups)
-        for layer in module.modules():
-            if isinstance(layer, PagedAttention):
-                # One page more than are handed out: what padding rows write goes there.
-                shape = (self.scheduler.pages + 1, cache.page_size, layer.kv_heads, layer.head_dim)
-                layer.bind(*(build.ops.kv_cache(*shape, kv_dtype, build.device) for _ in "kv"))
+        self.scheduler = make_scheduler(case)
+        bind_caches(module, case, build, self.scheduler.pages)
         size = sum(layer.nbytes for _, layer in layers_of(module))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
@@ -193,15 +178,6 @@ class ModelRunner(ABC):
     def new_sequence(self, index: int, prompt: str, ids: list[int]) -> Sequence:
         generator = torch.Generator().manual_seed(self.case.sampling_config.seed + index)
         return Sequence(index, prompt, list(ids), len(ids), self.case.data_config.max_new_tokens, generator)
-
-    def _formats(self) -> Formats:
-        """Quantised: every linear layer and expert; the head never in fewer than 8 bits, the router as it is."""
-        plain, wanted = FORMATS[self.case.model_config.dtype], self.case.quantization
-        tiled = dataclasses.replace(plain, tiled=True)
-        if wanted.method == "none":
-            return Formats(plain, tiled, tiled)
-        linear = Format(wanted.method, wanted.group_size, wanted.zero_points)
-        return Formats(plain, linear, head=FORMATS["q8"] if self.platform.quantised_head else tiled)
 
     def _load_weights(self, module: nn.Module) -> None:
         settings, progress = self.case.quantization, self.ranks.rank == 0

@@ -6,6 +6,7 @@ their own pool of pages and an equal share of the batch.
 
 from collections import deque
 
+from executor.config import Case
 from executor.kv_pages import PagePool
 from executor.sequence import Sequence
 
@@ -47,3 +48,8 @@ class Scheduler:
             self.pools[sequence.group].release(sequence.pages)
         self.running = [s for s in self.running if not s.finish_reason]
         return finished
+
+
+def make_scheduler(case: Case) -> Scheduler:
+    size, groups = case.data_config.batch_size, case.attn_dp_size
+    return Scheduler(size, case.max_sequence_length, case.cache_config.page_size, groups)

@@ -6,6 +6,7 @@ import torch
 import torch_npu
 
 from errors import UserError
+from executor.batching import graph_rows
 from executor.config import Case
 from executor.env import RankEnv, cann_home
 from executor.hccl import group_options
@@ -45,10 +46,9 @@ class AscendPlatform(Platform):
         return options
 
     def padded_rows(self, rows: int) -> int:
-        """The next power of two, or a whole batch: few graphs, so few of a device's streams and tasks."""
         if self.case.exe_mode == "eager":
             return 0
-        return min(1 << (rows - 1).bit_length(), self.case.data_config.batch_size // self.case.attn_dp_size)
+        return graph_rows(rows, self.case.data_config.batch_size // self.case.attn_dp_size)
 
     def synchronize(self) -> None:
         torch_npu.npu.synchronize(self.device)

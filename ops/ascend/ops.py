@@ -13,11 +13,10 @@ from torch import Tensor
 
 from errors import UserError
 from ops.ascend import moe
-from ops.ascend.layout import AscendLayout
+from ops.ascend.layout import CAUSAL_MASK, AscendLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.interface import Lengths
 
-CAUSAL_MASK = 2048  # the attention op repeats a mask of this size
 HEAD_DIMS = (64, 128)  # of the rotary op
 WHOLE_MASK, CAUSAL_AT_THE_END = 0, 3  # sparse_mode
 ALL_TOKENS = 2147483647  # pre_tokens, next_tokens
