@@ -1,0 +1,86 @@
+"""L4, exe_mode acl_graph and npugraph_ex: captured once, then replayed while lengths change; and graphs kept for the
+next process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor import compile_cache
+from tests.ascend.engine import ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.ge import ge_programs
+from tests.ascend.log import device_log
+from tests.ascend.ranks import run_ranks
+
+CAPTURES = ["acl_graph", "npugraph_ex"]
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled() -> None:
+    torch._dynamo.reset()
+
+
+def step_log(runner: Any, running: list[Any]) -> list[str]:
+    with device_log() as log:
+        runner._decode(running)
+    return log.lines
+
+
+@pytest.mark.parametrize("mode", CAPTURES)
+def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
+    """A step is five copies that do not wait, one replay, and the lengths of each layer's attention told anew."""
+    runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true"), tmp_path)
+    running = prefilled(runner)
+    first = step_log(runner, running)
+    assert len([line for line in first if line.startswith("captured aclnnFusedInferAttention")]) == 2
+    for step in (1, 2):
+        lines = step_log(runner, running)
+        assert lines[:6] == [*(f"memcpy async H2D {size}" for size in (32, 32, 64, 16, 32)), lines[5]]
+        assert lines[5].startswith("replay graph")
+        updates, after = lines[6:12], lines[12:]
+        assert [line.split()[0] for line in updates] == ["task", "update", "task"] * 2
+        lengths = ",".join(str(n + step) for n in (5, 2, 24))
+        assert all(f"ints({lengths},2)" in line for line in updates if line.startswith("update"))
+        assert after[0] == "synchronize device"
+        assert [line for line in after if line.startswith("aclnn")] == ["aclnnArgMax (3,96)bfloat16 (3)int64"]
+    assert runner.decode.compiles == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", CAPTURES)
+def test_inputs_without_fixed_addresses_are_copied_again(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutation: what the test above would see."""
+    monkeypatch.setattr(torch._dynamo, "mark_static_address", lambda tensor: None)
+    runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}"), tmp_path)
+    running = prefilled(runner)
+    step_log(runner, running)
+    assert not step_log(runner, running)[5].startswith("replay graph")
+
+
+def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> tuple[list[str], int]:
+    """(what the compile cache said, compilations) of a process that decodes with graphs kept in `folder`."""
+    import contextlib
+    import io
+
+    compile_cache.CompileCache.__init__.__defaults__ = (folder / "cache", 900)  # type: ignore[attr-defined]
+    case = ascend_case(folder, f"exe_mode={mode}", "enable_cache_compile=true", *overrides)
+    said = io.StringIO()
+    with ge_programs(), contextlib.redirect_stdout(said):
+        runner = ascend_runner(case, folder)
+        generate(runner)
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("compile cache")]
+    return lines, runner.decode.compiles  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", ["ge_graph", *CAPTURES])
+def test_the_next_process_finds_the_graph(tmp_path: Path, mode: str) -> None:
+    ((missed, compiles),) = run_ranks(started, 1, tmp_path, mode, ())
+    assert ["miss (no cache yet)" in missed[0], len(missed), compiles] == [True, 1, 1]
+    ((hit, compiles),) = run_ranks(started, 1, tmp_path, mode, ())
+    assert [hit[0].startswith("compile cache: hit"), len(hit), compiles] == [True, 1, 0]
+    ((changed, compiles),) = run_ranks(started, 1, tmp_path, mode, ("moe_routing=fusion_v1",))
+    assert ["moe_routing was" in changed[0], compiles] == [True, 1]
+    (kept,) = (tmp_path / "cache").glob("*/rank0of1/tokens4/graph/*/decode_4/compiled_module")
+    assert kept.stat().st_mode & 0o777 == 0o600
