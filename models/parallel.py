@@ -6,6 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Before torch 2.13 it had another name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -58,7 +61,7 @@ class Group(Shard):
 
     def _gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.size, *x.shape)
-        dist.all_gather_single(parts.flatten(0, 1), x.contiguous(), group=self.handle)
+        all_gather_single(parts.flatten(0, 1), x.contiguous(), group=self.handle)
         return parts
 
 

@@ -52,7 +52,7 @@ umbra_setup_ascend() {
         echo "setting up $venv (once) ..." >&2
         .venv/bin/python -m venv --clear "$venv"
         "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ascend.txt || {
-            echo "error: no torch_npu for $(.venv/bin/python -V) on $(uname -m): tests/ascend cannot run" >&2
+            echo "error: no torch_npu for $(.venv/bin/python -V) on $(uname -m), see above: tests/ascend cannot run" >&2
             exit 2
         }
         umbra_site .venv >"$(umbra_site "$venv")/umbra.pth"
@@ -65,10 +65,10 @@ umbra_setup_ascend() {
 umbra_requirements_ascend() { sha256sum requirements-ascend.txt .venv/umbra-setup tools/setup.sh; }
 umbra_site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
 
-# Python with torch_npu and the fake CANN:  umbra_ascend_python -m pytest tests/ascend
+# Python with torch_npu and the fake CANN, also where there is a real one:  umbra_ascend_python -m pytest tests/ascend
 umbra_ascend_python() {
-    LD_LIBRARY_PATH="$PWD/.venv/ascend/fake_cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
-        TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv/ascend/bin/python "$@"
+    env -u ASCEND_HOME_PATH -u ASCEND_OPP_PATH -u ASCEND_CUSTOM_OPP_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+        LD_LIBRARY_PATH="$PWD/.venv/ascend/fake_cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" .venv/ascend/bin/python "$@"
 }
 
 umbra_python_ok() {

@@ -10,20 +10,23 @@ nothing anew and reads nothing back.
 """
 
 import dataclasses
-import hashlib
+import re
 import types
 from typing import Any
 
 import torch
+import torch_npu
 import torchair
 from torch import Tensor
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import BackendCompilerFailed
+from torchair.inference._cache_compiler import CompiledModel
 
 from executor.cases import ROOT
 from executor.compile_cache import CompileCache, compile_facts
 from executor.config import Case
 from executor.env import RankEnv, cann_home
+from executor.own_files import source_digest
 from executor.platform.ascend_fallbacks import loud_fallbacks, tell
 from executor.platform.base import Step
 from executor.versions import read_versions
@@ -45,20 +48,12 @@ def compiler_config(exe_mode: str) -> Any:
     return config
 
 
-def traced_sources() -> str:
-    """A digest of the code that graphs are made from."""
-    digest = hashlib.sha256()
-    for path in sorted(path for folder in TRACED for path in (ROOT / folder).rglob("*.py")):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
 class AscendGraph:
     """The step for one number of sequences."""
 
     def __init__(self, compiled: Step, batch: Batch, device: torch.device):
         self.compiled = compiled
-        self.host = {name: tensor.pin_memory(device) for name, tensor in batch.tensors().items()}
+        self.host = {name: tensor.pin_memory() for name, tensor in batch.tensors().items()}
         self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
         for tensor in self.inputs.values():
             torch._dynamo.mark_static(tensor)
@@ -86,9 +81,9 @@ class AscendGraphs:
         self.cache: CompileCache | None = None
         callback_handler.register_start_callback(self._count)
         if case.model_config.enable_cache_compile:
-            facts = compile_facts(
-                case, model_config, read_versions(cann_home()), torchair.__version__, traced_sources()
-            )
+            traced = source_digest(ROOT, [ROOT / folder for folder in TRACED])
+            torchair_is = f"{torch_npu.version.git_version}, cache {CompiledModel.VERSION}"  # has no version of its own
+            facts = compile_facts(case, model_config, read_versions(cann_home()), torchair_is, traced)
             self.cache = CompileCache(case.name, ranks.rank, ranks.world_size, facts)
 
     def __call__(self, batch: Batch) -> Tensor:
@@ -106,7 +101,9 @@ class AscendGraphs:
         try:
             return self._compile(rows, batch)
         except BackendCompilerFailed as error:  # such as an op without a converter, which it names
-            reason = str(error.inner_exception).strip().splitlines()[0]
+            told = str(error.inner_exception)
+            op = re.search(r"target=torch\.ops\.([\w.]+)", told)
+            reason = (f"{op[1]}: " if op else "") + told.strip().splitlines()[0]
             tell(f"decode runs op by op in place of {self.case.exe_mode}: {reason}", self.case.strict)
             self.graphs[rows] = AscendGraph(self.step, batch, self.device)
             return self.graphs[rows](batch)

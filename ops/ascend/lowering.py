@@ -8,9 +8,11 @@ from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_conv
 from torchair._ge_concrete_graph.ge_converter import custom  # noqa: F401 (torchair's own, or it would come later and win)
 
 BSND = 1
+ROTARY: Any = torch.ops.npu.npu_apply_rotary_pos_emb.default
+TORCHAIRS_ROTARY = ROTARY._ge_converter
 
 
-@register_fx_node_ge_converter(torch.ops.npu.npu_apply_rotary_pos_emb.default)  # type: ignore[untyped-decorator]
+@register_fx_node_ge_converter(ROTARY)  # type: ignore[untyped-decorator]
 def rotary(
     query: Any, key: Any, cos: Any, sin: Any, layout: str = "BSND", rotary_mode: str = "half", meta_outputs: Any = None
 ) -> Any:

@@ -148,6 +148,8 @@ class AscendOps(AscendLayout):
         return x.argmax(-1)
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None) -> Tensor:
+        if ids.dtype != torch.int32:
+            raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
         if first_expert is not None:
             weights, ids = moe.resident(weights, ids, first_expert, experts.count)
         return self.route_experts(x, weights, ids, experts)

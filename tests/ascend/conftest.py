@@ -8,7 +8,5 @@ import torch_npu  # noqa: F401  (registers the npu device)
 
 
 @pytest.fixture(autouse=True)
-def device() -> torch.device:
-    """Every test starts on the first fake device."""
+def first_device() -> None:
     torch.npu.set_device(0)
-    return torch.device("npu")

@@ -22,6 +22,7 @@ class DeviceLog:
         aclnnAdd (2,3)float32 (3)float32 scalar:int64 (2,3)float32  tensors in order, results last; :NZ, @strides(..)
         aclop Name                                                  compiled operator
         memcpy D2H 24, memcpy async D2H 24, memset 24               bytes
+        host function                                               that a stream calls
         synchronize stream, synchronize device, synchronize event
         capture begin graph 1, capture end graph 1, replay graph 1
         task group begin, task group end, task update begin, task update end

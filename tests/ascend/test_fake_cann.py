@@ -1,5 +1,6 @@
 """The fake CANN itself: what it must do for a test that runs on it to mean anything."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -131,6 +132,42 @@ def test_a_captured_graph_replays_without_the_host() -> None:
     assert log.lines == ["aclnnRelu (4)float32 (4)float32"]
 
 
+def test_copies_and_host_functions_of_a_graph_happen_at_replay() -> None:
+    """Out to the host, a function there, and back: how experts on the CPU take part in a captured step."""
+    x, y, here, back = (
+        torch.ones(3).npu(),
+        torch.zeros(3).npu(),
+        torch.zeros(3).pin_memory(),
+        torch.zeros(3).pin_memory(),
+    )
+    calls = []
+
+    def double(note: str) -> None:
+        calls.append(note)
+        back.copy_(here * 2)
+
+    captured = torch.npu.NPUGraph()
+    stream = torch.npu.Stream()
+    torch_npu.npu._subscribe_report(stream)
+    with device_log() as log, torch.npu.graph(captured, stream=stream):
+        here.copy_(x, non_blocking=True)
+        torch_npu.npu._launch_host_func(stream, double, "called")
+        y.copy_(back, non_blocking=True)
+    assert [line for line in log.lines if line.startswith("captured")] == [
+        "captured memcpy async D2H 12",
+        "captured host function",
+        "captured memcpy async H2D 12",
+    ]
+    assert not calls
+    assert y.tolist() == [0, 0, 0]
+    for step in (1, 2):
+        captured.replay()
+        torch.npu.synchronize()
+        assert len(calls) == step
+    torch_npu.npu._unsubscribe_report(stream)
+    assert y.tolist() == [2, 2, 2]
+
+
 def test_a_capture_refuses_to_wait_for_the_device() -> None:
     x = torch.ones(4).npu()
     with pytest.raises(RuntimeError, match="107030"), torch.npu.graph(torch.npu.NPUGraph()):
@@ -167,10 +204,20 @@ def test_two_ranks() -> None:
 def misbehave(rank: int, how: str) -> None:
     if rank == 1 and how == "raise":
         raise ValueError("the cup is empty")
+    if rank == 1 and how == "die":
+        os._exit(3)
     with hccl():  # needs both
         dist.barrier()
 
 
-def test_a_rank_that_fails_fails_the_test() -> None:
-    with pytest.raises(AssertionError, match=r"rank 1 failed:(?s:.*)the cup is empty"):
-        run_ranks(misbehave, 2, "raise")
+@pytest.mark.parametrize(
+    ("how", "limit_s", "complaint"),
+    [
+        ("raise", 60, r"rank 1 failed:(?s:.*)the cup is empty"),
+        ("die", 60, "rank 1 died with status 3"),
+        ("wait", 0.1, r"ranks \[0, 1\] did not finish in 0.1 s"),
+    ],
+)
+def test_a_rank_that_fails_fails_the_test(how: str, limit_s: float, complaint: str) -> None:
+    with pytest.raises(AssertionError, match=complaint):
+        run_ranks(misbehave, 2, how, limit_s=limit_s)

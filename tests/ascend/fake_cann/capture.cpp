@@ -1,6 +1,9 @@
 // Graph capture: which streams are in which capture. A stream joins when it waits for an event of one that is in.
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
+#include <vector>
 
 #include "fake.h"
 
@@ -10,6 +13,7 @@ std::mutex guard;
 std::map<aclrtStream, aclmdlRI> streams, events;      // in a capture; events are keyed by their own handle
 std::map<aclrtStream, aclrtTaskGrp> updates;          // streams that are changing a task group
 std::map<aclmdlRI, int> graphs;                       // 1, 2, ... in the order of capture
+std::map<aclmdlRI, std::vector<std::function<void()>>> tasks; // to do at each replay
 thread_local aclmdlRI mine = nullptr;                 // begun by this thread ...
 thread_local aclmdlRICaptureMode mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL; // ... in this mode
 thread_local aclmdlRICaptureMode wish = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
@@ -35,6 +39,16 @@ bool fake::capturing() {
 std::string fake::phase(aclrtStream stream) {
     std::lock_guard<std::mutex> lock(guard);
     return updates.count(stream) ? "update " : in(streams, stream) ? "captured " : "";
+}
+
+aclError fake::task(aclrtStream stream, const std::string &line, const std::function<void()> &run) {
+    say(phase(stream) + line);
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        if (aclmdlRI model = in(streams, stream))
+            return tasks[model].push_back(run), ACL_SUCCESS;
+    }
+    return run(), ACL_SUCCESS;
 }
 
 void fake::recorded(aclrtEvent event, aclrtStream stream) {
@@ -88,8 +102,34 @@ aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *model) {
 aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *how) { return std::swap(wish, *how), ACL_SUCCESS; }
 
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream) {
+    std::vector<std::function<void()>> replayed;
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        fake::say("replay " + graph(model));
+        replayed = tasks[model];
+    }
+    for (const auto &run : replayed)
+        run();
+    return ACL_SUCCESS;
+}
+
+aclError aclmdlRIDestroy(aclmdlRI model) {
     std::lock_guard<std::mutex> lock(guard);
-    return fake::say("replay " + graph(model)), ACL_SUCCESS;
+    return tasks.erase(model), ACL_SUCCESS;
+}
+
+// A function of the host that a stream calls. Really a thread of the host's does, which waits for it in ProcessReport.
+aclError aclrtLaunchCallback(aclrtCallback function, void *data, aclrtCallbackBlockType, aclrtStream stream) {
+    return fake::task(stream, "host function", [=] { function(data); });
+}
+
+aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *data) {
+    return fake::task(stream, "host function", [=] { function(data); });
+}
+
+aclError aclrtProcessReport(int32_t) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10)); // it is called in a loop
+    return ACL_SUCCESS;
 }
 
 aclError aclmdlRICaptureTaskGrpBegin(aclrtStream) { return fake::say("task group begin"), ACL_SUCCESS; }

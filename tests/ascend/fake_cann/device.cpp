@@ -37,6 +37,13 @@ aclError release(void *p) {
     return ACL_SUCCESS;
 }
 
+aclrtMemcpyKind direction(const aclrtMemcpyBatchAttr &kind) {
+    const bool from = kind.srcLoc.type == ACL_MEM_LOCATION_TYPE_DEVICE;
+    const bool to = kind.dstLoc.type == ACL_MEM_LOCATION_TYPE_DEVICE;
+    return from ? to ? ACL_MEMCPY_DEVICE_TO_DEVICE : ACL_MEMCPY_DEVICE_TO_HOST
+                : to ? ACL_MEMCPY_HOST_TO_DEVICE : ACL_MEMCPY_HOST_TO_HOST;
+}
+
 const char *direction(aclrtMemcpyKind kind) {
     switch (kind) {
     case ACL_MEMCPY_HOST_TO_HOST:
@@ -145,17 +152,29 @@ aclError aclrtMemcpy(void *to, size_t, const void *from, size_t bytes, aclrtMemc
     return memmove(to, from, bytes), ACL_SUCCESS;
 }
 aclError aclrtMemcpyAsync(void *to, size_t, const void *from, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream) {
-    fake::say(fake::phase(stream) + "memcpy async " + direction(kind) + ' ' + std::to_string(bytes));
-    return memmove(to, from, bytes), ACL_SUCCESS;
+    return fake::task(stream, std::string("memcpy async ") + direction(kind) + ' ' + std::to_string(bytes),
+                      [=] { memmove(to, from, bytes); });
 }
 aclError aclrtMemcpyAsyncWithCondition(void *to, size_t room, const void *from, size_t bytes, aclrtMemcpyKind kind,
                                        aclrtStream stream) {
     return aclrtMemcpyAsync(to, room, from, bytes, kind, stream);
 }
+aclError aclrtMemcpyBatch(void **to, size_t *, void **from, size_t *bytes, size_t count, aclrtMemcpyBatchAttr *kinds,
+                          size_t *, size_t, size_t *failed) {
+    for (size_t i = 0; i < count; ++i)
+        if (aclError error = aclrtMemcpy(to[i], bytes[i], from[i], bytes[i], direction(*kinds)))
+            return *failed = i, error;
+    return ACL_SUCCESS;
+}
+aclError aclrtMemcpyBatchAsync(void **to, size_t *, void **from, size_t *bytes, size_t count,
+                               aclrtMemcpyBatchAttr *kinds, size_t *, size_t, size_t *, aclrtStream stream) {
+    for (size_t i = 0; i < count; ++i)
+        aclrtMemcpyAsync(to[i], bytes[i], from[i], bytes[i], direction(*kinds), stream);
+    return ACL_SUCCESS;
+}
 aclError aclrtMemset(void *to, size_t, int32_t value, size_t bytes) { return memset(to, value, bytes), ACL_SUCCESS; }
 aclError aclrtMemsetAsync(void *to, size_t, int32_t value, size_t bytes, aclrtStream stream) {
-    fake::say(fake::phase(stream) + "memset " + std::to_string(bytes));
-    return memset(to, value, bytes), ACL_SUCCESS;
+    return fake::task(stream, "memset " + std::to_string(bytes), [=] { memset(to, value, bytes); });
 }
 
 // --- streams and events

@@ -1,6 +1,7 @@
 // What the parts of the fake CANN share. Handles (streams, events, graphs) are small numbers cast to pointers.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "acl/acl.h"
@@ -16,6 +17,8 @@ int number(const void *handle);    // the same for people: 1, 2, ...
 
 // "" for an eager launch, "captured " while the stream is in a capture, "update " while it changes a captured graph.
 std::string phase(aclrtStream stream);
+// What the host can do itself, such as a copy: logged, and done now or, if the stream is in a capture, at each replay.
+aclError task(aclrtStream stream, const std::string &line, const std::function<void()> &run);
 bool captured(aclrtStream stream);
 bool capturing(); // does this thread hold a capture that forbids waiting for the device?
 void recorded(aclrtEvent event, aclrtStream stream);

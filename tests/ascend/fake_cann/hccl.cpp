@@ -105,6 +105,20 @@ HcclResult HcclReduce(void *, void *, uint64_t n, HcclDataType type, HcclReduceO
 HcclResult HcclScatter(void *, void *, uint64_t n, HcclDataType type, uint32_t, HcclComm c, aclrtStream s) {
     return move("Scatter", type, c, s, std::to_string(n));
 }
+HcclResult HcclReduceScatterV(void *, const void *, const void *, void *, uint64_t n, HcclDataType type, HcclReduceOp,
+                              HcclComm c, aclrtStream s) {
+    return move("ReduceScatterV", type, c, s, std::to_string(n));
+}
+HcclResult HcclAllGatherV(void *, uint64_t n, void *, const void *, const void *, HcclDataType type, HcclComm c,
+                          aclrtStream s) {
+    return move("AllGatherV", type, c, s, std::to_string(n));
+}
+HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm c, aclrtStream s) {
+    for (uint32_t i = 0; i < count; ++i)
+        move(items[i].sendRecvType == HCCL_SEND ? "Send" : "Recv", items[i].dataType, c, s,
+             std::to_string(items[i].count));
+    return HCCL_SUCCESS;
+}
 HcclResult HcclSend(void *, uint64_t n, HcclDataType type, uint32_t, HcclComm c, aclrtStream s) {
     return move("Send", type, c, s, std::to_string(n));
 }

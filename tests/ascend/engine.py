@@ -1,0 +1,49 @@
+"""A tiny model on the real Ascend platform over the fake device."""
+
+from pathlib import Path
+from typing import Any
+
+from executor.cases import load_case
+from executor.config import Case
+from executor.env import RankEnv
+from executor.model_runner import ModelRunner
+from executor.report import Timings
+from executor.runners import make_runner
+from executor.sequence import Sequence
+from tests.tiny import ONE_RANK, save_tiny, write_case
+
+# head_dim 64: the narrowest that the rotary op takes
+SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
+PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]
+
+
+def ascend_case(folder: Path, *overrides: str, **sizes: Any) -> Case:
+    """A case of bfloat16 for a model of two layers, written to `folder` once."""
+    if not (folder / "model").is_dir():
+        save_tiny(folder / "model", **SIZES | sizes)
+    data = {"prompts": ["x"], "input_max_len": 48, "max_new_tokens": 6, "batch_size": 4}
+    path = write_case(
+        folder / f"{folder.name}.yaml", folder / "model", platform="ascend", model_config={"dtype": "bfloat16"},
+        cache_config={"page_size": 128}, data_config=data,
+    )  # fmt: skip
+    return load_case(str(path), ["ignore_eos=true", *overrides])
+
+
+def ascend_runner(case: Case, folder: Path, ranks: RankEnv = ONE_RANK) -> ModelRunner:
+    runner = make_runner(case, folder, ranks)
+    runner.setup()
+    return runner
+
+
+def generate(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:
+    return runner.model_generate([("", ids) for ids in prompts])
+
+
+def prefilled(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:
+    """Sequences after their first token, ready to decode."""
+    runner.timings = Timings()
+    for i, ids in enumerate(prompts):
+        runner.scheduler.add(runner.new_sequence(i, "", ids))
+    running = runner.scheduler.admit()
+    runner._prefill(running)
+    return running

@@ -1,0 +1,158 @@
+"""L3: op by op on the fake device. The real host code takes every call, and what reaches the device is this list and
+nothing else: an added cast, copy or wait is seen in review."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch_npu
+from torch import Tensor
+
+from ops.ascend.ops import AscendOps
+from tests.ascend.engine import ascend_case, ascend_runner, prefilled
+from tests.ascend.log import device_log
+
+ATTENTION = [
+    "aclnnMatmulWeightNz (3,128)bfloat16 (128,512)bfloat16:NZ (3,512)bfloat16",
+    "aclnnRmsNorm (3,4,64)bfloat16@strides(512,64,1) (64)bfloat16 (3,4,64)bfloat16 (3,4,1)float32",
+    "aclnnRmsNorm (3,2,64)bfloat16@strides(512,64,1) (64)bfloat16 (3,2,64)bfloat16 (3,2,1)float32",
+    "aclnnApplyRotaryPosEmbV2 (3,1,4,64)bfloat16 (3,1,2,64)bfloat16 (3,1,1,64)bfloat16 (3,1,1,64)bfloat16",
+    "aclnnScatterNdUpdate (5,128,128)bfloat16 (3,2)int64 (3,128)bfloat16",
+    "aclnnScatterNdUpdate (5,128,128)bfloat16 (3,2)int64 (3,128)bfloat16@strides(512,1)",
+    "aclnnFusedInferAttentionScoreV3 (3,1,4,64)bfloat16 [(5,128,128)bfloat16] [(5,128,128)bfloat16] ints(5,2,24)"
+    " (3,1)int32 (3,1,4,64)bfloat16 (0)float32",
+    "aclnnMatmulWeightNz (3,256)bfloat16 (256,128)bfloat16:NZ (3,128)bfloat16",
+    "aclnnAddRmsNorm (3,128)bfloat16 (3,128)bfloat16 (128)bfloat16 (3,128)bfloat16 (3,1)float32 (3,128)bfloat16",
+]
+ROUTER = [
+    "aclnnMm (3,128)bfloat16 (128,8)bfloat16 (3,8)bfloat16",
+    "aclnnMoeGatingTopKSoftmax (3,8)bfloat16 (3,3)bfloat16 (3,3)int32 (3,3)int32",
+    "aclnnReduceSum (3,3)bfloat16 ints(-1) (3,1)bfloat16",
+    "aclnnDiv (3,3)bfloat16 (3,1)bfloat16 (3,3)bfloat16",
+]
+EXPERTS = [
+    "aclnnGroupedMatmulWeightNz [(9,128)bfloat16] [(8,128,128)bfloat16:NZ] (8)int64 ints() [(9,128)bfloat16]",
+    "aclnnSwiGlu (9,128)bfloat16 (9,64)bfloat16",
+    "aclnnGroupedMatmulWeightNz [(9,64)bfloat16] [(8,64,128)bfloat16:NZ] (8)int64 ints() [(9,128)bfloat16]",
+]
+FINALIZE = "aclnnMoeFinalizeRoutingV4 (9,128)bfloat16 (9)int32 (3,3)bfloat16 (3,128)bfloat16"
+MOE = {
+    "fusion_v2": [
+        "aclnnMoeInitRoutingV3 (3,128)bfloat16 (3,3)int32 ints(0,8) (9,128)bfloat16 (9)int32 (8)int64 (9)float32",
+        *EXPERTS,
+        FINALIZE,
+    ],
+    "fusion_v1": [
+        "aclnnArange scalar:int64 scalar:int64 scalar:int64 (9)int32",
+        "aclnnInplaceCopy (3,3)int32 (3,3)int32@strides(1,3)",
+        "aclnnMoeInitRouting (3,128)bfloat16 (3,3)int32 (3,3)int32 (9,128)bfloat16 (9)int32 (9)int32",
+        "aclnnMoeComputeExpertTokens (9)int32 (8)int32",
+        "aclnnInplaceCopy (8)int64 (8)int32",
+        *EXPERTS,
+        FINALIZE.replace("(3,3)bfloat16", "(3,3)bfloat16 (3,3)int32"),
+    ],
+    "tp": [
+        "aclnnSort (9)int32 (9)int32 (9)int64",
+        "aclnnArange scalar:int64 scalar:int64 scalar:int64 (8)int32",
+        "aclnnEqTensor (9)int32 (8,1)int32 (8,9)bool",
+        "aclnnReduceSum (8,9)bool ints(1) (8)int64",
+        "aclnnFloorDivides (9)int64 scalar:int64 (9)int64",
+        "aclnnIndex (3,128)bfloat16 [(9)int64] (9,128)bfloat16",
+        *EXPERTS,
+        "aclnnSort (9)int64 (9)int64 (9)int64",
+        "aclnnIndex (9,128)bfloat16 [(9)int64] (9,128)bfloat16",
+        "aclnnMul (3,3,128)bfloat16 (3,3,1)bfloat16 (3,3,128)bfloat16",
+        "aclnnReduceSum (3,3,128)bfloat16 ints(1) (3,128)bfloat16",
+    ],
+}
+FOUR_BITS = {  # the same layer with 4-bit weights: what stands in place of what
+    ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
+    ATTENTION[7]: "aclnnWeightQuantBatchMatmulV2 (3,256)bfloat16 (256,16)int32 (8,128)bfloat16 (3,128)bfloat16",
+    EXPERTS[0]: "aclnnGroupedMatmulV5 [(9,128)bfloat16] [(8,128,16)int32] [(8,4,128)bfloat16] (8)int64 ints()"
+    " [(9,128)bfloat16]",
+    EXPERTS[2]: "aclnnGroupedMatmulV5 [(9,64)bfloat16] [(8,64,16)int32] [(8,2,128)bfloat16] (8)int64 ints()"
+    " [(9,128)bfloat16]",
+}
+PACKED_ATTENTION = (
+    "aclnnFusedInferAttentionScoreV3 (28,4,64)bfloat16 [(5,128,128)bfloat16] [(5,128,128)bfloat16] (2048,2048)bool"
+    " ints(4,5,28) ints(4,1,23) (3,1)int32 (28,4,64)bfloat16 (0)float32"
+)
+
+
+def decode_log(folder: Path, *overrides: str) -> list[str]:
+    """What one decode step of three sequences asks of the device."""
+    runner = ascend_runner(ascend_case(folder, "exe_mode=eager", *overrides), folder)
+    running = prefilled(runner)
+    with device_log() as log:
+        runner._decode(running)
+    return log.lines
+
+
+def last_layer(lines: list[str]) -> list[str]:
+    """The second layer's lines: it begins and ends after a norm with a residual."""
+    norms = [i for i, line in enumerate(lines) if line.startswith("aclnnAddRmsNorm")]
+    assert len(norms) == 4
+    return lines[norms[1] + 1 : norms[3] + 1]
+
+
+def golden(routing: str) -> list[str]:
+    return [*ATTENTION, *ROUTER, *MOE[routing], ATTENTION[-1]]
+
+
+@pytest.mark.parametrize("routing", MOE)
+def test_kernels_of_a_decode_layer(tmp_path: Path, routing: str) -> None:
+    assert last_layer(decode_log(tmp_path, f"moe_routing={routing}")) == golden(routing)
+
+
+def test_kernels_of_a_decode_layer_in_four_bits(tmp_path: Path) -> None:
+    expected = [FOUR_BITS.get(line, line) for line in golden("fusion_v2")]
+    assert last_layer(decode_log(tmp_path, "method=q4")) == expected
+
+
+def test_a_prefill_layer_has_the_same_kernels_over_packed_tokens(tmp_path: Path) -> None:
+    runner = ascend_runner(ascend_case(tmp_path, "exe_mode=eager"), tmp_path)
+    with device_log() as log:
+        prefilled(runner)
+    lines = last_layer(log.lines)
+    assert [line.split()[0] for line in lines] == [line.split()[0] for line in golden("fusion_v2")]
+    assert lines[6] == PACKED_ATTENTION
+
+
+def test_prefill_by_chunks_attends_to_what_is_cached(tmp_path: Path) -> None:
+    runner = ascend_runner(ascend_case(tmp_path, "exe_mode=eager", "chunked_prefill_size=16"), tmp_path)
+    with device_log() as log:
+        prefilled(runner)
+    steps = [line for line in log.lines if line.startswith("aclnnFusedInferAttentionScore")][::2]
+    assert ["ints(4,5,16) ints(4,1,11)" in steps[0], "ints(12) ints(23)" in steps[1], len(steps)] == [True, True, 2]
+
+
+def test_the_only_thing_read_back_is_the_chosen_tokens(tmp_path: Path) -> None:
+    assert [line for line in decode_log(tmp_path) if "D2H" in line] == ["memcpy D2H 24"]
+
+
+def with_copy(self: AscendOps, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        torch_npu.npu_scatter_nd_update_(input=cache, indices=slots, updates=x.flatten(1).contiguous())
+
+
+def with_cast(self: AscendOps, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return torch_npu.npu_rms_norm(input=x.float(), gamma=weight.float(), epsilon=eps)[0].to(x.dtype)
+
+
+@pytest.mark.parametrize(("op", "mutant"), [("write_kv", with_copy), ("rms_norm", with_cast)])
+def test_an_added_kernel_is_seen(
+    tmp_path: Path, op: str, mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AscendOps, op, mutant)
+    assert last_layer(decode_log(tmp_path)) != golden("fusion_v2")
+
+
+def test_a_bad_call_is_refused_by_the_host_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch_npu.npu_moe_init_routing
+
+    def with_long_ids(**arguments: Tensor) -> object:
+        return real(**arguments | {"expert_idx": arguments["expert_idx"].long()})
+
+    monkeypatch.setattr(torch_npu, "npu_moe_init_routing", with_long_ids)
+    with pytest.raises(RuntimeError, match="int32 tensor expected"):
+        decode_log(tmp_path, "moe_routing=fusion_v1")

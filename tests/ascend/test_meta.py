@@ -1,0 +1,137 @@
+"""L1: the whole model under FakeTensorMode on the npu device: the real meta functions see every call, and the shapes
+and types that come out are right. What they do not check, ops/ascend checks itself."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from errors import UserError
+from executor.batching import pack
+from executor.kv_pages import PagePool
+from executor.sequence import Sequence
+from models.batch import Batch
+from models.layers import Build, Formats, PagedAttention
+from models.parallel import Parallel
+from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.model import Qwen3MoeForCausalLM
+from ops.ascend import moe
+from ops.ascend.ops import AscendOps
+from ops.interface import FORMATS, Format
+from tests.ascend.engine import SIZES
+from tests.tiny import save_tiny
+
+NPU, BF16 = torch.device("npu", 0), torch.bfloat16
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeTensorMode]:
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+@dataclass
+class Model:
+    """On fake tensors: nothing is filled, nothing computes."""
+
+    module: Qwen3MoeForCausalLM
+    ops: AscendOps
+    pool: PagePool
+
+    def batch(self, lengths: list[int]) -> Batch:
+        sequences = [Sequence(i, "", [1] * n, n, 4, torch.Generator()) for i, n in enumerate(lengths)]
+        for s in sequences:
+            self.pool.extend(s.pages, s.end)
+        return pack(self.ops, sequences, self.pool, (sum(lengths),), 1).to(NPU)
+
+
+@pytest.fixture
+def make(tmp_path: Path, fake: FakeTensorMode) -> Callable[..., Model]:
+    def made(routing: str = "fusion_v2", format: Format | None = None) -> Model:
+        with torch._subclasses.fake_tensor.unset_fake_temporarily():
+            save_tiny(tmp_path / "model", **SIZES)
+        ops, plain = AscendOps(BF16, NPU, routing), FORMATS["bfloat16"]
+        tiled = Format("bfloat16", tiled=True)
+        formats = Formats(plain, format or tiled, tiled)
+        build: Any = Build(ops, Parallel(), formats, BF16, NPU, 64)  # type: ignore[arg-type]
+        module = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_folder(tmp_path / "model"), build)
+        pool = PagePool(5, 128)
+        for layer in module.modules():
+            if isinstance(layer, PagedAttention):
+                layer.bind(*(ops.kv_cache(6, 128, layer.kv_heads, layer.head_dim, BF16, NPU) for _ in "kv"))
+        return Model(module, ops, pool)
+
+    return made
+
+
+@pytest.mark.parametrize("format", [None, Format("q4", 32), Format("q4", 64, zeros=True)], ids=["bf16", "q4", "zeros"])
+@pytest.mark.parametrize("routing", moe.ROUTINGS)
+def test_shapes_and_types(make: Callable[..., Model], routing: str, format: Format | None) -> None:
+    model = make(routing, format)
+    with torch.inference_mode():
+        prefill = model.module.prefill(model.batch([4, 1, 23]))
+        decode = model.module.decode(model.batch([1, 1]))
+    for logits, rows in ((prefill, 3), (decode, 2)):
+        assert (logits.shape, logits.dtype, logits.device) == ((rows, 96), BF16, NPU)
+
+
+def test_a_wrong_layout_is_seen_by_the_meta_function(
+    make: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mutation: what the real meta functions do check."""
+    real = torch_npu.npu_fused_infer_attention_score
+
+    def mistaken(**arguments: Any) -> Any:
+        return real(**arguments | {"input_layout": "BNSX"})
+
+    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", mistaken)
+    model = make()
+    with pytest.raises(RuntimeError, match="Layout BNSX"), torch.inference_mode():
+        model.module.decode(model.batch([1, 1]))
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=NPU)
+
+
+@pytest.mark.usefixtures("fake")
+def test_what_the_meta_functions_miss() -> None:
+    """Each of these passes the real meta function; our own check names it."""
+    ops = AscendOps(BF16, NPU, "fusion_v2")
+    experts = ops.expert_matrices(4, 64, 128, FORMATS["bfloat16"], NPU)
+    weights, ids = empty(3, 2), empty(3, 2, dtype=torch.int32)
+    with pytest.raises(TypeError, match="npu_grouped_matmul: 130 columns meet 128 rows"):
+        ops.moe(empty(3, 130), weights, ids, experts, None)
+    with pytest.raises(TypeError, match="npu_swiglu: 33 columns have no halves"):
+        ops.silu_mul(empty(3, 33))
+    with pytest.raises(TypeError, match=r"expert ids: torch\.int64"):
+        ops.moe(empty(3, 128), weights, ids.long(), experts, None)
+    with pytest.raises(TypeError, match=r"group_list \(4,\) torch\.int32"):
+        moe._grouped(empty(6, 128), experts.w13, empty(4, dtype=torch.int32), moe.COUNTS)
+    with pytest.raises(TypeError, match=r"group_list \(5,\) torch\.int64"):
+        moe._grouped(empty(6, 128), experts.w13, empty(5, dtype=torch.int64), moe.COUNTS)
+    cache, lens = empty(5, 128, 128), (4, 9)
+    with pytest.raises(TypeError, match=r"block_tables: torch\.int64"):
+        ops.attention(empty(2, 4, 64), cache, cache, empty(2, 1, dtype=torch.int64), (0, 1, 2), lens, 0.1)
+    table, read_back = empty(2, 1, dtype=torch.int32), empty(2, dtype=torch.int64)
+    with pytest.raises(TypeError, match="lengths must be host integers"):
+        ops.attention(empty(2, 4, 64), cache, cache, table, (0, 1, 2), read_back, 0.1)
+    with pytest.raises(UserError, match="head_dim: 32: npu_apply_rotary_pos_emb takes 64 or 128"):
+        ops.rope(empty(3, 4, 32), empty(3, 2, 32), empty(3, 32), empty(3, 32))
+
+
+@pytest.mark.usefixtures("fake")
+def test_impossible_weights_are_named() -> None:
+    ops = AscendOps(BF16, NPU, "fusion_v2")
+    with pytest.raises(UserError, match="one expert on a rank: npu_grouped_matmul takes two or more"):
+        ops.expert_matrices(1, 64, 128, FORMATS["bfloat16"], NPU)
+    with pytest.raises(UserError, match="a matrix of 96 inputs and 64 outputs on this rank cannot be cut"):
+        ops.matrix(64, 96, Format("q4", 64), NPU)
+    with pytest.raises(UserError, match=r"quantization\.method: q8 has no products on ascend"):
+        ops.matrix(64, 96, FORMATS["q8"], NPU)
