@@ -120,7 +120,7 @@ def _cache(model: nn.Module) -> Part:
     layers = [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
     caches: list[Tensor] = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
     pages, page_size, values = caches[0].shape
-    how = f"{len(caches)} of keys or values x {pages:,} pages x {page_size} tokens x {values} x {caches[0].itemsize} B"
+    how = f"{len(caches)} tensors x {pages:,} pages x {page_size} tokens x {values} values x {caches[0].itemsize} B"
     return Part("pages", sum(cache.nbytes for cache in caches), how)
 
 
@@ -147,7 +147,7 @@ def _graphs(case: Case, config: Any, build: Build) -> list[Part]:
     for rows in sorted({graph_rows(rows, most) for rows in range(1, most + 1)}):
         moment, tensors = fullest(of_model(shape, rows, rows))
         size = sum(part.nbytes for part in tensors) + _inputs(case, build.ops, rows, rows)
-        parts.append(Part(f"{rows} sequences", size, f"inputs and {moment}"))
+        parts.append(Part(f"{rows} sequence(s)", size, f"inputs and {moment}"))
     return parts
 
 
@@ -175,7 +175,8 @@ def _decode(case: Case, config: Any, parallel: Parallel, weights: list[Part], pa
     """What a step of a whole batch reads at its longest: of the experts, those that are expected to be chosen."""
     batch = case.data_config.batch_size
     own = batch // case.attn_dp_size
-    parts = [Part("all other weights", sum(p.nbytes for p in weights if p.name not in ROWS and p.name not in EXPERTS))]
+    rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
+    parts = [Part("all but embedding, experts", rest)]
     if any(config.sparse_layers):
         here = config.num_experts // parallel.moe_ep.size
         share = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** batch

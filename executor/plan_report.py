@@ -62,4 +62,4 @@ def _part(part: Part) -> None:
 
 
 def _row(name: str, nbytes: int, how: str = "") -> None:
-    print(f"{name:<30} {nbytes:>17,} {nbytes / GB:>8.3f} GB  {how}".rstrip())
+    print(f"{name:<36} {nbytes:>18,} {nbytes / GB:>8.3f} GB  {how}".rstrip())
