@@ -11,6 +11,7 @@ from errors import UserError
 from executor.cases import load_case
 from executor.distributed import init_parallel
 from executor.env import RankEnv
+from executor.platform import load_platform
 from executor.rank import run_rank
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     case = load_case("demo_tp8")
 
     def body(results: Path, ranks: RankEnv) -> None:
-        world = init_parallel(case, ranks, "gloo").world
+        world = init_parallel(case, ranks, load_platform(case.platform)(case, ranks)).world
         world.all_reduce(torch.ones(1))
         if ranks.rank == 3:
             if args.how == "kill":
