@@ -62,26 +62,29 @@ class Log:
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def write(self, text: str) -> None:
-        """Fails once; what is left of the run, its error line too, goes to the terminal alone."""
+    def write(self, text: str, loud: bool = True) -> None:
+        """Fails once, when `loud`; what is left of the run, its error line too, goes to the terminal alone."""
         if self.full:
             return
+        rest = memoryview(text.encode(errors="backslashreplace"))
         try:
-            self.file.write(text.encode(errors="backslashreplace"))
+            while rest:  # a disk that fills up takes a part first
+                rest = rest[self.file.write(rest) :]
         except OSError as error:
-            self.full = True
-            raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
+            if loud:
+                self.full = True
+                raise UserError(f"{self.path}: cannot be written: {error.strerror}") from None
 
 
 class Tee:
     """A terminal stream that also fills a log; still a terminal to whoever asks, so progress bars work."""
 
-    def __init__(self, terminal: TextIO, log: Log):
-        self.terminal, self.log = terminal, log
+    def __init__(self, terminal: TextIO, log: Log, loud: bool):
+        self.terminal, self.log, self.loud = terminal, log, loud
 
     def write(self, text: str) -> int:
         if not text.startswith("\r"):  # a progress bar redrawing itself
-            self.log.write(text)
+            self.log.write(text, self.loud)
         return self.terminal.write(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -92,7 +95,8 @@ def open_log(folder: Path, rank: int) -> Log:
     """Sends what this rank prints to `rank<N>.log`; rank 0 keeps the terminal as well."""
     log = Log(folder / f"rank{rank}.log")
     if rank == 0:
-        sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
+        # What comes by stderr is a complaint already, perhaps of this very disk: it must reach the terminal.
+        sys.stdout, sys.stderr = Tee(sys.stdout, log, loud=True), Tee(sys.stderr, log, loud=False)
     else:  # the descriptors themselves, so that native code's last words land there too
         os.dup2(log.file.fileno(), 1)
         os.dup2(log.file.fileno(), 2)

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,6 +155,29 @@ def test_full_disk_is_one_line(length: int, file: str) -> None:
     assert_one_error_line(done, "cannot be written: File too large")
     assert re.search(f"{file}: cannot be written", done.stderr), done.stderr
     assert folders("demo") == before
+
+
+@pytest.mark.parametrize("room", [0, 1, 15, 16, 17, 33])  # the first line has 16 bytes
+def test_complaints_reach_the_terminal_when_the_log_fills_up(tmp_path: Path, room: int) -> None:
+    """However many of a line's bytes still fit; and what is no complaint fails once."""
+    code = f"""
+    import resource, sys
+    from pathlib import Path
+    from executor.results import open_log
+    open_log(Path({str(tmp_path)!r}), 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
+    print("error: the disk", file=sys.stderr)
+    try:
+        print("a line of print")
+    except Exception as error:
+        print(type(error).__name__, file=sys.stderr)
+    print("more")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "error: the disk\nUserError\n", "more\n")
+    assert (tmp_path / "rank0.log").stat().st_size <= room
 
 
 @pytest.mark.parametrize("how", ["raise", "kill", "user_error"])
