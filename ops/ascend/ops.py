@@ -60,6 +60,7 @@ class AscendOps(AscendLayout):
         # else may read q and k, which are fresh from their norms.
         q, k = torch_npu.npu_apply_rotary_pos_emb(
             query=q[:, None], key=k[:, None], cos=cos[:, None, None], sin=sin[:, None, None], layout="BSND",
+            rotary_mode="half",
         )  # fmt: skip
         return q.squeeze(1), k.squeeze(1)
 

@@ -74,7 +74,7 @@ class Plane:
         if not self.missing and self.format.tiled and self.data.device.type == "npu":
             import torch_npu
 
-            tiles = torch_npu.npu_format_cast(input=self.data, acl_format=FRACTAL_NZ)
+            tiles = torch_npu.npu_format_cast(input=self.data, acl_format=FRACTAL_NZ, customize_dtype=None)
             self.data = nn.Parameter(tiles, requires_grad=False)
 
 

@@ -1,6 +1,7 @@
 """L4, exe_mode acl_graph and npugraph_ex: captured once, then replayed while lengths change; and graphs kept for the
 next process."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ CAPTURES = ["acl_graph", "npugraph_ex"]
 
 
 @pytest.fixture(autouse=True)
-def forget_compiled() -> None:
+def as_in_ci() -> Iterator[None]:
     torch._dynamo.reset()
+    with torch._functorch.config.patch(error_on_custom_op_aliasing=True):
+        yield
 
 
 def step_log(runner: Any, running: list[Any]) -> list[str]:

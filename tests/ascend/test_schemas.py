@@ -1,0 +1,97 @@
+"""L0: every call in ops/ascend binds to its op's schema, in each release that we claim, and leaves no default to it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch_npu
+
+from executor.versions import ROWS
+from tests.ascend.calls import Call, all_calls, calls_in
+from tests.ascend.record_schemas import RECORD, schemas_in
+
+RECORDED: dict[str, list[str]] = json.loads(RECORD.read_text())  # schema -> the releases that have it
+RELEASES = [row.release for row in ROWS]
+INSTALLED = torch_npu.__version__
+
+
+def schemas(release: str, op: str) -> list[torch._C.FunctionSchema]:
+    """Of each overload."""
+    texts = [text for text, releases in RECORDED.items() if release in releases]
+    return [schema for schema in map(torch._C.parse_schema, texts) if schema.name == op]
+
+
+def bound(call: Call, release: str) -> torch._C.FunctionSchema:
+    """The overload that takes the call's arguments."""
+    overloads = schemas(release, call.op)
+    complaints = [f"torch_npu {release} has no {call.op}"] if not overloads else []
+    for schema in overloads:
+        unknown = call.arguments - {argument.name for argument in schema.arguments}
+        missing = {a.name for a in schema.arguments if not a.has_default_value()} - call.arguments
+        if not unknown and not missing:
+            return schema
+        complaints.append(f"{schema.name}.{schema.overload_name}: unknown {sorted(unknown)} missing {sorted(missing)}")
+    raise TypeError(f"{call.where}: torch_npu {release}: {'; '.join(complaints)}")
+
+
+def left_to_defaults(call: Call) -> set[str]:
+    """Arguments that every release knows and the call leaves out."""
+    known = [{argument.name for argument in bound(call, release).arguments} for release in RELEASES]
+    return set.intersection(*known) - call.arguments
+
+
+CALLS = all_calls()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.op}-{call.where}")
+def test_calls_bind_in_every_release(call: Call) -> None:
+    for release in RELEASES:
+        bound(call, release)
+    assert left_to_defaults(call) == set()
+
+
+def test_the_record_is_of_the_claimed_releases() -> None:
+    assert {release for releases in RECORDED.values() for release in releases} == set(RELEASES)
+    assert {call.op for call in CALLS} == {torch._C.parse_schema(text).name for text in RECORDED}
+
+
+def test_the_record_is_what_the_installed_release_registers() -> None:
+    """What the recorder reads from a library is what torch has once that library is loaded."""
+    ops = {call.op for call in CALLS}
+    recorded = {text for text, releases in RECORDED.items() if INSTALLED in releases}
+    library = Path(torch_npu.__file__).parent / "lib/libtorch_npu.so"
+    assert schemas_in(library.read_bytes(), ops) == recorded
+    packets = [getattr(torch.ops.npu, op) for op in ops]
+    loaded = [getattr(packet, name)._schema for packet in packets for name in packet.overloads()]
+    assert {str(schema).removeprefix("npu::") for schema in loaded} == recorded
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("torch_npu.npu_swiglu(input=x, axis=-1)", r"unknown \['axis'\]"),
+        ("torch_npu.npu_rms_norm(input=x, epsilon=1)", r"missing \['gamma'\]"),
+        ("torch_npu.npu_swish_glu(input=x)", "has no npu_swish_glu"),
+        # newer than the oldest release that we claim
+        ("torch_npu.npu_format_cast(input=x, acl_format=29, input_dtype=None)", r"2\.9\.0: .*unknown"),
+    ],
+)
+def test_a_call_that_does_not_bind_is_seen(source: str, complaint: str) -> None:
+    (call,) = calls_in(source, "file.py")
+    with pytest.raises(TypeError, match=complaint):
+        left_to_defaults(call)
+
+
+def test_an_argument_left_to_its_default_is_seen() -> None:
+    """The mutation that bit: `layout` of the rotary op was BSH until 2.10 and is BSND since."""
+    (call,) = calls_in("torch_npu.npu_apply_rotary_pos_emb(query=q, key=k, cos=c, sin=s, rotary_mode='half')", "f.py")
+    assert left_to_defaults(call) == {"layout"}
+
+
+@pytest.mark.parametrize(
+    "source", ["torch_npu.npu_swiglu(x, dim=-1)", "torch_npu.npu_swiglu(**x)", "f = torch_npu.npu_swiglu"]
+)
+def test_a_call_that_cannot_be_read_is_refused(source: str) -> None:
+    with pytest.raises(ValueError, match="npu_swiglu"):
+        calls_in(source, "file.py")
