@@ -34,8 +34,8 @@ class AscendOps(AscendLayout):
         if first_id is None:
             return F.embedding(ids, table)
         local = ids - first_id
-        here = (local >= 0) & (local < table.shape[0])
-        return F.embedding(torch.where(here, local, 0), table) * here[:, None]
+        away = (local < 0) | (local >= table.shape[0])
+        return F.embedding(local.masked_fill(away, 0), table).masked_fill(away[:, None], 0)
 
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
         if weight.scales is not None:

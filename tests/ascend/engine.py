@@ -18,14 +18,15 @@ PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]
 
 
 def ascend_case(folder: Path, *overrides: str, **sizes: Any) -> Case:
-    """A case of bfloat16 for a model of two layers, written to `folder` once."""
-    if not (folder / "model").is_dir():
+    """A case of bfloat16 for a model of two layers; both are written to `folder` by the first call."""
+    path = folder / f"{folder.name}.yaml"
+    if not path.exists():
         save_tiny(folder / "model", **SIZES | sizes)
-    data = {"prompts": ["x"], "input_max_len": 48, "max_new_tokens": 6, "batch_size": 4}
-    path = write_case(
-        folder / f"{folder.name}.yaml", folder / "model", platform="ascend", model_config={"dtype": "bfloat16"},
-        cache_config={"page_size": 128}, data_config=data,
-    )  # fmt: skip
+        data = {"prompts": ["x"], "input_max_len": 48, "max_new_tokens": 6, "batch_size": 4}
+        write_case(
+            path, folder / "model", platform="ascend", model_config={"dtype": "bfloat16"},
+            cache_config={"page_size": 128}, data_config=data,
+        )  # fmt: skip
     return load_case(str(path), ["ignore_eos=true", *overrides])
 
 

@@ -27,7 +27,7 @@ Shape = tuple[int | str, ...]  # a dimension that is known only at run time is i
 @dataclass(frozen=True)
 class Value:
     """A tensor between nodes. torchair knows the shapes of what FX had; the others, such as a transposed weight on its
-    way into a product, have None: GE would infer them."""
+    way into a product, have None and a dtype that says nothing: GE would infer both."""
 
     source: str  # "node:output"
     shape: Shape | None

@@ -1,7 +1,8 @@
 """Running a function on several ranks, one process and one fake device each.
 
 def body(rank: int, size: int) -> list[str]:       # a module's own function, so that the child can import it
-    with device_log() as log, hccl({"hccl_buffer_size": 400}):
+    join_hccl({"hccl_buffer_size": 400})
+    with device_log() as log:
         dist.all_reduce(torch.ones(size).npu())
     return log.lines
 
@@ -13,8 +14,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -35,7 +35,7 @@ def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float =
     deadline = time.monotonic() + limit_s
     try:
         for rank in range(ranks):
-            receiver, sender = spawn.Pipe(duplex=False)
+            receiver, sender = spawn.Pipe()
             child = spawn.Process(target=run_rank, args=(sender, body, rank, ranks, port, args))
             child.start()
             sender.close()  # or its end of file would never be seen here
@@ -48,6 +48,8 @@ def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float =
             for rank in late:
                 if receivers[rank] in ready:
                     results[rank] = receive(rank, receivers[rank], children[rank])
+        for receiver in receivers:
+            receiver.send(None)
         for rank, child in enumerate(children):
             child.join(max(0, deadline - time.monotonic()))
             assert child.exitcode == 0, f"rank {rank} finished and then left with status {child.exitcode}"
@@ -74,18 +76,16 @@ def run_rank(sender: Connection, body: Callable[..., Any], rank: int, ranks: int
     try:
         torch.npu.set_device(rank)
         sender.send((None, body(rank, *args)))
+        sender.recv()  # all are done: rank 0 keeps the store through which the others make their communicators
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:
         sender.send((traceback.format_exc(), None))
     sender.close()
 
 
-@contextmanager
-def hccl(config: dict[str, Any] | None = None) -> Iterator[None]:
+def join_hccl(config: dict[str, Any] | None = None) -> None:
     """The default process group over hccl, with torch_npu's `hccl_config`."""
     options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
     options.hccl_config = config or {}
     dist.init_process_group("hccl", pg_options=options)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch_npu
 
 from tests.ascend.log import device_log
-from tests.ascend.ranks import hccl, run_ranks
+from tests.ascend.ranks import join_hccl, run_ranks
 
 BF16 = torch.bfloat16
 
@@ -175,7 +175,8 @@ def test_a_capture_refuses_to_wait_for_the_device() -> None:
 
 
 def reduce_on_each(rank: int) -> tuple[int, list[str]]:
-    with device_log() as log, hccl({"hccl_buffer_size": 400, "hccl_op_expansion_mode": 3}):
+    join_hccl({"hccl_buffer_size": 400, "hccl_op_expansion_mode": 3})
+    with device_log() as log:
         x = torch.ones(6, dtype=BF16).npu()
         dist.all_reduce(x)
         dist.all_gather_into_tensor(torch.empty(12, dtype=BF16).npu(), x)
@@ -206,8 +207,8 @@ def misbehave(rank: int, how: str) -> None:
         raise ValueError("the cup is empty")
     if rank == 1 and how == "die":
         os._exit(3)
-    with hccl():  # needs both
-        dist.barrier()
+    join_hccl()  # needs both
+    dist.barrier()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torchair.configs.compiler_config import CompilerConfig
 
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
-from tests.ascend.ranks import hccl, run_ranks
+from tests.ascend.ranks import join_hccl, run_ranks
 
 BF16 = torch.bfloat16
 
@@ -165,7 +165,8 @@ def summed_over_ranks(rank: int) -> list[list[str]]:
             dist.all_reduce(x)
             return x
 
-    with hccl(), ge_programs() as programs:
+    join_hccl()
+    with ge_programs() as programs:
         torch.compile(Summed(), backend=backend("max-autotune"), fullgraph=True, dynamic=False)(zeros(4, 8))
     return [[node.proto.attr["group"].s.decode() for node in p.of("HcomAllReduce")] for p in programs]
 
