@@ -4,10 +4,12 @@
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from errors import UserError, run_main
 from executor import env
+from executor.ascend_env import ascend_environment
 from executor.cases import load_case, load_model_config
 from executor.compile_cache import clear_cache
 from executor.rank import run_rank
@@ -36,6 +38,7 @@ def main(argv: list[str]) -> None:
 
         return show_plan(case)
     check_ready(case)
+    os.environ.update(ascend_environment(case, os.environ))  # nothing to add where the launcher has started this
 
     def generate(results: Path, ranks: env.RankEnv) -> None:
         from executor.report import print_report

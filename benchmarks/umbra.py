@@ -70,9 +70,8 @@ class Umbra:
         """(sequences, vocabulary), overwritten by the next step."""
         for sequence, token in zip(self.running, tokens, strict=True):
             sequence.ids[-1] = token
-        return self.runner.model_inference(
-            self.runner.model_input_prepare(self.running, is_prefill=False), is_prefill=False
-        )[0]
+        batch = self.runner.model_input_prepare(self.running, is_prefill=False)
+        return self.runner.model_inference(batch, is_prefill=False)
 
     def _admit(self, prompt: list[int]) -> Tensor:
         """One prompt a step, so that room for activations does not grow with their number."""

@@ -33,6 +33,8 @@ def ascend_environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
         "HCCL_EXEC_TIMEOUT": str(timeout),
         "HCCL_BUFFSIZE": str(hccl.buffer_mb),
     }
+    if case.strict:
+        wanted["TORCH_NPU_FALLBACK_CPU_DISABLE"] = "1"  # an op that has no NPU kernel is an error (torch_npu 2.13)
     if uses_aiv(case):
         wanted["HCCL_OP_EXPANSION_MODE"] = "AIV"
     if hccl.deterministic:

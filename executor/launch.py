@@ -72,7 +72,8 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
         raise UserError(f"NNODES={nodes.nnodes} does not divide world_size: {case.world_size} of case {case.name}")
     local = case.world_size // nodes.nnodes
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # run.py sets each rank's threads; this stills torchrun's warning
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost partner raises too, and is told from there, once
+    if case.platform == "cpu":  # elsewhere warnings of native code matter, such as of an op that falls back
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost partner raises too, and is told from there, once
     if nodes.nnodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]  # a free port

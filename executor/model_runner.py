@@ -105,14 +105,10 @@ class ModelRunner(ABC):
         return pack(self.platform.ops, mine, pools[group], tokens, self.scheduler.table_width, all_logits, rows)
 
     @torch.inference_mode()
-    def model_inference(self, batch: Batch, is_prefill: bool) -> tuple[Tensor, float]:
-        """(logits of this rank's group, seconds)"""
-        phase = "prefill" if is_prefill else "decode"
-        with self.profiler.step(phase):
-            start = time.perf_counter()
-            logits = self.model.prefill(batch.to(self.platform.device)) if is_prefill else self.decode(batch)
-            self.platform.synchronize()
-        return logits, time.perf_counter() - start
+    def model_inference(self, batch: Batch, is_prefill: bool) -> Tensor:
+        """Logits of this rank's group, perhaps still in the making: reading the chosen tokens waits for them."""
+        with self.profiler.step("prefill" if is_prefill else "decode"):
+            return self.model.prefill(batch.to(self.platform.device)) if is_prefill else self.decode(batch)
 
     def model_output_process(self, logits: Tensor, sequences: list[Sequence]) -> None:
         """Choose each sequence's next token, tell the other data-parallel groups, and mark who stops."""
@@ -144,7 +140,8 @@ class ModelRunner(ABC):
         silent = warm_up or self.ranks.rank > 0
         total = sum(s.max_new_tokens for s in sequences)
         self.timings = Timings()
-        with tqdm(total=total, desc="generating", unit="token", disable=silent or None, leave=False) as bar:
+        bar = tqdm(total=total, desc="generating", unit="token", disable=silent or None, leave=False)
+        with bar, self.platform.watched():
             while self.scheduler.waiting or self.scheduler.running:
                 admitted = self.scheduler.admit()
                 if admitted:
@@ -200,7 +197,7 @@ class ModelRunner(ABC):
         waiting = list(sequences)
         while waiting:
             part = self._next_chunk(waiting)
-            logits, _ = self.model_inference(self.model_input_prepare(part), is_prefill=True)
+            logits = self.model_inference(self.model_input_prepare(part), is_prefill=True)
             done = [s.end == len(s.ids) for s in part]
             mine = [d for s, d in zip(part, done, strict=True) if s.group == self.parallel.attn_dp.rank]
             for sequence in part:
@@ -236,7 +233,7 @@ class ModelRunner(ABC):
 
     def _decode(self, sequences: list[Sequence]) -> None:
         start = time.perf_counter()
-        logits, _ = self.model_inference(self.model_input_prepare(sequences, is_prefill=False), is_prefill=False)
+        logits = self.model_inference(self.model_input_prepare(sequences, is_prefill=False), is_prefill=False)
         self.model_output_process(logits, sequences)
         self.timings.add_decode(len(sequences), time.perf_counter() - start)
         self.scheduler.retire()

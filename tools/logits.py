@@ -91,7 +91,7 @@ def _step(runner: ModelRunner, running: list[Sequence], is_prefill: bool) -> lis
     """One step with the logits of every new token, then the greedy choice. -> a matrix for each sequence"""
     rows = [s.new_tokens for s in running]
     batch = runner.model_input_prepare(running, all_logits=True, is_prefill=is_prefill)
-    logits, _ = runner.model_inference(batch, is_prefill)
+    logits = runner.model_inference(batch, is_prefill)
     dp = runner.parallel.attn_dp
     counts = tuple(sum(s.new_tokens for s in running if s.group == g) for g in range(dp.size))
     everyone = dp.gather_rows(logits[: counts[dp.rank]].float(), counts).cpu().clone()

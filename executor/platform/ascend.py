@@ -1,5 +1,6 @@
 """Huawei Ascend: one NPU die a rank, collectives over HCCL, decode in static graphs (ascend_graph.py)."""
 
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -10,6 +11,7 @@ from executor.batching import graph_rows
 from executor.config import Case
 from executor.env import RankEnv, cann_home
 from executor.hccl import group_options
+from executor.platform.ascend_fallbacks import loud_fallbacks
 from executor.platform.ascend_graph import AscendGraphs
 from executor.platform.base import Platform, Step
 from executor.versions import check_versions, read_versions
@@ -50,8 +52,8 @@ class AscendPlatform(Platform):
             return 0
         return graph_rows(rows, self.case.data_config.batch_size // self.case.attn_dp_size)
 
-    def synchronize(self) -> None:
-        torch_npu.npu.synchronize(self.device)
+    def watched(self) -> AbstractContextManager[None]:
+        return loud_fallbacks(self.case.strict)
 
     def peak_memory_bytes(self) -> int:
         return torch_npu.npu.max_memory_allocated(self.device)

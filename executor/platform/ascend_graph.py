@@ -28,7 +28,7 @@ from executor.compile_cache import CompileCache, compile_facts
 from executor.config import Case
 from executor.env import RankEnv, cann_home
 from executor.own_files import source_digest
-from executor.platform.ascend_fallbacks import loud_fallbacks, tell
+from executor.platform.ascend_fallbacks import tell
 from executor.platform.base import Step
 from executor.versions import read_versions
 from models.batch import Batch
@@ -92,11 +92,10 @@ class AscendGraphs:
 
     def __call__(self, batch: Batch) -> Tensor:
         rows = len(batch.token_ids)
-        with loud_fallbacks(torchair.logger, self.case.strict):
-            if rows not in self.graphs:
-                return self._first(rows, batch)
-            before = self.compiles
-            logits = self.graphs[rows](batch)
+        if rows not in self.graphs:
+            return self._first(rows, batch)
+        before = self.compiles
+        logits = self.graphs[rows](batch)
         if self.compiles != before:
             tell(f"the graph of {rows} sequences was compiled again", self.case.strict)
         return logits

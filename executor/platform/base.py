@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -38,9 +39,9 @@ class Platform(ABC):
         """How many sequences a decode step of `rows` is padded to; 0: it is not."""
         return 0
 
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until all that was asked of the device is done."""
+    def watched(self) -> AbstractContextManager[None]:
+        """Around the steps of a run: what goes another way than the case says is told, or is an error."""
+        return nullcontext()
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

@@ -29,8 +29,5 @@ class CpuPlatform(Platform):
     def compile(self, step: Step, model_config: object) -> Step:
         return GraphStep(step)
 
-    def synchronize(self) -> None:
-        pass  # every op has returned its result
-
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -24,9 +24,6 @@ class OnCpu(Platform):
     def compile(self, step: Step, model_config: object) -> Step:
         raise NotImplementedError
 
-    def synchronize(self) -> None:
-        pass
-
     def peak_memory_bytes(self) -> int:
         return 0
 

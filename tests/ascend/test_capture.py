@@ -45,8 +45,8 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
         assert [line.split()[0] for line in updates] == ["task", "update", "task"] * 2
         lengths = ",".join(str(n + step) for n in (5, 2, 24))
         assert all(f"ints({lengths},2)" in line for line in updates if line.startswith("update"))
-        assert after[0] == "synchronize device"
-        assert [line for line in after if line.startswith("aclnn")] == ["aclnnArgMax (3,96)bfloat16 (3)int64"]
+        # Nothing waits before the tokens are read.
+        assert after == ["aclnnArgMax (3,96)bfloat16 (3)int64", "synchronize stream", "memcpy D2H 24"]
     assert runner.decode.compiles == 1  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,5 @@
 """L4, exe_mode ge_graph: what the real torchair hands to GE for a decode step."""
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,6 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from errors import UserError
-from executor.model_runner import ModelRunner
 from ops.ascend import lowering
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import PROMPTS, ascend_case, ascend_runner, generate
@@ -125,29 +122,3 @@ def test_torchairs_own_rotary_copies(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Why ops/ascend/lowering.py is there; when this fails, it can go."""
     monkeypatch.setattr(torch.ops.npu.npu_apply_rotary_pos_emb.default, "_ge_converter", lowering.TORCHAIRS_ROTARY)
     assert decode_program(tmp_path).count()["TensorMove"] == 2 * 2
-
-
-@contextlib.contextmanager
-def op_without_converter(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with torch.library._scoped_library("strange", "FRAGMENT") as library:
-        library.define("doubled(Tensor x) -> Tensor")
-        library.impl("doubled", lambda x: x + x, "PrivateUse1")
-        library.impl("doubled", torch.empty_like, "Meta")
-        real = AscendOps.linear
-        monkeypatch.setattr(AscendOps, "linear", lambda *args: real(*args) + torch.ops.strange.doubled(args[1])[:, :1])
-        yield
-
-
-def test_an_op_without_converter_is_loud(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with op_without_converter(monkeypatch), ge_programs() as programs:
-        runner = ascend_runner(ascend_case(tmp_path, "exe_mode=ge_graph"), tmp_path)
-        assert [len(s.generated) for s in generate(runner)] == [6, 6, 6]
-        warning = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING"))
-        assert "decode runs op by op in place of ge_graph" in warning
-        assert "strange.doubled" in warning
-        strict: ModelRunner = ascend_runner(ascend_case(tmp_path, "exe_mode=ge_graph", "strict=true"), tmp_path)
-        with pytest.raises(UserError, match=r"strict: true: decode runs op by op.*strange\.doubled"):
-            generate(strict)
-    assert not programs

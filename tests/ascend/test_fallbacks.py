@@ -1,0 +1,80 @@
+"""What runs another way than the case says is told with the op's name, and is an error in a strict case."""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from errors import UserError
+from executor.ascend_env import ascend_environment
+from executor.platform.ascend_fallbacks import loud_fallbacks
+from ops.ascend.ops import AscendOps
+from tests.ascend.engine import ascend_case, ascend_runner, generate
+from tests.ascend.ge import ge_programs
+from tests.ascend.ranks import run_ranks
+
+
+@contextlib.contextmanager
+def op_without_converter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with torch.library._scoped_library("strange", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: x + x, "PrivateUse1")
+        library.impl("doubled", torch.empty_like, "Meta")
+        real = AscendOps.linear
+        monkeypatch.setattr(AscendOps, "linear", lambda *args: real(*args) + torch.ops.strange.doubled(args[1])[:, :1])
+        yield
+
+
+def test_an_op_without_converter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch._dynamo.reset()
+    with op_without_converter(monkeypatch), ge_programs() as programs:
+        runner = ascend_runner(ascend_case(tmp_path, "exe_mode=ge_graph"), tmp_path)
+        assert [len(s.generated) for s in generate(runner)] == [6, 6, 6]
+        warning = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING"))
+        assert "decode runs op by op in place of ge_graph" in warning
+        assert "strange.doubled" in warning
+        strict = ascend_runner(ascend_case(tmp_path, "exe_mode=ge_graph", "strict=true"), tmp_path)
+        with pytest.raises(UserError, match=r"strict: true: decode runs op by op.*strange\.doubled"):
+            generate(strict)
+    assert not programs
+
+
+def on_the_cpu(rank: int, folder: Path, strict: bool) -> str:
+    """The error of a model with an op that has no NPU kernel."""
+    case = ascend_case(folder, "exe_mode=eager", f"strict={str(strict).lower()}")
+    os.environ.update(ascend_environment(case, {}))
+    real: Any = AscendOps.linear
+    AscendOps.linear = lambda *args: real(*args) + torch.lgamma(args[1])[:, :1] * 0  # type: ignore[method-assign]
+    try:
+        assert [len(s.generated) for s in generate(ascend_runner(case, folder))] == [6, 6, 6]
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_an_op_without_kernel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ascend_case(tmp_path)
+    assert run_ranks(on_the_cpu, 1, tmp_path, False) == [""]
+    assert "The operator 'aten::lgamma.out' is not currently supported on the NPU backend" in capfd.readouterr().err
+    assert run_ranks(on_the_cpu, 1, tmp_path, True) == [
+        "strict: true: aten::lgamma.out has no NPU kernel and would run on the CPU"
+    ]
+
+
+def test_what_torchair_warns_of(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "The static_capture_size_limit reached 64, we will fall back to eager for all subsequent executions."
+    with warnings.catch_warnings(record=True) as shown:
+        with loud_fallbacks(strict=False):
+            warnings.warn(said, stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+        with pytest.raises(UserError, match="strict: true: The static_capture_size_limit"), loud_fallbacks(strict=True):
+            warnings.warn(said, stacklevel=1)
+    assert capsys.readouterr().out == f"WARNING: {said} (--set strict=true makes this an error)\n"
+    assert [str(warning.message) for warning in shown] == ["something else"]
