@@ -56,6 +56,12 @@ def _refuse_contradictions(case: Case, given: Mapping[str, str]) -> None:
             f"environment variable HCCL_DETERMINISTIC={given['HCCL_DETERMINISTIC']} switches off the vector cores "
             f"that hccl_config.aiv_group: {hccl.aiv_group} asks for: unset it, or --set aiv_group=none"
         )
+    refused = given.get("TORCH_NPU_FALLBACK_CPU_DISABLE", "1")
+    if case.strict and refused != "1":
+        raise UserError(
+            f"environment variable TORCH_NPU_FALLBACK_CPU_DISABLE={refused} lets ops run on the CPU, which strict: true "
+            "forbids: unset it"
+        )
     if deterministic == "false" and hccl.deterministic:
         raise UserError(
             "environment variable HCCL_DETERMINISTIC=false contradicts hccl_config.deterministic: true: unset it"

@@ -162,6 +162,7 @@ def test_the_environment_of_a_plain_case() -> None:
         (["world_size=1"], {"HCCL_OP_EXPANSION_MODE": None, "HCCL_DETERMINISTIC": None, "HCCL_IF_BASE_PORT": None}),
         (["buffer_mb=512", "world_buffer_mb=64"], {"HCCL_BUFFSIZE": "512"}),
         (["base_port=50000", "socket_ifname=eth1"], {"HCCL_IF_BASE_PORT": "50000", "HCCL_SOCKET_IFNAME": "eth1"}),
+        (["strict=true"], {"TORCH_NPU_FALLBACK_CPU_DISABLE": "1"}),
         (["cpu_affinity=false"], {"CPU_AFFINITY_CONF": None, "HCCL_SOCKET_IFNAME": None}),
     ],
 )  # fmt: skip
@@ -183,6 +184,7 @@ def test_what_the_user_has_set_stays() -> None:
         ([], {"HCCL_DETERMINISTIC": "STRICT"}, "aiv_group: attn_tp asks for: unset it, or --set aiv_group=none"),
         (["aiv_group=none", "deterministic=true"], {"HCCL_DETERMINISTIC": "false"}, "HCCL_DETERMINISTIC=false contra"),
         ([], {"HCCL_OP_EXPANSION_MODE": "HOST"}, "HCCL_OP_EXPANSION_MODE=HOST contradicts hccl_config.aiv_group: attn"),
+        (["strict=true"], {"TORCH_NPU_FALLBACK_CPU_DISABLE": "0"}, "DISABLE=0 lets ops run on the CPU, which strict"),
         (["aiv_group=none"], {"HCCL_OP_EXPANSION_MODE": "AIV"}, "contradicts hccl_config.aiv_group: none: unset it"),
     ],
 )
