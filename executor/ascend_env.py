@@ -59,8 +59,8 @@ def _refuse_contradictions(case: Case, given: Mapping[str, str]) -> None:
     refused = given.get("TORCH_NPU_FALLBACK_CPU_DISABLE", "1")
     if case.strict and refused != "1":
         raise UserError(
-            f"environment variable TORCH_NPU_FALLBACK_CPU_DISABLE={refused} lets ops run on the CPU, which strict: true "
-            "forbids: unset it"
+            f"environment variable TORCH_NPU_FALLBACK_CPU_DISABLE={refused} lets ops run on the CPU, which strict: "
+            "true forbids: unset it"
         )
     if deterministic == "false" and hccl.deterministic:
         raise UserError(
