@@ -5,27 +5,36 @@ import dataclasses
 import torch
 from torch import nn
 
+from executor.cases import model_folder
 from executor.config import Case
-from models.layers import Build, Formats, PagedAttention
+from executor.formats.detect import read_scheme
+from executor.formats.stored import Scheme
+from models.build import Build, Formats
+from models.layers import PagedAttention
 from models.parallel import Parallel
 from ops.interface import FORMATS, Format, Ops
 
+KEPT = {"cpu": ("q8", "q4"), "ascend": ("q4",)}  # the quantised formats that a platform multiplies with
 
-def formats_of(case: Case, quantised_head: bool) -> Formats:
+
+def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
     """Quantised: every linear layer and expert; the head never in fewer than 8 bits, the router as it is."""
     plain, wanted = FORMATS[case.model_config.dtype], case.quantization
     tiled = dataclasses.replace(plain, tiled=True)
+    head = FORMATS["q8"] if quantised_head else tiled
+    if wanted.method == "auto":
+        kept = scheme.format if scheme.format and scheme.format.kind in KEPT[case.platform] else None
+        return Formats(plain, kept, head, scheme.quantised) if kept else Formats(plain, tiled, tiled)
     if wanted.method == "none":
         return Formats(plain, tiled, tiled)
-    linear = Format(wanted.method, wanted.group_size, wanted.zero_points)
-    return Formats(plain, linear, head=FORMATS["q8"] if quantised_head else tiled)
+    return Formats(plain, Format(wanted.method, wanted.group_size, wanted.zero_points), head)
 
 
 def build_of(case: Case, ops: Ops, parallel: Parallel, device: torch.device, quantised_head: bool) -> Build:
     return Build(
         ops=ops,
         parallel=parallel,
-        formats=formats_of(case, quantised_head),
+        formats=formats_of(case, read_scheme(model_folder(case)), quantised_head),
         dtype=getattr(torch, case.model_config.dtype),
         device=device,
         max_positions=case.max_sequence_length,

@@ -1,29 +1,32 @@
 """Streams a safetensors checkpoint into a model, this rank's share only, and proves that nothing is left over.
 
 The proof comes first, from the files' headers: every tensor is wanted or known to be ignorable, every wanted tensor is
-there with the right shape, the pieces cover every parameter. Only then is data read, one tensor at a time, through
-memory maps: the peak is what the rank keeps plus one slice.
+there with the right shape, the pieces cover every parameter. Only then is data read, one weight at a time, through
+memory maps: the peak is what the rank keeps plus one weight.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from errors import UserError, listed
-from executor.ready import INDEX, SINGLE
-from models.hf_config import read_json
+from executor.checkpoint_files import CheckpointFiles
+from executor.formats.stored import Scheme, Stored, plain
 from models.layers import Piece, layers_of
+from ops.quantised import Quantised
 
-MAPPED = 256 << 20  # bytes of a file that are read before its map is dropped: mapped pages count as our memory
-FLOATS = ("BF16", "F16", "F32")
+SIGNS = {  # tensors that only one format has
+    "weight_packed": "compressed-tensors' pack-quantized",
+    "weight_scale": "compressed-tensors' int-quantized or float-quantized",
+    "qweight": "AWQ's or GPTQ's",
+    "weight_scale_inv": "block-scaled FP8's",
+}
 
 
-def load_checkpoint(model: nn.Module, folder: Path, ignored: frozenset[str], progress: bool) -> None:
+def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: frozenset[str], progress: bool) -> int:
+    """Returns how many bytes were read."""
     wanted: dict[str, list[Piece]] = {}
     for place, layer in layers_of(model):
         pieces = list(layer.pieces(place))
@@ -31,29 +34,37 @@ def load_checkpoint(model: nn.Module, folder: Path, ignored: frozenset[str], pro
             raise AssertionError(f"the pieces of {place} do not fill it exactly")  # a bug in the layer
         for piece in pieces:
             wanted.setdefault(piece.name, []).append(piece)
-    files = _files(folder)
-    _prove_headers(files, wanted, ignored)
+    files = CheckpointFiles(folder)
+    stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
+    _prove_headers(files, stored, scheme, ignored)
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
-    for path, names in files.items():
-        while names:
-            names = _fill_some(path, names, wanted, bar)
-    bar.close()
-
-
-def _fill_some(path: Path, names: list[str], wanted: dict[str, list[Piece]], bar: tqdm) -> list[str]:  # type: ignore[type-arg]
-    """Fill from the tensors of one file until MAPPED bytes of it are in memory; returns the names that are left."""
-    read = 0
-    with _open(path) as file:
-        for i, name in enumerate(names):
-            for piece in wanted.get(name, []):
+    with bar:
+        # In the files' order: where the first of its tensors lies.
+        for name in sorted(wanted, key=lambda name: str(files.place[next(iter(stored[name].tensors))])):
+            for piece in wanted[name]:
                 if piece.fill is not None:
-                    part = file.get_slice(name)[piece.part]
-                    piece.fill(part)
-                    read += part.nbytes
-            bar.update(name in wanted)
-            if read > MAPPED:
-                return names[i + 1 :]
-    return []
+                    piece.fill(_part(files, stored[name], piece))
+            files.relieve()
+            bar.update()
+    return files.read
+
+
+def stored_as(pieces: list[Piece], scheme: Scheme) -> Stored:
+    """Where the tensor that all these are pieces of lies."""
+    first = pieces[0]
+    module = first.name.removesuffix(".weight")
+    if first.linear and scheme.quantised(module):
+        rows, columns = first.shape
+        return scheme.stored(module, rows, columns)
+    return plain(first.name, first.shape)
+
+
+def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
+    sizes = zip(piece.part, piece.shape, strict=True)
+    part = stored.read(files, *(slice(*cut.indices(size)[:2]) for cut, size in sizes))
+    if len(stored.tensors) > 1 and not (part.scales if isinstance(part, Quantised) else part).isfinite().all():
+        raise UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
+    return part
 
 
 def random_weights(model: nn.Module, seed: int) -> None:
@@ -79,69 +90,32 @@ def random_weights(model: nn.Module, seed: int) -> None:
             piece.fill(torch.cat(parts).view(piece.kept_shape))
 
 
-def _files(folder: Path) -> dict[Path, list[str]]:
-    """Every safetensors file of the checkpoint with the tensors it holds."""
-    single, index = folder / SINGLE, folder / INDEX
-    if single.is_file():
-        paths = [single]
-        listed_in = None
-    elif index.is_file():
-        listed_in = read_json(index).get("weight_map")
-        if not isinstance(listed_in, dict) or not listed_in or not all(isinstance(v, str) for v in listed_in.values()):
-            raise UserError(f"{index}: weight_map must map tensor names to file names")
-        for name in listed_in.values():
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise UserError(f"{index}: {name!r} is not the name of a .safetensors file in the same folder")
-        paths = [folder / name for name in sorted(set(listed_in.values()))]
-    else:
-        raise UserError(f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read)")
-    files: dict[Path, list[str]] = {}
-    place: dict[str, Path] = {}
-    for path in paths:
-        with _open(path) as file:
-            files[path] = list(file.keys())
-        for name in files[path]:
-            if name in place:
-                raise UserError(f"{path}: tensor {name} is also in {place[name].name}")
-            place[name] = path
-    if listed_in is not None:
-        astray = [n for n, file_name in listed_in.items() if place.get(n) != folder / file_name]
-        if astray:
-            raise UserError(f"{index}: tensors that are not in the file the index names: {listed(sorted(astray))}")
-    return files
-
-
-def _prove_headers(files: dict[Path, list[str]], wanted: dict[str, list[Piece]], ignored: frozenset[str]) -> None:
-    there = {name for names in files.values() for name in names}
-    wrong = []
-    for path, names in files.items():
-        with _open(path) as file:
-            for name in names:
-                if name not in wanted:
-                    continue
-                header = file.get_slice(name)
-                shape, dtype = tuple(header.get_shape()), header.get_dtype()
-                for piece in wanted[name]:
-                    if shape != piece.shape:
-                        wrong.append(f"{name} has shape {list(shape)}, expected {list(piece.shape)}")
-                if dtype not in FLOATS:
-                    wrong.append(f"{name} has type {dtype}, expected one of {', '.join(FLOATS)}")
-    folder = next(iter(files)).parent
+def _prove_headers(files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignored: frozenset[str]) -> None:
+    there, needed = files.place.keys(), {name for weight in stored.values() for name in weight.tensors}
+    wrong, missing, otherwise = [], [], []
+    for name, weight in stored.items():
+        module, absent = name.removesuffix(".weight"), []
+        for tensor, need in weight.tensors.items():
+            if tensor not in there:
+                absent += [] if need.optional else [tensor]
+                continue
+            shape, kind = files.header(tensor)
+            if shape != need.shape:
+                wrong.append(f"{tensor} has shape {list(shape)}, expected {list(need.shape)}")
+            if kind not in need.types:
+                wrong.append(f"{tensor} has type {kind}, expected one of {', '.join(need.types)}")
+        missing += absent
+        if absent:
+            signs = [f"{module}.{sign}, {whose}" for sign, whose in SIGNS.items() if f"{module}.{sign}" in there]
+            if signs and absent:
+                otherwise += signs
+            elif name in there:
+                otherwise.append(f"{name}, unquantised")
     for problem, names in (
-        ("tensors missing", sorted(wanted.keys() - there)),
-        ("tensors that the model does not know", sorted(there - wanted.keys() - ignored)),
+        (f"weights that are not stored as the config says ({scheme.title})", sorted(otherwise)),
+        ("tensors missing", sorted(missing)),
+        ("tensors that the model does not know", sorted(there - needed - ignored)),
         ("tensors that do not fit", wrong),
     ):
         if names:
-            raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[safe_open]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist, but the checkpoint's index names it") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: truncated or corrupt: {error}") from None
+            raise UserError(f"{files.folder}: {len(names)} {problem}: {listed(names)}")

@@ -20,6 +20,7 @@ from executor.checkpoint import load_checkpoint, random_weights
 from executor.config import Case
 from executor.distributed import init_parallel
 from executor.env import RankEnv
+from executor.formats.detect import read_scheme
 from executor.packed_cache import PackedCache
 from executor.platform import load_platform
 from executor.profiler import Profiler
@@ -29,7 +30,8 @@ from executor.scheduler import make_scheduler
 from executor.sequence import Sequence
 from executor.tokenizer import encode_prompts, open_tokenizer, stop_ids
 from models.batch import Batch
-from models.layers import Build, layers_of
+from models.build import Build
+from models.layers import layers_of
 
 Step = Callable[[Batch], Tensor]
 
@@ -181,11 +183,14 @@ class ModelRunner(ABC):
         if not self.case.model_config.with_ckpt:
             return random_weights(module, seed=self.ranks.rank)
         cache = None
-        if settings.method != "none" and settings.keep_packed and self.case.platform == "cpu":
+        if settings.method in ("q8", "q4") and settings.keep_packed and self.case.platform == "cpu":
             cache = PackedCache(self.case, self.folder, self.ranks.rank, module)
             if cache.load(progress):
                 return None
-        load_checkpoint(module, self.folder, self.model.ignored_weights(), progress)
+        start, scheme = time.perf_counter(), read_scheme(self.folder)
+        read = load_checkpoint(module, self.folder, scheme, self.model.ignored_weights(), progress)
+        seconds = time.perf_counter() - start
+        print(f"checkpoint: {scheme.title}; {read / 1e6:.1f} MB read at {read / 1e9 / seconds:.2f} GB/s")
         if cache:
             cache.save()
 

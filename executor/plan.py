@@ -23,7 +23,8 @@ from executor.hccl import buffer_mb
 from executor.platform import PLATFORMS
 from executor.runners import make_runner
 from executor.scheduler import make_scheduler
-from models.layers import Build, Experts, LMHead, PagedAttention, RMSNorm, RotaryTable, VocabEmbedding, layers_of
+from models.build import Build
+from models.layers import Experts, LMHead, PagedAttention, RMSNorm, RotaryTable, VocabEmbedding, layers_of
 from models.parallel import Parallel
 from models.registry import load
 from ops.ascend.layout import CAUSAL_MASK

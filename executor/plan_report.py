@@ -24,7 +24,7 @@ def show_plan(case: Case) -> None:
 def print_plan(plan: Plan) -> None:
     case = plan.case
     q, format = case.quantization, case.model_config.dtype
-    if q.method != "none":
+    if q.method in ("q8", "q4"):
         format += f", {q.method} in groups of {q.group_size}" + (" with zero points" if q.zero_points else "")
     print(f"case {case.name}: {case.platform}, {case.exe_mode}, {case.world_size} rank(s), {format}")
     print("Memory of one rank, counted, not measured. Splits are even: rank 0 stands for all. 1 GB = 2^30 bytes.")

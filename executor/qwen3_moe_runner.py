@@ -2,7 +2,7 @@
 
 from executor.model_runner import ModelRunner
 from executor.platform.base import Step
-from models.layers import Build
+from models.build import Build
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
 
 

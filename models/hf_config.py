@@ -8,6 +8,7 @@ from typing import Any
 from errors import UserError
 
 LARGEST_FILE = 16 << 20
+LONGEST_NAME = 300
 LARGEST_SIZE = 1 << 24  # no dimension of a real model comes near
 
 
@@ -52,6 +53,26 @@ class HfConfig:
         if not isinstance(values, list) or not all(type(v) is int and 0 <= v <= LARGEST_SIZE for v in values):
             raise self.error(name, "must be a list of non-negative integers")
         return tuple(values)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        values = self.value(name, default=[])
+        if not isinstance(values, list) or not all(isinstance(v, str) and 0 < len(v) <= LONGEST_NAME for v in values):
+            raise self.error(name, "must be a list of names")
+        return tuple(values)
+
+    def one_of(self, *names: str, allowed: tuple[Any, ...]) -> Any:
+        """A key that must be there, under one of its names, with one of the values `allowed`."""
+        value = self.value(*names)
+        if not any(type(value) is type(a) and value == a for a in allowed):
+            raise UserError(f"{self.where}: {names[0]}: {value!r:.80} must be one of {', '.join(map(str, allowed))}")
+        return value
+
+    def inner(self, name: str) -> "HfConfig":
+        """A key that holds a mapping."""
+        value = self.value(name)
+        if not isinstance(value, dict):
+            raise self.error(name, "must be a mapping")
+        return HfConfig(value, f"{self.where}: {name}")
 
     def one_or_more(self, name: str) -> tuple[int, ...]:
         """A key that holds nothing, one number, or a list of them."""

@@ -8,62 +8,30 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.batch import Batch
-from models.parallel import Group, Parallel
+from models.build import Build, fixed
+from models.parallel import Group
 from models.rope import RopeConfig
-from ops.interface import Format, Matrix, Ops
 
 ALL = slice(None)
-
-
-@dataclass(frozen=True)
-class Formats:
-    """How matrices are kept. The router and the embedding stay in `plain`: small, or read one row a token."""
-
-    plain: Format
-    linear: Format
-    head: Format
-
-
-@dataclass(frozen=True)
-class Build:
-    """What layers need to know to be made."""
-
-    ops: Ops
-    parallel: Parallel
-    formats: Formats
-    dtype: torch.dtype  # of the embedding and the KV cache
-    device: torch.device
-    max_positions: int  # longest sequence that the case allows
-
-    def matrix(self, rows: int, columns: int, format: Format) -> Matrix:
-        return self.ops.matrix(rows, columns, format, self.device)
-
-    def table(self, *shape: int) -> Tensor:
-        return fixed(torch.empty(shape, dtype=self.dtype, device=self.device))
-
-    def vector(self, size: int) -> Tensor:
-        """Norms and biases: few, and added to what is wide."""
-        return fixed(torch.empty(size, dtype=self.ops.vector_type(self.dtype), device=self.device))
-
-
-def fixed(tensor: Tensor) -> nn.Parameter:
-    """A tensor that stays where it is: graphs take Parameters by their address."""
-    return nn.Parameter(tensor, requires_grad=False)
+HEAD = "lm_head.weight"  # where it is not the embedding
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A checkpoint tensor of `shape`, of which this rank keeps `part`: `fill` takes it. None: another rank's."""
+    """A checkpoint tensor of `shape`, of which this rank keeps `part`: `fill` takes it. None: another rank's.
+    `linear`: the weight of a linear module, which a checkpoint may have quantised; `fill` takes those as well."""
 
     name: str
     shape: tuple[int, ...]
     part: tuple[slice, ...] = ()
-    fill: Callable[[Tensor], object] | None = None
+    fill: Callable[[Any], object] | None = None
+    linear: bool = False
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -132,13 +100,12 @@ class Source:
 class MergedLinear(Layer):
     """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. Fully local."""
 
-    def __init__(
-        self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, format: Format | None = None
-    ):
+    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, quantise: bool = True):
         super().__init__()
         self.ops, self.sources = build.ops, sources
         outputs = sum(s.kept for s in sources)
-        self.weight = build.matrix(outputs, inputs, format or build.formats.linear)
+        names, formats = [source.name for source in sources], build.formats
+        self.weight = build.matrix(outputs, inputs, build.linear(names, (inputs, 1)) if quantise else formats.plain)
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (inputs + bias)
         self.nbytes = self.weight.nbytes
@@ -151,7 +118,7 @@ class MergedLinear(Layer):
         row = 0
         for source in self.sources:
             fill = partial(self.weight.fill, row)
-            yield Piece(f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL), fill)
+            yield Piece(f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL), fill, linear=True)
             if self.bias is not None:
                 into = self.bias[row : row + source.kept]
                 yield Piece(f"{parent}.{source.name}.bias", (source.rows,), (source.part,), into.copy_)
@@ -161,10 +128,11 @@ class MergedLinear(Layer):
 class RowLinear(Layer):
     """A matrix split by input columns; every rank's partial result is summed over the group, then the bias added."""
 
-    def __init__(self, build: Build, group: Group, inputs: int, outputs: int, bias: bool = False):
+    def __init__(self, build: Build, name: str, group: Group, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
         self.ops, self.group, self.inputs, self.part = build.ops, group, inputs, group.part(inputs)
-        self.weight = build.matrix(outputs, self.part.stop - self.part.start, build.formats.linear)
+        format = build.linear([name], (inputs, group.size))
+        self.weight = build.matrix(outputs, self.part.stop - self.part.start, format)
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (self.weight.columns + bias)
         self.nbytes = self.weight.nbytes
@@ -175,7 +143,8 @@ class RowLinear(Layer):
 
     def pieces(self, path: str) -> Iterator[Piece]:
         outputs = self.weight.rows
-        yield Piece(f"{path}.weight", (outputs, self.inputs), (ALL, self.part), partial(self.weight.fill, 0))
+        fill = partial(self.weight.fill, 0)
+        yield Piece(f"{path}.weight", (outputs, self.inputs), (ALL, self.part), fill, linear=True)
         if self.bias is not None:
             yield Piece(f"{path}.bias", (outputs,), (ALL,), self.bias.copy_)
 
@@ -213,7 +182,7 @@ class LMHead(Layer):
 
     def pieces(self, path: str) -> Iterator[Piece]:
         shape = (self.vocabulary, self.weight.columns)
-        yield Piece(self.source, shape, (self.part, ALL), partial(self.weight.fill, 0))
+        yield Piece(self.source, shape, (self.part, ALL), partial(self.weight.fill, 0), linear=self.source == HEAD)
 
 
 class Experts(Layer):
@@ -230,7 +199,9 @@ class Experts(Layer):
         self.part = build.parallel.moe_tp.part(intermediate)
         count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
         self.first = self.here.start if count < experts else None
-        self.weights = build.ops.expert_matrices(count, inner, hidden, build.formats.linear, build.device)
+        names = [f"{expert}.{which}_proj" for expert in range(experts) for which in ("gate", "up", "down")]
+        format = build.at("experts").linear(names, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
+        self.weights = build.ops.expert_matrices(count, inner, hidden, format, build.device)
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
@@ -246,9 +217,9 @@ class Experts(Layer):
                 shape, part = (tall, (ALL, self.part)) if which == "down" else (wide, (self.part, ALL))
                 if self.here.start <= expert < self.here.stop:
                     fill = partial(self.weights.fill, expert - self.here.start, which)
-                    yield Piece(name, shape, part, fill)
+                    yield Piece(name, shape, part, fill, linear=True)
                 else:
-                    yield Piece(name, shape)
+                    yield Piece(name, shape, linear=True)
 
 
 class PagedAttention(nn.Module):

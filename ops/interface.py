@@ -4,10 +4,13 @@ T: tokens of the step, all sequences packed one after another. S: sequences. Sha
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ops.quantised import Quantised
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,15 @@ FORMATS |= {kind: Format(kind, group=32) for kind in ("q8", "q4")}
 
 
 class Matrix(Protocol):
-    """A weight matrix as an implementation keeps it, filled row range by row range from float tensors."""
+    """A weight matrix as an implementation keeps it, filled row range by row range."""
 
     rows: int
     columns: int
     nbytes: int
     storages: list[Tensor]  # all that it keeps
 
-    def fill(self, row: int, part: Tensor) -> None:
-        """Put `part` (m, columns) at rows row .. row + m."""
+    def fill(self, row: int, part: "Tensor | Quantised") -> None:
+        """Put `part` (m, columns) at rows row .. row + m; what is quantised as the matrix is kept stays bit for bit."""
 
 
 class ExpertMatrices(Protocol):
@@ -49,7 +52,7 @@ class ExpertMatrices(Protocol):
     nbytes: int
     storages: list[Tensor]
 
-    def fill(self, expert: int, which: str, part: Tensor) -> None:
+    def fill(self, expert: int, which: str, part: "Tensor | Quantised") -> None:
         """Put all of "gate", "up" or "down" of one expert."""
 
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.interface import Format, Lengths
+from ops.quantised import Quantised, floats
 
 
 class DenseMatrix:
@@ -18,8 +19,9 @@ class DenseMatrix:
         self.nbytes = self.data.nbytes
         self.storages = [self.data]
 
-    def fill(self, row: int, part: Tensor) -> None:
-        self.data[row : row + len(part)] = part
+    def fill(self, row: int, part: Tensor | Quantised) -> None:
+        wide = floats(part)
+        self.data[row : row + len(wide)] = wide
 
 
 class DenseExperts:
@@ -33,9 +35,9 @@ class DenseExperts:
         self.nbytes = self.w13.nbytes + self.w2.nbytes
         self.storages = [self.w13, self.w2]
 
-    def fill(self, expert: int, which: str, part: Tensor) -> None:
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         gate, up = self.w13[expert].chunk(2)
-        {"gate": gate, "up": up, "down": self.w2[expert]}[which].copy_(part)
+        {"gate": gate, "up": up, "down": self.w2[expert]}[which].copy_(floats(part))
 
 
 matrix = DenseMatrix

@@ -34,7 +34,6 @@ class Qwen3MoeConfig:
         hf = read_hf_config(folder, "qwen3_moe")
         hf.refuse("hidden_act", "silu")
         hf.refuse("use_sliding_window", False)
-        hf.refuse("quantization_config")
         layers = hf.size("num_hidden_layers", default=24)
         heads, hidden = hf.size("num_attention_heads", default=32), hf.size("hidden_size", default=2048)
         head_dim = hf.size("head_dim", default=max(hidden // heads, 1))

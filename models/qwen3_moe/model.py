@@ -7,8 +7,9 @@ layers' business.
 from torch import Tensor, nn
 
 from models.batch import Batch
+from models.build import Build
 from models.layers import (
-    Build,
+    HEAD,
     Experts,
     LMHead,
     MergedLinear,
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(build, dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(build, dim, config.rms_norm_eps)
         self.attention = PagedAttention(build, self.sizes[1] // dim, dim)
-        self.o_proj = RowLinear(build, tp, q_rows, config.hidden_size, bias)
+        self.o_proj = RowLinear(build, "o_proj", tp, q_rows, config.hidden_size, bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.sizes, dim=-1))
@@ -62,7 +63,7 @@ class DenseMLP(nn.Module):
         self.gate_up_proj = MergedLinear(
             build, config.hidden_size, [Source(name, rows, tp.part(rows)) for name in ("gate_proj", "up_proj")]
         )
-        self.down_proj = RowLinear(build, tp, rows, config.hidden_size)
+        self.down_proj = RowLinear(build, "down_proj", tp, rows, config.hidden_size)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
@@ -76,7 +77,7 @@ class SparseMoeBlock(nn.Module):
             build,
             config.hidden_size,
             [Source("gate", config.num_experts, slice(0, config.num_experts))],
-            format=build.formats.plain,
+            quantise=False,
         )
         self.experts = Experts(build, config.num_experts, config.hidden_size, config.moe_intermediate_size)
 
@@ -89,9 +90,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: Qwen3MoeConfig, build: Build, sparse: bool):
         super().__init__()
         self.input_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, build)
+        self.self_attn = Attention(config, build.at("self_attn"))
         self.post_attention_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-        self.mlp = SparseMoeBlock(config, build) if sparse else DenseMLP(config, build)
+        self.mlp = (SparseMoeBlock if sparse else DenseMLP)(config, build.at("mlp"))
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, batch: Batch
@@ -107,7 +108,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(build, config.rope)
-        self.layers = nn.ModuleList(DecoderLayer(config, build, sparse) for sparse in config.sparse_layers)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, build.at(f"model.layers.{i}"), sparse) for i, sparse in enumerate(config.sparse_layers)
+        )
         self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -122,7 +125,7 @@ class Qwen3MoeForCausalLM(nn.Module):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
         super().__init__()
         self.model = Decoder(config, build)
-        source = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
 
     def prefill(self, batch: Batch) -> Tensor:
@@ -136,4 +139,4 @@ class Qwen3MoeForCausalLM(nn.Module):
 
     def ignored_weights(self) -> frozenset[str]:
         """Checkpoint tensors that may be there without being used: a tied head that was saved all the same."""
-        return frozenset({"lm_head.weight"} - {self.lm_head.source})
+        return frozenset({HEAD} - {self.lm_head.source})

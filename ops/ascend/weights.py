@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from errors import UserError
 from ops.interface import Format
+from ops.quantised import Quantised, floats
 
 FRACTAL_NZ = 29
 NIBBLES = 8  # in an int32
@@ -57,20 +58,21 @@ class Plane:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.storages)
 
-    def put(self, index: tuple[int, ...], row: int, part: Tensor) -> None:
+    def put(self, index: tuple[int, ...], row: int, part: Tensor | Quantised) -> None:
         """Put `part` (m, columns) at rows row .. row + m of the matrix at `index`."""
-        end = row + len(part)
+        count = len(part.levels) if isinstance(part, Quantised) else len(part)
+        end = row + count
         if self.scales is None:
-            self.data[index][:, row:end] = part.T
-        elif row % NIBBLES or len(part) % NIBBLES:
+            self.data[index][:, row:end] = floats(part).T
+        elif row % NIBBLES or count % NIBBLES:
             raise UserError(f"quantization: rows {row} to {end} of a matrix do not fill words of {NIBBLES} outputs")
         else:
-            nibbles, scales, offsets = quantise(part, self.format.group, self.format.zeros)
+            nibbles, scales, offsets = signed(part, self.format)
             self.data[index][:, row // NIBBLES : end // NIBBLES] = pack(nibbles.T)
             self.scales[index][:, row:end] = scales.T
             if self.offsets is not None:
                 self.offsets[index][:, row:end] = offsets.T
-        self.missing -= len(part)
+        self.missing -= count
         if not self.missing and self.format.tiled and self.data.device.type == "npu":
             import torch_npu
 
@@ -83,7 +85,7 @@ class AscendMatrix(Plane):
         super().__init__((), rows, columns, format, dtype, device)
         self.rows, self.columns = rows, columns
 
-    def fill(self, row: int, part: Tensor) -> None:
+    def fill(self, row: int, part: Tensor | Quantised) -> None:
         self.put((), row, part)
 
 
@@ -107,7 +109,7 @@ class AscendExperts:
     def nbytes(self) -> int:
         return self.w13.nbytes + self.w2.nbytes
 
-    def fill(self, expert: int, which: str, part: Tensor) -> None:
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         if which == "down":
             self.w2.put((expert,), 0, part)
         else:
@@ -117,6 +119,15 @@ class AscendExperts:
 def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A Parameter: graphs take those by their address."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """As `quantise` has it; levels that are quantised alike already stay as they are."""
+    if isinstance(part, Quantised) and part.fits(format):
+        scales, zeros = part.in_groups(format.group)
+        offsets = torch.zeros_like(scales) if zeros is None else 8 - zeros.to(scales.dtype)
+        return part.levels.to(torch.int32) - 8, scales, offsets
+    return quantise(floats(part), format.group, format.zeros)
 
 
 def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch.nn import functional
 from errors import UserError
 from ops.cpu.engine import native, pointer
 from ops.interface import Format
+from ops.quantised import Quantised
 
 ROWS, BLOCK = 16, 32
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}
@@ -29,7 +30,7 @@ class PackedMatrices:
         group = format.group
         if group and columns % group:
             raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {group}")
-        self.columns, self.nbytes = columns, 0
+        self.format, self.columns, self.nbytes = format, columns, 0
         self.buffers, parts = [], []
         for node, (first, end) in enumerate(pairwise(native().split(padded(rows, unit) // unit))):
             part_rows = (end - first) * unit
@@ -45,13 +46,28 @@ class PackedMatrices:
         self.storages = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.buffers if len(buffer)]
         self.handle = native().SplitMatrix(parts)
 
-    def fill(self, index: int, row: int, part: Tensor, step: int = 1) -> None:
+    def fill(self, index: int, row: int, part: Tensor | Quantised, step: int = 1) -> None:
         """Put `part` at rows row, row + 1 ...; with `step` 2, 16 rows at a time with 16 others' room between."""
+        if isinstance(part, Quantised):
+            if part.fits(self.format):
+                return self._fill_levels(index, row, part, step)
+            part = part.floats()
         for start, rows in zip(range(0, len(part), CHUNK), part.split(CHUNK), strict=True):
             wide = rows.to(torch.float32).contiguous()
             if missing := self.columns - part.shape[1]:  # padding columns, in float formats only
                 wide = functional.pad(wide, (0, missing))
             native().pack_rows(self.handle, index, row + start * step, step, len(wide), pointer(wide))
+
+    def _fill_levels(self, index: int, row: int, part: Quantised, step: int) -> None:
+        scales, zeros = part.in_groups(self.format.group)
+        halves = scales.to(torch.float16).contiguous()
+        if not halves.isfinite().all():
+            raise UserError("quantization: a scale is beyond float16's range: --set quantization.method=none")
+        zeros = None if zeros is None else zeros.contiguous()
+        addresses = (
+            pointer(part.levels, torch.uint8), pointer(halves, torch.float16), pointer(zeros, torch.uint8),
+        )  # fmt: skip
+        native().pack_levels(self.handle, index, row, step, len(halves), *addresses)
 
     def dequantised(self, index: int, rows: int, row: int = 0, step: int = 1) -> Tensor:
         """What is stored, as float32 (rows, columns)."""
@@ -67,7 +83,7 @@ class NativeMatrix:
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
         self.quantised = format.quantised
 
-    def fill(self, row: int, part: Tensor) -> None:
+    def fill(self, row: int, part: Tensor | Quantised) -> None:
         self.packed.fill(0, row, part)
 
 
@@ -86,7 +102,7 @@ class NativeExperts:
         self.nbytes = self.w13.nbytes + self.w2.nbytes
         self.storages = self.w13.storages + self.w2.storages
 
-    def fill(self, expert: int, which: str, part: Tensor) -> None:
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         if which == "down":
             self.w2.fill(expert, 0, part)
         else:

@@ -17,7 +17,8 @@ from executor.batching import pack
 from executor.kv_pages import PagePool
 from executor.sequence import Sequence
 from models.batch import Batch
-from models.layers import Build, Formats, PagedAttention
+from models.build import Build, Formats
+from models.layers import PagedAttention
 from models.parallel import Parallel
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.model import Qwen3MoeForCausalLM

@@ -79,6 +79,13 @@ PYBIND11_MODULE(_native, m) {
         Context context{*engine.pool, *engine.kernels};
         pack_rows(context, w, {index, first, step}, count, at<const float>(rows));
     });
+    m.def("pack_levels", [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count,
+                            uintptr_t levels, uintptr_t scales, uintptr_t zeros) {
+        py::gil_scoped_release release;
+        Context context{*engine.pool, *engine.kernels};
+        pack_levels(context, w, {index, first, step}, count, at<const uint8_t>(levels), at<const uint16_t>(scales),
+                    at<const uint8_t>(zeros));
+    });
     m.def("unpack_rows", [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count,
                             uintptr_t rows) {
         py::gil_scoped_release release;

@@ -138,6 +138,26 @@ void pack_rows(Context& context, const SplitMatrix& split, const RowRange& where
     });
 }
 
+void pack_levels(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count,
+                 const uint8_t* levels, const uint16_t* scales, const uint8_t* zeros) {
+    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
+        const int64_t groups = w.k / w.group;
+        const uint8_t middle = w.format == Format::q8 ? 128 : 8;
+        for (int64_t i = first; i < end; i++) {
+            const Place to = place_of(w, row + i - first);
+            for (int64_t g = 0; g < groups; g++) {
+                to.scales[g * kRows] = scales[i * groups + g];
+                if (to.zeros) to.zeros[g * kRows] = zeros ? zeros[i * groups + g] : middle;
+            }
+        }
+        for (int64_t c = 0; c < w.k; c += kBlock)  // block by block: the rows share its lines
+            for (int64_t i = first; i < end; i++) {
+                const Place to = place_of(w, row + i - first);
+                put_block(w.format, to.quants + c / kBlock * w.block_bytes(), to.lane, levels + i * w.k + c);
+            }
+    });
+}
+
 void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, float* to) {
     for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++) {

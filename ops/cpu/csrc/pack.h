@@ -16,6 +16,11 @@ struct RowRange {
 // what maps the element of largest magnitude to -8, which uses all sixteen values.
 void pack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, const float* from);
 
+// Put `count` rows there that are quantised already: levels (count, k), scales and zeros (count, k / group). Zeros may be
+// null where the matrix has zero points: they are then the middle of the levels.
+void pack_levels(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, const uint8_t* levels,
+                 const uint16_t* scales, const uint8_t* zeros);
+
 // The inverse, dequantised.
 void unpack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, float* to);
 

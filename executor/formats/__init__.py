@@ -1,0 +1,1 @@
+"""Checkpoint formats: where a matrix lies in the files, and how it is read."""

@@ -1,0 +1,76 @@
+"""What a format says of a matrix: the tensors that hold it, and how to read a part of it from them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from errors import UserError
+from ops.interface import Format
+from ops.quantised import Quantised
+
+FLOATS = ("BF16", "F16", "F32")
+
+
+class Fetch(Protocol):
+    """Parts of a checkpoint's tensors by name."""
+
+    def __call__(self, name: str, *part: slice) -> Tensor: ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Needed:
+    """A tensor of the checkpoint by its shape and the types that it may have, in safetensors' words."""
+
+    shape: tuple[int, ...]
+    types: tuple[str, ...] = FLOATS
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One weight of the model: `read(fetch, *part)` gives a part of it."""
+
+    tensors: dict[str, Needed]
+    read: Callable[..., Tensor | Quantised] = field(repr=False)
+
+
+def plain(name: str, shape: tuple[int, ...]) -> Stored:
+    """A float tensor under its own name."""
+    return Stored({name: Needed(shape)}, lambda fetch, *part: fetch(name, *part))
+
+
+def check_sizes(module: str, *rules: tuple[str, int, str, int]) -> None:
+    """(what, its size, of what it must be a multiple, that size)"""
+    for what, size, unit, multiple in rules:
+        if size % multiple:
+            raise UserError(f"{module}: {size} {what} are no multiple of {unit}: {multiple}")
+
+
+class Scheme(ABC):
+    """How a checkpoint is quantised."""
+
+    title: str  # for people
+    format: Format | None  # keeps its weights as they are; None: nothing does, they become floats
+
+    @abstractmethod
+    def quantised(self, module: str) -> bool:
+        """Whether this linear module, such as "model.layers.0.self_attn.q_proj", is."""
+
+    @abstractmethod
+    def stored(self, module: str, rows: int, columns: int) -> Stored:
+        """Where the weight (rows, columns) of a quantised module lies."""
+
+
+class Unquantised(Scheme):
+    title, format = "unquantised", None
+
+    def quantised(self, module: str) -> bool:
+        return False
+
+    def stored(self, module: str, rows: int, columns: int) -> Stored:
+        return plain(f"{module}.weight", (rows, columns))

@@ -1,0 +1,29 @@
+"""Levels of 4 or 8 bits packed into int32, first in the lowest bits; and parts of what is packed or grouped."""
+
+from collections.abc import Callable
+from math import gcd
+
+import torch
+from torch import Tensor
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """(..., n) int32 -> (..., n, 32 / bits) uint8"""
+    bytes_ = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # little-endian: the lowest bits first
+    if bits == 8:
+        return bytes_
+    return torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
+
+
+def covering(part: slice, count: int) -> tuple[slice, slice]:
+    """The words that hold elements `part` of a packed dimension, and where those elements stand in them."""
+    first, end = part.start // count, -(-part.stop // count)
+    return slice(first, end), slice(part.start - first * count, part.stop - first * count)
+
+
+def groups_of(inputs: slice, group: int) -> tuple[slice, Callable[[Tensor], Tensor]]:
+    """The groups that hold columns `inputs`, and what makes of their (m, groups) scales those of `inputs` alone: where
+    the part begins or ends inside a group, smaller groups with copies."""
+    unit = gcd(group, inputs.start, inputs.stop)
+    held, within = covering(slice(inputs.start // unit, inputs.stop // unit), group // unit)
+    return held, lambda scales: scales.repeat_interleave(group // unit, dim=1)[:, within]

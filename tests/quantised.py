@@ -1,0 +1,158 @@
+"""Tiny checkpoints in every quantised format, written element by element from the formats' descriptions (those of
+compressed-tensors by its own library), and beside each the same model in floats."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+AWQ_SHIFTS = [0, 16, 4, 20, 8, 24, 12, 28]
+Written = tuple[dict[str, Tensor], Tensor]  # a module's tensors by their last name, and what they mean (N, K)
+
+
+def levels_of(w: Tensor, group: int, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Any levels will do, as long as they use their whole range: (N, K) int, scales and zeros (N, K / group)."""
+    parts, top = w.unflatten(1, (-1, group)), (1 << bits) - 1
+    low, high = parts.amin(-1), parts.amax(-1)
+    if symmetric:
+        scales = (parts.abs().amax(-1) / (top // 2)).half()
+        zeros = torch.full_like(scales, (top + 1) // 2)
+    else:
+        scales = ((high - low) / top).half()
+        zeros = (-low / scales.float()).round().clamp(0, top)
+    levels = ((parts / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, top)
+    return levels.flatten(1).int(), scales, zeros.int()
+
+
+def meaning(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    times = levels.shape[1] // scales.shape[1]
+    wide = [x.repeat_interleave(times, 1).double() for x in (zeros, scales)]
+    return ((levels.double() - wide[0]) * wide[1]).float()
+
+
+def packed(levels: Tensor, shifts: list[int]) -> Tensor:
+    """(a, b) to (a, b / n) int32, one element after another."""
+    count, numbers = len(shifts), levels.tolist()
+    words = [[sum(row[i + j] << shifts[j] for j in range(count)) for i in range(0, len(row), count)] for row in numbers]
+    return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
+
+
+def awq(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
+    levels, scales, zeros = levels_of(w, group, bits, symmetric)
+    tensors = {"qweight": packed(levels.T, AWQ_SHIFTS), "qzeros": packed(zeros.T, AWQ_SHIFTS), "scales": scales.T}
+    return tensors, meaning(levels, scales, zeros)
+
+
+def gptq(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
+    group = w.shape[1] if group < 0 else group
+    levels, scales, zeros = levels_of(w, group, bits, symmetric)
+    zeros = zeros.clamp(min=1)  # the format stores them less one
+    shifts = list(range(0, 32, bits))
+    tensors = {
+        "qweight": packed(levels, shifts).T, "qzeros": packed(zeros.T - 1, shifts), "scales": scales.T,
+        "g_idx": torch.arange(w.shape[1], dtype=torch.int32) // group,
+    }  # fmt: skip
+    return tensors, meaning(levels, scales, zeros)
+
+
+def pack_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
+    group = w.shape[1] if group < 0 else group
+    levels, scales, zeros = levels_of(w, group, bits, symmetric)
+    middle = 1 << (bits - 1)
+    tensors = {
+        "weight_packed": pack_to_int32((levels - middle).to(torch.int8), bits),
+        "weight_shape": torch.tensor(w.shape), "weight_scale": scales,
+    }  # fmt: skip
+    if not symmetric:
+        tensors["weight_zero_point"] = pack_to_int32((zeros - middle).to(torch.int8), bits, packed_dim=0)
+    return tensors, meaning(levels, scales, zeros)
+
+
+def int_quantized(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
+    levels, scales, zeros = levels_of(w, w.shape[1], bits, symmetric)
+    tensors = {"weight": (levels - 128).to(torch.int8), "weight_scale": scales}
+    if not symmetric:
+        tensors["weight_zero_point"] = (zeros - 128).to(torch.int8)
+    return tensors, meaning(levels, scales, zeros)
+
+
+def fp8(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
+    rows, columns = (-(-size // 128) for size in w.shape)
+    scales, means = torch.empty(rows, columns), torch.empty_like(w)
+    stored = torch.empty(w.shape, dtype=torch.float8_e4m3fn)
+    for i in range(rows):
+        for j in range(columns):
+            block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            scales[i, j] = w[block].abs().max() / 448
+            stored[block] = (w[block] / scales[i, j]).to(torch.float8_e4m3fn)
+            means[block] = stored[block].float() * scales[i, j]
+    return {"weight": stored, "weight_scale_inv": scales}, means
+
+
+def compressed_config(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "channel" if group < 0 else "group",
+        "group_size": None if group < 0 else group, "actorder": None, "dynamic": False,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"], "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+WRITERS: dict[str, Callable[[Tensor, int, int, bool], Written]] = {
+    "awq": awq, "gptq": gptq, "gptq_v2": gptq, "pack-quantized": pack_quantized, "int-quantized": int_quantized,
+    "fp8": fp8,
+}  # fmt: skip
+
+
+def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, Any]:
+    if format == "awq":
+        common = {"quant_method": "awq", "version": "gemm", "bits": bits, "group_size": group}
+        return common | {"zero_point": True, "modules_to_not_convert": ["mlp.gate"]}
+    if format.startswith("gptq"):
+        common = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": symmetric}
+        return common | {"checkpoint_format": format, "dynamic": {r"-:.*mlp\.gate$": {}}}
+    if format == "fp8":
+        common = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        gates = [f"model.layers.{i}.mlp.gate" for i in range(2)]
+        return common | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", *gates]}
+    return compressed_config(format, group, bits, symmetric)
+
+
+def is_quantised(name: str) -> bool:
+    return ".layers." in name and name.endswith("_proj.weight")
+
+
+def quantise_tiny(model: Path, to: Path, format: str, group: int = 32, bits: int = 4, symmetric: bool = False) -> Path:
+    """Writes `to`, and `to`-floats with the same weights as floats; returns the latter."""
+    floats = to.with_name(to.name + "-floats")
+    for folder in (to, floats):
+        shutil.copytree(model, folder)
+    weights, tensors, means = load_file(model / "model.safetensors"), {}, {}
+    for name, w in weights.items():
+        if not is_quantised(name):
+            tensors[name] = means[name] = w
+            continue
+        written, means[name] = WRITERS[format](w, group, bits, symmetric)
+        if format == "gptq_v2":
+            written["qzeros"] = torch.from_numpy(
+                (written["qzeros"].numpy().view(np.uint32) + np.uint32(0x11111111 if bits == 4 else 0x01010101)).view(
+                    np.int32
+                )
+            )
+        tensors |= {name.removesuffix("weight") + kind: t.contiguous() for kind, t in written.items()}
+    save_file(tensors, to / "model.safetensors")
+    save_file(means, floats / "model.safetensors")
+    config = json.loads((to / "config.json").read_text())
+    config["quantization_config"] = config_of(format, group, bits, symmetric)
+    (to / "config.json").write_text(json.dumps(config))
+    return floats
