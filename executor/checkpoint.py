@@ -21,6 +21,7 @@ SIGNS = {  # tensors that only one format has
     "weight_packed": "compressed-tensors' pack-quantized",
     "weight_scale": "compressed-tensors' int-quantized or float-quantized",
     "qweight": "AWQ's or GPTQ's",
+    "g_idx": "GPTQ's",
     "weight_scale_inv": "block-scaled FP8's",
 }
 
@@ -104,13 +105,12 @@ def _prove_headers(files: CheckpointFiles, stored: dict[str, Stored], scheme: Sc
                 wrong.append(f"{tensor} has shape {list(shape)}, expected {list(need.shape)}")
             if kind not in need.types:
                 wrong.append(f"{tensor} has type {kind}, expected one of {', '.join(need.types)}")
+        signs = [(f"{module}.{sign}", whose) for sign, whose in SIGNS.items()]
+        strange = [f"{sign}, {whose}" for sign, whose in signs if sign in there and sign not in weight.tensors]
+        if absent and name in there and name not in weight.tensors:
+            strange.append(f"{name}, unquantised")
+        otherwise += strange
         missing += absent
-        if absent:
-            signs = [f"{module}.{sign}, {whose}" for sign, whose in SIGNS.items() if f"{module}.{sign}" in there]
-            if signs and absent:
-                otherwise += signs
-            elif name in there:
-                otherwise.append(f"{name}, unquantised")
     for problem, names in (
         (f"weights that are not stored as the config says ({scheme.title})", sorted(otherwise)),
         ("tensors missing", sorted(missing)),

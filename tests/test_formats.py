@@ -1,23 +1,39 @@
 """Quantised checkpoints: what is read is what the format means, in floats and kept as it is."""
 
+import contextlib
+import dataclasses
 import itertools
+import json
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from errors import UserError
+from executor.building import build_of
+from executor.checkpoint import load_checkpoint
+from executor.distributed import place_of
+from executor.formats.detect import SCHEMES, read_scheme
+from executor.runners import make_runner as new_runner
+from models.hf_config import HfConfig
 from models.layers import Experts, MergedLinear, RowLinear, layers_of
-from ops.cpu.matrix import NativeExperts, NativeMatrix
+from ops import load_ops
+from ops.cpu import engine
+from ops.cpu.matrix import NativeExperts
 from tests.quantised import quantise_tiny
-from tests.tiny import make_runner, save_tiny, tiny_case
+from tests.tiny import ONE_RANK, make_runner, save_tiny, tiny_case
 from tools.logits import prefill_logits
 
 SIZES = dict(
     hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=128,
-    intermediate_size=128, num_experts=4, num_experts_per_tok=2, initializer_range=0.05,
+    intermediate_size=128, num_experts=8, num_experts_per_tok=2, initializer_range=0.05,
 )  # fmt: skip
 # format, group, bits, symmetric; whether the CPU keeps it bit for bit
 FORMATS = [
@@ -64,29 +80,148 @@ def test_every_format_means_its_floats(
     expected = logits(tmp_path, floats, **none)
     for ours, theirs in zip(logits(tmp_path, tmp_path / "quantised", **none), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
-    assert_kept(tmp_path / "quantised", load_file(floats / "model.safetensors"), kept)
+    assert_kept(built(tmp_path / "quantised"), load_file(floats / "model.safetensors"), kept)
 
 
-def assert_kept(checkpoint: Path, means: dict[str, Tensor], kept: bool, **sections: Any) -> None:
+def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
+    """This rank's model with its weights, without the other ranks."""
+    case = tiny_case(checkpoint.parent, checkpoint, **sections)
+    engine.start(1, "auto")
+    build = build_of(case, load_ops("cpu"), place_of(case, rank, {}), torch.device("cpu"), True)
+    runner = new_runner(case, checkpoint.parent, dataclasses.replace(ONE_RANK, rank=rank, world_size=case.world_size))
+    model = cast(Any, runner.build_model(build))
+    load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignored_weights(), progress=False)
+    return cast(nn.Module, model)
+
+
+def assert_kept(model: nn.Module, means: dict[str, Tensor], kept: bool) -> None:
     """Every matrix is the checkpoint's, to the last bit, in as many bits as there if `kept`."""
-    runner = make_runner(tiny_case(checkpoint.parent, checkpoint, **sections), checkpoint.parent)
     checked = 0
-    for path, layer in layers_of(cast(nn.Module, runner.model)):
+    for path, layer in layers_of(model):
         if isinstance(layer, Experts):
             native = cast(NativeExperts, layer.weights)
             assert native.w13.format.quantised == kept
             for expert, which in itertools.product(range(layer.experts), ("gate", "up", "down")):
                 mean = means[f"{path}.{expert}.{which}_proj.weight"]
-                assert torch.equal(native.dequantised(expert, which), mean)
+                mine = mean[:, layer.part] if which == "down" else mean[layer.part]
+                assert torch.equal(native.dequantised(expert, which), mine)
                 checked += 1
-        elif isinstance(layer, MergedLinear | RowLinear):
-            matrix = cast(NativeMatrix, layer.weight)
+        elif isinstance(layer, RowLinear):
+            checked += check_matrix(layer.weight, means[f"{path}.weight"][:, layer.part], kept)
+        elif isinstance(layer, MergedLinear) and layer.sources[0].name != "gate":
             parent = path.rpartition(".")[0]
-            names = [f"{parent}.{s.name}" for s in layer.sources] if isinstance(layer, MergedLinear) else [path]
-            if names == [f"{parent}.gate"]:
-                continue
-            assert matrix.quantised == kept
-            mean = torch.cat([means[f"{name}.weight"] for name in names])
-            assert torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
-            checked += 1
-    assert checked == 2 * (3 * 4 + 2)
+            rows = [means[f"{parent}.{source.name}.weight"][source.part] for source in layer.sources]
+            checked += check_matrix(layer.weight, torch.cat(rows), kept)
+    assert checked == 2 * (3 * 8 + 2)
+
+
+def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
+    assert matrix.quantised == kept
+    return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
+
+
+@pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "int-quantized", "fp8"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str, ranks: int) -> None:
+    """Also where a rank's columns begin inside a group of 128, or its rows inside a word."""
+    bits, group = (8, -1) if format == "int-quantized" else (4, 128)
+    floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
+    means = load_file(floats / "model.safetensors")
+    for rank in range(ranks):
+        assert_kept(built(tmp_path / "quantised", rank, world_size=ranks), means, kept=format != "fp8")
+
+
+def test_a_split_that_leaves_too_little_is_refused(tmp_path: Path, model: Path) -> None:
+    quantise_tiny(model, tmp_path / "quantised", "awq", 32)
+    complaint = (
+        r"experts\.0\.gate_proj: 128 quantised columns over 8 ranks are 16 on each, no multiple of 32: split them"
+    )
+    with pytest.raises(UserError, match=complaint + " over 1, 2, 4"):
+        built(tmp_path / "quantised", world_size=8)
+
+
+def edited(model: Path, folder: Path, format: str, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
+    """A checkpoint with something wrong: `edit` changes its tensors and its quantization_config."""
+    to = folder / "quantised"
+    quantise_tiny(model, to, format, 32)
+    tensors, config = load_file(to / "model.safetensors"), json.loads((to / "config.json").read_text())
+    edit(tensors, config["quantization_config"])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / "model.safetensors")
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+Q = "model.layers.1.mlp.experts.3.up_proj"
+
+
+def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any], dict[str, Any]], object]:
+    def edit(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        tensors[name] = change(tensors[name])
+
+    return edit
+
+
+def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda scales: scales.clone().index_fill_(0, torch.tensor([1]), value)
+
+
+@pytest.mark.parametrize(
+    ("format", "edit", "complaint"),
+    [
+        ("awq", lambda t, c: t.pop(f"{Q}.scales"), rf"1 tensors missing: {Q}\.scales"),
+        ("awq", lambda t, c: t.update({"model.layers.9.x": torch.ones(1)}), "1 tensors that the model does not know"),
+        ("awq", put(f"{Q}.scales", bad_scale(float("nan"))), rf"{Q}\.scales: scales are not all finite"),
+        ("awq", put(f"{Q}.scales", bad_scale(float("inf"))), rf"{Q}\.scales: scales are not all finite"),
+        ("awq", put(f"{Q}.qweight", lambda x: x.long()), rf"{Q}\.qweight has type I64, expected one of I32"),
+        ("awq", put(f"{Q}.qzeros", lambda x: x[:4]), rf"{Q}\.qzeros has shape \[4, 16\], expected \[8, 16\]"),
+        ("awq", lambda t, c: c.update(group_size=48), r"group_size: 48 must be one of 32, 64, 128"),
+        ("awq", lambda t, c: c.update(group_size=1 << 70), r"group_size: 1180591620717411303424 must be one of"),
+        ("awq", lambda t, c: c.update(group_size=True), r"group_size: True must be one of"),
+        ("awq", lambda t, c: c.update(bits=3), r"bits: 3 is not implemented"),
+        ("awq", lambda t, c: c.update(version="gemv"), r"version: 'gemv' is not implemented"),
+        ("awq", lambda t, c: c.update(quant_method="exl2"), r"quant_method: 'exl2' must be one of awq, gptq"),
+        ("awq", lambda t, c: c.update(modules_to_not_convert=7), "modules_to_not_convert: 7 must be a list of names"),
+        ("awq", lambda t, c: c.update(modules_to_not_convert=[]), r"gate\.weight, unquantised"),
+        ("awq", lambda t, c: c.update(modules_to_not_convert=["mlp"]), r"up_proj\.qweight, AWQ's or GPTQ's"),
+        ("gptq", lambda t, c: c.update(desc_act=True), "desc_act: True is not supported: it scatters"),
+        ("gptq", put(f"{Q}.g_idx", lambda x: x.flip(0)), rf"{Q}\.g_idx: inputs are not in the order of their groups"),
+        ("gptq", lambda t, c: c.update(sym=True), r"qzeros: sym is true, but zero points are not all 8"),
+        ("gptq", lambda t, c: c.update(dynamic={"+:.*": {"bits": 8}}), "gives modules settings of their own"),
+        ("gptq", lambda t, c: c.update(dynamic={"-:(a+)+$": {}}), r"pattern '\(a\+\)\+\$' is too intricate"),
+        ("gptq", lambda t, c: c.update(quant_method="awq", modules_to_not_convert=["gate"]), r"g_idx, GPTQ's"),
+        ("pack-quantized", put(f"{Q}.weight_shape", lambda x: x + 1), rf"{Q}\.weight_shape: \[129, 257\] is not the"),
+        ("pack-quantized", lambda t, c: c.update(ignore=["re:" + ".*" * 9]), "is too intricate"),
+        ("pack-quantized", lambda t, c: c.update(config_groups={}), "must be one group"),
+        ("pack-quantized", lambda t, c: c.update(format="marlin-24"), "format: marlin-24|'marlin-24' must be one of"),
+        ("pack-quantized", lambda t, c: (c.clear(), c.update(quant_method="awq", group_size=32)),
+         r"weight_packed, compressed-tensors' pack-quantized"),
+        ("fp8", put(f"{Q}.weight_scale_inv", lambda x: x * float("nan")), r"scales are not all finite"),
+        ("fp8", lambda t, c: c.update(weight_block_size=[64, 64]), r"weight_block_size: \[64, 64\] must be \[128"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(tmp_path: Path, model: Path, format: str, edit: Any, complaint: str) -> None:
+    checkpoint = edited(model, tmp_path, format, edit)
+    with pytest.raises(UserError, match=complaint) as error:
+        built(checkpoint)
+    assert str(checkpoint) in str(error.value) or Q in str(error.value) or "layers.0" in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(list(SCHEMES)),
+    st.dictionaries(
+        st.sampled_from(["bits", "group_size", "version", "sym", "desc_act", "format", "config_groups", "ignore",
+                         "modules_to_not_convert", "weight_block_size", "dynamic", "zero_point", "lm_head"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+            max_leaves=6,
+        ),
+    ),
+)  # fmt: skip
+def test_any_config_is_read_or_refused(method: str, config: dict[str, Any]) -> None:
+    with contextlib.suppress(UserError):
+        scheme = SCHEMES[method](HfConfig(config, "config.json"))
+        assert scheme.quantised("model.layers.0.mlp.gate_proj") in (True, False)
+        stored = scheme.stored("model.layers.0.mlp.gate_proj", 256, 256)
+        assert all(prod(need.shape) <= 1 << 20 for need in stored.tensors.values())

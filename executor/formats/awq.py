@@ -3,16 +3,28 @@
 qweight int32 (K, N / 8), qzeros int32 (K / group, N / 8), scales (K / group, N); w = (level - zero) * scale
 """
 
+import torch
 from torch import Tensor
 
 from executor.formats.stored import Fetch, Needed, Scheme, Stored, check_sizes
-from executor.formats.words import covering, groups_of, unpack
+from executor.formats.words import covering, groups_of
 from models.hf_config import HfConfig
 from ops.interface import Format
 from ops.quantised import Quantised
 
 NIBBLES = 8
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # output j of eight is the nibble ORDER[j]
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """(a, n) int32 -> (8 n, a) uint8"""
+    turned = words.T.clone(memory_format=torch.contiguous_format)
+    bytes_ = turned.view(torch.uint8).unflatten(-1, (-1, 4))  # (n, a, 4), the lowest bits first
+    out = torch.empty(words.shape[1], NIBBLES, words.shape[0], dtype=torch.uint8)
+    for output, nibble in enumerate(ORDER):
+        pair = bytes_[..., nibble // 2]
+        torch.bitwise_and(pair >> 4 if nibble % 2 else pair, 15, out=out[:, output])
+    return out.flatten(0, 1)
 
 
 class Awq(Scheme):
@@ -40,15 +52,11 @@ class Awq(Scheme):
             held, within = covering(outputs, NIBBLES)
             in_groups, cut = groups_of(inputs, self.group)
 
-            def levels(packed: Tensor) -> Tensor:
-                """(a, words) int32 -> (outputs, a) uint8"""
-                return unpack(packed, 4)[..., ORDER].flatten(-2)[:, within].T.contiguous()
-
             return Quantised(
                 bits=4,
-                levels=levels(fetch(qweight, inputs, held)),
+                levels=unpacked(fetch(qweight, inputs, held))[within],
                 scales=cut(fetch(scales, in_groups, outputs).T),
-                zeros=cut(levels(fetch(qzeros, in_groups, held))),
+                zeros=cut(unpacked(fetch(qzeros, in_groups, held))[within]),
             )
 
         tensors = {

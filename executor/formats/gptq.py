@@ -56,7 +56,7 @@ class Gptq(Scheme):
 
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
             held, within = covering(inputs, count)
-            levels = unpack(fetch(qweight, held, outputs), self.bits)  # (words, outputs, count)
+            levels = unpack(fetch(qweight, held, outputs).T, self.bits).flatten(-2)  # (outputs, inputs)
             in_groups, cut = groups_of(inputs, group)
             in_words, among = covering(outputs, count)
             zeros = unpack(fetch(qzeros, in_groups, in_words), self.bits).flatten(-2)[:, among].T  # (outputs, groups)
@@ -65,7 +65,7 @@ class Gptq(Scheme):
                 raise UserError(f"{qzeros}: sym is true, but zero points are not all {1 << (self.bits - 1)}")
             return Quantised(
                 bits=self.bits,
-                levels=levels.permute(1, 0, 2).flatten(1)[:, within].contiguous(),
+                levels=levels[:, within].contiguous(),
                 scales=cut(fetch(scales, in_groups, outputs).T),
                 zeros=None if self.symmetric else cut(zeros),
             )

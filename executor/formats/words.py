@@ -9,10 +9,14 @@ from torch import Tensor
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """(..., n) int32 -> (..., n, 32 / bits) uint8"""
-    bytes_ = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # little-endian: the lowest bits first
+    inner = words.clone(memory_format=torch.contiguous_format)
+    bytes_ = inner.view(torch.uint8).unflatten(-1, (-1, 4))  # little-endian: the lowest bits first
     if bits == 8:
         return bytes_
-    return torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1).flatten(-2)
+    out = torch.empty(*bytes_.shape, 2, dtype=torch.uint8)
+    torch.bitwise_and(bytes_, 15, out=out[..., 0])
+    torch.bitwise_right_shift(bytes_, 4, out=out[..., 1])
+    return out.flatten(-2)
 
 
 def covering(part: slice, count: int) -> tuple[slice, slice]:

@@ -1,0 +1,135 @@
+"""How fast a checkpoint of each format becomes a model on the CPU, from the page cache, beside plain reads of it.
+
+    .venv/bin/python -m benchmarks.checkpoint_loading [--layers 2] [--formats awq gptq ...] [--rounds 3]
+
+Writes checkpoints of Qwen3-30B-A3B's shape with random weights to a temporary folder, one after another: about 0.35 GB
+a layer in 4 bits, 1.2 GB of embedding and head. Each is loaded in a process of its own, in turn with reading its files;
+GB are of the files.
+"""
+
+import argparse
+import json
+import multiprocessing
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from errors import UserError, run_main
+from executor.building import build_of
+from executor.cases import load_case
+from executor.checkpoint import stored_as
+from executor.env import RankEnv
+from executor.formats.detect import read_scheme
+from executor.formats.stored import Needed
+from executor.runners import make_runner
+from models.layers import Piece, layers_of
+from models.parallel import Parallel
+from ops.ascend.layout import AscendLayout
+from ops.interface import Ops
+
+SHAPE = Path(__file__).parent.parent / "checkpoints/qwen3_30b_a3b_8_layers/config.json"
+COMPRESSED = {"quant_method": "compressed-tensors", "ignore": ["lm_head", r"re:.*mlp\.gate$"]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["gate"]}
+
+
+def compressed(format: str, bits: int, strategy: str) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "group_size": 128}
+    return COMPRESSED | {"format": format, "config_groups": {"all": {"targets": ["Linear"], "weights": weights}}}
+
+
+FORMATS: dict[str, dict[str, Any] | None] = {
+    "bfloat16": None,
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["mlp.gate"]},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "dynamic": {r"-:.*mlp\.gate$": {}}},
+    "pack-quantized": compressed("pack-quantized", 4, "group"),
+    "int-quantized": compressed("int-quantized", 8, "channel"),
+    "fp8": FP8,
+}
+TYPES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
+
+
+def write(folder: Path, format: str, layers: int) -> None:
+    config = json.loads(SHAPE.read_text()) | {"num_hidden_layers": layers, "quantization_config": FORMATS[format]}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "case.yaml").write_text(f"model_path: {folder}\nmodel_config: {{dtype: bfloat16, with_ckpt: true}}\n"
+                                      "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n")  # fmt: skip
+    case = load_case(str(folder / "case.yaml"))
+    build = build_of(case, cast(Ops, AscendLayout(torch.bfloat16)), Parallel(), torch.device("meta"), False)
+    model = cast(nn.Module, make_runner(case, folder, RankEnv(0, 1, 0, 1, "")).build_model(build))
+    scheme, tensors = read_scheme(folder), {}
+    for path, layer in layers_of(model):
+        for piece in layer.pieces(path):
+            for name, need in stored_as([piece], scheme).tensors.items():
+                tensors[name] = made(name, need, piece)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def made(name: str, need: Needed, piece: Piece) -> Tensor:
+    """Random, but what a format fixes."""
+    if name.endswith("weight_shape"):
+        return torch.tensor(piece.shape)
+    if name.endswith("g_idx"):
+        return torch.arange(piece.shape[1], dtype=torch.int32) // 128
+    if name.endswith("qzeros") and need.types == ("I32",):
+        return torch.full(need.shape, 0x77777777, dtype=torch.int32)
+    if need.types[0] in TYPES:
+        size = torch.Size(need.shape).numel() * TYPES[need.types[0]].itemsize
+        return torch.randint(0, 120, (size,), dtype=torch.uint8).view(TYPES[need.types[0]]).view(need.shape)
+    return (torch.rand(need.shape) * 0.01).to(torch.bfloat16 if name == piece.name else torch.float16)
+
+
+def measure(folder: str, rounds: int) -> None:
+    """In a process of its own, whose peak memory is then the load's."""
+    path, times = Path(folder), []
+    size = (path / "model.safetensors").stat().st_size
+    buffer = bytearray(1 << 24)
+    for _ in range(rounds):
+        start = time.perf_counter()
+        with open(path / "model.safetensors", "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+        read = time.perf_counter() - start
+        runner = make_runner(load_case(str(path / "case.yaml")), path, RankEnv(0, 1, 0, 1, ""))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.perf_counter()
+        runner.setup()
+        times.append((read, time.perf_counter() - start))
+        kept = sum(layer.nbytes for _, layer in layers_of(cast(nn.Module, runner.model)))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        del runner
+    read, load = (statistics.median(column) for column in zip(*times, strict=True))
+    print(
+        f"RESULT {path.name:<15} {size / 1e9:6.2f} GB  load {load:6.2f} s  {size / load / 1e9:5.2f} GB/s  "
+        f"plain reads {size / read / 1e9:5.2f} GB/s  kept {kept / 1e9:5.2f} GB  first peak {peak / 1e6:5.2f} GB",
+        flush=True,
+    )
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS), metavar="FORMAT")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(argv)
+    spawn = multiprocessing.get_context("spawn")
+    for format in args.formats:
+        with tempfile.TemporaryDirectory() as top:
+            folder = Path(top, format)
+            write(folder, format, args.layers)
+            child = spawn.Process(target=measure, args=(str(folder), args.rounds))
+            child.start()
+            child.join()
+            if child.exitcode:
+                raise UserError(f"{format}: the load failed, see above")
+
+
+if __name__ == "__main__":
+    run_main(main)
