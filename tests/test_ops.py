@@ -15,6 +15,7 @@ from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.interface import FORMATS, Format, Ops
+from ops.quantised import Quantised
 from ops.reference import DenseExperts, DenseMatrix
 
 CPU = torch.device("cpu")
@@ -47,6 +48,24 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [k for k, f in KINDS.items() if f.quantised])
+@pytest.mark.parametrize("group", [32, 128])
+def test_levels_are_kept(kind: str, group: int) -> None:
+    """What is quantised already stays so, bit for bit, in groups as large as its own or smaller."""
+    torch.manual_seed(2)
+    format = KINDS[kind]
+    bits = {"q4": 4, "q8": 8}[format.kind]
+    levels = torch.randint(1 << bits, (45, 256), dtype=torch.uint8)
+    zeros = torch.randint(1 << bits, (45, 256 // group), dtype=torch.uint8) if format.zeros else None
+    part = Quantised(bits, levels, torch.randn(45, 256 // group).half(), zeros)
+    assert part.fits(format) == (group % format.group == 0)
+    if not part.fits(format):
+        return
+    matrix = NativeMatrix(50, 256, format, CPU)
+    matrix.fill(3, part)
+    assert torch.equal(matrix.packed.dequantised(0, 45, row=3), part.floats())
 
 
 def test_quantisation_is_to_nearest() -> None:

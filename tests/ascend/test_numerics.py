@@ -13,10 +13,12 @@ from executor import model_runner
 from executor.env import RankEnv
 from executor.runners import make_runner
 from ops.ascend.moe import ROUTINGS
-from ops.ascend.weights import pack, quantise
+from ops.ascend.weights import Plane, pack, quantise
 from ops.interface import Format
+from ops.quantised import Quantised
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
+from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 from tools.logits import collect_logits
 
@@ -24,9 +26,11 @@ IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 SIZES = dict(hidden_size=64, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=32)
 
 
-def logits(folder: Path, platform: Any, ranks: RankEnv = ONE_RANK, **sections: Any) -> dict[str, np.ndarray]:
+def logits(
+    folder: Path, platform: Any, ranks: RankEnv = ONE_RANK, model: str = "model", **sections: Any
+) -> dict[str, np.ndarray]:
     case = tiny_case(
-        folder, folder / "model", cache_config={"page_size": 16}, exe_mode="eager",
+        folder, folder / model, cache_config={"page_size": 16}, exe_mode="eager",
         data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -83,6 +87,29 @@ def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], ro
     for rank in range(2):
         with np.load(tmp_path / f"rank{rank}.npz") as arrays:
             assert_same(dict(arrays), expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "symmetric"),
+    [("awq", 32, False), ("awq", 64, False), ("gptq", 32, True), ("pack-quantized", 64, True), ("fp8", 0, True)],
+)
+def test_a_quantised_checkpoint_equals_its_floats(tmp_path: Path, format: str, group: int, symmetric: bool) -> None:
+    """In the NPU's own layout where it has 4 bits; that the weights are the same is to the last bit."""
+    save_tiny(tmp_path / "model", **SIZES | dict(moe_intermediate_size=64))
+    quantise_tiny(tmp_path / "model", tmp_path / "quantised", format, group, 4, symmetric)
+    ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised")
+    assert_same(ours, logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_checkpoints_levels_stay(zeros: bool) -> None:
+    levels = torch.randint(16, (24, 128), dtype=torch.uint8)
+    points = torch.randint(16, (24, 2), dtype=torch.uint8) if zeros else None
+    part = Quantised(4, levels, torch.rand(24, 2).half(), points)
+    plane = Plane((), 24, 128, Format("q4", 32, zeros), torch.float16, torch.device("cpu"))
+    plane.put((), 0, part)
+    assert plane.scales is not None
+    assert torch.equal(dequantised(plane.data, plane.scales, plane.offsets).T.float(), part.floats())
 
 
 @pytest.mark.parametrize("zeros", [False, True])
