@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from errors import UserError, listed
 from executor.ready import INDEX, SINGLE
+from executor.safetensors_header import check_header
 from models.hf_config import read_json
 from models.layers import Piece, layers_of
 
@@ -91,13 +92,14 @@ def _files(folder: Path) -> dict[Path, list[str]]:
             raise UserError(f"{index}: weight_map must map tensor names to file names")
         for name in listed_in.values():
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise UserError(f"{index}: {name!r} is not the name of a .safetensors file in the same folder")
+                raise UserError(f"{index}: {name!r:.80} is not the name of a .safetensors file in the same folder")
         paths = [folder / name for name in sorted(set(listed_in.values()))]
     else:
         raise UserError(f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read)")
     files: dict[Path, list[str]] = {}
     place: dict[str, Path] = {}
     for path in paths:
+        check_header(path)
         with _open(path) as file:
             files[path] = list(file.keys())
         for name in files[path]:
@@ -141,7 +143,5 @@ def _open(path: Path) -> Iterator[safe_open]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist, but the checkpoint's index names it") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or corrupt: {error}") from None
