@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,11 +100,15 @@ def tiny(tmp_path: Path) -> str:
     return str(write_case(tmp_path / "tiny.yaml", tmp_path / "model"))
 
 
-def run_against(folder: Path, case: str, overrides: list[str], *against: str) -> subprocess.CompletedProcess[str]:
+def command_against(folder: Path, case: str, overrides: list[str], *against: str) -> list[str]:
     command = [sys.executable, "tools/evaluate.py", "--case", case, "--set", *overrides, "--against", *against]
     command += ["--text", str(folder / "text.txt"), "--window", str(WINDOW), "--batch", "2"]
-    command += ["--json", str(folder / "figures.json")]
+    return [*command, "--json", str(folder / "figures.json")]
+
+
+def run_against(folder: Path, case: str, overrides: list[str], *against: str) -> subprocess.CompletedProcess[str]:
     scratch = os.environ | {"TMPDIR": str(folder / "scratch")}
+    command = command_against(folder, case, overrides, *against)
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=scratch)
 
 
@@ -164,6 +169,18 @@ def test_failing_pass_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:
         assert done.stderr.count("\n") == 1
         assert not list((tmp_path / "scratch").iterdir())
         assert not (tmp_path / "figures.json").exists()
+
+
+def test_ended_from_outside_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    command = command_against(tmp_path, tiny, ["method=none"], tiny)
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(scratch)}, stdout=subprocess.PIPE) as job:
+        assert job.stdout
+        assert job.stdout.readline().startswith(b"first tiny: its logits take ")
+        assert [p.name for p in scratch.iterdir() if p.name.startswith("umbra-evaluate-")]
+        job.terminate()
+        assert job.wait(60) == 128 + signal.SIGTERM
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.parametrize(("size", "letters"), [(96, LETTERS[::-1]), (97, LETTERS)])
