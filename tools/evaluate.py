@@ -6,7 +6,8 @@
 Every window starts anew, so its first token is not counted in the perplexity. Works on every platform, exec mode, split
 and quantisation. With --against there are two passes, a process each: the first runs the other case and leaves its
 logits in a temporary folder (TMPDIR says where), vocabulary x 4 bytes for a token; the second runs the case itself
-and compares. KL and agreement are over every position.
+and compares. KL and agreement are over every position. Memory, beside the model: about three times --batch x --window
+x vocabulary x 4 bytes on each rank, however long the text.
 """
 
 import argparse
