@@ -10,13 +10,14 @@ class UserError(Exception):
     """Shown as `error: <text>` with exit status 2. Any other exception is a bug and keeps its traceback."""
 
     def __init__(self, text: str):
-        super().__init__(" ".join(text.splitlines()))
+        # A checkpoint's names may hold anything, a terminal's control sequences too.
+        super().__init__("".join(c if c.isprintable() else " " for c in text))
 
 
 def listed(names: list[str], limit: int = 6) -> str:
     """`a, b, c and 12 more`: names for an error line, bounded."""
     more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(f"{name:.200}" for name in names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from errors import UserError, listed
 from executor.ready import INDEX, SINGLE
+from executor.safetensors_header import check_header
 from models.hf_config import read_json
 
 MAPPED = 256 << 20  # bytes that are read before all maps are dropped: mapped pages count as our memory
@@ -53,8 +54,6 @@ class CheckpointFiles:
         if path not in self._maps:
             try:
                 self._maps[path] = safe_open(path, framework="pt")
-            except FileNotFoundError:
-                raise UserError(f"{path} does not exist, but the checkpoint's index names it") from None
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path}: truncated or corrupt: {error}") from None
         return self._maps[path]
@@ -62,6 +61,7 @@ class CheckpointFiles:
     def _tensors(self, paths: list[Path]) -> dict[str, Path]:
         place: dict[str, Path] = {}
         for path in paths:
+            check_header(path)
             for name in self._map(path).keys():  # noqa: SIM118 (no mapping)
                 if name in place:
                     raise UserError(f"{path}: tensor {name} is also in {place[name].name}")
@@ -74,7 +74,7 @@ class CheckpointFiles:
             raise UserError(f"{index}: weight_map must map tensor names to file names")
         for name in listed_in.values():
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise UserError(f"{index}: {name!r} is not the name of a .safetensors file in the same folder")
+                raise UserError(f"{index}: {name!r:.80} is not the name of a .safetensors file in the same folder")
         place = self._tensors([self.folder / name for name in sorted(set(listed_in.values()))])
         astray = [n for n, file_name in listed_in.items() if place.get(n) != self.folder / file_name]
         if astray:

@@ -1,15 +1,26 @@
 """Reads a checkpoint's config.json: untrusted, and written by two generations of transformers."""
 
 import json
+import reprlib
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
 
-LARGEST_FILE = 16 << 20
+LARGEST_FILE = 64 << 20  # an index of 200,000 tensors has 20 MB
 LONGEST_NAME = 300
 LARGEST_SIZE = 1 << 24  # no dimension of a real model comes near
+SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: what is computed from them neither vanishes nor overflows
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = 80
+
+
+def short(value: object) -> str:
+    """`value` for an error line: a few of its items, however many and however deep they lie."""
+    return _REPR.repr(value)
 
 
 class HfConfig:
@@ -20,26 +31,26 @@ class HfConfig:
         self.where = where
 
     def error(self, key: str, rule: str) -> UserError:
-        return UserError(f"{self.where}: {key}: {self.data.get(key)!r:.80} {rule}")
+        return UserError(f"{self.where}: {key}: {short(self.data.get(key))} {rule}")
 
     def value(self, *names: str, default: Any = None) -> Any:
         """The first of `names` that is there and not null: the same key under its older and newer name."""
         return next((self.data[n] for n in names if self.data.get(n) is not None), default)
 
-    def size(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
+    def size(self, *names: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_SIZE) -> int:
         value = self.value(*names, default=default)
         if value is None:
             raise UserError(f"{self.where}: key {names[0]!r} is missing")
-        if type(value) is not int or not minimum <= value <= LARGEST_SIZE:
-            raise UserError(
-                f"{self.where}: {names[0]}: {value!r:.80} must be an integer from {minimum} to {LARGEST_SIZE}"
-            )
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise UserError(f"{self.where}: {names[0]}: {short(value)} must be an integer from {minimum} to {maximum}")
         return value
 
     def number(self, *names: str, default: float) -> float:
         value = self.value(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise UserError(f"{self.where}: {names[0]}: {value!r:.80} must be a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not SMALLEST <= value <= LARGEST:
+            raise UserError(
+                f"{self.where}: {names[0]}: {short(value)} must be a positive number from {SMALLEST} to {LARGEST}"
+            )
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -64,7 +75,7 @@ class HfConfig:
         """A key that must be there, under one of its names, with one of the values `allowed`."""
         value = self.value(*names)
         if not any(type(value) is type(a) and value == a for a in allowed):
-            raise UserError(f"{self.where}: {names[0]}: {value!r:.80} must be one of {', '.join(map(str, allowed))}")
+            raise UserError(f"{self.where}: {names[0]}: {short(value)} must be one of {', '.join(map(str, allowed))}")
         return value
 
     def inner(self, name: str) -> "HfConfig":
@@ -87,7 +98,10 @@ class HfConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > LARGEST_FILE:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path}: not a file")
+        if status.st_size > LARGEST_FILE:
             raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MB, not a config file")
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from errors import UserError
-from models.hf_config import HfConfig
+from models.hf_config import HfConfig, short
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def read_rope(config: HfConfig, dim: int, max_positions: int) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta, dim, None)
     if kind != "yarn":
-        raise UserError(f"{config.where}: {key}: rope type {kind!r} is not implemented (default and yarn are)")
+        raise UserError(f"{config.where}: {key}: rope type {short(kind)} is not implemented (default and yarn are)")
     original = inner.size("original_max_position_embeddings", default=max_positions)
     factor = inner.number("factor", default=max_positions / original)
     if theta <= 1 or factor < 1:

@@ -7,6 +7,8 @@ from errors import UserError
 from models.hf_config import read_hf_config
 from models.rope import RopeConfig, read_rope
 
+LARGEST_DEPTH = 4096  # each layer is built as objects, before any weight is looked for
+
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig:
@@ -34,11 +36,11 @@ class Qwen3MoeConfig:
         hf = read_hf_config(folder, "qwen3_moe")
         hf.refuse("hidden_act", "silu")
         hf.refuse("use_sliding_window", False)
-        layers = hf.size("num_hidden_layers", default=24)
+        layers = hf.size("num_hidden_layers", default=24, maximum=LARGEST_DEPTH)
         heads, hidden = hf.size("num_attention_heads", default=32), hf.size("hidden_size", default=2048)
         head_dim = hf.size("head_dim", default=max(hidden // heads, 1))
         max_positions = hf.size("max_position_embeddings", default=32768)
-        dense, step = hf.sizes("mlp_only_layers"), hf.size("decoder_sparse_step", default=1)
+        dense, step = set(hf.sizes("mlp_only_layers")), hf.size("decoder_sparse_step", default=1)
         experts = hf.size("num_experts", "num_local_experts", default=128, minimum=0)
         config = cls(
             vocab_size=hf.size("vocab_size", default=151936),
