@@ -16,6 +16,8 @@ ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # output j of eight is the nibble ORDER[j]
 
 
 class Awq(Scheme):
+    bits, zeros = 4, True
+
     def __init__(self, config: HfConfig):
         config.refuse("version", "gemm", "GEMM")
         config.refuse("bits", 4)
