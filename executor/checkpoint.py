@@ -28,16 +28,10 @@ SIGNS = {  # tensors that only one format has
 
 def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: frozenset[str], progress: bool) -> int:
     """Returns how many bytes were read."""
-    wanted: dict[str, list[Piece]] = {}
-    for place, layer in layers_of(model):
-        pieces = list(layer.pieces(place))
-        if sum(p.kept_elements for p in pieces) != layer.elements:
-            raise AssertionError(f"the pieces of {place} do not fill it exactly")  # a bug in the layer
-        for piece in pieces:
-            wanted.setdefault(piece.name, []).append(piece)
-    files = CheckpointFiles(folder)
+    wanted, files = wanted_by(model), CheckpointFiles(folder)
     stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
-    _prove_headers(files, stored, scheme, ignored)
+    for problem, names in problems_of(files, stored, scheme, ignored):
+        raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
     with bar:
         # In the files' order: where the first of its tensors lies.
@@ -48,6 +42,18 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: fro
             files.relieve()
             bar.update()
     return files.read
+
+
+def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
+    """The pieces of every weight by its name; a tied one has two."""
+    wanted: dict[str, list[Piece]] = {}
+    for place, layer in layers_of(model):
+        pieces = list(layer.pieces(place))
+        if sum(p.kept_elements for p in pieces) != layer.elements:
+            raise AssertionError(f"the pieces of {place} do not fill it exactly")  # a bug in the layer
+        for piece in pieces:
+            wanted.setdefault(piece.name, []).append(piece)
+    return wanted
 
 
 def stored_as(pieces: list[Piece], scheme: Scheme) -> Stored:
@@ -91,7 +97,10 @@ def random_weights(model: nn.Module, seed: int) -> None:
             piece.fill(torch.cat(parts).view(piece.kept_shape))
 
 
-def _prove_headers(files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignored: frozenset[str]) -> None:
+def problems_of(
+    files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignored: frozenset[str]
+) -> list[tuple[str, list[str]]]:
+    """What is wrong, by the files' headers, and the names of all that it is wrong with; the likeliest cause first."""
     there, needed = files.place.keys(), {name for weight in stored.values() for name in weight.tensors}
     wrong, missing, otherwise = [], [], []
     for name, weight in stored.items():
@@ -111,11 +120,10 @@ def _prove_headers(files: CheckpointFiles, stored: dict[str, Stored], scheme: Sc
             strange.append(f"{name}, unquantised")
         otherwise += strange
         missing += absent
-    for problem, names in (
+    problems = [
         (f"weights that are not stored as the config says ({scheme.title})", sorted(otherwise)),
         ("tensors missing", sorted(missing)),
         ("tensors that the model does not know", sorted(there - needed - ignored)),
         ("tensors that do not fit", wrong),
-    ):
-        if names:
-            raise UserError(f"{files.folder}: {len(names)} {problem}: {listed(names)}")
+    ]
+    return [(problem, names) for problem, names in problems if names]

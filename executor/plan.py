@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from errors import UserError
 from executor.activations import Part, fullest, of_model, of_sampling, product, step_shape
 from executor.batching import graph_rows
-from executor.building import bind_caches, build_of
+from executor.building import KEPT, bind_caches, build_of
 from executor.config import Case
 from executor.distributed import place_of
 from executor.env import RankEnv
@@ -30,7 +30,6 @@ from models.registry import load
 from ops.ascend.layout import CAUSAL_MASK
 from ops.interface import Ops
 
-QUANTISED_HEAD = False  # ascend has no products in 8 bits
 MB, GB = 1 << 20, 1 << 30
 WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
     "weights", "KV cache", "prefill step", "decode graphs", "HCCL buffers", "allowance",
@@ -42,6 +41,17 @@ ALLOWANCE = Part(
     "CANN, operators, tiles", 6 * GB, "an allowance, not measured: driver, runtime, operators' workspaces, compiled "
     "code, padding of tiles, fragmentation",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What rank 0 keeps, of tensors that have shapes and no memory."""
+
+    config: Any
+    build: Build
+    model: nn.Module
+    ignored: frozenset[str]  # checkpoint tensors that may be there without being used
+    pages: int  # of the KV cache that are handed out
 
 
 @dataclass(frozen=True)
@@ -69,35 +79,40 @@ class Plan:
 
 
 def make_plan(case: Case) -> Plan:
-    layout = PLATFORMS[case.platform].layout
-    if not layout:
+    if case.platform != "ascend":
         raise UserError(f"case {case.name}: --plan: platform: {case.platform} has no memory plan, only ascend has")
-    ranks = RankEnv(rank=0, world_size=case.world_size, local_rank=0, local_world_size=1, error_file="")
-    runner, parallel = make_runner(case, Path(), ranks), place_of(case, ranks.rank, {})
-    dtype: torch.dtype = getattr(torch, case.model_config.dtype)
-    ops = cast(Ops, load(layout)(dtype))
-    build = build_of(case, ops, parallel, torch.device("meta"), QUANTISED_HEAD)
-    model = cast(nn.Module, runner.build_model(build))
-    pages = make_scheduler(case).pages
-    bind_caches(model, case, build, pages)
-    weights, cache = _weights(model), _cache(model)
+    sketch = sketch_of(case)
+    config, build = sketch.config, sketch.build
+    weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
     sections = {
         WEIGHTS: weights,
         CACHE: [cache],
-        PREFILL: _prefill(case, runner.config, build),
-        GRAPHS: _graphs(case, runner.config, build),
+        PREFILL: _prefill(case, config, build),
+        GRAPHS: _graphs(case, config, build),
         HCCL: _hccl(case),
         REST: [ALLOWANCE],
     }
-    page_nbytes = cache.nbytes // (pages + 1)
-    return Plan(case, sections, page_nbytes, _decode(case, runner.config, parallel, weights, page_nbytes))
+    page_nbytes = cache.nbytes // (sketch.pages + 1)
+    return Plan(case, sections, page_nbytes, _decode(case, config, build.parallel, weights, page_nbytes))
 
 
-def _weights(model: nn.Module) -> list[Part]:
+def sketch_of(case: Case) -> Sketch:
+    ranks = RankEnv(rank=0, world_size=case.world_size, local_rank=0, local_world_size=1, error_file="")
+    runner = make_runner(case, Path(), ranks)
+    ops = cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
+    quantised_head = "q8" in KEPT[case.platform]  # which ascend has no products in
+    build = build_of(case, ops, place_of(case, ranks.rank, {}), torch.device("meta"), quantised_head)
+    model = runner.build_model(build)
+    module, pages = cast(nn.Module, model), make_scheduler(case).pages
+    bind_caches(module, case, build, pages)
+    return Sketch(runner.config, build, module, model.ignored_weights(), pages)
+
+
+def weights_of(model: nn.Module) -> list[Part]:
     names = ("embedding", "attention", "router", "experts", "experts' scales", "dense MLP", "norms", "head", "rotary")
     sizes = dict.fromkeys(names, 0)
     for path, layer in layers_of(model):
-        name = _kind(model, path, layer)
+        name = kind_of(model, path, layer)
         tensors = list(layer.storages())
         quantised = any(not t.is_floating_point() for t in tensors)
         for tensor in tensors:
@@ -108,7 +123,7 @@ def _weights(model: nn.Module) -> list[Part]:
     return [Part(name, size) for name, size in sizes.items() if size]
 
 
-def _kind(model: nn.Module, path: str, layer: nn.Module) -> str:
+def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
     """What a layer is by its class, or a plain matrix by its neighbours."""
     kinds = {VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", Experts: "experts"}
     if type(layer) in kinds:
@@ -117,10 +132,10 @@ def _kind(model: nn.Module, path: str, layer: nn.Module) -> str:
     return "attention" if PagedAttention in around else "router" if Experts in around else "dense MLP"
 
 
-def _cache(model: nn.Module) -> Part:
+def cache_of(model: nn.Module, page_size: int) -> Part:
     layers = [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
     caches: list[Tensor] = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
-    pages, page_size, values = caches[0].shape
+    pages, values = len(caches[0]), caches[0][0].numel() // page_size
     how = f"{len(caches)} tensors x {pages:,} pages x {page_size} tokens x {values} values x {caches[0].itemsize} B"
     return Part("pages", sum(cache.nbytes for cache in caches), how)
 

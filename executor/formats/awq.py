@@ -28,6 +28,8 @@ def unpacked(words: Tensor) -> Tensor:
 
 
 class Awq(Scheme):
+    bits, zeros = 4, True
+
     def __init__(self, config: HfConfig):
         config.refuse("version", "gemm", "GEMM")
         config.refuse("bits", 4)

@@ -32,6 +32,7 @@ class CompressedTensors(Scheme):
         weights.refuse("type", "int")
         weights.refuse("actorder", "weight", "static", False)
         self.symmetric = weights.flag("symmetric", True)
+        self.zeros = not self.symmetric
         self.group = -1
         if weights.one_of("strategy", allowed=("group", "channel")) == "group":
             self.group = weights.one_of("group_size", allowed=(32, 64, 128))
@@ -42,7 +43,7 @@ class CompressedTensors(Scheme):
         self.title = f"compressed-tensors {config.value('format')}, {self.bits} bits in {groups_are}, {zeros}"
         kind = {4: "q4", 8: "q8"}[self.bits]
         exact = self.symmetric or self.bits == 4
-        self.format = Format(kind, self.group if self.group > 0 else 128, zeros=not self.symmetric) if exact else None
+        self.format = Format(kind, self.group if self.group > 0 else 128, zeros=self.zeros) if exact else None
 
     def quantised(self, module: str) -> bool:
         return any(t(module) for t in self.targets) and not any(t(module) for t in self.ignored)

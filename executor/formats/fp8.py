@@ -15,6 +15,7 @@ BLOCK = 128
 
 class Fp8(Scheme):
     title, format = f"FP8 e4m3 in blocks of {BLOCK} x {BLOCK}", None
+    bits, group, zeros = 8, BLOCK, False
 
     def __init__(self, config: HfConfig):
         config.refuse("fmt", "e4m3")

@@ -25,6 +25,7 @@ class Gptq(Scheme):
         self.bits = config.one_of("bits", allowed=(4, 8))
         self.group = config.one_of("group_size", allowed=(-1, 32, 64, 128))
         self.symmetric = config.flag("sym", True)
+        self.zeros = not self.symmetric
         # The first version of the format stores zero points less one.
         self.less = 0 if config.value("checkpoint_format", default="gptq") == "gptq_v2" else 1
         config.refuse("checkpoint_format", "gptq", "gptq_v2")
@@ -35,7 +36,7 @@ class Gptq(Scheme):
         self.title = f"GPTQ, {self.bits} bits in {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
         kind = {4: "q4", 8: "q8"}[self.bits]
         exact = self.symmetric or self.bits == 4
-        self.format = Format(kind, self.group if self.group > 0 else 128, zeros=not self.symmetric) if exact else None
+        self.format = Format(kind, self.group if self.group > 0 else 128, zeros=self.zeros) if exact else None
 
     def quantised(self, module: str) -> bool:
         """All of the decoder but routers, and what `dynamic` takes out; the head where the checkpoint says so."""

@@ -56,6 +56,9 @@ class Scheme(ABC):
 
     title: str  # for people
     format: Format | None  # keeps its weights as they are; None: nothing does, they become floats
+    bits: int  # of a weight; 0: unquantised
+    group: int  # columns that share a scale; -1: all of a row
+    zeros: bool  # whether it has zero points
 
     @abstractmethod
     def quantised(self, module: str) -> bool:
@@ -68,6 +71,7 @@ class Scheme(ABC):
 
 class Unquantised(Scheme):
     title, format = "unquantised", None
+    bits, group, zeros = 0, 0, False
 
     def quantised(self, module: str) -> bool:
         return False

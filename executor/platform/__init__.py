@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PlatformEntry:
     place: str
+    layout: str  # what its ops keep, without the device: for counts of memory
     exe_modes: tuple[str, ...]
     page_size: int  # of the KV cache, where a case does not say
     plugin: str = ""  # the package that brings the device to PyTorch
-    layout: str = ""  # what its ops keep, without the device: for --plan
 
 
 PLATFORMS = {
-    "cpu": PlatformEntry("executor.platform.cpu:CpuPlatform", ("eager", "graph"), 16),
+    "cpu": PlatformEntry("executor.platform.cpu:CpuPlatform", "ops.cpu.layout:CpuLayout", ("eager", "graph"), 16),
     "ascend": PlatformEntry(
         "executor.platform.ascend:AscendPlatform",
+        "ops.ascend.layout:AscendLayout",
         ("eager", "ge_graph", "acl_graph", "npugraph_ex"),
         page_size=128,
         plugin="torch_npu",
-        layout="ops.ascend.layout:AscendLayout",
     ),
 }
 

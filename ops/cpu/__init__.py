@@ -10,6 +10,7 @@ from torch import Tensor
 from errors import UserError
 from ops import reference
 from ops.cpu.engine import TYPES, native, pointer
+from ops.cpu.layout import cache_shape
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.interface import Lengths
 
@@ -98,10 +99,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A page's piece of one head is contiguous: keys (width, page_size), values (page_size, width), int8's scales."""
     if width > native().most_width:
         raise UserError(f"head_dim: {width} is above {native().most_width}, the widest head of the cpu's attention")
-    return torch.zeros(pages, kv_heads, width + 4 * (dtype == torch.int8), page_size, dtype=dtype, device=device)
+    return torch.zeros(cache_shape(pages, page_size, kv_heads, width, dtype), dtype=dtype, device=device)
 
 
 @traced

@@ -22,27 +22,38 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def plane_bytes(weights: int, format: Format) -> list[int]:
+    """Of `weights` values: quants, scales, zero points."""
+    scales = weights // format.group if format.group else 0
+    return [weights * BITS[format.kind] // 8, scales * 2, scales * format.zeros]
+
+
 class PackedMatrices:
     """`count` matrices of (rows, columns). Each NUMA node has a buffer with its rows of every matrix, one matrix after
-    another in each plane; rows are divided over the nodes in multiples of `unit`."""
+    another in each plane; rows are divided over the nodes in multiples of `unit`. On the meta device there are no
+    buffers, one storage for each plane has its size."""
 
-    def __init__(self, count: int, rows: int, columns: int, format: Format, unit: int = ROWS):
+    def __init__(self, count: int, rows: int, columns: int, format: Format, device: torch.device, unit: int = ROWS):
         group = format.group
         if group and columns % group:
             raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {group}")
         self.format, self.columns, self.nbytes = format, columns, 0
+        if device.type == "meta":
+            sizes = plane_bytes(count * padded(rows, unit) * columns, format)
+            types = (torch.uint8, torch.float16, torch.uint8) if group else (getattr(torch, format.kind),)
+            planes = [torch.empty(n // t.itemsize, dtype=t, device=device) for n, t in zip(sizes, types, strict=False)]
+            self.storages, self.nbytes = planes, sum(sizes)
+            return
         self.buffers, parts = [], []
         for node, (first, end) in enumerate(pairwise(native().split(padded(rows, unit) // unit))):
             part_rows = (end - first) * unit
-            weights = count * part_rows * columns
-            scales = weights // group if group else 0
-            planes = [weights * BITS[format.kind] // 8, scales * 2, scales * format.zeros]  # bytes of each
-            starts = [0, *accumulate(padded(size, ALIGNMENT) for size in planes)]  # one behind the other
+            sizes = plane_bytes(count * part_rows * columns, format)
+            starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]  # one behind the other
             buffer = native().Buffer(starts[-1], node)  # zeroed: padding rows must add nothing
-            places = [buffer.address + start if size else 0 for start, size in zip(starts, planes, strict=False)]
+            places = [buffer.address + start if size else 0 for start, size in zip(starts, sizes, strict=False)]
             parts.append(native().Matrix(CODES[format.kind], part_rows, columns, group, *places))
             self.buffers.append(buffer)
-            self.nbytes += sum(planes)
+            self.nbytes += sum(sizes)
         self.storages = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.buffers if len(buffer)]
         self.handle = native().SplitMatrix(parts)
 
@@ -79,7 +90,7 @@ class PackedMatrices:
 class NativeMatrix:
     def __init__(self, rows: int, columns: int, format: Format, device: torch.device):
         self.rows, self.columns = rows, columns
-        self.packed = PackedMatrices(1, rows, columns, format)
+        self.packed = PackedMatrices(1, rows, columns, format, device)
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
         self.quantised = format.quantised
 
@@ -97,8 +108,8 @@ class NativeExperts:
                 f"quantization: an expert's {inner} intermediate columns on this rank are no multiple of {format.group}"
             )
         self.count, self.hidden, self.inner = count, hidden, padded(inner, BLOCK)
-        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format, unit=2 * BLOCK)
-        self.w2 = PackedMatrices(count, hidden, self.inner, format)
+        self.w13 = PackedMatrices(count, 2 * self.inner, hidden, format, device, unit=2 * BLOCK)
+        self.w2 = PackedMatrices(count, hidden, self.inner, format, device)
         self.nbytes = self.w13.nbytes + self.w2.nbytes
         self.storages = self.w13.storages + self.w2.storages
 

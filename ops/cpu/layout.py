@@ -1,0 +1,26 @@
+"""What the CPU ops keep, and in which shapes: all that a count of memory needs, without the native module."""
+
+import torch
+from torch import Tensor
+
+from ops import reference
+from ops.cpu.matrix import NativeExperts, NativeMatrix
+
+
+def cache_shape(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """A page's piece of one head is contiguous: keys (width, page_size), values (page_size, width), int8's scales."""
+    return pages, kv_heads, width + 4 * (dtype == torch.int8), page_size
+
+
+class CpuLayout:
+    vector_type = staticmethod(reference.vector_type)
+    matrix = NativeMatrix
+    expert_matrices = NativeExperts
+
+    def __init__(self, dtype: torch.dtype):
+        """Activations are float32, whatever `dtype`."""
+
+    def kv_cache(
+        self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.zeros(cache_shape(pages, page_size, kv_heads, width, dtype), dtype=dtype, device=device)
