@@ -18,7 +18,7 @@ from errors import UserError, run_main
 from tools.awq.convert import Calibration, convert
 from tools.awq.source import Source
 
-TOKENS = 16384
+TOKENS = 8192
 
 
 def main(argv: list[str]) -> None:

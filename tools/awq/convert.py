@@ -28,7 +28,7 @@ from tools.awq.search import Fold, fold, search_layer
 from tools.awq.source import CONFIG, INDEX, Source
 
 STATE, REST = "quantize_state.json", "model-rest.safetensors"
-WINDOW = 512  # tokens of calibration text that see each other
+WINDOW = 256  # tokens of calibration text that see each other
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod((path.parent / STATE).stat().st_mode)  # safetensors leaves it to its owner alone
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
