@@ -18,7 +18,7 @@ from tests.tiny import save_tiny
 from tools.awq.convert import Calibration, convert
 from tools.awq.layer import LayerMath
 from tools.awq.pack import dequantise, pack, packed_linear, quantise, unpack, unpacked_linear
-from tools.awq.search import fold, search_layer
+from tools.awq.search import Fold, fold, search_layer
 from tools.awq.source import Source
 
 GROUP = 32
@@ -27,7 +27,7 @@ TEXT = "It is a truth universally acknowledged, that a single man must be in wan
 
 
 def save_model(folder: Path, **options: object) -> Qwen3MoeForCausalLM:
-    """A tiny model, its second layer dense, with the demo's tokenizer cut to bytes it can embed."""
+    """A tiny model, its second layer dense, with the demo's tokenizer and vocabulary."""
     model = save_tiny(folder, **(WIDE | {"vocab_size": 4096, "mlp_only_layers": [1]} | options))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((ROOT / "checkpoints/austen_moe" / name).read_bytes())
@@ -178,12 +178,29 @@ def test_folding_keeps_the_function(tmp_path: Path, layer: int, kv_heads: int) -
     math = LayerMath(source.config, source.config.sparse_layers[layer], 24)
     tensors, x = source.layer(layer), torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(3))
     x[..., 5] *= 20
+    x[..., 9] = 0
     folds = list(search_layer(math, tensors.__getitem__, x, GROUP))
     assert any("self_attn.v_proj.weight" in f.divided for f in folds) == (kv_heads == 8)
     assert any(float(f.scale.max() / f.scale.min()) > 2 for f in folds)
     folded = dict(fold(tensors, folds))
     exact = math.forward(tensors.__getitem__, x)
     torch.testing.assert_close(math.forward(folded.__getitem__, x), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_a_fold_stays_exact_when_its_norm_is_rounded() -> None:
+    """The columns are multiplied by what the bfloat16 norm was really divided by; a dead channel stays finite."""
+    random = torch.Generator().manual_seed(5)
+    tensors = {"input_layernorm.weight": torch.randn(64, generator=random).bfloat16()}
+    tensors["input_layernorm.weight"][4] = 0
+    tensors["self_attn.q_proj.weight"] = torch.randn(16, 64, generator=random).bfloat16()
+    scale = torch.rand(64, generator=random) + 0.3
+    folded = dict(
+        fold(tensors, [Fold(scale, frozenset({"self_attn.q_proj.weight"}), frozenset({"input_layernorm.weight"}))])
+    )
+    product, exact = (
+        t["input_layernorm.weight"].bfloat16().float() * t["self_attn.q_proj.weight"].float() for t in (folded, tensors)
+    )
+    torch.testing.assert_close(product, exact, rtol=1e-6, atol=0)
 
 
 def test_the_search_loses_less_than_plain_rounding(tmp_path: Path, text: Path) -> None:
@@ -222,6 +239,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
             nonlocal count
             count += 1
             if count == kill_at and not renamed:
+                path.write_bytes(path.read_bytes()[:50])  # in the middle of a write
                 raise Killed
             moved = rename(path, to)
             if count == kill_at:

@@ -9,6 +9,7 @@ calibration its tokens' hidden states.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,13 @@ def convert(source: Source, out: Path, group: int, calibration: Calibration | No
     for index in tqdm(range(missing[-1] + 1 if missing else 0), desc="quantizing", unit="layer", disable=None):
         if hidden is None and index not in missing:
             continue
-        tensors, folds = source.layer(index), list[Fold]()
+        tensors = source.layer(index)
+        folds: list[Fold] = []
         if hidden is not None:
             layer = LayerMath(source.config, source.config.sparse_layers[index], hidden.shape[1])
-
-            def weights(name: str, tensors: dict[str, Tensor] = tensors) -> Tensor:
-                return tensors[name].float()
-
-            folds = list(search_layer(layer, weights, hidden, group)) if index in missing else []
+            weights = partial(_wide, tensors)
+            if index in missing:
+                folds = list(search_layer(layer, weights, hidden, group))
             hidden = layer.forward(weights, hidden)
         if index in missing:
             _write_tensors(layers[index], dict(_packed(source, index, tensors, folds, group)))
@@ -111,6 +111,10 @@ def _embedded(source: Source, ids: Tensor) -> Tensor:
     """(B, L, H) float32"""
     name = "model.embed_tokens.weight"
     return source.read([name])[name][ids].float()
+
+
+def _wide(tensors: dict[str, Tensor], name: str) -> Tensor:
+    return tensors[name].float()
 
 
 def _packed(

@@ -33,13 +33,13 @@ def best_scale(
 ) -> Tensor:
     """The scale for the inputs x (tokens, in) of the matrices `names`, judged by the output of `part`."""
     exact, size = part(weights), x.abs().mean(0)
-    size = size.clamp(min=max(float(size.mean()) * FLOOR, torch.finfo(torch.float32).tiny))
+    size = size.clamp(min=float(size.mean()) * FLOOR)
     best, least = torch.ones_like(size), float("inf")
     for step in range(STEPS):
         scale = size ** (step / STEPS)
         scale = scale / (scale.max() * scale.min()).sqrt()
         error = float((part(_rounded(weights, names, scale, group)) - exact).square().mean())
-        if error < least:
+        if error < least:  # never where inputs that are all zero make a scale NaN
             best, least = scale, error
     return best
 
