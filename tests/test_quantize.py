@@ -1,4 +1,4 @@
-"""tools/quantize.py: the layout bit by bit, the search, and runs that are killed and go on."""
+"""tools/quantize.py: what it writes, the search for scales, and runs that are killed and go on."""
 
 import json
 import subprocess
@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
@@ -17,7 +15,7 @@ from executor.cases import ROOT
 from tests.tiny import save_tiny
 from tools.awq.convert import Calibration, convert
 from tools.awq.layer import LayerMath
-from tools.awq.pack import dequantise, pack, packed_linear, quantise, unpack, unpacked_linear
+from tools.awq.pack import dequantise, quantise, unpacked_linear
 from tools.awq.search import Fold, fold, search_layer
 from tools.awq.source import Source
 
@@ -68,55 +66,6 @@ def as_float(folder: Path, to: Path) -> Qwen3MoeForCausalLM:
     del config["quantization_config"]
     (to / "config.json").write_text(json.dumps(config))
     return Qwen3MoeForCausalLM.from_pretrained(to, dtype=torch.float32).eval()
-
-
-def words(rows: int, columns: int) -> st.SearchStrategy[torch.Tensor]:
-    return st.integers(0, 2**31).map(
-        lambda seed: torch.randint(0, 16, (rows, columns), generator=torch.Generator().manual_seed(seed))
-    )
-
-
-@given(st.integers(1, 5).flatmap(lambda rows: st.integers(1, 4).flatmap(lambda n: words(rows, 8 * n))))
-def test_packing_puts_every_output_where_the_format_says(values: torch.Tensor) -> None:
-    packed = pack(values)
-    assert packed.dtype == torch.int32
-    assert torch.equal(unpack(packed), values.to(torch.uint8))
-    for row in range(values.shape[0]):
-        for j in range(values.shape[1]):
-            word = int(packed[row, j // 8]) & 0xFFFFFFFF
-            assert word >> [0, 16, 4, 20, 8, 24, 12, 28][j % 8] & 15 == values[row, j]
-
-
-def test_packing_is_autoawqs() -> None:
-    """AutoAWQ's WQLinear_GEMM.from_linear fills nibble i of a word with output order_map[i]."""
-    values = torch.randint(0, 16, (3, 24), generator=torch.Generator().manual_seed(1))
-    expected = torch.zeros(3, 3, dtype=torch.int32)
-    for column in range(3):
-        for i, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
-            expected[:, column] |= values[:, column * 8 + output].int() << (i * 4)
-    assert torch.equal(pack(values), expected)
-
-
-@settings(deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from([1e-7, 1e-5, 0.02, 1.0, 3000.0]), st.floats(-3, 3))
-def test_no_weight_moves_by_more_than_half_a_step(seed: int, size: float, shift: float) -> None:
-    weight = (torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)) + shift) * size
-    weight[0, :32] = 0
-    q = quantise(weight, GROUP)
-    assert q.scales.dtype == torch.float16
-    assert (q.scales > 0).all()
-    assert q.quants.max() <= 15
-    half = q.scales.float().repeat_interleave(GROUP, dim=1) / 2
-    assert ((dequantise(q) - weight).abs() <= half * (1 + 1e-5)).all()
-    assert torch.equal(dequantise(q)[0, :32], torch.zeros(32))
-
-
-def test_a_weight_that_is_not_finite_is_named() -> None:
-    for bad in (float("nan"), float("inf"), 2e6):
-        weight = torch.ones(8, 32)
-        weight[3, 4] = bad
-        with pytest.raises(UserError, match=r"a\.q_proj\.weight: holds values that are not finite"):
-            packed_linear("a.q_proj", weight, GROUP)
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_bias": True}, {"max_shard_size": "100KB"}])
@@ -311,6 +260,7 @@ def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["--tokens", "100"], "--tokens 100: must be at least 2, and needs --calibrate"),
+        (["--model", "nowhere"], "--model nowhere: is not a folder"),
         (["--calibrate", "nowhere.txt"], "--calibrate nowhere.txt: not readable"),
     ],
 )

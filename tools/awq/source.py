@@ -31,6 +31,8 @@ COMPANIONS = (
 
 class Source:
     def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
         self.folder, self.config = folder, Qwen3MoeConfig.from_folder(folder)
         self.companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
         self.paths = self._paths()
