@@ -14,7 +14,7 @@ from errors import UserError
 
 BITS, LARGEST = 4, 15
 PACKED = 32 // BITS  # outputs in one int32
-SHIFTS = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])  # of output j: SHIFTS[j % 8]
+SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of output j: SHIFTS[j % 8]
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,15 @@ def dequantise(q: Quantised) -> Tensor:
 
 def pack(values: Tensor) -> Tensor:
     """(rows, out) of 0 to 15 -> (rows, out / 8) int32"""
-    words = (values.long().unflatten(1, (-1, PACKED)) << SHIFTS).sum(-1)
-    return words.to(torch.int32)  # keeps the low 32 bits
+    words = torch.zeros(values.shape[0], values.shape[1] // PACKED, dtype=torch.int32)
+    for j, shift in enumerate(SHIFTS):
+        words |= values[:, j::PACKED].int() << shift
+    return words
 
 
 def unpack(words: Tensor) -> Tensor:
     """(rows, out / 8) int32 -> (rows, out) uint8"""
-    return (words[..., None] >> SHIFTS & LARGEST).to(torch.uint8).flatten(1)
+    return (words[..., None] >> torch.tensor(SHIFTS) & LARGEST).to(torch.uint8).flatten(1)
 
 
 def packed_linear(name: str, weight: Tensor, group: int) -> dict[str, Tensor]:
