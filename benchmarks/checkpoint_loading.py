@@ -31,7 +31,7 @@ from executor.formats.stored import Needed
 from executor.runners import make_runner
 from models.layers import Piece, layers_of
 from models.parallel import Parallel
-from ops.ascend.layout import AscendLayout
+from ops.cpu.layout import CpuLayout
 from ops.interface import Ops
 
 SHAPE = Path(__file__).parent.parent / "checkpoints/qwen3_30b_a3b_8_layers/config.json"
@@ -62,7 +62,7 @@ def write(folder: Path, format: str, layers: int) -> None:
     (folder / "case.yaml").write_text(f"model_path: {folder}\nmodel_config: {{dtype: bfloat16, with_ckpt: true}}\n"
                                       "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n")  # fmt: skip
     case = load_case(str(folder / "case.yaml"))
-    build = build_of(case, cast(Ops, AscendLayout(torch.bfloat16)), Parallel(), torch.device("meta"), False)
+    build = build_of(case, cast(Ops, CpuLayout(torch.bfloat16)), Parallel(), torch.device("meta"), False)
     model = cast(nn.Module, make_runner(case, folder, RankEnv(0, 1, 0, 1, "")).build_model(build))
     scheme, tensors = read_scheme(folder), {}
     for path, layer in layers_of(model):

@@ -20,13 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
+from executor.ready import INDEX
 from executor.results import write_json, write_whole
 from executor.tokenizer import Tokenizer
 from models.hf_config import read_json
 from tools.awq.layer import LayerMath, linear_shapes
 from tools.awq.pack import BITS, packed_linear
 from tools.awq.search import Fold, fold, search_layer
-from tools.awq.source import CONFIG, INDEX, Source
+from tools.awq.source import CONFIG, Source
 
 STATE, REST = "quantize_state.json", "model-rest.safetensors"
 WINDOW = 256  # tokens of calibration text that see each other
