@@ -10,7 +10,6 @@ GB are of the files.
 import argparse
 import json
 import multiprocessing
-import resource
 import statistics
 import tempfile
 import time
@@ -55,8 +54,8 @@ FORMATS: dict[str, dict[str, Any] | None] = {
 TYPES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 
 
-def write(folder: Path, format: str, layers: int) -> None:
-    config = json.loads(SHAPE.read_text()) | {"num_hidden_layers": layers, "quantization_config": FORMATS[format]}
+def write(folder: Path, format: str, **shape: int) -> None:
+    config = json.loads(SHAPE.read_text()) | shape | {"quantization_config": FORMATS[format]}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "case.yaml").write_text(f"model_path: {folder}\nmodel_config: {{dtype: bfloat16, with_ckpt: true}}\n"
@@ -86,29 +85,40 @@ def made(name: str, need: Needed, piece: Piece) -> Tensor:
     return (torch.rand(need.shape) * 0.01).to(torch.bfloat16 if name == piece.name else torch.float16)
 
 
-def measure(folder: str, rounds: int) -> None:
-    """In a process of its own, whose peak memory is then the load's."""
-    path, times = Path(folder), []
-    size = (path / "model.safetensors").stat().st_size
-    buffer = bytearray(1 << 24)
-    for _ in range(rounds):
-        start = time.perf_counter()
-        with open(path / "model.safetensors", "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-        read = time.perf_counter() - start
-        runner = make_runner(load_case(str(path / "case.yaml")), path, RankEnv(0, 1, 0, 1, ""))
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        start = time.perf_counter()
-        runner.setup()
-        times.append((read, time.perf_counter() - start))
-        kept = sum(layer.nbytes for _, layer in layers_of(cast(nn.Module, runner.model)))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        del runner
-    read, load = (statistics.median(column) for column in zip(*times, strict=True))
+def loaded(folder: Path) -> tuple[float, int, int]:
+    """(seconds, bytes that the model keeps, how much the process's peak memory rose over what it had before)"""
+    runner = make_runner(load_case(str(folder / "case.yaml")), folder, RankEnv(0, 1, 0, 1, ""))
+    before = peak_bytes()
+    start = time.perf_counter()
+    runner.setup()
+    seconds = time.perf_counter() - start
+    kept = sum(layer.nbytes for _, layer in layers_of(cast(nn.Module, runner.model)))
+    return seconds, kept, peak_bytes() - before
+
+
+def peak_bytes() -> int:
+    """Most memory this process has held; getrusage's number is also that of the process it was started from."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def read(path: Path) -> float:
+    buffer, start = bytearray(1 << 24), time.perf_counter()
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+    return time.perf_counter() - start
+
+
+def measure(folder: Path, rounds: int) -> None:
+    """In a process of its own, so that its peak memory is the first load's."""
+    size = (folder / "model.safetensors").stat().st_size
+    times = [(read(folder / "model.safetensors"), loaded(folder)) for _ in range(rounds)]
+    _, (_, kept, peak) = times[0]
+    reading, loading = statistics.median(t for t, _ in times), statistics.median(t for _, (t, _, _) in times)
     print(
-        f"RESULT {path.name:<15} {size / 1e9:6.2f} GB  load {load:6.2f} s  {size / load / 1e9:5.2f} GB/s  "
-        f"plain reads {size / read / 1e9:5.2f} GB/s  kept {kept / 1e9:5.2f} GB  first peak {peak / 1e6:5.2f} GB",
+        f"{folder.name:<15} {size / 1e9:5.2f} GB, loaded in {loading:6.2f} s: {size / loading / 1e9:5.2f} GB/s, "
+        f"{reading / loading:5.3f} of plain reads; {kept / 1e9:5.2f} GB kept, peak {(peak - kept) / 1e9:5.2f} GB more",
         flush=True,
     )
 
@@ -123,8 +133,8 @@ def main(argv: list[str]) -> None:
     for format in args.formats:
         with tempfile.TemporaryDirectory() as top:
             folder = Path(top, format)
-            write(folder, format, args.layers)
-            child = spawn.Process(target=measure, args=(str(folder), args.rounds))
+            write(folder, format, num_hidden_layers=args.layers)
+            child = spawn.Process(target=measure, args=(folder, args.rounds))
             child.start()
             child.join()
             if child.exitcode:

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from benchmarks.checkpoint_loading import loaded, write
 from errors import UserError
 from executor.building import build_of
 from executor.checkpoint import load_checkpoint
@@ -146,6 +149,18 @@ def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
     assert_kept(built(tmp_path / "quantised"), means, kept=True)
     with pytest.raises(UserError, match="is quantised already"):
         Source(tmp_path / "quantised")
+
+
+def test_loading_needs_little_more_than_it_keeps(tmp_path: Path) -> None:
+    """0.7 GB of AWQ: what is mapped while it is read is let go in between."""
+    write(
+        tmp_path / "awq", "awq", num_hidden_layers=18, num_experts=16, vocab_size=1024, num_attention_heads=4,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        _, kept, peak = child.submit(loaded, tmp_path / "awq").result()
+    assert kept > 600e6
+    assert peak < kept + 450e6
 
 
 def test_a_split_that_leaves_too_little_is_refused(tmp_path: Path, model: Path) -> None:
