@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "vector.h"
 
@@ -150,11 +151,17 @@ void pack_levels(Context& context, const SplitMatrix& split, const RowRange& whe
                 if (to.zeros) to.zeros[g * kRows] = zeros ? zeros[i * groups + g] : middle;
             }
         }
-        for (int64_t c = 0; c < w.k; c += kBlock)  // block by block: the rows share its lines
-            for (int64_t i = first; i < end; i++) {
-                const Place to = place_of(w, row + i - first);
-                put_block(w.format, to.quants + c / kBlock * w.block_bytes(), to.lane, levels + i * w.k + c);
-            }
+        const Place to = place_of(w, row);
+        const auto put = [&](auto format) {  // block by block: the rows share its lines
+            for (int64_t block = 0; block < w.k / kBlock; block++)
+                for (int64_t i = first; i < end; i++)
+                    put_block(format, to.quants + block * w.block_bytes(), to.lane + static_cast<int>(i - first),
+                              levels + i * w.k + block * kBlock);
+        };
+        if (w.format == Format::q8)
+            put(std::integral_constant<Format, Format::q8>());
+        else
+            put(std::integral_constant<Format, Format::q4>());
     });
 }
 
