@@ -125,6 +125,30 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
     return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
 
 
+@pytest.mark.parametrize(
+    ("format", "group", "bits", "method", "error"),
+    [
+        ("awq", 128, 4, "auto", 0.025),  # what the activations' 8 bits cost
+        ("int-quantized", -1, 8, "auto", 0.025),
+        ("fp8", 0, 8, "none", 0.025),  # to bfloat16
+        ("fp8", 0, 8, "q8", 0.025),
+        ("fp8", 0, 8, "q4", 0.25),
+        ("awq", 128, 4, "q8", 0.025),
+        ("gptq", 64, 8, "q8", 0.025),
+    ],
+)
+def test_native_kernels_stay_close(
+    tmp_path: Path, model: Path, format: str, group: int, bits: int, method: str, error: float
+) -> None:
+    """Each token's error beside its logits' spread, with the kernels and activations of a real run: the median token,
+    since one whose experts were a near tie may go to others."""
+    floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
+    settings = {"quantization": {"method": method}, "model_config": {"dtype": "bfloat16"}}
+    ours = torch.cat(logits(tmp_path, tmp_path / "quantised", **settings))
+    theirs = torch.cat(logits(tmp_path, floats, quantization={"method": "none"}))
+    assert 1e-4 < float(((ours - theirs).abs().mean(-1) / theirs.std(-1)).median()) < error
+
+
 @pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "int-quantized", "fp8"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str, ranks: int) -> None:
@@ -172,6 +196,16 @@ def test_a_split_that_leaves_too_little_is_refused(tmp_path: Path, model: Path) 
         built(tmp_path / "quantised", world_size=8)
 
 
+def test_a_group_that_does_not_divide_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", **SIZES | dict(moe_intermediate_size=96))
+    quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32)
+    config = json.loads((tmp_path / "quantised/config.json").read_text())
+    config["quantization_config"]["group_size"] = 64
+    (tmp_path / "quantised/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"experts\.0\.down_proj: 96 columns are no multiple of group_size: 64"):
+        built(tmp_path / "quantised")
+
+
 def edited(model: Path, folder: Path, format: str, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
     """A checkpoint with something wrong: `edit` changes its tensors and its quantization_config."""
     to = folder / "quantised"
@@ -209,6 +243,7 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("awq", lambda t, c: c.update(group_size=48), r"group_size: 48 must be one of 32, 64, 128"),
         ("awq", lambda t, c: c.update(group_size=1 << 70), r"group_size: 1180591620717411303424 must be one of"),
         ("awq", lambda t, c: c.update(group_size=True), r"group_size: True must be one of"),
+        ("awq", lambda t, c: c.update(group_size=128), r"qzeros has shape \[8, 16\], expected \[2, 16\]"),
         ("awq", lambda t, c: c.update(bits=3), r"bits: 3 is not implemented"),
         ("awq", lambda t, c: c.update(version="gemv"), r"version: 'gemv' is not implemented"),
         ("awq", lambda t, c: c.update(quant_method="exl2"), r"quant_method: 'exl2' must be one of awq, gptq"),
