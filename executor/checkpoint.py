@@ -5,6 +5,7 @@ there with the right shape, the pieces cover every parameter. Only then is data 
 memory maps: the peak is what the rank keeps plus one weight.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ SIGNS = {  # tensors that only one format has
 def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: frozenset[str], progress: bool) -> int:
     """Returns how many bytes were read."""
     wanted, files = wanted_by(model), CheckpointFiles(folder)
-    stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
+    stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
     for problem, names in problems_of(files, stored, scheme, ignored):
         raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
@@ -56,11 +57,11 @@ def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
     return wanted
 
 
-def stored_as(pieces: list[Piece], scheme: Scheme) -> Stored:
-    """Where the tensor that all these are pieces of lies."""
+def stored_as(pieces: list[Piece], scheme: Scheme, in_floats: Callable[[str], bool]) -> Stored:
+    """Where the tensor that all these are pieces of lies. Many a config forgets to say that routers stay in floats."""
     first = pieces[0]
     module = first.name.removesuffix(".weight")
-    if first.linear and scheme.quantised(module):
+    if first.linear and scheme.quantised(module) and not (first.router and in_floats(first.name)):
         rows, columns = first.shape
         return scheme.stored(module, rows, columns)
     return plain(first.name, first.shape)

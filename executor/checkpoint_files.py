@@ -6,6 +6,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import UserError, listed
+from executor.formats.stored import FLOATS
 from executor.ready import INDEX, SINGLE
 from executor.safetensors_header import check_header
 from models.hf_config import read_json
@@ -34,6 +35,9 @@ class CheckpointFiles:
         """(shape, type in safetensors' words)"""
         header = self._map(self.place[name]).get_slice(name)
         return tuple(header.get_shape()), header.get_dtype()
+
+    def in_floats(self, name: str) -> bool:
+        return name in self and self.header(name)[1] in FLOATS
 
     def __call__(self, name: str, *part: slice) -> Tensor:
         try:

@@ -25,13 +25,15 @@ HEAD = "lm_head.weight"  # where it is not the embedding
 @dataclass(frozen=True)
 class Piece:
     """A checkpoint tensor of `shape`, of which this rank keeps `part`: `fill` takes it. None: another rank's.
-    `linear`: the weight of a linear module, which a checkpoint may have quantised; `fill` takes those as well."""
+    `linear`: the weight of a linear module, which a checkpoint may have quantised; `fill` takes those as well.
+    `router`: one that seldom is, whatever the checkpoint's config says."""
 
     name: str
     shape: tuple[int, ...]
     part: tuple[slice, ...] = ()
     fill: Callable[[Any], object] | None = None
     linear: bool = False
+    router: bool = False
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -100,12 +102,12 @@ class Source:
 class MergedLinear(Layer):
     """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. Fully local."""
 
-    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, quantise: bool = True):
+    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, router: bool = False):
         super().__init__()
-        self.ops, self.sources = build.ops, sources
+        self.ops, self.sources, self.router = build.ops, sources, router
         outputs = sum(s.kept for s in sources)
         names, formats = [source.name for source in sources], build.formats
-        self.weight = build.matrix(outputs, inputs, build.linear(names, (inputs, 1)) if quantise else formats.plain)
+        self.weight = build.matrix(outputs, inputs, formats.plain if router else build.linear(names, (inputs, 1)))
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (inputs + bias)
         self.nbytes = self.weight.nbytes
@@ -118,7 +120,8 @@ class MergedLinear(Layer):
         row = 0
         for source in self.sources:
             fill = partial(self.weight.fill, row)
-            yield Piece(f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL), fill, linear=True)
+            name, shape, part = f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL)
+            yield Piece(name, shape, part, fill, linear=True, router=self.router)
             if self.bias is not None:
                 into = self.bias[row : row + source.kept]
                 yield Piece(f"{parent}.{source.name}.bias", (source.rows,), (source.part,), into.copy_)

@@ -196,6 +196,12 @@ def test_a_split_that_leaves_too_little_is_refused(tmp_path: Path, model: Path) 
         built(tmp_path / "quantised", world_size=8)
 
 
+@pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "fp8"])
+def test_a_router_in_floats_needs_no_mention(tmp_path: Path, model: Path, format: str) -> None:
+    silent = {"modules_to_not_convert": [], "dynamic": None, "ignore": ["lm_head"]}
+    built(edited(model, tmp_path, format, lambda tensors, config: config.update(silent)))
+
+
 def test_a_group_that_does_not_divide_is_named(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", **SIZES | dict(moe_intermediate_size=96))
     quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32)
@@ -248,7 +254,6 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("awq", lambda t, c: c.update(version="gemv"), r"version: 'gemv' is not implemented"),
         ("awq", lambda t, c: c.update(quant_method="exl2"), r"quant_method: 'exl2' must be one of awq, gptq"),
         ("awq", lambda t, c: c.update(modules_to_not_convert=7), "modules_to_not_convert: 7 must be a list of names"),
-        ("awq", lambda t, c: c.update(modules_to_not_convert=[]), r"gate\.weight, unquantised"),
         ("awq", lambda t, c: c.update(modules_to_not_convert=["mlp"]), r"up_proj\.qweight, AWQ's or GPTQ's"),
         ("gptq", lambda t, c: c.update(desc_act=True), "desc_act: True is not supported: it scatters"),
         ("gptq", put(f"{Q}.g_idx", lambda x: x.flip(0)), rf"{Q}\.g_idx: inputs are not in the order of their groups"),

@@ -62,7 +62,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     """The facts that are printed, as they go to JSON."""
     sketch, scheme, files = sketch_of(plain_case(folder)), read_scheme(folder), CheckpointFiles(folder)
     wanted = wanted_by(sketch.model)
-    stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
+    stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
     kinds = dict.fromkeys(sketch.ignored, IGNORED)
     for path, layer in reversed(layers_of(sketch.model)):  # of a tied embedding and head, the embedding names it
         for piece in layer.pieces(path):

@@ -77,7 +77,7 @@ class SparseMoeBlock(nn.Module):
             build,
             config.hidden_size,
             [Source("gate", config.num_experts, slice(0, config.num_experts))],
-            quantise=False,
+            router=True,
         )
         self.experts = Experts(build, config.num_experts, config.hidden_size, config.moe_intermediate_size)
 
