@@ -22,10 +22,10 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
     plain, wanted = FORMATS[case.model_config.dtype], case.quantization
     tiled = dataclasses.replace(plain, tiled=True)
     head = FORMATS["q8"] if quantised_head else tiled
-    if wanted.method == "auto":
-        kept = scheme.format if scheme.format and scheme.format.kind in KEPT[case.platform] else None
-        return Formats(plain, kept, head, scheme.quantised) if kept else Formats(plain, tiled, tiled)
-    if wanted.method == "none":
+    own = scheme.format
+    if own and own.kind in KEPT[case.platform] and wanted.method in ("auto", own.kind):
+        return Formats(plain, own, head, scheme.quantised)
+    if wanted.method in ("auto", "none"):
         return Formats(plain, tiled, tiled)
     return Formats(plain, Format(wanted.method, wanted.group_size, wanted.zero_points), head)
 

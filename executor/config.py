@@ -88,8 +88,8 @@ class QuantizationSettings:
     method: str = key(
         "auto", "how linear layers and experts are kept. auto: as the checkpoint has them, bit for bit, where it is "
         "quantised and the platform can (else as none); none: in `dtype`; q8, q4: quantised while the checkpoint "
-        "streams in. Where any are quantised, the output head gets 8 bits in groups of 32 on cpu; the router and the "
-        "embedding keep `dtype`", choices=("auto", "none", "q8", "q4"),
+        "streams in, if it has not as many bits already. Where any are quantised, the output head gets 8 bits in "
+        "groups of 32 on cpu; the router and the embedding keep `dtype`", choices=("auto", "none", "q8", "q4"),
     )  # fmt: skip
     group_size: int = key(32, "columns of a row that share a scale: 32, 64 or 128", minimum=32, maximum=128)
     keep_packed: bool = key(

@@ -134,6 +134,7 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
         ("fp8", 0, 8, "q8", 0.025),
         ("fp8", 0, 8, "q4", 0.25),
         ("awq", 128, 4, "q8", 0.025),
+        ("awq", 128, 4, "q4", 0.025),  # has 4 bits already: kept
         ("gptq", 64, 8, "q8", 0.025),
     ],
 )
