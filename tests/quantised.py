@@ -50,6 +50,16 @@ def awq(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
     return tensors, meaning(levels, scales, zeros)
 
 
+def awq_levels(words: Tensor) -> Tensor:
+    """(a, b) int32 to (a, 8 b): each output's nibble from its own place."""
+    return torch.stack([words >> shift & 15 for shift in AWQ_SHIFTS], -1).flatten(1)
+
+
+def awq_meaning(name: str, tensors: dict[str, Tensor]) -> Tensor:
+    levels, zeros = (awq_levels(tensors[f"{name}.{kind}"]).T for kind in ("qweight", "qzeros"))
+    return meaning(levels, tensors[f"{name}.scales"].T, zeros)
+
+
 def gptq(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
     group = w.shape[1] if group < 0 else group
     levels, scales, zeros = levels_of(w, group, bits, symmetric)

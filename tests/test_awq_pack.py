@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
-from tools.awq.pack import dequantise, pack, packed_linear, quantise, unpack
+from tests.quantised import awq_levels
+from tools.awq.pack import pack, packed_linear, quantise
 
 GROUP = 32
 
@@ -21,7 +22,7 @@ def words(rows: int, columns: int) -> st.SearchStrategy[torch.Tensor]:
 def test_packing_puts_every_output_where_the_format_says(values: torch.Tensor) -> None:
     packed = pack(values)
     assert packed.dtype == torch.int32
-    assert torch.equal(unpack(packed), values.to(torch.uint8))
+    assert torch.equal(awq_levels(packed), values.int())
     for row in range(values.shape[0]):
         for j in range(values.shape[1]):
             word = int(packed[row, j // 8]) & 0xFFFFFFFF
@@ -46,10 +47,10 @@ def test_no_weight_moves_by_more_than_half_a_step(seed: int, size: float, shift:
     q = quantise(weight, GROUP)
     assert q.scales.dtype == torch.float16
     assert (q.scales > 0).all()
-    assert q.quants.max() <= 15
+    assert q.levels.max() <= 15
     half = q.scales.float().repeat_interleave(GROUP, dim=1) / 2
-    assert ((dequantise(q) - weight).abs() <= half * (1 + 1e-5)).all()
-    assert torch.equal(dequantise(q)[0, :32], torch.zeros(32))
+    assert ((q.floats() - weight).abs() <= half * (1 + 1e-5)).all()
+    assert torch.equal(q.floats()[0, :32], torch.zeros(32))
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:

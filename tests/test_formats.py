@@ -30,7 +30,7 @@ from models.layers import Experts, MergedLinear, RowLinear, layers_of
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
-from tests.quantised import AWQ_SHIFTS, meaning, quantise_tiny
+from tests.quantised import awq_meaning, quantise_tiny
 from tests.tiny import ONE_RANK, make_runner, save_tiny, tiny_case
 from tools.awq.convert import convert
 from tools.awq.source import Source
@@ -162,15 +162,10 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str, ranks: 
 
 
 def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
-    """Read here by plain shifts, each output's nibble from its own place."""
     convert(Source(model), tmp_path / "quantised", 64, None)
     means = {name: t for path in (tmp_path / "quantised").glob("*.safetensors") for name, t in load_file(path).items()}
     for name in [name.removesuffix(".qweight") for name in means if name.endswith(".qweight")]:
-        levels, zeros = (
-            torch.stack([means[f"{name}.{kind}"] >> shift & 15 for shift in AWQ_SHIFTS], -1).flatten(1).T
-            for kind in ("qweight", "qzeros")
-        )
-        means[f"{name}.weight"] = meaning(levels, means[f"{name}.scales"].T, zeros)
+        means[f"{name}.weight"] = awq_meaning(name, means)
     assert_kept(built(tmp_path / "quantised"), means, kept=True)
     with pytest.raises(UserError, match="is quantised already"):
         Source(tmp_path / "quantised")

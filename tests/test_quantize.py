@@ -12,10 +12,11 @@ from transformers import Qwen3MoeForCausalLM
 
 from errors import UserError
 from executor.cases import ROOT
+from tests.quantised import awq_meaning
 from tests.tiny import save_tiny
 from tools.awq.convert import Calibration, convert
 from tools.awq.layer import LayerMath
-from tools.awq.pack import dequantise, quantise, unpacked_linear
+from tools.awq.pack import quantise
 from tools.awq.search import Fold, fold, search_layer
 from tools.awq.source import Source
 
@@ -59,7 +60,7 @@ def as_float(folder: Path, to: Path) -> Qwen3MoeForCausalLM:
     tensors = tensors_of(folder)
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     floats = {n: t for n, t in tensors.items() if n.rpartition(".")[2] in ("weight", "bias")}
-    floats |= {f"{name}.weight": dequantise(unpacked_linear(name, tensors)).contiguous() for name in names}
+    floats |= {f"{name}.weight": awq_meaning(name, tensors).contiguous() for name in names}
     to.mkdir()
     save_file(floats, to / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -87,7 +88,7 @@ def test_plain_rounding_writes_the_format(tmp_path: Path, options: dict[str, obj
             (torch.int32, (groups, rows // 8)),
             (torch.float16, (groups, rows)),
         ]
-        assert torch.equal(dequantise(unpacked_linear(short, after)), dequantise(quantise(before[name], GROUP)))
+        assert torch.equal(awq_meaning(short, after), quantise(before[name], GROUP).floats())
     assert after.keys() == expected
     assert all(torch.equal(after[n], before[n]) for n in before.keys() - linears)
     config = json.loads((tmp_path / "out/config.json").read_text())

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from errors import UserError
 from executor.formats.modules import target
-from executor.formats.stored import Fetch, Needed, Scheme, Stored, check_sizes
+from executor.formats.stored import Fetch, Needed, Scheme, Stored, check_sizes, in_words, kept_as
 from executor.formats.words import covering, groups_of, unpack
 from models.hf_config import HfConfig
-from ops.interface import Format
 from ops.quantised import Quantised
 
 
@@ -31,19 +30,15 @@ class CompressedTensors(Scheme):
         self.bits = weights.one_of("num_bits", allowed=(4, 8) if self.packed else (8,))
         weights.refuse("type", "int")
         weights.refuse("actorder", "weight", "static", False)
-        self.symmetric = weights.flag("symmetric", True)
-        self.zeros = not self.symmetric
+        self.zeros = not weights.flag("symmetric", True)
         self.group = -1
         if weights.one_of("strategy", allowed=("group", "channel")) == "group":
             self.group = weights.one_of("group_size", allowed=(32, 64, 128))
         self.targets = [target(text, group.where) for text in group.names("targets")]
         self.ignored = [target(text, config.where) for text in config.names("ignore")]
-        groups_are = f"groups of {self.group}" if self.group > 0 else "one group a row"
-        zeros = "symmetric" if self.symmetric else "with zero points"
-        self.title = f"compressed-tensors {config.value('format')}, {self.bits} bits in {groups_are}, {zeros}"
-        kind = {4: "q4", 8: "q8"}[self.bits]
-        exact = self.symmetric or self.bits == 4
-        self.format = Format(kind, self.group if self.group > 0 else 128, zeros=self.zeros) if exact else None
+        words = in_words(self.bits, self.group, self.zeros)
+        self.title = f"compressed-tensors {config.value('format')}, {words}"
+        self.format = kept_as(self.bits, self.group, self.zeros)
 
     def quantised(self, module: str) -> bool:
         return any(t(module) for t in self.targets) and not any(t(module) for t in self.ignored)
@@ -62,10 +57,8 @@ class CompressedTensors(Scheme):
         def levels(fetch: Fetch, outputs: slice, inputs: slice) -> Tensor:
             if not self.packed:
                 return signed(fetch(weight, outputs, inputs))
-            if fetch(shape, slice(0, 2)).tolist() != [rows, columns]:
-                raise UserError(
-                    f"{shape}: {fetch(shape, slice(0, 2)).tolist()} is not the module's [{rows}, {columns}]"
-                )
+            if (said := fetch(shape, slice(0, 2)).tolist()) != [rows, columns]:
+                raise UserError(f"{shape}: {said} is not the module's [{rows}, {columns}]")
             held, within = covering(inputs, count)
             return unpack(fetch(weight, outputs, held), self.bits).flatten(-2)[:, within].contiguous()
 
@@ -83,7 +76,7 @@ class CompressedTensors(Scheme):
                 bits=self.bits,
                 levels=levels(fetch, outputs, inputs),
                 scales=cut(fetch(scale, outputs, in_groups)),
-                zeros=None if self.symmetric else cut(zeros(fetch, outputs, in_groups)),
+                zeros=cut(zeros(fetch, outputs, in_groups)) if self.zeros else None,
             )
 
         tensors = {scale: Needed((rows, groups))}
@@ -91,7 +84,7 @@ class CompressedTensors(Scheme):
             tensors |= {weight: Needed((rows, -(-columns // count)), ("I32",)), shape: Needed((2,), ("I64", "I32"))}
         else:
             tensors[weight] = Needed((rows, columns), ("I8",))
-        if not self.symmetric:
+        if self.zeros:
             packed_zeros = Needed((-(-rows // count), groups), ("I32",))
             tensors[zero_point] = packed_zeros if self.packed else Needed((rows, groups), ("I8",))
         return Stored(tensors, read)

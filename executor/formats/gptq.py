@@ -8,10 +8,9 @@ import torch
 
 from errors import UserError
 from executor.formats.modules import Matches, pattern
-from executor.formats.stored import Fetch, Needed, Scheme, Stored, check_sizes
+from executor.formats.stored import Fetch, Needed, Scheme, Stored, check_sizes, in_words, kept_as
 from executor.formats.words import covering, groups_of, unpack
 from models.hf_config import HfConfig
-from ops.interface import Format
 from ops.quantised import Quantised
 
 
@@ -24,22 +23,18 @@ class Gptq(Scheme):
             )  # fmt: skip
         self.bits = config.one_of("bits", allowed=(4, 8))
         self.group = config.one_of("group_size", allowed=(-1, 32, 64, 128))
-        self.symmetric = config.flag("sym", True)
-        self.zeros = not self.symmetric
+        self.zeros = not config.flag("sym", True)
         # The first version of the format stores zero points less one.
         self.less = 0 if config.value("checkpoint_format", default="gptq") == "gptq_v2" else 1
         config.refuse("checkpoint_format", "gptq", "gptq_v2")
         config.refuse("pack_dtype", "int32")
         self.with_head = config.flag("lm_head", False)
         self.excluded = _excluded(config)
-        groups = f"groups of {self.group}" if self.group > 0 else "one group a row"
-        self.title = f"GPTQ, {self.bits} bits in {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
-        kind = {4: "q4", 8: "q8"}[self.bits]
-        exact = self.symmetric or self.bits == 4
-        self.format = Format(kind, self.group if self.group > 0 else 128, zeros=self.zeros) if exact else None
+        self.title = f"GPTQ, {in_words(self.bits, self.group, self.zeros)}"
+        self.format = kept_as(self.bits, self.group, self.zeros)
 
     def quantised(self, module: str) -> bool:
-        """All of the decoder but routers, and what `dynamic` takes out; the head where the checkpoint says so."""
+        """All of the decoder but what `dynamic` takes out; the head where the checkpoint says so."""
         if any(matches(module) for matches in self.excluded):
             return False
         return ".layers." in module or (self.with_head and module == "lm_head")
@@ -51,31 +46,27 @@ class Gptq(Scheme):
             module, ("columns", columns, "group_size", group), ("columns", columns, "a word's", count),
             ("rows", rows, "a word's", count),
         )  # fmt: skip
-        names = [f"{module}.{kind}" for kind in ("qweight", "qzeros", "scales", "g_idx")]
-        qweight, qzeros, scales, g_idx = names
+        qweight, qzeros, scales, g_idx = (f"{module}.{kind}" for kind in ("qweight", "qzeros", "scales", "g_idx"))
         groups = columns // group
 
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
+            in_order = torch.arange(inputs.start, inputs.stop, dtype=torch.int32) // group
+            if g_idx in fetch and not torch.equal(fetch(g_idx, inputs), in_order):
+                raise UserError(f"{g_idx}: inputs are not in the order of their groups: desc_act is not supported")
             held, within = covering(inputs, count)
             levels = unpack(fetch(qweight, held, outputs).T, self.bits).flatten(-2)  # (outputs, inputs)
             in_groups, cut = groups_of(inputs, group)
             in_words, among = covering(outputs, count)
             zeros = unpack(fetch(qzeros, in_groups, in_words), self.bits).flatten(-2)[:, among].T  # (outputs, groups)
             zeros = (zeros + self.less) & ((1 << self.bits) - 1)
-            if self.symmetric and (zeros != 1 << (self.bits - 1)).any():
+            if not self.zeros and (zeros != 1 << (self.bits - 1)).any():
                 raise UserError(f"{qzeros}: sym is true, but zero points are not all {1 << (self.bits - 1)}")
             return Quantised(
                 bits=self.bits,
                 levels=levels[:, within].contiguous(),
                 scales=cut(fetch(scales, in_groups, outputs).T),
-                zeros=None if self.symmetric else cut(zeros),
+                zeros=cut(zeros) if self.zeros else None,
             )
-
-        def checked(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
-            in_order = torch.arange(inputs.start, inputs.stop, dtype=torch.int32) // group
-            if g_idx in fetch and not torch.equal(fetch(g_idx, inputs), in_order):
-                raise UserError(f"{g_idx}: inputs are not in the order of their groups: desc_act is not supported")
-            return read(fetch, outputs, inputs)
 
         tensors = {
             qweight: Needed((columns // count, rows), ("I32",)),
@@ -83,7 +74,7 @@ class Gptq(Scheme):
             scales: Needed((groups, rows)),
             g_idx: Needed((columns,), ("I32",), optional=True),
         }
-        return Stored(tensors, checked)
+        return Stored(tensors, read)
 
 
 def _excluded(config: HfConfig) -> list[Matches]:

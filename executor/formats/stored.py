@@ -69,6 +69,18 @@ class Scheme(ABC):
         """Where the weight (rows, columns) of a quantised module lies."""
 
 
+def kept_as(bits: int, group: int, zeros: bool) -> Format | None:
+    """The format that keeps integers of 4 or 8 bits; `group` -1: one scale a row, which all smaller groups have too."""
+    if zeros and bits == 8:
+        return None
+    return Format({4: "q4", 8: "q8"}[bits], group if group > 0 else 128, zeros)
+
+
+def in_words(bits: int, group: int, zeros: bool) -> str:
+    groups = f"groups of {group}" if group > 0 else "one group a row"
+    return f"{bits} bits in {groups}, {'with zero points' if zeros else 'symmetric'}"
+
+
 class Unquantised(Scheme):
     title, format = "unquantised", None
     bits, group, zeros = 0, 0, False

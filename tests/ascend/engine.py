@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.cases import load_case
+from executor.compile_cache import CompileCache
 from executor.config import Case
 from executor.env import RankEnv
 from executor.model_runner import ModelRunner
@@ -34,6 +35,11 @@ def ascend_runner(case: Case, folder: Path, ranks: RankEnv = ONE_RANK) -> ModelR
     runner = make_runner(case, folder, ranks)
     runner.setup()
     return runner
+
+
+def keep_graphs_in(folder: Path) -> None:
+    """In this process, whatever it compiles with the cache on."""
+    CompileCache.__init__.__defaults__ = (folder / "cache", 900)  # type: ignore[attr-defined]
 
 
 def generate(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor import compile_cache
 from executor.ascend_env import ascend_environment
 from executor.config import Case
 from executor.distributed import init_parallel
 from executor.env import RankEnv
 from executor.platform.ascend import AscendPlatform
 from models.parallel import Group
-from tests.ascend.engine import ascend_case, ascend_runner, generate
+from tests.ascend.engine import ascend_case, ascend_runner, generate, keep_graphs_in
 from tests.ascend.ge import GeProgram, Node, ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -61,7 +60,7 @@ def started(rank: int, world_size: int, folder: Path, *overrides: str) -> tuple[
 
 def decode(rank: int, folder: Path, *overrides: str) -> Seen:
     case, ranks = started(rank, 2, folder, "exe_mode=ge_graph", *overrides)
-    compile_cache.CompileCache.__init__.__defaults__ = (folder / "cache", 900)  # type: ignore[attr-defined]
+    keep_graphs_in(folder)
     said = io.StringIO()
     with ge_programs() as programs, device_log() as log, contextlib.redirect_stdout(said):
         generate(ascend_runner(case, folder, ranks))

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 
-from executor import compile_cache
-from tests.ascend.engine import ascend_case, ascend_runner, prefilled
+from tests.ascend.engine import ascend_case, ascend_runner, keep_graphs_in, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.ranks import run_ranks
 
 
 def steps(rank: int, folder: Path, mode: str) -> tuple[float, float]:
-    compile_cache.CompileCache.__init__.__defaults__ = (folder / "cache", 900)  # type: ignore[attr-defined]
+    keep_graphs_in(folder)
     runner = ascend_runner(ascend_case(folder, f"exe_mode={mode}", "enable_cache_compile=true"), folder)
     running = prefilled(runner)
     times = []

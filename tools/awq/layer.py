@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.layers import rotary_angles
 from models.qwen3_moe.config import Qwen3MoeConfig
 from ops.reference import rms_norm, rope, route_softmax
 
@@ -67,10 +68,7 @@ class Routing:
 class LayerMath:
     def __init__(self, config: Qwen3MoeConfig, sparse: bool, length: int):
         self.config, self.sparse = config, sparse
-        frequencies = torch.tensor(config.rope.inverse_frequencies(), dtype=torch.float32)
-        angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies.repeat(2)
-        scale = config.rope.yarn.attention_factor if config.rope.yarn else 1.0
-        self.cos, self.sin = angles.cos() * scale, angles.sin() * scale  # (L, head_dim)
+        self.cos, self.sin = rotary_angles(config.rope, length)  # (L, head_dim)
 
     def normed(self, w: Weights, name: str, x: Tensor) -> Tensor:
         return rms_norm(x, w(f"{name}.weight"), self.config.rms_norm_eps)

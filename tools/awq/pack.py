@@ -4,24 +4,17 @@ A weight w (out, in) becomes w = (q - z) * s: q from 0 to 15, and for every `gro
 0 to 15 and a float16 scale s. On disk all three are transposed, and eight neighbouring outputs share an int32.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from errors import UserError
+from ops.quantised import Quantised
 
 BITS, LARGEST = 4, 15
 PACKED = 32 // BITS  # outputs in one int32
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of output j: SHIFTS[j % 8]
-
-
-@dataclass(frozen=True)
-class Quantised:
-    quants: Tensor  # (out, in) uint8
-    zeros: Tensor  # (out, in / group) uint8
-    scales: Tensor  # (out, in / group) float16
 
 
 def quantise(weight: Tensor, group: int) -> Quantised:
@@ -37,13 +30,7 @@ def quantise(weight: Tensor, group: int) -> Quantised:
     step = scales.float()
     zeros = (-low / step).round_()
     quants = (groups / step[..., None]).round_().add_(zeros[..., None]).clamp_(0, LARGEST)
-    return Quantised(quants.flatten(1).to(torch.uint8), zeros.to(torch.uint8), scales)
-
-
-def dequantise(q: Quantised) -> Tensor:
-    """(out, in) float32"""
-    groups = q.quants.unflatten(1, (q.zeros.shape[1], -1)).float() - q.zeros[..., None].float()
-    return (groups * q.scales[..., None].float()).flatten(1)
+    return Quantised(BITS, quants.flatten(1).to(torch.uint8), scales, zeros.to(torch.uint8))
 
 
 def pack(values: Tensor) -> Tensor:
@@ -54,11 +41,6 @@ def pack(values: Tensor) -> Tensor:
     return words
 
 
-def unpack(words: Tensor) -> Tensor:
-    """(rows, out / 8) int32 -> (rows, out) uint8"""
-    return (words[..., None] >> torch.tensor(SHIFTS) & LARGEST).to(torch.uint8).flatten(1)
-
-
 def packed_linear(name: str, weight: Tensor, group: int) -> dict[str, Tensor]:
     """The three tensors that stand for `name`.weight in the checkpoint."""
     q = quantise(weight, group)
@@ -67,12 +49,7 @@ def packed_linear(name: str, weight: Tensor, group: int) -> dict[str, Tensor]:
             f"{name}.weight: holds values that are not finite or too large for float16 scales: check the checkpoint"
         )
     return {
-        f"{name}.qweight": pack(q.quants.T),  # (in, out / 8)
-        f"{name}.qzeros": pack(q.zeros.T),  # (in / group, out / 8)
+        f"{name}.qweight": pack(q.levels.T),  # (in, out / 8)
+        f"{name}.qzeros": pack(cast(Tensor, q.zeros).T),  # (in / group, out / 8)
         f"{name}.scales": q.scales.T.contiguous(),  # (in / group, out)
     }
-
-
-def unpacked_linear(name: str, tensors: Mapping[str, Tensor]) -> Quantised:
-    quants, zeros = unpack(tensors[f"{name}.qweight"]), unpack(tensors[f"{name}.qzeros"])
-    return Quantised(quants.T, zeros.T, tensors[f"{name}.scales"].T)

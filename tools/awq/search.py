@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tools.awq.layer import QKV, LayerMath, Weights, mlps
-from tools.awq.pack import dequantise, quantise
+from tools.awq.pack import quantise
 
 STEPS = 20  # alphas from 0 to 0.95
 FLOOR = 0.01  # of the average input: a column that calibration hardly saw still keeps some precision
@@ -49,7 +49,7 @@ def _rounded(weights: Weights, names: frozenset[str], scale: Tensor, group: int)
 
     def weight(name: str) -> Tensor:
         exact = weights(name)
-        return dequantise(quantise(exact * scale, group)) / scale if name in names else exact
+        return quantise(exact * scale, group).floats() / scale if name in names else exact
 
     return weight
 
