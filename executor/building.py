@@ -9,12 +9,11 @@ from executor.cases import model_folder
 from executor.config import Case
 from executor.formats.detect import read_scheme
 from executor.formats.stored import Scheme
+from executor.platform import PLATFORMS
 from models.build import Build, Formats
 from models.layers import PagedAttention
 from models.parallel import Parallel
 from ops.interface import FORMATS, Format, Ops
-
-KEPT = {"cpu": ("q8", "q4"), "ascend": ("q4",)}  # the quantised formats that a platform multiplies with
 
 
 def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
@@ -23,7 +22,7 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
     tiled = dataclasses.replace(plain, tiled=True)
     head = FORMATS["q8"] if quantised_head else tiled
     own = scheme.format
-    if own and own.kind in KEPT[case.platform] and wanted.method in ("auto", own.kind):
+    if own and own.kind in PLATFORMS[case.platform].quantised and wanted.method in ("auto", own.kind):
         return Formats(plain, own, head, scheme.quantised)
     if wanted.method in ("auto", "none"):
         return Formats(plain, tiled, tiled)

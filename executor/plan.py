@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from errors import UserError
 from executor.activations import Part, fullest, of_model, of_sampling, product, step_shape
 from executor.batching import graph_rows
-from executor.building import KEPT, bind_caches, build_of
+from executor.building import bind_caches, build_of
 from executor.config import Case
 from executor.distributed import place_of
 from executor.env import RankEnv
@@ -100,7 +100,7 @@ def sketch_of(case: Case) -> Sketch:
     ranks = RankEnv(rank=0, world_size=case.world_size, local_rank=0, local_world_size=1, error_file="")
     runner = make_runner(case, Path(), ranks)
     ops = cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
-    quantised_head = "q8" in KEPT[case.platform]  # which ascend has no products in
+    quantised_head = "q8" in PLATFORMS[case.platform].quantised  # which ascend has no products in
     build = build_of(case, ops, place_of(case, ranks.rank, {}), torch.device("meta"), quantised_head)
     model = runner.build_model(build)
     module, pages = cast(nn.Module, model), make_scheduler(case).pages

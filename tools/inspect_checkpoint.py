@@ -18,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import UserError, listed, run_main
-from executor.building import KEPT
 from executor.cases import load_case
 from executor.checkpoint import problems_of, stored_as, wanted_by
 from executor.checkpoint_files import CheckpointFiles
@@ -26,6 +25,7 @@ from executor.config import CacheSettings, Case, DataSettings, ParallelSettings,
 from executor.formats.detect import read_scheme
 from executor.formats.stored import Scheme
 from executor.plan import GB, cache_of, kind_of, sketch_of, weights_of
+from executor.platform import PLATFORMS
 from executor.results import write_json
 from executor.safetensors_header import BITS
 from models.hf_config import read_json
@@ -73,7 +73,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         | dataclasses.asdict(sketch.config),
         "quantization": {
             "title": scheme.title, "bits": scheme.bits, "group_size": scheme.group, "zero_points": scheme.zeros,
-            "kept_by": [name for name, kept in KEPT.items() if scheme.format and scheme.format.kind in kept],
+            "kept_by": [n for n, p in PLATFORMS.items() if scheme.format and scheme.format.kind in p.quantised],
             "excluded": [dataclasses.asdict(e) for e in excluded_from(scheme, wanted)],
         },
         "components": [dataclasses.asdict(component) for component in components],
