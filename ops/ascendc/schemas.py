@@ -1,0 +1,107 @@
+"""The ops of the vector cores, `torch.ops.umbra.*`: what they take, and the shapes that they give. Needs no torch_npu.
+
+T tokens (1 to 8), k experts a token, E experts, group G of 32, 64 or 128 that divides K, K % 32 == 0, N % 8 == 0.
+Activations, scales and zeros are all float16 or all bfloat16. Weights are kept as ops/ascend/weights.py has them:
+signed nibbles, eight outputs to an int32, and a value is (nibble + zero) * scale; without zeros, nibble * scale.
+
+grouped_gemv_w4a16   x (R, K), w (E, K, N / 8), scales, zeros (E, K / G, N), ids (R, k) int32 -> (R, k, N)
+                     an id below 0 or from E on gives a row of zeroes
+fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) float32 -> (T, H)
+                     the sum over k of weight * down(silu(gate) * up); gate: the first I columns of w13, up: the others
+gemv_w4a16           x (T, K), w (K, N / 8), scales, zeros (K / G, N) -> (T, N)
+"""
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS = 8
+GROUPS = (32, 64, 128)
+WORD = 8  # nibbles in an int32
+BLOCK = 32  # rows of weights that a kernel reads at once
+NAMES = ("w", "scales", "zeros")
+
+LIBRARY = torch.library.Library("umbra", "DEF")  # the ops live as long as this does
+for schema in (
+    "grouped_gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor ids) -> Tensor",
+    "fused_moe_w4a16(Tensor x, Tensor w13, Tensor s13, Tensor? z13, Tensor w2, Tensor s2, Tensor? z2, Tensor ids, "
+    "Tensor weights) -> Tensor",
+    "gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros) -> Tensor",
+):
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def grouped_gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, ids: Tensor) -> Tensor:
+    _check_activations(x, None)
+    outputs = _check_weights(NAMES, w, scales, zeros, 1, x, x.shape[1])
+    _check("ids", ids, torch.int32, x.shape[0], None)
+    return x.new_empty(x.shape[0], ids.shape[1], outputs)
+
+
+def fused_moe_w4a16(
+    x: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    z13: Tensor | None,
+    w2: Tensor,
+    s2: Tensor,
+    z2: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    _check_activations(x, MOST_TOKENS)
+    columns = _check_weights(("w13", "s13", "z13"), w13, s13, z13, 1, x, x.shape[1])
+    outputs = _check_weights(("w2", "s2", "z2"), w2, s2, z2, 1, x, columns // 2)
+    if columns % 2 or outputs != x.shape[1] or w2.shape[0] != w13.shape[0]:
+        raise RuntimeError(
+            f"w2: {tuple(w2.shape)} beside w13 {tuple(w13.shape)}: must be (E, I, H / 8) where w13 is (E, H, 2 I / 8)"
+        )
+    _check("ids", ids, torch.int32, x.shape[0], None)
+    _check("weights", weights, torch.float32, x.shape[0], ids.shape[1])
+    return torch.empty_like(x)
+
+
+def gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    _check_activations(x, MOST_TOKENS)
+    return x.new_empty(x.shape[0], _check_weights(NAMES, w, scales, zeros, 0, x, x.shape[1]))
+
+
+for function in (grouped_gemv_w4a16, fused_moe_w4a16, gemv_w4a16):
+    LIBRARY.impl(function.__name__, function, "Meta")
+
+
+def _check_activations(x: Tensor, most: int | None) -> None:
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"x: {x.dtype}: must be float16 or bfloat16")
+    if x.dim() != 2 or (most is not None and x.shape[0] > most):
+        raise RuntimeError(f"x: {tuple(x.shape)}: must be (tokens, K){f' with {most} tokens at most' if most else ''}")
+    if x.shape[1] % BLOCK:
+        raise RuntimeError(f"x: K of {x.shape[1]}: must be a multiple of {BLOCK}")
+
+
+def _check_weights(
+    names: tuple[str, str, str], w: Tensor, scales: Tensor, zeros: Tensor | None, lead: int, x: Tensor, inputs: int
+) -> int:
+    """The number of outputs; `lead`: the dimensions before (K, N)."""
+    if w.dtype != torch.int32:
+        raise TypeError(f"{names[0]}: {w.dtype}: must be int32, words of {WORD} nibbles")
+    if w.dim() != lead + 2 or w.shape[-2] != inputs:
+        shape = "(E, K, N / 8)" if lead else "(K, N / 8)"
+        raise RuntimeError(f"{names[0]}: {tuple(w.shape)}: must be {shape} with K of {inputs}")
+    outputs = w.shape[-1] * WORD
+    if scales.dtype != x.dtype:
+        raise TypeError(f"{names[1]}: {scales.dtype}: must be the type of x, {x.dtype}")
+    shapes = [(*w.shape[:-2], inputs // group, outputs) for group in GROUPS if inputs % group == 0]
+    if tuple(scales.shape) not in shapes:
+        raise RuntimeError(f"{names[1]}: {tuple(scales.shape)}: must be one of {shapes}: groups of 32, 64 or 128")
+    if zeros is not None and (zeros.dtype != scales.dtype or zeros.shape != scales.shape):
+        raise RuntimeError(
+            f"{names[2]}: {tuple(zeros.shape)} {zeros.dtype}: must be as {names[1]}, {tuple(scales.shape)} {x.dtype}"
+        )
+    return outputs
+
+
+def _check(name: str, given: Tensor, dtype: torch.dtype, rows: int, columns: int | None) -> None:
+    if given.dtype != dtype:
+        raise TypeError(f"{name}: {given.dtype}: must be {dtype}")
+    if given.dim() != 2 or given.shape[0] != rows or (columns is not None and given.shape[1] != columns):
+        raise RuntimeError(f"{name}: {tuple(given.shape)}: must be ({rows}, {'k' if columns is None else columns})")
