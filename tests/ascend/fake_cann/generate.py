@@ -38,7 +38,9 @@ def main() -> None:
     wheel = sorted((SITE / "torch_npu").rglob("*.so"))
     texts = b"".join(path.read_bytes() for path in wheel)
     kernels = with_sizing({name.decode() for name in KERNEL.findall(texts)})
-    custom = with_sizing({f"aclnn{name}" for path in CUSTOM_OPS.glob("*.cpp") for name in ADDED.findall(path.read_text())})
+    custom = with_sizing(
+        {f"aclnn{name}" for path in CUSTOM_OPS.glob("*.cpp") for name in ADDED.findall(path.read_text())}
+    )
     functions = {name.decode() for name in FUNCTION.findall(texts)} | HUGE_MEMORY | missing(wheel)
     write_stubs(out / "stubs.cpp", kernels, functions - kernels)
     write_stubs(out / "custom.cpp", custom, set())
