@@ -98,7 +98,8 @@ def test_help(copy: Path) -> None:
         (
             [],
             {"ASCEND_HOME_PATH": "/nowhere"},
-            "no /nowhere/compiler/tikcpp/ascendc_kernel_cmake: install the CANN toolkit, or point ASCEND_HOME_PATH at it",
+            "no /nowhere/compiler/tikcpp/ascendc_kernel_cmake: install the CANN toolkit, or point ASCEND_HOME_PATH at "
+            "it",
         ),
     ],
 )
