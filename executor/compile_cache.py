@@ -38,14 +38,18 @@ Json: TypeAlias = Any
 Facts: TypeAlias = dict[str, Json]
 
 
-def compile_facts(case: Case, config: Any, versions: Versions, torchair: str, sources: str) -> Facts:
+def compile_facts(
+    case: Case, config: Any, versions: Versions, torchair: str, sources: str, kernels_built: int
+) -> Facts:
     """All that a compiled graph depends on but its rank and shapes; `config` is the model's, `sources` a digest of the
-    code that was traced. Prompts and the description are left out: they change often, and no graph sees them."""
+    code that was traced, `kernels_built` when our own kernels were. Prompts and the description are left out: they
+    change often, and no graph sees them."""
     settings = dataclasses.asdict(case)
     del settings["description"], settings["data_config"]["prompts"]
     python = platform.python_version()  # its byte code is kept too
     made_by = dict(torch=versions.torch, torch_npu=versions.torch_npu, torchair=torchair, cann=versions.cann)
-    return made_by | dict(python=python, sources=sources, model=dataclasses.asdict(config), case=settings)
+    made_by |= dict(python=python, sources=sources)
+    return made_by | dict(kernels_built=kernels_built, model=dataclasses.asdict(config), case=settings)
 
 
 class CompileCache:

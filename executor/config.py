@@ -117,6 +117,13 @@ class AscendSettings:
         "fusion_v2", "operators that bring tokens to their experts: npu_moe_init_routing_v2, the first generation of "
         "fused routing, or grouped matmul with plain routing", choices=("fusion_v2", "fusion_v1", "tp"),
     )  # fmt: skip
+    decode_gemv: str = key(
+        "auto", "products of few tokens by 4-bit weights in our own kernels for the vector cores, built by `bash "
+        "ops/ascendc/build.sh`. auto: where they are built and fit the weights; on: an error where not; off: never. "
+        "AIV collectives compete with them for those cores: compare `off`, and `hccl_config.aiv_group: none`",
+        choices=("auto", "on", "off"),
+    )  # fmt: skip
+    gemv_max_tokens: int = key(8, "most tokens of a step that `decode_gemv` is for", minimum=1, maximum=8)
     memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
     cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
     base_port: int = key(
@@ -129,8 +136,8 @@ class AscendSettings:
 class HcclSettings:
     aiv_group: str = key(
         "attn_tp", "the one group whose collectives run on the vector cores (AIV), with every group of the same "
-        "ranks; `none` switches AIV off. Experts are summed by one all-reduce over `world`, which covers moe_tp and "
-        "moe_ep", choices=("none", *GROUPS),
+        "ranks; `none` switches AIV off and leaves those cores to `ascend_config.decode_gemv`. Experts are summed by "
+        "one all-reduce over `world`, which covers moe_tp and moe_ep", choices=("none", *GROUPS),
     )  # fmt: skip
     deterministic: bool = key(False, "collectives sum in the same order every time; needs `aiv_group: none`")
     buffer_mb: int = key(

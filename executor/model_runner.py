@@ -76,6 +76,9 @@ class ModelRunner(ABC):
         build = build_of(case, self.platform.ops, self.parallel, self.platform.device, self.platform.quantised_head)
         self.model = self.build_model(build)
         module = self._module()
+        self.kernels = self.platform.kernels(module)
+        for what, kernel in self.kernels.items() if self.ranks.rank == 0 else ():
+            print(f"{what}: {kernel}")
         self._load_weights(module)
         self.stop_ids = stop_ids(self.folder, self.config.eos_token_ids)
         self.scheduler = make_scheduler(case)
@@ -172,7 +175,7 @@ class ModelRunner(ABC):
         ]
         peak = torch.tensor([self.platform.peak_memory_bytes()], device=self.platform.device)
         peaks = self.parallel.world.gather_rows(peak, (1,) * self.case.world_size)
-        return make_report(self.case, completions, self.timings, int(peaks.max()))
+        return make_report(self.case, completions, self.timings, int(peaks.max()), self.kernels)
 
     def new_sequence(self, index: int, prompt: str, ids: list[int]) -> Sequence:
         generator = torch.Generator().manual_seed(self.case.sampling_config.seed + index)

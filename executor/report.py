@@ -38,8 +38,11 @@ class Timings:
         self.decode_steps.append(seconds)
 
 
-def make_report(case: Case, completions: list[Completion], timings: Timings, peak_memory: int) -> dict[str, Any]:
-    """Times in milliseconds. `tpot_*` are null when no prompt needed a second token."""
+def make_report(
+    case: Case, completions: list[Completion], timings: Timings, peak_memory: int, kernels: dict[str, str]
+) -> dict[str, Any]:
+    """Times in milliseconds. `tpot_*` are null when no prompt needed a second token, `kernels` is empty where the
+    platform had no choice."""
     steps = sorted(timings.decode_steps)
     return {
         "case": case.name,
@@ -55,6 +58,7 @@ def make_report(case: Case, completions: list[Completion], timings: Timings, pea
         "decode_tokens": timings.decode_tokens,
         "decode_tokens_per_s": timings.decode_tokens / sum(steps) if steps else None,
         "peak_memory_bytes": peak_memory,
+        "kernels": kernels,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()},
         "settings": asdict(case),
     }

@@ -108,6 +108,8 @@ def _read(kind: type[T], data: object, where: str, prefix: str) -> T:
 
 
 def _leaf(leaf: Leaf, value: object, where: str) -> object:
+    if isinstance(value, bool) and "on" in leaf.choices:  # what YAML makes of `on` and `off`
+        value = "on" if value else "off"
     try:
         converted = _convert(leaf.type, value)
     except (TypeError, ValueError):

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch_npu
+from torch import nn
 
 from errors import UserError
 from executor.batching import graph_rows
@@ -13,8 +14,10 @@ from executor.env import RankEnv, cann_home
 from executor.hccl import group_options
 from executor.platform.ascend_fallbacks import loud_fallbacks
 from executor.platform.ascend_graph import AscendGraphs
+from executor.platform.ascend_kernels import chosen_kernels, gemv_tokens
 from executor.platform.base import Platform, Step
 from executor.versions import check_versions, read_versions
+from ops import ascendc
 from ops.ascend.ops import AscendOps
 from ops.interface import Ops
 
@@ -37,10 +40,16 @@ class AscendPlatform(Platform):
         torch_npu.npu.set_device(self.device)
         torch_npu.npu.config.allow_internal_format = True  # FRACTAL_NZ weights
         dtype: torch.dtype = getattr(torch, case.model_config.dtype)
-        self.ops = cast(Ops, AscendOps(dtype, self.device, case.ascend_config.moe_routing))
+        tokens = gemv_tokens(case)
+        if tokens:
+            ascendc.load()
+        self.ops = cast(Ops, AscendOps(dtype, self.device, case.ascend_config.moe_routing, tokens))
 
     def compile(self, step: Step, model_config: object) -> Step:
         return AscendGraphs(step, self.case, self.ranks, self.device, model_config)
+
+    def kernels(self, model: nn.Module) -> dict[str, str]:
+        return chosen_kernels(model, self.case)
 
     def group_options(self, group: str) -> Any:
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()

@@ -32,7 +32,9 @@ from executor.platform.ascend_fallbacks import tell
 from executor.platform.base import Step
 from executor.versions import read_versions
 from models.batch import Batch
+from ops import ascendc
 from ops.ascend import lowering  # noqa: F401 (registers)
+from ops.ascendc import converters  # noqa: F401 (registers)
 
 MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
 TRACED = ("models", "ops", "executor/platform")  # a graph is made from this code
@@ -87,7 +89,7 @@ class AscendGraphs:
         if case.model_config.enable_cache_compile:
             traced = source_digest(ROOT, [ROOT / folder for folder in TRACED])
             torchair_is = f"{torch_npu.version.git_version}, cache {CompiledModel.VERSION}"  # has no version of its own
-            facts = compile_facts(case, model_config, read_versions(cann_home()), torchair_is, traced)
+            facts = compile_facts(case, model_config, read_versions(cann_home()), torchair_is, traced, ascendc.built())
             self.cache = CompileCache(case.name, ranks.rank, ranks.world_size, facts)
 
     def __call__(self, batch: Batch) -> Tensor:

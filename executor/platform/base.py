@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from executor.config import Case
 from executor.env import RankEnv
@@ -30,6 +30,10 @@ class Platform(ABC):
     @abstractmethod
     def compile(self, step: Step, model_config: object) -> Step:
         """`step`, a model's method, as the graphs that the case's `exe_mode` names; takes batches on the host."""
+
+    def kernels(self, model: nn.Module) -> dict[str, str]:
+        """What multiplies which weights of `model`, where that was a choice; refuses what the case cannot have."""
+        return {}
 
     def group_options(self, group: str) -> Any:
         """What the collectives' backend wants to know of a group, by its name in `Parallel`."""

@@ -12,7 +12,7 @@ import torch_npu
 from torch import Tensor
 
 from errors import UserError
-from ops.ascend import moe
+from ops.ascend import moe, vector_core
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.interface import Lengths
@@ -23,10 +23,12 @@ ALL_TOKENS = 2147483647  # pre_tokens, next_tokens
 
 
 class AscendOps(AscendLayout):
-    """The routing of `moe` is one of ops.ascend.moe.ROUTINGS."""
+    """The routing of `moe` is one of ops.ascend.moe.ROUTINGS; steps of at most `gemv_tokens` tokens multiply with 4-bit
+    weights on the vector cores."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, routing: str):
+    def __init__(self, dtype: torch.dtype, device: torch.device, routing: str, gemv_tokens: int = 0):
         super().__init__(dtype)
+        self.gemv_tokens = gemv_tokens
         self.route_experts = moe.ROUTINGS[routing]
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
 
@@ -37,7 +39,12 @@ class AscendOps(AscendLayout):
         away = (local < 0) | (local >= table.shape[0])
         return F.embedding(local.masked_fill(away, 0), table).masked_fill(away[:, None], 0)
 
+    def on_vector_cores(self, x: Tensor, weight: AscendMatrix | AscendExperts) -> bool:
+        return 0 < x.shape[0] <= self.gemv_tokens and not vector_core.unfit(weight)
+
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
+        if self.on_vector_cores(x, weight):
+            return vector_core.linear(x, weight, bias)
         if weight.scales is not None:
             return torch_npu.npu_weight_quant_batchmatmul(
                 x=x, weight=weight.data, antiquant_scale=weight.scales, antiquant_offset=weight.offsets,
@@ -151,6 +158,8 @@ class AscendOps(AscendLayout):
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None) -> Tensor:
         if ids.dtype != torch.int32:
             raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
+        if self.on_vector_cores(x, experts):
+            return vector_core.moe(x, weights, ids, experts, first_expert)
         if first_expert is not None:
             weights, ids = moe.resident(weights, ids, first_expert, experts.count)
         return self.route_experts(x, weights, ids, experts)

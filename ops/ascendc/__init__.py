@@ -2,15 +2,23 @@
 
 from pathlib import Path
 
-import torch
+from errors import UserError
 
-EXTENSION = Path(__file__).parent / "build" / "umbra_ascendc.so"
+BUILD = Path(__file__).parent / "build"
+EXTENSION = BUILD / "umbra_ascendc.so"
+PACKAGE = BUILD / "opp" / "vendors" / "umbra"  # of CANN's custom operators
 
 
-def built() -> bool:
-    return EXTENSION.is_file()
+def built() -> int:
+    """When, in nanoseconds; 0: never."""
+    return EXTENSION.stat().st_mtime_ns if EXTENSION.is_file() else 0
 
 
 def load() -> None:
-    """The ops of `schemas.py` then have kernels for the NPU."""
-    torch.ops.load_library(EXTENSION)
+    """Gives the ops of `schemas.py` their kernels on the NPU."""
+    import torch
+
+    try:
+        torch.ops.load_library(EXTENSION)
+    except OSError as error:
+        raise UserError(f"{EXTENSION}: cannot be loaded: {error}: build it again: bash ops/ascendc/build.sh") from None

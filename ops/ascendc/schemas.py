@@ -57,7 +57,7 @@ def fused_moe_w4a16(
         )
     _check("ids", ids, torch.int32, x.shape[0], None)
     _check("weights", weights, torch.float32, x.shape[0], ids.shape[1])
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:

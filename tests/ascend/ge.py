@@ -143,6 +143,8 @@ def ge_programs() -> Iterator[list[GeProgram]]:
 
     with (
         patch.multiple(_backend.TorchNpuGraph, load=load, compile=lambda self: None, run=run),
-        patch.object(_backend._torchair, "check_cann_compat", lambda *names: ""),  # no operator library to ask
+        # No operator libraries to ask, CANN's or ours.
+        patch.object(_backend._torchair, "check_cann_compat", lambda *names: ""),
+        patch.object(_backend._torchair, "get_registered_ir_def", lambda type: ("SUCCESS", [], [], [])),
     ):
         yield programs

@@ -1,5 +1,5 @@
-// y (T, H) = for each row of x (T, H) the sum over its experts ids (T, k) of weight * down(silu(gate) * up), with gate and
-// up side by side in w13 (E, H, 2I/8) and down in w2 (E, I, H/8).
+// y (T, H) = for each row of x (T, H) the sum over its experts ids (T, k) of weight * down(silu(gate) * up), with gate
+// and up side by side in w13 (E, H, 2I/8) and down in w2 (E, I, H/8).
 #include "umbra_w4a16.h"
 
 namespace optiling {

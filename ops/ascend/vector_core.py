@@ -1,0 +1,31 @@
+"""The products of few tokens by 4-bit weights on the vector cores (ops/ascendc), and the weights that they are for."""
+
+import torch
+from torch import Tensor
+
+from ops.ascend.weights import AscendExperts, AscendMatrix, Plane
+from ops.ascendc.schemas import GROUPS
+
+
+def unfit(weight: AscendMatrix | AscendExperts) -> str:
+    """Why the kernels cannot read these weights; empty: they can."""
+    planes: list[Plane] = [weight] if isinstance(weight, AscendMatrix) else [weight.w13, weight.w2]
+    if any(plane.scales is None for plane in planes):
+        return "the weights do not have 4 bits"
+    if any(plane.format.group not in GROUPS for plane in planes):
+        return f"groups of {planes[0].format.group}, not of 32, 64 or 128"
+    return ""
+
+
+def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
+    y = torch.ops.umbra.gemv_w4a16(x, weight.data, weight.scales, weight.offsets)
+    return y if bias is None else y + bias
+
+
+def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None) -> Tensor:
+    """One launch, with no rows to bring into order: ids of experts that are elsewhere add nothing."""
+    w13, w2 = experts.w13, experts.w2
+    return torch.ops.umbra.fused_moe_w4a16(
+        x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
+        ids if first_expert is None else ids - first_expert, weights.float(),
+    )  # fmt: skip
