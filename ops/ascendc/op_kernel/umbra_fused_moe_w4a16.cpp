@@ -116,7 +116,7 @@ __aicore__ inline void FusedMoe(
 extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(
     GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids, GM_ADDR weights,
     GM_ADDR y, GM_ADDR workspace, GM_ADDR tiling) {
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     GET_TILING_DATA(t, tiling);
     GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
     if (TILING_KEY_IS(1))

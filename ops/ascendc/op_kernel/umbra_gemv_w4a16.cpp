@@ -15,7 +15,7 @@ __aicore__ inline void Run(
 
 extern "C" __global__ __aicore__ void umbra_gemv_w4a16(
     GM_ADDR x, GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, GM_ADDR y, GM_ADDR workspace, GM_ADDR tiling) {
-    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     GET_TILING_DATA(t, tiling);
     GM_ADDR parts = AscendC::GetUserWorkspace(workspace);
     if (TILING_KEY_IS(1))

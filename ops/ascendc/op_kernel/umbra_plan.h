@@ -80,8 +80,8 @@ struct Split {
     uint32_t parts = 1;
     uint32_t rows = 0; // of K in a part
 
-    // The longest core's share decides. K is cut only where that shortens it by a fifth: sums of parts go through
-    // global memory and one more synchronisation.
+    // The widest tiles, so that x is read seldom, unless they leave cores without work. Then the longest core's share decides;
+    // K is cut only where that shortens it by a fifth: sums of parts go through global memory and one more synchronisation.
     __aicore__ inline void Choose(
         uint32_t units, uint32_t columns, uint32_t k, uint32_t cores, uint32_t widest, uint32_t mostParts) {
         uint64_t best = ~0ull;
@@ -103,6 +103,8 @@ struct Split {
                     rows = r;
                 }
             }
+            if (units * tiles >= cores)
+                return;
         }
     }
 };

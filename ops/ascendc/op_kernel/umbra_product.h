@@ -62,8 +62,6 @@ template <typename T, typename X> class Product {
 
     // `finish` gets every task when its sums in room.y (rows, ranges * pitch) are complete.
     template <typename Finish> __aicore__ inline void Run(const Finish& finish) {
-        if ((bank.n / ranges) % kLanes)
-            room.Clear();
         const uint32_t tasks = units.count * split.tiles * split.parts;
         Move load{}, work{};
         Start(load, AscendC::GetBlockIdx(), tasks);

@@ -70,16 +70,13 @@ struct Room {
         exponent = small[224].ReinterpretCast<uint16_t>();
         AscendC::Duplicate(small, 1.0f, 224); // spreading takes eight, also where fewer are meant
         AscendC::Duplicate(small[224].ReinterpretCast<uint32_t>(), 0x7f800000u, kLanes);
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-
-    // Narrow tiles leave columns beyond them that are computed and never stored: let those be numbers.
-    __aicore__ inline void Clear() {
+        // Narrow tiles leave columns beyond them that are computed and never stored: let those be numbers.
         for (uint32_t i = 0; i < kDepth; ++i) {
             LocalTensor<float> in = stream.AllocTensor<float>();
             AscendC::Duplicate(in, 0.0f, kStream / sizeof(float));
             stream.FreeTensor(in);
         }
+        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // `count` numbers of global memory, given to `taker` one by one.
