@@ -52,19 +52,34 @@ __aicore__ inline void SwiGlu(
     AscendC::PipeBarrier<PIPE_V>();
 }
 
-// Two ranges, gate and up, through SwiGLU into h (pairs, I).
+// Two ranges, gate and up, through SwiGLU into h (pairs, I): half, each row's `width` values of a tile divided by a power of two.
 struct Gated {
     Room& room;
-    const GlobalTensor<float>& h;
+    const Powered& h;
     uint32_t inner;
 
     __aicore__ inline void Store(const Done& d) const {
-        LocalTensor<float> out = room.out.AllocTensor<float>();
+        constexpr uint32_t kPowers = kMostRows * kWidest / 2; // floats: where they stand in `out`
         for (uint32_t r = 0; r < d.unit.rows; ++r) {
             const LocalTensor<float> gate = room.y[2 * r * d.pitch];
-            SwiGlu(out[r * d.pitch], gate, gate[d.pitch], d.pitch);
+            SwiGlu(room.x[r * d.pitch], gate, gate[d.pitch], d.pitch);
         }
-        room.Store(out, d.unit, d.pitch, d.width, h[d.column], inner);
+        room.Normalise(d.unit.rows, d.pitch, d.width);
+        LocalTensor<float> out = room.out.AllocTensor<float>();
+        AscendC::Cast(out.ReinterpretCast<half>(), room.x, RoundMode::CAST_RINT, d.unit.rows * d.pitch);
+        AscendC::Adds(out[kPowers], room.power, 0.0f, d.unit.rows * 8);
+        AscendC::PipeBarrier<PIPE_V>();
+        room.out.EnQue(out);
+        out = room.out.DeQue<float>();
+        const LocalTensor<half> rows = out.ReinterpretCast<half>();
+        for (uint32_t r = 0; r < d.unit.rows; ++r) {
+            const uint64_t pair = d.unit.pair[r], run = pair * Ceil(inner, h.run) + d.column / h.run;
+            AscendC::DataCopyPad(
+                h.rows[pair * inner + d.column], rows[r * d.pitch],
+                {1, static_cast<uint32_t>(d.width * sizeof(half)), 0, 0, 0});
+            AscendC::DataCopyPad(h.powers[run * 8], out[kPowers + r * 8], {1, 32, 0, 0, 0});
+        }
+        room.out.FreeTensor(out);
     }
 };
 

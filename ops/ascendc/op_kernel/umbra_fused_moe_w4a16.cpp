@@ -1,12 +1,12 @@
 // A mixture of experts in one launch: y[t] = sum over j of weights[t, j] W2 (silu(gate) * up), [gate | up] = W13 x[t].
 //
-//   1  W13: tiles of gate and the same of up, together; SwiGLU on the sums      -> h (pairs, I) float
+//   1  W13: tiles of gate and the same of up, together; SwiGLU on the sums      -> h (pairs, I) half, with powers of two
 //   2  W2 times h, times the pair's weight                                      -> shares (pairs, H) float
 //   3  the shares of a token's experts, added up in the order of ids, rounded   -> y
 //
 // Between them all cores meet. Where there are too few tiles for the cores, 1 is cut along K and its parts are added up,
 // with SwiGLU, in a step of its own. The workspace, in floats: parts (parts, pairs, 2 I) if there are more than one,
-// h (pairs, I), shares (pairs, H).
+// pairs * I for h and its powers, shares (pairs, H).
 #include "umbra_finish.h"
 
 namespace umbra {
@@ -16,22 +16,20 @@ struct Weights {
     __aicore__ inline void Take(uint32_t pair, float weight) { of[pair] = weight; }
 };
 
-// h = SwiGLU of the sums of parts (parts, pairs, 2 I).
+// h = SwiGLU of the sums of parts (parts, pairs, 2 I), a tile of a pair at a time.
 __aicore__ inline void JoinParts(
-    Room& room, const Units& units, const GlobalTensor<float>& parts, const GlobalTensor<float>& h, uint32_t pairs,
-    uint32_t inner, uint32_t cut) {
-    const uint32_t slices = Ceil(inner, kLanes);
+    Room& room, const Units& units, const GlobalTensor<float>& parts, const Powered& h, uint32_t pairs, uint32_t inner,
+    uint32_t cut) {
+    const uint32_t tiles = Ceil(inner, h.run);
     const uint64_t stride = static_cast<uint64_t>(pairs) * 2 * inner;
-    for (uint32_t i = AscendC::GetBlockIdx(); i < pairs * slices; i += AscendC::GetBlockNum()) {
-        const uint32_t pair = i / slices, column = i % slices * kLanes, width = Least(kLanes, inner - column);
+    for (uint32_t i = AscendC::GetBlockIdx(); i < pairs * tiles; i += AscendC::GetBlockNum()) {
+        const uint32_t pair = i / tiles, column = i % tiles * h.run, width = Least(h.run, inner - column);
         if (!units.here[pair])
             continue;
         const uint64_t at = static_cast<uint64_t>(pair) * 2 * inner + column;
         SumRows(room, room.y, parts[at], cut, stride, width);
-        SumRows(room, room.y[kLanes], parts[at + inner], cut, stride, width);
-        LocalTensor<float> out = room.out.AllocTensor<float>();
-        SwiGlu(out, room.y, room.y[kLanes], width);
-        room.Store(out, Unit{0, 1, {0}}, 0, width, h[static_cast<uint64_t>(pair) * inner + column], 0);
+        SumRows(room, room.y[width], parts[at + inner], cut, stride, width);
+        Gated{room, h, inner}.Store({Unit{0, 1, {static_cast<uint16_t>(pair)}}, 0, column, width, width});
     }
 }
 
@@ -81,20 +79,24 @@ __aicore__ inline void FusedMoe(
     Weights weights;
     room.Init();
     GlobalTensor<T> x, y;
-    GlobalTensor<float> given, parts, h, shares;
+    GlobalTensor<float> given, parts, shares;
     x.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(xAt));
     y.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(yAt));
     given.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(weightsAt));
-    const uint64_t partsSize = t.parts > 1 ? static_cast<uint64_t>(t.parts) * pairs * 2 * inner : 0;
-    parts.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(workspace));
-    h.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(workspace) + partsSize);
-    shares.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(workspace) + partsSize + pairs * inner);
+    __gm__ float* free = reinterpret_cast<__gm__ float*>(workspace);
+    parts.SetGlobalBuffer(free);
+    free += t.parts > 1 ? static_cast<uint64_t>(t.parts) * pairs * 2 * inner : 0;
+    Powered h;
+    h.rows.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(free));
+    h.powers.SetGlobalBuffer(free + pairs * inner / 2);
+    shares.SetGlobalBuffer(free + pairs * inner);
     units.Read(room, ids, pairs, t.experts);
     room.ReadScalars(given, pairs, weights);
 
     const Bank up(w13, s13, z13, t.zeros, hidden, 2 * inner, t.group);
     Product<T, T> first(room, units, up, x, t.topK, 2);
-    first.Cut(t.parts);
+    first.Cut(t.parts, t.group2 > kLanes ? t.group2 : kLanes); // a group of W2 meets values with the same power
+    h.run = first.split.width;
     if (first.split.parts == 1) {
         first.Run(Gated{room, h, inner});
     } else {
@@ -104,7 +106,7 @@ __aicore__ inline void FusedMoe(
     }
     Meet();
     const Bank down(w2, s2, z2, t.zeros, inner, hidden, t.group2);
-    Product<T, float> second(room, units, down, h, 1, 1);
+    Product<T, Powered> second(room, units, down, h, 1, 1);
     second.Cut(1);
     second.Run(Weighted{room, shares, weights.of, hidden});
     Meet();

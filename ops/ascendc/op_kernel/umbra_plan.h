@@ -83,9 +83,10 @@ struct Split {
     // The widest tiles, so that x is read seldom, unless they leave cores without work. Then the longest core's share decides;
     // K is cut only where that shortens it by a fifth: sums of parts go through global memory and one more synchronisation.
     __aicore__ inline void Choose(
-        uint32_t units, uint32_t columns, uint32_t k, uint32_t cores, uint32_t widest, uint32_t mostParts) {
+        uint32_t units, uint32_t columns, uint32_t k, uint32_t cores, uint32_t widest, uint32_t narrowest,
+        uint32_t mostParts) {
         uint64_t best = ~0ull;
-        for (uint32_t w = widest; w >= 64; w /= 2) {
+        for (uint32_t w = widest; w >= narrowest; w /= 2) {
             const uint32_t across = Ceil(columns, w), tasks = units * across;
             for (uint32_t cut = 0; cut < 2; ++cut) {
                 uint32_t p = cut && tasks < cores ? Least(cores / tasks, mostParts) : 1;

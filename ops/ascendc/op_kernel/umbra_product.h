@@ -3,10 +3,10 @@
 //   global memory --16 KB--> nibbles --Cast--> half --MulAddDst--> float, 8 rows to a sum --Add--> one sum a group
 //                                         x in half, spread               + zero * sum of x, * scale, + y
 //
-// Precision: products and sums are float. x is multiplied in half, which has all bits of a half; a bfloat16 or float row is
-// first divided by the power of two of its largest value in the move, so that nothing overflows, a bfloat16 keeps all its
-// bits down to 2^-14 of that largest value, and a float is rounded by 2^-12. Sums are added in an order that depends on the
-// shapes alone: the same bits every time.
+// Precision: products and sums are float. x is multiplied in half. A bfloat16 row is first divided by the power of two of its
+// largest value in the move, so that nothing overflows and it keeps all its bits down to 2^-14 of that largest value; what a
+// kernel has computed itself (Gated in umbra_finish.h) is kept so already, with its powers beside it. Sums are added in an
+// order that depends on the shapes alone: the same bits every time.
 //
 // Repeats of one instruction never read what another of them has written: such overlap is not promised for mixed types.
 #pragma once
@@ -45,19 +45,31 @@ struct Done {
     uint32_t part, column, width, pitch; // pitch: of a range in room.y
 };
 
-// X: the type of x in global memory, (rows, K). Pair p meets row p / sharing of it. A tile has `ranges` equal runs of columns,
-// N / ranges apart: gate and up side by side.
+// Rows of half and the power of two that each run of `run` values of a row is to be multiplied with: eight floats, all the same.
+struct Powered {
+    GlobalTensor<half> rows;
+    GlobalTensor<float> powers; // (rows, K / run, 8)
+    uint32_t run;
+};
+
+// X, what x is in global memory: half, bfloat16_t or Powered rows of K values; pair p meets row p / sharing. T: the type of
+// scales. A tile has `ranges` equal runs of columns, N / ranges apart: gate and up side by side.
 template <typename T, typename X> class Product {
   public:
+    static constexpr bool kPowered = std::is_same<X, Powered>::value;
+    static constexpr bool kNormalised = std::is_same<X, bfloat16_t>::value;
+    using Value = typename std::conditional<kPowered, half, X>::type;
+    using Rows = typename std::conditional<kPowered, Powered, GlobalTensor<Value>>::type;
+
     __aicore__ inline Product(
-        Room& room, const Units& units, const Bank& bank, const GlobalTensor<X>& x, uint32_t sharing, uint32_t ranges)
+        Room& room, const Units& units, const Bank& bank, const Rows& x, uint32_t sharing, uint32_t ranges)
         : room(room), units(units), bank(bank), x(x), sharing(sharing), ranges(ranges),
           cores(AscendC::GetBlockNum()) {}
 
     Split split;
 
-    __aicore__ inline void Cut(uint32_t mostParts) {
-        split.Choose(units.count, bank.n / ranges, bank.k, cores, kWidest / ranges, mostParts);
+    __aicore__ inline void Cut(uint32_t mostParts, uint32_t narrowest = kLanes) {
+        split.Choose(units.count, bank.n / ranges, bank.k, cores, kWidest / ranges, narrowest, mostParts);
     }
 
     // `finish` gets every task when its sums in room.y (rows, ranges * pitch) are complete.
@@ -79,11 +91,10 @@ template <typename T, typename X> class Product {
     }
 
   private:
-    static constexpr bool kNormalised = !std::is_same<X, half>::value;
     Room& room;
     const Units& units;
     const Bank& bank;
-    const GlobalTensor<X>& x;
+    const Rows& x;
     const uint32_t sharing, ranges, cores;
 
     __aicore__ inline uint32_t Pitch(const Move& m) const { return Up(m.width, kLanes); } // of one range
@@ -102,6 +113,8 @@ template <typename T, typename X> class Product {
         // A power of two times 32 rows: whole groups of any size.
         const uint32_t most = Least(kMoved / (ranges * Pitch(m)), kMostX / units.unit[m.unit].rows);
         m.step = kMostStep;
+        if constexpr (kPowered)
+            m.step = Least(m.step, x.run);
         while (m.step > most)
             m.step /= 2;
         m.moves = Ceil(m.end - m.begin, m.step);
@@ -131,26 +144,36 @@ template <typename T, typename X> class Product {
         for (uint32_t r = 0; r < ranges; ++r) {
             const uint32_t column = m.column + r * apart;
             const uint64_t at = (row / bank.group * bank.n + column) * each;
-            Rows(in[r * pitch / 2], bank.w[(row * bank.n + column) / 2], m.rows, m.width / 2, bank.n / 2, pitch / 2);
-            Rows(in[kScalesAt + r * pitch * each], bank.scales[at], groups, m.width * each, bank.n * each, pitch * each);
+            Copy(in[r * pitch / 2], bank.w[(row * bank.n + column) / 2], m.rows, m.width / 2, bank.n / 2, pitch / 2);
+            Copy(in[kScalesAt + r * pitch * each], bank.scales[at], groups, m.width * each, bank.n * each, pitch * each);
             if (bank.hasZeros)
-                Rows(
+                Copy(
                     in[kZerosAt + r * pitch * each], bank.zeros[at], groups, m.width * each, bank.n * each,
                     pitch * each);
         }
-        LocalTensor<X> rows = in[kXAt].template ReinterpretCast<X>();
+        const LocalTensor<Value> rows = in[kXAt].template ReinterpretCast<Value>();
         for (uint32_t r = 0; r < unit.rows; ++r) {
-            const uint64_t from = static_cast<uint64_t>(unit.pair[r] / sharing) * bank.k + m.k;
-            AscendC::DataCopyPad(
-                rows[r * m.rows], x[from], {1, static_cast<uint32_t>(m.rows * sizeof(X)), 0, 0, 0},
-                AscendC::DataCopyPadExtParams<X>());
+            const uint64_t row = unit.pair[r] / sharing;
+            if constexpr (kPowered) {
+                CopyX(rows[r * m.rows], x.rows[row * bank.k + m.k], m.rows);
+                const LocalTensor<float> powers = in[kPowersAt].template ReinterpretCast<float>();
+                CopyX(powers[r * 8], x.powers[(row * Ceil(bank.k, x.run) + m.k / x.run) * 8], 8u);
+            } else {
+                CopyX(rows[r * m.rows], x[row * bank.k + m.k], m.rows);
+            }
         }
         room.stream.EnQue(in);
         Next(m, tasks);
     }
 
+    template <typename V>
+    __aicore__ inline void CopyX(const LocalTensor<V>& to, const GlobalTensor<V>& from, uint32_t count) {
+        AscendC::DataCopyPad(
+            to, from, {1, static_cast<uint32_t>(count * sizeof(V)), 0, 0, 0}, AscendC::DataCopyPadExtParams<V>());
+    }
+
     // One range of `count` rows: `width` bytes, `stride` apart in global memory, ranges * pitch apart here.
-    __aicore__ inline void Rows(
+    __aicore__ inline void Copy(
         const LocalTensor<int8_t>& to, const GlobalTensor<int8_t>& from, uint32_t count, uint32_t width, uint32_t stride,
         uint32_t pitch) {
         const uint8_t pad = Up(width, 32) - width;
@@ -172,53 +195,43 @@ template <typename T, typename X> class Product {
                 room.zeros, in[kZerosAt].template ReinterpretCast<T>(), RoundMode::CAST_NONE, groups * wide);
         if (m.index == 0)
             AscendC::Duplicate(room.y, 0.0f, rows * wide);
-        const LocalTensor<half> xHalf = HalfRows(in[kXAt].template ReinterpretCast<X>(), rows, m.rows);
-        for (uint32_t r = 0; r < rows; ++r)
+        const LocalTensor<half> xHalf = HalfRows(in[kXAt].template ReinterpretCast<Value>(), rows, m.rows);
+        for (uint32_t r = 0; r < rows; ++r) {
             AddRow(r, xHalf[r * m.rows], m.rows, wide);
+            const LocalTensor<float> y = room.y[r * wide];
+            const BinaryRepeatParams spread{1, 1, 0, 8, 8, 0};
+            const uint8_t vectors = wide / kLanes;
+            if constexpr (kPowered) {
+                const LocalTensor<float> powers = in[kPowersAt].template ReinterpretCast<float>();
+                AscendC::MulAddDst(y, room.scaled, powers[r * 8], kLanes, vectors, spread);
+            } else if constexpr (kNormalised) {
+                AscendC::MulAddDst(y, room.scaled, room.power[r * 8], kLanes, vectors, spread);
+            } else {
+                AscendC::Add(y, y, room.scaled, wide);
+            }
+            AscendC::PipeBarrier<PIPE_V>();
+        }
         room.stream.FreeTensor(in);
     }
 
     // x (rows, step) in half; in float in room.x too where that is needed.
-    __aicore__ inline LocalTensor<half> HalfRows(const LocalTensor<X>& in, uint32_t rows, uint32_t step) {
-        if constexpr (!kNormalised) {
+    __aicore__ inline LocalTensor<half> HalfRows(const LocalTensor<Value>& in, uint32_t rows, uint32_t step) {
+        if constexpr (kNormalised) {
+            AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * step);
+            AscendC::PipeBarrier<PIPE_V>();
+            room.Normalise(rows, step, step);
+            AscendC::Cast(room.xHalf, room.x, RoundMode::CAST_RINT, rows * step);
+            AscendC::PipeBarrier<PIPE_V>();
+            return room.xHalf;
+        } else {
             if (bank.hasZeros)
                 AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * step);
             AscendC::PipeBarrier<PIPE_V>();
             return in;
-        } else {
-            if constexpr (std::is_same<X, float>::value)
-                AscendC::Adds(room.x, in, 0.0f, rows * step);
-            else
-                AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * step);
-            AscendC::PipeBarrier<PIPE_V>();
-            // Largest magnitudes: of 32 values each, of a row, of all rows spread over a block each.
-            AscendC::Abs(room.sums, room.x, rows * step);
-            AscendC::PipeBarrier<PIPE_V>();
-            for (uint32_t r = 0; r < rows; ++r)
-                AscendC::WholeReduceMax<float>(
-                    room.largest[r * 8], room.sums[r * step], 32, step / 32, 1, 1, 4, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
-            AscendC::PipeBarrier<PIPE_V>();
-            AscendC::WholeReduceMax<float>(
-                room.sumsOfX, room.largest, step / 32, rows, 1, 1, 1, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
-            AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Maxs(room.sumsOfX, room.sumsOfX, 1e-30f, rows);
-            AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Brcb(room.power, room.sumsOfX, 1, {1, 8});
-            AscendC::PipeBarrier<PIPE_V>();
-            LocalTensor<uint16_t> bits = room.power.template ReinterpretCast<uint16_t>();
-            AscendC::And(bits, bits, room.exponent, 2 * 8 * rows);
-            AscendC::PipeBarrier<PIPE_V>();
-            for (uint32_t r = 0; r < rows; ++r)
-                AscendC::Div(
-                    room.x[r * step], room.x[r * step], room.power[r * 8], 32, step / 32, {1, 1, 0, 4, 4, 0});
-            AscendC::PipeBarrier<PIPE_V>();
-            AscendC::Cast(room.xHalf, room.x, RoundMode::CAST_RINT, rows * step);
-            AscendC::PipeBarrier<PIPE_V>();
-            return room.xHalf;
         }
     }
 
-    // y[r] += x (step) * weights (step, wide). Sum i has rows 8 i .. 8 i + 7, which are in one group.
+    // room.scaled (wide) = x (step) * weights (step, wide). Sum i has rows 8 i .. 8 i + 7, which are in one group.
     __aicore__ inline void AddRow(uint32_t r, const LocalTensor<half>& row, uint32_t step, uint32_t wide) {
         const uint8_t sums = step / kPasses, blocks = wide / 8; // blocks: of a row of floats
         const uint32_t each = bank.group / kPasses, groups = step / bank.group; // sums in a group
@@ -245,13 +258,6 @@ template <typename T, typename X> class Product {
             AscendC::Mul(room.scaled[g * wide], room.sums[g * each * wide], room.scales[g * wide], wide);
         AscendC::PipeBarrier<PIPE_V>();
         room.AddUp(room.scaled, groups, wide);
-        const LocalTensor<float> y = room.y[r * wide];
-        if constexpr (kNormalised)
-            AscendC::MulAddDst(
-                y, room.scaled, room.power[r * 8], kLanes, static_cast<uint8_t>(wide / kLanes), {1, 1, 0, 8, 8, 0});
-        else
-            AscendC::Add(y, y, room.scaled, wide);
-        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // Each group's sum += zero * sum of x, by 32 rows of x.

@@ -1,6 +1,6 @@
 // The unified buffer of one vector core (192 KB), and what is done with it whatever the op.
 //
-//   stream   3 x 24 KB   from global memory: 16 KB of weights, their scales and zero points, the rows of x that they meet
+//   stream   3 x 22 KB   from global memory: 16 KB of weights, their scales and zero points, the rows of x that they meet
 //   half         64 KB   the weights of one move, cast
 //   sums         16 KB   float: partial sums; row i adds up rows 8 i .. 8 i + 7 of the move
 //   y             8 KB   float: what a task has summed up so far, (rows, columns)
@@ -27,7 +27,7 @@ constexpr uint32_t kMostStep = 256; // rows in a move
 constexpr uint32_t kMostX = 1024;   // values of x that meet a move
 constexpr uint32_t kWidest = 256;   // columns of a tile
 constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 2048, kXAt = kZerosAt + 2048;
-constexpr uint32_t kStream = kXAt + 4 * kMostX;
+constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + 32 * kMostRows;
 constexpr uint32_t kDepth = 3;
 constexpr uint32_t kLanes = 64; // floats in a vector
 
@@ -103,6 +103,30 @@ struct Room {
             AscendC::Add(rows, rows, rows[left * pitch], pairs * pitch);
             AscendC::PipeBarrier<PIPE_V>();
         }
+    }
+
+    // Divides each row of x (rows, pitch) by the power of two of its largest value, of the first `count`; room.power: these.
+    __aicore__ inline void Normalise(uint32_t rows, uint32_t pitch, uint32_t count) {
+        // Largest magnitudes: of 32 values each, of a row, of all rows spread over a block each.
+        AscendC::Abs(sums, x, rows * pitch);
+        AscendC::PipeBarrier<PIPE_V>();
+        for (uint32_t r = 0; r < rows; ++r)
+            AscendC::WholeReduceMax<float>(
+                largest[r * 8], sums[r * pitch], 32, count / 32, 1, 1, 4, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::WholeReduceMax<float>(
+            sumsOfX, largest, count / 32, rows, 1, 1, 1, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Maxs(sumsOfX, sumsOfX, 1e-30f, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Brcb(power, sumsOfX, 1, {1, 8});
+        AscendC::PipeBarrier<PIPE_V>();
+        const LocalTensor<uint16_t> bits = power.ReinterpretCast<uint16_t>();
+        AscendC::And(bits, bits, exponent, 2 * 8 * rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        for (uint32_t r = 0; r < rows; ++r)
+            AscendC::Div(x[r * pitch], x[r * pitch], power[r * 8], 32, count / 32, {1, 1, 0, 4, 4, 0});
+        AscendC::PipeBarrier<PIPE_V>();
     }
 
     // Row r of `rows` (unit.rows, pitch), the first `width` values of it, to row unit.pair[r] of `to` (pairs, stride).
