@@ -1,7 +1,7 @@
 """Every environment variable that a case on ascend is started with; the launcher sets them before any rank begins.
 
 A variable the user has set already stays as it is, unless it contradicts the case: then it is refused, because the
-case would claim one thing and HCCL do another.
+case would claim one thing and HCCL do another. The list of custom operators is added to.
 """
 
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from errors import UserError
 from executor.config import Case
 from executor.hccl import uses_aiv
+from ops import ascendc
 
 CAPTURE_MODES = ("acl_graph", "npugraph_ex")
 CONNECT_TIMEOUT_S = (120, 7200)  # the range HCCL takes
@@ -45,7 +46,12 @@ def ascend_environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
         wanted["HCCL_SOCKET_IFNAME"] = ascend.socket_ifname
     if ascend.cpu_affinity:
         wanted["CPU_AFFINITY_CONF"] = AFFINITY
-    return {name: value for name, value in wanted.items() if name not in given}
+    added = {name: value for name, value in wanted.items() if name not in given}
+    if ascendc.PACKAGE.is_dir():  # before all others: torch_npu reads the list when it is loaded, CANN when it starts
+        others = given.get("ASCEND_CUSTOM_OPP_PATH", "").split(":")
+        own = str(ascendc.PACKAGE)
+        added["ASCEND_CUSTOM_OPP_PATH"] = ":".join([own, *(path for path in others if path not in ("", own))])
+    return added
 
 
 def _refuse_contradictions(case: Case, given: Mapping[str, str]) -> None:

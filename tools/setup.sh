@@ -67,7 +67,8 @@ umbra_site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()
 
 # Python with torch_npu and the fake CANN, also where there is a real one:  umbra_ascend_python -m pytest tests/ascend
 umbra_ascend_python() {
-    env -u ASCEND_HOME_PATH -u ASCEND_OPP_PATH -u ASCEND_CUSTOM_OPP_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+    env -u ASCEND_HOME_PATH -u ASCEND_OPP_PATH TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+        ASCEND_CUSTOM_OPP_PATH="$PWD/.venv/ascend/fake_cann/custom_opp" \
         LD_LIBRARY_PATH="$PWD/.venv/ascend/fake_cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" .venv/ascend/bin/python "$@"
 }
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import torch
-
 from errors import UserError
 
-EXTENSION = Path(__file__).parent / "build" / "umbra_ascendc.so"
+BUILD = Path(__file__).parent / "build"
+EXTENSION = BUILD / "umbra_ascendc.so"
+PACKAGE = BUILD / "opp" / "vendors" / "umbra"  # of CANN's custom operators
 
 
 def built() -> int:
@@ -16,6 +16,8 @@ def built() -> int:
 
 def load() -> None:
     """Gives the ops of `schemas.py` their kernels on the NPU."""
+    import torch
+
     try:
         torch.ops.load_library(EXTENSION)
     except OSError as error:

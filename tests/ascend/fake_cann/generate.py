@@ -1,7 +1,8 @@
 """Builds a fake CANN beside the installed torch_npu wheel: python -m tests.ascend.fake_cann.generate OUT
 
 One library with everything, under the name of every CANN library that the wheel links or opens: the functions of the
-.cpp files here, a logging trampoline for each aclnn kernel, and a stub that returns 0 for every other function.
+.cpp files here, a logging trampoline for each aclnn kernel, and a stub that returns 0 for every other function. And a
+package of custom operators, as CANN installs one, with trampolines for those of ops/ascendc.
 """
 
 import ctypes
@@ -14,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
+CUSTOM_OPS = HERE.parents[2] / "ops" / "ascendc" / "op_host"
+CUSTOM_LIBRARY = "custom_opp/op_api/lib/libcust_opapi.so"  # below ASCEND_CUSTOM_OPP_PATH from op_api on
 SITE = Path(sysconfig.get_paths()["purelib"])
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wno-deprecated-declarations"]
 LIBRARY = "libfake_cann.so"
@@ -21,6 +24,7 @@ OPENED = ["libopapi.so", "libnnopbase.so"]  # by dlopen; the linked ones are in 
 SYSTEM = ["libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libstdc++.so.6", "libgcc_s.so.1"]
 KERNEL = re.compile(rb"(?<=\0)aclnn[A-Z][A-Za-z0-9]*(?=\0)")
 FUNCTION = re.compile(rb"(?<=\0)(?:acl|rt|Hccl|Hcom|Msprof|hal|Aml|dcmi)[A-Z_a-z0-9]+(?=\0)")  # found by dlsym
+ADDED = re.compile(r"OP_ADD\((\w+)\)")
 HUGE_MEMORY = {"InitHugeMemThreadLocal", "UnInitHugeMemThreadLocal", "ReleaseHugeMem"}
 
 
@@ -33,11 +37,15 @@ def main() -> None:
     stamp.unlink(missing_ok=True)
     wheel = sorted((SITE / "torch_npu").rglob("*.so"))
     texts = b"".join(path.read_bytes() for path in wheel)
-    kernels = {name.decode() for name in KERNEL.findall(texts)}
-    kernels |= {f"{name}GetWorkspaceSize" for name in kernels if not name.endswith("WorkspaceSize")}
+    kernels = with_sizing({name.decode() for name in KERNEL.findall(texts)})
+    custom = with_sizing(
+        {f"aclnn{name}" for path in CUSTOM_OPS.glob("*.cpp") for name in ADDED.findall(path.read_text())}
+    )
     functions = {name.decode() for name in FUNCTION.findall(texts)} | HUGE_MEMORY | missing(wheel)
     write_stubs(out / "stubs.cpp", kernels, functions - kernels)
-    build(out)
+    write_stubs(out / "custom.cpp", custom, set())
+    build(out, [*sorted(HERE.glob("*.cpp")), out / "stubs.cpp"], LIBRARY)
+    build(out, [out / "custom.cpp"], CUSTOM_LIBRARY, str(out / LIBRARY))
     for name in linked(wheel) | set(OPENED):
         (out / name).unlink(missing_ok=True)
         (out / name).symlink_to(LIBRARY)
@@ -45,8 +53,13 @@ def main() -> None:
     print(f"fake CANN: {len(kernels)} aclnn functions, {len(functions - kernels)} other names")
 
 
+def with_sizing(kernels: set[str]) -> set[str]:
+    return kernels | {f"{name}GetWorkspaceSize" for name in kernels if not name.endswith("WorkspaceSize")}
+
+
 def fingerprint() -> str:
-    sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.*")) if path.is_file())
+    paths = [*sorted(HERE.glob("*.*")), *sorted(CUSTOM_OPS.glob("*.cpp"))]
+    sources = b"".join(path.read_bytes() for path in paths if path.is_file())
     return f"torch_npu {metadata.version('torch_npu')} {hashlib.sha256(sources).hexdigest()}\n"
 
 
@@ -93,10 +106,9 @@ def write_stubs(path: Path, kernels: set[str], functions: set[str]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def build(out: Path) -> None:
+def build(out: Path, sources: list[Path], library: str, *links: str) -> None:
     include = SITE / "torch_npu" / "include"
     flags = [*FLAGS, f"-I{include}", f"-I{include / 'third_party/acl/inc'}"]
-    sources = [*sorted(HERE.glob("*.cpp")), out / "stubs.cpp"]
     objects = [out / f"{source.stem}.o" for source in sources]
     jobs = [
         subprocess.Popen(["g++", *flags, "-c", str(s), "-o", str(o)]) for s, o in zip(sources, objects, strict=True)
@@ -104,7 +116,8 @@ def build(out: Path) -> None:
     statuses = [job.wait() for job in jobs]
     if any(statuses):
         sys.exit("error: the fake CANN does not compile")
-    subprocess.run(["g++", "-shared", "-o", str(out / LIBRARY), *map(str, objects)], check=True)
+    (out / library).parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["g++", "-shared", "-o", str(out / library), *map(str, objects), *links], check=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+// What the host tells a kernel: one struct for the three ops. The kernel reads the fields in this order.
+//
+//            tokens        topK  experts  k  n  group   group2  zeros: 1 if there are zero points
+//   grouped  rows of x, R  k     E        K  N  of w    0       parts: most parts that the products' K is split into;
+//   fused    rows of x, T  k     E        H  I  of w13  of w2          the workspace is sized for them
+//   gemv     rows of x, T  1     1        K  N  of w    0       cores: vector cores, as many as blocks are launched
+//
+// The type of the activations is the tiling key: 1 half, 2 bfloat16.
+#pragma once
+#include "register/tilingdata_base.h"
+
+namespace optiling {
+
+BEGIN_TILING_DATA_DEF(UmbraGemvTiling)
+TILING_DATA_FIELD_DEF(uint32_t, tokens);
+TILING_DATA_FIELD_DEF(uint32_t, topK);
+TILING_DATA_FIELD_DEF(uint32_t, experts);
+TILING_DATA_FIELD_DEF(uint32_t, k);
+TILING_DATA_FIELD_DEF(uint32_t, n);
+TILING_DATA_FIELD_DEF(uint32_t, group);
+TILING_DATA_FIELD_DEF(uint32_t, group2);
+TILING_DATA_FIELD_DEF(uint32_t, zeros);
+TILING_DATA_FIELD_DEF(uint32_t, cores);
+TILING_DATA_FIELD_DEF(uint32_t, parts);
+END_TILING_DATA_DEF;
+
+} // namespace optiling

@@ -1,0 +1,164 @@
+"""The vector-core ops on the fake NPU: what the torch extension asks of the device, and what it refuses."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch_npu  # noqa: F401
+from torch import Tensor
+
+from tests.ascend.extension import load_extension
+from tests.ascend.log import device_log
+from tests.ascend.ranks import run_ranks
+
+Arguments = dict[str, Tensor | None]
+BF16, INT, FLOAT = torch.bfloat16, torch.int32, torch.float32
+T, TOP_K, E, H, INNER = 2, 3, 4, 128, 96  # INNER: of Qwen3-30B-A3B at TP 8
+
+
+@pytest.fixture(autouse=True)
+def extension() -> None:
+    load_extension()
+
+
+def npu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="npu")
+
+
+def grouped(zeros: bool = False) -> Arguments:
+    scales = npu(E, H // 32, 64)
+    w, ids = npu(E, H, 64 // 8, dtype=INT), npu(T, TOP_K, dtype=INT)
+    return dict(x=npu(T, H), w=w, scales=scales, zeros=scales if zeros else None, ids=ids)
+
+
+def fused(zeros: bool = False) -> Arguments:
+    s13, s2 = npu(E, H // 64, 2 * INNER), npu(E, INNER // 32, H)
+    w13, w2 = npu(E, H, 2 * INNER // 8, dtype=INT), npu(E, INNER, H // 8, dtype=INT)
+    ids, weights = npu(T, TOP_K, dtype=INT), npu(T, TOP_K, dtype=FLOAT)
+    z13, z2 = (s13, s2) if zeros else (None, None)
+    return dict(x=npu(T, H), w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, ids=ids, weights=weights)
+
+
+def gemv(zeros: bool = False) -> Arguments:
+    scales = npu(H // 128, 64)
+    return dict(x=npu(T, H), w=npu(H, 64 // 8, dtype=INT), scales=scales, zeros=scales if zeros else None)
+
+
+OPS: dict[str, tuple[Callable[[bool], Arguments], str, tuple[int, ...]]] = {
+    "grouped_gemv_w4a16": (grouped, "aclnnUmbraGroupedGemvW4a16", (T, TOP_K, 64)),
+    "fused_moe_w4a16": (fused, "aclnnUmbraFusedMoeW4a16", (T, H)),
+    "gemv_w4a16": (gemv, "aclnnUmbraGemvW4a16", (T, 64)),
+}
+
+
+def call(op: str, arguments: Arguments) -> Tensor:
+    return getattr(torch.ops.umbra, op)(*arguments.values())
+
+
+def line(kernel: str, tensors: list[Tensor | None]) -> str:
+    """As the log has it; what is absent leaves no trace."""
+    shapes = [f"({','.join(map(str, t.shape))}){str(t.dtype).removeprefix('torch.')}" for t in tensors if t is not None]
+    return " ".join([kernel, *shapes])
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_is_one_kernel(op: str, zeros: bool) -> None:
+    make, kernel, shape = OPS[op]
+    arguments = make(zeros)
+    with device_log() as log:
+        y = call(op, arguments)
+    assert (y.shape, y.dtype, y.device.type) == (shape, BF16, "npu")
+    assert log.lines == [line(kernel, [*arguments.values(), y])]
+    meta = call(op, {name: t if t is None else t.to("meta") for name, t in arguments.items()})
+    assert (meta.shape, meta.dtype) == (y.shape, y.dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_captured_op_is_replayed_without_the_host(op: str) -> None:
+    make, kernel, _ = OPS[op]
+    arguments, graph = make(False), torch.npu.NPUGraph()
+    with device_log() as log, torch.npu.graph(graph):
+        y = call(op, arguments)
+    assert [text for text in log.lines if "aclnn" in text] == [f"captured {line(kernel, [*arguments.values(), y])}"]
+    with device_log() as log:
+        graph.replay()
+    assert [text.split()[0] for text in log.lines] == ["replay"]
+
+
+def run_each(rank: int) -> list[str]:
+    load_extension()
+    with device_log() as log:
+        for op, (make, _, _) in OPS.items():
+            call(op, make(True))
+    return log.kernels()
+
+
+@pytest.mark.parametrize("mode", ["0", "1", "2"])
+def test_every_mode_of_the_task_queue(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", mode)
+    (kernels,) = run_ranks(run_each, 1)
+    assert [name for name in kernels if "Umbra" in name] == [kernel for _, kernel, _ in OPS.values()]
+
+
+def test_without_the_package_of_operators_the_op_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH")
+    with pytest.raises(AssertionError, match="aclnnUmbraGroupedGemvW4a16 or aclnnUmbraGroupedGemvW4a16GetWork.* not "):
+        run_ranks(run_each, 1)
+
+
+def other(name: str, change: Callable[[Tensor], Any]) -> Callable[[Arguments], Arguments]:
+    return functools.partial(_other, name, change)
+
+
+def _other(name: str, change: Callable[[Tensor], Any], arguments: Arguments) -> Arguments:
+    given = arguments[name]
+    assert given is not None
+    return {**arguments, name: change(given)}
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "complaint"),
+    [
+        ("gemv_w4a16", other("x", lambda x: x.float()), "x: Float: must be float16 or bfloat16"),
+        ("gemv_w4a16", other("x", lambda x: x[0]), r"x: \[128\]: must be \(tokens, K\)"),
+        ("gemv_w4a16", other("x", lambda x: x[:0]), r"x: \[0, 128\]: must be \(tokens, K\) with a token or more"),
+        ("gemv_w4a16", other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
+        ("fused_moe_w4a16", other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
+        ("gemv_w4a16", other("x", lambda x: x[:, :120]), r"x: \[2, 120\]: K must be a multiple of 32"),
+        ("gemv_w4a16", other("x", lambda x: x[:, :96]), r"w: \[128, 8\]: must have 2 dimensions, the last but one of 96"),
+        ("gemv_w4a16", other("w", lambda w: w.long()), "w: Long: must be Int"),
+        ("gemv_w4a16", other("w", lambda w: w.t().contiguous().t()), r"w: \[128, 8\] of strides \[1, 128\]: must be co"),
+        ("gemv_w4a16", other("scales", lambda s: s.half()), "scales: Half: must be BFloat16"),
+        ("gemv_w4a16", other("scales", lambda s: s[:, :56].contiguous()), r"scales: \[1, 56\]: must be as w \[128, 8\]"),
+        ("gemv_w4a16", other("scales", lambda s: s.expand(8, 64).clone()), r"scales: \[8, 64\]: must have 128 / G rows"),
+        ("gemv_w4a16", other("scales", lambda s: s.expand(3, 64).clone()), r"scales: \[3, 64\]: must have 128 / G rows"),
+        ("gemv_w4a16", other("scales", lambda s: s[:0]), r"scales: \[0, 64\]: must have 128 / G rows"),
+        ("gemv_w4a16", lambda a: {**a, "zeros": npu(2, 64)}, r"zeros: \[2, 64\]: must be as scales \[1, 64\]"),
+        ("grouped_gemv_w4a16", other("scales", lambda s: s[:3]), r"scales: \[3, 4, 64\]: must be as w \[4, 128, 8\]"),
+        ("grouped_gemv_w4a16", other("w", lambda w: w[0]), r"w: \[128, 8\]: must have 3 dimensions"),
+        ("grouped_gemv_w4a16", other("ids", lambda i: i.long()), "ids: Long: must be int32"),
+        ("grouped_gemv_w4a16", other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
+        ("grouped_gemv_w4a16", other("ids", lambda i: i[:, :0]), r"ids: \[2, 0\]: must be \(2, k\) with k of 1 or more"),
+        ("fused_moe_w4a16", other("weights", lambda w: w.bfloat16()), "weights: BFloat16: must be float32"),
+        ("fused_moe_w4a16", other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
+        ("fused_moe_w4a16", lambda a: {**a, "z2": a["s2"]}, "z2: given: must be given where z13 is"),
+        ("fused_moe_w4a16", lambda a: {**a, "w2": npu(3, INNER, 16, dtype=INT), "s2": npu(3, 3, H)}, r"w2: \[3, 96, 16\]"),
+        ("fused_moe_w4a16", lambda a: {**a, "w2": npu(E, INNER, 8, dtype=INT), "s2": npu(E, 3, 64)}, r"w2: \[4, 96, 8\]"),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_cannot_take_is_refused(
+    op: str, change: Callable[[Arguments], Arguments], complaint: str
+) -> None:
+    arguments = change(OPS[op][0](False))
+    with device_log() as log, pytest.raises((RuntimeError, TypeError), match=complaint) as refused:
+        call(op, arguments)
+    assert "\n" not in str(refused.value)
+    assert not [text for text in log.lines if "Umbra" in text]
+
+
+def test_weights_on_the_host_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="Expected NPU tensor"):
+        call("gemv_w4a16", _other("w", lambda w: w.cpu(), gemv()))
