@@ -1,0 +1,2 @@
+// For kernels the macros of kernel_tiling.h are enough.
+#pragma once

@@ -1,0 +1,141 @@
+// The C interface of a compiled kernel: gives it buffers, runs its blocks in turns, and returns what was counted.
+#include <sys/mman.h>
+
+#include <dlfcn.h>
+
+#include "kernel_operator.h"
+
+using namespace twin;
+
+namespace {
+
+constexpr size_t kStack = 1 << 20;
+
+struct Stacks { // one a block; pages are taken as they are touched
+    explicit Stacks(size_t count_)
+        : count(count_), memory(static_cast<uint8_t *>(mmap(nullptr, count * kStack, PROT_READ | PROT_WRITE,
+                                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {}
+    ~Stacks() { munmap(memory, count * kStack); }
+    size_t count;
+    uint8_t *memory;
+};
+
+using Address = GM_ADDR;
+void call(void *function, const std::vector<Address> &a) { // pointers only, so more of them than it takes do no harm
+    using Kernel = void (*)(Address, Address, Address, Address, Address, Address, Address, Address, Address, Address,
+                            Address, Address, Address, Address, Address, Address);
+    reinterpret_cast<Kernel>(function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12],
+                                       a[13], a[14], a[15]);
+}
+
+struct Entry {
+    void *function;
+    std::vector<Address> arguments;
+    std::string error;
+} entry;
+
+void end_of_block() {
+    Core &core = twin::core();
+    AscendC::TPipe::release_all();
+    for (int event = 0; event < int(AscendC::HardEvent::COUNT); ++event)
+        for (int id = 0; id < 8; ++id)
+            if (core.flags[event][id].set)
+                core.fail(text("SetFlag<%s>(%d) has no WaitFlag", event_name(AscendC::HardEvent(event)).c_str(), id));
+}
+
+void block() {
+    Core &core = twin::core();
+    try {
+        call(entry.function, entry.arguments);
+        core.op = Shadow::op_id("end");
+        end_of_block();
+    } catch (const std::exception &error) {
+        entry.error = error.what();
+    }
+    core.done = true;
+    swapcontext(&core.context, &run()->scheduler);
+}
+
+void run_blocks(Run &run, Stacks &stacks) {
+    for (auto &core : run.cores) {
+        getcontext(&core->context);
+        core->context.uc_stack = {stacks.memory + core->index * kStack, 0, kStack};
+        core->context.uc_link = nullptr;
+        makecontext(&core->context, block, 0);
+    }
+    for (;; ++run.memory.phase) {
+        const Core *waits = nullptr, *done = nullptr;
+        for (auto &core : run.cores) {
+            run.core = core.get();
+            core->waits = false;
+            if (!core->done)
+                swapcontext(&run.scheduler, &core->context);
+            if (!entry.error.empty())
+                return;
+            (core->waits ? waits : done) = core.get();
+        }
+        if (waits && done)
+            entry.error = text("core %d ended without the SyncAll that core %d waits at: deadlock", done->index,
+                               waits->index);
+        if (!waits || !entry.error.empty())
+            return;
+    }
+}
+
+std::string json(const Run &run) {
+    std::string text = "{\"buffers\": {";
+    for (const Buffer &buffer : run.memory.buffers)
+        text += (&buffer == &run.memory.buffers[0] ? "\"" : ", \"") + buffer.name + "\": {\"read\": " +
+                std::to_string(buffer.read) + ", \"written\": " + std::to_string(buffer.written) + "}";
+    text += "}, \"cores\": [";
+    for (auto &core : run.cores) {
+        text += core->index ? ", [" : "[";
+        for (auto &phase : core->phases)
+            text += (&phase == &core->phases.front() ? "" : ", ") + counts_json(phase);
+        text += "]";
+    }
+    return text + "]}";
+}
+
+} // namespace
+
+// buffers in the order of the kernel's arguments; a null base: an optional input that is absent. The workspace is the last
+// one and its `base` the start of the library's part. Returns 0, or 1 with the rule that was broken in *answer.
+extern "C" int twin_run(const char *kernel, int count, const char **names, const int *roles, uint8_t **bases,
+                        const uint64_t *sizes, const uint8_t *tiling, uint64_t tiling_bytes, uint64_t key, int cores,
+                        char *answer, uint64_t answer_bytes) {
+    Run state;
+    run() = &state;
+    entry = Entry{};
+    auto answer_with = [&](const std::string &text, int code) {
+        if (text.size() + 1 > answer_bytes)
+            return 2;
+        std::memcpy(answer, text.c_str(), text.size() + 1);
+        return code;
+    };
+    state.kernel = kernel, state.key = key;
+    entry.function = dlsym(RTLD_DEFAULT, kernel);
+    if (Dl_info info; dladdr(reinterpret_cast<void *>(&twin_run), &info))
+        entry.function = dlsym(dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD), kernel);
+    if (!entry.function || count > 14)
+        return answer_with(text("no kernel %s of at most 14 buffers in the library", kernel), 1);
+    state.tiling.assign(tiling, tiling + tiling_bytes);
+    for (int buffer = 0; buffer < count; ++buffer) {
+        const auto role = static_cast<Role>(roles[buffer]);
+        entry.arguments.push_back(bases[buffer]);
+        const uint64_t before = role == Role::WORKSPACE ? AscendC::kLibraryWorkspace : 0;
+        if (bases[buffer])
+            state.memory.buffers.emplace_back(names[buffer], role, bases[buffer] + before, sizes[buffer] - before);
+    }
+    entry.arguments.push_back(state.tiling.data());
+    entry.arguments.resize(16, nullptr);
+    for (int index = 0; index < cores; ++index) {
+        state.cores.push_back(std::make_unique<Core>());
+        state.cores.back()->index = index;
+    }
+    Stacks stacks(cores);
+    run_blocks(state, stacks);
+    if (!entry.error.empty())
+        return answer_with(std::string(kernel) + ": " + entry.error, 1);
+    return answer_with(json(state), 0);
+}
