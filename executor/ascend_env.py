@@ -47,10 +47,8 @@ def ascend_environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
     if ascend.cpu_affinity:
         wanted["CPU_AFFINITY_CONF"] = AFFINITY
     added = {name: value for name, value in wanted.items() if name not in given}
-    if ascendc.PACKAGE.is_dir():  # before all others: torch_npu reads the list when it is loaded, CANN when it starts
-        others = given.get("ASCEND_CUSTOM_OPP_PATH", "").split(":")
-        own = str(ascendc.PACKAGE)
-        added["ASCEND_CUSTOM_OPP_PATH"] = ":".join([own, *(path for path in others if path not in ("", own))])
+    if packages := ascendc.package_path(given.get("ASCEND_CUSTOM_OPP_PATH", "")):
+        added["ASCEND_CUSTOM_OPP_PATH"] = packages
     return added
 
 

@@ -41,6 +41,9 @@ def ascend(*overrides: str) -> Case:
         (["base_port=80"], "ascend_config.base_port: 80 is the system's: choose 1024 or more, or 0"),
         (["base_port=65530"], "ascend_config.base_port: 65530 must be at most 65520"),
         (["moe_routing=fusion"], "'fusion' is not one of fusion_v2, fusion_v1, tp"),
+        (["decode_gemv=maybe"], "ascend_config.decode_gemv: 'maybe' is not one of auto, on, off"),
+        (["gemv_max_tokens=9"], "ascend_config.gemv_max_tokens: 9 must be at most 8"),
+        (["gemv_max_tokens=0"], "ascend_config.gemv_max_tokens: 0 must be at least 1"),
         (["memory_gb=0"], "ascend_config.memory_gb: 0 must be at least 1"),
         (["world_size=8", "world_buffer_mb=100", "attn_tp_buffer_mb=400"],
          "hccl_config.world_buffer_mb: 100 and hccl_config.attn_tp_buffer_mb: 400: both are the group of the same 8"),
@@ -73,9 +76,15 @@ def test_what_ascend_can_do_is_accepted(overrides: list[str]) -> None:
     assert ascend(*overrides).platform == "ascend"
 
 
-@pytest.mark.parametrize("override", ["hccl_config.aiv_group=none", "memory_gb=32"])
+@pytest.mark.parametrize("given", [("on", "on"), ("off", "off"), ("auto", "auto"), ("'on'", "on")])
+def test_on_and_off_are_words_although_yaml_reads_them_as_booleans(given: tuple[str, str]) -> None:
+    assert ascend(f"decode_gemv={given[0]}").ascend_config.decode_gemv == given[1]
+
+
+@pytest.mark.parametrize("override", ["hccl_config.aiv_group=none", "memory_gb=32", "decode_gemv=on"])
 def test_keys_of_ascend_are_refused_elsewhere(override: str) -> None:
-    with pytest.raises(UserError, match=r"(aiv_group|memory_gb): has no meaning on platform: cpu: leave it out"):
+    key = override.partition("=")[0]
+    with pytest.raises(UserError, match=rf"{key}: has no meaning on platform: cpu: leave it out"):
         load_case("demo", [override])
 
 

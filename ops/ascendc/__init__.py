@@ -9,6 +9,12 @@ EXTENSION = BUILD / "umbra_ascendc.so"
 PACKAGE = BUILD / "opp" / "vendors" / "umbra"  # of CANN's custom operators
 
 
+def package_path(given: str) -> str:
+    """ASCEND_CUSTOM_OPP_PATH with our package before what was `given`. Must be set before torch_npu is loaded."""
+    own = [str(PACKAGE)] if PACKAGE.is_dir() else []
+    return ":".join([*own, *(path for path in given.split(":") if path and path not in own)])
+
+
 def built() -> int:
     """When, in nanoseconds; 0: never."""
     return EXTENSION.stat().st_mtime_ns if EXTENSION.is_file() else 0

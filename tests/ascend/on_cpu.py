@@ -10,7 +10,7 @@ from executor.env import RankEnv
 from executor.platform.base import Platform, Step
 from ops import load_ops
 from ops.ascend.ops import AscendOps
-from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 
 
 class OnCpu(Platform):
@@ -34,11 +34,11 @@ class ReferenceOnCpu(OnCpu):
         self.ops = load_ops("reference")
 
 
-def ascend_on_cpu(routing: str) -> Callable[[Case, RankEnv], Platform]:
+def ascend_on_cpu(routing: str, gemv_tokens: int = 0) -> Callable[[Case, RankEnv], Platform]:
     class AscendOnCpu(OnCpu):
         def __init__(self, case: Case, ranks: RankEnv):
             super().__init__(case, ranks)
-            self.ops = AscendOps(getattr(torch, case.model_config.dtype), self.device, routing)
+            self.ops = AscendOps(getattr(torch, case.model_config.dtype), self.device, routing, gemv_tokens)
 
         def padded_rows(self, rows: int) -> int:
             return rows + 3

@@ -31,10 +31,10 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
 
 
-def decode_program(folder: Path, *overrides: str, layers: int = 2) -> GeProgram:
+def decode_program(folder: Path, *overrides: str, layers: int = 2, prompts: list[list[int]] = PROMPTS) -> GeProgram:
     runner = ascend_runner(ascend_case(folder, "exe_mode=ge_graph", *overrides, num_hidden_layers=layers), folder)
     with ge_programs() as programs:
-        generate(runner)
+        generate(runner, prompts)
     (program,) = programs
     return program
 

@@ -1,6 +1,7 @@
 """L1: the whole model under FakeTensorMode on the npu device: the real meta functions see every call, and the shapes
 and types that come out are right. What they do not check, ops/ascend checks itself."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from errors import UserError
 from executor.batching import pack
@@ -54,10 +56,10 @@ class Model:
 
 @pytest.fixture
 def make(tmp_path: Path, fake: FakeTensorMode) -> Callable[..., Model]:
-    def made(routing: str = "fusion_v2", format: Format | None = None) -> Model:
+    def made(routing: str = "fusion_v2", format: Format | None = None, gemv_tokens: int = 0) -> Model:
         with torch._subclasses.fake_tensor.unset_fake_temporarily():
             save_tiny(tmp_path / "model", **SIZES)
-        ops, plain = AscendOps(BF16, NPU, routing), FORMATS["bfloat16"]
+        ops, plain = AscendOps(BF16, NPU, routing, gemv_tokens), FORMATS["bfloat16"]
         tiled = Format("bfloat16", tiled=True)
         formats = Formats(plain, format or tiled, tiled)
         build: Any = Build(ops, Parallel(), formats, BF16, NPU, 64)  # type: ignore[arg-type]
@@ -80,6 +82,38 @@ def test_shapes_and_types(make: Callable[..., Model], routing: str, format: Form
         decode = model.module.decode(model.batch([1, 1]))
     for logits, rows in ((prefill, 3), (decode, 2)):
         assert (logits.shape, logits.dtype, logits.device) == ((rows, 96), BF16, NPU)
+
+
+class Umbra(TorchDispatchMode):
+    """Counts the ops of the vector cores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "umbra":
+            self.calls[op.overloadpacket.__name__] += 1
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("format", [Format("q4", 32), Format("q4", 64, zeros=True)], ids=["q4", "zeros"])
+def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], format: Format) -> None:
+    """Its Meta functions take what the layers pass; a step of more tokens than they are for passes them by."""
+    model = make(format=format, gemv_tokens=2)
+    for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_w4a16": 2}), ([1, 1, 1], {})):
+        with torch.inference_mode(), Umbra() as seen:
+            logits = model.module.decode(model.batch(lengths))
+        assert (logits.shape, logits.dtype, logits.device) == ((len(lengths), 96), BF16, NPU)
+        assert seen.calls == calls
+
+
+def test_routing_weights_of_another_type_are_seen(make: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutation: what the Meta functions check in the model's own step."""
+    monkeypatch.setattr(Tensor, "float", lambda self: self)
+    model = make(format=Format("q4", 32), gemv_tokens=4)
+    with pytest.raises(TypeError, match=r"weights: torch\.bfloat16: must be torch\.float32"), torch.inference_mode():
+        model.module.decode(model.batch([1, 1]))
 
 
 def test_a_wrong_layout_is_seen_by_the_meta_function(

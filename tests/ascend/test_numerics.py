@@ -126,9 +126,9 @@ def test_four_bits_come_back(group: int, zeros: bool) -> None:
     assert len(nibbles.unique()) == (16 if zeros else 15)
 
 
-def products(format: Format, routing: str) -> tuple[Tensor, Tensor]:
+def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor, Tensor]:
     """(a linear layer and a mixture of experts of `format`, the same of the values that it holds)"""
-    ops: Any = ascend_on_cpu(routing)(tiny_stub(), ONE_RANK).ops  # type: ignore[arg-type]
+    ops: Any = ascend_on_cpu(routing, gemv_tokens)(tiny_stub(), ONE_RANK).ops  # type: ignore[arg-type]
     reference: Any = ReferenceOnCpu(None, ONE_RANK).ops  # type: ignore[arg-type]
     cpu, dense = torch.device("cpu"), Format("float32")
     matrix, plain = ops.matrix(48, 64, format, cpu), reference.matrix(48, 64, dense, cpu)

@@ -185,3 +185,17 @@ def test_the_launcher_tells_cann_of_the_package(tmp_path: Path, monkeypatch: pyt
     for given, wanted in {"": package, "/a:/b": f"{package}:/a:/b", f"/a:{package}": f"{package}:/a"}.items():
         assert ascend_environment(case, {name: given})[name] == str(wanted)
     assert name not in ascend_environment(load_case("demo"), {})
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    """And the benchmark tells CANN of the package before torch, which may load torch_npu."""
+    code = "import sys, executor.launch, benchmarks.npu_gemv; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_benchmark_refuses_without_the_kernels() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.npu_gemv"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    complaint = "error: the vector-core kernels are not built: run bash ops/ascendc/build.sh\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", complaint)

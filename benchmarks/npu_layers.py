@@ -1,0 +1,142 @@
+"""The layers of benchmarks/npu_gemv.py: random weights on the NPU, both ways through them, their graphs and times."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from benchmarks.output import Row
+from errors import UserError
+from ops import ascendc
+from ops.ascend import moe, vector_core
+from ops.ascend.weights import AscendExperts
+from ops.interface import Format
+
+BOUND = 0.02  # of the norm of a result: the reference rounds its dequantised weights and its activations to dtype
+NIBBLE = 4.6  # root mean square of -8 .. 7
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+    group: int
+    layers: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    experts: AscendExperts
+    x: Tensor  # (batch, hidden)
+    ids: Tensor  # (batch, k) int32
+    weights: Tensor  # (batch, k) float32
+    rounded: Tensor  # the same in the model's type, as the reference takes them
+    nbytes: float  # of the experts that ids name, each once
+
+    def custom(self) -> Tensor:
+        return vector_core.moe(self.x, self.weights, self.ids, self.experts, None)
+
+    def reference(self) -> Tensor:
+        return moe.infer_fusion_v2(self.x, self.rounded, self.ids, self.experts)
+
+
+def start() -> None:
+    if not torch_npu.npu.is_available():
+        raise UserError("no NPU can be used: torch_npu finds none")
+    ascendc.load()
+
+
+def computes() -> bool:
+    """False on a stand-in whose kernels do nothing."""
+    return (torch.ones(3).to("npu") * 2).tolist() == [2, 2, 2]
+
+
+def random_experts(shape: Shape, device: torch.device) -> AscendExperts:
+    """Every nibble equally often; results of about the size of x."""
+    dtype = getattr(torch, shape.dtype)
+    experts = AscendExperts(shape.experts, shape.inner, shape.hidden, Format("q4", shape.group), dtype, device)
+    for plane in (experts.w13, experts.w2):
+        words, scales = plane.storages
+        words.random_(-(1 << 31), (1 << 31) - 1)
+        size = 1 / (NIBBLE * math.sqrt(words.shape[1]))
+        scales.uniform_(0.5 * size, 1.5 * size)
+    return experts
+
+
+def layer(experts: AscendExperts, shape: Shape, batch: int, device: torch.device) -> Layer:
+    """Tokens that choose their experts evenly, without repeating one."""
+    ids = torch.rand(batch, shape.experts).topk(shape.top_k).indices.int()
+    weights = torch.rand(batch, shape.top_k).softmax(-1)
+    x = torch.randn(batch, shape.hidden).to(getattr(torch, shape.dtype))
+    nbytes = experts.nbytes / experts.count * len(ids.unique())
+    return Layer(experts, x.to(device), ids.to(device), weights.to(device), weights.to(x).to(device), nbytes)
+
+
+def check(layers: Sequence[Layer]) -> None:
+    for number, each in enumerate(layers):
+        custom, reference = each.custom().float(), each.reference().float()
+        error = ((custom - reference).norm() / reference.norm()).item()
+        if not error <= BOUND:  # NaN is an error too
+            raise UserError(f"layer {number}: the kernels' results differ by {error:.3g} of their norm, above {BOUND}")
+
+
+class Graph:
+    """All calls captured, in order; their results live as long as it."""
+
+    def __init__(self, calls: Iterable[Callable[[], Tensor]]):
+        self.graph = torch_npu.npu.NPUGraph()
+        with torch_npu.npu.graph(self.graph):
+            self.results = [call() for call in calls]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def alternate(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median microseconds of each on the device, measured in turn; one round before is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            begin, end = torch_npu.npu.Event(enable_timing=True), torch_npu.npu.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1e3)
+    return {name: statistics.median(each[1:]) for name, each in times.items()}
+
+
+def measure(shape: Shape, batches: Sequence[int], rounds: int, read_bytes: int) -> Iterator[Row]:
+    """A row for each batch; none where the device computes nothing."""
+    torch.manual_seed(0)
+    device = torch.device("npu", torch_npu.npu.current_device())
+    real = computes()
+    every = [random_experts(shape, device) for _ in range(shape.layers)]
+    source = torch.ones(read_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    for batch in batches:
+        layers = [layer(experts, shape, batch, device) for experts in every]
+        if real:
+            check(layers)
+        runs: dict[str, Callable[[], object]] = {
+            "ref": Graph(each.reference for each in layers).replay,
+            "custom": Graph(each.custom for each in layers).replay,
+            "copy": lambda: target.copy_(source),
+            "sum": source.sum,
+        }
+        us = alternate(runs, rounds)
+        if real:
+            mean = sum(each.nbytes for each in layers) / shape.layers
+            ref, custom = us["ref"] / shape.layers, us["custom"] / shape.layers
+            limit = max(2 * read_bytes / us["copy"], read_bytes / us["sum"]) / 1e3
+            yield dict(
+                batch=batch, ref_us=ref, custom_us=custom, ref_gbps=mean / ref / 1e3, custom_gbps=mean / custom / 1e3,
+                speed_up=ref / custom, limit_gbps=limit, fraction=mean / custom / 1e3 / limit,
+            )  # fmt: skip

@@ -1,0 +1,270 @@
+"""Our own kernels for the vector cores in the model: the numbers over the reference's ops (L2), the GE graph and the
+captures (L4), and what a run tells of it. The shapes and types (L1) are in test_meta.py."""
+
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, multiprocessing
+
+from errors import UserError
+from executor.env import RankEnv
+from executor.runners import make_runner
+from ops import ascendc
+from ops.ascend import vector_core
+from ops.interface import Format
+from tests.ascend.engine import ascend_case, ascend_runner, prefilled
+from tests.ascend.extension import load_extension
+from tests.ascend.ge import GeProgram
+from tests.ascend.log import device_log
+from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
+from tests.ascend.test_ge import decode_program
+from tests.ascend.test_numerics import SIZES, assert_same, logits, products
+from tests.ascend.umbra_on_cpu import CALLS
+from tests.quantised import quantise_tiny
+from tests.tiny import ONE_RANK, save_tiny
+
+STEPS = 5  # of decode, of two layers each: test_numerics.logits
+FUSED, GEMV = "fused_moe_w4a16", "gemv_w4a16"
+
+
+def checkpoint(folder: Path, format: str, group: int, symmetric: bool, **options: Any) -> None:
+    save_tiny(folder / "model", **SIZES | dict(moe_intermediate_size=64) | options)
+    quantise_tiny(folder / "model", folder / "quantised", format, group, 4, symmetric)
+
+
+def ours(folder: Path, gemv_tokens: int, ranks: RankEnv = ONE_RANK, **sections: Any) -> dict[str, np.ndarray]:
+    CALLS.clear()
+    return logits(folder, ascend_on_cpu("fusion_v2", gemv_tokens), ranks, model="quantised", **sections)
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "symmetric", "options"),
+    [
+        ("awq", 32, False, {}),
+        ("awq", 64, False, dict(attention_bias=True, mlp_only_layers=[1], intermediate_size=64)),
+        ("pack-quantized", 64, True, dict(norm_topk_prob=False)),
+    ],
+)
+@pytest.mark.parametrize("gemv_tokens", [6, 5])
+def test_model_equals_reference(
+    tmp_path: Path, format: str, group: int, symmetric: bool, options: dict[str, Any], gemv_tokens: int
+) -> None:
+    """A decode step is padded to six tokens here; the prefill has more."""
+    checkpoint(tmp_path, format, group, symmetric, **options)
+    assert_same(ours(tmp_path, gemv_tokens), logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
+    dense = len(options.get("mlp_only_layers", []))  # two linear layers more, and no experts
+    calls = {GEMV: (4 + 2 * dense) * STEPS, FUSED: (2 - dense) * STEPS}
+    assert (calls if gemv_tokens == 6 else {}) == +Counter(CALLS)
+
+
+def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int]) -> None:
+    import os
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
+    arrays = ours(folder, 8, ranks, world_size=2, parallel_config=split)
+    np.savez(folder / f"rank{rank}.npz", fused=CALLS[FUSED], gemv=CALLS[GEMV], **arrays)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("split", "fused"),
+    [
+        ({}, 2 * STEPS),
+        ({"moe_tp_size": 1}, 2 * STEPS),
+        ({"attn_tp_size": 1}, 0),  # the experts see both groups' tokens, each padded: more than eight
+    ],
+    ids=["tp2", "ep2", "dp2"],
+)
+def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], fused: int) -> None:
+    """Over ep2 half of the ids are of the other rank's experts."""
+    checkpoint(tmp_path, "awq", 32, False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.spawn(rank_logits, (port, tmp_path, split), nprocs=2)
+    expected = logits(tmp_path, ReferenceOnCpu, model="quantised-floats")
+    for rank in range(2):
+        with np.load(tmp_path / f"rank{rank}.npz") as arrays:
+            assert_same(dict(arrays), expected, 1e-4)
+            short = 4 if rank and "attn_tp_size" in split else 0  # the prompt of one token is all that rank 1 has
+            assert (int(arrays["fused"]), int(arrays["gemv"])) == (fused, 4 * STEPS + short)
+
+
+Q4 = [Format("q4", 32), Format("q4", 32, zeros=True)]
+
+
+@pytest.mark.parametrize("format", Q4, ids=["q4", "q4_zeros"])
+def test_four_bit_products(format: Format) -> None:
+    """Five tokens; half of the experts are elsewhere, before these and after."""
+    mine, theirs = products(format, "fusion_v2", gemv_tokens=5)
+    torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-4)
+
+
+REAL_MOE = vector_core.moe
+
+
+def without_first(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None) -> Tensor:
+    return REAL_MOE(x, weights, ids, experts, None)
+
+
+def clamped(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int) -> Tensor:
+    return REAL_MOE(x, weights, (ids - first_expert).clamp(0), experts, None)
+
+
+def weighed_twice(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int) -> Tensor:
+    return REAL_MOE(x, weights * weights, ids, experts, first_expert)
+
+
+@pytest.mark.parametrize("mutant", [without_first, clamped, weighed_twice])
+def test_a_mistaken_mixture_is_seen(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_core, "moe", mutant)
+    mine, theirs = products(Q4[0], "fusion_v2", gemv_tokens=5)
+    assert (mine - theirs).abs().max() > 0.1
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As if the package were built; its entries: each time that it was loaded."""
+    torch._dynamo.reset()
+    times: list[str] = []
+    monkeypatch.setattr(ascendc, "built", lambda: 1)
+    monkeypatch.setattr(ascendc, "load", lambda: times.append("loaded"))
+    return times
+
+
+@pytest.fixture
+def on_npu(loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real torch extension on the fake device."""
+    monkeypatch.setattr(ascendc, "load", load_extension)
+
+
+FUSED_INPUTS = ["x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"]
+WRITES = {"TensorMove", "Transpose", "TransposeD", "Identity", "TensorScatterUpdate", "Fill"}
+REPLACED = {"GroupedMatmul", "WeightQuantBatchMatmulV2", "MoeInitRoutingV3", "MoeFinalizeRoutingV2", "SwiGlu"}
+
+
+def check(program: GeProgram, zeros: bool) -> None:
+    """Two layers, each of which has two linear layers and a mixture on the vector cores, and copies nothing."""
+    count = program.count()
+    assert (count["UmbraFusedMoeW4a16"], count["UmbraGemvW4a16"]) == (2, 4)
+    assert not count.keys() & (WRITES | REPLACED)
+    made = {out.source: out for node in program.nodes for out in node.outputs}
+    casts = {node.outputs[0].source for node in program.of("Cast")}
+    assert casts == {node.inputs[8] for node in program.of("UmbraFusedMoeW4a16")}  # the routing's weights, no more
+    for node in program.of("UmbraFusedMoeW4a16"):
+        assert [desc.name for desc in node.proto.input_desc] == FUSED_INPUTS
+        assert [made[i].shape if i else None for i in node.inputs] == [
+            (4, 128), (8, 128, 16), (8, 4, 128), (8, 4, 128) if zeros else None,
+            (8, 64, 16), (8, 2, 128), (8, 2, 128) if zeros else None, (4, 3), (4, 3),
+        ]  # fmt: skip
+        assert [made[i].dtype for i in node.inputs[-2:]] == [torch.int32, torch.float32]
+        assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, 128), torch.bfloat16)
+    for node, inputs, outputs in zip(program.of("UmbraGemvW4a16"), (128, 256) * 2, (512, 128) * 2, strict=True):
+        assert [desc.name for desc in node.proto.input_desc] == ["x", "w", "scales", "zeros"]
+        kept = (inputs // 32, outputs)
+        assert [made[i].shape if i else None for i in node.inputs] == [
+            (4, inputs), (inputs, outputs // 8), kept, kept if zeros else None,
+        ]  # fmt: skip
+        assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, outputs), torch.bfloat16)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_ge_graph(tmp_path: Path, zeros: bool, loaded: list[str]) -> None:
+    check(decode_program(tmp_path, "method=q4", "decode_gemv=on", "strict=true", f"zero_points={zeros}"), zeros)
+    assert loaded == ["loaded"]
+
+
+@pytest.mark.parametrize("case", [["gemv_max_tokens=3"], ["batch_size=16"], ["decode_gemv=off"]])
+def test_the_ge_graph_of_more_tokens_is_the_other_one(tmp_path: Path, case: list[str], loaded: list[str]) -> None:
+    prompts = [[9, i] for i in range(16 if "batch_size=16" in case else 4)]
+    count = decode_program(tmp_path, "method=q4", "strict=true", *case, prompts=prompts).count()
+    assert (count["GroupedMatmul"], count["WeightQuantBatchMatmulV2"], count["MoeInitRoutingV3"]) == (4, 4, 2)
+    assert not any("Umbra" in name for name in count)
+
+
+def in_float(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None) -> Tensor:
+    return REAL_MOE(x.float().to(x.dtype) * 1, weights, ids.long().int(), experts, first_expert)
+
+
+def test_a_copy_on_the_way_is_seen(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_core, "moe", in_float)
+    with pytest.raises(AssertionError):
+        check(decode_program(tmp_path, "method=q4", "decode_gemv=on"), False)
+
+
+def test_inputs_out_of_order_are_seen(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.ops.umbra.gemv_w4a16.default._ge_converter
+
+    def swapped(x: Any, w: Any, scales: Any, zeros: Any, meta_outputs: Any = None) -> Any:
+        return real(x, scales, w, zeros, meta_outputs=meta_outputs)
+
+    swapped.require_meta = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.ops.umbra.gemv_w4a16.default, "_ge_converter", swapped)
+    with pytest.raises(AssertionError):
+        check(decode_program(tmp_path, "method=q4", "decode_gemv=on"), False)
+
+
+LAYER = [
+    "aclnnUmbraGemvW4a16 (4,128)bfloat16 (128,64)int32 (4,512)bfloat16 (4,512)bfloat16",
+    "aclnnUmbraGemvW4a16 (4,256)bfloat16 (256,16)int32 (8,128)bfloat16 (4,128)bfloat16",
+    "aclnnUmbraFusedMoeW4a16 (4,128)bfloat16 (8,128,16)int32 (8,4,128)bfloat16 (8,64,16)int32 (8,2,128)bfloat16"
+    " (4,3)int32 (4,3)float32 (4,128)bfloat16",
+]
+HEAD = "aclnnMatmulWeightNz (4,128)bfloat16 (128,96)bfloat16:NZ (4,96)bfloat16"
+PRODUCTS = ("Umbra", "Matmul", "Routing", "SwiGlu", "Sort")
+
+
+@pytest.mark.usefixtures("on_npu")
+@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
+    overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}"]
+    runner = ascend_runner(ascend_case(tmp_path, *overrides), tmp_path)
+    with device_log() as prefill:
+        running = prefilled(runner)
+    assert not prefill.find("Umbra")  # more than eight tokens
+    with device_log() as first:
+        runner._decode(running)
+    products = [line for line in first.lines if any(word in line for word in PRODUCTS)]
+    assert products == [f"captured {line}" for line in [*LAYER, *LAYER, HEAD]]
+    for _ in range(2):
+        with device_log() as log:
+            runner._decode(running)
+        assert (len(log.find("replay graph")), log.find("Umbra")) == (1, [])
+    assert runner.decode.compiles == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("on_npu")
+def test_a_run_tells_and_reports_the_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = ascend_case(tmp_path, "exe_mode=eager", "method=q4", "with_ckpt=false", "prompts=[]")
+    with device_log() as log:
+        report = make_runner(case, tmp_path, ONE_RANK).run()
+    few = "mlp.experts of layers 0-1, 1 to 8 tokens"
+    assert report["kernels"][few] == "fused_moe_w4a16 on the vector cores"
+    assert f"{few}: fused_moe_w4a16 on the vector cores\n" in capsys.readouterr().out
+    assert len(log.find("UmbraFusedMoe")) * 2 == len(log.find("UmbraGemv")) > 0
+
+
+def test_on_without_the_package_is_refused(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascendc, "built", lambda: 0)
+    with pytest.raises(UserError, match=r"decode_gemv: on: the kernels are not built: run bash ops/ascendc/build\.sh"):
+        ascend_runner(ascend_case(tmp_path, "method=q4", "decode_gemv=on"), tmp_path)
+    ascend_runner(ascend_case(tmp_path, "method=q4"), tmp_path)
+    assert not loaded
+
+
+def test_on_with_other_weights_is_refused(tmp_path: Path, loaded: list[str]) -> None:
+    with pytest.raises(UserError, match=r"on: model\.layers\.0\.self_attn\.qkv_proj: the weights do not have 4 bits"):
+        ascend_runner(ascend_case(tmp_path, "decode_gemv=on"), tmp_path)
+
+
+def test_kept_graphs_are_of_the_package_that_made_them(tmp_path: Path, loaded: list[str]) -> None:
+    case = ascend_case(tmp_path, "method=q4", "exe_mode=ge_graph", "enable_cache_compile=true")
+    runner = ascend_runner(case, tmp_path)
+    assert runner.decode.cache.facts["kernels_built"] == 1  # type: ignore[attr-defined]
