@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ascendc.test_twin import PROBES, probes
+from tests.ascendc.test_twin import TILING, probes
 from tests.ascendc.twin import LIBRARY_WORKSPACE, TwinError, build, run
 
 TYPES = {
@@ -346,6 +346,6 @@ def test_does_not_compile(tmp_path: Path) -> None:
         f"          LocalTensor<half> h, LocalTensor<float> f, uint32_t n) {{\n{body}}}\n"
     )
     with pytest.raises(TwinError) as refused:
-        build(source, PROBES / "tiling.h", "ProbeTiling")
+        build(source, TILING, "ProbeTiling")
     for call, rule in REFUSED.items():
         assert re.search(rule, str(refused.value)), call
