@@ -88,11 +88,12 @@ inline int64_t most_parts(int64_t cores, int64_t n, int64_t k) {
 
 // Our part of the workspace, in floats, which kernels lay out so; P = tokens * topK pairs of a token and an expert:
 //   grouped, gemv  sums of K's parts (parts, P, N) if parts > 1, else nothing
-//   fused          gate and up of each part (parts, P, 2 I), then each pair's share of y (P, H)
+//   fused          gate and up of each part (parts, P, 2 I) if parts > 1, then what W2 meets, in half with its powers of
+//                  two (P I floats hold it), then each pair's share of y (P, H)
 inline int64_t workspace_floats(const Problem &problem, bool fused, int64_t parts) {
     const int64_t pairs = problem.tokens * problem.topK;
     if (fused)
-        return pairs * problem.n * 2 * parts + pairs * problem.k;
+        return pairs * problem.n * (parts > 1 ? 2 * parts : 0) + pairs * problem.n + pairs * problem.k;
     return parts > 1 ? parts * pairs * problem.n : 0;
 }
 

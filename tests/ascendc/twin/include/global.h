@@ -90,10 +90,10 @@ struct GlobalMemory {
             if (cell.read_core && cell.read_core != me && cell.read_phase == phase)
                 core.fail("writes what another core read without a SyncAll between: " + where());
             const uint32_t *known = core.known[PIPE_MTE3];
-            if (cell.write_core == me && cell.write != core.number[PIPE_MTE3] && cell.write > known[PIPE_MTE3])
-                core.fail("WAW hazard in global memory, no PipeBarrier<PIPE_MTE3> between: " + where());
             if (cell.read_core == me && cell.read > known[PIPE_MTE2])
                 core.fail("WAR hazard in global memory, no MTE2_MTE3 flag after the read: " + where());
+            if (cell.write_core == me && cell.write != core.number[PIPE_MTE3] && cell.write > known[PIPE_MTE3])
+                core.fail("WAW hazard in global memory, no PipeBarrier<PIPE_MTE3> between: " + where());
             cell.write_core = me, cell.write_phase = phase, cell.write = core.number[PIPE_MTE3];
         }
     }

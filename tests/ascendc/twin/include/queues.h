@@ -61,6 +61,9 @@ class TPipe {
         if (used + bytes > twin::kUbBytes)
             twin::core().fail(twin::text("InitBuffer: %u bytes for %s after %u make more than the UB's %u", bytes,
                                          name.c_str(), used, twin::kUbBytes));
+        if (std::count_if(twin::core().slots.begin(), twin::core().slots.end(),
+                          [](const twin::Slot &slot) { return slot.state != twin::Slot::GONE; }) == 64)
+            twin::core().fail("InitBuffer: a kernel may have 64 buffers at most");
         twin::core().slots.push_back({twin::Slot::FREE, name, used, used + bytes, position, -1, false});
         used += bytes;
         return &twin::core().slots.back();
@@ -83,6 +86,12 @@ template <TPosition where, int32_t depth, auto = 0> class TQue {
         twin::Core &core = twin::core();
         if (slots.empty())
             core.fail("AllocTensor of a queue without InitBuffer");
+        const auto out = std::count_if(core.slots.begin(), core.slots.end(), [](const twin::Slot &slot) {
+            return !slot.tensor_buffer && slot.position == where && slot.state != twin::Slot::FREE &&
+                   slot.state != twin::Slot::GONE;
+        });
+        if (out == 8)
+            core.fail("AllocTensor: more than 8 tensors of the queues at one position are out");
         for (size_t tried = 0; tried < slots.size(); ++tried) {
             twin::Slot *slot = slots[next];
             next = (next + 1) % slots.size();

@@ -120,13 +120,13 @@ struct Shadow {
                       int(index_ * kBlock) - int(region.slot->begin) + __builtin_ctz(mask & ~block.written)));
         block.read[pipe] = number[pipe];
     }
-    void write_block(int pipe, const Region &region, uint32_t index_, uint32_t mask, const char *) {
+    void write_block(int pipe, const Region &region, uint32_t index_, uint32_t mask) {
         Block &block = blocks[index_];
-        if (block.write && !(block.write_pipe == pipe && block.write == number[pipe]))
-            must_know(pipe, block.write_pipe, block.write, "WAW hazard", *region.slot, index_, block.write_op);
         for (int other = 0; other < kPipes; ++other)
             if (!(other == pipe && block.read[other] == number[pipe]))
                 must_know(pipe, other, block.read[other], "WAR hazard", *region.slot, index_, 0);
+        if (block.write && !(block.write_pipe == pipe && block.write == number[pipe]))
+            must_know(pipe, block.write_pipe, block.write, "WAW hazard", *region.slot, index_, block.write_op);
         block.written |= mask;
         block.write = number[pipe], block.write_pipe = pipe, block.write_op = op;
     }
@@ -160,7 +160,7 @@ struct Shadow {
         const uint32_t bytes = region.block_stride ? region.bytes : std::min(region.bytes, kBlock);
         auto one = [&](uint32_t block, uint32_t mask) {
             if constexpr (is_write)
-                write_block(pipe, region, block, mask, operand);
+                write_block(pipe, region, block, mask);
             else
                 read_block(pipe, region, block, mask, operand);
         };

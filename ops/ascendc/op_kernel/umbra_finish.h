@@ -1,0 +1,120 @@
+// What becomes of a task's sums in room.y (rows, ranges * pitch), and the sums of parts of K.
+#pragma once
+#include "umbra_product.h"
+
+namespace umbra {
+
+// Rounded to T, into y (pairs, N).
+template <typename T> struct Rounded {
+    Room& room;
+    const GlobalTensor<T>& y;
+    uint32_t n;
+
+    __aicore__ inline void Store(const Done& d) const {
+        LocalTensor<T> out = room.out.template AllocTensor<T>();
+        AscendC::Cast(out, room.y, RoundMode::CAST_RINT, d.unit.rows * d.pitch);
+        AscendC::PipeBarrier<PIPE_V>();
+        room.Store(out, d.unit, d.pitch, d.width, y[d.column], n);
+    }
+};
+
+// As they are, into one of `parts` (parts, pairs, N).
+struct Partial {
+    Room& room;
+    const GlobalTensor<float>& parts;
+    uint32_t pairs, n, ranges;
+
+    __aicore__ inline void Store(const Done& d) const {
+        const uint32_t wide = ranges * d.pitch;
+        for (uint32_t i = 0; i < ranges; ++i) {
+            LocalTensor<float> out = room.out.AllocTensor<float>();
+            for (uint32_t r = 0; r < d.unit.rows; ++r)
+                AscendC::Adds(out[r * d.pitch], room.y[r * wide + i * d.pitch], 0.0f, d.pitch);
+            AscendC::PipeBarrier<PIPE_V>();
+            const uint64_t at = static_cast<uint64_t>(d.part) * pairs * n + i * (n / ranges) + d.column;
+            room.Store(out, d.unit, d.pitch, d.width, parts[at], n);
+        }
+    }
+};
+
+// out = gate / (1 + exp(-gate)) * up
+__aicore__ inline void SwiGlu(
+    const LocalTensor<float>& out, const LocalTensor<float>& gate, const LocalTensor<float>& up, uint32_t count) {
+    AscendC::Muls(out, gate, -1.0f, count);
+    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Exp(out, out, count);
+    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Adds(out, out, 1.0f, count);
+    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Div(out, gate, out, count);
+    AscendC::PipeBarrier<PIPE_V>();
+    AscendC::Mul(out, out, up, count);
+    AscendC::PipeBarrier<PIPE_V>();
+}
+
+// Two ranges, gate and up, through SwiGLU into h (pairs, I): half, each row's `width` values of a tile divided by a power of two.
+struct Gated {
+    Room& room;
+    const Powered& h;
+    uint32_t inner;
+
+    __aicore__ inline void Store(const Done& d) const {
+        constexpr uint32_t kPowers = kMostRows * kWidest / 2; // floats: where they stand in `out`
+        for (uint32_t r = 0; r < d.unit.rows; ++r) {
+            const LocalTensor<float> gate = room.y[2 * r * d.pitch];
+            SwiGlu(room.x[r * d.pitch], gate, gate[d.pitch], d.pitch);
+        }
+        room.Normalise(d.unit.rows, d.pitch, d.width);
+        LocalTensor<float> out = room.out.AllocTensor<float>();
+        AscendC::Cast(out.ReinterpretCast<half>(), room.x, RoundMode::CAST_RINT, d.unit.rows * d.pitch);
+        AscendC::Adds(out[kPowers], room.power, 0.0f, d.unit.rows * 8);
+        AscendC::PipeBarrier<PIPE_V>();
+        room.out.EnQue(out);
+        out = room.out.DeQue<float>();
+        const LocalTensor<half> rows = out.ReinterpretCast<half>();
+        for (uint32_t r = 0; r < d.unit.rows; ++r) {
+            const uint64_t pair = d.unit.pair[r], run = pair * Ceil(inner, h.run) + d.column / h.run;
+            AscendC::DataCopyPad(
+                h.rows[pair * inner + d.column], rows[r * d.pitch],
+                {1, static_cast<uint32_t>(d.width * sizeof(half)), 0, 0, 0});
+            AscendC::DataCopyPad(h.powers[run * 8], out[kPowers + r * 8], {1, 32, 0, 0, 0});
+        }
+        room.out.FreeTensor(out);
+    }
+};
+
+// Times the pair's weight, into `shares` (pairs, N).
+struct Weighted {
+    Room& room;
+    const GlobalTensor<float>& shares;
+    const float* weights; // of each pair
+    uint32_t n;
+
+    __aicore__ inline void Store(const Done& d) const {
+        LocalTensor<float> out = room.out.AllocTensor<float>();
+        for (uint32_t r = 0; r < d.unit.rows; ++r)
+            AscendC::Muls(out[r * d.pitch], room.y[r * d.pitch], weights[d.unit.pair[r]], d.pitch);
+        AscendC::PipeBarrier<PIPE_V>();
+        room.Store(out, d.unit, d.pitch, d.width, shares[d.column], n);
+    }
+};
+
+// Columns first .. first + width of `rows` rows of `from`, `stride` apart: summed up in `sum`.
+__aicore__ inline void SumRows(
+    Room& room, const LocalTensor<float>& sum, const GlobalTensor<float>& from, uint32_t rows, uint64_t stride,
+    uint32_t width) {
+    LocalTensor<float> in = room.stream.AllocTensor<float>();
+    const uint32_t pitch = Up(width, 8);
+    for (uint32_t r = 0; r < rows; ++r)
+        AscendC::DataCopyPad(
+            in[r * pitch], from[r * stride], {1, static_cast<uint32_t>(width * sizeof(float)), 0, 0, 0},
+            AscendC::DataCopyPadExtParams<float>());
+    room.stream.EnQue(in);
+    in = room.stream.DeQue<float>();
+    room.AddUp(in, rows, pitch);
+    AscendC::Adds(sum, in, 0.0f, width);
+    AscendC::PipeBarrier<PIPE_V>();
+    room.stream.FreeTensor(in);
+}
+
+} // namespace umbra

@@ -1,0 +1,152 @@
+// The unified buffer of one vector core (192 KB), and what is done with it whatever the op.
+//
+//   stream   3 x 22 KB   from global memory: 16 KB of weights, their scales and zero points, the rows of x that they meet
+//   half         64 KB   the weights of one move, cast
+//   sums         16 KB   float: partial sums; row i adds up rows 8 i .. 8 i + 7 of the move
+//   y             8 KB   float: what a task has summed up so far, (rows, columns)
+//   out           8 KB   on its way to global memory
+//   spread        8 KB   each value of a row of x sixteen times: a 32-byte block; later, scaled sums
+//   x, xHalf      6 KB   the rows of x in float, and in half as they are multiplied
+//   scales, zeros 8 KB   in float
+#pragma once
+#include "kernel_operator.h"
+#include "umbra_plan.h"
+
+namespace umbra {
+
+using AscendC::BinaryRepeatParams;
+using AscendC::GlobalTensor;
+using AscendC::HardEvent;
+using AscendC::LocalTensor;
+using AscendC::RoundMode;
+using AscendC::TPosition;
+
+constexpr uint32_t kMoved = 32768;  // nibbles in a move: 16 KB
+constexpr uint32_t kPasses = 8;     // rows of a move that share a partial sum
+constexpr uint32_t kMostStep = 256; // rows in a move
+constexpr uint32_t kMostX = 1024;   // values of x that meet a move
+constexpr uint32_t kWidest = 256;   // columns of a tile
+constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 2048, kXAt = kZerosAt + 2048;
+constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + 32 * kMostRows;
+constexpr uint32_t kDepth = 3;
+constexpr uint32_t kLanes = 64; // floats in a vector
+
+struct Room {
+    AscendC::TPipe pipe;
+    AscendC::TQue<TPosition::VECIN, kDepth> stream;
+    AscendC::TQue<TPosition::VECOUT, 1> out;
+    AscendC::TBuf<TPosition::VECCALC> halfBuf, sumsBuf, yBuf, spreadBuf, xBuf, xHalfBuf, scalesBuf, zerosBuf, smallBuf;
+    LocalTensor<half> weights, spread, xHalf;
+    LocalTensor<float> sums, y, scaled, x, scales, zeros;
+    LocalTensor<float> largest, power, sumsOfX, spreadSums; // (8, 8) each, the last but one (8)
+    LocalTensor<uint16_t> exponent;                         // the bits of a float's exponent, over one vector
+
+    __aicore__ inline void Init() {
+        pipe.InitBuffer(stream, kDepth, kStream);
+        pipe.InitBuffer(out, 1, kMostRows * kWidest * sizeof(float));
+        pipe.InitBuffer(halfBuf, kMoved * sizeof(half));
+        pipe.InitBuffer(sumsBuf, kMoved / kPasses * sizeof(float));
+        pipe.InitBuffer(yBuf, kMostRows * kWidest * sizeof(float));
+        pipe.InitBuffer(spreadBuf, kMostStep * 32);
+        pipe.InitBuffer(xBuf, kMostX * sizeof(float));
+        pipe.InitBuffer(xHalfBuf, kMostX * sizeof(half));
+        pipe.InitBuffer(scalesBuf, kMoved / 32 * sizeof(float));
+        pipe.InitBuffer(zerosBuf, kMoved / 32 * sizeof(float));
+        pipe.InitBuffer(smallBuf, 1152);
+        weights = halfBuf.Get<half>();
+        sums = sumsBuf.Get<float>();
+        y = yBuf.Get<float>();
+        spread = spreadBuf.Get<half>();
+        scaled = spread.ReinterpretCast<float>();
+        x = xBuf.Get<float>();
+        xHalf = xHalfBuf.Get<half>();
+        scales = scalesBuf.Get<float>();
+        zeros = zerosBuf.Get<float>();
+        LocalTensor<float> small = smallBuf.Get<float>();
+        largest = small;
+        power = small[64];
+        spreadSums = small[128];
+        sumsOfX = small[192];
+        exponent = small[224].ReinterpretCast<uint16_t>();
+        AscendC::Duplicate(small, 1.0f, 224); // spreading takes eight, also where fewer are meant
+        AscendC::Duplicate(small[224].ReinterpretCast<uint32_t>(), 0x7f800000u, kLanes);
+        // Narrow tiles leave columns beyond them that are computed and never stored: let those be numbers.
+        for (uint32_t i = 0; i < kDepth; ++i) {
+            LocalTensor<float> in = stream.AllocTensor<float>();
+            AscendC::Duplicate(in, 0.0f, kStream / sizeof(float));
+            stream.FreeTensor(in);
+        }
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // `count` numbers of global memory, given to `taker` one by one.
+    template <typename T, typename Taker>
+    __aicore__ inline void ReadScalars(const GlobalTensor<T>& from, uint32_t count, Taker& taker) {
+        LocalTensor<T> in = stream.AllocTensor<T>();
+        AscendC::DataCopyPad(in, from, {1, static_cast<uint32_t>(count * sizeof(T)), 0, 0, 0}, AscendC::DataCopyPadExtParams<T>());
+        const event_t ready = static_cast<event_t>(pipe.FetchEventID(HardEvent::MTE2_S));
+        AscendC::SetFlag<HardEvent::MTE2_S>(ready);
+        AscendC::WaitFlag<HardEvent::MTE2_S>(ready);
+        for (uint32_t i = 0; i < count; ++i)
+            taker.Take(i, in.GetValue(i));
+        const event_t done = static_cast<event_t>(pipe.FetchEventID(HardEvent::S_MTE2));
+        AscendC::SetFlag<HardEvent::S_MTE2>(done);
+        AscendC::WaitFlag<HardEvent::S_MTE2>(done);
+        stream.FreeTensor(in);
+    }
+
+    // Adds rows 1 .. count - 1 of `rows` (count, pitch) to row 0, `values` of each, in a fixed order.
+    __aicore__ inline void AddUp(const LocalTensor<float>& rows, uint32_t count, uint32_t pitch) {
+        for (uint32_t left = count; left > 1;) {
+            const uint32_t pairs = left / 2;
+            left -= pairs;
+            AscendC::Add(rows, rows, rows[left * pitch], pairs * pitch);
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+    }
+
+    // Divides each row of x (rows, pitch) by the power of two of its largest value, of the first `count`; room.power: these.
+    __aicore__ inline void Normalise(uint32_t rows, uint32_t pitch, uint32_t count) {
+        // Largest magnitudes: of 32 values each, of a row, of all rows spread over a block each.
+        AscendC::Abs(sums, x, rows * pitch);
+        AscendC::PipeBarrier<PIPE_V>();
+        for (uint32_t r = 0; r < rows; ++r)
+            AscendC::WholeReduceMax<float>(
+                largest[r * 8], sums[r * pitch], 32, count / 32, 1, 1, 4, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::WholeReduceMax<float>(
+            sumsOfX, largest, count / 32, rows, 1, 1, 1, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Maxs(sumsOfX, sumsOfX, 1e-30f, rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Brcb(power, sumsOfX, 1, {1, 8});
+        AscendC::PipeBarrier<PIPE_V>();
+        const LocalTensor<uint16_t> bits = power.ReinterpretCast<uint16_t>();
+        AscendC::And(bits, bits, exponent, 2 * 8 * rows);
+        AscendC::PipeBarrier<PIPE_V>();
+        for (uint32_t r = 0; r < rows; ++r)
+            AscendC::Div(x[r * pitch], x[r * pitch], power[r * 8], 32, count / 32, {1, 1, 0, 4, 4, 0});
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
+    // Row r of `rows` (unit.rows, pitch), the first `width` values of it, to row unit.pair[r] of `to` (pairs, stride).
+    template <typename T>
+    __aicore__ inline void Store(
+        LocalTensor<T>& rows, const Unit& unit, uint32_t pitch, uint32_t width, const GlobalTensor<T>& to, uint32_t stride) {
+        out.EnQue(rows);
+        rows = out.DeQue<T>();
+        for (uint32_t r = 0; r < unit.rows; ++r)
+            AscendC::DataCopyPad(
+                to[static_cast<uint64_t>(unit.pair[r]) * stride], rows[r * pitch],
+                {1, static_cast<uint32_t>(width * sizeof(T)), 0, 0, 0});
+        out.FreeTensor(rows);
+    }
+};
+
+// All cores have written what the others read next.
+__aicore__ inline void Meet() {
+    AscendC::PipeBarrier<PIPE_ALL>();
+    AscendC::SyncAll<true>();
+}
+
+} // namespace umbra
