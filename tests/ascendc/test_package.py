@@ -56,8 +56,6 @@ def test_cmake_lists_every_op() -> None:
 
 def test_kernels_have_the_names_of_the_ops() -> None:
     kernels = sorted((FOLDER / "op_kernel").glob("*.cpp"))
-    if not kernels:
-        pytest.skip("no kernels yet")
     assert sorted(path.stem for path in kernels) == sorted(OPS.values())
     for path in kernels:
         assert found(r"__global__ __aicore__ void (\w+)\(", path) == [path.stem]
