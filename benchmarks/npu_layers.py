@@ -36,15 +36,14 @@ class Layer:
     experts: AscendExperts
     x: Tensor  # (batch, hidden)
     ids: Tensor  # (batch, k) int32
-    weights: Tensor  # (batch, k) float32
-    rounded: Tensor  # the same in the model's type, as the reference takes them
+    weights: Tensor  # (batch, k)
     nbytes: float  # of the experts that ids name, each once
 
     def custom(self) -> Tensor:
         return vector_core.moe(self.x, self.weights, self.ids, self.experts, None)
 
     def reference(self) -> Tensor:
-        return moe.infer_fusion_v2(self.x, self.rounded, self.ids, self.experts)
+        return moe.infer_fusion_v2(self.x, self.weights, self.ids, self.experts)
 
 
 def start() -> None:
@@ -76,7 +75,7 @@ def layer(experts: AscendExperts, shape: Shape, batch: int, device: torch.device
     weights = torch.rand(batch, shape.top_k).softmax(-1)
     x = torch.randn(batch, shape.hidden).to(getattr(torch, shape.dtype))
     nbytes = experts.nbytes / experts.count * len(ids.unique())
-    return Layer(experts, x.to(device), ids.to(device), weights.to(device), weights.to(x).to(device), nbytes)
+    return Layer(experts, x.to(device), ids.to(device), weights.to(x).to(device), nbytes)
 
 
 def check(layers: Sequence[Layer]) -> None:

@@ -27,5 +27,5 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_e
     w13, w2 = experts.w13, experts.w2
     return torch.ops.umbra.fused_moe_w4a16(
         x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
-        ids if first_expert is None else ids - first_expert, weights.float(),
+        ids if first_expert is None else ids - first_expert, weights,
     )  # fmt: skip

@@ -1,12 +1,12 @@
 """The ops of the vector cores, `torch.ops.umbra.*`: what they take, and the shapes that they give. Needs no torch_npu.
 
 T tokens (1 to 8), k experts a token, E experts, group G of 32, 64 or 128 that divides K, K % 32 == 0, N % 8 == 0.
-Activations, scales and zeros are all float16 or all bfloat16. Weights are kept as ops/ascend/weights.py has them:
+Activations, scales, zeros and experts' weights are all float16 or all bfloat16. Matrices, as weights.py has them:
 signed nibbles, eight outputs to an int32, and a value is (nibble + zero) * scale; without zeros, nibble * scale.
 
 grouped_gemv_w4a16   x (R, K), w (E, K, N / 8), scales, zeros (E, K / G, N), ids (R, k) int32 -> (R, k, N)
                      an id below 0 or from E on gives a row of zeroes
-fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) float32 -> (T, H)
+fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); gate: the first I columns of w13, up: the others
 gemv_w4a16           x (T, K), w (K, N / 8), scales, zeros (K / G, N) -> (T, N)
 """
@@ -56,7 +56,7 @@ def fused_moe_w4a16(
             f"w2: {tuple(w2.shape)} beside w13 {tuple(w13.shape)}: must be (E, I, H / 8) where w13 is (E, H, 2 I / 8)"
         )
     _check("ids", ids, torch.int32, x.shape[0], None)
-    _check("weights", weights, torch.float32, x.shape[0], ids.shape[1])
+    _check("weights", weights, x.dtype, x.shape[0], ids.shape[1])
     return x.new_empty(x.shape)
 
 

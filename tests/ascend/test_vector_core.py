@@ -37,7 +37,7 @@ def grouped(zeros: bool = False) -> Arguments:
 def fused(zeros: bool = False) -> Arguments:
     s13, s2 = npu(E, H // 64, 2 * INNER), npu(E, INNER // 32, H)
     w13, w2 = npu(E, H, 2 * INNER // 8, dtype=INT), npu(E, INNER, H // 8, dtype=INT)
-    ids, weights = npu(T, TOP_K, dtype=INT), npu(T, TOP_K, dtype=FLOAT)
+    ids, weights = npu(T, TOP_K, dtype=INT), npu(T, TOP_K)
     z13, z2 = (s13, s2) if zeros else (None, None)
     return dict(x=npu(T, H), w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, ids=ids, weights=weights)
 
@@ -145,7 +145,7 @@ def _other(name: str, change: Callable[[Tensor], Any], arguments: Arguments) -> 
         (GROUPED, other("ids", lambda i: i[:, :0]), r"ids: \[2, 0\]: must be \(2, k\) with k of 1 or more"),
         (GROUPED, other("ids", lambda i: i[:, :1].expand(T, 129)), r"ids: \[2, 129\]: must be 256 at most"),
         (GROUPED, other("w", lambda w: npu(8193, H, 1, dtype=INT)), r"w: \[8193, 128, 1\]: must be 8192 experts"),
-        (FUSED, other("weights", lambda w: w.bfloat16()), "weights: BFloat16: must be float32"),
+        (FUSED, other("weights", lambda w: w.float()), "weights: Float: must be BFloat16"),
         (FUSED, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
         (FUSED, lambda a: {**a, "z2": a["s2"]}, "z2: given: must be given where z13 is"),
         (FUSED, lambda a: {**a, "w2": npu(3, INNER, 16, dtype=INT), "s2": npu(3, 3, H)}, r"w2: \[3, 96, 16\]"),

@@ -49,7 +49,7 @@ def fused(
         ((tokens, hidden), dtype),
         ((experts, hidden, 2 * inner // 8), INT), s13, s13 if zeros else None,
         ((experts, inner, hidden // 8), INT), s2, s2 if zeros else None,
-        ((tokens, top_k), INT), ((tokens, top_k), FLOAT),
+        ((tokens, top_k), INT), ((tokens, top_k), dtype),
     ]  # fmt: skip
 
 
@@ -152,8 +152,8 @@ def without_z2() -> Inputs:
         (FUSED, [*fused()[:4], ((4, 96, 32), INT), ((4, 3, 256), BF16), *fused()[6:]], "as many experts as w13"),
         (FUSED, without_z2(), r"zero points must belong to both of w13 and w2 \(found 0\)"),
         (FUSED, other(fused, 7, (3, 3), INT), r"ids must have a row for each row of x \(found 3\)"),
-        (FUSED, other(fused, 8, (2, 2), FLOAT), r"weights must have the shape of ids \(found 4\)"),
-        (FUSED, other(fused, 8, (2, 3), BF16), "no variant of the definition has these types"),
+        (FUSED, other(fused, 8, (2, 2), BF16), r"weights must have the shape of ids \(found 4\)"),
+        (FUSED, other(fused, 8, (2, 3), FLOAT), "no variant of the definition has these types"),
     ],
 )  # fmt: skip
 def test_refusals(op: str, inputs: Inputs, complaint: str) -> None:

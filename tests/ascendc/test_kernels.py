@@ -46,7 +46,7 @@ def fused(tokens: int, top_k: int, experts: int, hidden: int, inner: int, groups
     down = random_weight(experts, inner, hidden, groups[1], dtype, zeros)
     x = (torch.randn(tokens, hidden) * scale).to(dtype)
     ids = distinct(tokens, top_k, experts) if ids is None else ids
-    weights = torch.rand(ids.shape)
+    weights = torch.rand(ids.shape).to(dtype)
     y, _ = launch("fused_moe", x, *up, *down, ids, weights, cores=cores, folder=folder)
     return y, reference.fused_moe_w4a16(x, *up, *down, ids, weights, precise=True)
 
@@ -154,10 +154,12 @@ def test_any_number_of_cores_gives_close_and_each_the_same_bits(cores: int) -> N
     assert torch.equal(*first)
 
 
-H, I, EXPERTS = 2048, 768, 128  # Qwen3-30B-A3B
+HIDDEN, INNER, EXPERTS = 2048, 768, 128  # Qwen3-30B-A3B
 
 
-@pytest.mark.parametrize(("rows", "top_k", "k", "n"), [(1, 8, H, 2 * I), (8, 1, I, H), (8, 8, H, 2 * I)])
+@pytest.mark.parametrize(
+    ("rows", "top_k", "k", "n"), [(1, 8, HIDDEN, 2 * INNER), (8, 1, INNER, HIDDEN), (8, 8, HIDDEN, 2 * INNER)]
+)
 def test_grouped_reads_each_byte_once(rows: int, top_k: int, k: int, n: int) -> None:
     """Experts that several tokens chose are read once as well."""
     ids = distinct(rows, top_k, EXPERTS) if top_k > 1 else torch.arange(rows, dtype=torch.int32).view(rows, 1)
@@ -177,12 +179,15 @@ def test_grouped_reads_each_byte_once(rows: int, top_k: int, k: int, n: int) -> 
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_little_goes_between_the_fused_products(tokens: int) -> None:
-    up, down = random_weight(EXPERTS, H, 2 * I, 32, BFLOAT, False), random_weight(EXPERTS, I, H, 32, BFLOAT, False)
+    up, down = (
+        random_weight(EXPERTS, HIDDEN, 2 * INNER, 32, BFLOAT, False),
+        random_weight(EXPERTS, INNER, HIDDEN, 32, BFLOAT, False),
+    )
     ids = distinct(tokens, 8, EXPERTS)
-    x, weights = torch.randn(tokens, H).to(BFLOAT), torch.rand(tokens, 8)
+    x, weights = torch.randn(tokens, HIDDEN).to(BFLOAT), torch.rand(tokens, 8).to(BFLOAT)
     y, counts = launch("fused_moe", x, *up, *down, ids, weights)
     read, chosen = {name: count["read"] for name, count in counts.buffers.items()}, len(ids.unique())
-    assert (read["w13"], read["w2"]) == (chosen * H * I, chosen * H * I // 2)
+    assert (read["w13"], read["w2"]) == (chosen * HIDDEN * INNER, chosen * HIDDEN * INNER // 2)
     between = counts.buffers["workspace"]
     assert between["read"] + between["written"] <= 0.02 * (read["w13"] + read["w2"])
     assert counts.buffers["y"]["written"] == y.nbytes
@@ -192,16 +197,19 @@ def test_little_goes_between_the_fused_products(tokens: int) -> None:
 
 MISTAKES = {
     # what, in which file, becomes what: what the twin says
-    "cores do not wait for each other": ("umbra_room.h", "    AscendC::SyncAll<true>();\n", "", "same phase|SyncAll|never written"),
+    "cores do not wait for each other": (
+        "umbra_room.h", "    AscendC::SyncAll<true>();\n", "", "same phase|never written",
+    ),
     "a barrier between dependent instructions": (
         "umbra_product.h", "room.spread[pass * 16], kLanes, sums, eight);\n            AscendC::PipeBarrier<PIPE_V>();",
         "room.spread[pass * 16], kLanes, sums, eight);", "PipeBarrier",
     ),
     "a scalar read before the copy has arrived": (
-        "umbra_room.h", "        AscendC::WaitFlag<HardEvent::MTE2_S>(ready);\n", "", "S|WaitFlag",
+        "umbra_room.h", "        Hand<HardEvent::MTE2_S>(pipe);\n", "", "S runs after an unfinished MTE2",
     ),
     "a tile one column too far": (
-        "umbra_product.h", "m.column = tile * split.width;", "m.column = tile * split.width + 8;", "outside|never written",
+        "umbra_product.h", "m.column = tile * split.width;", "m.column = tile * split.width + 8;",
+        "outside|never written",
     ),
     "a buffer too small": (
         "umbra_room.h", "pipe.InitBuffer(sumsBuf, kMoved / kPasses * sizeof(float));",

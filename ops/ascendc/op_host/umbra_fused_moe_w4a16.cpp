@@ -58,7 +58,7 @@ class UmbraFusedMoeW4a16 : public OpDef {
         umbra::activation(Input("s2"));
         umbra::optional(Input("z2"));
         umbra::fixed(Input("ids"), ge::DT_INT32);
-        umbra::fixed(Input("weights"), ge::DT_FLOAT);
+        umbra::activation(Input("weights"));
         umbra::activation(Output("y"));
         SetInferShape(optiling::fused_moe::infer_shape).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::fused_moe::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");

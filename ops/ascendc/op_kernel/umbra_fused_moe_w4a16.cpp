@@ -13,7 +13,22 @@ namespace umbra {
 
 struct Weights {
     float of[kMostPairs];
-    __aicore__ inline void Take(uint32_t pair, float weight) { of[pair] = weight; }
+
+    template <typename T> __aicore__ inline void Read(Room& room, GM_ADDR weights, uint32_t pairs) {
+        GlobalTensor<T> from;
+        from.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(weights));
+        LocalTensor<T> in = room.stream.template AllocTensor<T>();
+        AscendC::DataCopyPad(
+            in, from, {1, static_cast<uint32_t>(pairs * sizeof(T)), 0, 0, 0}, AscendC::DataCopyPadExtParams<T>());
+        room.stream.EnQue(in);
+        in = room.stream.template DeQue<T>();
+        AscendC::Cast(room.x, in, RoundMode::CAST_NONE, pairs);
+        room.stream.FreeTensor(in);
+        Hand<HardEvent::V_S>(room.pipe);
+        for (uint32_t i = 0; i < pairs; ++i)
+            of[i] = room.x.GetValue(i);
+        Hand<HardEvent::S_V>(room.pipe);
+    }
 };
 
 // h = SwiGLU of the sums of parts (parts, pairs, 2 I), a tile of a pair at a time.
@@ -79,10 +94,9 @@ __aicore__ inline void FusedMoe(
     Weights weights;
     room.Init();
     GlobalTensor<T> x, y;
-    GlobalTensor<float> given, parts, shares;
+    GlobalTensor<float> parts, shares;
     x.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(xAt));
     y.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(yAt));
-    given.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(weightsAt));
     __gm__ float* free = reinterpret_cast<__gm__ float*>(workspace);
     parts.SetGlobalBuffer(free);
     free += t.parts > 1 ? static_cast<uint64_t>(t.parts) * pairs * 2 * inner : 0;
@@ -91,7 +105,7 @@ __aicore__ inline void FusedMoe(
     h.powers.SetGlobalBuffer(free + pairs * inner / 2);
     shares.SetGlobalBuffer(free + pairs * inner);
     units.Read(room, ids, pairs, t.experts);
-    room.ReadScalars(given, pairs, weights);
+    weights.template Read<T>(room, weightsAt, pairs);
 
     const Bank up(w13, s13, z13, t.zeros, hidden, 2 * inner, t.group);
     Product<T, T> first(room, units, up, x, t.topK, 2);

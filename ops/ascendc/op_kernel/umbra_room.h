@@ -31,6 +31,13 @@ constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + 32 * kMo
 constexpr uint32_t kDepth = 3;
 constexpr uint32_t kLanes = 64; // floats in a vector
 
+// What one pipe has done is there for another.
+template <HardEvent event> __aicore__ inline void Hand(AscendC::TPipe& pipe) {
+    const event_t id = static_cast<event_t>(pipe.FetchEventID(event));
+    AscendC::SetFlag<event>(id);
+    AscendC::WaitFlag<event>(id);
+}
+
 struct Room {
     AscendC::TPipe pipe;
     AscendC::TQue<TPosition::VECIN, kDepth> stream;
@@ -84,14 +91,10 @@ struct Room {
     __aicore__ inline void ReadScalars(const GlobalTensor<T>& from, uint32_t count, Taker& taker) {
         LocalTensor<T> in = stream.AllocTensor<T>();
         AscendC::DataCopyPad(in, from, {1, static_cast<uint32_t>(count * sizeof(T)), 0, 0, 0}, AscendC::DataCopyPadExtParams<T>());
-        const event_t ready = static_cast<event_t>(pipe.FetchEventID(HardEvent::MTE2_S));
-        AscendC::SetFlag<HardEvent::MTE2_S>(ready);
-        AscendC::WaitFlag<HardEvent::MTE2_S>(ready);
+        Hand<HardEvent::MTE2_S>(pipe);
         for (uint32_t i = 0; i < count; ++i)
             taker.Take(i, in.GetValue(i));
-        const event_t done = static_cast<event_t>(pipe.FetchEventID(HardEvent::S_MTE2));
-        AscendC::SetFlag<HardEvent::S_MTE2>(done);
-        AscendC::WaitFlag<HardEvent::S_MTE2>(done);
+        Hand<HardEvent::S_MTE2>(pipe);
         stream.FreeTensor(in);
     }
 

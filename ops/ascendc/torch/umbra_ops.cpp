@@ -85,7 +85,8 @@ Tensor fused_moe(const Tensor &x, const Tensor &w13, const Tensor &s13, const Ma
     TORCH_CHECK(columns / 2 % kStep == 0, "w13: ", w13.sizes(), ": I must be a multiple of ", kStep);
     TORCH_CHECK(z13.has_value() == z2.has_value(), "z2: ", z2 ? "given" : "absent", ": must be given where z13 is");
     check_ids(ids, x.size(0));
-    TORCH_CHECK_TYPE(weights.scalar_type() == at::kFloat, "weights: ", weights.scalar_type(), ": must be float32");
+    TORCH_CHECK_TYPE(weights.scalar_type() == x.scalar_type(), "weights: ", weights.scalar_type(), ": must be ",
+                     x.scalar_type());
     TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
