@@ -109,7 +109,8 @@ __aicore__ inline void FusedMoe(
 
     const Bank up(w13, s13, z13, t.zeros, hidden, 2 * inner, t.group);
     Product<T, T> first(room, units, up, x, t.topK, 2);
-    first.Cut(t.parts, t.group2 > kLanes ? t.group2 : kLanes); // a group of W2 meets values with the same power
+    // A group of W2 meets values with the same power.
+    first.Cut(t.parts, t.group2 > kLanes ? t.group2 : kLanes, false);
     h.run = first.split.width;
     if (first.split.parts == 1) {
         first.Run(Gated{room, h, inner});
@@ -121,7 +122,7 @@ __aicore__ inline void FusedMoe(
     Meet();
     const Bank down(w2, s2, z2, t.zeros, inner, hidden, t.group2);
     Product<T, Powered> second(room, units, down, h, 1, 1);
-    second.Cut(1);
+    second.Cut(1, kLanes, false);
     second.Run(Weighted{room, shares, weights.of, hidden});
     Meet();
     JoinShares(room, units, shares, y, t.tokens, t.topK, hidden);

@@ -19,7 +19,7 @@ __aicore__ inline void Grouped(
     const uint32_t n = bank.n, slices = Ceil(n, kSlice);
 
     Product<T, T> product(room, units, bank, x, sharing, 1);
-    product.Cut(mostParts);
+    product.Cut(mostParts, kLanes, true);
     const uint32_t cut = product.split.parts;
     if (cut == 1) {
         product.Run(Rounded<T>{room, y, n});

@@ -14,6 +14,7 @@ namespace umbra {
 constexpr uint32_t kMostPairs = 256;
 constexpr uint32_t kMostExperts = 8192; // or slots of a bank
 constexpr uint32_t kMostRows = 8;
+constexpr uint32_t kRound = 16;
 
 __aicore__ inline uint32_t Ceil(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 __aicore__ inline uint32_t Up(uint32_t a, uint32_t b) { return Ceil(a, b) * b; }
@@ -80,11 +81,12 @@ struct Split {
     uint32_t parts = 1;
     uint32_t rows = 0; // of K in a part
 
-    // The widest tiles, so that x is read seldom, unless they leave cores without work. Then the longest core's share decides;
-    // K is cut only where that shortens it by a fifth: sums of parts go through global memory and one more synchronisation.
+    // The longest core's share decides, with kRound columns more a tile: x is read and prepared for each. K is cut only where
+    // that shortens the share by a fifth: sums of parts go through global memory and one more synchronisation. `widest` is
+    // kept, whatever the shares, where all cores have work with it and x must not be read more often (`sparing`).
     __aicore__ inline void Choose(
         uint32_t units, uint32_t columns, uint32_t k, uint32_t cores, uint32_t widest, uint32_t narrowest,
-        uint32_t mostParts) {
+        uint32_t mostParts, bool sparing) {
         if (units == 0) // nobody was chosen
             return;
         uint64_t best = ~0ull;
@@ -96,7 +98,7 @@ struct Split {
                 p = Ceil(k, r);
                 if (cut && p == 1)
                     continue;
-                uint64_t cost = static_cast<uint64_t>(Ceil(tasks * p, cores)) * Least(w, columns) * Least(r, k);
+                uint64_t cost = static_cast<uint64_t>(Ceil(tasks * p, cores)) * (Least(w, columns) + kRound) * Least(r, k);
                 cost = cut ? cost * 5 : cost * 4;
                 if (cost < best) {
                     best = cost;
@@ -106,7 +108,7 @@ struct Split {
                     rows = r;
                 }
             }
-            if (units * tiles >= cores)
+            if (sparing && units * tiles >= cores)
                 return;
         }
     }

@@ -1,14 +1,17 @@
 // Rows of x times 4-bit matrices, each unit's rows with its own: y[n] = sum over k of x[k] (q[k, n] + zero[g, n]) scale[g, n].
 //
-//   global memory --16 KB--> nibbles --Cast--> half --MulAddDst--> float, 8 rows to a sum --Add--> one sum a group
-//                                         x in half, spread               + zero * sum of x, * scale, + y
+//   global memory --32 KB--> nibbles --Cast--> half --Mul--> products --Add--> sums of 8 rows, half --Cast--> float
+//                                               x in half, spread        --Add--> one sum a group, + zero * sum of x,
+//                                                                                 * scale, * power of two, + y
 //
-// Precision: products and sums are float. x is multiplied in half. A bfloat16 row is first divided by the power of two of its
-// largest value in the move, so that nothing overflows and it keeps all its bits down to 2^-14 of that largest value; what a
-// kernel has computed itself (Gated in umbra_finish.h) is kept so already, with its powers beside it. Sums are added in an
-// order that depends on the shapes alone: the same bits every time.
+// Why the first three additions are in half: in float they would be half of all vector work (CANN's table for A2 and A3:
+// 128 half or 64 float additions a cycle; a half product added to a float sum, 32). They cannot overflow and lose little:
+// each row of x is first divided by the power of two of its largest value in the move, so products are below 16 and sums
+// below 128, rounded by 2^-12 each; with a bfloat16 x the products are exact. Everything after them is float. What a kernel
+// has computed itself (Gated in umbra_finish.h) is kept divided so, with its powers beside it. Sums are added in an order
+// that depends on the shapes alone: the same bits every time.
 //
-// Repeats of one instruction never read what another of them has written: such overlap is not promised for mixed types.
+// No repeat of an instruction reads what another repeat of it has written, which is not promised to work.
 #pragma once
 #include <type_traits>
 
@@ -57,19 +60,18 @@ struct Powered {
 template <typename T, typename X> class Product {
   public:
     static constexpr bool kPowered = std::is_same<X, Powered>::value;
-    static constexpr bool kNormalised = std::is_same<X, bfloat16_t>::value;
     using Value = typename std::conditional<kPowered, half, X>::type;
-    using Rows = typename std::conditional<kPowered, Powered, GlobalTensor<Value>>::type;
+    using Given = typename std::conditional<kPowered, Powered, GlobalTensor<Value>>::type;
 
     __aicore__ inline Product(
-        Room& room, const Units& units, const Bank& bank, const Rows& x, uint32_t sharing, uint32_t ranges)
+        Room& room, const Units& units, const Bank& bank, const Given& x, uint32_t sharing, uint32_t ranges)
         : room(room), units(units), bank(bank), x(x), sharing(sharing), ranges(ranges),
           cores(AscendC::GetBlockNum()) {}
 
     Split split;
 
-    __aicore__ inline void Cut(uint32_t mostParts, uint32_t narrowest = kLanes) {
-        split.Choose(units.count, bank.n / ranges, bank.k, cores, kWidest / ranges, narrowest, mostParts);
+    __aicore__ inline void Cut(uint32_t mostParts, uint32_t narrowest, bool sparing) {
+        split.Choose(units.count, bank.n / ranges, bank.k, cores, kWidest / ranges, narrowest, mostParts, sparing);
     }
 
     // `finish` gets every task when its sums in room.y (rows, ranges * pitch) are complete.
@@ -94,8 +96,16 @@ template <typename T, typename X> class Product {
     Room& room;
     const Units& units;
     const Bank& bank;
-    const Rows& x;
+    const Given& x;
     const uint32_t sharing, ranges, cores;
+
+    // At most `most`: a power of two times 32, so whole groups of any size.
+    __aicore__ inline uint32_t Rows(uint32_t most) const {
+        uint32_t rows = kMostStep;
+        while (rows > most)
+            rows /= 2;
+        return rows;
+    }
 
     __aicore__ inline uint32_t Pitch(const Move& m) const { return Up(m.width, kLanes); } // of one range
 
@@ -110,13 +120,10 @@ template <typename T, typename X> class Product {
         m.width = Least(split.width, bank.n / ranges - m.column);
         m.begin = m.part * split.rows;
         m.end = Least(m.begin + split.rows, bank.k);
-        // A power of two times 32 rows: whole groups of any size.
-        const uint32_t most = Least(kMoved / (ranges * Pitch(m)), kMostX / units.unit[m.unit].rows);
-        m.step = kMostStep;
+        uint32_t most = Least(kMoved / (ranges * Pitch(m)), kMostX / units.unit[m.unit].rows);
         if constexpr (kPowered)
-            m.step = Least(m.step, x.run);
-        while (m.step > most)
-            m.step /= 2;
+            most = Least(most, x.run);
+        m.step = Rows(most);
         m.moves = Ceil(m.end - m.begin, m.step);
         m.shift = tile * m.moves / split.tiles;
         m.index = 0;
@@ -184,67 +191,79 @@ template <typename T, typename X> class Product {
     }
 
     __aicore__ inline void Compute(const Move& m) {
-        const uint32_t rows = units.unit[m.unit].rows, wide = ranges * Pitch(m), groups = m.rows / bank.group;
+        const uint32_t rows = units.unit[m.unit].rows, wide = ranges * Pitch(m), block = Rows(kBlock / wide);
         LocalTensor<int8_t> in = room.stream.template DeQue<int8_t>();
-        AscendC::Cast(
-            room.weights, in.template ReinterpretCast<AscendC::int4b_t>(), RoundMode::CAST_NONE, m.rows * wide);
-        AscendC::Cast(
-            room.scales, in[kScalesAt].template ReinterpretCast<T>(), RoundMode::CAST_NONE, groups * wide);
-        if (bank.hasZeros)
-            AscendC::Cast(
-                room.zeros, in[kZerosAt].template ReinterpretCast<T>(), RoundMode::CAST_NONE, groups * wide);
         if (m.index == 0)
             AscendC::Duplicate(room.y, 0.0f, rows * wide);
-        const LocalTensor<half> xHalf = HalfRows(in[kXAt].template ReinterpretCast<Value>(), rows, m.rows);
-        for (uint32_t r = 0; r < rows; ++r) {
-            AddRow(r, xHalf[r * m.rows], m.rows, wide);
-            const LocalTensor<float> y = room.y[r * wide];
-            const BinaryRepeatParams spread{1, 1, 0, 8, 8, 0};
-            const uint8_t vectors = wide / kLanes;
-            if constexpr (kPowered) {
-                const LocalTensor<float> powers = in[kPowersAt].template ReinterpretCast<float>();
-                AscendC::MulAddDst(y, room.scaled, powers[r * 8], kLanes, vectors, spread);
-            } else if constexpr (kNormalised) {
-                AscendC::MulAddDst(y, room.scaled, room.power[r * 8], kLanes, vectors, spread);
-            } else {
-                AscendC::Add(y, y, room.scaled, wide);
+        const LocalTensor<half> x = HalfRows(in[kXAt].template ReinterpretCast<Value>(), rows, m.rows);
+        LocalTensor<float> powers = room.power;
+        if constexpr (kPowered)
+            powers = in[kPowersAt].template ReinterpretCast<float>();
+        for (uint32_t at = 0; at < m.rows; at += block) {
+            const uint32_t count = Least(block, m.rows - at), group = at / bank.group, groups = count / bank.group;
+            const uint32_t scales = group * wide * sizeof(T);
+            AscendC::Cast(
+                room.scales, in[kScalesAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE, groups * wide);
+            if (bank.hasZeros)
+                AscendC::Cast(
+                    room.zeros, in[kZerosAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE,
+                    groups * wide);
+            for (uint32_t r = 0; r < rows; ++r) {
+                const uint32_t own = r * m.rows + at;
+                AddRow(in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(), x[own], own, count, wide);
+                AscendC::MulAddDst(
+                    room.y[r * wide], room.scaled, powers[r * 8], kLanes, static_cast<uint8_t>(wide / kLanes),
+                    {1, 1, 0, 8, 8, 0});
+                AscendC::PipeBarrier<PIPE_V>();
             }
-            AscendC::PipeBarrier<PIPE_V>();
         }
         room.stream.FreeTensor(in);
     }
 
-    // x (rows, step) in half; in float in room.x too where that is needed.
-    __aicore__ inline LocalTensor<half> HalfRows(const LocalTensor<Value>& in, uint32_t rows, uint32_t step) {
-        if constexpr (kNormalised) {
-            AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * step);
-            AscendC::PipeBarrier<PIPE_V>();
-            room.Normalise(rows, step, step);
-            AscendC::Cast(room.xHalf, room.x, RoundMode::CAST_RINT, rows * step);
-            AscendC::PipeBarrier<PIPE_V>();
-            return room.xHalf;
-        } else {
+    // x (rows, count) in half, divided by powers of two; in float in room.x where that is needed.
+    __aicore__ inline LocalTensor<half> HalfRows(const LocalTensor<Value>& in, uint32_t rows, uint32_t count) {
+        if constexpr (kPowered) {
             if (bank.hasZeros)
-                AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * step);
+                AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * count);
             AscendC::PipeBarrier<PIPE_V>();
             return in;
+        } else {
+            AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * count);
+            AscendC::PipeBarrier<PIPE_V>();
+            room.Normalise(rows, count, count);
+            AscendC::Cast(room.xHalf, room.x, RoundMode::CAST_RINT, rows * count);
+            AscendC::PipeBarrier<PIPE_V>();
+            return room.xHalf;
         }
     }
 
-    // room.scaled (wide) = x (step) * weights (step, wide). Sum i has rows 8 i .. 8 i + 7, which are in one group.
-    __aicore__ inline void AddRow(uint32_t r, const LocalTensor<half>& row, uint32_t step, uint32_t wide) {
-        const uint8_t sums = step / kPasses, blocks = wide / 8; // blocks: of a row of floats
-        const uint32_t each = bank.group / kPasses, groups = step / bank.group; // sums in a group
-        AscendC::Brcb(room.spread, row, sums, {1, 8});
-        AscendC::Duplicate(room.sums, 0.0f, sums * wide);
+    // room.scaled (wide) = x (count), which stands at `own` in room.x, * nibbles (count, wide).
+    __aicore__ inline void AddRow(
+        const LocalTensor<AscendC::int4b_t>& nibbles, const LocalTensor<half>& x, uint32_t own, uint32_t count,
+        uint32_t wide) {
+        const LocalTensor<half> products = room.weights;
+        const uint8_t row = wide / 16; // blocks of halves
+        AscendC::Cast(products, nibbles, RoundMode::CAST_NONE, count * wide);
+        AscendC::Brcb(room.spread, x, static_cast<uint8_t>(count / 8), {1, 8});
         AscendC::PipeBarrier<PIPE_V>();
-        const BinaryRepeatParams eight{1, 1, 0, blocks, static_cast<uint8_t>(blocks * kPasses / 2), kPasses};
-        for (uint32_t pass = 0; pass < kPasses; ++pass) {
-            for (uint32_t c = 0; c < wide; c += kLanes)
-                AscendC::MulAddDst(
-                    room.sums[c], room.weights[pass * wide + c], room.spread[pass * 16], kLanes, sums, eight);
-            AscendC::PipeBarrier<PIPE_V>();
-        }
+        for (uint32_t k = 0; k < count; k += kMostRepeats)
+            for (uint32_t c = 0; c < wide; c += kHalfLanes)
+                AscendC::Mul(
+                    products[k * wide + c], products[k * wide + c], room.spread[k * 16], Least(kHalfLanes, wide - c),
+                    static_cast<uint8_t>(Least(kMostRepeats, count - k)), {1, 1, 0, row, row, 1});
+        AscendC::PipeBarrier<PIPE_V>();
+        AddNext(products, 1, count, wide);
+        AddNext(products, 2, count, wide);
+        // The last of the three leaves no gaps; nobody reads the spread x any more.
+        for (uint32_t c = 0; c < wide; c += kHalfLanes)
+            AscendC::Add(
+                room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c),
+                static_cast<uint8_t>(count / kSummed),
+                {1, 1, 1, row, static_cast<uint8_t>(kSummed * row), static_cast<uint8_t>(kSummed * row)});
+        AscendC::PipeBarrier<PIPE_V>();
+        AscendC::Cast(room.sums, room.spread, RoundMode::CAST_NONE, count / kSummed * wide);
+        AscendC::PipeBarrier<PIPE_V>();
+        const uint32_t each = bank.group / kSummed, groups = count / bank.group; // sums in a group
         for (uint32_t span = each / 2; span; span /= 2) {
             for (uint32_t g = 0; g < groups; ++g) {
                 const LocalTensor<float> first = room.sums[g * each * wide];
@@ -253,17 +272,27 @@ template <typename T, typename X> class Product {
             AscendC::PipeBarrier<PIPE_V>();
         }
         if (bank.hasZeros)
-            AddZeros(r, step, wide);
+            AddZeros(own, count, wide);
         for (uint32_t g = 0; g < groups; ++g)
             AscendC::Mul(room.scaled[g * wide], room.sums[g * each * wide], room.scales[g * wide], wide);
         AscendC::PipeBarrier<PIPE_V>();
         room.AddUp(room.scaled, groups, wide);
     }
 
+    // To every row k that 2 * apart divides, the row that is `apart` further on.
+    __aicore__ inline void AddNext(const LocalTensor<half>& rows, uint32_t apart, uint32_t count, uint32_t wide) {
+        const uint8_t stride = 2 * apart * wide / 16, repeats = count / (2 * apart);
+        for (uint32_t c = 0; c < wide; c += kHalfLanes)
+            AscendC::Add(
+                rows[c], rows[c], rows[apart * wide + c], Least(kHalfLanes, wide - c), repeats,
+                {1, 1, 1, stride, stride, stride});
+        AscendC::PipeBarrier<PIPE_V>();
+    }
+
     // Each group's sum += zero * sum of x, by 32 rows of x.
-    __aicore__ inline void AddZeros(uint32_t r, uint32_t step, uint32_t wide) {
-        const uint32_t each = bank.group / kPasses, groups = step / bank.group, blocks = bank.group / 32;
-        AscendC::WholeReduceSum<float>(room.sumsOfX, room.x[r * step], 32, step / 32, 1, 1, 4);
+    __aicore__ inline void AddZeros(uint32_t own, uint32_t count, uint32_t wide) {
+        const uint32_t each = bank.group / kSummed, groups = count / bank.group, blocks = bank.group / 32;
+        AscendC::WholeReduceSum<float>(room.sumsOfX, room.x[own], 32, count / 32, 1, 1, 4);
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Brcb(room.spreadSums, room.sumsOfX, 1, {1, 8});
         AscendC::PipeBarrier<PIPE_V>();

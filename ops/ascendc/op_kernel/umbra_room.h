@@ -1,11 +1,10 @@
 // The unified buffer of one vector core (192 KB), and what is done with it whatever the op.
 //
-//   stream   3 x 22 KB   from global memory: 16 KB of weights, their scales and zero points, the rows of x that they meet
-//   half         64 KB   the weights of one move, cast
-//   sums         16 KB   float: partial sums; row i adds up rows 8 i .. 8 i + 7 of the move
+//   stream   2 x 42 KB   from global memory: 32 KB of weights, their scales and zero points, the rows of x that they meet
+//   weights      64 KB   half: up to half of a move; then in place the products, then, in float, sums of 8 rows each
 //   y             8 KB   float: what a task has summed up so far, (rows, columns)
 //   out           8 KB   on its way to global memory
-//   spread        8 KB   each value of a row of x sixteen times: a 32-byte block; later, scaled sums
+//   spread        8 KB   each value of a row of x sixteen times: a 32-byte block; later, sums of 8 rows in half, scaled sums
 //   x, xHalf      6 KB   the rows of x in float, and in half as they are multiplied
 //   scales, zeros 8 KB   in float
 #pragma once
@@ -21,15 +20,17 @@ using AscendC::LocalTensor;
 using AscendC::RoundMode;
 using AscendC::TPosition;
 
-constexpr uint32_t kMoved = 32768;  // nibbles in a move: 16 KB
-constexpr uint32_t kPasses = 8;     // rows of a move that share a partial sum
-constexpr uint32_t kMostStep = 256; // rows in a move
+constexpr uint32_t kMoved = 65536;     // nibbles in a move: 32 KB
+constexpr uint32_t kBlock = kMoved / 2; // of them that are in half at a time
+constexpr uint32_t kSummed = 8;         // rows that are added up in half
+constexpr uint32_t kMostStep = 256;     // rows in a move
+constexpr uint32_t kMostRepeats = 128;  // of one instruction here; 255 is the limit
 constexpr uint32_t kMostX = 1024;   // values of x that meet a move
 constexpr uint32_t kWidest = 256;   // columns of a tile
-constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 2048, kXAt = kZerosAt + 2048;
+constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 4096, kXAt = kZerosAt + 4096;
 constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + 32 * kMostRows;
-constexpr uint32_t kDepth = 3;
-constexpr uint32_t kLanes = 64; // floats in a vector
+constexpr uint32_t kDepth = 2;
+constexpr uint32_t kLanes = 64, kHalfLanes = 128; // floats, halves in a vector
 
 // What one pipe has done is there for another.
 template <HardEvent event> __aicore__ inline void Hand(AscendC::TPipe& pipe) {
@@ -42,7 +43,7 @@ struct Room {
     AscendC::TPipe pipe;
     AscendC::TQue<TPosition::VECIN, kDepth> stream;
     AscendC::TQue<TPosition::VECOUT, 1> out;
-    AscendC::TBuf<TPosition::VECCALC> halfBuf, sumsBuf, yBuf, spreadBuf, xBuf, xHalfBuf, scalesBuf, zerosBuf, smallBuf;
+    AscendC::TBuf<TPosition::VECCALC> weightsBuf, yBuf, spreadBuf, xBuf, xHalfBuf, scalesBuf, zerosBuf, smallBuf;
     LocalTensor<half> weights, spread, xHalf;
     LocalTensor<float> sums, y, scaled, x, scales, zeros;
     LocalTensor<float> largest, power, sumsOfX, spreadSums; // (8, 8) each, the last but one (8)
@@ -51,17 +52,16 @@ struct Room {
     __aicore__ inline void Init() {
         pipe.InitBuffer(stream, kDepth, kStream);
         pipe.InitBuffer(out, 1, kMostRows * kWidest * sizeof(float));
-        pipe.InitBuffer(halfBuf, kMoved * sizeof(half));
-        pipe.InitBuffer(sumsBuf, kMoved / kPasses * sizeof(float));
+        pipe.InitBuffer(weightsBuf, kBlock * sizeof(half));
         pipe.InitBuffer(yBuf, kMostRows * kWidest * sizeof(float));
         pipe.InitBuffer(spreadBuf, kMostStep * 32);
         pipe.InitBuffer(xBuf, kMostX * sizeof(float));
         pipe.InitBuffer(xHalfBuf, kMostX * sizeof(half));
-        pipe.InitBuffer(scalesBuf, kMoved / 32 * sizeof(float));
-        pipe.InitBuffer(zerosBuf, kMoved / 32 * sizeof(float));
+        pipe.InitBuffer(scalesBuf, kBlock / 32 * sizeof(float));
+        pipe.InitBuffer(zerosBuf, kBlock / 32 * sizeof(float));
         pipe.InitBuffer(smallBuf, 1152);
-        weights = halfBuf.Get<half>();
-        sums = sumsBuf.Get<float>();
+        weights = weightsBuf.Get<half>();
+        sums = weights.ReinterpretCast<float>();
         y = yBuf.Get<float>();
         spread = spreadBuf.Get<half>();
         scaled = spread.ReinterpretCast<float>();
