@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
 # Sets the machine up once, then runs every check and test:  bash test.sh [pytest arguments]
-# The arguments are for the main tests. tests/ascend, which needs a Python of its own, always runs whole, and alone with
+# The arguments are for the main tests. tests/ascend and tests/triton, which need a Python of their own each, always run
+# whole, and alone with
 #     bash test.sh ascend [pytest arguments]
+#     bash test.sh triton [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
 umbra_setup
 umbra_setup_ascend
-if [ "${1:-}" = ascend ]; then
-    umbra_ascend_python -m pytest tests/ascend "${@:2}"
+umbra_setup_triton
+case "${1:-}" in
+ascend | triton)
+    "umbra_$1_python" -m pytest "tests/$1" "${@:2}"
     exit
-fi
+    ;;
+esac
 for tool in aarch64-linux-gnu-g++ qemu-aarch64; do
     command -v "$tool" >/dev/null || {
         (umbra_apt --no-install-recommends g++-aarch64-linux-gnu qemu-user) || echo "the ARM tests will be skipped" >&2
@@ -40,4 +45,6 @@ status=0
 .venv/bin/python -m pytest "$@" || status=$?
 echo "== pytest on a fake CANN"
 umbra_ascend_python -m pytest tests/ascend || status=$?
+echo "== pytest in Triton's interpreter"
+umbra_triton_python -m pytest tests/triton || status=$?
 exit "$status"

@@ -33,6 +33,7 @@ def test_imports_run_one_way(path: Path) -> None:
         if top in ORDER:
             assert ORDER.index(top) >= own, f"{path} imports {name}"
         assert top not in ("torch_npu", "torchair") or any(path.is_relative_to(place) for place in ASCEND)
+        assert top != "triton" or path.is_relative_to(ROOT / "ops" / "triton")
 
 
 def test_files_stay_small() -> None:

@@ -72,6 +72,29 @@ umbra_ascend_python() {
         LD_LIBRARY_PATH="$PWD/.venv/ascend/fake_cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" .venv/ascend/bin/python "$@"
 }
 
+# .venv/triton: Triton and the older numpy that its interpreter needs, for tests/triton; everything else is .venv's.
+umbra_setup_triton() {
+    local venv=.venv/triton
+    exec 9>.setup.lock
+    flock 9
+    if [ "$(umbra_requirements_triton)" != "$(cat "$venv/umbra-setup" 2>/dev/null)" ]; then
+        echo "setting up $venv (once) ..." >&2
+        .venv/bin/python -m venv --clear "$venv"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt || {
+            echo "error: no Triton for $(.venv/bin/python -V) on $(uname -m), see above: tests/triton cannot run" >&2
+            exit 2
+        }
+        umbra_site .venv >"$(umbra_site "$venv")/umbra.pth"
+        umbra_requirements_triton >"$venv/umbra-setup"
+    fi
+    exec 9>&-
+}
+
+umbra_requirements_triton() { sha256sum requirements-triton.txt .venv/umbra-setup tools/setup.sh; }
+
+# Python with Triton's interpreter:  umbra_triton_python -m pytest tests/triton
+umbra_triton_python() { TRITON_INTERPRET=1 .venv/triton/bin/python "$@"; }
+
 umbra_python_ok() {
     command -v python3 >/dev/null || umbra_apt python3
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
