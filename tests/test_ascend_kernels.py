@@ -82,6 +82,11 @@ def test_on_with_other_weights_names_the_first() -> None:
         kernels(ascend("decode_gemv=on", "method=none"))
 
 
+@pytest.mark.parametrize(("wanted", "tokens"), [("auto", 8), ("on", 8), ("off", 0)])
+def test_off_is_off_although_they_are_built(wanted: str, tokens: int) -> None:
+    assert gemv_tokens(ascend(f"decode_gemv={wanted}")) == tokens
+
+
 def test_layers_that_differ_are_told_apart() -> None:
     """As where a checkpoint leaves some modules unquantised."""
     case = ascend()

@@ -143,6 +143,8 @@ def _other(name: str, change: Callable[[Tensor], Any], arguments: Arguments) -> 
         (GROUPED, other("ids", lambda i: i.long()), "ids: Long: must be int32"),
         (GROUPED, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
         (GROUPED, other("ids", lambda i: i[:, :0]), r"ids: \[2, 0\]: must be \(2, k\) with k of 1 or more"),
+        (GROUPED, other("ids", lambda i: i[:, :1].expand(T, 129)), r"ids: \[2, 129\]: must be 256 at most"),
+        (GROUPED, other("w", lambda w: npu(8193, H, 1, dtype=INT)), r"w: \[8193, 128, 1\]: must be 8192 experts"),
         (FUSED, other("weights", lambda w: w.bfloat16()), "weights: BFloat16: must be float32"),
         (FUSED, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
         (FUSED, lambda a: {**a, "z2": a["s2"]}, "z2: given: must be given where z13 is"),

@@ -56,8 +56,6 @@ def test_cmake_lists_every_op() -> None:
 
 def test_kernels_have_the_names_of_the_ops() -> None:
     kernels = sorted((FOLDER / "op_kernel").glob("*.cpp"))
-    if not kernels:
-        pytest.skip("no kernels yet")
     assert sorted(path.stem for path in kernels) == sorted(OPS.values())
     for path in kernels:
         assert found(r"__global__ __aicore__ void (\w+)\(", path) == [path.stem]
@@ -121,8 +119,9 @@ macro(npu_op_code_gen)
 endmacro()
 macro(npu_op_package)
     note(package ${ARGN} for ${ASCEND_COMPUTE_UNIT})
-    add_custom_target(binary)
-    add_custom_target(package COMMAND cp $ENV{ASCEND_HOME_PATH}/installer ${CMAKE_BINARY_DIR}/custom_opp_x.run)
+    add_custom_target(binary COMMAND touch ${CMAKE_BINARY_DIR}/kernels)
+    add_custom_target(package COMMAND cp $ENV{ASCEND_HOME_PATH}/installer ${CMAKE_BINARY_DIR}/custom_opp_x.run
+                              COMMAND rm ${CMAKE_BINARY_DIR}/kernels)
 endmacro()
 foreach(name library package_add kernel_sources kernel_library)
     cmake_language(EVAL CODE "macro(npu_op_${name})\\n note(${name} \\${ARGN})\\n endmacro()")

@@ -11,6 +11,7 @@ import torch
 from tests.ascendc.twin import LIBRARY_WORKSPACE, Counts, Library, TwinError, build, run
 
 PROBES = Path(__file__).parent / "twin" / "probes"
+TILING = PROBES / "op_host" / "probe_tiling.h"
 ALIGNED = "a UB address must be a multiple of 32 bytes"
 
 RULES = {
@@ -74,9 +75,9 @@ RULES = {
         "library_workspace": "a write outside",
         "absent_input": r"a read of an absent \(null\) buffer",
         "write_input": "writes into the input x",
-        "same_output": "core 1, DataCopy out: writes what core 0 wrote without a SyncAll between: y, byte 0",
+        "same_output": "core 1, DataCopy out: writes what core 0 wrote without a SyncAll between: y",
         "scalar_output": "scalar reads are for inputs only",
-        "other_cores_bytes": "core 1, DataCopy in: reads what core 0 wrote without a SyncAll between: workspace, byte 0",
+        "other_cores_bytes": "core 1, DataCopy in: reads what core 0 wrote without a SyncAll between: workspace",
         "overwritten_while_read": "writes what another core read without a SyncAll between: workspace",
         "missed_sync": "core 1 ended without the SyncAll that core 0 waits at: deadlock",
         "sync_kernel_type": r"SyncAll<true>\(\) needs KERNEL_TYPE_MIX_AIV_1_0",
@@ -115,7 +116,7 @@ RULES = {
 
 
 def probes(name: str) -> Library:
-    return build(PROBES / f"{name}.cpp", PROBES / "tiling.h", "ProbeTiling")
+    return build(PROBES / f"{name}.cpp", TILING, "ProbeTiling")
 
 
 def probe(library: Library, kernel: str) -> Counts:

@@ -18,6 +18,7 @@ constexpr int64_t kNibbles = 8;      // in an int32
 constexpr int64_t kStep = 32;        // rows of a weight that a kernel takes at once
 constexpr int64_t kTileColumns = 64; // of the narrowest tile that one core works on
 constexpr int64_t kLeastPart = 128;  // rows of a weight that are worth a part of their own
+constexpr int64_t kMostPairs = 256, kMostExperts = 8192; // that a kernel's plan has room for (umbra_plan.h)
 constexpr uint64_t kHalf = 1, kBfloat16 = 2; // tiling keys
 constexpr uint32_t kAllCoresAtOnce = 1;      // schedule mode: kernels wait for each other's cores (SyncAll)
 
@@ -88,8 +89,8 @@ inline int64_t most_parts(int64_t cores, int64_t n, int64_t k) {
 
 // Our part of the workspace, in floats, which kernels lay out so; P = tokens * topK pairs of a token and an expert:
 //   grouped, gemv  sums of K's parts (parts, P, N) if parts > 1, else nothing
-//   fused          gate and up of each part (parts, P, 2 I) if parts > 1, then what W2 meets, in half with its powers of
-//                  two (P I floats hold it), then each pair's share of y (P, H)
+//   fused          gate and up of each part (parts, P, 2 I) if parts > 1, then what W2 meets, in half with its powers
+//                  of two (P I floats hold it), then each pair's share of y (P, H)
 inline int64_t workspace_floats(const Problem &problem, bool fused, int64_t parts) {
     const int64_t pairs = problem.tokens * problem.topK;
     if (fused)
@@ -104,6 +105,11 @@ inline ge::graphStatus launch(gert::TilingContext *context, const Problem &probl
         return fail(context, "x must be float16 or bfloat16", type), ge::GRAPH_FAILED;
     if (problem.tokens < 1 || problem.topK < 1)
         return fail(context, "there must be a token and an expert for it", problem.tokens), ge::GRAPH_FAILED;
+    if (problem.tokens * problem.topK > kMostPairs)
+        return fail(context, "there must be 256 pairs of a token and an expert at most", problem.tokens * problem.topK),
+               ge::GRAPH_FAILED;
+    if (problem.experts > kMostExperts)
+        return fail(context, "there must be 8192 experts at most", problem.experts), ge::GRAPH_FAILED;
     const platform_ascendc::PlatformAscendC platform(context->GetPlatformInfo());
     const uint32_t cores = platform.GetCoreNumAiv();
     if (!cores)

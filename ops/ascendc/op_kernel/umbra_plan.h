@@ -85,6 +85,8 @@ struct Split {
     __aicore__ inline void Choose(
         uint32_t units, uint32_t columns, uint32_t k, uint32_t cores, uint32_t widest, uint32_t narrowest,
         uint32_t mostParts) {
+        if (units == 0) // nobody was chosen
+            return;
         uint64_t best = ~0ull;
         for (uint32_t w = widest; w >= narrowest; w /= 2) {
             const uint32_t across = Ceil(columns, w), tasks = units * across;

@@ -14,7 +14,7 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int64_t kMostTokens = 8, kStep = 32, kNibbles = 8;
+constexpr int64_t kMostTokens = 8, kMostPairs = 256, kMostExperts = 8192, kStep = 32, kNibbles = 8;
 
 void check_rows(const Tensor &x, int64_t most) {
     TORCH_CHECK_TYPE(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16, "x: ", x.scalar_type(),
@@ -41,6 +41,8 @@ int64_t check_weight(const Names &names, const Tensor &w, const Tensor &scales, 
     check_kept(names.scales, scales, type);
     TORCH_CHECK(w.dim() == rank && w.size(-2) == k, names.w, ": ", w.sizes(), ": must have ", rank,
                 " dimensions, the last but one of ", k);
+    TORCH_CHECK(rank == 2 || w.size(0) <= kMostExperts, names.w, ": ", w.sizes(), ": must be ", kMostExperts,
+                " experts at most");
     const int64_t n = w.size(-1) * kNibbles;
     TORCH_CHECK(scales.dim() == rank && scales.size(-1) == n && (rank == 2 || scales.size(0) == w.size(0)),
                 names.scales, ": ", scales.sizes(), ": must be as ", names.w, " ", w.sizes(), " with columns of ", n);
@@ -59,6 +61,7 @@ void check_ids(const Tensor &ids, int64_t rows) {
     TORCH_CHECK_TYPE(ids.scalar_type() == at::kInt, "ids: ", ids.scalar_type(), ": must be int32");
     TORCH_CHECK(ids.dim() == 2 && ids.size(0) == rows && ids.size(1) >= 1, "ids: ", ids.sizes(), ": must be (", rows,
                 ", k) with k of 1 or more");
+    TORCH_CHECK(ids.numel() <= kMostPairs, "ids: ", ids.sizes(), ": must be ", kMostPairs, " at most");
 }
 
 Tensor grouped_gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros,

@@ -18,6 +18,7 @@ OP_HOST = ROOT / "ops" / "ascendc" / "op_host"
 CACHE = ROOT / ".venv" / "umbra-twin"
 LIBRARY_WORKSPACE = 16 << 20  # bytes at the start of a workspace that belong to CANN's library
 FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-Wall"]
+FLAGS += ["-Werror=narrowing"]  # clang, which the real compiler is, refuses it
 
 
 class TwinError(Exception):

@@ -13,7 +13,7 @@ import torch
 
 from tests.ascendc.twin.build import LIBRARY_WORKSPACE, Library, TwinError
 
-ANSWER_BYTES = 64 << 20
+ANSWER_BYTES = 8 << 20
 INPUT, OUTPUT, WORKSPACE = range(3)
 
 

@@ -67,8 +67,8 @@ BINARY(and, And, uint16_t)
 OP(muls, half, half, half) { Muls(d, a, half(1.1f), 2048); }
 OP(adds, float, float, half) { Adds(d, a, 0.1f, 64, 16, {1, 1, 8, 8}); }
 OP(maxs, int32_t, int32_t, half) { Maxs(d, a, 5, 1024); }
-OP(abs, half, half, half) { Abs(d, a, 2048); }
-OP(exp, float, float, half) { Exp(d, a, 1024); }
+OP(magnitude, half, half, half) { Abs(d, a, 2048); }
+OP(exponential, float, float, half) { Exp(d, a, 1024); }
 OP(mul_strides, float, float, float) { Mul(d, a, b, 40, 3, {2, 0, 1, 16, 8, 5}); }
 OP(add_chain, float, float, float) { Add(d, a, d, 64, 16, {1, 1, 1, 0, 8, 0}); }
 
