@@ -184,7 +184,7 @@ def fused(shape: Shape, routed: bool = False) -> Counts:
     experts, ids = shape.experts(routed)
     w13, s13 = bank(experts, shape.hidden, 2 * shape.inner, shape.group)
     w2, s2 = bank(experts, shape.inner, shape.hidden, shape.group)
-    x, weights = torch.ones(shape.batch, shape.hidden, dtype=BFLOAT16), torch.ones(ids.shape)
+    x, weights = torch.ones(shape.batch, shape.hidden, dtype=BFLOAT16), torch.ones(ids.shape, dtype=BFLOAT16)
     inputs = dict(x=x, w13=w13, s13=s13, z13=None, w2=w2, s2=s2, z2=None, ids=ids, weights=weights)
     return count("fused_moe_w4a16", inputs)
 

@@ -15,45 +15,9 @@
 #pragma once
 #include <type_traits>
 
-#include "umbra_room.h"
+#include "umbra_bank.h"
 
 namespace umbra {
-
-// A bank of matrices w (E, K, N / 8) int32 with scales and perhaps zeros (E, K / G, N): bytes on their way in.
-struct Bank {
-    GlobalTensor<int8_t> w, scales, zeros;
-    uint32_t k, n, group;
-    bool hasZeros;
-
-    __aicore__ inline Bank(GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, bool hasZeros, uint32_t k, uint32_t n, uint32_t group)
-        : k(k), n(n), group(group), hasZeros(hasZeros) {
-        this->w.SetGlobalBuffer(reinterpret_cast<__gm__ int8_t*>(w));
-        this->scales.SetGlobalBuffer(reinterpret_cast<__gm__ int8_t*>(scales));
-        if (hasZeros)
-            this->zeros.SetGlobalBuffer(reinterpret_cast<__gm__ int8_t*>(zeros));
-    }
-};
-
-// One move of a task: rows k .. k + rows of the matrix, at most `step`. Global memory serves cores one after another that
-// ask for the same 512 bytes at a time, so tasks with neighbouring columns begin at different rows, and go round.
-struct Move {
-    uint32_t task, unit, part, column, width; // the task
-    uint32_t begin, end, step, moves, shift;  // its rows, and how they are cut
-    uint32_t index, k, rows;                  // the move
-};
-
-// What a task has summed up: a unit's rows of `width` columns from `column` on, in each range.
-struct Done {
-    const Unit& unit;
-    uint32_t part, column, width, pitch; // pitch: of a range in room.y
-};
-
-// Rows of half and the power of two that each run of `run` values of a row is to be multiplied with: eight floats, all the same.
-struct Powered {
-    GlobalTensor<half> rows;
-    GlobalTensor<float> powers; // (rows, K / run, 8)
-    uint32_t run;
-};
 
 // X, what x is in global memory: half, bfloat16_t or Powered rows of K values; pair p meets row p / sharing. T: the type of
 // scales. A tile has `ranges` equal runs of columns, N / ranges apart: gate and up side by side.
@@ -120,10 +84,7 @@ template <typename T, typename X> class Product {
         m.width = Least(split.width, bank.n / ranges - m.column);
         m.begin = m.part * split.rows;
         m.end = Least(m.begin + split.rows, bank.k);
-        uint32_t most = Least(kMoved / (ranges * Pitch(m)), kMostX / units.unit[m.unit].rows);
-        if constexpr (kPowered)
-            most = Least(most, x.run);
-        m.step = Rows(most);
+        m.step = Rows(Least(kMoved / (ranges * Pitch(m)), kMostX / units.unit[m.unit].rows));
         m.moves = Ceil(m.end - m.begin, m.step);
         m.shift = tile * m.moves / split.tiles;
         m.index = 0;
@@ -164,7 +125,8 @@ template <typename T, typename X> class Product {
             if constexpr (kPowered) {
                 CopyX(rows[r * m.rows], x.rows[row * bank.k + m.k], m.rows);
                 const LocalTensor<float> powers = in[kPowersAt].template ReinterpretCast<float>();
-                CopyX(powers[r * 8], x.powers[(row * Ceil(bank.k, x.run) + m.k / x.run) * 8], 8u);
+                const uint32_t runs = Ceil(m.rows, x.run);
+                CopyX(powers[r * runs * 8], x.powers[(row * Ceil(bank.k, x.run) + m.k / x.run) * 8], runs * 8);
             } else {
                 CopyX(rows[r * m.rows], x[row * bank.k + m.k], m.rows);
             }
@@ -191,14 +153,18 @@ template <typename T, typename X> class Product {
     }
 
     __aicore__ inline void Compute(const Move& m) {
-        const uint32_t rows = units.unit[m.unit].rows, wide = ranges * Pitch(m), block = Rows(kBlock / wide);
+        const uint32_t rows = units.unit[m.unit].rows, wide = ranges * Pitch(m);
         LocalTensor<int8_t> in = room.stream.template DeQue<int8_t>();
         if (m.index == 0)
             AscendC::Duplicate(room.y, 0.0f, rows * wide);
-        const LocalTensor<half> x = HalfRows(in[kXAt].template ReinterpretCast<Value>(), rows, m.rows);
+        const LocalTensor<half> halves = HalfRows(in[kXAt].template ReinterpretCast<Value>(), rows, m.rows);
         LocalTensor<float> powers = room.power;
-        if constexpr (kPowered)
+        uint32_t block = kBlock / wide, run = kMostStep; // rows with one power
+        if constexpr (kPowered) {
             powers = in[kPowersAt].template ReinterpretCast<float>();
+            run = x.run;
+        }
+        block = Rows(Least(block, run));
         for (uint32_t at = 0; at < m.rows; at += block) {
             const uint32_t count = Least(block, m.rows - at), group = at / bank.group, groups = count / bank.group;
             const uint32_t scales = group * wide * sizeof(T);
@@ -210,9 +176,10 @@ template <typename T, typename X> class Product {
                     groups * wide);
             for (uint32_t r = 0; r < rows; ++r) {
                 const uint32_t own = r * m.rows + at;
-                AddRow(in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(), x[own], own, count, wide);
+                AddRow(in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(), halves[own], own, count, wide);
+                const LocalTensor<float> power = powers[(r * Ceil(m.rows, run) + at / run) * 8];
                 AscendC::MulAddDst(
-                    room.y[r * wide], room.scaled, powers[r * 8], kLanes, static_cast<uint8_t>(wide / kLanes),
+                    room.y[r * wide], room.scaled, power, kLanes, static_cast<uint8_t>(wide / kLanes),
                     {1, 1, 0, 8, 8, 0});
                 AscendC::PipeBarrier<PIPE_V>();
             }

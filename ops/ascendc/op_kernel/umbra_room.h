@@ -20,6 +20,7 @@ using AscendC::LocalTensor;
 using AscendC::RoundMode;
 using AscendC::TPosition;
 
+constexpr uint32_t kLanes = 64, kHalfLanes = 128; // floats, halves in a vector
 constexpr uint32_t kMoved = 65536;     // nibbles in a move: 32 KB
 constexpr uint32_t kBlock = kMoved / 2; // of them that are in half at a time
 constexpr uint32_t kSummed = 8;         // rows that are added up in half
@@ -28,9 +29,8 @@ constexpr uint32_t kMostRepeats = 128;  // of one instruction here; 255 is the l
 constexpr uint32_t kMostX = 1024;   // values of x that meet a move
 constexpr uint32_t kWidest = 256;   // columns of a tile
 constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 4096, kXAt = kZerosAt + 4096;
-constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + 32 * kMostRows;
+constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + kMostX / kLanes * 32;
 constexpr uint32_t kDepth = 2;
-constexpr uint32_t kLanes = 64, kHalfLanes = 128; // floats, halves in a vector
 
 // What one pipe has done is there for another.
 template <HardEvent event> __aicore__ inline void Hand(AscendC::TPipe& pipe) {
