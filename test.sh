@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
 umbra_setup
 umbra_setup_ascend
-umbra_setup_triton
+umbra_setup_beside triton
 case "${1:-}" in
 ascend | triton)
     "umbra_$1_python" -m pytest "tests/$1" "${@:2}"

@@ -42,28 +42,34 @@ umbra_make() {
     umbra_sources >.venv/umbra-native
 }
 
-# .venv/ascend: torch_npu on a fake CANN for tests/ascend, with everything else taken from .venv. It is apart because with
-# torch_npu beside it a plain `import torch` fails on a machine without CANN.
-umbra_setup_ascend() {
-    local venv=.venv/ascend
+# .venv/NAME: what requirements-NAME.txt adds to .venv for tests/NAME, with everything else taken from .venv.
+umbra_setup_beside() {
+    local name=$1 venv=.venv/$1 requirements
+    requirements=$(sha256sum "requirements-$name.txt" .venv/umbra-setup tools/setup.sh)
     exec 9>.setup.lock
     flock 9
-    if [ "$(umbra_requirements_ascend)" != "$(cat "$venv/umbra-setup" 2>/dev/null)" ]; then
+    if [ "$requirements" != "$(cat "$venv/umbra-setup" 2>/dev/null)" ]; then
         echo "setting up $venv (once) ..." >&2
         .venv/bin/python -m venv --clear "$venv"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-ascend.txt || {
-            echo "error: no torch_npu for $(.venv/bin/python -V) on $(uname -m), see above: tests/ascend cannot run" >&2
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "requirements-$name.txt" || {
+            echo "error: tests/$name cannot run: requirements-$name.txt has nothing for $(.venv/bin/python -V) on" \
+                "$(uname -m), see above" >&2
             exit 2
         }
         umbra_site .venv >"$(umbra_site "$venv")/umbra.pth"
-        umbra_requirements_ascend >"$venv/umbra-setup"
+        echo "$requirements" >"$venv/umbra-setup"
     fi
-    "$venv/bin/python" -m tests.ascend.fake_cann.generate "$venv/fake_cann"
     exec 9>&-
 }
 
-umbra_requirements_ascend() { sha256sum requirements-ascend.txt .venv/umbra-setup tools/setup.sh; }
 umbra_site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
+
+# torch_npu on a fake CANN. It is apart because with torch_npu beside it a plain `import torch` fails on a machine without
+# CANN.
+umbra_setup_ascend() {
+    umbra_setup_beside ascend
+    flock .setup.lock .venv/ascend/bin/python -m tests.ascend.fake_cann.generate .venv/ascend/fake_cann
+}
 
 # Python with torch_npu and the fake CANN, also where there is a real one:  umbra_ascend_python -m pytest tests/ascend
 umbra_ascend_python() {
@@ -72,27 +78,7 @@ umbra_ascend_python() {
         LD_LIBRARY_PATH="$PWD/.venv/ascend/fake_cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" .venv/ascend/bin/python "$@"
 }
 
-# .venv/triton: Triton and the older numpy that its interpreter needs, for tests/triton; everything else is .venv's.
-umbra_setup_triton() {
-    local venv=.venv/triton
-    exec 9>.setup.lock
-    flock 9
-    if [ "$(umbra_requirements_triton)" != "$(cat "$venv/umbra-setup" 2>/dev/null)" ]; then
-        echo "setting up $venv (once) ..." >&2
-        .venv/bin/python -m venv --clear "$venv"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt || {
-            echo "error: no Triton for $(.venv/bin/python -V) on $(uname -m), see above: tests/triton cannot run" >&2
-            exit 2
-        }
-        umbra_site .venv >"$(umbra_site "$venv")/umbra.pth"
-        umbra_requirements_triton >"$venv/umbra-setup"
-    fi
-    exec 9>&-
-}
-
-umbra_requirements_triton() { sha256sum requirements-triton.txt .venv/umbra-setup tools/setup.sh; }
-
-# Python with Triton's interpreter:  umbra_triton_python -m pytest tests/triton
+# Python with Triton, its interpreter, and the older numpy that this needs:  umbra_triton_python -m pytest tests/triton
 umbra_triton_python() { TRITON_INTERPRET=1 .venv/triton/bin/python "$@"; }
 
 umbra_python_ok() {
