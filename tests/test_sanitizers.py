@@ -15,7 +15,7 @@ from tests.native.build import SOURCES, compile_all, core_sources, run
 
 
 @pytest.mark.parametrize(
-    ("stress", "parts"), [("pool", ["pool"]), ("tape", ["pool", "pack", "products", "elementwise", "generic"])]
+    ("stress", "parts"), [("pool", ["pool"]), ("tape", ["pool", "pack", "products", "moe", "elementwise", "generic"])]
 )
 def test_no_data_races(tmp_path: Path, stress: str, parts: list[str]) -> None:
     program = str(tmp_path / "stress")
