@@ -17,7 +17,7 @@ class Step:
     end: int
     hits: Counts  # (L) pairs of a token and an expert that was resident
     misses: Counts  # (L)
-    times: Counts  # (L, 4) when the shadow pool was asked, began, ended, and when the device had its part; 0: no miss
+    times: Counts  # (L, 4) when the shadow pool began, ended, when the device came to wait and went on; 0: no miss
     resident: NDArray[np.bool_]  # (L, E) during the step
     kv_frames: int
     expert_frames: int
@@ -74,9 +74,9 @@ class History:
 
         for number, step in enumerate(self.steps):
             span("device", f"step {number}", step.start, step.end)
-            for layer, (_, began, ended, reached) in enumerate(step.times):
+            for layer, (began, ended, came, went) in enumerate(step.times.tolist()):
                 span("shadow pool", f"layer {layer}", began, ended)
-                span("device", f"wait, layer {layer}", reached, ended)
+                span("device", f"wait, layer {layer}", came, went)
         for start, end, layer, expert in self.copies:
             span("copies", f"layer {layer}, expert {expert}", start, end)
         return {"traceEvents": events}
@@ -84,12 +84,12 @@ class History:
 
 def exposed_ns(step: Step) -> Counts:
     """(L)"""
-    return np.where(step.times[:, 1] > 0, np.maximum(step.times[:, 2] - step.times[:, 3], 0), 0)
+    return np.asarray(step.times[:, 3] - step.times[:, 2])
 
 
 def busy_ns(step: Step) -> Counts:
     """(L)"""
-    return np.asarray(step.times[:, 2] - step.times[:, 1])
+    return np.asarray(step.times[:, 1] - step.times[:, 0])
 
 
 def _share(hits: Any, misses: Any) -> float | None:

@@ -47,7 +47,7 @@ class Model:
         self.addresses = torch.tensor([x.data_ptr() for x in self.store])
         self.layer = shadow.ShadowLayer(
             3, self.blocks, self.addresses, torch.zeros(count, dtype=torch.int64),
-            torch.zeros(count, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), self.store, first,
+            torch.zeros(count, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), self.store, first,
         )  # fmt: skip
 
     def place(self, resident: list[int]) -> None:

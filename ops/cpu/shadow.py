@@ -103,7 +103,9 @@ class ShadowLayer:
     store: Tensor  # of every expert's block in the shadow store; never changes
     device: Tensor  # of the resident ones' blocks; 0: not resident
     counts: Tensor  # (experts) int64: += 1 for each time that a token is routed to the expert
-    times: Tensor  # (2) int64: += nanoseconds that `join` waited, and that the shadow pool was busy
+    times: (
+        Tensor  # (4) int64, of the last step: when the pool began and ended, `join` came and went on, ns; 0: unneeded
+    )
     memory: object  # what the addresses of `store` point into
     first_expert: int = 0
 

@@ -1,5 +1,6 @@
 #include "shadow.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <future>
@@ -14,6 +15,8 @@ using Clock = std::chrono::steady_clock;
 int64_t nanoseconds(Clock::duration time) {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
 }
+
+int64_t now() { return nanoseconds(Clock::now().time_since_epoch()); }
 
 }  // namespace
 
@@ -57,9 +60,9 @@ struct ShadowPool::State {
             }
             seen++;
             if (stopped.load(std::memory_order_acquire)) break;
-            const auto start = Clock::now();
+            work->began = now();
             work->rows.compute(context);
-            work->busy = nanoseconds(Clock::now() - start);
+            work->ended = now();
             done.store(seen, std::memory_order_release);
             tell();
         }
@@ -175,12 +178,14 @@ void Submit::run(Context&) const {
 }
 
 void Join::run(Context& context) const {
+    std::fill(times, times + 4, 0);
     if (work->pending) {
-        const auto start = Clock::now();
+        times[2] = now();
         pool->wait();
         work->pending = false;
-        times[0] += nanoseconds(Clock::now() - start);
-        times[1] += work->busy;
+        times[0] = work->began;
+        times[1] = work->ended;
+        times[3] = now();
     }
     sum.run(context);
 }

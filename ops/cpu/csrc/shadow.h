@@ -40,7 +40,7 @@ struct ShadowWork {
     const int64_t* step;         // its number, for errors
     std::shared_ptr<void> keep;  // what owns the memory
     bool pending = false;        // handed over and not yet waited for
-    int64_t busy = 0;            // nanoseconds that the pool took
+    int64_t began = 0, ended = 0;  // when the pool was at it: nanoseconds of the steady clock
 
     ShadowError error(const std::string& what) const;
 };
@@ -83,7 +83,7 @@ struct Join {
     std::shared_ptr<ShadowPool> pool;
     std::shared_ptr<ShadowWork> work;
     AddRows sum;
-    int64_t* times;  // += nanoseconds waited here; nanoseconds the shadow pool was busy
+    int64_t* times;  // when the pool began and ended, when Join came to wait and went on, in nanoseconds; 0: not needed
     void run(Context&) const;
 };
 
