@@ -35,9 +35,8 @@ class ExpertBlocks:
     def __init__(self, inner: int, hidden: int, format: Format):
         for columns in (hidden, inner):
             if format.group and columns % format.group:
-                raise UserError(
-                    f"quantization: {columns} columns of an expert cannot be cut into groups of {format.group}"
-                )
+                where = f"an expert's {columns} columns"
+                raise UserError(f"quantization: {where} cannot be cut into groups of {format.group}")
         self.inner, self.hidden, self.format = padded(inner, BLOCK), hidden, format
         self.shapes = {"w13": (2 * self.inner, hidden), "w2": (padded(hidden, ROWS), self.inner)}
         sizes = [size for rows, columns in self.shapes.values() for size in plane_bytes(rows * columns, format)]
