@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from cpu_offload.arena import Arena
 from cpu_offload.balance import Balance
 from errors import UserError
+from executor.batching import pack
 from executor.kv_pages import ElasticPages
 from executor.scheduler import Scheduler
 from executor.sequence import Sequence
+from ops import load_ops
 
 FRAME, PAGE = 256, 4  # bytes, tokens
 
@@ -190,6 +192,16 @@ def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
     with pytest.raises(UserError, match="KV cache: 16 more pages of 4 tokens needed, 15 free"):
         host.pages.extend(held, 16 * PAGE)
     assert held == []
+
+
+def test_padding_rows_write_to_a_page_of_the_arena_that_is_nobodys() -> None:
+    host = Host(10, 2 * FRAME, low=0, high=1, patience=0, pinned_slots=1)  # frames 0 and 1
+    held: list[int] = []
+    host.pages.extend(held, 7 * PAGE)
+    batch = pack(load_ops("reference"), [], host.pages, (2,), table_width=3, rows=2)
+    (page,) = set(batch.block_tables.flatten().tolist())
+    assert sorted([*held, page]) == list(range(8, 40, 4))
+    assert batch.slots.tolist() == [page * PAGE] * 2
 
 
 def test_watermarks_must_leave_a_gap() -> None:
