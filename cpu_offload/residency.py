@@ -15,9 +15,9 @@ Where copies are dear the horizon is long and residents change as slowly as the 
 Own benefit. Routing counts tell what every expert was used for, resident or not; so a proposal can be judged whether it
 was done or not. One batch of proposals at a time (those whose gain exceeds the cost) is kept on paper; `horizon`
 intervals later its uses (of those that would have come, less those that would have gone) are added to what was seen,
-and its gains to what was predicted. `trust` = (seen - standard error) / predicted, 0..1, the past decayed. It starts at
-0: no swap before proposals have proved right; it falls to 0 on traffic that nothing predicts, and rises again without
-any copy when there is something to gain. Free slots are filled at any trust: an empty slot saves nothing.
+and its gains to what was predicted. `trust` = (seen - 2 standard errors) / predicted, 0..1, the past decayed. It
+starts at 0: no swap before proposals have proved right; it falls to 0 on traffic that nothing predicts, and rises again
+without any copy when there is something to gain. Free slots are filled at any trust: an empty slot saves nothing.
 
 Everything follows from the calls alone: the same calls give the same swaps.
 """
@@ -33,6 +33,7 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]  # layer * experts + expert
 
 PAYBACK = 24  # intervals in which a swap whose cost is one miss must have paid
+ERRORS = 2  # standard errors that what was seen may owe to chance
 JUDGED = 64  # batches of proposals: half-life of the trust
 
 
@@ -125,7 +126,7 @@ class Residency:
         self._seen = decay * self._seen + float(seen.sum())
         self._predicted = decay * self._predicted + float(paper.gains.sum())
         self._variance = decay * self._variance + float(np.square(seen).sum())
-        self.trust = min(max((self._seen - self._variance**0.5) / self._predicted, 0.0), 1.0)
+        self.trust = min(max((self._seen - ERRORS * self._variance**0.5) / self._predicted, 0.0), 1.0)
 
     def _place(self, index: int) -> tuple[int, int]:
         layer, expert = divmod(index, self.experts)

@@ -69,18 +69,18 @@ def test_rules_of_every_swap(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [AHEAD, DEFAULT], ids=["ahead", "default"])
 def test_at_least_lru(kind: str, chosen: Settings) -> None:
-    trace = small(kind, 2500)
-    for budget in (8, 4, 2):
+    trace = small(kind, 1500)
+    for budget in (8, 2):
         ours, *theirs = (p(trace, trace.size // budget).measured()[0] for p in (residency(chosen), lru, lru_by_layer))
         assert ours > max(theirs) - (0.005 if kind == "uniform" else 0)  # there all are equal but for chance
 
 
 @pytest.mark.parametrize("chosen", [AHEAD, DEFAULT], ids=["ahead", "default"])
 def test_uniform_traffic_moves_nothing(chosen: Settings) -> None:
-    trace = small("uniform", 2500)
-    run = residency(chosen)(trace, 64)
-    assert run.copies.sum() <= 64 + 25  # the slots are filled once
-    assert late(run)[0] == pytest.approx(0.25, abs=0.01)
+    runs = [residency(chosen)(small("uniform", 1500, seed), 64) for seed in range(3)]
+    assert sum(run.copies.sum() for run in runs) <= 3 * 64 + 45  # the slots are filled once; LRU copies 24 a step
+    for run in runs:
+        assert late(run)[0] == pytest.approx(0.25, abs=0.015)
 
 
 @pytest.mark.parametrize("chosen", [AHEAD, DEFAULT], ids=["ahead", "default"])
