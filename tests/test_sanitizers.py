@@ -15,13 +15,14 @@ from tests.native.build import SOURCES, compile_all, core_sources, run
 
 
 @pytest.mark.parametrize(
-    ("stress", "parts"), [("pool", ["pool"]), ("tape", ["pool", "pack", "products", "elementwise", "generic"])]
+    ("stress", "parts"),
+    [("pool", ["pool"]), ("tape", ["pool", "pack", "products", "elementwise", "generic"]), ("bridge", [])],
 )
 def test_no_data_races(tmp_path: Path, stress: str, parts: list[str]) -> None:
     program = str(tmp_path / "stress")
-    flags = ["-O1", "-g", "-std=c++17", "-fsanitize=thread", "-pthread"]
+    flags = ["-O1", "-g", "-std=c++17", "-fsanitize=thread", "-pthread", "-rdynamic"]
     sources = [str(ROOT / f"tests/native/{stress}_stress.cpp"), *(str(SOURCES / f"{part}.cpp") for part in parts)]
-    run("g++", *flags, *sources, "-o", program)
+    run("g++", *flags, *sources, "-o", program, "-ldl")
     first = subprocess.run([program], capture_output=True, text=True, timeout=120)
     if "unexpected memory mapping" in first.stderr:  # older sanitizers cannot live with much address randomisation
         first = run("setarch", "-R", program)

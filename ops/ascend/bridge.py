@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from errors import UserError
@@ -86,10 +85,10 @@ class Bridge:
     """
 
     def __init__(
-        self, submit: int, context: int, worker_s: float, cann: str | None = None, library: str = "libascendcl.so"
+        self, submit: int, context: int, timeout_s: float, cann: str | None = None, library: str = "libascendcl.so"
     ):
         native, wished = _native(), can_capture_host_func(cann)
-        self.handle = native.umbra_bridge_open(library.encode(), submit, context, int(worker_s * 1000), wished)
+        self.handle = native.umbra_bridge_open(library.encode(), submit, context, int(timeout_s * 1000), wished)
         if not self.handle:
             raise UserError(f"experts on the CPU need CANN: {native.umbra_bridge_told().decode()}")
         host_func = bool(native.umbra_bridge_host_func(self.handle))
@@ -120,16 +119,16 @@ class Bridge:
         return bool(status == 0)
 
     def events(self) -> int:
-        """Grows whenever a callback begins or ends."""
+        """Grows when a callback begins and when it ends: odd while one is under way."""
         return int(_native().umbra_bridge_events(self.handle))
 
     def seen(self, payload: int) -> int:
         """The last step whose callback has returned, -1: none has."""
         return int(_native().umbra_payload_seen(payload))
 
-    def check(self, otherwise: Callable[[], str] | None = None) -> None:
+    def check(self, otherwise: str | None = None) -> None:
         """Raises what went wrong first, or else `otherwise`."""
-        error = _native().umbra_bridge_error(self.handle, otherwise().encode() if otherwise else None)
+        error = _native().umbra_bridge_error(self.handle, otherwise.encode() if otherwise else None)
         if error:
             raise BridgeError(error.decode())
 

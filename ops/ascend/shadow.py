@@ -22,7 +22,6 @@ from torch import Tensor
 from errors import UserError
 from ops.ascend.bridge import Bridge, Job
 
-WORKER_SHARE = 0.75  # of the time that a step may stand still: a worker's error comes before the host's
 SLICES = 8  # in which the host waits, to see whether callbacks come
 
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
@@ -71,7 +70,7 @@ class ShadowNodes:
     ):
         if slots.device.type != "cpu" or slots.dtype != torch.int64 or not slots.is_contiguous():
             raise ValueError("slots is to be a contiguous int64 table on the host")
-        self.bridge = Bridge(submit, context, timeout_s * WORKER_SHARE, cann)
+        self.bridge = Bridge(submit, context, timeout_s, cann)
         self.slots, self.hidden, self.top_k, self.dtype, self.timeout_s = slots, hidden, top_k, dtype, timeout_s
         self.nodes: dict[tuple[int, int], Node] = {}  # by tokens and layer
         self.side = torch_npu.npu.Stream()
@@ -90,13 +89,7 @@ class ShadowNodes:
         pairs = tokens * self.top_k
         shapes = (tokens, self.hidden), (tokens, self.top_k), (tokens, self.top_k), (pairs, self.hidden)
         dtypes = self.dtype, torch.int32, torch.float32, torch.float32
-        try:
-            x, ids, weights, rows = (
-                torch.empty(shape, dtype=dtype, pin_memory=True) for shape, dtype in zip(shapes, dtypes, strict=True)
-            )
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"layer {layer}: no pinned memory for {tokens} tokens: {reason}") from error
+        x, ids, weights, rows = (pinned(s, d, layer) for s, d in zip(shapes, dtypes, strict=True))
         buffers = (x, ids, weights, self.slots[layer], rows)
         job = Job(*(t.data_ptr() for t in buffers), tokens, self.top_k, self.hidden, layer, -1, None)
         payload = self.bridge.payload(job, rows.nbytes)
@@ -148,9 +141,13 @@ class ShadowNodes:
         while not self.bridge.idle(stream, slice_ms):
             if self.bridge.events() != events:
                 events, since = self.bridge.events(), time.monotonic()
+            # A callback that is under way looks after its worker itself, unless that does not even take the job.
+            limit = self.timeout_s * (2 if events % 2 else 1)
             layer = self._missing()
-            if layer is not None and time.monotonic() - since >= self.timeout_s:
-                self.bridge.check(lambda at=layer: self._never(at))  # type: ignore[misc]
+            if layer is not None and time.monotonic() - since >= limit:
+                self.bridge.check(
+                    f"layer {layer}, step {self.step}: its callback has not come, or not returned, within {limit} s"
+                )
         self.bridge.check()
 
     def _missing(self) -> int | None:
@@ -159,11 +156,9 @@ class ShadowNodes:
         seen = (layer for layer in layers if self.bridge.seen(self.nodes[self.tokens, layer].payload) != self.step)
         return next(seen, None)
 
-    def _never(self, layer: int) -> str:
-        return f"layer {layer}, step {self.step}: its callback has not come, or not returned, within {self.timeout_s} s"
-
     def close(self) -> None:
-        """Also with callbacks pending: they return at once, and whoever waits for the step gets an error."""
+        """Also with callbacks pending: they return at once. No graph that was captured with these nodes may be replayed
+        afterwards."""
         if self.alive.pop(self.number, None) is None:
             return
         torch_npu.npu.current_stream().npu_stream  # noqa: B018 (torch_npu's own queue is empty then)
@@ -173,6 +168,14 @@ class ShadowNodes:
 
 
 LEFT: list[ShadowNodes] = []
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, layer: int) -> Tensor:
+    """torch_npu 2.13.0 does not raise where CANN has none: it gives a tensor at address 0."""
+    made = torch.empty(shape, dtype=dtype, pin_memory=True)
+    if made.numel() and not made.data_ptr():
+        raise UserError(f"layer {layer}: no pinned memory on the host for {dtype} {shape}")
+    return made
 
 
 def _submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:

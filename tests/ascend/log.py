@@ -25,8 +25,8 @@ def violations() -> list[str]:
 
 
 def ran() -> list[tuple[int, str]]:
-    """(stream, line): what streams have come to, in order, since `device_log` began or the last call. Lines are those of
-    launches, `callback begin` and `callback end`."""
+    """(stream, line): what streams have come to, in order, since `device_log` began or the last call. Lines are those
+    of launches, `callback begin` and `callback end`."""
     pairs = (line.split(" ", 1) for line in _fake.fake_ran_take().decode().splitlines())
     return [(int(stream), line) for stream, line in pairs]
 

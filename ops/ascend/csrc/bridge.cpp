@@ -15,12 +15,11 @@
 // under the bridge's mutex, which the callback takes to see it.
 //
 // A worker that is not done in time does not hold the stream up for ever: the rows become NaN (all bits set, in any
-// float), the bridge has failed for good, with the layer and the step, and later callbacks return at once. The host asks
-// for the error after each step. A late worker still owns its payload: see umbra_bridge_close.
+// float), the bridge has failed for good, with the layer and the step, and later callbacks return at once. The host must
+// ask for the error after each step: a late worker may yet write over the NaNs. It still owns its payload: see close.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -28,16 +27,14 @@
 #include <vector>
 
 #include <dlfcn.h>
-#include <pthread.h>
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using Stream = void *;
-constexpr size_t kStreams = 32;      // that one bridge serves
-constexpr int kBlock = 1;            // ACL_CALLBACK_BLOCK
-constexpr int kReportTimeout = 507012, kSyncTimeout = 507046;
+constexpr size_t kStreams = 32; // that one bridge serves
+constexpr int kBlock = 1, kReportTimeout = 507012, kSyncTimeout = 507046; // ACL_CALLBACK_BLOCK, ACL_ERROR_RT_..
 constexpr milliseconds kReportWait{100};
 
 struct Acl {
@@ -97,9 +94,9 @@ struct Bridge {
 bool fail(const std::string &why) { return told = why, false; }
 
 bool bind(Acl &acl, void *library) {
-    const auto find = [&](auto &function, const char *name) {
-        function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-        return function || fail(std::string("libascendcl has no ") + name);
+    const auto find = [&](auto &to, const char *name) {
+        to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(dlsym(library, name));
+        return to || fail(std::string("libascendcl has no ") + name);
     };
     find(acl.launch_host_func, "aclrtLaunchHostFunc");
     return find(acl.get_context, "aclrtGetCurrentContext") && find(acl.set_context, "aclrtSetCurrentContext") &&
@@ -240,12 +237,10 @@ int64_t umbra_payload_seen(Payload *p) {
 
 // Queues the callback, or adds it to the graph that the stream is being captured into. `p` must outlive both.
 int umbra_bridge_launch(Bridge *b, Stream stream, Payload *p) {
+    const char *name = b->host_func ? "aclrtLaunchHostFunc" : "aclrtLaunchCallback";
     const int status = b->host_func ? b->acl.launch_host_func(stream, run, p)
                                     : b->acl.launch_callback(run, p, kBlock, stream);
-    if (!status)
-        return 0;
-    return !fail(std::string(b->host_func ? "aclrtLaunchHostFunc" : "aclrtLaunchCallback") + ": error " +
-                 std::to_string(status));
+    return status ? !fail(std::string(name) + ": error " + std::to_string(status)) : 0;
 }
 
 // The number that errors of the callbacks to come will name.

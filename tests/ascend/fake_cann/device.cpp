@@ -192,7 +192,13 @@ aclError aclrtMemsetAsync(void *to, size_t, int32_t value, size_t bytes, aclrtSt
     return fake::task(stream, "memset " + std::to_string(bytes), [=] { memset(to, value, bytes); });
 }
 
-// --- events; streams.cpp has the rest
+// --- streams and events, as far as nothing waits (that is in streams.cpp)
+aclError aclrtCreateStream(aclrtStream *stream) {
+    NOT_IN_A_CALLBACK
+    return *stream = fake::handle(), ACL_SUCCESS;
+}
+aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t, uint32_t) { return aclrtCreateStream(stream); }
+aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) { return *id = fake::number(stream), ACL_SUCCESS; }
 aclError aclrtCreateEvent(aclrtEvent *event) {
     NOT_IN_A_CALLBACK
     return *event = fake::handle(), ACL_SUCCESS;

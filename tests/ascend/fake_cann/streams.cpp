@@ -279,18 +279,12 @@ aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *d
     return host_function(stream, [=] { function(data); }, true, true);
 }
 
-aclError aclrtCreateStream(aclrtStream *stream) {
-    NOT_IN_A_CALLBACK
-    return *stream = fake::handle(), ACL_SUCCESS;
-}
-aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t, uint32_t) { return aclrtCreateStream(stream); }
 aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
     NOT_IN_A_CALLBACK
     std::lock_guard<std::mutex> lock(s.guard);
     *status = empty(queue(stream)) ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
     return ACL_SUCCESS;
 }
-aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) { return *id = fake::number(stream), ACL_SUCCESS; }
 aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
     NOT_IN_A_CALLBACK
     std::lock_guard<std::mutex> lock(s.guard);
