@@ -23,13 +23,14 @@ PRODUCTS = ["pool", "pack", "products", "moe", "elementwise", "generic"]
         ("tape", "thread", PRODUCTS),
         ("shadow", "thread", [*PRODUCTS, "shadow", "copier"]),
         ("shadow", "address,undefined", [*PRODUCTS, "shadow", "copier"]),
+        ("bridge", "thread", []),
     ],
 )
 def test_threads_under_stress(tmp_path: Path, stress: str, sanitizer: str, parts: list[str]) -> None:
     program = str(tmp_path / "stress")
-    flags = ["-O1", "-g", "-std=c++17", f"-fsanitize={sanitizer}", "-fno-sanitize=alignment", "-pthread"]
+    flags = ["-O1", "-g", "-std=c++17", f"-fsanitize={sanitizer}", "-fno-sanitize=alignment", "-pthread", "-rdynamic"]
     sources = [str(ROOT / f"tests/native/{stress}_stress.cpp"), *(str(SOURCES / f"{part}.cpp") for part in parts)]
-    run("g++", *flags, *sources, "-o", program)
+    run("g++", *flags, *sources, "-o", program, "-ldl")
     first = subprocess.run([program], capture_output=True, text=True, timeout=120)
     if "unexpected memory mapping" in first.stderr:  # older sanitizers cannot live with much address randomisation
         first = run("setarch", "-R", program)
