@@ -24,12 +24,19 @@ class Balance:
         self.calm = 0  # steps on end with room for experts beyond `high`
 
     def step(self) -> int:
-        """Once a step, before its pages are taken. -> how many slots may be taken until the next one"""
+        """Once a step, before its pages are taken. -> how many slots may be taken"""
         arena = self.arena
         if arena.free_frames < self.low and arena.slot_frames:
             self.make_room(self.low - arena.free_frames)
-        beyond = (arena.free_frames - self.high) // arena.extent_frames
-        extents = max(0, min(beyond, len(arena.free_extents)))
-        self.calm = self.calm + 1 if extents else 0
-        returning = extents if self.calm > self.patience else 0
-        return arena.free_slots + returning * arena.extent_slots
+        self.calm = self.calm + 1 if self._extents() else 0
+        return self.room()
+
+    def room(self) -> int:
+        """How many slots may be taken now; less than `step` said where pages were taken since."""
+        returning = self._extents() if self.calm > self.patience else 0
+        return self.arena.free_slots + returning * self.arena.extent_slots
+
+    def _extents(self) -> int:
+        """That are free beyond `high` frames."""
+        beyond = (self.arena.free_frames - self.high) // self.arena.extent_frames
+        return max(0, min(beyond, len(self.arena.free_extents)))

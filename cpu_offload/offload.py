@@ -96,7 +96,8 @@ class Offload:
     def begin(self) -> None:
         """Before a step's pages are taken: publishes experts whose copies are done, keeps frames ahead of demand."""
         self.pool.step += 1
-        self.room = self.balance.step() if self.settings.mode == "elastic" else 0
+        if self.settings.mode == "elastic":
+            self.balance.step()
         for copy in [copy for copy in self.copies if self.copier.done(copy.ticket)]:
             self._publish(copy)
 
@@ -155,7 +156,7 @@ class Offload:
     def _free_slots(self) -> int:
         """That may be filled now."""
         if self.settings.mode == "elastic":
-            return self.room
+            return self.balance.room()
         return self.most_slots - len(self.slots)
 
     def _place_first(self) -> None:
