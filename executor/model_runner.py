@@ -53,6 +53,7 @@ class ModelRunner(ABC):
         self.folder = model_folder(case)
         self.config: Any = load_model_config(case)
         self.profiler = self.define_profiler()
+        self.timings = Timings()
 
     @abstractmethod
     def build_model(self, build: Build) -> CausalLM:
@@ -159,14 +160,18 @@ class ModelRunner(ABC):
         bar = tqdm(total=total, desc="generating", unit="token", disable=silent or None, leave=False)
         with bar, self.platform.watched():
             while self.scheduler.waiting or self.scheduler.running:
-                admitted = self.scheduler.admit()
-                if admitted:
-                    self._prefill(admitted)
-                    bar.update(len(admitted))
-                if self.scheduler.running:
-                    bar.update(len(self.scheduler.running))
-                    self._decode(self.scheduler.running)
+                bar.update(self.advance())
         return sequences
+
+    def advance(self) -> int:
+        """First tokens of whoever is admitted now, then one more of all that run. -> how many"""
+        admitted = self.scheduler.admit()
+        if admitted:
+            self._prefill(admitted)
+        running = len(self.scheduler.running)
+        if running:
+            self._decode(self.scheduler.running)
+        return len(admitted) + running
 
     def run(self) -> dict[str, Any]:
         """Set up, generate every prompt of the case, and report."""

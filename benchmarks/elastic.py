@@ -1,0 +1,204 @@
+"""One arena, too small for all experts and the most KV pages at once: fixed splits of it against the elastic one.
+
+    .venv/bin/python -m benchmarks.elastic [--rounds 5] [--json FILE] [--plot FILE]
+
+The demo model, q8, 32 sequences of different lengths in waves; a wave arrives when all but two of the one before have
+ended. So the cache's demand swings. All placements live in one process and take turns, each with one thread as the
+device and one as the shadow pool (`--threads`: of each). Sampled tokens must be those of the unconstrained run.
+
+`--plot` draws the elastic run of the last round. A row, of the table and of `rows` in the JSON file:
+  placement   unconstrained: all experts resident and room for the longest sequences; 25 % ...: of the arena for a
+              fixed number of experts; elastic
+  seconds     from the first arrival to the last end, median of the rounds
+  ratio       to the best fixed split: the median over the rounds of both times of one round
+  cpu_seconds of all threads, median; on a busy machine steadier than `seconds`, but knows nothing of waiting
+  tokens_per_s, steps (of decode), most_running (sequences at once)
+  hit_rate, most_kv_frames, copies, evictions, for_cache (evictions for the KV cache's sake), turns (how often frames
+              changed direction between experts and cache)   of the last round
+  ended       sequences that did; or why the placement was refused
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.output import Row, flags, printed, write_rows
+from cpu_offload.history import History
+from errors import UserError
+from executor.cases import ROOT, load_case, model_folder
+from executor.config import Case
+from executor.env import rank_env
+from executor.model_runner import ModelRunner
+from executor.offload_plots import plot
+from executor.report import Timings
+from executor.runners import make_runner
+from executor.sequence import Sequence
+from executor.tokenizer import Tokenizer
+
+WAVES = (16, 4, 12)
+LEFT = 2  # sequences that still run when the next wave arrives
+PROMPT, NEW = (16, 64), (32, 192)  # tokens, from .. to
+SPLITS = (25, 50, 75, 100)
+ARENA_MB = 8
+COLUMNS = (
+    ("placement", "placement", 14, ""),
+    ("seconds", "seconds", 9, ".2f"),
+    ("ratio", "ratio", 7, ".2f"),
+    ("cpu_seconds", "CPU s", 7, ".2f"),
+    ("tokens_per_s", "tokens/s", 10, ".0f"),
+    ("steps", "steps", 7, ""),
+    ("most_running", "at once", 9, ""),
+    ("hit_rate", "hit rate", 10, ".3f"),
+    ("most_kv_frames", "KV frames", 11, ""),
+    ("copies", "copies", 8, ""),
+    ("evictions", "evictions", 11, ""),
+    ("for_cache", "for cache", 11, ""),
+    ("turns", "turns", 7, ""),
+    ("ended", "ended", 7, ""),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    ids: list[int]
+    new_tokens: int
+
+
+def serve(
+    runner: ModelRunner, waves: ListOf[ListOf[Request]], each: Callable[[], object] = lambda: None
+) -> list[Sequence]:
+    """Runs all requests to their ends, a wave after the other; `each` is called after every step. In their order."""
+    coming, sequences = list(waves), list[Sequence]()
+    runner.timings = Timings()
+    while True:
+        left = len(runner.scheduler.waiting) + len(runner.scheduler.running)
+        if coming and left <= LEFT:
+            for request in coming.pop(0):
+                sequence = runner.new_sequence(len(sequences), "", request.ids)
+                sequence.max_new_tokens = request.new_tokens
+                sequences.append(sequence)
+                runner.scheduler.add(sequence)
+        elif not left:
+            return sequences
+        runner.advance()
+        each()
+
+
+def turns(history: History) -> int:
+    """How often the experts' memory began to grow after it had shrunk, or the other way round."""
+    frames = [step.expert_frames for step in history.steps]
+    moves = [later > before for before, later in pairwise(frames) if later != before]
+    return sum(move != last for last, move in pairwise(moves))
+
+
+def settings(threads: int, instruction_set: str, **offload: object) -> Case:
+    return load_case(
+        "demo_offload",
+        [
+            *(f"offload_config.{key}={value}" for key, value in offload.items()),
+            f"threads={threads}", f"offload_config.threads={threads}", f"instruction_set={instruction_set}",
+            f"batch_size={max(WAVES)}", f"input_max_len={PROMPT[1]}", f"max_new_tokens={NEW[1]}", "ignore_eos=true",
+        ],
+    )  # fmt: skip
+
+
+def requests(case: Case) -> list[list[Request]]:
+    """Pieces of the held-out text, each its own."""
+    folder, choose = model_folder(case), random.Random(0)
+    ids = Tokenizer(folder).encode((folder / "held_out.txt").read_text(encoding="utf-8"), chat=False)
+    starts = [choose.randrange(len(ids) - PROMPT[1]) for _ in range(sum(WAVES))]
+    all_of_them = iter([Request(ids[s : s + choose.randint(*PROMPT)], choose.randint(*NEW)) for s in starts])
+    return [[next(all_of_them) for _ in range(size)] for size in WAVES]
+
+
+class Placement:
+    """One way to divide the arena, and what its rounds measured."""
+
+    def __init__(self, case: Case):
+        self.runner = make_runner(case, ROOT / "results", rank_env())
+        self.runner.setup()
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.most_running = 0
+
+    @property
+    def history(self) -> History:
+        if not self.runner.offload:
+            raise ValueError("a case without shadows")
+        return self.runner.offload.history
+
+    def round(self, waves: list[list[Request]]) -> list[list[int]]:
+        """-> the tokens of each sequence"""
+        if self.runner.offload:
+            self.runner.offload.forget()
+        start, worked = time.perf_counter(), time.process_time()
+        sequences = serve(self.runner, waves, self._look)
+        self.seconds.append(time.perf_counter() - start)
+        self.cpu_seconds.append(time.process_time() - worked)
+        return [s.generated for s in sequences if s.finish_reason]
+
+    def _look(self) -> None:
+        self.most_running = max(self.most_running, len(self.runner.scheduler.running))
+
+    def row(self, name: str, tokens: list[list[int]], best: list[float]) -> Row:
+        report, seconds = self.history.report(), statistics.median(self.seconds)
+        return {
+            "placement": name,
+            "seconds": seconds,
+            "ratio": statistics.median(a / b for a, b in zip(self.seconds, best, strict=True)),
+            "cpu_seconds": statistics.median(self.cpu_seconds),
+            "tokens_per_s": sum(map(len, tokens)) / seconds,
+            "most_running": self.most_running,
+            "for_cache": report["evictions_for_cache"],
+            "turns": turns(self.history),
+            "ended": len(tokens),
+        } | {key: report[key] for key in ("steps", "hit_rate", "most_kv_frames", "copies", "evictions")}
+
+
+def main() -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.set_defaults(threads=1)
+    args = parser.parse_args()
+    threads, instructions = args.threads, args.instruction_set
+    placements = {"unconstrained": Placement(settings(threads, instructions, mode="resident", arena_mb=0))}
+    if not (offload := placements["unconstrained"].runner.offload):
+        raise ValueError("demo_offload has shadows")
+    arena, refused = offload.arena, dict[str, str]()
+    extents = (ARENA_MB << 20) // arena.frame_bytes // arena.extent_frames
+    for share in SPLITS:
+        slots = extents * share // 100 * arena.extent_slots
+        try:
+            case = settings(threads, instructions, mode="fixed", slots=slots, arena_mb=ARENA_MB)
+            placements[f"{share} %"] = Placement(case)
+        except UserError as error:
+            refused[f"{share} %"] = str(error)
+    placements["elastic"] = Placement(settings(threads, instructions, mode="elastic", arena_mb=ARENA_MB))
+    waves = requests(placements["elastic"].runner.case)
+    expected = placements["unconstrained"].round(waves)
+    for number in range(args.rounds + 1):  # the first captures graphs and learns; it is not counted
+        for name, placement in placements.items():
+            if placement.round(waves) != expected:
+                raise SystemExit(f"{name}, round {number}: other tokens than the unconstrained run")
+    for placement in placements.values():
+        placement.seconds, placement.cpu_seconds = (
+            times[-args.rounds :] for times in (placement.seconds, placement.cpu_seconds)
+        )
+    fixed = [p.seconds for name, p in placements.items() if name.endswith("%")]
+    best = min(fixed, key=statistics.median)
+    rows = printed((p.row(name, expected, best) for name, p in placements.items()), COLUMNS)
+    for name, why in refused.items():
+        print(f"{name:>14}  refused: {why}")
+        rows.append({"placement": name, "ended": why})
+    write_rows(args.json, rows, arena_mb=ARENA_MB, threads=threads, rounds=args.rounds, waves=WAVES)
+    if args.plot:
+        plot(placements["elastic"].history, Path(args.plot))
+
+
+if __name__ == "__main__":
+    main()
