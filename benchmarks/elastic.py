@@ -89,11 +89,16 @@ def serve(
         each()
 
 
-def turns(history: History) -> int:
-    """How often the experts' memory began to grow after it had shrunk, or the other way round."""
-    frames = [step.expert_frames for step in history.steps]
-    moves = [later > before for before, later in pairwise(frames) if later != before]
-    return sum(move != last for last, move in pairwise(moves))
+def swings(history: History) -> list[int]:
+    """At each step where the experts' memory began to grow after it had shrunk, or the other way round: by how many
+    frames the cache had changed in between. Few and large, where memory follows demand; many and small, where it
+    oscillates."""
+    experts = [step.expert_frames for step in history.steps]
+    cache = [step.kv_frames for step in history.steps]
+    moves = [(step, now - last) for step, (last, now) in enumerate(pairwise(experts), 1) if now != last]
+    turns = [(a, b, grew) for (a, grew), (b, grows) in pairwise(moves) if (grew > 0) != (grows > 0)]
+    # Experts return at the end of a step, which is seen in the next one, and leave while pages are taken.
+    return [cache[b] - cache[a - 1] if grew > 0 else cache[a] - cache[b - 1] for a, b, grew in turns]
 
 
 def settings(threads: int, instruction_set: str, **offload: object) -> Case:
@@ -155,7 +160,7 @@ class Placement:
             "tokens_per_s": sum(map(len, tokens)) / seconds,
             "most_running": self.most_running,
             "for_cache": report["evictions_for_cache"],
-            "turns": turns(self.history),
+            "turns": len(swings(self.history)),
             "ended": len(tokens),
         } | {key: report[key] for key in ("steps", "hit_rate", "most_kv_frames", "copies", "evictions")}
 
