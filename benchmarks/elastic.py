@@ -4,7 +4,8 @@
 
 The demo model, q8, 32 sequences of different lengths in waves; a wave arrives when all but two of the one before have
 ended. So the cache's demand swings. All placements live in one process and take turns, each with one thread as the
-device and one as the shadow pool (`--threads`: of each). Sampled tokens must be those of the unconstrained run.
+device and one as the shadow pool (`--threads`: of each). Tokens are sampled, without top_p, whose sorting would take as
+long as the model; they must be those of the unconstrained run.
 
 `--plot` draws the elastic run of the last round. A row, of the table and of `rows` in the JSON file:
   placement   unconstrained: all experts resident and room for the longest sequences; 25 % ...: of the arena for a
@@ -107,7 +108,8 @@ def settings(threads: int, instruction_set: str, **offload: object) -> Case:
         [
             *(f"offload_config.{key}={value}" for key, value in offload.items()),
             f"threads={threads}", f"offload_config.threads={threads}", f"instruction_set={instruction_set}",
-            f"batch_size={max(WAVES)}", f"input_max_len={PROMPT[1]}", f"max_new_tokens={NEW[1]}", "ignore_eos=true",
+            f"batch_size={max(WAVES)}", f"input_max_len={PROMPT[1]}", f"max_new_tokens={NEW[1]}",
+            "ignore_eos=true", "top_p=1",
         ],
     )  # fmt: skip
 
