@@ -52,7 +52,8 @@ class Machine:
     # memory bounded [data_copy]; shorter ones may take less.
     piece: float = 0.5
     # A repeat whose two sources are in one bank group takes twice as long: 1000 Adds of 64 repeats take 4167 ticks of
-    # 20 ns against 2390 [bank_conflict_ub]. High: half of the repeats do, as `sums` and `half` lie in the buffer.
+    # 20 ns against 2390 [bank_conflict_ub]. High: half of the repeats do: additions, whose rows are mostly multiples of
+    # 512 bytes apart, so in one group.
     conflict: float = 1.0
     # Cycles of the vector pipe. Beyond its repeats an Add of that example takes 22 cycles, and one of
     # [add_high_performance] 23, without a PipeBarrier in the source; the compiler may have put one. Low: the barrier's
@@ -257,9 +258,10 @@ def print_model() -> None:
 
 def print_traffic() -> None:
     print("KB counted by the twin; bfloat16, group 32, all experts different, 48 cores.")
-    print("needed: weights, scales, x and y once. >= 16 KB: of the nibbles' bytes, in such moves.")
+    print("needed: nibbles, scales, x and y once. >= 16 KB: of the nibbles' bytes, in such moves.")
+    print("%: the workspace, of weights (nibbles and scales) and of nibbles alone.")
     print("cores: all work over the longest core's, by product.")
-    head = ("weights", "scales", "x", "workspace", "y", "all / needed", "workspace %", ">= 16 KB", "cores")
+    head = ("nibbles", "scales", "x", "workspace", "y", "all / needed", "% weights", "% nibbles", ">= 16 KB", "cores")
     print(f"{'fused_moe_w4a16':26} batch " + " ".join(f"{name:>12}" for name in head))
     for name, hidden, inner in MODELS:
         for over in (1, 8):
@@ -278,12 +280,13 @@ def print_traffic() -> None:
 def print_bytes(name: str, shape: Shape, counts: Counts, rows: int) -> None:
     """`rows`: bytes of x and y, once."""
     moved = {name: sum(both.values()) for name, both in counts.buffers.items()}
-    weights = sum(moved.get(name, 0) for name in NIBBLES)
-    both = weight_bytes(counts)
-    columns = [weights, both - weights, moved["x"], moved["workspace"], moved["y"]]
+    nibbles = sum(moved.get(name, 0) for name in NIBBLES)
+    weights = weight_bytes(counts)
+    columns = [nibbles, weights - nibbles, moved["x"], moved["workspace"], moved["y"]]
     work = [cast for phase in range(counts.phases) if any(cast := nibbles_cast(counts, phase))]
     cells = [f"{value / 1e3:.0f}" for value in columns]
-    cells += [f"{sum(moved.values()) / (both + rows):.3f}", f"{100 * moved['workspace'] / both:.2f}"]
+    cells += [f"{sum(moved.values()) / (weights + rows):.3f}"]
+    cells += [f"{100 * moved['workspace'] / part:.2f}" for part in (weights, nibbles)]
     cells += [f"{large_moves(counts):.2f}", ", ".join(f"{sum(each) / max(each):.1f}" for each in work)]
     print(f"{name:26} {shape.batch:5} " + " ".join(f"{cell:>12}" for cell in cells))
 
