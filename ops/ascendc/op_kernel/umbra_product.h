@@ -7,10 +7,9 @@
 // Sums are float from the first product on. With kHalfSums the products and the first three additions are half (Mul, Add),
 // then a Cast: less vector work by CANN's table for A2 and A3 (128 half or 64 float additions a cycle; a half product added
 // to a float sum, 32), but each addition rounds by up to 2^-11 of its result, and so does each product unless x is bfloat16:
-// sums that cancel each other lose their bits. Either way each row of x is first divided by the power of two of its largest
-// value in the move, since it is multiplied as half: products are below 16 and sums of eight below 128. What a kernel has
-// computed itself (Gated in umbra_finish.h) is kept divided so, with its powers beside it. Sums are added in an order that
-// depends on the shapes alone: the same bits every time.
+// sums that cancel each other lose their bits. Either way x is multiplied as half, so each row is first divided by the power
+// of two of its largest value in the move: products are below 16, sums of eight below 128. What a kernel has computed itself
+// (Gated in umbra_finish.h) is kept so, with its powers beside it. Shapes alone decide the order of sums: always equal bits.
 //
 // No repeat of an instruction reads what another repeat of it has written, which is not promised to work.
 #pragma once
@@ -232,8 +231,8 @@ template <typename T, typename X, bool kHalfSums> class Product {
     // The same in half; room.weights become products.
     __aicore__ inline void HalfSums(const LocalTensor<half>& x, uint32_t count, uint32_t wide) {
         const LocalTensor<half> products = room.weights;
-        const uint8_t row = wide / 16; // blocks of halves
-        AscendC::Brcb(room.spread, x, static_cast<uint8_t>(count / 8), {1, 8});
+        const uint8_t row = wide / 16, sums = count / kSummed; // row: blocks of halves
+        AscendC::Brcb(room.spread, x, sums, {1, 8});
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t k = 0; k < count; k += kMostRepeats)
             for (uint32_t c = 0; c < wide; c += kHalfLanes)
@@ -246,11 +245,10 @@ template <typename T, typename X, bool kHalfSums> class Product {
         // The last of the three leaves no gaps; nobody reads the spread x any more.
         for (uint32_t c = 0; c < wide; c += kHalfLanes)
             AscendC::Add(
-                room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c),
-                static_cast<uint8_t>(count / kSummed),
+                room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c), sums,
                 {1, 1, 1, row, static_cast<uint8_t>(kSummed * row), static_cast<uint8_t>(kSummed * row)});
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Cast(room.sums, room.spread, RoundMode::CAST_NONE, count / kSummed * wide);
+        AscendC::Cast(room.sums, room.spread, RoundMode::CAST_NONE, sums * wide);
         AscendC::PipeBarrier<PIPE_V>();
     }
 
