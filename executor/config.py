@@ -124,6 +124,9 @@ class AscendSettings:
         choices=("auto", "on", "off"),
     )  # fmt: skip
     gemv_max_tokens: int = key(8, "most tokens of a step that `decode_gemv` is for", minimum=1, maximum=8)
+    gemv_half_sums: bool = key(
+        False, "add eight rows in half: faster by CANN's tables, loses precision where sums cancel; docs/vector_core.md"
+    )
     memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
     cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
     base_port: int = key(
