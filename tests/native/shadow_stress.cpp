@@ -94,7 +94,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         for (int64_t e = 0; e < kExperts; e++) layer.store.push_back(address(blocks + e * kBlockBytes));
         layer.device = layer.counts = std::vector<int64_t>(kExperts);
         layer.slot_of = std::vector<int64_t>(kExperts, -1);
-        layer.times = {0, 0};
+        layer.times = {0, 0, 0, 0};
         layer.free.resize(kSlots);
         std::iota(layer.free.begin(), layer.free.end(), static_cast<int>(l * kSlots));
         const auto part = [&](const auto& handles, const int64_t* table, const int64_t* elsewhere, uint8_t* memory) {
