@@ -14,7 +14,7 @@ from tests.tiny import make_runner, save_tiny, tiny_case
 from tools.logits import collect_logits
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
-KB = 90  # of the arena: all cache and few experts, or more experts and little cache
+KB = 60  # of the arena: all cache and few experts, or more experts and little cache
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, m
     offload = runner.offload
     assert offload is not None
     steps, arena = offload.history.steps, offload.arena
-    assert len({step.resident.tobytes() for step in steps}) > 5
+    assert len({step.resident.tobytes() for step in steps}) > 3
     assert all(step.kv_frames + step.expert_frames + step.free_frames == arena.frames for step in steps)
     assert offload.history.for_cache > 0
     assert arena.frames - arena.free_frames - arena.slot_frames == 1  # the padding page: all others came back
