@@ -4,7 +4,7 @@ from collections.abc import Sequence as ListOf
 
 import torch
 
-from executor.kv_pages import PagePool
+from executor.kv_pages import Pages
 from executor.sequence import Sequence
 from models.batch import Batch
 from ops.interface import Ops
@@ -21,7 +21,7 @@ def graph_rows(rows: int, most: int) -> int:
 def pack(
     ops: Ops,
     sequences: ListOf[Sequence],
-    pool: PagePool,
+    pool: Pages,
     tokens_per_group: tuple[int, ...],
     table_width: int,
     all_logits: bool = False,
@@ -29,8 +29,7 @@ def pack(
 ) -> Batch:
     """The batch of `sequences`, all of this rank's group, whose pages are reserved, its tensors on the host.
 
-    For graphs of fixed sizes, a decode step is padded to `rows` sequences, whose tokens go to the cache's last page,
-    which is nobody's.
+    For graphs of fixed sizes, a decode step is padded to `rows` sequences, whose tokens go to a page that is nobody's.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -46,9 +45,9 @@ def pack(
     for _ in range(rows - len(sequences)):
         ids.append(0)
         positions.append(0)
-        slots.append(pool.pages * pool.page_size)
+        slots.append(pool.padding * pool.page_size)
         starts.append(len(ids))
-        tables.append([pool.pages] * table_width)
+        tables.append([pool.padding] * table_width)
         lengths.append(PADDING_LENGTH)
     paged = ops.paging(slots, tables, starts, lengths, pool.page_size)
     return Batch(

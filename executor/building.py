@@ -3,8 +3,9 @@
 import dataclasses
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from errors import UserError
 from executor.cases import model_folder
 from executor.config import Case
 from executor.formats.detect import read_scheme
@@ -40,11 +41,45 @@ def build_of(case: Case, ops: Ops, parallel: Parallel, device: torch.device, qua
     )
 
 
+def cache_type(case: Case, build: Build) -> torch.dtype:
+    dtype = case.cache_config.kv_dtype
+    return build.dtype if dtype == "auto" else getattr(torch, dtype)
+
+
 def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
     """Give every attention layer its cache: one page more than are handed out, for what padding rows write."""
-    cache = case.cache_config
-    dtype = build.dtype if cache.kv_dtype == "auto" else getattr(torch, cache.kv_dtype)
-    for layer in model.modules():
-        if isinstance(layer, PagedAttention):
-            shape = (pages + 1, cache.page_size, layer.kv_heads, layer.head_dim)
-            layer.bind(*(build.ops.kv_cache(*shape, dtype, build.device) for _ in "kv"))
+    dtype = cache_type(case, build)
+    for layer in attentions(model):
+        shape = (pages + 1, case.cache_config.page_size, layer.kv_heads, layer.head_dim)
+        layer.bind(*(build.ops.kv_cache(*shape, dtype, build.device) for _ in "kv"))
+
+
+def attentions(model: nn.Module) -> list[PagedAttention]:
+    return [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
+
+
+def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
+    """(units, bytes) of an arena's frame: one page's keys and values, a unit each, of all layers."""
+    units = 2 * len(attentions(model))
+    return units, units * _units(model, case, build, 1).nbytes
+
+
+def bind_arena(model: nn.Module, case: Case, build: Build, frames: int) -> Tensor:
+    """Give all layers their caches in one buffer, an arena of `frames`, which is returned: (units, a page's shape).
+
+    The caches are views of it, each begun a unit later than the one before: page u of layer l's keys is unit u + 2 l,
+    of its values u + 2 l + 1. So with the first unit of a frame, one page number serves keys and values of all layers.
+    """
+    layers = attentions(model)
+    arena = _units(model, case, build, frames * 2 * len(layers))
+    for index, layer in enumerate(layers):
+        layer.bind(arena[2 * index :], arena[2 * index + 1 :])
+    return arena
+
+
+def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:
+    shapes = {(layer.kv_heads, layer.head_dim) for layer in attentions(model)}
+    if len(shapes) > 1:
+        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share an arena: {shapes}")
+    page_size, dtype = case.cache_config.page_size, cache_type(case, build)
+    return build.ops.kv_cache(count, page_size, *shapes.pop(), dtype, build.device)

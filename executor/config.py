@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from errors import UserError
 from executor.ascend_rules import check_ascend, check_not_ascend
 from executor.groups import GROUPS
+from executor.offload_rules import check_offload
 from executor.platform import PLATFORMS
 from executor.schema import key, section
 from models.registry import MODELS
@@ -112,6 +113,25 @@ class CacheSettings:
 
 
 @dataclass(frozen=True)
+class OffloadSettings:
+    mode: str = key(
+        "none", "where experts are. none: all on the device, without shadows; the others keep a shadow of every expert "
+        "on the CPU, inside the decode graph. resident: all in the arena all the same; fixed: as many as `slots`; "
+        "elastic: as many as the KV cache leaves room for", choices=("none", "resident", "fixed", "elastic"),
+    )  # fmt: skip
+    start_layer: int = key(0, "experts of earlier layers stay on the device, outside the arena", minimum=0)
+    slots: int = key(0, "fixed: experts that are resident, of all layers together; 0: all are on the CPU", minimum=0)
+    arena_mb: int = key(
+        0, "the one buffer of expert slots and KV pages; 0: room for all experts (fixed: for `slots`) and for the "
+        "longest sequences", minimum=0, maximum=1 << 24,
+    )  # fmt: skip
+    threads: int = key(1, "of the shadow pool, beside `threads` of the device's", minimum=1, maximum=1024)
+    interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
+    max_swaps: int = key(4, "most experts that come in at one decision; 0: the first placement stays", minimum=0)
+    timeout_s: int = key(30, "a step whose shadow experts take longer than this ends in an error", minimum=1)
+
+
+@dataclass(frozen=True)
 class AscendSettings:
     moe_routing: str = key(
         "fusion_v2", "operators that bring tokens to their experts: npu_moe_init_routing_v2, the first generation of "
@@ -185,6 +205,7 @@ class Case:
     parallel_config: ParallelSettings = section(ParallelSettings)
     quantization: QuantizationSettings = section(QuantizationSettings)
     cache_config: CacheSettings = section(CacheSettings)
+    offload_config: OffloadSettings = section(OffloadSettings)
     ascend_config: AscendSettings = section(AscendSettings)
     hccl_config: HcclSettings = section(HcclSettings)
 
@@ -223,6 +244,7 @@ def check(case: Case, where: str) -> None:
         check_ascend(case, where)
     else:
         check_not_ascend(case, where)
+    check_offload(case, where)
     wanted = case.quantization
     if wanted.group_size not in (32, 64, 128):
         raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")

@@ -3,9 +3,11 @@
 A model's own runner says how its model is made and, where it must, how its decode step becomes a graph.
 """
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from executor.config import Case
 from executor.distributed import init_parallel
 from executor.env import RankEnv
 from executor.formats.detect import read_scheme
+from executor.offloading import make_offload, open_arena, write_offload
 from executor.packed_cache import PackedCache
 from executor.platform import load_platform
 from executor.profiler import Profiler
@@ -73,7 +76,9 @@ class ModelRunner(ABC):
 
     def init_model(self) -> None:
         case, start = self.case, time.perf_counter()
+        self.offload = make_offload(case)
         build = build_of(case, self.platform.ops, self.parallel, self.platform.device, self.platform.quantised_head)
+        build = dataclasses.replace(build, offload=self.offload)
         self.model = self.build_model(build)
         module = self._module()
         self.kernels = self.platform.kernels(module)
@@ -82,7 +87,11 @@ class ModelRunner(ABC):
         self._load_weights(module)
         self.stop_ids = stop_ids(self.folder, self.config.eos_token_ids)
         self.scheduler = make_scheduler(case)
-        bind_caches(module, case, build, self.scheduler.pages)
+        if self.offload:
+            pages = open_arena(case, build, module, self.offload, self.scheduler.pages)
+            self.scheduler = make_scheduler(case, pages)
+        else:
+            bind_caches(module, case, build, self.scheduler.pages)
         size = sum(layer.nbytes for _, layer in layers_of(module))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
@@ -112,6 +121,8 @@ class ModelRunner(ABC):
     @torch.inference_mode()
     def model_inference(self, batch: Batch, is_prefill: bool) -> Tensor:
         """Logits of this rank's group, perhaps still in the making: reading the chosen tokens waits for them."""
+        if self.offload:
+            self.offload.started()
         with self.profiler.step("prefill" if is_prefill else "decode"):
             return self.model.prefill(batch.to(self.platform.device)) if is_prefill else self.decode(batch)
 
@@ -168,6 +179,8 @@ class ModelRunner(ABC):
         if self.case.data_config.warm_up:
             self.model_generate(prompts, warm_up=True)
             self.profiler = self.define_profiler()
+            if self.offload:
+                self.offload.forget()
         sequences = self.model_generate(prompts)
         completions = [
             Completion(s.prompt, tokenizer.decode(s.generated) if tokenizer else "", s.generated, s.finish_reason)
@@ -175,7 +188,8 @@ class ModelRunner(ABC):
         ]
         peak = torch.tensor([self.platform.peak_memory_bytes()], device=self.platform.device)
         peaks = self.parallel.world.gather_rows(peak, (1,) * self.case.world_size)
-        return make_report(self.case, completions, self.timings, int(peaks.max()), self.kernels)
+        report = make_report(self.case, completions, self.timings, int(peaks.max()), self.kernels)
+        return report | ({"offload": write_offload(self.offload, self.results)} if self.offload else {})
 
     def new_sequence(self, index: int, prompt: str, ids: list[int]) -> Sequence:
         generator = torch.Generator().manual_seed(self.case.sampling_config.seed + index)
@@ -205,7 +219,8 @@ class ModelRunner(ABC):
         waiting = list(sequences)
         while waiting:
             part = self._next_chunk(waiting)
-            logits = self.model_inference(self.model_input_prepare(part), is_prefill=True)
+            with self._offloaded(decode=False):
+                logits = self.model_inference(self.model_input_prepare(part), is_prefill=True)
             done = [s.end == len(s.ids) for s in part]
             mine = [d for s, d in zip(part, done, strict=True) if s.group == self.parallel.attn_dp.rank]
             for sequence in part:
@@ -241,10 +256,20 @@ class ModelRunner(ABC):
 
     def _decode(self, sequences: list[Sequence]) -> None:
         start = time.perf_counter()
-        logits = self.model_inference(self.model_input_prepare(sequences, is_prefill=False), is_prefill=False)
-        self.model_output_process(logits, sequences)
+        with self._offloaded(decode=True):
+            logits = self.model_inference(self.model_input_prepare(sequences, is_prefill=False), is_prefill=False)
+            self.model_output_process(logits, sequences)
         self.timings.add_decode(len(sequences), time.perf_counter() - start)
         self.scheduler.retire()
+
+    @contextmanager
+    def _offloaded(self, decode: bool) -> Iterator[None]:
+        """Around a step, pages taken to tokens read."""
+        if self.offload:
+            self.offload.begin()
+        yield
+        if self.offload:
+            self.offload.end(decode)
 
     def _random_prompts(self) -> list[tuple[str, list[int]]]:
         """For benchmarks: `batch_size` prompts of `input_max_len` random tokens, each its own."""

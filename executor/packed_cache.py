@@ -47,6 +47,7 @@ class PackedCache:
             "dtype": case.model_config.dtype,
             "parallel": dataclasses.asdict(case.parallel_config),
             "quantization": dataclasses.asdict(case.quantization),
+            "shadows": case.offload_config.start_layer if case.offload_config.mode != "none" else None,
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         self.folder = CACHE / f"{checkpoint.name}-{digest}"

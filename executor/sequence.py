@@ -22,6 +22,11 @@ class Sequence:
     def generated(self) -> list[int]:
         return self.ids[self.prompt_len :]
 
+    @property
+    def longest(self) -> int:
+        """Tokens that it may become."""
+        return self.prompt_len + self.max_new_tokens
+
     most: int = 0  # tokens the next step may take, 0: all; a long prompt is prefilled in several steps
 
     @property

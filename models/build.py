@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from errors import UserError
 from models.parallel import Parallel
 from ops.interface import Format, Matrix, Ops
+
+if TYPE_CHECKING:
+    from cpu_offload.offload import Offload
 
 GROUPS = (128, 64, 32)
 
@@ -35,6 +39,7 @@ class Build:
     dtype: torch.dtype  # of the embedding and the KV cache
     device: torch.device
     max_positions: int  # longest sequence that the case allows
+    offload: "Offload | None" = None  # keeps shadows of experts
     path: str = ""  # of the module that is being made, as in the checkpoint
 
     def at(self, name: str) -> "Build":

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpu_offload.experts import ShadowedExperts
 from models.batch import Batch
 from models.build import Build, fixed
 from models.parallel import Group
@@ -204,13 +205,18 @@ class Experts(Layer):
         self.first = self.here.start if count < experts else None
         names = [f"{expert}.{which}_proj" for expert in range(experts) for which in ("gate", "up", "down")]
         format = build.at("experts").linear(names, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
-        self.weights = build.ops.expert_matrices(count, inner, hidden, format, build.device)
+        sizes = count, inner, hidden, format
+        shadowed = build.offload.experts(build.path, *sizes) if build.offload else None
+        self.weights = shadowed or build.ops.expert_matrices(*sizes, build.device)
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
         x, weights, ids = (self.dp.gather_rows(t, batch.tokens_per_group) for t in (x, weights, ids))
-        y = self.world.all_reduce(self.ops.moe(x, weights, ids, self.weights, self.first))
-        return self.dp.own_rows(y, batch.tokens_per_group)
+        if isinstance(self.weights, ShadowedExperts):
+            y = self.weights.mixture(x, weights, ids)
+        else:
+            y = self.ops.moe(x, weights, ids, self.weights, self.first)
+        return self.dp.own_rows(self.world.all_reduce(y), batch.tokens_per_group)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)

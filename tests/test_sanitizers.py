@@ -13,19 +13,29 @@ import pytest
 from executor.cases import ROOT
 from tests.native.build import SOURCES, compile_all, core_sources, run
 
+PRODUCTS = ["pool", "pack", "products", "moe", "elementwise", "generic"]
+
 
 @pytest.mark.parametrize(
-    ("stress", "parts"), [("pool", ["pool"]), ("tape", ["pool", "pack", "products", "elementwise", "generic"])]
+    ("stress", "sanitizer", "parts"),
+    [
+        ("pool", "thread", ["pool"]),
+        ("tape", "thread", PRODUCTS),
+        ("shadow", "thread", [*PRODUCTS, "shadow", "copier"]),
+        ("shadow", "address,undefined", [*PRODUCTS, "shadow", "copier"]),
+        ("bridge", "thread", []),
+    ],
 )
-def test_no_data_races(tmp_path: Path, stress: str, parts: list[str]) -> None:
+def test_threads_under_stress(tmp_path: Path, stress: str, sanitizer: str, parts: list[str]) -> None:
     program = str(tmp_path / "stress")
-    flags = ["-O1", "-g", "-std=c++17", "-fsanitize=thread", "-pthread"]
+    flags = ["-O1", "-g", "-std=c++17", f"-fsanitize={sanitizer}", "-fno-sanitize=alignment", "-pthread", "-rdynamic"]
     sources = [str(ROOT / f"tests/native/{stress}_stress.cpp"), *(str(SOURCES / f"{part}.cpp") for part in parts)]
-    run("g++", *flags, *sources, "-o", program)
+    run("g++", *flags, *sources, "-o", program, "-ldl")
     first = subprocess.run([program], capture_output=True, text=True, timeout=120)
     if "unexpected memory mapping" in first.stderr:  # older sanitizers cannot live with much address randomisation
         first = run("setarch", "-R", program)
     assert (first.returncode, first.stdout) == (0, "ok\n"), first.stderr[-4000:]
+    assert "runtime error" not in first.stderr
 
 
 def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
@@ -62,6 +72,7 @@ def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
         "tests/test_ops.py",
         "tests/test_graph.py",
         "tests/test_numa.py",
+        "tests/test_shadow.py",
     ]
     done = run(*tests, cwd=tree, env=environment)
     assert " passed" in done.stdout

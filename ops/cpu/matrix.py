@@ -1,6 +1,7 @@
 """Weights in the native layout: 16 rows side by side, quants and scales in planes of their own (csrc/matrix.h)."""
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,34 +29,11 @@ def plane_bytes(weights: int, format: Format) -> list[int]:
     return [weights * BITS[format.kind] // 8, scales * 2, scales * format.zeros]
 
 
-class PackedMatrices:
-    """`count` matrices of (rows, columns). Each NUMA node has a buffer with its rows of every matrix, one matrix after
-    another in each plane; rows are divided over the nodes in multiples of `unit`. On the meta device there are no
-    buffers, one storage for each plane has its size."""
+class MatrixView:
+    """Matrices of `columns` that lie one after another in each plane, wherever that is: a native SplitMatrix."""
 
-    def __init__(self, count: int, rows: int, columns: int, format: Format, device: torch.device, unit: int = ROWS):
-        group = format.group
-        if group and columns % group:
-            raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {group}")
-        self.format, self.columns, self.nbytes = format, columns, 0
-        if device.type == "meta":
-            sizes = plane_bytes(count * padded(rows, unit) * columns, format)
-            types = (torch.uint8, torch.float16, torch.uint8) if group else (getattr(torch, format.kind),)
-            planes = [torch.empty(n // t.itemsize, dtype=t, device=device) for n, t in zip(sizes, types, strict=False)]
-            self.storages, self.nbytes = planes, sum(sizes)
-            return
-        self.buffers, parts = [], []
-        for node, (first, end) in enumerate(pairwise(native().split(padded(rows, unit) // unit))):
-            part_rows = (end - first) * unit
-            sizes = plane_bytes(count * part_rows * columns, format)
-            starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]  # one behind the other
-            buffer = native().Buffer(starts[-1], node)  # zeroed: padding rows must add nothing
-            places = [buffer.address + start if size else 0 for start, size in zip(starts, sizes, strict=False)]
-            parts.append(native().Matrix(CODES[format.kind], part_rows, columns, group, *places))
-            self.buffers.append(buffer)
-            self.nbytes += sum(sizes)
-        self.storages = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.buffers if len(buffer)]
-        self.handle = native().SplitMatrix(parts)
+    def __init__(self, handle: Any, format: Format, columns: int):
+        self.handle, self.format, self.columns = handle, format, columns
 
     def fill(self, index: int, row: int, part: Tensor | Quantised, step: int = 1) -> None:
         """Put `part` at rows row, row + 1 ...; with `step` 2, 16 rows at a time with 16 others' room between."""
@@ -85,6 +63,37 @@ class PackedMatrices:
         out = torch.empty(rows, self.columns)
         native().unpack_rows(self.handle, index, row, step, rows, pointer(out))
         return out
+
+
+class PackedMatrices(MatrixView):
+    """`count` matrices of (rows, columns). Each NUMA node has a buffer with its rows of every matrix, one matrix after
+    another in each plane; rows are divided over the nodes in multiples of `unit`. On the meta device there are no
+    buffers, one storage for each plane has its size."""
+
+    def __init__(self, count: int, rows: int, columns: int, format: Format, device: torch.device, unit: int = ROWS):
+        group = format.group
+        if group and columns % group:
+            raise UserError(f"quantization: a matrix with {columns} columns cannot be cut into groups of {group}")
+        super().__init__(None, format, columns)
+        self.nbytes = 0
+        if device.type == "meta":
+            sizes = plane_bytes(count * padded(rows, unit) * columns, format)
+            types = (torch.uint8, torch.float16, torch.uint8) if group else (getattr(torch, format.kind),)
+            planes = [torch.empty(n // t.itemsize, dtype=t, device=device) for n, t in zip(sizes, types, strict=False)]
+            self.storages, self.nbytes = planes, sum(sizes)
+            return
+        self.buffers, parts = [], []
+        for node, (first, end) in enumerate(pairwise(native().split(padded(rows, unit) // unit))):
+            part_rows = (end - first) * unit
+            sizes = plane_bytes(count * part_rows * columns, format)
+            starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]  # one behind the other
+            buffer = native().Buffer(starts[-1], node)  # zeroed: padding rows must add nothing
+            places = [buffer.address + start if size else 0 for start, size in zip(starts, sizes, strict=False)]
+            parts.append(native().Matrix(CODES[format.kind], part_rows, columns, group, *places))
+            self.buffers.append(buffer)
+            self.nbytes += sum(sizes)
+        self.storages = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.buffers if len(buffer)]
+        self.handle = native().SplitMatrix(parts)
 
 
 class NativeMatrix:

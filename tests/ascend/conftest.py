@@ -1,12 +1,22 @@
 """tests/ascend runs the real torch_npu and torchair on a fake CANN (fake_cann/), in .venv/ascend: see test.sh."""
 
+from collections.abc import Iterator
+
 import pytest
 
 # Loaded before any test module asks for torch.npu.
 import torch
 import torch_npu  # noqa: F401  (registers the npu device)
 
+from tests.ascend.log import violations
+
 
 @pytest.fixture(autouse=True)
 def first_device() -> None:
     torch.npu.set_device(0)
+
+
+@pytest.fixture(autouse=True)
+def no_rule_is_broken() -> Iterator[None]:
+    yield
+    assert not violations()

@@ -12,7 +12,23 @@ from contextlib import contextmanager
 import torch
 
 _fake = ctypes.CDLL("libfake_cann.so")
-_fake.fake_log_take.restype = ctypes.c_char_p
+for _name in ("fake_log_take", "fake_ran_take", "fake_violations_take"):
+    getattr(_fake, _name).restype = ctypes.c_char_p
+_fake.fake_most_pinned.argtypes = [ctypes.c_size_t]
+forget_streams = _fake.fake_streams_forget  # for tests that leave a stream waiting for ever
+most_pinned = _fake.fake_most_pinned  # bytes that one allocation of pinned memory may have
+
+
+def violations() -> list[str]:
+    """The rules of host functions and captures that were broken since the last call."""
+    return _fake.fake_violations_take().decode().splitlines()
+
+
+def ran() -> list[tuple[int, str]]:
+    """(stream, line): what streams have come to, in order, since `device_log` began or the last call. Lines are those
+    of launches, `callback begin` and `callback end`."""
+    pairs = (line.split(" ", 1) for line in _fake.fake_ran_take().decode().splitlines())
+    return [(int(stream), line) for stream, line in pairs]
 
 
 class DeviceLog:

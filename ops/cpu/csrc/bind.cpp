@@ -8,9 +8,11 @@
 #include <string>
 
 #include "buffer.h"
+#include "copier.h"
 #include "dispatch.h"
 #include "pack.h"
 #include "probe.h"
+#include "shadow.h"
 #include "tape.h"
 
 namespace py = pybind11;
@@ -52,6 +54,14 @@ const SplitMatrix& fitting(const SplitMatrix& w) {
     if (static_cast<int>(w.parts.size()) == engine.pool->nodes()) return w;
     throw std::logic_error("a matrix made for " + std::to_string(w.parts.size()) + " NUMA nodes meets an engine on " +
                            std::to_string(engine.pool->nodes()));
+}
+
+// Keeps a Python object alive from C++, wherever that lets go of it.
+std::shared_ptr<void> kept(const py::object& object) {
+    return {new py::object(object), [](void* held) {
+                py::gil_scoped_acquire acquire;
+                delete static_cast<py::object*>(held);
+            }};
 }
 
 Matrix matrix(int format, int64_t n, int64_t k, int64_t group, uintptr_t quants, uintptr_t scales, uintptr_t zeros) {
@@ -218,4 +228,46 @@ PYBIND11_MODULE(_native, m) {
         submit(Moe{fitting(w13), fitting(w2), at<const float>(x), at<const float>(weights), at<const int64_t>(ids),
                    at<float>(out), at<uint8_t>(scratch), tokens, k, experts, first_expert, hidden, inner});
     });
+    m.def("moe_rows", [](const MoeRows& rows) {
+        fitting(rows.w13), fitting(rows.w2);
+        submit(rows);
+    });
+
+    py::register_exception<ShadowError>(m, "ShadowError", py::module_::import("errors").attr("UserError"));
+    py::class_<MoeRows>(m, "MoeRows")
+        .def(py::init([](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t address, uintptr_t elsewhere,
+                         uintptr_t x, uintptr_t ids, uintptr_t rows, uintptr_t scratch, int64_t tokens, int64_t k,
+                         int64_t experts, int64_t first_expert, int64_t hidden, int64_t inner) {
+            return MoeRows{w13, w2, at<const int64_t>(address), at<const int64_t>(elsewhere), at<const float>(x),
+                           at<const int64_t>(ids), at<float>(rows), at<uint8_t>(scratch), tokens, k, experts,
+                           first_expert, hidden, inner};
+        }));
+    py::class_<ShadowWork, std::shared_ptr<ShadowWork>>(m, "ShadowWork")
+        .def(py::init([](const MoeRows& rows, int64_t layer, uintptr_t step, const py::object& keep) {
+            return std::make_shared<ShadowWork>(ShadowWork{rows, layer, at<const int64_t>(step), kept(keep)});
+        }));
+    py::class_<ShadowPool, std::shared_ptr<ShadowPool>>(m, "ShadowPool")
+        .def(py::init([](const std::vector<Team>& teams, double timeout) {
+            return std::make_shared<ShadowPool>(teams, *engine.kernels, timeout);
+        }))
+        .def("split", &ShadowPool::split)
+        .def("stop", &ShadowPool::stop);
+    m.def("submit", [](const std::shared_ptr<ShadowPool>& pool, const std::shared_ptr<ShadowWork>& work,
+                       uintptr_t counts) { submit(Submit{pool, work, at<int64_t>(counts)}); });
+    m.def("join", [](const std::shared_ptr<ShadowPool>& pool, const std::shared_ptr<ShadowWork>& work,
+                     uintptr_t weights, uintptr_t out, uintptr_t times) {
+        const MoeRows& rows = work->rows;
+        submit(Join{pool, work,
+                    {rows.rows, at<const float>(weights), rows.ids, at<float>(out), rows.tokens, rows.k, rows.experts,
+                     rows.first_expert, rows.hidden},
+                    at<int64_t>(times)});
+    });
+    py::class_<Copier>(m, "Copier")
+        .def(py::init<>())
+        .def("submit", [](Copier& copier, uintptr_t to, uintptr_t from, int64_t bytes) {
+            return copier.submit(at<void>(to), at<const void>(from), bytes);
+        })
+        .def("done", &Copier::done)
+        .def("wait", &Copier::wait, py::call_guard<py::gil_scoped_release>())
+        .def("stop", &Copier::stop);
 }

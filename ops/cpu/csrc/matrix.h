@@ -24,6 +24,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -74,6 +75,19 @@ struct Matrix {
         one.quants += block * quant_stride();
         if (scales) one.scales += block * scale_count();
         if (zeros) one.zeros += block * scale_count();
+        return one;
+    }
+
+    // Of a matrix whose planes' places are relative: the one at `address`.
+    Matrix moved(int64_t address) const {
+        const auto move = [&](auto*& plane) {
+            const uintptr_t at = reinterpret_cast<uintptr_t>(plane) + static_cast<uintptr_t>(address);
+            plane = reinterpret_cast<std::remove_reference_t<decltype(plane)>>(at);
+        };
+        Matrix one = *this;
+        move(one.quants);
+        if (scales) move(one.scales);
+        if (zeros) move(one.zeros);
         return one;
     }
 };

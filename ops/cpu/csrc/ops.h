@@ -133,4 +133,36 @@ struct Moe {
     void run(Context&) const;
 };
 
+// A mixture whose experts lie anywhere, a block each, and are computed by different pools: the product rows that Moe adds
+// up, unweighted, each at its own place, so that the sum (AddRows) does not depend on who computed which. Of the pairs
+// of a token and an expert, those whose expert has an address and is not `elsewhere`.
+struct MoeRows {
+    // As in Moe, of any one expert: the planes' "addresses" are places in its block.
+    SplitMatrix w13, w2;
+    const int64_t* address;    // (experts) where blocks begin, multiples of 64; 0: absent
+    const int64_t* elsewhere;  // (experts) addresses too, or null
+    const float* x;
+    const int64_t* ids;  // (T, k)
+    float* rows;         // (T * k, hidden)
+    uint8_t* scratch;    // as for a Moe
+    int64_t tokens, k, experts, first_expert, hidden, inner;
+
+    // `run` in two steps: which pairs (false: none), the only one that reads `ids` and `elsewhere`; their products.
+    bool sort() const;
+    void compute(Context&) const;
+    void run(Context& context) const {
+        if (sort()) compute(context);
+    }
+};
+
+// The rows of all pairs, weighted, added in order of expert and, of equal ones, of place: bit for bit what Moe gives.
+struct AddRows {
+    const float* rows;
+    const float* weights;  // (T, k)
+    const int64_t* ids;    // (T, k); those outside add nothing
+    float* out;            // (T, hidden)
+    int64_t tokens, k, experts, first_expert, hidden;
+    void run(Context&) const;
+};
+
 }  // namespace umbra

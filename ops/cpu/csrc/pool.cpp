@@ -1,36 +1,14 @@
 #include "pool.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <climits>
+
+#include "futex.h"
 
 namespace umbra {
 namespace {
-
-constexpr int kSpins = 3000;  // a pause is 10 to 40 ns
-
-inline void pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-template <class T>
-void futex_wait(std::atomic<T>& word, uint32_t seen) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
-}
-
-template <class T>
-void futex_wake(std::atomic<T>& word) {
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
 
 void pin(const std::vector<int>& cpus) {
     cpu_set_t set;
@@ -47,23 +25,32 @@ Pool::Pool(const std::vector<Team>& teams) : nodes_(teams.size()) {
         nodes_[n].threads = teams[n].threads;
         threads_ += teams[n].threads;
     }
-    for (int n = 0, thread = 0; n < nodes(); n++)
-        for (int i = 0; i < teams[n].threads; i++, thread++) {
-            if (thread == 0) continue;  // the caller
-            workers_.emplace_back([this, n, thread, cpus = teams[n].cpus] {
-                if (!cpus.empty()) pin(cpus);
-                work(n, thread);
-            });
-        }
+    try {
+        for (int n = 0, thread = 0; n < nodes(); n++)
+            for (int i = 0; i < teams[n].threads; i++, thread++) {
+                if (thread == 0) continue;  // the caller
+                workers_.emplace_back([this, n, thread, cpus = teams[n].cpus] {
+                    if (!cpus.empty()) pin(cpus);
+                    work(n, thread);
+                });
+            }
+    } catch (...) {  // the system gives no more threads
+        end_workers();
+        throw;
+    }
     caller_pinned_ = !teams[0].cpus.empty() && sched_getaffinity(0, sizeof caller_cpus_, &caller_cpus_) == 0;
     if (caller_pinned_) pin(teams[0].cpus);
 }
 
-Pool::~Pool() {
+void Pool::end_workers() {
     stop_ = true;
     epoch_.fetch_add(1, std::memory_order_release);
     futex_wake(epoch_);
     for (auto& worker : workers_) worker.join();
+}
+
+Pool::~Pool() {
+    end_workers();
     if (caller_pinned_) sched_setaffinity(0, sizeof caller_cpus_, &caller_cpus_);
 }
 

@@ -78,6 +78,7 @@ private:
     void run(Task task, void* context);
     void work(int node, int thread);
     void drain(int node, int thread);
+    void end_workers();
 
     int threads_ = 0;
     Task task_ = nullptr;

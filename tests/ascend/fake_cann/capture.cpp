@@ -1,8 +1,6 @@
 // Graph capture: which streams are in which capture. A stream joins when it waits for an event of one that is in.
-#include <chrono>
 #include <map>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "fake.h"
@@ -10,10 +8,11 @@
 namespace {
 
 std::mutex guard;
-std::map<aclrtStream, aclmdlRI> streams, events;      // in a capture; events are keyed by their own handle
+std::map<aclrtStream, aclmdlRI> streams;              // in a capture
+std::map<aclrtEvent, std::pair<aclmdlRI, fake::Token>> events; // recorded in a capture
 std::map<aclrtStream, aclrtTaskGrp> updates;          // streams that are changing a task group
 std::map<aclmdlRI, int> graphs;                       // 1, 2, ... in the order of capture
-std::map<aclmdlRI, std::vector<std::function<void()>>> tasks; // to do at each replay
+std::map<aclmdlRI, std::shared_ptr<std::vector<fake::Task>>> tasks; // to do at each replay
 thread_local aclmdlRI mine = nullptr;                 // begun by this thread ...
 thread_local aclmdlRICaptureMode mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL; // ... in this mode
 thread_local aclmdlRICaptureMode wish = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
@@ -42,38 +41,34 @@ std::string fake::phase(aclrtStream stream) {
 }
 
 aclError fake::task(aclrtStream stream, const std::string &line, const std::function<void()> &run) {
-    say(phase(stream) + line);
+    return launch({Task::kRun, stream, line, run});
+}
+
+aclError fake::launch(Task task) {
+    NOT_IN_A_CALLBACK
+    const std::string when = phase(task.stream);
+    say(when + task.line);
+    if (when == "update ")
+        return ACL_SUCCESS; // of a captured launch: nothing runs
     {
         std::lock_guard<std::mutex> lock(guard);
-        if (aclmdlRI model = in(streams, stream))
-            return tasks[model].push_back(run), ACL_SUCCESS;
+        if (aclmdlRI model = in(streams, task.stream))
+            return tasks[model]->push_back(task), ACL_SUCCESS;
     }
-    return run(), ACL_SUCCESS;
-}
-
-void fake::recorded(aclrtEvent event, aclrtStream stream) {
-    std::lock_guard<std::mutex> lock(guard);
-    if (aclmdlRI model = in(streams, stream))
-        events[event] = model;
-    else
-        events.erase(event);
-}
-
-void fake::waited(aclrtStream stream, aclrtEvent event) {
-    std::lock_guard<std::mutex> lock(guard);
-    if (aclmdlRI model = in(events, event))
-        streams[stream] = model;
+    return enqueue(task), ACL_SUCCESS;
 }
 
 extern "C" {
 
 aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode how) {
+    NOT_IN_A_CALLBACK
     std::unique_lock<std::mutex> lock(guard);
     if (in(streams, stream))
         return ACL_ERROR_RT_STREAM_CAPTURED;
     streams[stream] = mine = fake::handle();
     mode = how;
     graphs[mine] = static_cast<int>(graphs.size()) + 1;
+    tasks[mine] = std::make_shared<std::vector<fake::Task>>();
     fake::say("capture begin " + graph(mine));
     return ACL_SUCCESS;
 }
@@ -90,9 +85,10 @@ aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *model) {
     *model = in(streams, stream);
     if (!*model)
         return ACL_ERROR_RT_STREAM_NOT_CAPTURED;
-    for (auto *which : {&streams, &events})
-        for (auto it = which->begin(); it != which->end();)
-            it = it->second == *model ? which->erase(it) : std::next(it);
+    for (auto it = streams.begin(); it != streams.end();)
+        it = it->second == *model ? streams.erase(it) : std::next(it);
+    for (auto it = events.begin(); it != events.end();)
+        it = it->second.first == *model ? events.erase(it) : std::next(it);
     if (mine == *model)
         mine = nullptr;
     fake::say("capture end " + graph(*model));
@@ -101,16 +97,15 @@ aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *model) {
 
 aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *how) { return std::swap(wish, *how), ACL_SUCCESS; }
 
-aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream) {
-    std::vector<std::function<void()>> replayed;
+aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
+    NOT_IN_A_CALLBACK
+    fake::Task replay{fake::Task::kReplay, stream, "", nullptr};
     {
         std::lock_guard<std::mutex> lock(guard);
         fake::say("replay " + graph(model));
-        replayed = tasks[model];
+        replay.graph = tasks[model];
     }
-    for (const auto &run : replayed)
-        run();
-    return ACL_SUCCESS;
+    return fake::enqueue(replay), ACL_SUCCESS;
 }
 
 aclError aclmdlRIDestroy(aclmdlRI model) {
@@ -118,17 +113,38 @@ aclError aclmdlRIDestroy(aclmdlRI model) {
     return tasks.erase(model), ACL_SUCCESS;
 }
 
-// A function of the host that a stream calls. Really a thread of the host's does, which waits for it in ProcessReport.
-aclError aclrtLaunchCallback(aclrtCallback function, void *data, aclrtCallbackBlockType, aclrtStream stream) {
-    return fake::task(stream, "host function", [=] { function(data); });
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
+    NOT_IN_A_CALLBACK
+    fake::Task record{fake::Task::kRecord, stream, "", nullptr, std::make_shared<bool>(false)};
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        if (aclmdlRI model = in(streams, stream)) {
+            events[event] = {model, record.token};
+            return tasks[model]->push_back(record), ACL_SUCCESS;
+        }
+        events.erase(event);
+    }
+    fake::record(event, record.token);
+    return fake::enqueue(record), ACL_SUCCESS;
 }
 
-aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *data) {
-    return fake::task(stream, "host function", [=] { function(data); });
-}
-
-aclError aclrtProcessReport(int32_t) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10)); // it is called in a loop
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
+    NOT_IN_A_CALLBACK
+    fake::Task wait{fake::Task::kWait, stream, "", nullptr};
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        auto found = events.find(event);
+        if (found != events.end()) {
+            streams[stream] = found->second.first;
+            wait.token = found->second.second;
+            return tasks[found->second.first]->push_back(wait), ACL_SUCCESS;
+        }
+        if (in(streams, stream))
+            return ACL_SUCCESS; // for an event of outside: those have happened before any replay
+    }
+    wait.token = fake::last_record(event);
+    if (wait.token)
+        fake::enqueue(wait);
     return ACL_SUCCESS;
 }
 

@@ -1,4 +1,4 @@
-// Devices whose memory is host memory and whose streams are always idle: copies happen at once, kernels compute nothing.
+// Devices whose memory is host memory; kernels compute nothing.
 // Functions that are not here or beside here are generated stubs that return 0.
 #include <cstdarg>
 #include <cstdio>
@@ -19,8 +19,13 @@ constexpr int64_t kCacheBytes = 192 << 20;
 thread_local int current = -1;
 std::mutex guard;
 std::map<uintptr_t, std::pair<size_t, aclrtMemLocationType>> blocks;
+size_t most_pinned = SIZE_MAX; // bytes that one allocation of the host's may have
 
 aclError allocate(void **p, size_t bytes, aclrtMemLocationType where) {
+    if (fake::inside_callback())
+        return fake::forbid("allocation");
+    if (where == ACL_MEM_LOCATION_TYPE_HOST && bytes > most_pinned)
+        return ACL_ERROR_RT_MEMORY_ALLOCATION;
     if (posix_memalign(p, 512, bytes ? bytes : 512))
         return ACL_ERROR_RT_MEMORY_ALLOCATION;
     std::lock_guard<std::mutex> lock(guard);
@@ -29,6 +34,8 @@ aclError allocate(void **p, size_t bytes, aclrtMemLocationType where) {
 }
 
 aclError release(void *p) {
+    if (fake::inside_callback())
+        return fake::forbid("free");
     {
         std::lock_guard<std::mutex> lock(guard);
         blocks.erase(reinterpret_cast<uintptr_t>(p));
@@ -60,17 +67,24 @@ const char *direction(aclrtMemcpyKind kind) {
     }
 }
 
-// A host that waits for a device in the middle of a capture is an error on the real one as well.
-aclError wait(const char *what, bool forbidden) {
-    if (forbidden)
-        return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
-    fake::say(std::string("synchronize ") + what);
-    return ACL_SUCCESS;
+aclrtMemLocationType location(const void *p) {
+    std::lock_guard<std::mutex> lock(guard);
+    auto after = blocks.upper_bound(reinterpret_cast<uintptr_t>(p));
+    if (after != blocks.begin()) {
+        const auto &[start, block] = *--after;
+        if (reinterpret_cast<uintptr_t>(p) < start + block.first)
+            return block.second;
+    }
+    return ACL_MEM_LOCATION_TYPE_UNREGISTERED;
 }
 
 } // namespace
 
+bool fake::pinned(const void *p) { return location(p) == ACL_MEM_LOCATION_TYPE_HOST; }
+
 extern "C" {
+
+void fake_most_pinned(size_t bytes) { most_pinned = bytes; }
 
 // --- devices
 const char *aclrtGetSocName() { return fake::kSoc; }
@@ -135,23 +149,20 @@ aclError aclrtFree(void *p) { return release(p); }
 aclError aclrtFreeHost(void *p) { return release(p); }
 aclError aclrtPointerGetAttributes(const void *p, aclrtPtrAttributes *attributes) {
     *attributes = {};
-    attributes->location.type = ACL_MEM_LOCATION_TYPE_UNREGISTERED;
-    std::lock_guard<std::mutex> lock(guard);
-    auto after = blocks.upper_bound(reinterpret_cast<uintptr_t>(p));
-    if (after != blocks.begin()) {
-        const auto &[start, block] = *--after;
-        if (reinterpret_cast<uintptr_t>(p) < start + block.first)
-            attributes->location.type = block.second;
-    }
+    attributes->location.type = location(p);
     return ACL_SUCCESS;
 }
 aclError aclrtMemcpy(void *to, size_t, const void *from, size_t bytes, aclrtMemcpyKind kind) {
+    NOT_IN_A_CALLBACK
     if (fake::capturing())
         return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
     fake::say(std::string("memcpy ") + direction(kind) + ' ' + std::to_string(bytes));
     return memmove(to, from, bytes), ACL_SUCCESS;
 }
 aclError aclrtMemcpyAsync(void *to, size_t, const void *from, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream) {
+    const void *host = kind == ACL_MEMCPY_DEVICE_TO_HOST ? to : kind == ACL_MEMCPY_HOST_TO_DEVICE ? from : nullptr;
+    if (host && fake::captured(stream) && !fake::pinned(host))
+        return fake::violation("a captured copy of host memory that is not pinned");
     return fake::task(stream, std::string("memcpy async ") + direction(kind) + ' ' + std::to_string(bytes),
                       [=] { memmove(to, from, bytes); });
 }
@@ -169,49 +180,46 @@ aclError aclrtMemcpyBatch(void **to, size_t *, void **from, size_t *bytes, size_
 aclError aclrtMemcpyBatchAsync(void **to, size_t *, void **from, size_t *bytes, size_t count,
                                aclrtMemcpyBatchAttr *kinds, size_t *, size_t, size_t *, aclrtStream stream) {
     for (size_t i = 0; i < count; ++i)
-        aclrtMemcpyAsync(to[i], bytes[i], from[i], bytes[i], direction(*kinds), stream);
+        if (aclError error = aclrtMemcpyAsync(to[i], bytes[i], from[i], bytes[i], direction(*kinds), stream))
+            return error;
     return ACL_SUCCESS;
 }
-aclError aclrtMemset(void *to, size_t, int32_t value, size_t bytes) { return memset(to, value, bytes), ACL_SUCCESS; }
+aclError aclrtMemset(void *to, size_t, int32_t value, size_t bytes) {
+    NOT_IN_A_CALLBACK
+    return memset(to, value, bytes), ACL_SUCCESS;
+}
 aclError aclrtMemsetAsync(void *to, size_t, int32_t value, size_t bytes, aclrtStream stream) {
     return fake::task(stream, "memset " + std::to_string(bytes), [=] { memset(to, value, bytes); });
 }
 
-// --- streams and events
-aclError aclrtCreateStream(aclrtStream *stream) { return *stream = fake::handle(), ACL_SUCCESS; }
+// --- streams and events, as far as nothing waits (that is in streams.cpp)
+aclError aclrtCreateStream(aclrtStream *stream) {
+    NOT_IN_A_CALLBACK
+    return *stream = fake::handle(), ACL_SUCCESS;
+}
 aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t, uint32_t) { return aclrtCreateStream(stream); }
-aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus *s) { return *s = ACL_STREAM_STATUS_COMPLETE, ACL_SUCCESS; }
 aclError aclrtStreamGetId(aclrtStream stream, int32_t *id) { return *id = fake::number(stream), ACL_SUCCESS; }
-aclError aclrtCreateEvent(aclrtEvent *event) { return *event = fake::handle(), ACL_SUCCESS; }
+aclError aclrtCreateEvent(aclrtEvent *event) {
+    NOT_IN_A_CALLBACK
+    return *event = fake::handle(), ACL_SUCCESS;
+}
 aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t) { return aclrtCreateEvent(event); }
 aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t) { return aclrtCreateEvent(event); }
-aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus *s) {
-    return *s = ACL_EVENT_RECORDED_STATUS_COMPLETE, ACL_SUCCESS;
-}
 aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus *s) {
     return *s = ACL_EVENT_WAIT_STATUS_COMPLETE, ACL_SUCCESS;
 }
 aclError aclrtEventElapsedTime(float *ms, aclrtEvent, aclrtEvent) { return *ms = 0.01f, ACL_SUCCESS; }
-aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) { return fake::recorded(event, stream), ACL_SUCCESS; }
-aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
-    return fake::waited(stream, event), ACL_SUCCESS;
-}
-aclError aclrtSynchronizeDevice() { return wait("device", fake::capturing()); }
-aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return aclrtSynchronizeDevice(); }
-aclError aclrtSynchronizeStream(aclrtStream stream) { return wait("stream", fake::captured(stream)); }
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t) { return aclrtSynchronizeStream(stream); }
-aclError aclrtSynchronizeEvent(aclrtEvent) { return wait("event", false); }
 
 // --- operators that torch_npu still compiles one by one instead of calling an aclnn kernel
 aclError aclopCompileAndExecute(const char *type, int, const aclTensorDesc *const[], const aclDataBuffer *const[], int,
                                 const aclTensorDesc *const[], aclDataBuffer *const[], const aclopAttr *,
                                 aclopEngineType, aclopCompileType, const char *, aclrtStream stream) {
-    return fake::say(fake::phase(stream) + "aclop " + type), ACL_SUCCESS;
+    return fake::task(stream, std::string("aclop ") + type, [] {});
 }
 aclError aclopCompileAndExecuteV2(const char *type, int, aclTensorDesc *[], aclDataBuffer *[], int, aclTensorDesc *[],
                                   aclDataBuffer *[], aclopAttr *, aclopEngineType, aclopCompileType, const char *,
                                   aclrtStream stream) {
-    return fake::say(fake::phase(stream) + "aclop " + type), ACL_SUCCESS;
+    return fake::task(stream, std::string("aclop ") + type, [] {});
 }
 
 // --- Huawei's bounded C functions, which the wheel expects CANN to bring

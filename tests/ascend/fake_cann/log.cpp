@@ -1,4 +1,5 @@
-// The log: what was asked of the device, in order, one line each. Tests read it through ctypes (see ../log.py).
+// The logs: what was asked of the device, and what its streams came to, in order, one line each; and which rules were
+// broken. Tests read them through ctypes (see ../log.py).
 #include <atomic>
 #include <mutex>
 
@@ -6,9 +7,15 @@
 
 namespace {
 std::mutex guard;
-std::string lines, taken;
+std::string lines, done, broken, taken;
 bool listening = false;
 std::atomic<uintptr_t> last{0};
+
+const char *take(std::string &from) {
+    taken.swap(from);
+    from.clear();
+    return taken.c_str();
+}
 } // namespace
 
 void fake::say(const std::string &line) {
@@ -17,21 +24,47 @@ void fake::say(const std::string &line) {
         lines += line + '\n';
 }
 
+void fake::ran(aclrtStream stream, const std::string &line) {
+    std::lock_guard<std::mutex> lock(guard);
+    if (listening)
+        done += std::to_string(number(stream)) + ' ' + line + '\n';
+}
+
+aclError fake::violation(const std::string &what) {
+    std::lock_guard<std::mutex> lock(guard);
+    broken += what + '\n';
+    return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
+}
+
 void *fake::handle() { return reinterpret_cast<void *>((++last) << 4); }
 
 int fake::number(const void *handle) { return static_cast<int>(reinterpret_cast<uintptr_t>(handle) >> 4); }
 
-extern "C" void fake_log_start() {
+extern "C" {
+
+void fake_log_start() {
     std::lock_guard<std::mutex> lock(guard);
     lines.clear();
+    done.clear();
     listening = true;
 }
 
-// Valid until the next call. Stops listening.
-extern "C" const char *fake_log_take() {
+// Valid until the next call of any of these. Stops listening.
+const char *fake_log_take() {
     std::lock_guard<std::mutex> lock(guard);
     listening = false;
-    taken.swap(lines);
-    lines.clear();
-    return taken.c_str();
+    return take(lines);
 }
+
+// What the streams came to since the log was started, or since the last call.
+const char *fake_ran_take() {
+    std::lock_guard<std::mutex> lock(guard);
+    return take(done);
+}
+
+const char *fake_violations_take() {
+    std::lock_guard<std::mutex> lock(guard);
+    return take(broken);
+}
+
+} // extern "C"

@@ -1,0 +1,143 @@
+"""Cache policies to compare with: each runs through a trace with so many slots and tells what it hit and copied.
+
+LRU, LFU and the optimum may copy at every miss, in the middle of a step, at no cost; residency only between steps.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.routing_traces import Trace
+from cpu_offload.residency import Residency, Settings
+
+NEVER = 1 << 40
+LEARNING = 10  # one part in so many of a trace: where static learns; nobody's hits count there
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of each step."""
+
+    uses: npt.NDArray[np.int64]
+    hits: npt.NDArray[np.int64]
+    copies: npt.NDArray[np.int64]
+
+    def measured(self) -> tuple[float, float, float]:
+        """Hit rate, copies a step, and misses a step saved if a copy costs as much as one."""
+        start = len(self.uses) // LEARNING
+        uses, hits, copies = (float(a[start:].mean()) for a in (self.uses, self.hits, self.copies))
+        return hits / uses, copies, hits - copies
+
+
+Policy = Callable[[Trace, int], Run]
+
+
+def by_step(trace: Trace, hits: list[bool], copies: list[bool]) -> Run:
+    """From what happened at each use."""
+    keys, starts = trace.uses()
+    sums = [np.add.reduceat(np.array(a, np.int64), starts) for a in (hits, copies)]
+    return Run(np.diff(np.r_[starts, len(keys)]), *sums)
+
+
+def lru(trace: Trace, slots: int, pools: int = 1) -> Run:
+    """`pools`: 1, or one for each layer with an equal share of the slots."""
+    room, each = slots // pools, trace.size // pools
+    kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(pools)]
+    hits = []
+    for key in trace.uses()[0].tolist():
+        pool = kept[key // each]
+        hits.append(key in pool)
+        pool[key] = None
+        pool.move_to_end(key)
+        if len(pool) > room:
+            pool.popitem(last=False)
+    return by_step(trace, hits, [not hit for hit in hits])
+
+
+def lru_by_layer(trace: Trace, slots: int) -> Run:
+    return lru(trace, slots, trace.layers)
+
+
+def lfu(trace: Trace, slots: int) -> Run:
+    """Counts all uses since the start; every miss comes in, for the least used resident, of these the oldest."""
+    times = [0] * trace.size
+    kept: dict[int, tuple[int, int]] = {}  # key: (uses, last use)
+    heap: list[tuple[int, int, int]] = []  # the same, also what they were before
+    hits = []
+    for now, key in enumerate(trace.uses()[0].tolist()):
+        hits.append(key in kept)
+        if not hits[-1] and len(kept) == slots:
+            while True:
+                uses, last, out = heapq.heappop(heap)
+                if kept.get(out) == (uses, last):
+                    break
+            del kept[out]
+        times[key] += 1
+        kept[key] = (times[key], now)
+        heapq.heappush(heap, (times[key], now, key))
+    return by_step(trace, hits, [not hit for hit in hits])
+
+
+def static(trace: Trace, slots: int) -> Run:
+    """The most used ones of the learning part."""
+    keys, starts = trace.uses()
+    counts = np.bincount(keys[: starts[len(starts) // LEARNING]], minlength=trace.size)
+    kept = np.zeros(trace.size, bool)
+    kept[np.argsort(-counts, kind="stable")[:slots]] = True
+    return by_step(trace, kept[keys].tolist(), [False] * len(keys))
+
+
+def optimum(trace: Trace, slots: int) -> Run:
+    """Belady: keeps what is used soonest; a miss that is used later than all residents does not come in."""
+    keys = trace.uses()[0]
+    order = np.argsort(keys, kind="stable")
+    following = np.full(len(keys), NEVER)
+    same = keys[order][1:] == keys[order][:-1]
+    following[order[:-1][same]] = order[1:][same]
+    kept: dict[int, int] = {}  # key: its next use
+    heap: list[tuple[int, int]] = []  # (-next use, key), also what they were before
+    hits, copies = [], []
+    for key, next_use in zip(keys.tolist(), following.tolist(), strict=True):
+        hits.append(key in kept)
+        copies.append(False)
+        if not hits[-1]:
+            if next_use == NEVER:
+                continue
+            if len(kept) == slots:
+                while kept.get(heap[0][1]) != -heap[0][0]:
+                    heapq.heappop(heap)
+                if -heap[0][0] <= next_use:
+                    continue
+                del kept[heapq.heappop(heap)[1]]
+            copies[-1] = True
+        kept[key] = next_use
+        heapq.heappush(heap, (-next_use, key))
+    return by_step(trace, hits, copies)
+
+
+def residency(settings: Settings) -> Policy:
+    """Ours, deciding after every step."""
+
+    def run(trace: Trace, slots: int) -> Run:
+        policy, resident, free = Residency(trace.layers, trace.experts, settings), np.zeros(trace.size, bool), slots
+        uses, hits, copies = [], [], [0]
+        for keys in trace.places():
+            counts = np.bincount(keys, minlength=trace.size)
+            uses.append(np.count_nonzero(counts))
+            hits.append(np.count_nonzero(counts[resident]))
+            policy.observe(counts.reshape(trace.layers, trace.experts))
+            swaps = policy.swaps(resident.reshape(trace.layers, trace.experts), free)
+            for swap in swaps:
+                if swap.expert_out is None:
+                    free -= 1
+                else:
+                    resident[swap.expert_out[0] * trace.experts + swap.expert_out[1]] = False
+                resident[swap.layer * trace.experts + swap.expert_in] = True
+            copies.append(len(swaps))
+        return Run(np.array(uses), np.array(hits), np.array(copies[:-1]))
+
+    return run

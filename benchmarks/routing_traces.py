@@ -1,0 +1,124 @@
+"""Routing traces: which experts each decode step used, layer after layer; from the demo model, and made up.
+
+A trace file is an .npz with `ids`, uint8 (steps, layers, k), and `experts`, the number of each layer's.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from executor.cases import load_case
+from executor.env import RankEnv
+from executor.rank import run_rank
+from executor.results import write_whole
+from executor.runners import make_runner
+from models.qwen3_moe.model import SparseMoeBlock
+from tools.evaluate import read_windows
+from tools.logits import prefill_logits, with_room
+
+WINDOW = 1024  # tokens of text that the demo model reads at once; then it starts anew
+KINDS = ("uniform", "Zipf", "Zipf, drifting", "Zipf, new halfway")
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+    ids: npt.NDArray[np.uint8]  # (steps, layers, k)
+    experts: int
+
+    @property
+    def layers(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def size(self) -> int:
+        """Experts of all layers."""
+        return self.layers * self.experts
+
+    def places(self) -> npt.NDArray[np.int64]:
+        """layer * experts + expert. (steps, layers * k)"""
+        keys = self.ids + (np.arange(self.layers) * self.experts)[None, :, None]
+        return keys.reshape(len(self.ids), -1)
+
+    def uses(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Keys of all steps in order, each once a step, as its weights are read once; and where each step begins."""
+        keys = np.sort(self.places(), axis=1)
+        first = np.ones_like(keys, bool)
+        first[:, 1:] = keys[:, 1:] != keys[:, :-1]
+        return keys[first], np.cumsum(np.r_[0, first.sum(axis=1)])[:-1]
+
+    def together(self, sequences: int) -> "Trace":
+        """So many parts of the text decoded in one batch."""
+        steps = len(self.ids) // sequences
+        parts = self.ids[: steps * sequences].reshape(sequences, steps, self.layers, -1)
+        joined = parts.transpose(1, 2, 0, 3).reshape(steps, self.layers, -1)
+        return dataclasses.replace(self, name=f"{self.name}, {sequences} at once", ids=joined)
+
+
+def save_trace(path: Path, trace: Trace) -> None:
+    write_whole(path, lambda file: np.savez_compressed(file, ids=trace.ids, experts=trace.experts))
+
+
+def load_trace(path: Path) -> Trace:
+    with np.load(path) as data:
+        return Trace("demo", data["ids"], int(data["experts"]))
+
+
+class Recorder:
+    """Stands for a layer's ops and keeps where it routes to."""
+
+    def __init__(self, ops: Any, kept: list[npt.NDArray[np.uint8]]):
+        self._ops, self._kept = ops, kept
+
+    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        weights, ids = self._ops.route_softmax(logits, top_k, renormalise)
+        self._kept.append(ids.numpy().astype(np.uint8))
+        return weights, ids
+
+
+def record_demo(results: Path, steps: int | None) -> Trace:
+    """The demo model on its held-out text, a step for each token.
+
+    The text is given, so a window's tokens can run in one prefill: each goes where it would go in a decode step.
+    """
+    case = with_room(load_case("demo", ["exe_mode=eager"]), 1, WINDOW, new_tokens=1)
+    traces: list[Trace] = []
+
+    def record(results: Path, ranks: RankEnv) -> None:
+        runner = make_runner(case, results, ranks)
+        runner.setup()
+        kept: list[npt.NDArray[np.uint8]] = []
+        blocks = [m for m in runner._module().modules() if isinstance(m, SparseMoeBlock)]
+        for block in blocks:
+            block.ops = Recorder(block.ops, kept)  # type: ignore[assignment]
+        windows = read_windows(case, runner.folder / "held_out.txt", WINDOW)
+        for window in windows[: -(-steps // WINDOW) if steps else None]:
+            prefill_logits(runner, [window])
+        layers = [np.concatenate(kept[i :: len(blocks)]) for i in range(len(blocks))]  # each (tokens, k)
+        traces.append(Trace("demo", np.stack(layers, axis=1)[:steps], runner.config.num_experts))
+
+    run_rank(case, results, record)
+    return traces[0]
+
+
+def made_up(kind: str, steps: int, layers: int = 32, experts: int = 128, k: int = 8, seed: int = 0) -> Trace:
+    """Every step draws k different experts of each layer; Zipf: the r-th most popular with weight 1 / r."""
+    random = np.random.default_rng(seed)
+    order = np.argsort(random.random((layers, experts)), axis=1)  # expert of each rank of popularity
+    weights = np.zeros(experts) if kind == "uniform" else -np.log(np.arange(1, experts + 1))
+    ids = np.empty((steps, layers, k), np.uint8)
+    for step in range(steps):
+        if kind == "Zipf, drifting":  # two experts of each of two layers change places
+            for layer in random.integers(0, layers, 2):
+                a, b = random.integers(0, experts, 2)
+                order[layer, [a, b]] = order[layer, [b, a]]
+        if kind == "Zipf, new halfway" and step == steps // 2:
+            order = np.argsort(random.random((layers, experts)), axis=1)
+        keys = weights + random.gumbel(size=(layers, experts))  # the k largest are a draw without replacement
+        ids[step] = np.take_along_axis(order, np.argpartition(-keys, k - 1, axis=1)[:, :k], axis=1)
+    return Trace(kind, ids, experts)

@@ -1,0 +1,1 @@
+"""Experts that live on the CPU."""

@@ -1,0 +1,149 @@
+"""csrc/bridge.cpp for Python; that has the drawing and the ordering argument. Needs neither torch nor CANN to build."""
+
+import ctypes
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from errors import UserError
+
+SOURCE = Path(__file__).parent / "csrc" / "bridge.cpp"
+BUILT = Path(__file__).parent / "build" / "umbra_bridge.so"
+HOST_FUNC_SINCE = (8, 5)  # before, CANN forbids aclrtLaunchHostFunc while a graph is captured
+
+
+class Job(ctypes.Structure):
+    """What a worker gets; shapes are in bridge.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "slots", "rows")),
+        *((name, ctypes.c_int64) for name in ("tokens", "top_k", "hidden", "layer", "step")),
+        ("done", ctypes.c_void_p),
+    )
+
+
+SUBMIT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Job))
+DONE = ctypes.CFUNCTYPE(None, ctypes.POINTER(Job), ctypes.c_int)
+
+
+class BridgeError(RuntimeError):
+    """An expert's part of a step is missing: the text names layer and step. The bridge cannot be used any more."""
+
+
+def build(out: Path = BUILT) -> Path:
+    """Compiles it, if that was not done since it was written. Ranks that come at once do not disturb each other."""
+    if out.is_file() and out.stat().st_mtime_ns >= SOURCE.stat().st_mtime_ns:
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        made = Path(folder) / out.name
+        flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-pthread"]
+        if subprocess.run(["g++", *flags, str(SOURCE), "-o", str(made), "-ldl"], check=False).returncode:
+            raise UserError(f"{SOURCE.name}: g++ could not compile it, see above")
+        os.replace(made, out)
+    return out
+
+
+@functools.cache
+def _native() -> ctypes.CDLL:
+    native = ctypes.CDLL(str(build()))
+    pointer, number, text = ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p
+    for name, result, arguments in (
+        ("bridge_told", text, ()),
+        ("bridge_open", pointer, (text, pointer, pointer, number, ctypes.c_int)),
+        ("bridge_host_func", ctypes.c_int, (pointer,)),
+        ("bridge_subscribe", ctypes.c_int, (pointer, pointer)),
+        ("bridge_launch", ctypes.c_int, (pointer, pointer, pointer)),
+        ("bridge_begin", None, (pointer, number)),
+        ("bridge_synchronize", ctypes.c_int, (pointer, pointer, ctypes.c_int32)),
+        ("bridge_events", number, (pointer,)),
+        ("bridge_error", text, (pointer, text)),
+        ("bridge_close", ctypes.c_int, (pointer, number)),
+        ("bridge_free", None, (pointer,)),
+        ("payload_new", pointer, (pointer, ctypes.POINTER(Job), ctypes.c_size_t)),
+        ("payload_free", None, (pointer,)),
+        ("payload_seen", number, (pointer,)),
+    ):
+        function = getattr(native, f"umbra_{name}")
+        function.restype, function.argtypes = result, arguments
+    return native
+
+
+def can_capture_host_func(cann: str | None) -> bool:
+    """`cann`: such as 8.3.RC1, None: not known."""
+    series = re.match(r"(\d+)\.(\d+)", cann or "")
+    return series is not None and (int(series[1]), int(series[2])) >= HOST_FUNC_SINCE
+
+
+class Bridge:
+    """`submit`: a C function int(void *context, Job *), see bridge.cpp; it and `context` must outlive the bridge.
+
+    Which of CANN's two ways of calling the host is used is chosen once, from its version, and told in `how`.
+    """
+
+    def __init__(
+        self, submit: int, context: int, timeout_s: float, cann: str | None = None, library: str = "libascendcl.so"
+    ):
+        native, wished = _native(), can_capture_host_func(cann)
+        self.handle = native.umbra_bridge_open(library.encode(), submit, context, int(timeout_s * 1000), wished)
+        if not self.handle:
+            raise UserError(f"experts on the CPU need CANN: {native.umbra_bridge_told().decode()}")
+        host_func = bool(native.umbra_bridge_host_func(self.handle))
+        name = "aclrtLaunchHostFunc" if host_func else "aclrtLaunchCallback and a report thread"
+        self.how = f"experts on the CPU are called by {name} (CANN {cann or 'of unknown version'})"
+        self.payloads: list[int] = []
+
+    def subscribe(self, stream: int) -> None:
+        self._done(_native().umbra_bridge_subscribe(self.handle, stream))
+
+    def payload(self, job: Job, row_bytes: int) -> int:
+        """Lives until the bridge is closed; so must the buffers that `job` points to."""
+        made: int = _native().umbra_payload_new(self.handle, ctypes.byref(job), row_bytes)
+        self.payloads.append(made)
+        return made
+
+    def launch(self, stream: int, payload: int) -> None:
+        self._done(_native().umbra_bridge_launch(self.handle, stream, payload))
+
+    def begin(self, step: int) -> None:
+        _native().umbra_bridge_begin(self.handle, step)
+
+    def idle(self, stream: int, wait_ms: int) -> bool:
+        """Waits for the stream, at most so long."""
+        status = _native().umbra_bridge_synchronize(self.handle, stream, wait_ms)
+        if status < 0:
+            self._done(status)
+        return bool(status == 0)
+
+    def events(self) -> int:
+        """Grows when a callback begins and when it ends: odd while one is under way."""
+        return int(_native().umbra_bridge_events(self.handle))
+
+    def seen(self, payload: int) -> int:
+        """The last step whose callback has returned, -1: none has."""
+        return int(_native().umbra_payload_seen(payload))
+
+    def check(self, otherwise: str | None = None) -> None:
+        """Raises what went wrong first, or else `otherwise`."""
+        error = _native().umbra_bridge_error(self.handle, otherwise.encode() if otherwise else None)
+        if error:
+            raise BridgeError(error.decode())
+
+    def close(self, within_s: float) -> bool:
+        """True: everything is freed. False: something is still under way, so nothing is, and nothing may be."""
+        if not self.handle:
+            return True
+        handle, self.handle = self.handle, None
+        if _native().umbra_bridge_close(handle, int(within_s * 1000)):
+            return False
+        for payload in self.payloads:
+            _native().umbra_payload_free(payload)
+        _native().umbra_bridge_free(handle)
+        return True
+
+    def _done(self, status: int) -> None:
+        if status:
+            raise BridgeError(_native().umbra_bridge_told().decode())

@@ -1,0 +1,302 @@
+// The way from a stream of an NPU to the threads that compute experts on the CPU, and back. Knows nothing of experts: a
+// job is a handful of pointers for somebody's `submit`. Builds without CANN, which is bound when a bridge is opened.
+//
+//   main stream   ..x, ids, weights..[fork]......resident experts......[join]..
+//   side stream                      [fork] D2H, D2H, D2H, callback, H2D [join]
+//   report thread                                    run(payload): submit(job), wait for done(job)
+//   workers                                                          job
+//
+// A callback is called by the report thread, which loops aclrtProcessReport and was subscribed for the side stream, or,
+// with aclrtLaunchHostFunc, by a thread of CANN's own. In it nothing may be asked of the device.
+//
+// Ordering. The callback begins after the copies out and the copy back begins after its end, for all stand on one stream,
+// so workers have the buffers to themselves from submit to done. The next job of a payload cannot begin before: its
+// copies stand behind on the same stream, or in a replay which the stream comes to later. `done` hands the rows over
+// under the bridge's mutex, which the callback takes to see it.
+//
+// A worker that is not done in time does not hold the stream up for ever: the rows become NaN (all bits set, in any
+// float), the bridge has failed for good, with the layer and the step, and later callbacks return at once. The host must
+// ask for the error after each step: a late worker may yet write over the NaNs. It still owns its payload: see close.
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <dlfcn.h>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using Stream = void *;
+constexpr size_t kStreams = 32; // that one bridge serves
+constexpr int kBlock = 1, kReportTimeout = 507012, kSyncTimeout = 507046; // ACL_CALLBACK_BLOCK, ACL_ERROR_RT_..
+constexpr milliseconds kReportWait{100};
+
+struct Acl {
+    int (*get_context)(void **);
+    int (*set_context)(void *);
+    int (*subscribe)(uint64_t thread, Stream);
+    int (*unsubscribe)(uint64_t thread, Stream);
+    int (*process_report)(int32_t ms);
+    int (*launch_callback)(void (*)(void *), void *, int block, Stream);
+    int (*launch_host_func)(Stream, void (*)(void *), void *); // nullptr: this CANN has none
+    int (*synchronize_stream)(Stream, int32_t ms);
+    int (*synchronize_device)(int32_t ms);
+};
+
+thread_local std::string told; // why the last call of this thread failed
+
+struct Job { // bridge.py has the same
+    const void *x;          // (tokens, hidden), the model's type
+    const int32_t *ids;     // (tokens, top_k)
+    const float *weights;   // (tokens, top_k)
+    const int64_t *slots;   // (experts): this layer's row of the device's address table, on the host
+    void *rows;             // (tokens * top_k, hidden): all of it is to be written, zeroes for pairs of others
+    int64_t tokens, top_k, hidden, layer, step;
+    void (*done)(Job *, int failed); // once for each submit that returned 0, from any thread
+};
+using Submit = int (*)(void *context, Job *); // returns at once; not 0: refused
+
+struct Bridge;
+struct Payload {
+    Job job; // first: `done` gets the payload through it
+    Bridge *bridge;
+    size_t row_bytes;
+    enum { kIdle, kRunning, kDone, kFailed, kLate } state = kIdle;
+    int64_t seen = -1; // the last step whose callback returned
+};
+
+struct Bridge {
+    Acl acl{};
+    void *library = nullptr, *device = nullptr; // the context of the thread that opened it
+    bool host_func = false;
+    Submit submit = nullptr;
+    void *context = nullptr;
+    milliseconds limit{}; // that a job may take
+
+    std::mutex guard;
+    std::condition_variable moved;
+    std::string error; // the first one
+    bool closing = false, stop = false, stopped = true;
+    int64_t step = 0, events = 0;
+    int inside = 0, running = 0; // callbacks; jobs that are not done
+    int report_error = 0;        // of aclrtProcessReport, other than that nothing came
+    std::vector<Stream> streams;
+    std::thread reporter;
+    uint64_t thread = 0;
+};
+
+bool fail(const std::string &why) { return told = why, false; }
+
+bool bind(Acl &acl, void *library) {
+    const auto find = [&](auto &to, const char *name) {
+        to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(dlsym(library, name));
+        return to || fail(std::string("libascendcl has no ") + name);
+    };
+    find(acl.launch_host_func, "aclrtLaunchHostFunc");
+    return find(acl.get_context, "aclrtGetCurrentContext") && find(acl.set_context, "aclrtSetCurrentContext") &&
+           find(acl.subscribe, "aclrtSubscribeReport") && find(acl.unsubscribe, "aclrtUnSubscribeReport") &&
+           find(acl.process_report, "aclrtProcessReport") && find(acl.launch_callback, "aclrtLaunchCallback") &&
+           find(acl.synchronize_stream, "aclrtSynchronizeStreamWithTimeout") &&
+           find(acl.synchronize_device, "aclrtSynchronizeDeviceWithTimeout");
+}
+
+void report(Bridge &b) {
+    b.acl.set_context(b.device);
+    std::unique_lock<std::mutex> lock(b.guard);
+    while (!b.stop) {
+        lock.unlock();
+        const int status = b.acl.process_report(static_cast<int32_t>(kReportWait.count()));
+        lock.lock();
+        if (status && status != kReportTimeout) { // not subscribed yet, say; a stream that waits will be told of it
+            b.report_error = status;
+            b.moved.wait_for(lock, milliseconds(1));
+        }
+    }
+    b.stopped = true;
+    b.moved.notify_all();
+}
+
+// With the mutex held. The stream goes on, with rows that nobody can take for a result.
+void poison(Bridge &b, Payload &p, const std::string &why) {
+    if (b.error.empty())
+        b.error = "layer " + std::to_string(p.job.layer) + ", step " + std::to_string(p.job.step) + ": " + why;
+    memset(p.job.rows, 0xFF, p.row_bytes);
+}
+
+void work(Bridge &b, Payload &p, std::unique_lock<std::mutex> &lock) {
+    if (!b.error.empty() || b.closing || p.state == Payload::kLate)
+        return poison(b, p, "the bridge was closed before the callback came");
+    p.state = Payload::kRunning;
+    ++b.running;
+    const auto deadline = Clock::now() + b.limit;
+    lock.unlock();
+    const int refused = b.submit(b.context, &p.job);
+    lock.lock();
+    if (refused) {
+        p.state = Payload::kIdle;
+        --b.running;
+        return poison(b, p, "the shadow pool refused the job");
+    }
+    b.moved.wait_until(lock, deadline, [&] { return p.state != Payload::kRunning || b.closing; });
+    if (p.state == Payload::kFailed)
+        poison(b, p, "the shadow pool failed");
+    if (p.state != Payload::kRunning) {
+        p.state = Payload::kIdle;
+        return;
+    }
+    p.state = Payload::kLate;
+    poison(b, p, b.closing ? "the bridge was closed while the shadow pool computed"
+                           : "the shadow pool was not done within " + std::to_string(b.limit.count()) + " ms");
+}
+
+void run(void *data) {
+    Payload &p = *static_cast<Payload *>(data);
+    Bridge &b = *p.bridge;
+    std::unique_lock<std::mutex> lock(b.guard);
+    const int64_t step = b.step;
+    if (p.state != Payload::kLate) // a late worker still reads its job
+        p.job.step = step;
+    ++b.events;
+    ++b.inside;
+    work(b, p, lock);
+    p.seen = step;
+    ++b.events;
+    --b.inside;
+    b.moved.notify_all();
+}
+
+void done(Job *job, int failed) {
+    Payload &p = *reinterpret_cast<Payload *>(job);
+    std::lock_guard<std::mutex> lock(p.bridge->guard);
+    p.state = p.state == Payload::kLate ? Payload::kIdle : failed ? Payload::kFailed : Payload::kDone;
+    --p.bridge->running;
+    p.bridge->moved.notify_all();
+}
+
+} // namespace
+
+extern "C" {
+
+const char *umbra_bridge_told() { return told.c_str(); }
+
+// nullptr: see told. `host_func`: 1 to use aclrtLaunchHostFunc where libascendcl has it.
+Bridge *umbra_bridge_open(const char *library, Submit submit, void *context, int64_t limit_ms, int host_func) {
+    void *opened = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    if (!opened)
+        return fail(dlerror()), nullptr;
+    auto *b = new Bridge;
+    b->library = opened;
+    if (!bind(b->acl, opened) || (b->acl.get_context(&b->device) && !fail("no device is set in this thread"))) {
+        delete b;
+        return dlclose(opened), nullptr;
+    }
+    b->submit = submit;
+    b->context = context;
+    b->limit = milliseconds(limit_ms);
+    b->host_func = host_func && b->acl.launch_host_func;
+    if (!b->host_func) {
+        b->stopped = false;
+        b->reporter = std::thread(report, std::ref(*b));
+        b->thread = static_cast<uint64_t>(b->reporter.native_handle());
+    }
+    return b;
+}
+
+int umbra_bridge_host_func(Bridge *b) { return b->host_func; }
+
+// Once for each stream, before the first launch and outside of captures.
+int umbra_bridge_subscribe(Bridge *b, Stream stream) {
+    std::lock_guard<std::mutex> lock(b->guard);
+    if (std::find(b->streams.begin(), b->streams.end(), stream) != b->streams.end())
+        return 0;
+    if (b->streams.size() == kStreams)
+        return !fail("a bridge serves " + std::to_string(kStreams) + " streams at most");
+    if (int status = b->host_func ? 0 : b->acl.subscribe(b->thread, stream))
+        return !fail("aclrtSubscribeReport: error " + std::to_string(status));
+    b->streams.push_back(stream);
+    return 0;
+}
+
+Payload *umbra_payload_new(Bridge *b, const Job *job, size_t row_bytes) {
+    auto *p = new Payload{*job, b, row_bytes};
+    p->job.done = done;
+    return p;
+}
+// Not before the bridge is closed, and not if that said that something may still come.
+void umbra_payload_free(Payload *p) { delete p; }
+int64_t umbra_payload_seen(Payload *p) {
+    std::lock_guard<std::mutex> lock(p->bridge->guard);
+    return p->seen;
+}
+
+// Queues the callback, or adds it to the graph that the stream is being captured into. `p` must outlive both.
+int umbra_bridge_launch(Bridge *b, Stream stream, Payload *p) {
+    const char *name = b->host_func ? "aclrtLaunchHostFunc" : "aclrtLaunchCallback";
+    const int status = b->host_func ? b->acl.launch_host_func(stream, run, p)
+                                    : b->acl.launch_callback(run, p, kBlock, stream);
+    return status ? !fail(std::string(name) + ": error " + std::to_string(status)) : 0;
+}
+
+// The number that errors of the callbacks to come will name.
+void umbra_bridge_begin(Bridge *b, int64_t step) {
+    std::lock_guard<std::mutex> lock(b->guard);
+    b->step = step;
+}
+
+// 0: the stream is idle, 1: it is not yet, -1: see told.
+int umbra_bridge_synchronize(Bridge *b, Stream stream, int32_t ms) {
+    const int status = b->acl.synchronize_stream(stream, ms);
+    if (!status || status == kSyncTimeout)
+        return status != 0;
+    return fail("aclrtSynchronizeStreamWithTimeout: error " + std::to_string(status)), -1;
+}
+
+int64_t umbra_bridge_events(Bridge *b) { // grows with each callback that begins or ends
+    std::lock_guard<std::mutex> lock(b->guard);
+    return b->events;
+}
+
+// What went wrong first; with `otherwise`, that has, if nothing did before. nullptr: nothing.
+const char *umbra_bridge_error(Bridge *b, const char *otherwise) {
+    std::lock_guard<std::mutex> lock(b->guard);
+    if (b->error.empty() && otherwise)
+        b->error = otherwise + (b->report_error ? "; aclrtProcessReport: error " + std::to_string(b->report_error) : "");
+    told = b->error;
+    return told.empty() ? nullptr : told.c_str();
+}
+
+// Callbacks that wait or still come return at once, with poisoned rows. 1: after `ms` the device, a callback or a worker
+// is still at it, so neither the bridge nor its payloads and their buffers may ever be freed.
+int umbra_bridge_close(Bridge *b, int64_t ms) {
+    const auto deadline = Clock::now() + milliseconds(ms);
+    std::unique_lock<std::mutex> lock(b->guard);
+    b->closing = true;
+    b->moved.notify_all();
+    lock.unlock();
+    const bool busy = !b->streams.empty() && b->acl.synchronize_device(static_cast<int32_t>(ms));
+    for (Stream stream : b->streams)
+        if (!b->host_func)
+            b->acl.unsubscribe(b->thread, stream);
+    lock.lock();
+    b->stop = true;
+    const bool quiet = b->moved.wait_until(lock, std::max(deadline, Clock::now() + 2 * kReportWait),
+                                           [&] { return b->stopped && !b->inside && !b->running; });
+    const bool joinable = b->stopped;
+    lock.unlock();
+    if (b->reporter.joinable())
+        joinable ? b->reporter.join() : b->reporter.detach();
+    return busy || !quiet;
+}
+
+void umbra_bridge_free(Bridge *b) {
+    dlclose(b->library);
+    delete b;
+}
+
+} // extern "C"

@@ -1,0 +1,196 @@
+"""Experts on the CPU inside a step on the NPU: `submit` forks, the resident experts are computed, `join` adds both.
+
+    main    .. x, ids, weights | submit    resident experts    join | own + rows ..
+    side                       |->  D2H, callback, H2D         ->|
+
+The callback (bridge.py) hands the job to the shadow pool and holds up the side stream alone. Works in eager and in
+captured graphs (acl_graph, npugraph_ex), whose replays find other values in the same buffers. A host runs each step as
+
+    nodes.begin(step, tokens); logits = decode(..); nodes.finish()
+
+Nothing here was run on an NPU.
+"""
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from errors import UserError
+from ops.ascend.bridge import Bridge, Job
+
+SLICES = 8  # in which the host waits, to see whether callbacks come
+
+LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
+LIBRARY.define("shadow_submit(Tensor x, Tensor ids, Tensor weights, int layer, int nodes) -> Tensor")
+LIBRARY.define("shadow_join(Tensor rows, Tensor own, int layer, int nodes) -> Tensor")
+
+
+def refuse_ge(exe_mode: str) -> None:
+    if exe_mode == "ge_graph":
+        raise UserError(
+            "exe_mode ge_graph: experts on the CPU need a host callback, which a GE graph takes from CANN 9 on, in an "
+            "operator with EagerExecuteOp that Umbra does not have yet; use acl_graph or npugraph_ex"
+        )
+
+
+@dataclass
+class Node:
+    """One layer's buffers for one number of tokens. Graphs point to them: they never move and never go."""
+
+    x: Tensor  # (tokens, hidden); this and the next three are pinned
+    ids: Tensor  # (tokens, top_k) int32
+    weights: Tensor  # (tokens, top_k) float32
+    rows: Tensor  # (tokens * top_k, hidden) float32
+    fork: torch_npu.npu.Event
+    back: torch_npu.npu.Event
+    payload: int
+    held: tuple[Tensor, ...] = ()  # between submit and join, so that the side stream's memory is not given away
+
+
+class ShadowNodes:
+    """`slots`: (layers, experts) int64 on the host, written in place between steps: row `layer` goes with each job."""
+
+    alive: dict[int, "ShadowNodes"] = {}  # by the number that a graph holds  # noqa: RUF012
+    numbers = itertools.count()
+
+    def __init__(
+        self,
+        submit: int,
+        context: int,
+        slots: Tensor,
+        hidden: int,
+        top_k: int,
+        dtype: torch.dtype,
+        timeout_s: float,
+        cann: str | None = None,
+    ):
+        if slots.device.type != "cpu" or slots.dtype != torch.int64 or not slots.is_contiguous():
+            raise ValueError("slots is to be a contiguous int64 table on the host")
+        self.bridge = Bridge(submit, context, timeout_s, cann)
+        self.slots, self.hidden, self.top_k, self.dtype, self.timeout_s = slots, hidden, top_k, dtype, timeout_s
+        self.nodes: dict[tuple[int, int], Node] = {}  # by tokens and layer
+        self.side = torch_npu.npu.Stream()
+        self.bridge.subscribe(self.side.npu_stream)
+        self.step, self.tokens = -1, 0
+        self.number = next(self.numbers)
+        self.alive[self.number] = self
+
+    def prepare(self, tokens: int, layers: range) -> None:
+        """Makes the buffers, which cannot be had while a graph is captured."""
+        for layer in layers:
+            if (tokens, layer) not in self.nodes:
+                self.nodes[tokens, layer] = self._node(tokens, layer)
+
+    def _node(self, tokens: int, layer: int) -> Node:
+        pairs = tokens * self.top_k
+        shapes = (tokens, self.hidden), (tokens, self.top_k), (tokens, self.top_k), (pairs, self.hidden)
+        dtypes = self.dtype, torch.int32, torch.float32, torch.float32
+        x, ids, weights, rows = (pinned(s, d, layer) for s, d in zip(shapes, dtypes, strict=True))
+        buffers = (x, ids, weights, self.slots[layer], rows)
+        job = Job(*(t.data_ptr() for t in buffers), tokens, self.top_k, self.hidden, layer, -1, None)
+        payload = self.bridge.payload(job, rows.nbytes)
+        return Node(x, ids, weights, rows, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
+
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
+        """x (tokens, hidden), ids, weights (tokens, top_k) -> rows (tokens * top_k, hidden), not to be read before
+        `join`. All stays on the device for the main stream, which goes on at once."""
+        node = self._of(len(x), layer)
+        for name, given, wanted in (("x", x, node.x), ("ids", ids, node.ids), ("weights", weights, node.weights)):
+            if given.shape != wanted.shape or given.dtype != wanted.dtype or not given.is_contiguous():
+                raise ValueError(f"layer {layer}: {name} is {given.dtype} {tuple(given.shape)}, or not contiguous")
+        rows = torch.empty(node.rows.shape, dtype=node.rows.dtype, device=x.device)
+        node.fork.record()
+        with torch_npu.npu.stream(self.side):
+            node.fork.wait()
+            node.x.copy_(x, non_blocking=True)
+            node.ids.copy_(ids, non_blocking=True)
+            node.weights.copy_(weights, non_blocking=True)
+            # `npu_stream` waits for torch_npu's own queue, so the callback stands behind the copies.
+            self.bridge.launch(self.side.npu_stream, node.payload)
+            rows.copy_(node.rows, non_blocking=True)
+            node.back.record()
+        node.held = (x, ids, weights, rows)
+        return rows
+
+    def join(self, rows: Tensor, own: Tensor, layer: int) -> Tensor:
+        """own (tokens * top_k, hidden): the resident experts' rows, zeroes for the others."""
+        node = self._of(len(rows) // self.top_k, layer)
+        node.back.wait()
+        node.held = ()
+        return own + rows
+
+    def _of(self, tokens: int, layer: int) -> Node:
+        if (tokens, layer) not in self.nodes:
+            raise KeyError(f"layer {layer} was not prepared for {tokens} tokens")
+        return self.nodes[tokens, layer]
+
+    def begin(self, step: int, tokens: int) -> None:
+        """Before a step's launches; the step before has finished."""
+        self.step, self.tokens = step, tokens
+        self.bridge.begin(step)
+
+    def finish(self) -> None:
+        """Waits for the main stream. BridgeError: a layer's experts on the CPU did not come within timeout_s."""
+        stream = torch_npu.npu.current_stream().npu_stream
+        slice_ms = max(1, int(self.timeout_s * 1000 / SLICES))
+        events, since = self.bridge.events(), time.monotonic()
+        while not self.bridge.idle(stream, slice_ms):
+            if self.bridge.events() != events:
+                events, since = self.bridge.events(), time.monotonic()
+            # A callback that is under way looks after its worker itself, unless that does not even take the job.
+            limit = self.timeout_s * (2 if events % 2 else 1)
+            layer = self._missing()
+            if layer is not None and time.monotonic() - since >= limit:
+                self.bridge.check(
+                    f"layer {layer}, step {self.step}: its callback has not come, or not returned, within {limit} s"
+                )
+        self.bridge.check()
+
+    def _missing(self) -> int | None:
+        """The first layer that whose callback of this step has not returned."""
+        layers = sorted(layer for tokens, layer in self.nodes if tokens == self.tokens)
+        seen = (layer for layer in layers if self.bridge.seen(self.nodes[self.tokens, layer].payload) != self.step)
+        return next(seen, None)
+
+    def close(self) -> None:
+        """Also with callbacks pending: they return at once. No graph that was captured with these nodes may be replayed
+        afterwards."""
+        if self.alive.pop(self.number, None) is None:
+            return
+        torch_npu.npu.current_stream().npu_stream  # noqa: B018 (torch_npu's own queue is empty then)
+        if not self.bridge.close(self.timeout_s):
+            LEFT.append(self)
+            print("WARNING: experts on the CPU: closed with work under way; its buffers stay until the process ends")
+
+
+LEFT: list[ShadowNodes] = []
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, layer: int) -> Tensor:
+    """torch_npu 2.13.0 does not raise where CANN has none: it gives a tensor at address 0."""
+    made = torch.empty(shape, dtype=dtype, pin_memory=True)
+    if made.numel() and not made.data_ptr():
+        raise UserError(f"layer {layer}: no pinned memory on the host for {dtype} {shape}")
+    return made
+
+
+def _submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:
+    return ShadowNodes.alive[nodes].submit(x, ids, weights, layer)
+
+
+def _join(rows: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:
+    return ShadowNodes.alive[nodes].join(rows, own, layer)
+
+
+def _rows(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:
+    return x.new_empty((ids.numel(), x.shape[1]), dtype=torch.float32)
+
+
+LIBRARY.impl("shadow_submit", _submit, "PrivateUse1")
+LIBRARY.impl("shadow_join", _join, "PrivateUse1")
+LIBRARY.impl("shadow_submit", _rows, "Meta")
+LIBRARY.impl("shadow_join", lambda rows, own, layer, nodes: torch.empty_like(own), "Meta")

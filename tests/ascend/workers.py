@@ -1,0 +1,88 @@
+"""A shadow pool for tests of the bridge, and a step of two layers that uses it."""
+
+import ctypes
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.ascend.bridge import DONE, SUBMIT
+from ops.ascend.shadow import ShadowNodes
+from tests.ascend.log import ran
+
+T, K, H, E, LAYERS = 3, 2, 8, 4, 2
+
+
+def array(address: int, kind: Any, *shape: int) -> Any:
+    return np.ctypeslib.as_array((kind * int(np.prod(shape))).from_address(address)).reshape(shape)
+
+
+class Workers:
+    """A shadow pool of one thread, which waits for `gate`. Each pair's row is x * weight + id + slot of that id."""
+
+    def __init__(self) -> None:
+        self.gate, self.seen = threading.Event(), []
+        self.refuse = self.fails = self.hangs = False
+        self.jobs: queue.Queue[Any] = queue.Queue()
+        self.function = SUBMIT(self._submit)
+        self.submit = ctypes.cast(self.function, ctypes.c_void_p).value or 0
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _submit(self, context: int, job: Any) -> int:
+        if self.hangs:
+            self.gate.wait()
+        if not self.refuse:
+            self.jobs.put(job)
+        return int(self.refuse)
+
+    def _work(self) -> None:
+        while job := self.jobs.get():
+            self.gate.wait()
+            j = job.contents
+            x, ids = array(j.x, ctypes.c_float, j.tokens, j.hidden), array(j.ids, ctypes.c_int32, j.tokens, j.top_k)
+            weights, slots = array(j.weights, ctypes.c_float, j.tokens, j.top_k), array(j.slots, ctypes.c_int64, E)
+            rows = array(j.rows, ctypes.c_float, j.tokens, j.top_k, j.hidden)
+            rows[:] = x[:, None] * weights[..., None] + (ids + slots[ids])[..., None]
+            self.seen.append((j.layer, j.step, float(x[0, 0])))
+            DONE(j.done)(job, int(self.fails))
+
+
+class Inputs:
+    def __init__(self) -> None:
+        self.x, self.ids = torch.zeros(T, H).npu(), torch.zeros(T, K, dtype=torch.int32).npu()
+        self.weights, self.own = torch.zeros(T, K).npu(), torch.zeros(T * K, H).npu()
+        self.rows: list[Tensor] = []
+
+    def fill(self, seed: int) -> list[Tensor]:
+        """Returns the rows that the workers are to give, for each layer."""
+        random = torch.Generator().manual_seed(seed)
+        x, weights = torch.rand(T, H, generator=random), torch.rand(T, K, generator=random)
+        ids = torch.randint(0, E, (T, K), generator=random, dtype=torch.int32)
+        for there, here in ((self.x, x), (self.ids, ids), (self.weights, weights)):
+            there.copy_(here)
+        slots = torch.arange(LAYERS * E).view(LAYERS, E) * 10
+        part = x[:, None] * weights[..., None]
+        return [(part + (ids + slots[layer][ids.long()])[..., None]).view(T * K, H) for layer in range(LAYERS)]
+
+    def step(self, nodes: ShadowNodes) -> None:
+        """Sigmoid stands for the resident experts, Add is in `join`."""
+        self.rows = []
+        for layer in range(LAYERS):
+            self.rows.append(nodes.submit(self.x, self.ids, self.weights, layer))
+            self.x.sigmoid()
+            nodes.join(self.rows[-1], self.own, layer)
+
+
+def until(lines: list[tuple[int, str]], last: str) -> list[tuple[int, str]]:
+    """Adds what streams come to, to the first `last`."""
+    deadline = time.monotonic() + 20
+    while not any(last in line for _, line in lines):
+        assert time.monotonic() < deadline, lines
+        lines += ran()
+        time.sleep(0.001)
+    return lines

@@ -1,0 +1,207 @@
+// Steps of a tape whose experts move between slots and the shadow store from step to step, while a copier fills slots
+// ahead; built with ThreadSanitizer, and with AddressSanitizer. Every step must give the bits of Moe. At the end pools
+// are stopped and destroyed at work.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+
+#include "../../ops/cpu/csrc/copier.h"
+#include "../../ops/cpu/csrc/shadow.h"
+#include "../../ops/cpu/csrc/tape.h"
+#include "weights.h"
+
+using namespace umbra;
+
+namespace {
+
+constexpr int kSteps = 120;
+constexpr int64_t kTokens = 5, kHidden = 64, kInner = 96, kExperts = 8, kTopK = 3, kSlots = 3, kLayers = 2;
+constexpr int64_t k13 = 2 * kInner * kHidden / 2, k2 = kHidden * kInner / 2;  // bytes of quants; q4
+constexpr int64_t kBlockBytes = k13 + k13 / 8 + k2 + k2 / 8;                    // scales: 2 bytes for 32 weights
+
+int64_t address(const void* at) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(at)); }
+
+// The blocks' matrices at address 0, rows divided as `split` says.
+template <class Split>
+SplitMatrix relative(int rows, int columns, int unit, int64_t quants, int64_t scales, Split&& split) {
+    std::vector<Matrix> parts;
+    const std::vector<int> firsts = split(rows / unit);
+    for (size_t n = 0; n + 1 < firsts.size(); n++) {
+        Matrix part;
+        part.format = Format::q4;
+        part.n = (firsts[n + 1] - firsts[n]) * unit;
+        part.k = columns;
+        part.group = 32;
+        const int64_t skipped = int64_t{firsts[n]} * unit * columns;
+        part.quants = reinterpret_cast<const uint8_t*>(quants + skipped / 2);
+        part.scales = reinterpret_cast<const uint16_t*>(scales + skipped / 16);
+        parts.push_back(part);
+    }
+    return SplitMatrix(parts);
+}
+
+struct Layer {
+    std::vector<int64_t> store, device, counts, times, slot_of;
+    std::vector<int> free;  // slots
+};
+
+int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams) {
+    Pool pool(teams);
+    Context context{pool, kernels_generic()};
+    const auto shadow = std::make_shared<ShadowPool>(shadow_teams, kernels_generic(), 30);
+    Copier copier;
+
+    // All-resident weights, and the same ones in blocks.
+    const std::vector<Team> one{Team{}};
+    Pool alone(one);
+    const Weights w13(alone, one, kExperts, 2 * kInner, kHidden, 64), w2(alone, one, kExperts, kHidden, kInner);
+    Buffer store(kExperts * kBlockBytes), slots(kLayers * kSlots * kBlockBytes);
+    auto* const blocks = reinterpret_cast<uint8_t*>(store.address());
+    auto* const places = reinterpret_cast<uint8_t*>(slots.address());
+    for (int64_t e = 0; e < kExperts; e++) {
+        const Matrix a = w13.matrix.like().at(e), b = w2.matrix.like().at(e);
+        uint8_t* to = blocks + e * kBlockBytes;
+        std::memcpy(to, a.quants, k13);
+        std::memcpy(to + k13, a.scales, k13 / 8);
+        std::memcpy(to + k13 + k13 / 8, b.quants, k2);
+        std::memcpy(to + k13 + k13 / 8 + k2, b.scales, k2 / 8);
+    }
+    const auto matrices = [&](auto&& split) {
+        return std::make_pair(relative(2 * kInner, kHidden, 64, 0, k13, split),
+                              relative(kHidden, kInner, 16, k13 + k13 / 8, k13 + k13 / 8 + k2, split));
+    };
+    const auto ours = matrices([&](int count) {
+        std::vector<int> firsts;
+        for (int n = 0; n <= pool.nodes(); n++) firsts.push_back(pool.first(count, n));
+        return firsts;
+    });
+    const auto theirs = matrices([&](int count) { return shadow->split(count); });
+
+    std::vector<float> x(kTokens * kHidden), weights(kTokens * kTopK), expected(kTokens * kHidden);
+    std::vector<std::vector<float>> outs(kLayers, expected);
+    std::vector<int64_t> ids(kTokens * kTopK);
+    std::vector<float> rows(kTokens * kTopK * kHidden);
+    const auto bytes = Moe::scratch_bytes(kTokens, kTopK, kExperts, kHidden, kInner);
+    std::vector<uint8_t> scratch(bytes), shadow_scratch(bytes);
+    int64_t step = 0;
+    Tape tape;
+    std::vector<Layer> layers(kLayers);
+    for (int64_t l = 0; l < kLayers; l++) {
+        Layer& layer = layers[l];
+        for (int64_t e = 0; e < kExperts; e++) layer.store.push_back(address(blocks + e * kBlockBytes));
+        layer.device = layer.counts = std::vector<int64_t>(kExperts);
+        layer.slot_of = std::vector<int64_t>(kExperts, -1);
+        layer.times = {0, 0, 0, 0};
+        layer.free.resize(kSlots);
+        std::iota(layer.free.begin(), layer.free.end(), static_cast<int>(l * kSlots));
+        const auto part = [&](const auto& handles, const int64_t* table, const int64_t* elsewhere, uint8_t* memory) {
+            return MoeRows{handles.first, handles.second, table, elsewhere, x.data(), ids.data(), rows.data(), memory,
+                           kTokens, kTopK, kExperts, 0, kHidden, kInner};
+        };
+        const auto work = std::make_shared<ShadowWork>(
+            ShadowWork{part(theirs, layer.store.data(), layer.device.data(), shadow_scratch.data()), l, &step, nullptr});
+        tape.add(Submit{shadow, work, layer.counts.data()});
+        tape.add(part(ours, layer.device.data(), nullptr, scratch.data()));
+        tape.add(Join{shadow, work,
+                      {rows.data(), weights.data(), ids.data(), outs[l].data(), kTokens, kTopK, kExperts, 0, kHidden},
+                      layer.times.data()});
+    }
+    const Moe moe{w13.matrix, w2.matrix, x.data(), weights.data(), ids.data(), expected.data(), scratch.data(),
+                  kTokens, kTopK, kExperts, 0, kHidden, kInner};
+    Context reference{alone, kernels_generic()};
+
+    struct Promotion {
+        uint64_t ticket;
+        Layer* layer;
+        int64_t expert;
+        int slot;
+    };
+    std::vector<Promotion> promotions;
+    uint64_t random = 1;
+    const auto below = [&](int64_t limit) {
+        random = random * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<int64_t>((random >> 33) % static_cast<uint64_t>(limit));
+    };
+    int64_t routed = 0, moved = 0;
+    for (; step < kSteps; step++) {
+        // Between steps: publish what was copied, take a resident expert away, start a copy into a free slot.
+        for (size_t i = 0; i < promotions.size();) {
+            const Promotion p = promotions[i];
+            if (!copier.done(p.ticket)) {
+                i++;
+                continue;
+            }
+            p.layer->device[p.expert] = address(places + p.slot * kBlockBytes);
+            p.layer->slot_of[p.expert] = p.slot;
+            promotions.erase(promotions.begin() + static_cast<int64_t>(i));
+            moved++;
+        }
+        for (Layer& layer : layers) {
+            const int64_t out = below(kExperts), in = below(kExperts);
+            if (layer.device[out] && below(3) == 0) {
+                layer.device[out] = 0;
+                layer.free.push_back(static_cast<int>(layer.slot_of[out]));
+            }
+            bool coming = layer.device[in] != 0;
+            for (const Promotion& p : promotions) coming |= p.layer == &layer && p.expert == in;
+            if (coming || layer.free.empty()) continue;
+            const int slot = layer.free.back();
+            layer.free.pop_back();
+            const auto ticket = copier.submit(places + slot * kBlockBytes, blocks + in * kBlockBytes, kBlockBytes);
+            promotions.push_back({ticket, &layer, in, slot});
+        }
+        for (float& v : x) v = pseudo_random(below(1 << 30));
+        for (float& v : weights) v = pseudo_random(below(1 << 30));
+        for (int64_t& id : ids) id = below(kExperts + 2) - 1;  // some outside
+        for (const int64_t id : ids) routed += id >= 0 && id < kExperts;
+        tape.replay(context);
+        moe.run(reference);
+        for (const auto& out : outs)
+            if (std::memcmp(out.data(), expected.data(), out.size() * sizeof(float)) != 0) {
+                std::printf("other results in step %d\n", static_cast<int>(step));
+                return 1;
+            }
+        if (step % 100 == 0) usleep(3000);  // long enough for all to fall asleep
+    }
+    for (const Layer& layer : layers)
+        if (std::accumulate(layer.counts.begin(), layer.counts.end(), int64_t{0}) != routed) {
+            std::puts("miscounted");
+            return 1;
+        }
+    if (moved < kSteps / 20) {
+        std::puts("nothing moved");
+        return 1;
+    }
+
+    // The end comes while all are at work: from another thread, in the middle of steps, with copies queued.
+    for (Layer& layer : layers) std::fill(layer.device.begin(), layer.device.end(), 0);
+    for (auto& id : ids) id = below(kExperts);
+    for (int i = 0; i < 50; i++) copier.submit(places, blocks, kBlockBytes);
+    std::thread killer([&] {
+        usleep(2000);
+        shadow->stop();
+        copier.stop();
+    });
+    int survived = 0;
+    try {
+        for (;; survived++) tape.replay(context);
+    } catch (const ShadowError& error) {
+        const std::string start = "shadow experts: layer ", text = error.what();
+        if (text.compare(0, start.size(), start) != 0) survived = -1;
+    }
+    killer.join();
+    return survived < 0;
+}
+
+}  // namespace
+
+int main() {
+    using Teams = std::vector<Team>;
+    for (const auto& [ours, theirs] : std::vector<std::pair<Teams, Teams>>{
+             {{{-1, 1, {}}}, {{-1, 1, {}}}}, {{{-1, 2, {}}}, {{-1, 3, {}}}}, {{{-1, 1, {}}, {-1, 1, {}}}, {{-1, 1, {}}, {-1, 2, {}}}}})
+        if (stress(ours, theirs) != 0) return 1;
+    std::puts("ok");
+}
