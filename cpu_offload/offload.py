@@ -37,7 +37,7 @@ class Settings:
     mode: str  # resident, fixed, elastic
     start_layer: int
     slots: int  # fixed: how many
-    threads: int
+    shadow_threads: int
     interval: int
     max_swaps: int
     timeout_s: int
@@ -55,7 +55,7 @@ class Offload:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.layers: list[ShadowedExperts] = []
-        self.pool = ShadowPool([native().Team(-1, settings.threads, [])], settings.timeout_s)
+        self.pool = ShadowPool([native().Team(-1, settings.shadow_threads, [])], settings.timeout_s)
         self.history = History()
 
     def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
