@@ -29,6 +29,7 @@ class Shape:
     group: int
     layers: int
     dtype: str
+    half_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Layer:
     ids: Tensor  # (batch, k) int32
     weights: Tensor  # (batch, k)
     nbytes: float  # of the experts that ids name, each once
+    half_sums: bool = False
 
     def custom(self) -> Tensor:
-        return vector_core.moe(self.x, self.weights, self.ids, self.experts, None)
+        return vector_core.moe(self.x, self.weights, self.ids, self.experts, None, self.half_sums)
 
     def reference(self) -> Tensor:
         return moe.infer_fusion_v2(self.x, self.weights, self.ids, self.experts)
@@ -75,7 +77,7 @@ def layer(experts: AscendExperts, shape: Shape, batch: int, device: torch.device
     weights = torch.rand(batch, shape.top_k).softmax(-1)
     x = torch.randn(batch, shape.hidden).to(getattr(torch, shape.dtype))
     nbytes = experts.nbytes / experts.count * len(ids.unique())
-    return Layer(experts, x.to(device), ids.to(device), weights.to(x).to(device), nbytes)
+    return Layer(experts, x.to(device), ids.to(device), weights.to(x).to(device), nbytes, shape.half_sums)
 
 
 def check(layers: Sequence[Layer]) -> None:

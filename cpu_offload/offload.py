@@ -28,6 +28,7 @@ from ops.cpu.shadow import Copier, ShadowPool
 from ops.interface import Format
 
 PATIENCE = 8  # steps with much free memory before experts return
+AHEAD = 32  # one frame in so many is kept free for the KV cache
 Place = tuple[int, int]  # layer among those with shadows, expert
 
 
@@ -36,7 +37,7 @@ class Settings:
     mode: str  # resident, fixed, elastic
     start_layer: int
     slots: int  # fixed: how many
-    threads: int
+    shadow_threads: int
     interval: int
     max_swaps: int
     timeout_s: int
@@ -54,7 +55,7 @@ class Offload:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.layers: list[ShadowedExperts] = []
-        self.pool = ShadowPool([native().Team(-1, settings.threads, [])], settings.timeout_s)
+        self.pool = ShadowPool([native().Team(-1, settings.shadow_threads, [])], settings.timeout_s)
         self.history = History()
 
     def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
@@ -84,7 +85,8 @@ class Offload:
         self.arena, self.memory, self.copier = arena, memory, Copier()
         counts = self.layers[0].count
         self.residency = Residency(len(self.layers), counts, Policy(max_swaps=self.settings.max_swaps))
-        low, high = max(1, arena.extent_frames), 3 * arena.extent_frames
+        low = max(1, arena.frames // AHEAD)
+        high = low + arena.extent_frames
         self.balance = Balance(arena, low, high, PATIENCE, self.make_room)
         self.slots: dict[Place, int] = {}  # of residents and of those whose copy is under way
         self.copies: list[Copy] = []

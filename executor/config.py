@@ -125,7 +125,7 @@ class OffloadSettings:
         0, "the one buffer of expert slots and KV pages; 0: room for all experts (fixed: for `slots`) and for the "
         "longest sequences", minimum=0, maximum=1 << 24,
     )  # fmt: skip
-    threads: int = key(1, "of the shadow pool, beside `threads` of the device's", minimum=1, maximum=1024)
+    shadow_threads: int = key(1, "of the pool that computes shadows, beside `threads`", minimum=1, maximum=1024)
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
     max_swaps: int = key(4, "most experts that come in at one decision; 0: the first placement stays", minimum=0)
     timeout_s: int = key(30, "a step whose shadow experts take longer than this ends in an error", minimum=1)
@@ -144,6 +144,9 @@ class AscendSettings:
         choices=("auto", "on", "off"),
     )  # fmt: skip
     gemv_max_tokens: int = key(8, "most tokens of a step that `decode_gemv` is for", minimum=1, maximum=8)
+    gemv_half_sums: bool = key(
+        False, "add eight rows in half: faster by CANN's tables, loses precision where sums cancel; docs/vector_core.md"
+    )
     memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
     cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
     base_port: int = key(

@@ -6,10 +6,10 @@ from itertools import pairwise
 import hypothesis.strategies as st
 import pytest
 import torch
-from cpu_offload.balance import Balance
 from hypothesis import given, settings
 
 from cpu_offload.arena import Arena
+from cpu_offload.balance import Balance
 from errors import UserError
 from executor.batching import pack
 from executor.kv_pages import ElasticPages

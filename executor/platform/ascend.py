@@ -43,7 +43,9 @@ class AscendPlatform(Platform):
         tokens = gemv_tokens(case)
         if tokens:
             ascendc.load()
-        self.ops = cast(Ops, AscendOps(dtype, self.device, case.ascend_config.moe_routing, tokens))
+        settings = case.ascend_config
+        own = AscendOps(dtype, self.device, settings.moe_routing, tokens, settings.gemv_half_sums)
+        self.ops = cast(Ops, own)
 
     def compile(self, step: Step, model_config: object) -> Step:
         return AscendGraphs(step, self.case, self.ranks, self.device, model_config)

@@ -24,11 +24,18 @@ ALL_TOKENS = 2147483647  # pre_tokens, next_tokens
 
 class AscendOps(AscendLayout):
     """The routing of `moe` is one of ops.ascend.moe.ROUTINGS; steps of at most `gemv_tokens` tokens multiply with 4-bit
-    weights on the vector cores."""
+    weights on the vector cores, as `half_sums` says (ops/ascendc/schemas.py)."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, routing: str, gemv_tokens: int = 0):
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        routing: str,
+        gemv_tokens: int = 0,
+        half_sums: bool = False,
+    ):
         super().__init__(dtype)
-        self.gemv_tokens = gemv_tokens
+        self.gemv_tokens, self.half_sums = gemv_tokens, half_sums
         self.route_experts = moe.ROUTINGS[routing]
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
 
@@ -44,7 +51,7 @@ class AscendOps(AscendLayout):
 
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
         if self.on_vector_cores(x, weight):
-            return vector_core.linear(x, weight, bias)
+            return vector_core.linear(x, weight, bias, self.half_sums)
         if weight.scales is not None:
             return torch_npu.npu_weight_quant_batchmatmul(
                 x=x, weight=weight.data, antiquant_scale=weight.scales, antiquant_offset=weight.offsets,
@@ -159,7 +166,7 @@ class AscendOps(AscendLayout):
         if ids.dtype != torch.int32:
             raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
         if self.on_vector_cores(x, experts):
-            return vector_core.moe(x, weights, ids, experts, first_expert)
+            return vector_core.moe(x, weights, ids, experts, first_expert, self.half_sums)
         if first_expert is not None:
             weights, ids = moe.resident(weights, ids, first_expert, experts.count)
         return self.route_experts(x, weights, ids, experts)

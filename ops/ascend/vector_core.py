@@ -17,15 +17,17 @@ def unfit(weight: AscendMatrix | AscendExperts) -> str:
     return ""
 
 
-def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
-    y = torch.ops.umbra.gemv_w4a16(x, weight.data, weight.scales, weight.offsets)
+def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, half_sums: bool) -> Tensor:
+    y = torch.ops.umbra.gemv_w4a16(x, weight.data, weight.scales, weight.offsets, half_sums)
     return y if bias is None else y + bias
 
 
-def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None) -> Tensor:
+def moe(
+    x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None, half_sums: bool
+) -> Tensor:
     """One launch, with no rows to bring into order: ids of experts that are elsewhere add nothing."""
     w13, w2 = experts.w13, experts.w2
     return torch.ops.umbra.fused_moe_w4a16(
         x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
-        ids if first_expert is None else ids - first_expert, weights,
+        ids if first_expert is None else ids - first_expert, weights, half_sums,
     )  # fmt: skip

@@ -4,15 +4,17 @@ from typing import Any
 
 import torch
 from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_converter
-from torchair.ge import custom_op
+from torchair.ge import attr, custom_op
 
 from ops.ascendc import schemas  # noqa: F401 (declares them)
 
 
 @register_fx_node_ge_converter(torch.ops.umbra.grouped_gemv_w4a16.default)  # type: ignore[untyped-decorator]
-def grouped_gemv_w4a16(x: Any, w: Any, scales: Any, zeros: Any, ids: Any, meta_outputs: Any = None) -> Any:
+def grouped_gemv_w4a16(
+    x: Any, w: Any, scales: Any, zeros: Any, ids: Any, half_sums: Any = False, meta_outputs: Any = None
+) -> Any:
     inputs = dict(x=x, w=w, scales=scales, zeros=zeros, ids=ids)
-    return custom_op("UmbraGroupedGemvW4a16", inputs=inputs, attrs={}, outputs=["y"])
+    return custom_op("UmbraGroupedGemvW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])
 
 
 @register_fx_node_ge_converter(torch.ops.umbra.fused_moe_w4a16.default)  # type: ignore[untyped-decorator]
@@ -26,13 +28,14 @@ def fused_moe_w4a16(
     z2: Any,
     ids: Any,
     weights: Any,
+    half_sums: Any = False,
     meta_outputs: Any = None,
 ) -> Any:
     inputs = dict(x=x, w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, ids=ids, weights=weights)
-    return custom_op("UmbraFusedMoeW4a16", inputs=inputs, attrs={}, outputs=["y"])
+    return custom_op("UmbraFusedMoeW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])
 
 
 @register_fx_node_ge_converter(torch.ops.umbra.gemv_w4a16.default)  # type: ignore[untyped-decorator]
-def gemv_w4a16(x: Any, w: Any, scales: Any, zeros: Any, meta_outputs: Any = None) -> Any:
+def gemv_w4a16(x: Any, w: Any, scales: Any, zeros: Any, half_sums: Any = False, meta_outputs: Any = None) -> Any:
     inputs = dict(x=x, w=w, scales=scales, zeros=zeros)
-    return custom_op("UmbraGemvW4a16", inputs=inputs, attrs={}, outputs=["y"])
+    return custom_op("UmbraGemvW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])

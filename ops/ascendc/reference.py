@@ -1,6 +1,7 @@
 """What the ops of `schemas.py` mean, under the same names, in plain PyTorch.
 
-float32 inside and the type of x outside; `precise`: float64 inside and outside, what errors are measured from.
+float32 inside and the type of x outside, whatever `half_sums` says; `precise`: float64 inside and outside, what errors
+are measured from.
 """
 
 import torch
@@ -11,7 +12,13 @@ from ops.ascendc.schemas import WORD
 
 
 def grouped_gemv_w4a16(
-    x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, ids: Tensor, precise: bool = False
+    x: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    ids: Tensor,
+    half_sums: bool = False,
+    precise: bool = False,
 ) -> Tensor:
     y = _grouped(x.to(_inside(precise)), w, scales, zeros, ids)
     return y if precise else y.to(x.dtype)
@@ -27,6 +34,7 @@ def fused_moe_w4a16(
     z2: Tensor | None,
     ids: Tensor,
     weights: Tensor,
+    half_sums: bool = False,
     precise: bool = False,
 ) -> Tensor:
     gate, up = _grouped(x.to(_inside(precise)), w13, s13, z13, ids).flatten(0, 1).chunk(2, -1)  # (T k, I) each
@@ -35,7 +43,9 @@ def fused_moe_w4a16(
     return y if precise else y.to(x.dtype)
 
 
-def gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, precise: bool = False) -> Tensor:
+def gemv_w4a16(
+    x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, half_sums: bool = False, precise: bool = False
+) -> Tensor:
     y = x.to(_inside(precise)) @ unpacked(w, scales, zeros, _inside(precise))
     return y if precise else y.to(x.dtype)
 

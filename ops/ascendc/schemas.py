@@ -9,6 +9,9 @@ grouped_gemv_w4a16   x (R, K), w (E, K, N / 8), scales, zeros (E, K / G, N), ids
 fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); gate: the first I columns of w13, up: the others
 gemv_w4a16           x (T, K), w (K, N / 8), scales, zeros (K / G, N) -> (T, N)
+
+half_sums: products and the sums of eight rows are float16, not float32: faster by CANN's tables, and inexact where sums
+cancel each other (docs/vector_core.md).
 """
 
 import torch
@@ -22,15 +25,17 @@ NAMES = ("w", "scales", "zeros")
 
 LIBRARY = torch.library.Library("umbra", "DEF")  # the ops live as long as this does
 for schema in (
-    "grouped_gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor ids) -> Tensor",
+    "grouped_gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor ids, bool half_sums=False) -> Tensor",
     "fused_moe_w4a16(Tensor x, Tensor w13, Tensor s13, Tensor? z13, Tensor w2, Tensor s2, Tensor? z2, Tensor ids, "
-    "Tensor weights) -> Tensor",
-    "gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros) -> Tensor",
+    "Tensor weights, bool half_sums=False) -> Tensor",
+    "gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, bool half_sums=False) -> Tensor",
 ):
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def grouped_gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, ids: Tensor) -> Tensor:
+def grouped_gemv_w4a16(
+    x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, ids: Tensor, half_sums: bool = False
+) -> Tensor:
     _check_activations(x, None)
     outputs = _check_weights(NAMES, w, scales, zeros, 1, x, x.shape[1])
     _check("ids", ids, torch.int32, x.shape[0], None)
@@ -47,6 +52,7 @@ def fused_moe_w4a16(
     z2: Tensor | None,
     ids: Tensor,
     weights: Tensor,
+    half_sums: bool = False,
 ) -> Tensor:
     _check_activations(x, MOST_TOKENS)
     columns = _check_weights(("w13", "s13", "z13"), w13, s13, z13, 1, x, x.shape[1])
@@ -60,7 +66,7 @@ def fused_moe_w4a16(
     return x.new_empty(x.shape)
 
 
-def gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+def gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, half_sums: bool = False) -> Tensor:
     _check_activations(x, MOST_TOKENS)
     return x.new_empty(x.shape[0], _check_weights(NAMES, w, scales, zeros, 0, x, x.shape[1]))
 

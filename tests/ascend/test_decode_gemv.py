@@ -110,16 +110,16 @@ def test_four_bit_products(format: Format) -> None:
 REAL_MOE = vector_core.moe
 
 
-def without_first(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None) -> Tensor:
-    return REAL_MOE(x, weights, ids, experts, None)
+def without_first(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None, *_: Any) -> Tensor:
+    return REAL_MOE(x, weights, ids, experts, None, False)
 
 
-def clamped(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int) -> Tensor:
-    return REAL_MOE(x, weights, (ids - first_expert).clamp(0), experts, None)
+def clamped(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int, *_: Any) -> Tensor:
+    return REAL_MOE(x, weights, (ids - first_expert).clamp(0), experts, None, False)
 
 
-def weighed_twice(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int) -> Tensor:
-    return REAL_MOE(x, weights * weights, ids, experts, first_expert)
+def weighed_twice(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int, *_: Any) -> Tensor:
+    return REAL_MOE(x, weights * weights, ids, experts, first_expert, False)
 
 
 @pytest.mark.parametrize("mutant", [without_first, clamped, weighed_twice])
@@ -151,13 +151,15 @@ REPLACED = Counter(GroupedMatmul=2, MatMul=2, MoeInitRoutingV3=1, MoeFinalizeRou
 KERNELS = Counter(FUSED) - REPLACED + Counter(UmbraFusedMoeW4a16=1, UmbraGemvW4a16=2)  # of a layer
 
 
-def check(program: GeProgram, zeros: bool) -> None:
+def check(program: GeProgram, zeros: bool, half_sums: bool = False) -> None:
     """Two layers, the linear layers and the mixture of each on the vector cores; nothing is copied on the way."""
     count = program.count()
     around = Counter(RmsNorm=1, MatMul=1)  # the first norm, the head
     assert {name: count[name] - around[name] for name in KERNELS} == {name: 2 * n for name, n in KERNELS.items()}
     assert not count.keys() & (WRITES | REPLACED.keys() - KERNELS.keys())
     made = {out.source: out for node in program.nodes for out in node.outputs}
+    own = program.of("UmbraFusedMoeW4a16", "UmbraGemvW4a16")
+    assert [node.proto.attr["half_sums"].b for node in own] == [half_sums] * len(own)
     for node in program.of("UmbraFusedMoeW4a16"):
         assert [desc.name for desc in node.proto.input_desc] == FUSED_INPUTS
         assert [made[i].shape if i else None for i in node.inputs] == [
@@ -181,6 +183,14 @@ def test_the_ge_graph(tmp_path: Path, zeros: bool, loaded: list[str]) -> None:
     assert loaded == ["loaded"]
 
 
+@pytest.mark.usefixtures("loaded")
+def test_half_sums_arrive_in_the_ge_graph(tmp_path: Path) -> None:
+    program = decode_program(tmp_path, "method=q4", "decode_gemv=on", "gemv_half_sums=true")
+    check(program, False, half_sums=True)
+    with pytest.raises(AssertionError):
+        check(program, False)
+
+
 @pytest.mark.parametrize("case", [["gemv_max_tokens=3"], ["batch_size=16"], ["decode_gemv=off"]])
 def test_the_ge_graph_of_more_tokens_is_the_other_one(tmp_path: Path, case: list[str], loaded: list[str]) -> None:
     prompts = [[9, i] for i in range(16 if "batch_size=16" in case else 4)]
@@ -189,8 +199,8 @@ def test_the_ge_graph_of_more_tokens_is_the_other_one(tmp_path: Path, case: list
     assert not any("Umbra" in name for name in count)
 
 
-def in_float(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None) -> Tensor:
-    return REAL_MOE(x.float().to(x.dtype) * 1, weights, ids.long().int(), experts, first_expert)
+def in_float(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None, *_: Any) -> Tensor:
+    return REAL_MOE(x.float().to(x.dtype) * 1, weights, ids.long().int(), experts, first_expert, False)
 
 
 def test_a_copy_on_the_way_is_seen(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +213,8 @@ def test_a_copy_on_the_way_is_seen(tmp_path: Path, loaded: list[str], monkeypatc
 def test_inputs_out_of_order_are_seen(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.ops.umbra.gemv_w4a16.default._ge_converter
 
-    def swapped(x: Any, w: Any, scales: Any, zeros: Any, meta_outputs: Any = None) -> Any:
-        return real(x, scales, w, zeros, meta_outputs=meta_outputs)
+    def swapped(x: Any, w: Any, scales: Any, zeros: Any, half_sums: Any = False, meta_outputs: Any = None) -> Any:
+        return real(x, scales, w, zeros, half_sums, meta_outputs=meta_outputs)
 
     swapped.require_meta = True  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.ops.umbra.gemv_w4a16.default, "_ge_converter", swapped)
@@ -224,9 +234,10 @@ PRODUCTS = ("Umbra", "Matmul", "Routing", "SwiGlu", "Sort")
 
 
 @pytest.mark.usefixtures("on_npu")
+@pytest.mark.parametrize("half_sums", [False, True])
 @pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
-def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
-    overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}"]
+def test_captured_once_and_replayed(tmp_path: Path, mode: str, half_sums: bool) -> None:
+    overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}", f"gemv_half_sums={half_sums}"]
     runner = ascend_runner(ascend_case(tmp_path, *overrides), tmp_path)
     with device_log() as prefill:
         running = prefilled(runner)
@@ -234,7 +245,8 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
     with device_log() as first:
         runner._decode(running)
     products = [line for line in first.lines if any(word in line for word in PRODUCTS)]
-    assert products == [f"captured {line}" for line in [*LAYER, *LAYER, HEAD]]
+    layer = [" true (".join(line.rsplit(" (", 1)) for line in LAYER] if half_sums else LAYER
+    assert products == [f"captured {line}" for line in [*layer, *layer, HEAD]]
     for _ in range(2):
         with device_log() as log:
             runner._decode(running)

@@ -54,8 +54,8 @@ OPS: dict[str, tuple[Callable[[bool], Arguments], str, tuple[int, ...]]] = {
 }
 
 
-def call(op: str, arguments: Arguments) -> Tensor:
-    return getattr(torch.ops.umbra, op)(*arguments.values())
+def call(op: str, arguments: Arguments, half_sums: bool = False) -> Tensor:
+    return getattr(torch.ops.umbra, op)(*arguments.values(), half_sums)
 
 
 def line(kernel: str, tensors: list[Tensor | None]) -> str:
@@ -75,6 +75,16 @@ def test_an_op_is_one_kernel(op: str, zeros: bool) -> None:
     assert log.lines == [line(kernel, [*arguments.values(), y])]
     meta = call(op, {name: t if t is None else t.to("meta") for name, t in arguments.items()})
     assert (meta.shape, meta.dtype) == (y.shape, y.dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_half_sums_stand_between_inputs_and_output(op: str) -> None:
+    make, kernel, _ = OPS[op]
+    arguments = make(False)
+    with device_log() as log:
+        y = call(op, arguments, half_sums=True)
+    inputs = line(kernel, [*arguments.values()])
+    assert log.lines == [f"{inputs} true {line('', [y]).strip()}"]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -16,9 +16,12 @@ ARGUMENTS = {
 OPS = {"grouped_gemv": "UmbraGroupedGemvW4a16", "gemv": "UmbraGemvW4a16", "fused_moe": "UmbraFusedMoeW4a16"}
 
 
-def launch(op: str, *inputs: Tensor | None, cores: int = 48, folder: Path = KERNELS) -> tuple[Tensor, Counts]:
+def launch(
+    op: str, *inputs: Tensor | None, cores: int = 48, folder: Path = KERNELS, half_sums: bool = False
+) -> tuple[Tensor, Counts]:
     """`op` of ARGUMENTS, `inputs` in their order, on the kernels in `folder`."""
-    decided = host(OPS[op], [None if t is None else (tuple(t.shape), t.dtype) for t in inputs], cores)
+    shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in inputs]
+    decided = host(OPS[op], shapes, cores, attributes=[half_sums])
     given = dict(zip(ARGUMENTS[op], inputs, strict=True))
     library = build(folder / f"umbra_{op}_w4a16.cpp")
     made, counts = run(

@@ -1,7 +1,7 @@
 """A cycle model of the vector-core kernels: counts of the twin turned into microseconds. A model, not a measurement.
 
-    .venv/bin/python -m tests.ascendc.model             # the model beside the seed's measured table; a minute
-    .venv/bin/python -m tests.ascendc.model traffic     # bytes to and from global memory, by shape
+    .venv/bin/python -m tests.ascendc.model             # the model beside the seed's measured table; two minutes
+    .venv/bin/python -m tests.ascendc.model traffic     # bytes to and from global memory, the same with half sums
 
 A phase (up to a SyncAll) lasts as long as the slowest pipe of its slowest core, but no less than all its bytes take
 from memory; pipes overlap, and the first load is waited for. What nobody has published has two values, in LOW and
@@ -52,7 +52,8 @@ class Machine:
     # memory bounded [data_copy]; shorter ones may take less.
     piece: float = 0.5
     # A repeat whose two sources are in one bank group takes twice as long: 1000 Adds of 64 repeats take 4167 ticks of
-    # 20 ns against 2390 [bank_conflict_ub]. High: half of the repeats do, as `sums` and `half` lie in the buffer.
+    # 20 ns against 2390 [bank_conflict_ub]. High: half of the repeats do: additions, whose rows are mostly multiples of
+    # 512 bytes apart, so in one group.
     conflict: float = 1.0
     # Cycles of the vector pipe. Beyond its repeats an Add of that example takes 22 cycles, and one of
     # [add_high_performance] 23, without a PipeBarrier in the source; the compiler may have put one. Low: the barrier's
@@ -166,11 +167,11 @@ def library(name: str) -> Library:
     return build(KERNELS / f"{name}.cpp")
 
 
-def count(op: str, inputs: dict[str, torch.Tensor | None]) -> Counts:
+def count(op: str, inputs: dict[str, torch.Tensor | None], half_sums: bool = False) -> Counts:
     """What one launch of umbra_`op` does, as its host side cuts it; counts do not depend on values."""
     given = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in inputs.values()]
-    launch = host("Umbra" + "".join(part.capitalize() for part in op.split("_")), given, LOW.cores)
     name = f"umbra_{op}"
+    launch = host("".join(part.capitalize() for part in name.split("_")), given, LOW.cores, attributes=[half_sums])
     sized = launch.outputs, launch.tiling, launch.workspace, launch.blocks, launch.key
     return run(library(name), name, inputs, *sized)[1]
 
@@ -180,23 +181,23 @@ def bank(experts: int, k: int, n: int, group: int) -> tuple[torch.Tensor, torch.
 
 
 @cache
-def fused(shape: Shape, routed: bool = False) -> Counts:
+def fused(shape: Shape, routed: bool = False, half_sums: bool = False) -> Counts:
     experts, ids = shape.experts(routed)
     w13, s13 = bank(experts, shape.hidden, 2 * shape.inner, shape.group)
     w2, s2 = bank(experts, shape.inner, shape.hidden, shape.group)
     x, weights = torch.ones(shape.batch, shape.hidden, dtype=BFLOAT16), torch.ones(ids.shape, dtype=BFLOAT16)
     inputs = dict(x=x, w13=w13, s13=s13, z13=None, w2=w2, s2=s2, z2=None, ids=ids, weights=weights)
-    return count("fused_moe_w4a16", inputs)
+    return count("fused_moe_w4a16", inputs, half_sums)
 
 
-def grouped(shape: Shape, down: bool) -> Counts:
+def grouped(shape: Shape, down: bool, half_sums: bool = False) -> Counts:
     """Gate and up, or, for a row of its own an expert, down."""
     experts, ids = shape.experts(routed=False)
     k, n = (shape.inner, shape.hidden) if down else (shape.hidden, 2 * shape.inner)
     ids = ids.view(-1, 1) if down else ids
     w, scales = bank(experts, k, n, shape.group)
     x = torch.ones(len(ids), k, dtype=BFLOAT16)
-    return count("grouped_gemv_w4a16", dict(x=x, w=w, scales=scales, zeros=None, ids=ids))
+    return count("grouped_gemv_w4a16", dict(x=x, w=w, scales=scales, zeros=None, ids=ids), half_sums)
 
 
 def weight_bytes(counts: Counts) -> int:
@@ -223,8 +224,9 @@ def between(low: float, high: float, places: int = 1) -> str:
     return f"{low:.{places}f}..{high:.{places}f}"
 
 
-def print_model() -> None:
-    print("model, not measurement; us as low..high; bfloat16, W4, group 32, H 2048, I 768, top-8, 48 cores")
+def print_model(half_sums: bool) -> None:
+    print("model, not measurement; us as low..high; bfloat16, W4, group 32, H 2048, I 768, top-8, 48 cores;", end=" ")
+    print("half sums" if half_sums else "float sums")
     print("measured, on the seed's NPU: seed, its kernel; grouped mm, npu_grouped_matmul")
     for routed in (False, True):
         routing = "random routing over 128 experts" if routed else "all experts different"
@@ -232,7 +234,7 @@ def print_model() -> None:
         head = ("cores' time", "with launch", "GB/s", "of 1.6 TB/s", "seed", "grouped mm")
         print("batch      MB " + " ".join(f"{name:>12}" for name in (head[:4] if routed else head)))
         for batch, measured in SEED_US.items():
-            counts = fused(Shape("", 2048, 768, batch), routed)
+            counts = fused(Shape("", 2048, 768, batch), routed, half_sums)
             low, high = (microseconds(counts, machine) for machine in (LOW, HIGH))
             size = weight_bytes(counts)
             slow, fast = size / high / 1e3, size / low / 1e3
@@ -242,12 +244,12 @@ def print_model() -> None:
             print(f"{batch:5} {size / 1e6:7.1f} " + " ".join(f"{cell:>12}" for cell in cells))
     print("\ngrouped_gemv_w4a16, all experts different: gate and up; down")
     for batch in SEED_US:
-        both = [grouped(Shape("", 2048, 768, batch), down) for down in (False, True)]
+        both = [grouped(Shape("", 2048, 768, batch), down, half_sums) for down in (False, True)]
         print(f"{batch:5} ", *(between(microseconds(c, LOW), microseconds(c, HIGH)) for c in both))
     print("\nfused_moe_w4a16, all experts different: the slowest core's pipes by phase")
     print("batch phase cores   " + "  ".join(f"{name:>11}" for name in (*SHOWN, "bound")))
     for batch in SEED_US:
-        counts = fused(Shape("", 2048, 768, batch))
+        counts = fused(Shape("", 2048, 768, batch), False, half_sums)
         for number, (low, high) in enumerate(zip(*(predict(counts.cores, m) for m in (LOW, HIGH)), strict=True)):
             columns = [between(low.busy[pipe] / 1e3, high.busy[pipe] / 1e3) for pipe in SHOWN]
             bound = low.bound if low.bound == high.bound else f"{low.bound}, {high.bound}"
@@ -257,9 +259,10 @@ def print_model() -> None:
 
 def print_traffic() -> None:
     print("KB counted by the twin; bfloat16, group 32, all experts different, 48 cores.")
-    print("needed: weights, scales, x and y once. >= 16 KB: of the nibbles' bytes, in such moves.")
+    print("needed: nibbles, scales, x and y once. >= 16 KB: of the nibbles' bytes, in such moves.")
+    print("%: the workspace, of weights (nibbles and scales) and of nibbles alone.")
     print("cores: all work over the longest core's, by product.")
-    head = ("weights", "scales", "x", "workspace", "y", "all / needed", "workspace %", ">= 16 KB", "cores")
+    head = ("nibbles", "scales", "x", "workspace", "y", "all / needed", "% weights", "% nibbles", ">= 16 KB", "cores")
     print(f"{'fused_moe_w4a16':26} batch " + " ".join(f"{name:>12}" for name in head))
     for name, hidden, inner in MODELS:
         for over in (1, 8):
@@ -278,15 +281,20 @@ def print_traffic() -> None:
 def print_bytes(name: str, shape: Shape, counts: Counts, rows: int) -> None:
     """`rows`: bytes of x and y, once."""
     moved = {name: sum(both.values()) for name, both in counts.buffers.items()}
-    weights = sum(moved.get(name, 0) for name in NIBBLES)
-    both = weight_bytes(counts)
-    columns = [weights, both - weights, moved["x"], moved["workspace"], moved["y"]]
+    nibbles = sum(moved.get(name, 0) for name in NIBBLES)
+    weights = weight_bytes(counts)
+    columns = [nibbles, weights - nibbles, moved["x"], moved["workspace"], moved["y"]]
     work = [cast for phase in range(counts.phases) if any(cast := nibbles_cast(counts, phase))]
     cells = [f"{value / 1e3:.0f}" for value in columns]
-    cells += [f"{sum(moved.values()) / (both + rows):.3f}", f"{100 * moved['workspace'] / both:.2f}"]
+    cells += [f"{sum(moved.values()) / (weights + rows):.3f}"]
+    cells += [f"{100 * moved['workspace'] / part:.2f}" for part in (weights, nibbles)]
     cells += [f"{large_moves(counts):.2f}", ", ".join(f"{sum(each) / max(each):.1f}" for each in work)]
     print(f"{name:26} {shape.batch:5} " + " ".join(f"{cell:>12}" for cell in cells))
 
 
 if __name__ == "__main__":
-    print_traffic() if sys.argv[1:] == ["traffic"] else print_model()
+    if sys.argv[1:] == ["traffic"]:
+        print_traffic()
+    else:
+        print_model(half_sums=False)
+        print_model(half_sums=True)

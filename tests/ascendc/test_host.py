@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,13 @@ def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> Non
         assert launch.outputs == {"y": (shape, dtype)}
         assert tiling(launch) == fields
         assert (launch.key, launch.blocks, launch.schedule_mode) == (key, 40, BATCH_MODE)
+
+
+@pytest.mark.parametrize(("dtype", "key"), [(HALF, 3), (BF16, 4)])
+def test_half_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: int) -> None:
+    for op, inputs in ((GROUPED, grouped(dtype=dtype)), (FUSED, fused(dtype=dtype)), (GEMV, gemv(dtype=dtype))):
+        assert host(op, inputs, attributes=[True]) == replace(host(op, inputs), key=key)
+        assert host(op, inputs, attributes=[False]) == host(op, inputs)
 
 
 # Qwen3-30B-A3B and -235B-A22B: whole on a rank, and over 8.

@@ -30,24 +30,25 @@ def worst_row(y: Tensor, expected: Tensor) -> float:
 
 
 def grouped(tokens: int, top_k: int, experts: int, k: int, n: int, group: int, dtype: torch.dtype, zeros: bool,
-            ids: Tensor | None = None, scale: float = 1.0, cores: int = 48) -> tuple[Tensor, Tensor]:  # fmt: skip
+            ids: Tensor | None = None, scale: float = 1.0, cores: int = 48,
+            half_sums: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, what it should be)"""
     weight = random_weight(experts, k, n, group, dtype, zeros)
     x = (torch.randn(tokens, k) * scale).to(dtype)
     ids = distinct(tokens, top_k, experts) if ids is None else ids
-    y, _ = launch("grouped_gemv", x, *weight, ids, cores=cores)
+    y, _ = launch("grouped_gemv", x, *weight, ids, cores=cores, half_sums=half_sums)
     return y, reference.grouped_gemv_w4a16(x, *weight, ids, precise=True)
 
 
 def fused(tokens: int, top_k: int, experts: int, hidden: int, inner: int, groups: tuple[int, int], dtype: torch.dtype,
           zeros: bool, ids: Tensor | None = None, scale: float = 1.0, cores: int = 48,
-          folder: Path = KERNELS) -> tuple[Tensor, Tensor]:  # fmt: skip
+          folder: Path = KERNELS, half_sums: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
     up = random_weight(experts, hidden, 2 * inner, groups[0], dtype, zeros)
     down = random_weight(experts, inner, hidden, groups[1], dtype, zeros)
     x = (torch.randn(tokens, hidden) * scale).to(dtype)
     ids = distinct(tokens, top_k, experts) if ids is None else ids
     weights = torch.rand(ids.shape).to(dtype)
-    y, _ = launch("fused_moe", x, *up, *down, ids, weights, cores=cores, folder=folder)
+    y, _ = launch("fused_moe", x, *up, *down, ids, weights, cores=cores, folder=folder, half_sums=half_sums)
     return y, reference.fused_moe_w4a16(x, *up, *down, ids, weights, precise=True)
 
 
@@ -85,6 +86,43 @@ def test_dense(tokens: int, dtype: torch.dtype) -> None:
         x = torch.randn(tokens, k).to(dtype)
         y, _ = launch("gemv", x, w, scales, offsets)
         assert worst_row(y, reference.gemv_w4a16(x, w, scales, offsets, precise=True)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_half_sums(zeros: bool, dtype: torch.dtype) -> None:
+    """Of random values, whose sums do not cancel each other, they keep the bounds."""
+    for k, n, group, tokens, top_k in ((32, 8, 32, 1, 8), (192, 64, 64, 3, 4), (1024, 768, 128, 8, 1)):
+        y, expected = grouped(tokens, top_k, 12, k, n, group, dtype, zeros, half_sums=True)
+        assert worst_row(y, expected) < BOUND[dtype], (k, n)
+    for hidden, inner, groups, tokens in ((256, 96, (32, 32), 1), (1024, 192, (64, 32), 8), (512, 384, (128, 128), 4)):
+        y, expected = fused(tokens, 2, 12, hidden, inner, groups, dtype, zeros, half_sums=True)
+        assert worst_row(y, expected) < BOUND[dtype], (hidden, inner)
+    y, expected = grouped(4, 2, 6, 256, 128, 128, dtype, zeros, scale=500, half_sums=True)
+    assert worst_row(y, expected) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_sums_that_cancel_each_other(dtype: torch.dtype) -> None:
+    """+1 and -1 in turns of eight rows, with noise, against equal weights: why half sums are a switch."""
+    k, n, group = 2048, 256, 32
+    turns = torch.tensor([1.0, -1.0]).repeat_interleave(8).repeat(k // 16)
+    x = (turns + torch.randn(4, k) / 64).to(dtype)
+    w = torch.full((k, n // 8), 0x77777777, dtype=torch.int32)
+    scales = torch.full((k // group, n), 0.01).to(dtype)
+    expected = reference.gemv_w4a16(x, w, scales, None, precise=True)
+    errors = [worst_row(launch("gemv", x, w, scales, None, half_sums=half)[0], expected) for half in (False, True)]
+    assert errors[0] < BOUND[dtype] < errors[1]
+
+
+@pytest.mark.parametrize("half_sums", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_widest_tiles_in_groups_of_128(zeros: bool, half_sums: bool) -> None:
+    """256 columns, which few cores take: with float sums a block is half of such a group."""
+    y, expected = fused(2, 2, 4, 512, 256, (128, 128), BFLOAT, zeros, cores=2, half_sums=half_sums)
+    assert worst_row(y, expected) < BOUND[BFLOAT]
+    y, expected = grouped(2, 2, 4, 512, 256, 128, HALF, zeros, cores=2, half_sums=half_sums)
+    assert worst_row(y, expected) < BOUND[HALF]
 
 
 PATTERNS = {
@@ -201,7 +239,8 @@ MISTAKES = {
         "umbra_room.h", "    AscendC::SyncAll<true>();\n", "", "same phase|never written",
     ),
     "a barrier between dependent instructions": (
-        "umbra_product.h", "row, row, 1});\n        AscendC::PipeBarrier<PIPE_V>();", "row, row, 1});", "PipeBarrier",
+        "umbra_product.h", "kSummed / 2), kSummed});\n            AscendC::PipeBarrier<PIPE_V>();",
+        "kSummed / 2), kSummed});", "PipeBarrier",
     ),
     "a scalar read before the copy has arrived": (
         "umbra_room.h", "        Hand<HardEvent::MTE2_S>(pipe);\n", "", "S runs after an unfinished MTE2",

@@ -15,11 +15,11 @@ from tests.ascendc.twin import Counts
 
 
 @cache
-def tiny() -> Counts:
+def tiny(half_sums: bool = False) -> Counts:
     """128 rows of 64 columns: one task, which core 0 loads in one move."""
     w, scales = bank(1, 128, 64, 32)
     inputs = dict(x=torch.ones(1, 128, dtype=BFLOAT16), w=w, scales=scales, zeros=None)
-    return count("grouped_gemv_w4a16", inputs | {"ids": torch.zeros(1, 1, dtype=torch.int32)})
+    return count("grouped_gemv_w4a16", inputs | {"ids": torch.zeros(1, 1, dtype=torch.int32)}, half_sums)
 
 
 def changed(**costs: Any) -> Machine:
@@ -34,11 +34,19 @@ def test_counts_are_those_worked_out_by_hand() -> None:
     core, idle = tiny().cores[0][0], tiny().cores[1][0]
     assert core["mte2"]["by_move"] == {"4": 1, "256": 1, "512": 1, "4096": 1}  # ids, x, scales (4, 64), nibbles
     assert core["repeats"]["Cast<half,int4b_t>"] == 128 * 64 // 128
-    assert core["repeats"]["Mul<half>"] == 128  # 64 columns leave half of a vector idle
-    assert core["repeats"]["Add<half>"] == 64 + 32 + 16  # eight rows to a sum
+    assert core["repeats"]["MulAddDst<float,half>"] == 128  # a row of 64 columns each
+    assert not {"Mul<half>", "Add<half>"} & core["repeats"].keys()
     assert core["mte3"]["bytes"] == 128  # y (64)
     assert idle["mte2"]["by_move"] == {"4": 1}
     assert idle["mte3"]["count"] == 0
+
+
+def test_half_sums_cost_other_instructions_and_no_other_bytes() -> None:
+    half, float_ = tiny(half_sums=True).cores[0][0], tiny().cores[0][0]
+    assert half["repeats"]["Mul<half>"] == 128  # 64 columns leave half of a vector idle
+    assert half["repeats"]["Add<half>"] == 64 + 32 + 16  # eight rows to a sum
+    assert "MulAddDst<float,half>" not in half["repeats"]
+    assert (half["mte2"], half["mte3"]) == (float_["mte2"], float_["mte3"])
 
 
 def test_high_costs_more_than_low() -> None:

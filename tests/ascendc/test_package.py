@@ -32,20 +32,22 @@ def test_names_agree(op: str, file: str) -> None:
     host = FOLDER / "op_host" / f"{file}.cpp"
     for pattern in (r"OP_ADD\((\w+)\)", r"REGISTER_TILING_DATA_CLASS\((\w+),", r"class (\w+) : public OpDef"):
         assert found(pattern, host) == [op], pattern
-    schema = torch_schema(file)
+    *schema, last = torch_schema(file)
+    assert last == ("half_sums", "bool")
+    assert found(r'Attr\("(\w+)"\)\.AttrType\(OPTIONAL\)\.Bool\(false\)', host) == ["half_sums"]
     inputs = found(r'(?:activation|optional|fixed)\(Input\("(\w+)"', host)
     assert inputs == [name for name, _ in schema]
     assert found(r'optional\(Input\("(\w+)"', host) == [name for name, type in schema if type == "Tensor?"]
     assert found(r'Output\("(\w+)"', host) == ["y"]
     (call,) = found(rf"EXEC_NPU_CMD_EXT\(aclnn{op}, ([\w, ]+)\)", FOLDER / "torch" / "umbra_ops.cpp")
-    assert call.split(", ") == [*inputs, "y"]
+    assert call.split(", ") == [*inputs, "half_sums", "y"]
 
 
 def torch_schema(file: str) -> list[tuple[str, str]]:
     """[(name, type)] of the op's arguments."""
     op = getattr(torch.ops.umbra, file.removeprefix("umbra_")).default
-    types = {True: "Tensor?", False: "Tensor"}
-    return [(a.name, types[str(a.type).startswith("Optional")]) for a in op._schema.arguments]
+    types = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor?", "bool": "bool"}
+    return [(a.name, types[str(a.type)]) for a in op._schema.arguments]
 
 
 def test_cmake_lists_every_op() -> None:

@@ -43,5 +43,7 @@ def test_refusals() -> None:
         probe_op(x, None, ((4, 5), BRAIN))
     with pytest.raises(TwinError, match="the op has 3 inputs"):
         probe_op(x, w)
+    with pytest.raises(TwinError, match="the op has 0 attributes"):
+        host("ProbeOp", [x, None, w], folder=PROBES / "op_host", attributes=[True])
     with pytest.raises(TwinError, match="no such op is registered"):
         probe_op(x, None, w, op="Other")

@@ -17,7 +17,7 @@ using namespace umbra;
 
 namespace {
 
-constexpr int kSteps = 120;
+constexpr int kSteps = 80;
 constexpr int64_t kTokens = 5, kHidden = 64, kInner = 96, kExperts = 8, kTopK = 3, kSlots = 3, kLayers = 2;
 constexpr int64_t k13 = 2 * kInner * kHidden / 2, k2 = kHidden * kInner / 2;  // bytes of quants; q4
 constexpr int64_t kBlockBytes = k13 + k13 / 8 + k2 + k2 / 8;                    // scales: 2 bytes for 32 weights
@@ -42,6 +42,13 @@ SplitMatrix relative(int rows, int columns, int unit, int64_t quants, int64_t sc
     }
     return SplitMatrix(parts);
 }
+
+struct Interrupt {  // a step that ends between Submit and Join
+    const bool* now;
+    void run(Context&) const {
+        if (*now) throw std::runtime_error("interrupted");
+    }
+};
 
 struct Layer {
     std::vector<int64_t> store, device, counts, times, slot_of;
@@ -86,7 +93,8 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
     std::vector<float> rows(kTokens * kTopK * kHidden);
     const auto bytes = Moe::scratch_bytes(kTokens, kTopK, kExperts, kHidden, kInner);
     std::vector<uint8_t> scratch(bytes), shadow_scratch(bytes);
-    int64_t step = 0;
+    int64_t step = 0, interrupted = 0;
+    bool interrupt = false;
     Tape tape;
     std::vector<Layer> layers(kLayers);
     for (int64_t l = 0; l < kLayers; l++) {
@@ -94,7 +102,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         for (int64_t e = 0; e < kExperts; e++) layer.store.push_back(address(blocks + e * kBlockBytes));
         layer.device = layer.counts = std::vector<int64_t>(kExperts);
         layer.slot_of = std::vector<int64_t>(kExperts, -1);
-        layer.times = {0, 0};
+        layer.times = {0, 0, 0, 0};
         layer.free.resize(kSlots);
         std::iota(layer.free.begin(), layer.free.end(), static_cast<int>(l * kSlots));
         const auto part = [&](const auto& handles, const int64_t* table, const int64_t* elsewhere, uint8_t* memory) {
@@ -104,6 +112,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         const auto work = std::make_shared<ShadowWork>(
             ShadowWork{part(theirs, layer.store.data(), layer.device.data(), shadow_scratch.data()), l, &step, nullptr});
         tape.add(Submit{shadow, work, layer.counts.data()});
+        if (l == 1) tape.add(Interrupt{&interrupt});
         tape.add(part(ours, layer.device.data(), nullptr, scratch.data()));
         tape.add(Join{shadow, work,
                       {rows.data(), weights.data(), ids.data(), outs[l].data(), kTokens, kTopK, kExperts, 0, kHidden},
@@ -157,6 +166,14 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         for (float& v : weights) v = pseudo_random(below(1 << 30));
         for (int64_t& id : ids) id = below(kExperts + 2) - 1;  // some outside
         for (const int64_t id : ids) routed += id >= 0 && id < kExperts;
+        if ((interrupt = step % 4 == 1)) {  // its work may be under way while the step is run once more
+            try {
+                tape.replay(context);
+            } catch (const std::runtime_error&) {
+                interrupt = false;
+            }
+            for (const int64_t id : ids) interrupted += id >= 0 && id < kExperts;
+        }
         tape.replay(context);
         moe.run(reference);
         for (const auto& out : outs)
@@ -167,7 +184,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         if (step % 100 == 0) usleep(3000);  // long enough for all to fall asleep
     }
     for (const Layer& layer : layers)
-        if (std::accumulate(layer.counts.begin(), layer.counts.end(), int64_t{0}) != routed) {
+        if (std::accumulate(layer.counts.begin(), layer.counts.end(), int64_t{0}) != routed + interrupted) {
             std::puts("miscounted");
             return 1;
         }
@@ -201,7 +218,9 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
 int main() {
     using Teams = std::vector<Team>;
     for (const auto& [ours, theirs] : std::vector<std::pair<Teams, Teams>>{
-             {{{-1, 1, {}}}, {{-1, 1, {}}}}, {{{-1, 2, {}}}, {{-1, 3, {}}}}, {{{-1, 1, {}}, {-1, 1, {}}}, {{-1, 1, {}}, {-1, 2, {}}}}})
+             {{{-1, 1, {}}}, {{-1, 1, {}}}},
+             {{{-1, 2, {}}}, {{-1, 3, {}}}},
+             {{{-1, 1, {}}, {-1, 1, {}}}, {{-1, 1, {}}, {-1, 2, {}}}}})
         if (stress(ours, theirs) != 0) return 1;
     std::puts("ok");
 }

@@ -60,6 +60,7 @@ class UmbraFusedMoeW4a16 : public OpDef {
         umbra::fixed(Input("ids"), ge::DT_INT32);
         umbra::activation(Input("weights"));
         umbra::activation(Output("y"));
+        Attr("half_sums").AttrType(OPTIONAL).Bool(false);
         SetInferShape(optiling::fused_moe::infer_shape).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::fused_moe::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

@@ -5,7 +5,7 @@
 //   fused    rows of x, T  k     E        H  I  of w13  of w2          the workspace is sized for them
 //   gemv     rows of x, T  1     1        K  N  of w    0       cores: vector cores, as many as blocks are launched
 //
-// The type of the activations is the tiling key: 1 half, 2 bfloat16.
+// The tiling key has the rest: 1 half, 2 bfloat16, with float sums; 3, 4 the same with half sums (attribute half_sums).
 #pragma once
 #include "register/tilingdata_base.h"
 

@@ -42,6 +42,7 @@ class UmbraGemvW4a16 : public OpDef {
         umbra::activation(Input("scales"));
         umbra::optional(Input("zeros"));
         umbra::activation(Output("y"));
+        Attr("half_sums").AttrType(OPTIONAL).Bool(false);
         SetInferShape(optiling::gemv::infer_shape).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::gemv::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

@@ -46,6 +46,7 @@ class UmbraGroupedGemvW4a16 : public OpDef {
         umbra::optional(Input("zeros"));
         umbra::fixed(Input("ids"), ge::DT_INT32);
         umbra::activation(Output("y"));
+        Attr("half_sums").AttrType(OPTIONAL).Bool(false);
         SetInferShape(optiling::grouped_gemv::infer_shape).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::grouped_gemv::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

@@ -20,6 +20,7 @@ constexpr int64_t kTileColumns = 64; // of the narrowest tile that one core work
 constexpr int64_t kLeastPart = 128;  // rows of a weight that are worth a part of their own
 constexpr int64_t kMostPairs = 256, kMostExperts = 8192; // that a kernel's plan has room for (umbra_plan.h)
 constexpr uint64_t kHalf = 1, kBfloat16 = 2; // tiling keys
+constexpr uint64_t kHalfSums = 2;            // added to them
 constexpr uint32_t kAllCoresAtOnce = 1;      // schedule mode: kernels wait for each other's cores (SyncAll)
 
 struct Weight {
@@ -110,6 +111,9 @@ inline ge::graphStatus launch(gert::TilingContext *context, const Problem &probl
                ge::GRAPH_FAILED;
     if (problem.experts > kMostExperts)
         return fail(context, "there must be 8192 experts at most", problem.experts), ge::GRAPH_FAILED;
+    const bool *halfSums = context->GetAttrs()->GetBool(0); // the only attribute
+    if (!halfSums)
+        return fail(context, "half_sums must be true or false", 0), ge::GRAPH_FAILED;
     const platform_ascendc::PlatformAscendC platform(context->GetPlatformInfo());
     const uint32_t cores = platform.GetCoreNumAiv();
     if (!cores)
@@ -130,7 +134,7 @@ inline ge::graphStatus launch(gert::TilingContext *context, const Problem &probl
     tiling.SaveToBuffer(context->GetRawTilingData()->GetData(), context->GetRawTilingData()->GetCapacity());
     context->GetRawTilingData()->SetDataSize(tiling.GetDataSize());
 
-    context->SetTilingKey(type == ge::DT_FLOAT16 ? kHalf : kBfloat16);
+    context->SetTilingKey((type == ge::DT_FLOAT16 ? kHalf : kBfloat16) + (*halfSums ? kHalfSums : 0));
     context->SetBlockDim(cores);
     context->SetScheduleMode(kAllCoresAtOnce);
     context->GetWorkspaceSizes(1)[0] =
@@ -138,7 +142,7 @@ inline ge::graphStatus launch(gert::TilingContext *context, const Problem &probl
     return ge::GRAPH_SUCCESS;
 }
 
-// Definitions: every parameter has two variants, half and bfloat16.
+// Definitions: every parameter has two variants, half and bfloat16; half_sums: the first additions are in half, not float.
 inline void variants(ops::OpParamDef &param, ops::Option presence, ge::DataType half, ge::DataType bfloat16) {
     param.ParamType(presence).DataType({half, bfloat16}).Format({ge::FORMAT_ND, ge::FORMAT_ND}).AutoContiguous();
 }

@@ -84,7 +84,7 @@ __aicore__ inline void JoinShares(
     }
 }
 
-template <typename T>
+template <typename T, bool kHalfSums>
 __aicore__ inline void FusedMoe(
     GM_ADDR xAt, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids, GM_ADDR weightsAt,
     GM_ADDR yAt, GM_ADDR workspace, const UmbraGemvTiling& t) {
@@ -108,7 +108,7 @@ __aicore__ inline void FusedMoe(
     weights.template Read<T>(room, weightsAt, pairs);
 
     const Bank up(w13, s13, z13, t.zeros, hidden, 2 * inner, t.group);
-    Product<T, T> first(room, units, up, x, t.topK, 2);
+    Product<T, T, kHalfSums> first(room, units, up, x, t.topK, 2);
     // A group of W2 meets values with the same power.
     first.Cut(t.parts, t.group2 > kLanes ? t.group2 : kLanes, false);
     h.run = first.split.width;
@@ -121,7 +121,7 @@ __aicore__ inline void FusedMoe(
     }
     Meet();
     const Bank down(w2, s2, z2, t.zeros, inner, hidden, t.group2);
-    Product<T, Powered> second(room, units, down, h, 1, 1);
+    Product<T, Powered, kHalfSums> second(room, units, down, h, 1, 1);
     second.Cut(1, kLanes, false);
     second.Run(Weighted{room, shares, weights.of, hidden});
     Meet();
@@ -137,7 +137,11 @@ extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(
     GET_TILING_DATA(t, tiling);
     GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
     if (TILING_KEY_IS(1))
-        umbra::FusedMoe<half>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        umbra::FusedMoe<half, false>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(2))
-        umbra::FusedMoe<bfloat16_t>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        umbra::FusedMoe<bfloat16_t, false>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+    else if (TILING_KEY_IS(3))
+        umbra::FusedMoe<half, true>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+    else if (TILING_KEY_IS(4))
+        umbra::FusedMoe<bfloat16_t, true>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
 }

@@ -1,7 +1,7 @@
 // y = x w, with w in 4 bits: the grouped product with one expert, whom every row chose.
 #include "umbra_grouped.h"
 
-template <typename T>
+template <typename T, bool kHalfSums>
 __aicore__ inline void Run(
     GM_ADDR x, GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, GM_ADDR y, GM_ADDR parts, const UmbraGemvTiling& t) {
     umbra::Room room;
@@ -10,7 +10,7 @@ __aicore__ inline void Run(
     const umbra::Bank bank(w, scales, zeros, t.zeros, t.k, t.n, t.group);
     for (uint32_t row = 0; row < t.tokens; ++row)
         units.Add(row, 0, row > 0);
-    umbra::Grouped<T>(room, units, bank, x, y, parts, t.tokens, 1, t.parts);
+    umbra::Grouped<T, kHalfSums>(room, units, bank, x, y, parts, t.tokens, 1, t.parts);
 }
 
 extern "C" __global__ __aicore__ void umbra_gemv_w4a16(
@@ -19,7 +19,11 @@ extern "C" __global__ __aicore__ void umbra_gemv_w4a16(
     GET_TILING_DATA(t, tiling);
     GM_ADDR parts = AscendC::GetUserWorkspace(workspace);
     if (TILING_KEY_IS(1))
-        Run<half>(x, w, scales, zeros, y, parts, t);
+        Run<half, false>(x, w, scales, zeros, y, parts, t);
     else if (TILING_KEY_IS(2))
-        Run<bfloat16_t>(x, w, scales, zeros, y, parts, t);
+        Run<bfloat16_t, false>(x, w, scales, zeros, y, parts, t);
+    else if (TILING_KEY_IS(3))
+        Run<half, true>(x, w, scales, zeros, y, parts, t);
+    else if (TILING_KEY_IS(4))
+        Run<bfloat16_t, true>(x, w, scales, zeros, y, parts, t);
 }

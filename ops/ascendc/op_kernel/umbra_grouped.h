@@ -7,7 +7,7 @@ namespace umbra {
 constexpr uint32_t kSlice = 256; // columns that are summed up together
 
 // y (pairs, N) from x (pairs / sharing, K); `parts`: room for the sums of parts of K, (mostParts, pairs, N).
-template <typename T>
+template <typename T, bool kHalfSums>
 __aicore__ inline void Grouped(
     Room& room, const Units& units, const Bank& bank, GM_ADDR xAt, GM_ADDR yAt, GM_ADDR partsAt, uint32_t pairs,
     uint32_t sharing, uint32_t mostParts) {
@@ -18,7 +18,7 @@ __aicore__ inline void Grouped(
     parts.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(partsAt));
     const uint32_t n = bank.n, slices = Ceil(n, kSlice);
 
-    Product<T, T> product(room, units, bank, x, sharing, 1);
+    Product<T, T, kHalfSums> product(room, units, bank, x, sharing, 1);
     product.Cut(mostParts, kLanes, true);
     const uint32_t cut = product.split.parts;
     if (cut == 1) {

@@ -1,7 +1,7 @@
 // y[r, j] = x[r] times the matrix of expert ids[r, j], in 4 bits; zero where there is no such expert.
 #include "umbra_grouped.h"
 
-template <typename T>
+template <typename T, bool kHalfSums>
 __aicore__ inline void Run(
     GM_ADDR x, GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, GM_ADDR ids, GM_ADDR y, GM_ADDR parts,
     const UmbraGemvTiling& t) {
@@ -10,7 +10,7 @@ __aicore__ inline void Run(
     room.Init();
     const umbra::Bank bank(w, scales, zeros, t.zeros, t.k, t.n, t.group);
     units.Read(room, ids, t.tokens * t.topK, t.experts);
-    umbra::Grouped<T>(room, units, bank, x, y, parts, t.tokens * t.topK, t.topK, t.parts);
+    umbra::Grouped<T, kHalfSums>(room, units, bank, x, y, parts, t.tokens * t.topK, t.topK, t.parts);
 }
 
 extern "C" __global__ __aicore__ void umbra_grouped_gemv_w4a16(
@@ -19,7 +19,11 @@ extern "C" __global__ __aicore__ void umbra_grouped_gemv_w4a16(
     GET_TILING_DATA(t, tiling);
     GM_ADDR parts = AscendC::GetUserWorkspace(workspace);
     if (TILING_KEY_IS(1))
-        Run<half>(x, w, scales, zeros, ids, y, parts, t);
+        Run<half, false>(x, w, scales, zeros, ids, y, parts, t);
     else if (TILING_KEY_IS(2))
-        Run<bfloat16_t>(x, w, scales, zeros, ids, y, parts, t);
+        Run<bfloat16_t, false>(x, w, scales, zeros, ids, y, parts, t);
+    else if (TILING_KEY_IS(3))
+        Run<half, true>(x, w, scales, zeros, ids, y, parts, t);
+    else if (TILING_KEY_IS(4))
+        Run<bfloat16_t, true>(x, w, scales, zeros, ids, y, parts, t);
 }

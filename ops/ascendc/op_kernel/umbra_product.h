@@ -1,15 +1,15 @@
 // Rows of x times 4-bit matrices, each unit's rows with its own: y[n] = sum over k of x[k] (q[k, n] + zero[g, n]) scale[g, n].
 //
-//   global memory --32 KB--> nibbles --Cast--> half --Mul--> products --Add--> sums of 8 rows, half --Cast--> float
-//                                               x in half, spread        --Add--> one sum a group, + zero * sum of x,
-//                                                                                 * scale, * power of two, + y
+//   global memory --32 KB--> nibbles --Cast--> half --MulAddDst--> sums of 8 rows, float
+//                                               x in half, spread   --Add--> one sum a group, + zero * sum of x,
+//                                                                            * scale, * power of two, + y
 //
-// Why the first three additions are in half: in float they would be half of all vector work (CANN's table for A2 and A3:
-// 128 half or 64 float additions a cycle; a half product added to a float sum, 32). They cannot overflow and lose little:
-// each row of x is first divided by the power of two of its largest value in the move, so products are below 16 and sums
-// below 128, rounded by 2^-12 each; with a bfloat16 x the products are exact. Everything after them is float. What a kernel
-// has computed itself (Gated in umbra_finish.h) is kept divided so, with its powers beside it. Sums are added in an order
-// that depends on the shapes alone: the same bits every time.
+// Sums are float from the first product on. With kHalfSums the products and the first three additions are half (Mul, Add),
+// then a Cast: less vector work by CANN's table for A2 and A3 (128 half or 64 float additions a cycle; a half product added
+// to a float sum, 32), but each addition rounds by up to 2^-11 of its result, and so does each product unless x is bfloat16:
+// sums that cancel each other lose their bits. Either way x is multiplied as half, so each row is first divided by the power
+// of two of its largest value in the move: products are below 16, sums of eight below 128. What a kernel has computed itself
+// (Gated in umbra_finish.h) is kept so, with its powers beside it. Shapes alone decide the order of sums: always equal bits.
 //
 // No repeat of an instruction reads what another repeat of it has written, which is not promised to work.
 #pragma once
@@ -21,7 +21,7 @@ namespace umbra {
 
 // X, what x is in global memory: half, bfloat16_t or Powered rows of K values; pair p meets row p / sharing. T: the type of
 // scales. A tile has `ranges` equal runs of columns, N / ranges apart: gate and up side by side.
-template <typename T, typename X> class Product {
+template <typename T, typename X, bool kHalfSums> class Product {
   public:
     static constexpr bool kPowered = std::is_same<X, Powered>::value;
     using Value = typename std::conditional<kPowered, half, X>::type;
@@ -159,15 +159,16 @@ template <typename T, typename X> class Product {
             AscendC::Duplicate(room.y, 0.0f, rows * wide);
         const LocalTensor<half> halves = HalfRows(in[kXAt].template ReinterpretCast<Value>(), rows, m.rows);
         LocalTensor<float> powers = room.power;
-        uint32_t block = kBlock / wide, run = kMostStep; // rows with one power
+        uint32_t run = kMostStep; // rows with one power
         if constexpr (kPowered) {
             powers = in[kPowersAt].template ReinterpretCast<float>();
             run = x.run;
         }
-        block = Rows(Least(block, run));
+        const uint32_t block = Rows(Least((kHalfSums ? kBlock : kBlock / 2) / wide, run));
+        const uint32_t group = Least(bank.group, block); // a group of 128 may be two blocks, each with its scale
         for (uint32_t at = 0; at < m.rows; at += block) {
-            const uint32_t count = Least(block, m.rows - at), group = at / bank.group, groups = count / bank.group;
-            const uint32_t scales = group * wide * sizeof(T);
+            const uint32_t count = Least(block, m.rows - at), groups = count / group;
+            const uint32_t scales = at / bank.group * wide * sizeof(T);
             AscendC::Cast(
                 room.scales, in[kScalesAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE, groups * wide);
             if (bank.hasZeros)
@@ -176,7 +177,15 @@ template <typename T, typename X> class Product {
                     groups * wide);
             for (uint32_t r = 0; r < rows; ++r) {
                 const uint32_t own = r * m.rows + at;
-                AddRow(in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(), halves[own], own, count, wide);
+                if (kHalfSums || r == 0) // products in half take the place of the weights
+                    AscendC::Cast(
+                        room.weights, in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(),
+                        RoundMode::CAST_NONE, count * wide);
+                if constexpr (kHalfSums)
+                    HalfSums(halves[own], count, wide);
+                else
+                    FloatSums(halves[own], count, wide);
+                AddGroups(own, count, group, wide);
                 const LocalTensor<float> power = powers[(r * Ceil(m.rows, run) + at / run) * 8];
                 AscendC::MulAddDst(
                     room.y[r * wide], room.scaled, power, kLanes, static_cast<uint8_t>(wide / kLanes),
@@ -204,14 +213,26 @@ template <typename T, typename X> class Product {
         }
     }
 
-    // room.scaled (wide) = x (count), which stands at `own` in room.x, * nibbles (count, wide).
-    __aicore__ inline void AddRow(
-        const LocalTensor<AscendC::int4b_t>& nibbles, const LocalTensor<half>& x, uint32_t own, uint32_t count,
-        uint32_t wide) {
+    // room.sums (count / 8, wide) = x (count) * room.weights (count, wide): row i has rows 8 i .. 8 i + 7, one in each pass.
+    __aicore__ inline void FloatSums(const LocalTensor<half>& x, uint32_t count, uint32_t wide) {
+        const uint8_t sums = count / kSummed, row = wide / 8; // row: blocks of floats
+        AscendC::Brcb(room.spread, x, sums, {1, 8});
+        AscendC::Duplicate(room.sums, 0.0f, sums * wide);
+        AscendC::PipeBarrier<PIPE_V>();
+        for (uint32_t pass = 0; pass < kSummed; ++pass) {
+            for (uint32_t c = 0; c < wide; c += kLanes)
+                AscendC::MulAddDst(
+                    room.sums[c], room.weights[pass * wide + c], room.spread[pass * 16], kLanes, sums,
+                    {1, 1, 0, row, static_cast<uint8_t>(row * kSummed / 2), kSummed});
+            AscendC::PipeBarrier<PIPE_V>();
+        }
+    }
+
+    // The same in half; room.weights become products.
+    __aicore__ inline void HalfSums(const LocalTensor<half>& x, uint32_t count, uint32_t wide) {
         const LocalTensor<half> products = room.weights;
-        const uint8_t row = wide / 16; // blocks of halves
-        AscendC::Cast(products, nibbles, RoundMode::CAST_NONE, count * wide);
-        AscendC::Brcb(room.spread, x, static_cast<uint8_t>(count / 8), {1, 8});
+        const uint8_t row = wide / 16, sums = count / kSummed; // row: blocks of halves
+        AscendC::Brcb(room.spread, x, sums, {1, 8});
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t k = 0; k < count; k += kMostRepeats)
             for (uint32_t c = 0; c < wide; c += kHalfLanes)
@@ -224,13 +245,16 @@ template <typename T, typename X> class Product {
         // The last of the three leaves no gaps; nobody reads the spread x any more.
         for (uint32_t c = 0; c < wide; c += kHalfLanes)
             AscendC::Add(
-                room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c),
-                static_cast<uint8_t>(count / kSummed),
+                room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c), sums,
                 {1, 1, 1, row, static_cast<uint8_t>(kSummed * row), static_cast<uint8_t>(kSummed * row)});
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Cast(room.sums, room.spread, RoundMode::CAST_NONE, count / kSummed * wide);
+        AscendC::Cast(room.sums, room.spread, RoundMode::CAST_NONE, sums * wide);
         AscendC::PipeBarrier<PIPE_V>();
-        const uint32_t each = bank.group / kSummed, groups = count / bank.group; // sums in a group
+    }
+
+    // room.scaled (wide) = room.sums, added up by group, + zero * sum of x, which stands at `own` in room.x, * scale.
+    __aicore__ inline void AddGroups(uint32_t own, uint32_t count, uint32_t group, uint32_t wide) {
+        const uint32_t each = group / kSummed, groups = count / group; // sums in a group
         for (uint32_t span = each / 2; span; span /= 2) {
             for (uint32_t g = 0; g < groups; ++g) {
                 const LocalTensor<float> first = room.sums[g * each * wide];
@@ -239,7 +263,7 @@ template <typename T, typename X> class Product {
             AscendC::PipeBarrier<PIPE_V>();
         }
         if (bank.hasZeros)
-            AddZeros(own, count, wide);
+            AddZeros(own, count, group, wide);
         for (uint32_t g = 0; g < groups; ++g)
             AscendC::Mul(room.scaled[g * wide], room.sums[g * each * wide], room.scales[g * wide], wide);
         AscendC::PipeBarrier<PIPE_V>();
@@ -257,8 +281,8 @@ template <typename T, typename X> class Product {
     }
 
     // Each group's sum += zero * sum of x, by 32 rows of x.
-    __aicore__ inline void AddZeros(uint32_t own, uint32_t count, uint32_t wide) {
-        const uint32_t each = bank.group / kSummed, groups = count / bank.group, blocks = bank.group / 32;
+    __aicore__ inline void AddZeros(uint32_t own, uint32_t count, uint32_t group, uint32_t wide) {
+        const uint32_t each = group / kSummed, groups = count / group, blocks = group / 32;
         AscendC::WholeReduceSum<float>(room.sumsOfX, room.x[own], 32, count / 32, 1, 1, 4);
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Brcb(room.spreadSums, room.sumsOfX, 1, {1, 8});

@@ -1,7 +1,8 @@
 // The unified buffer of one vector core (192 KB), and what is done with it whatever the op.
 //
 //   stream   2 x 42 KB   from global memory: 32 KB of weights, their scales and zero points, the rows of x that they meet
-//   weights      64 KB   half: up to half of a move; then in place the products, then, in float, sums of 8 rows each
+//   weights      64 KB   half: up to half of a move, of which the products take the place, and sums of 8 rows each in float,
+//                        from the middle on: once the products are done with, or beside a quarter of a move
 //   y             8 KB   float: what a task has summed up so far, (rows, columns)
 //   out           8 KB   on its way to global memory
 //   spread        8 KB   each value of a row of x sixteen times: a 32-byte block; later, sums of 8 rows in half, scaled sums
@@ -22,8 +23,8 @@ using AscendC::TPosition;
 
 constexpr uint32_t kLanes = 64, kHalfLanes = 128; // floats, halves in a vector
 constexpr uint32_t kMoved = 65536;     // nibbles in a move: 32 KB
-constexpr uint32_t kBlock = kMoved / 2; // of them that are in half at a time
-constexpr uint32_t kSummed = 8;         // rows that are added up in half
+constexpr uint32_t kBlock = kMoved / 2; // of them that are in half at a time, at most
+constexpr uint32_t kSummed = 8;         // rows that are added up first
 constexpr uint32_t kMostStep = 256;     // rows in a move
 constexpr uint32_t kMostRepeats = 128;  // of one instruction here; 255 is the limit
 constexpr uint32_t kMostX = 1024;   // values of x that meet a move
@@ -61,7 +62,7 @@ struct Room {
         pipe.InitBuffer(zerosBuf, kBlock / 32 * sizeof(float));
         pipe.InitBuffer(smallBuf, 1152);
         weights = weightsBuf.Get<half>();
-        sums = weights.ReinterpretCast<float>();
+        sums = weights[kBlock / 2].ReinterpretCast<float>();
         y = yBuf.Get<float>();
         spread = spreadBuf.Get<half>();
         scaled = spread.ReinterpretCast<float>();

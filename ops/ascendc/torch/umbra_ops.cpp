@@ -65,18 +65,19 @@ void check_ids(const Tensor &ids, int64_t rows) {
 }
 
 Tensor grouped_gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros,
-                    const Tensor &ids) {
+                    const Tensor &ids, bool half_sums) {
     check_rows(x, std::numeric_limits<int64_t>::max());
     const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 3, x.scalar_type(), x.size(1));
     check_ids(ids, x.size(0));
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty({x.size(0), ids.size(1), n}, x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraGroupedGemvW4a16, x, w, scales, zeros, ids, y);
+    EXEC_NPU_CMD_EXT(aclnnUmbraGroupedGemvW4a16, x, w, scales, zeros, ids, half_sums, y);
     return y;
 }
 
 Tensor fused_moe(const Tensor &x, const Tensor &w13, const Tensor &s13, const MaybeTensor &z13, const Tensor &w2,
-                 const Tensor &s2, const MaybeTensor &z2, const Tensor &ids, const Tensor &weights) {
+                 const Tensor &s2, const MaybeTensor &z2, const Tensor &ids, const Tensor &weights,
+                 bool half_sums) {
     check_rows(x, kMostTokens);
     const int64_t columns = check_weight({"w13", "s13", "z13"}, w13, s13, z13, 3, x.scalar_type(), x.size(1));
     const int64_t n = check_weight({"w2", "s2", "z2"}, w2, s2, z2, 3, x.scalar_type(), columns / 2);
@@ -90,16 +91,16 @@ Tensor fused_moe(const Tensor &x, const Tensor &w13, const Tensor &s13, const Ma
     TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeW4a16, x, w13, s13, z13, w2, s2, z2, ids, weights, y);
+    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeW4a16, x, w13, s13, z13, w2, s2, z2, ids, weights, half_sums, y);
     return y;
 }
 
-Tensor gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros) {
+Tensor gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros, bool half_sums) {
     check_rows(x, kMostTokens);
     const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 2, x.scalar_type(), x.size(1));
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty({x.size(0), n}, x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraGemvW4a16, x, w, scales, zeros, y);
+    EXEC_NPU_CMD_EXT(aclnnUmbraGemvW4a16, x, w, scales, zeros, half_sums, y);
     return y;
 }
 

@@ -91,7 +91,8 @@ struct ShadowPool::State {
 };
 
 ShadowError ShadowWork::error(const std::string& what) const {
-    return ShadowError("shadow experts: layer " + std::to_string(layer) + ", step " + std::to_string(*step) + ": " + what);
+    return ShadowError("shadow experts: layer " + std::to_string(layer) + ", step " + std::to_string(*step) + ": " +
+                       what);
 }
 
 ShadowPool::ShadowPool(const std::vector<Team>& teams, const Kernels& kernels, double timeout)

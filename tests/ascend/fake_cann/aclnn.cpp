@@ -3,7 +3,8 @@
 //
 // A trampoline does not know its kernel's signature. It reads its arguments as a row of 64-bit words until it finds two
 // neighbours that point to zeroes on the caller's stack: &bytes and &executor. Words that are objects made by aclCreate*
-// and still alive are the arguments that can be told; plain numbers, strings and absent tensors cannot.
+// and still alive are the arguments that can be told; plain numbers, strings and absent tensors cannot. Our own
+// operators' booleans can, if they are true: no other plain argument is theirs.
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
@@ -79,7 +80,7 @@ bool zero_on_stack(uintptr_t word, uintptr_t here) {
     return word > here && word - here < kFrames && word % 8 == 0 && !*reinterpret_cast<const uint64_t *>(word);
 }
 
-long plan(long first, va_list rest) {
+long plan(bool own, long first, va_list rest) {
     const auto here = reinterpret_cast<uintptr_t>(&first);
     std::string text;
     uintptr_t word = first, before = 0;
@@ -95,6 +96,8 @@ long plan(long first, va_list rest) {
         auto *object = reinterpret_cast<const Object *>(word);
         if (alive.count(object))
             text += " " + object->text;
+        else if (own && word == 1)
+            text += " true";
     }
     return 0; // the end was not found: only the name will be known
 }
@@ -117,7 +120,7 @@ extern "C" {
 long fake_aclnn(const char *name, long first, va_list rest) {
     constexpr const char *sizing = "WorkspaceSize";
     if (strlen(name) > strlen(sizing) && !strcmp(name + strlen(name) - strlen(sizing), sizing))
-        return plan(first, rest);
+        return plan(!strncmp(name, "aclnnUmbra", strlen("aclnnUmbra")), first, rest);
     va_arg(rest, long); // bytes of workspace
     const void *executor = va_arg(rest, void *);
     aclrtStream stream = va_arg(rest, void *);

@@ -1,10 +1,11 @@
-// Stand-ins for what op_host sources use of CANN's graph engine: shapes, types, and the three contexts.
+// Stand-ins for what op_host sources use of CANN's graph engine: shapes, types, attributes, and the three contexts.
 //
 // Only what the project's sources call. GetInput* count the inputs that are present, GetOptionalInput* those of the op's
 // definition, as in CANN.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -66,6 +67,12 @@ struct Input { // one of the op's definition
     CompileTimeTensorDesc desc;
 };
 
+class RuntimeAttrs { // booleans only
+  public:
+    const bool *GetBool(size_t at) const { return at < values.size() ? &values[at] : nullptr; }
+    std::deque<bool> values;
+};
+
 class Context {
   public:
     const char *GetNodeType() const { return type.c_str(); }
@@ -93,6 +100,7 @@ class TilingContext : public Context {
     const CompileTimeTensorDesc *GetOptionalInputDesc(size_t at) const {
         return defined(at) ? &defined(at)->desc : nullptr;
     }
+    const RuntimeAttrs *GetAttrs() const { return &attributes; }
     void *GetPlatformInfo() const { return const_cast<uint32_t *>(&cores); }
     TilingData *GetRawTilingData() { return &tiling; }
     size_t *GetWorkspaceSizes(size_t count) {
@@ -106,6 +114,7 @@ class TilingContext : public Context {
     uint32_t cores = 0, blocks = 0, schedule_mode = 0;
     uint64_t key = 0;
     TilingData tiling;
+    RuntimeAttrs attributes;
     std::vector<size_t> workspaces;
 };
 

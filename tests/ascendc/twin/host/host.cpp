@@ -21,7 +21,8 @@ int variant(const ops::OpDef &op, const std::vector<gert::Input> &inputs) {
     }
     return -1;
 }
-std::string launch(const char *type, std::vector<gert::Input> inputs, uint32_t cores, bool &ok) {
+std::string launch(const char *type, std::vector<gert::Input> inputs, const std::vector<bool> &attributes, uint32_t cores,
+                   bool &ok) {
     ok = false;
     const auto found = ops::registry().find(type);
     if (found == ops::registry().end())
@@ -29,6 +30,8 @@ std::string launch(const char *type, std::vector<gert::Input> inputs, uint32_t c
     const ops::OpDef &op = *found->second;
     if (inputs.size() != op.inputs.size())
         return "the op has " + std::to_string(op.inputs.size()) + " inputs";
+    if (attributes.size() > op.attributes.size())
+        return "the op has " + std::to_string(op.attributes.size()) + " attributes";
     for (size_t at = 0; at < inputs.size(); ++at)
         if (!inputs[at].present && op.inputs[at].presence == ops::REQUIRED)
             return "the input " + op.inputs[at].name + " is required";
@@ -38,6 +41,8 @@ std::string launch(const char *type, std::vector<gert::Input> inputs, uint32_t c
     gert::InferDataTypeContext types;
     gert::TilingContext tiling;
     tiling.cores = cores;
+    for (size_t at = 0; at < op.attributes.size(); ++at)
+        tiling.attributes.values.push_back(at < attributes.size() ? attributes[at] : op.attributes[at].value);
     for (gert::Context *context : std::initializer_list<gert::Context *>{&shapes, &types, &tiling})
         context->type = type, context->inputs = inputs;
     shapes.outputs.resize(op.outputs.size()), types.outputs.resize(op.outputs.size());
@@ -62,9 +67,10 @@ std::string launch(const char *type, std::vector<gert::Input> inputs, uint32_t c
 }
 } // namespace
 
-// ranks: -1 for an absent input; dims: all shapes one after another. 0 and JSON, or 1 and what was refused.
+// ranks: -1 for an absent input; dims: all shapes one after another; attributes: the first few, others have their defaults. 0 and JSON, or 1 and what was refused.
 extern "C" int twin_host(const char *type, int count, const int *ranks, const int64_t *dims, const int *types,
-                         uint32_t cores, char *answer, uint64_t answer_bytes) {
+                         int attribute_count, const int *attributes, uint32_t cores, char *answer,
+                         uint64_t answer_bytes) {
     std::vector<gert::Input> inputs;
     for (int at = 0; at < count; ++at) {
         gert::Input input{ranks[at] >= 0, {}, {static_cast<ge::DataType>(types[at])}};
@@ -73,7 +79,7 @@ extern "C" int twin_host(const char *type, int count, const int *ranks, const in
         inputs.push_back(input);
     }
     bool ok = false;
-    const std::string text = launch(type, inputs, cores, ok);
+    const std::string text = launch(type, inputs, std::vector<bool>(attributes, attributes + attribute_count), cores, ok);
     std::snprintf(answer, answer_bytes, "%s", text.c_str());
     return ok ? 0 : 1;
 }

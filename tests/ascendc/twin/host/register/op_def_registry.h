@@ -25,6 +25,13 @@ class OpParamDef {
     std::vector<ge::Format> formats;
 };
 
+class OpAttrDef {
+  public:
+    OpAttrDef &AttrType(Option) { return *this; }
+    OpAttrDef &Bool(bool value_) { return value = value_, *this; }
+    bool value = false; // if it is not given
+};
+
 class OpAICoreConfig {};
 
 class OpAICoreDef {
@@ -44,11 +51,13 @@ class OpDef {
     explicit OpDef(const char *name) : type(name) {}
     OpParamDef &Input(const char *name) { return inputs.emplace_back(name); }
     OpParamDef &Output(const char *name) { return outputs.emplace_back(name); }
+    OpAttrDef &Attr(const char *) { return attributes.emplace_back(); }
     OpDef &SetInferShape(InferShape function) { return infer_shape = function, *this; }
     OpDef &SetInferDataType(InferDataType function) { return infer_type = function, *this; }
     OpAICoreDef &AICore() { return core; }
     std::string type;
     std::deque<OpParamDef> inputs, outputs;
+    std::deque<OpAttrDef> attributes;
     InferShape infer_shape = nullptr;
     InferDataType infer_type = nullptr;
     OpAICoreDef core;
