@@ -86,16 +86,6 @@ class Costs:
     def handover(self) -> float:
         return max(0.0, self.shadow.fixed - self.device.fixed)
 
-    @property
-    def miss(self) -> float:
-        """Of one token's expert on the CPU, beside others."""
-        return self.shadow.work(1, 1)
-
-    @property
-    def swap_cost(self) -> float:
-        """Of a copy, in misses."""
-        return min(max(self.copy / max(self.miss, 1e-9), LEAST_COST), MOST_COST)
-
 
 def slip_of(device: float, shadow: float, both: float) -> float:
     """How much of the shorter side was not hidden, where one after the other took `device` and `shadow`."""
@@ -108,6 +98,16 @@ class Planner:
     costs: Costs
     rest: float = 0.0  # of a step, beside the layers' experts
     rest_from: str = "not counted"
+
+    @property
+    def miss(self) -> float:
+        """What one of a token's experts costs on the CPU where all are, with its share of the hand-over."""
+        return self.costs.handover / self.shape.top_k + self.costs.shadow.work(1, 1)
+
+    @property
+    def swap_cost(self) -> float:
+        """Of a copy, in misses."""
+        return min(max(self.costs.copy / max(self.miss, 1e-9), LEAST_COST), MOST_COST)
 
     def layer_ms(self, tokens: float, hit: float) -> float:
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
@@ -150,9 +150,9 @@ class Planner:
             f"  shadow, a layer   {_line(costs.shadow, costs.handover)}   {_threads(costs.threads[1])}",
             f"  both at once      {costs.slip:.0%} of the shorter side is not hidden",
             f"  rest of a step    {self.rest:.3f} ms: {self.rest_from}",
-            f"  copy of an expert {costs.copy:.3f} ms, {rate:.1f} GB/s; a miss costs {costs.miss:.3f} ms: a swap must "
-            f"save {costs.swap_cost:.2f} misses",
-            f"  hit rate          {' '.join(f'{hit:>6.0%}  ' for hit in RATES)}".rstrip(),
+            f"  copy of an expert {costs.copy:.3f} ms, {rate:.1f} GB/s; a miss costs {self.miss:.3f} ms: a swap must "
+            f"save {self.swap_cost:.2f} misses",
+            f"  hit rate          {' '.join(f'{hit:>8.0%}' for hit in RATES)}",
             f"  ms per token      {' '.join(steps)}   {tokens} sequence(s) at once",
         ]
 

@@ -2,9 +2,9 @@
 all layers in turn, so that caches hold as little of them as in a step. Resident here means that the device reads the
 same block: on this platform device and shadows have the same memory."""
 
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, 
 INT = torch.int64
 SECONDS = 1.2  # for all measurements together, about
 MOST = 25  # of one kind
+QUEUED = 8  # copies at once
 BYTE = 0x3C  # made-up blocks are of it: a small, normal number in every format
 MADE_UP = 64 << 20  # bytes of made-up blocks: more than most caches
 
@@ -75,28 +76,27 @@ def measure(
 ) -> Costs:
     """`threads` of `pool`; `stores`: (experts, block bytes) of some layers; `most` tokens of a step."""
     start, step = time.perf_counter(), pool.step.clone()
-    numbers = sorted({1, min(4, most), most})
+    numbers = sorted({1, most})
     kinds = [
         (tokens, experts)
         for tokens in numbers
         for experts in sorted({1, 2, shape.top_k, round(shape.used(tokens))})
         if 0 < experts <= shape.experts
     ]
-    share = SECONDS / (2 * len(kinds) + 2 * len(numbers))
+    budget = Budget(SECONDS, 2 * len(kinds) + 2 * len(numbers) + 1)
     probes = {tokens: Probe(pool, blocks, stores, tokens, shape.top_k) for tokens in numbers}
-    empty = [Sample(0, 0, _typical(lambda p=p: p(0, 0), share)) for p in probes.values()]  # type: ignore[misc]
+    empty = [Sample(0, 0, budget.fastest(partial(probe, 0, 0))) for probe in probes.values()]
     sides: list[list[Sample]] = [[], []]
     for tokens, experts in kinds:
         probe = probes[tokens]
         for side, kind in enumerate(((experts, 0), (0, experts))):
-            ms = _typical(lambda p=probe, k=kind: p(*k), share)  # type: ignore[misc]
-            sides[side].append(Sample(experts, probe.pairs(experts), ms))
+            sides[side].append(Sample(experts, probe.pairs(experts), budget.fastest(partial(probe, *kind))))
     device, shadow = fit(empty + sides[0]), fit(sides[1])
     costs = Costs(
         device=device,
         shadow=shadow,
-        slip=_slip(probes, device, shadow, share),
-        copy=_copy(stores, share),
+        slip=_slip(probes, device, shadow, budget),
+        copy=_copy(stores, budget),
         block_bytes=blocks.block_bytes,
         threads=(sum(team.threads for team in native().teams()), threads),
         seconds=time.perf_counter() - start,
@@ -105,41 +105,52 @@ def measure(
     return costs
 
 
-def _slip(probes: dict[int, Probe], device: Line, shadow: Line, share: float) -> float:
+class Budget:
+    """Divides `seconds` over so many kinds of measurement; what one takes beyond its share the others lack."""
+
+    def __init__(self, seconds: float, kinds: int):
+        self.end, self.kinds = time.perf_counter() + seconds, kinds
+
+    def fastest(self, once: Callable[[], float]) -> float:
+        """The smallest of some calls: other processes only ever add. The first warms up, unless there is no more."""
+        start = time.perf_counter()
+        end = start + (self.end - start) / self.kinds
+        self.kinds -= 1
+        first = once()
+        found: list[float] = []
+        while len(found) < MOST and time.perf_counter() < end:
+            found.append(once())
+        return min(found, default=first)
+
+
+def _slip(probes: dict[int, Probe], device: Line, shadow: Line, budget: Budget) -> float:
     """Half of the experts on each side, at the sizes where there is a half."""
     found = []
     for probe in probes.values():
         half = min(probe.top_k, len(probe.layer.store)) // 2
         if half:
-            ms = _typical(lambda p=probe, h=half: p(h, h), share) - max(shadow.fixed, device.fixed)  # type: ignore[misc]
+            ms = budget.fastest(partial(probe, half, half)) - max(shadow.fixed, device.fixed)
             pairs = probe.pairs(2 * half) / 2
             found.append(slip_of(device.work(half, pairs), shadow.work(half, pairs), ms))
-    return statistics.fmean(found) if found else 0.0
+    return sum(found) / len(found) if found else 0.0
 
 
-def _copy(stores: list[Tensor], share: float) -> float:
-    """Milliseconds of one block."""
+def _copy(stores: list[Tensor], budget: Budget) -> float:
+    """Milliseconds of one block, of several in a queue: waking the thread does not hold up a step."""
     copier, turn = Copier(), 0
-    rooms = torch.zeros_like(stores[0])
+    rooms = stores[0][:QUEUED].clone()  # written before, as an arena's slots are
 
     def once() -> float:
         nonlocal turn
-        source, expert = stores[turn % len(stores)], turn % len(rooms)
-        turn += 1
+        source = stores[turn % len(stores)]
+        first, turn = turn * len(rooms), turn + 1
         start = time.perf_counter()
-        copier.wait(copier.submit(rooms[expert], source[expert]))
-        return 1e3 * (time.perf_counter() - start)
+        tickets = [copier.submit(room, source[(first + i) % len(source)]) for i, room in enumerate(rooms)]
+        for ticket in tickets:
+            copier.wait(ticket)
+        return 1e3 * (time.perf_counter() - start) / len(rooms)
 
-    return _typical(once, share)
-
-
-def _typical(once: Callable[[], float], seconds: float) -> float:
-    """The median of some calls, as many as `seconds` allow, after one that warms up."""
-    once()
-    found, end = [once()], time.perf_counter() + seconds
-    while len(found) < MOST and time.perf_counter() < end:
-        found.append(once())
-    return statistics.median(found)
+    return budget.fastest(once)
 
 
 def read_ms(nbytes: int) -> float:
@@ -152,4 +163,4 @@ def read_ms(nbytes: int) -> float:
         probe.run()
         return 1e3 * (time.perf_counter() - start)
 
-    return _typical(once, 0.1) * nbytes / probed
+    return Budget(0.1, 1).fastest(once) * nbytes / probed

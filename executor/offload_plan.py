@@ -46,8 +46,8 @@ class PlannedRun:
             offload.pool, offload.settings.shadow_threads, layers[0].blocks, [layer.store for layer in layers], shape,
             case.data_config.batch_size,
         )  # fmt: skip
-        offload.value_copies(costs.swap_cost)
         self.planner = Planner(shape, costs)
+        offload.value_copies(self.planner.swap_cost)
 
     def begin(self, warm_up: Sequence[float]) -> None:
         """`warm_up`: seconds of its decode steps."""

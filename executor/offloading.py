@@ -35,9 +35,10 @@ def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, lon
     pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room)
     memory = bind_arena(model, case, build, arena.frames)
     offload.open(arena, memory.view(-1).view(torch.uint8))
+    experts = sum(layer.count for layer in offload.layers)
     print(
         f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "
-        f"{len(offload.slots)} of {sum(layer.count for layer in offload.layers)} experts resident, {arena.free_frames} frames free"
+        f"{len(offload.slots)} of {experts} experts resident, {arena.free_frames} frames free"
     )
     return pages
 
