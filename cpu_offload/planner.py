@@ -2,15 +2,16 @@
 
 A layer with T tokens, of whose experts a share `hit` is resident:
 
-    layer  = base + handover * P(something is missing) + max(device, shadow) + slip * min(device, shadow)
-    device = expert * residents that are used + pair * their (token, expert) pairs;   shadow alike, of the others
+    layer  = base + max(device, shadow) + slip * min(device, shadow)
+    device = fixed * P(a resident is used) + expert * residents used + pair * their (token, expert) pairs
+    shadow = the same of the others, with costs of its own; its `fixed` is hand-over and join
     step   = rest + layers * layer
 
-`base`: the layer's node where no expert is used: sorting, adding up. `slip`: how much of the shorter side is not hidden
-behind the longer: 0 on two real devices, more where both are threads that share cores and memory. Routing is taken
-as even: of E experts, T tokens that take k each use E (1 - (1 - k / E)^T). Milliseconds throughout.
+`base`: the layer's node where no expert is used. `fixed`: waking threads, handing over. `slip`: how much of the shorter
+side is not hidden behind the longer: 0 on two real devices, more where both are threads that share cores and memory.
+Routing is taken as even: of E experts, T tokens that take k each use E (1 - (1 - k / E)^T). Milliseconds throughout.
 
-On one device fewer misses are always faster; two sides that are equally fast are fastest when both have work.
+Where the device is much faster, fewer misses are; two sides that are equally fast are fastest when both have work.
 """
 
 import statistics
@@ -40,9 +41,9 @@ class Line:
     expert: float
     pair: float
 
-    def work(self, experts: float, pairs: float) -> float:
-        """Without what is fixed."""
-        return self.expert * experts + self.pair * pairs
+    def ms(self, experts: float, pairs: float, any_used: float = 1.0) -> float:
+        """`any_used`: how probable it is that the side has work at all."""
+        return self.fixed * any_used + self.expert * experts + self.pair * pairs
 
 
 def fit(samples: Sequence[Sample]) -> Line:
@@ -74,17 +75,14 @@ class Shape:
 class Costs:
     """What was measured, milliseconds."""
 
-    device: Line  # its `fixed` is the base
-    shadow: Line  # its `fixed` is base and hand-over
+    base: float
+    device: Line  # beside the base
+    shadow: Line
     slip: float  # 0..1
     copy: float  # of one expert's block
     block_bytes: int
     threads: tuple[int, int]  # of device and shadow pool
     seconds: float  # that measuring took
-
-    @property
-    def handover(self) -> float:
-        return max(0.0, self.shadow.fixed - self.device.fixed)
 
 
 def slip_of(device: float, shadow: float, both: float) -> float:
@@ -102,7 +100,7 @@ class Planner:
     @property
     def miss(self) -> float:
         """What one of a token's experts costs on the CPU where all are, with its share of the hand-over."""
-        return self.costs.handover / self.shape.top_k + self.costs.shadow.work(1, 1)
+        return self.costs.shadow.ms(1, 1, 1 / self.shape.top_k)
 
     @property
     def swap_cost(self) -> float:
@@ -111,10 +109,9 @@ class Planner:
 
     def layer_ms(self, tokens: float, hit: float) -> float:
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
-        device = costs.device.work(used * hit, pairs * hit)
-        shadow = costs.shadow.work(used * (1 - hit), pairs * (1 - hit))
-        handover = costs.handover * (1 - hit**used)
-        return costs.device.fixed + handover + max(device, shadow) + costs.slip * min(device, shadow)
+        device = costs.device.ms(used * hit, pairs * hit, 1 - (1 - hit) ** used)
+        shadow = costs.shadow.ms(used * (1 - hit), pairs * (1 - hit), 1 - hit**used)
+        return costs.base + max(device, shadow) + costs.slip * min(device, shadow)
 
     def step_ms(self, tokens: float, hit: float) -> float:
         """A step of `tokens` sequences: each gets one token, so this is its time per token."""
@@ -146,9 +143,10 @@ class Planner:
         return [
             f"planner: {shape.layers} layers with shadows, {shape.top_k} of {shape.experts} experts a token, "
             f"{size} each; measured in {costs.seconds:.1f} s",
-            f"  device, a layer   {_line(costs.device, costs.device.fixed)}   {_threads(costs.threads[0])}",
-            f"  shadow, a layer   {_line(costs.shadow, costs.handover)}   {_threads(costs.threads[1])}",
-            f"  both at once      {costs.slip:.0%} of the shorter side is not hidden",
+            f"  device, a layer   {_line(costs.device)}   {_threads(costs.threads[0])}",
+            f"  shadow, a layer   {_line(costs.shadow)}   {_threads(costs.threads[1])}",
+            f"  both at once      {costs.slip:.0%} of the shorter side is not hidden; "
+            f"{costs.base:.3f} ms a layer without either",
             f"  rest of a step    {self.rest:.3f} ms: {self.rest_from}",
             f"  copy of an expert {costs.copy:.3f} ms, {rate:.1f} GB/s; a miss costs {self.miss:.3f} ms: a swap must "
             f"save {self.swap_cost:.2f} misses",
@@ -157,8 +155,8 @@ class Planner:
         ]
 
 
-def _line(line: Line, fixed: float) -> str:
-    return f"{fixed:.3f} ms + {line.expert:.4f} an expert + {line.pair:.4f} a token of it"
+def _line(line: Line) -> str:
+    return f"{line.fixed:.3f} ms + {line.expert:.4f} an expert + {line.pair:.4f} a token of it"
 
 
 def _threads(count: int) -> str:

@@ -85,17 +85,19 @@ def measure(
     ]
     budget = Budget(SECONDS, 2 * len(kinds) + 2 * len(numbers) + 1)
     probes = {tokens: Probe(pool, blocks, stores, tokens, shape.top_k) for tokens in numbers}
-    empty = [Sample(0, 0, budget.fastest(partial(probe, 0, 0))) for probe in probes.values()]
+    base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
     sides: list[list[Sample]] = [[], []]
     for tokens, experts in kinds:
         probe = probes[tokens]
         for side, kind in enumerate(((experts, 0), (0, experts))):
-            sides[side].append(Sample(experts, probe.pairs(experts), budget.fastest(partial(probe, *kind))))
-    device, shadow = fit(empty + sides[0]), fit(sides[1])
+            ms = max(budget.fastest(partial(probe, *kind)) - base, 1e-6)
+            sides[side].append(Sample(experts, probe.pairs(experts), ms))
+    device, shadow = fit(sides[0]), fit(sides[1])
     costs = Costs(
+        base=base,
         device=device,
         shadow=shadow,
-        slip=_slip(probes, device, shadow, budget),
+        slip=_slip(probes, base, device, shadow, budget),
         copy=_copy(stores, budget),
         block_bytes=blocks.block_bytes,
         threads=(sum(team.threads for team in native().teams()), threads),
@@ -123,15 +125,15 @@ class Budget:
         return min(found, default=first)
 
 
-def _slip(probes: dict[int, Probe], device: Line, shadow: Line, budget: Budget) -> float:
+def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, budget: Budget) -> float:
     """Half of the experts on each side, at the sizes where there is a half."""
     found = []
     for probe in probes.values():
         half = min(probe.top_k, len(probe.layer.store)) // 2
         if half:
-            ms = budget.fastest(partial(probe, half, half)) - max(shadow.fixed, device.fixed)
+            ms = budget.fastest(partial(probe, half, half)) - base
             pairs = probe.pairs(2 * half) / 2
-            found.append(slip_of(device.work(half, pairs), shadow.work(half, pairs), ms))
+            found.append(slip_of(device.ms(half, pairs), shadow.ms(half, pairs), ms))
     return sum(found) / len(found) if found else 0.0
 
 

@@ -23,15 +23,15 @@ from tests.tiny import ONE_RANK, save_tiny, tiny_case
 
 SHAPE = Shape(layers=10, experts=64, top_k=8)
 COSTS = Costs(
-    device=Line(0.01, 0.001, 0.0002), shadow=Line(0.05, 0.02, 0.001), slip=0.0, copy=0.052, block_bytes=4_200_000,
-    threads=(4, 2), seconds=1.0,
+    base=0.01, device=Line(0.002, 0.001, 0.0002), shadow=Line(0.04, 0.02, 0.001), slip=0.0, copy=0.052,
+    block_bytes=4_200_000, threads=(4, 2), seconds=1.0,
 )  # fmt: skip
 
 
 def test_fit_finds_the_coefficients_and_none_is_negative() -> None:
     wanted = Line(0.5, 0.25, 0.0625)
     sizes = [(1, 1), (2, 2), (8, 8), (1, 4), (2, 8), (8, 32), (30, 32)]
-    found = fit([Sample(e, p, wanted.fixed + wanted.work(e, p)) for e, p in sizes])
+    found = fit([Sample(e, p, wanted.ms(e, p)) for e, p in sizes])
     assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(wanted))
     falling = fit([Sample(e, p, 1 + 0.1 * e - 0.01 * p) for e, p in sizes])
     assert falling.pair == 0
@@ -46,15 +46,16 @@ def test_experts_that_tokens_use() -> None:
 
 def test_a_layer_is_the_longer_side_and_what_is_not_hidden() -> None:
     planner = Planner(SHAPE, COSTS)
-    device, shadow = 4 * 0.001 + 4 * 0.0002, 4 * 0.02 + 4 * 0.001  # one token, four of its eight experts here
-    common = 0.01 + 0.04 * (1 - 0.5**8)  # base, hand-over where anything is missing
-    assert planner.layer_ms(1, 0.5) == pytest.approx(common + shadow)
-    slower = dataclasses.replace(COSTS, device=Line(0.01, 0.1, 0))
-    assert Planner(SHAPE, slower).layer_ms(1, 0.5) == pytest.approx(common + 0.4)
+    both = 1 - 0.5**8  # of one token's eight experts some are here, some missing
+    device, shadow = 0.002 * both + 4 * 0.001 + 4 * 0.0002, 0.04 * both + 4 * 0.02 + 4 * 0.001
+    assert planner.layer_ms(1, 0.5) == pytest.approx(0.01 + shadow)
+    slower = dataclasses.replace(COSTS, device=Line(0, 0.1, 0))
+    assert Planner(SHAPE, slower).layer_ms(1, 0.5) == pytest.approx(0.01 + 0.4)
     half = Planner(SHAPE, dataclasses.replace(COSTS, slip=0.5))
-    assert half.layer_ms(1, 0.5) == pytest.approx(common + shadow + device / 2)
-    assert planner.layer_ms(1, 1.0) == pytest.approx(0.01 + 2 * device)  # nothing is handed over
-    assert dataclasses.replace(planner, rest=3.0).step_ms(1, 0.5) == pytest.approx(3 + 10 * (common + shadow))
+    assert half.layer_ms(1, 0.5) == pytest.approx(0.01 + shadow + device / 2)
+    assert planner.layer_ms(1, 1.0) == pytest.approx(0.01 + 0.002 + 8 * 0.0012)  # nothing is handed over
+    assert planner.layer_ms(1, 0.0) == pytest.approx(0.01 + 0.04 + 8 * 0.021)  # the device has nothing to do
+    assert dataclasses.replace(planner, rest=3.0).step_ms(1, 0.5) == pytest.approx(3 + 10 * (0.01 + shadow))
 
 
 @pytest.mark.parametrize("slip", [0.0, 0.3, 1.0])
@@ -67,7 +68,7 @@ def test_more_hits_are_faster_where_the_device_is(tokens: int, slip: float) -> N
 
 
 def test_two_equal_sides_are_fastest_when_both_work() -> None:
-    even = Planner(SHAPE, dataclasses.replace(COSTS, device=Line(0.01, 0.02, 0), shadow=Line(0.01, 0.02, 0)))
+    even = Planner(SHAPE, dataclasses.replace(COSTS, device=Line(0, 0.02, 0), shadow=Line(0, 0.02, 0)))
     assert even.step_ms(1, 0.5) < min(even.step_ms(1, 0.0), even.step_ms(1, 1.0))
 
 
