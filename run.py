@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
     parser.add_argument("--results", type=Path, help="folder of this run (default: results/CASE/TIME)")
     parser.add_argument("--clear-cache", action="store_true", help="remove the case's compiled graphs and stop")
-    parser.add_argument("--plan", action="store_true", help="count what one rank keeps in memory and stop")
+    parser.add_argument("--plan", action="store_true", help="count memory, with shadow experts predict times, and stop")
     args = parser.parse_args(argv)
     name = env.case_name()
     if not name:

@@ -43,6 +43,11 @@ class Settings:
     timeout_s: int
 
 
+def layer_number(path: str) -> int:
+    """Of the layer that a module is in."""
+    return int(re.findall(r"\.(\d+)\.", path)[0])
+
+
 @dataclass(frozen=True)
 class Copy:
     place: Place
@@ -60,7 +65,7 @@ class Offload:
 
     def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
         """Of the layer that `path` is in; None: its experts stay on the device for good."""
-        number = int(re.findall(r"\.(\d+)\.", path)[0])
+        number = layer_number(path)
         if number < self.settings.start_layer:
             return None
         self.layers.append(ShadowedExperts(self, number, count, inner, hidden, format))
@@ -150,6 +155,10 @@ class Offload:
         for copy in self.copies if published else ():
             here[copy.place] = False
         return here
+
+    def value_copies(self, swap_cost: float) -> None:
+        """What one costs, in misses that it must save."""
+        self.residency.settings = Policy(max_swaps=self.settings.max_swaps, swap_cost=swap_cost)
 
     def forget(self) -> None:
         """What was recorded so far, such as a warm-up; what was learned stays."""

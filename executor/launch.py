@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--list", action="store_true", help="show the cases")
     parser.add_argument("--clear-cache", action="store_true", help="remove the case's compiled graphs and stop")
-    parser.add_argument("--plan", action="store_true", help="count what one rank keeps in memory and stop")
+    parser.add_argument("--plan", action="store_true", help="count memory, with shadow experts predict times, and stop")
     args = parser.parse_args(argv)
     if args.list:
         cases = list_cases()

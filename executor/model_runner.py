@@ -23,6 +23,7 @@ from executor.config import Case
 from executor.distributed import init_parallel
 from executor.env import RankEnv
 from executor.formats.detect import read_scheme
+from executor.offload_plan import WARM_UP_TOKENS, PlannedRun
 from executor.offloading import make_offload, open_arena, write_offload
 from executor.packed_cache import PackedCache
 from executor.platform import load_platform
@@ -145,13 +146,13 @@ class ModelRunner(ABC):
                 sequence.finish_reason = "length"
 
     def model_generate(self, prompts: list[tuple[str, list[int]]], warm_up: bool = False) -> list[Sequence]:
-        """Run every prompt (text, ids) to its end. A warm-up makes two tokens of as many prompts as run together."""
+        """Run every prompt (text, ids) to its end. A warm-up makes a few tokens of as many prompts as run together."""
         batch_size = self.case.data_config.batch_size
         sequences = [self.new_sequence(i, *prompt) for i, prompt in enumerate(prompts)]
         if warm_up:
             sequences = sequences[:batch_size]
             for sequence in sequences:
-                sequence.max_new_tokens = min(2, sequence.max_new_tokens)
+                sequence.max_new_tokens = min(WARM_UP_TOKENS if self.offload else 2, sequence.max_new_tokens)
         for sequence in sequences:
             self.scheduler.add(sequence)
         silent = warm_up or self.ranks.rank > 0
@@ -181,11 +182,12 @@ class ModelRunner(ABC):
         else:
             prompts = self._random_prompts()
         self.setup()
+        planned = PlannedRun(self.case, self.offload, self.config) if self.offload else None
         if self.case.data_config.warm_up:
             self.model_generate(prompts, warm_up=True)
             self.profiler = self.define_profiler()
-            if self.offload:
-                self.offload.forget()
+        if planned:
+            planned.begin(self.timings.decode_steps if self.case.data_config.warm_up else [])
         sequences = self.model_generate(prompts)
         completions = [
             Completion(s.prompt, tokenizer.decode(s.generated) if tokenizer else "", s.generated, s.finish_reason)
@@ -194,7 +196,10 @@ class ModelRunner(ABC):
         peak = torch.tensor([self.platform.peak_memory_bytes()], device=self.platform.device)
         peaks = self.parallel.world.gather_rows(peak, (1,) * self.case.world_size)
         report = make_report(self.case, completions, self.timings, int(peaks.max()), self.kernels)
-        return report | ({"offload": write_offload(self.offload, self.results)} if self.offload else {})
+        if self.offload and planned:
+            outcome = {"plan": planned.end(self.timings.decode_steps)}
+            report["offload"] = write_offload(self.offload, self.results) | outcome
+        return report
 
     def new_sequence(self, index: int, prompt: str, ids: list[int]) -> Sequence:
         generator = torch.Generator().manual_seed(self.case.sampling_config.seed + index)

@@ -31,26 +31,34 @@ def make_offload(case: Case) -> Offload | None:
 def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:
     """Binds the caches of `model` and the experts' slots to one buffer. -> the source of KV pages
     `longest`: pages of all sequences at their longest."""
-    units, frame_bytes = frame_of(model, case, build)
-    frames_each, slots_each = extent_of(frame_bytes, offload.slot_bytes)
-    experts = -(-offload.most_slots // slots_each) * frames_each  # frames, if all that may be resident are
+    arena, pinned = make_arena(case, *frame_of(model, case, build), offload.slot_bytes, offload.most_slots, longest)
+    pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room)
+    memory = bind_arena(model, case, build, arena.frames)
+    offload.open(arena, memory.view(-1).view(torch.uint8))
+    experts = sum(layer.count for layer in offload.layers)
+    print(
+        f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "
+        f"{len(offload.slots)} of {experts} experts resident, {arena.free_frames} frames free"
+    )
+    return pages
+
+
+def make_arena(
+    case: Case, units: int, frame_bytes: int, slot_bytes: int, most_slots: int, longest: int
+) -> tuple[Arena, int]:
+    """(the arena's books, frames of experts that may not leave). `most_slots`: experts that may be resident"""
+    frames_each, slots_each = extent_of(frame_bytes, slot_bytes)
+    experts = -(-most_slots // slots_each) * frames_each  # frames, if all that may be resident are
     frames = case.offload_config.arena_mb * MB // frame_bytes or experts + longest + 1
-    arena = Arena(frames, frame_bytes, offload.slot_bytes, units)
-    pinned = 0 if offload.settings.mode == "elastic" else experts
+    arena = Arena(frames, frame_bytes, slot_bytes, units)
+    pinned = 0 if case.offload_config.mode == "elastic" else experts
     least = -(-case.max_sequence_length // case.cache_config.page_size)
     if frames - pinned - 1 < least:
         raise UserError(
             f"case {case.name}: offload_config.arena_mb: {frames} pages of {frame_bytes} bytes, of which experts keep "
             f"{pinned}, have no room for one sequence of {least} pages: raise it, or lower input_max_len"
         )
-    pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room)
-    memory = bind_arena(model, case, build, frames)
-    offload.open(arena, memory.view(-1).view(torch.uint8))
-    print(
-        f"arena: {memory.nbytes / 1e6:.1f} MB, {frames} frames of {frame_bytes} bytes; {len(offload.slots)} of "
-        f"{sum(layer.count for layer in offload.layers)} experts resident, {arena.free_frames} frames free"
-    )
-    return pages
+    return arena, pinned
 
 
 def write_offload(offload: Offload, folder: Path) -> dict[str, Any]:

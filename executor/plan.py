@@ -4,6 +4,7 @@ have shapes and no memory, with the layouts of the platform's ops.
 Every split of a model is even (`check_parallel`), so all ranks hold the same and rank 0 stands for all.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from executor.hccl import buffer_mb
 from executor.platform import PLATFORMS
 from executor.runners import make_runner
 from executor.scheduler import make_scheduler
-from models.build import Build
+from models.build import Build, Shadows
 from models.layers import Experts, LMHead, PagedAttention, RMSNorm, RotaryTable, VocabEmbedding, layers_of
 from models.parallel import Parallel
 from models.registry import load
@@ -96,13 +97,13 @@ def make_plan(case: Case) -> Plan:
     return Plan(case, sections, page_nbytes, _decode(case, config, build.parallel, weights, page_nbytes))
 
 
-def sketch_of(case: Case) -> Sketch:
+def sketch_of(case: Case, offload: Shadows | None = None) -> Sketch:
     ranks = RankEnv(rank=0, world_size=case.world_size, local_rank=0, local_world_size=1, error_file="")
     runner = make_runner(case, Path(), ranks)
     ops = cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = "q8" in PLATFORMS[case.platform].quantised  # which ascend has no products in
     build = build_of(case, ops, place_of(case, ranks.rank, {}), torch.device("meta"), quantised_head)
-    model = runner.build_model(build)
+    model = runner.build_model(dataclasses.replace(build, offload=offload))
     module, pages = cast(nn.Module, model), make_scheduler(case).pages
     bind_caches(module, case, build, pages)
     return Sketch(runner.config, build, module, model.ignored_weights(), pages)

@@ -16,6 +16,10 @@ REMEDIES = {
 
 
 def show_plan(case: Case) -> None:
+    if case.offload_config.mode != "none":
+        from executor.offload_plan import show_offload_plan
+
+        return show_offload_plan(case)
     plan = make_plan(case)
     print_plan(plan)
     check_fits(plan)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from models.parallel import Parallel
 from ops.interface import Format, Matrix, Ops
 
 if TYPE_CHECKING:
-    from cpu_offload.offload import Offload
+    from cpu_offload.experts import ShadowedExperts
 
 GROUPS = (128, 64, 32)
 
@@ -29,6 +29,13 @@ class Formats:
     own: Callable[[str], bool] | None = None
 
 
+class Shadows(Protocol):
+    """Whoever keeps shadows of experts."""
+
+    def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> "ShadowedExperts | None":
+        """Of the layer that `path` is in; None: its experts stay on the device for good."""
+
+
 @dataclass(frozen=True)
 class Build:
     """What layers need to know to be made."""
@@ -39,7 +46,7 @@ class Build:
     dtype: torch.dtype  # of the embedding and the KV cache
     device: torch.device
     max_positions: int  # longest sequence that the case allows
-    offload: "Offload | None" = None  # keeps shadows of experts
+    offload: Shadows | None = None
     path: str = ""  # of the module that is being made, as in the checkpoint
 
     def at(self, name: str) -> "Build":

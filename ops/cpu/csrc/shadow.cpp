@@ -158,8 +158,8 @@ void ShadowPool::wait() {
         std::snprintf(seconds, sizeof seconds, "%g", static_cast<double>(state.timeout.count()) / 1e9);
         throw state.work->error(std::string("not done after ") + seconds + " s");
     }
-    if (!done()) throw state.work->error("the shadow pool was stopped before this was done");
-    state.work.reset();
+    const std::shared_ptr<ShadowWork> work = std::move(state.work);  // done, or never will be: told once
+    if (!done()) throw work->error("the shadow pool was stopped before this was done");
 }
 
 void Submit::run(Context&) const {
