@@ -11,6 +11,7 @@ is never written, and no step sees half of an expert. Captured steps read tables
 import re
 import time
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from ops.interface import Format
 
 PATIENCE = 8  # steps with much free memory before experts return
 AHEAD = 32  # one frame in so many is kept free for the KV cache
+T = TypeVar("T")
 Place = tuple[int, int]  # layer among those with shadows, expert
 
 
@@ -41,6 +43,13 @@ class Settings:
     interval: int
     max_swaps: int
     timeout_s: int
+
+
+def the_one(sizes: set[T], start_layer: int) -> T:
+    """Slots are interchangeable, so all layers with shadows have experts of one size."""
+    if len(sizes) != 1:
+        raise UserError(f"offload_config.start_layer: {start_layer}: no layers with experts of one size")
+    return next(iter(sizes))
 
 
 def layer_number(path: str) -> int:
@@ -73,12 +82,7 @@ class Offload:
 
     @property
     def slot_bytes(self) -> int:
-        sizes = {layer.blocks.block_bytes for layer in self.layers}
-        if len(sizes) != 1:
-            raise UserError(
-                f"offload_config.start_layer: {self.settings.start_layer}: no layers with experts of one size"
-            )
-        return sizes.pop()
+        return the_one({layer.blocks.block_bytes for layer in self.layers}, self.settings.start_layer)
 
     @property
     def most_slots(self) -> int:

@@ -7,10 +7,9 @@ from typing import Any
 
 from cpu_offload.arena import Arena
 from cpu_offload.history import History
-from cpu_offload.offload import Offload, layer_number
+from cpu_offload.offload import Offload, layer_number, the_one
 from cpu_offload.planner import Planner, Shape
 from cpu_offload.probe import made_up, measure, read_ms
-from errors import UserError
 from executor.building import frame_of
 from executor.config import Case
 from executor.env import RankEnv
@@ -91,9 +90,7 @@ def show_offload_plan(case: Case) -> None:
     """Memory counted, times of made-up experts measured; nothing is loaded."""
     survey = Survey(case.offload_config.start_layer)
     sketch = sketch_of(case, survey)
-    if len(set(survey.layers)) != 1:
-        raise UserError(f"offload_config.start_layer: {survey.start_layer}: no layers with experts of one size")
-    count, inner, hidden, format = survey.layers[0]
+    count, inner, hidden, format = the_one(set(survey.layers), survey.start_layer)
     blocks, shape = (
         ExpertBlocks(inner, hidden, format),
         Shape(len(survey.layers), count, sketch.config.num_experts_per_tok),

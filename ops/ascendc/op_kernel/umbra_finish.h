@@ -18,6 +18,14 @@ template <typename T> struct Rounded {
     }
 };
 
+// The first `width` values of room.y rounded to T, to `to`.
+template <typename T> __aicore__ inline void StoreRounded(Room& room, const GlobalTensor<T>& to, uint32_t width) {
+    LocalTensor<T> out = room.out.template AllocTensor<T>();
+    AscendC::Cast(out, room.y, RoundMode::CAST_RINT, width);
+    AscendC::PipeBarrier<PIPE_V>();
+    room.Store(out, Unit{0, 1, {0}}, 0, width, to, 0);
+}
+
 // As they are, into one of `parts` (parts, pairs, N).
 struct Partial {
     Room& room;

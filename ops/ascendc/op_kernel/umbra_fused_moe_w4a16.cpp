@@ -77,10 +77,7 @@ __aicore__ inline void JoinShares(
             }
             room.stream.FreeTensor(in);
         }
-        LocalTensor<T> out = room.out.template AllocTensor<T>();
-        AscendC::Cast(out, room.y, RoundMode::CAST_RINT, width);
-        AscendC::PipeBarrier<PIPE_V>();
-        room.Store(out, Unit{0, 1, {0}}, 0, width, y[static_cast<uint64_t>(token) * hidden + column], 0);
+        StoreRounded<T>(room, y[static_cast<uint64_t>(token) * hidden + column], width);
     }
 }
 

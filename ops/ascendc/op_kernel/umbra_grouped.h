@@ -37,10 +37,7 @@ __aicore__ inline void Grouped(
         else
             AscendC::Duplicate(room.y, 0.0f, width);
         AscendC::PipeBarrier<PIPE_V>();
-        LocalTensor<T> out = room.out.template AllocTensor<T>();
-        AscendC::Cast(out, room.y, RoundMode::CAST_RINT, width);
-        AscendC::PipeBarrier<PIPE_V>();
-        room.Store(out, Unit{0, 1, {0}}, 0, width, y[at], 0);
+        StoreRounded<T>(room, y[at], width);
     }
 }
 
