@@ -21,7 +21,6 @@ and tables stopped naming it before. So whoever takes it next may write at once.
 
 from errors import UserError
 
-ALIGNMENT = 64  # bytes, of a slot's first plane
 LOST = 8  # at most one part in so many of an extent of slots is to be lost between sizes
 
 
@@ -81,15 +80,15 @@ class Tenant:
 
 
 class Arena:
-    def __init__(self, frames: int, frame_bytes: int, slot_bytes: int, units: int):
-        """`units` of a frame: 2 L."""
-        if frame_bytes % ALIGNMENT:
+    def __init__(self, frames: int, frame_bytes: int, slot_bytes: int, units: int, alignment: int = 64):
+        """`units` of a frame: 2 L; `alignment`: bytes, of a slot."""
+        if frame_bytes % alignment:
             raise UserError(
                 f"cache_config.page_size: a page of all layers has {frame_bytes} bytes; beside experts it must be a "
-                f"multiple of {ALIGNMENT}: choose a multiple of 16"
+                f"multiple of {alignment}: choose a multiple of 16"
             )
         self.frames, self.frame_bytes, self.units = frames, frame_bytes, units
-        self.slot_bytes = -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+        self.slot_bytes = -(-slot_bytes // alignment) * alignment
         self.extent_frames, self.extent_slots = extent_of(frame_bytes, self.slot_bytes)
         self.extents, rest = divmod(frames, self.extent_frames)
         self.free_extents = list(range(self.extents - 1, -1, -1))  # taken from the end: low ones first

@@ -1,39 +1,56 @@
 """One layer's experts with their shadows: the node that stands in the decode graph."""
 
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
 from ops.cpu.engine import native
-from ops.cpu.shadow import ExpertBlocks, ShadowLayer, join, resident_rows, submit
+from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
 from ops.interface import Format
 from ops.quantised import Quantised
-
-if TYPE_CHECKING:
-    from cpu_offload.offload import Offload
 
 INT = torch.int64
 
 
-class ShadowedExperts:
+class ShadowedExperts(ABC):
     """`ops.interface.ExpertMatrices` in the shadow store, and their mixture wherever they are resident."""
 
-    def __init__(self, offload: "Offload", number: int, count: int, inner: int, hidden: int, format: Format):
-        self.offload, self.count = offload, count
+    def __init__(self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format):
+        self.pool, self.count = pool, count
         self.blocks = ExpertBlocks(inner, hidden, format)
         self.buffer = native().Buffer(count * self.blocks.block_bytes, 0)  # zeroed: padding must add nothing
         self.store = torch.frombuffer(self.buffer, dtype=torch.uint8).view(count, self.blocks.block_bytes)
-        self.nbytes, self.storages = self.store.nbytes, [self.store]
+        self.storages = [self.store]
         addresses = torch.tensor([block.data_ptr() for block in self.store])
         resident, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, 4))
         self.layer = ShadowLayer(number, self.blocks, addresses, resident, counts, times, self.buffer)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    @abstractmethod
+    def slot_bytes(self) -> int:
+        """That an expert takes on the device."""
+
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         self.blocks.fill(self.store[expert].data_ptr(), which, part)
 
+    @abstractmethod
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The shadow pool computes what is not resident, meanwhile the device the rest: `ops.moe`, bit for bit."""
-        job = submit(self.offload.pool, self.layer, x, ids)
+        """`ops.moe`: the shadow pool computes what is not resident, meanwhile the device the rest."""
+
+
+class CpuExperts(ShadowedExperts):
+    """The device has the same blocks; whatever is resident, `mixture` is `ops.moe` bit for bit."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.blocks.block_bytes
+
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        job = submit(self.pool, self.layer, x, ids)
         resident_rows(job)
         return join(job, weights)

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from cpu_offload.arena import Arena
 from cpu_offload.balance import Balance
+from cpu_offload.device import Device
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import History, Step
 from cpu_offload.residency import Residency
 from cpu_offload.residency import Settings as Policy
 from errors import UserError
 from ops.cpu.engine import native
-from ops.cpu.shadow import Copier, ShadowPool
+from ops.cpu.shadow import ShadowPool
 from ops.interface import Format
 
 PATIENCE = 8  # steps with much free memory before experts return
@@ -66,8 +67,8 @@ class Copy:
 
 
 class Offload:
-    def __init__(self, settings: Settings):
-        self.settings = settings
+    def __init__(self, settings: Settings, device: Device):
+        self.settings, self.device = settings, device
         self.layers: list[ShadowedExperts] = []
         self.pool = ShadowPool([native().Team(-1, settings.shadow_threads, [])], settings.timeout_s)
         self.history = History()
@@ -77,12 +78,12 @@ class Offload:
         number = layer_number(path)
         if number < self.settings.start_layer:
             return None
-        self.layers.append(ShadowedExperts(self, number, count, inner, hidden, format))
+        self.layers.append(self.device.experts(self.pool, number, count, inner, hidden, format))
         return self.layers[-1]
 
     @property
     def slot_bytes(self) -> int:
-        return the_one({layer.blocks.block_bytes for layer in self.layers}, self.settings.start_layer)
+        return the_one({layer.slot_bytes for layer in self.layers}, self.settings.start_layer)
 
     @property
     def most_slots(self) -> int:
@@ -91,7 +92,8 @@ class Offload:
 
     def open(self, arena: Arena, memory: Tensor) -> None:
         """The shadow store is filled; `memory` (bytes) is the arena's buffer."""
-        self.arena, self.memory, self.copier = arena, memory, Copier()
+        self.arena = arena
+        self.device.open(memory)
         counts = self.layers[0].count
         self.residency = Residency(len(self.layers), counts, Policy(max_swaps=self.settings.max_swaps))
         low = max(1, arena.frames // AHEAD)
@@ -109,16 +111,18 @@ class Offload:
         self.pool.step += 1
         if self.settings.mode == "elastic":
             self.balance.step()
-        for copy in [copy for copy in self.copies if self.copier.done(copy.ticket)]:
+        for copy in [copy for copy in self.copies if self.device.done(copy.ticket)]:
             self._publish(copy)
 
-    def started(self) -> None:
-        """The step's ops run from here on."""
+    def started(self, tokens: int) -> None:
+        """The step's ops, for so many tokens, run from here on."""
+        self.device.begin(int(self.pool.step), tokens)
         self.started_at = time.monotonic_ns()
         self.during = self.resident(published=True)
 
     def end(self, decode: bool) -> None:
         """After a step: records it, and at every `interval`-th decode step decides who comes and goes."""
+        self.device.finish()
         counts = self._counts()
         seen, self.seen = counts - self.seen, counts
         if not decode:
@@ -145,9 +149,9 @@ class Offload:
 
     def evict(self, place: Place) -> None:
         for copy in [copy for copy in self.copies if copy.place == place]:
-            self.copier.wait(copy.ticket)  # somebody else will write there
+            self.device.wait(copy.ticket)  # somebody else will write there
             self.copies.remove(copy)
-        self.layers[place[0]].layer.device[place[1]] = 0
+        self.device.withdraw(self.layers[place[0]], place[1])
         self.arena.give_slot(self.slots.pop(place))
         self.history.evictions += 1
 
@@ -185,26 +189,23 @@ class Offload:
                 if (slot := self.arena.take_slot()) is None:
                     return
                 self.slots[layer, expert] = slot
-                self._room(slot).copy_(self.layers[layer].store[expert])
-                self.layers[layer].layer.device[expert] = self._room(slot).data_ptr()
+                start = self.arena.slot_offset(slot)
+                self.device.wait(self.device.copy(self.layers[layer], expert, start))
+                self.device.publish(self.layers[layer], expert, start)
 
     def _fetch(self, place: Place) -> None:
         slot = self.arena.take_slot()
         if slot is None:
             return
         self.slots[place] = slot
-        ticket = self.copier.submit(self._room(slot), self.layers[place[0]].store[place[1]])
+        ticket = self.device.copy(self.layers[place[0]], place[1], self.arena.slot_offset(slot))
         self.copies.append(Copy(place, slot, ticket, time.monotonic_ns()))
 
     def _publish(self, copy: Copy) -> None:
         layer, expert = copy.place
-        self.layers[layer].layer.device[expert] = self._room(copy.slot).data_ptr()
+        self.device.publish(self.layers[layer], expert, self.arena.slot_offset(copy.slot))
         self.copies.remove(copy)
         self.history.copies.append((copy.start, time.monotonic_ns(), layer, expert))
-
-    def _room(self, slot: int) -> Tensor:
-        start = self.arena.slot_offset(slot)
-        return self.memory[start : start + self.slot_bytes]
 
     def _counts(self) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         return torch.stack([layer.layer.counts for layer in self.layers]).numpy()

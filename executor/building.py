@@ -71,10 +71,16 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int) -> Tenso
     of its values u + 2 l + 1. So with the first unit of a frame, one page number serves keys and values of all layers.
     """
     layers = attentions(model)
-    arena = _units(model, case, build, frames * 2 * len(layers))
+    units = 2 * len(layers)
+    arena = _units(model, case, build, frames * units)
     for index, layer in enumerate(layers):
-        layer.bind(arena[2 * index :], arena[2 * index + 1 :])
+        layer.bind(*(apart(arena[first : first + (frames - 1) * units + 1]) for first in (2 * index, 2 * index + 1)))
     return arena
+
+
+def apart(view: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: torch.compile rewrites inputs that overlap, and torchair fails then."""
+    return torch.from_dlpack(view)
 
 
 def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpu_offload.arena import Arena
+from cpu_offload.device import CpuDevice
 from cpu_offload.history import History
 from cpu_offload.offload import Offload, layer_number, the_one
 from cpu_offload.planner import Planner, Shape
@@ -98,7 +99,7 @@ def show_offload_plan(case: Case) -> None:
     experts = shape.layers * count
     most_slots = case.offload_config.slots if case.offload_config.mode == "fixed" else experts
     frame = frame_of(sketch.model, case, sketch.build)
-    arena, pinned = make_arena(case, *frame, blocks.block_bytes, most_slots, sketch.pages)
+    arena, pinned = make_arena(case, *frame, blocks.block_bytes, most_slots, sketch.pages, CpuDevice.alignment)
     load_platform(case.platform)(case, RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file=""))
     planner = _measured(case, sketch, survey, blocks, shape)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")

@@ -14,24 +14,26 @@ from errors import UserError
 from executor.building import bind_arena, frame_of
 from executor.config import Case
 from executor.kv_pages import ElasticPages, Pages
+from executor.platform.base import Platform
 from executor.results import write_whole
 from models.build import Build
 
 MB = 1 << 20
 
 
-def make_offload(case: Case) -> Offload | None:
+def make_offload(case: Case, platform: Platform) -> Offload | None:
     wanted = case.offload_config
     if wanted.mode == "none":
         return None
     names = [field.name for field in dataclasses.fields(Settings)]
-    return Offload(Settings(**{name: getattr(wanted, name) for name in names}))
+    return Offload(Settings(**{name: getattr(wanted, name) for name in names}), platform.shadow_device())
 
 
 def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:
     """Binds the caches of `model` and the experts' slots to one buffer. -> the source of KV pages
     `longest`: pages of all sequences at their longest."""
-    arena, pinned = make_arena(case, *frame_of(model, case, build), offload.slot_bytes, offload.most_slots, longest)
+    frame, slots = frame_of(model, case, build), (offload.slot_bytes, offload.most_slots)
+    arena, pinned = make_arena(case, *frame, *slots, longest, offload.device.alignment)
     pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room)
     memory = bind_arena(model, case, build, arena.frames)
     offload.open(arena, memory.view(-1).view(torch.uint8))
@@ -44,13 +46,13 @@ def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, lon
 
 
 def make_arena(
-    case: Case, units: int, frame_bytes: int, slot_bytes: int, most_slots: int, longest: int
+    case: Case, units: int, frame_bytes: int, slot_bytes: int, most_slots: int, longest: int, alignment: int
 ) -> tuple[Arena, int]:
     """(the arena's books, frames of experts that may not leave). `most_slots`: experts that may be resident"""
     frames_each, slots_each = extent_of(frame_bytes, slot_bytes)
     experts = -(-most_slots // slots_each) * frames_each  # frames, if all that may be resident are
     frames = case.offload_config.arena_mb * MB // frame_bytes or experts + longest + 1
-    arena = Arena(frames, frame_bytes, slot_bytes, units)
+    arena = Arena(frames, frame_bytes, slot_bytes, units, alignment)
     pinned = 0 if case.offload_config.mode == "elastic" else experts
     least = -(-case.max_sequence_length // case.cache_config.page_size)
     if frames - pinned - 1 < least:

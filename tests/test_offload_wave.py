@@ -63,11 +63,11 @@ class Watch:
     def __call__(self) -> None:
         """Each byte has at most one owner, and that is in the arena."""
         offload, pool = self.offload, self.runner.scheduler.pools[0]
-        arena, memory = offload.arena, offload.memory
+        arena, memory = offload.arena, offload.device.memory
         begin, frame = memory.data_ptr(), arena.frame_bytes
         units = [page for s in self.runner.scheduler.running for page in s.pages] + [pool.padding]
         owned = [(begin + unit // arena.units * frame, frame) for unit in units]
-        owned += [(offload._room(slot).data_ptr(), offload.slot_bytes) for slot in offload.slots.values()]
+        owned += [(begin + arena.slot_offset(slot), offload.slot_bytes) for slot in offload.slots.values()]
         owned.sort()
         assert owned[0][0] >= begin
         assert owned[-1][0] + owned[-1][1] <= begin + memory.nbytes

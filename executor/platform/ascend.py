@@ -7,6 +7,7 @@ import torch
 import torch_npu
 from torch import nn
 
+from cpu_offload.device import Device
 from errors import UserError
 from executor.batching import graph_rows
 from executor.config import Case
@@ -65,6 +66,9 @@ class AscendPlatform(Platform):
 
     def watched(self) -> AbstractContextManager[None]:
         return loud_fallbacks(self.case.strict)
+
+    def shadow_device(self) -> Device:
+        raise NotImplementedError
 
     def peak_memory_bytes(self) -> int:
         return torch_npu.npu.max_memory_allocated(self.device)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from cpu_offload.device import Device
 from executor.config import Case
 from executor.env import RankEnv
 from models.batch import Batch
@@ -46,6 +47,10 @@ class Platform(ABC):
     def watched(self) -> AbstractContextManager[None]:
         """Around the steps of a run: what goes another way than the case says is told, or is an error."""
         return nullcontext()
+
+    @abstractmethod
+    def shadow_device(self) -> Device:
+        """For a case with shadow experts."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from cpu_offload.device import CpuDevice, Device
 from executor.config import Case
 from executor.env import RankEnv
 from executor.platform.base import Platform, Step
@@ -28,6 +29,9 @@ class CpuPlatform(Platform):
 
     def compile(self, step: Step, model_config: object) -> Step:
         return GraphStep(step)
+
+    def shadow_device(self) -> Device:
+        return CpuDevice()
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from cpu_offload.device import Device
 from executor.config import Case
 from executor.env import RankEnv
 from executor.platform.base import Platform, Step
@@ -22,6 +23,9 @@ class OnCpu(Platform):
         self.device = torch.device("cpu")
 
     def compile(self, step: Step, model_config: object) -> Step:
+        raise NotImplementedError
+
+    def shadow_device(self) -> Device:
         raise NotImplementedError
 
     def peak_memory_bytes(self) -> int:
