@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from errors import UserError
 from executor.cases import model_folder
@@ -80,7 +81,7 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int) -> Tenso
 
 def apart(view: Tensor) -> Tensor:
     """The same memory as a tensor of its own: torch.compile rewrites inputs that overlap, and torchair fails then."""
-    return torch.from_dlpack(view)
+    return from_dlpack(view)
 
 
 def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:
