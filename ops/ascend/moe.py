@@ -14,7 +14,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from ops.ascend.weights import AscendExperts, Plane
+from ops.ascend.weights import Bank, Stored
 
 ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how many they are
 BY_COLUMN, BY_ROW = 0, 2  # drop_pad_mode of finalize_routing: row k T + t, or t K + k, is token t's k-th expert
@@ -33,7 +33,7 @@ def swiglu(x: Tensor) -> Tensor:
     return torch_npu.npu_swiglu(input=x, dim=-1)
 
 
-def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
     tokens, top_k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)  # (T K): which of t K + k comes i-th
@@ -44,7 +44,7 @@ def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) ->
     return (rows[back].view(tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
 
 
-def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
     tokens, top_k = ids.shape
     places = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device).view(top_k, tokens).T.contiguous()
     rows, back, sorted_ids = torch_npu.npu_moe_init_routing(x=x, row_idx=places, expert_idx=ids, active_num=tokens)
@@ -52,7 +52,7 @@ def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExpe
     return _finalize(_experts(rows, ends.to(torch.int64), ENDS, experts), weights, back, ids, BY_COLUMN)
 
 
-def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
     tokens, top_k = ids.shape
     rows, back, counts, _ = torch_npu.npu_moe_init_routing_v2(
         x=x, expert_idx=ids, scale=None, offset=None, active_num=tokens * top_k, expert_capacity=0,
@@ -65,12 +65,12 @@ def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExpe
 ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fusion_v2}
 
 
-def _experts(rows: Tensor, groups: Tensor, kind: int, experts: AscendExperts) -> Tensor:
+def _experts(rows: Tensor, groups: Tensor, kind: int, experts: Bank) -> Tensor:
     """down(silu(gate) * up) of rows (T K, H) in expert order."""
     return _grouped(swiglu(_grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
 
 
-def _grouped(x: Tensor, plane: Plane, groups: Tensor, kind: int) -> Tensor:
+def _grouped(x: Tensor, plane: Stored, groups: Tensor, kind: int) -> Tensor:
     if x.shape[1] != plane.data.shape[1]:
         raise TypeError(f"npu_grouped_matmul: {x.shape[1]} columns meet {plane.data.shape[1]} rows")
     if groups.dtype != torch.int64 or groups.shape != plane.data.shape[:1]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from errors import UserError
 from ops.ascend import moe, vector_core
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
-from ops.ascend.weights import AscendExperts, AscendMatrix
+from ops.ascend.weights import AscendMatrix, Bank
 from ops.interface import Lengths
 
 HEAD_DIMS = (64, 128)  # of the rotary op
@@ -46,7 +46,7 @@ class AscendOps(AscendLayout):
         away = (local < 0) | (local >= table.shape[0])
         return F.embedding(local.masked_fill(away, 0), table).masked_fill(away[:, None], 0)
 
-    def on_vector_cores(self, x: Tensor, weight: AscendMatrix | AscendExperts) -> bool:
+    def on_vector_cores(self, x: Tensor, weight: AscendMatrix | Bank) -> bool:
         return 0 < x.shape[0] <= self.gemv_tokens and not vector_core.unfit(weight)
 
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
@@ -162,7 +162,7 @@ class AscendOps(AscendLayout):
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(-1)
 
-    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None) -> Tensor:
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None) -> Tensor:
         if ids.dtype != torch.int32:
             raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
         if self.on_vector_cores(x, experts):

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from ops.ascend.weights import AscendExperts, AscendMatrix, Plane
+from ops.ascend.weights import AscendMatrix, Bank, Stored
 from ops.ascendc.schemas import GROUPS
 
 
-def unfit(weight: AscendMatrix | AscendExperts) -> str:
+def unfit(weight: AscendMatrix | Bank) -> str:
     """Why the kernels cannot read these weights; empty: they can."""
-    planes: list[Plane] = [weight] if isinstance(weight, AscendMatrix) else [weight.w13, weight.w2]
+    planes: list[Stored] = [weight] if isinstance(weight, AscendMatrix) else [weight.w13, weight.w2]
     if any(plane.scales is None for plane in planes):
         return "the weights do not have 4 bits"
     if any(plane.format.group not in GROUPS for plane in planes):
@@ -22,9 +22,7 @@ def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, half_sums: bool
     return y if bias is None else y + bias
 
 
-def moe(
-    x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None, half_sums: bool
-) -> Tensor:
+def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None, half_sums: bool) -> Tensor:
     """One launch, with no rows to bring into order: ids of experts that are elsewhere add nothing."""
     w13, w2 = experts.w13, experts.w2
     return torch.ops.umbra.fused_moe_w4a16(

@@ -8,6 +8,10 @@ q4         (K, N / 8) int32    (nibble + offset) * scale; nibble i of a word, lo
 Experts have one more dimension in front. Nothing here needs torch_npu but the change into tiles.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +21,28 @@ from ops.quantised import Quantised, floats
 
 FRACTAL_NZ = 29
 NIBBLES = 8  # in an int32
+
+Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # where matrices are to lie
+
+
+class Stored(Protocol):
+    """Matrices of one shape as the products take them, wherever they lie; none has scales where they are floats."""
+
+    data: Tensor
+    scales: Tensor | None
+    offsets: Tensor | None
+    format: Format
+
+
+class Bank(Protocol):
+    """Experts that one product takes together."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def w13(self) -> Stored: ...
+    @property
+    def w2(self) -> Stored: ...
 
 
 class Plane:
@@ -30,13 +56,15 @@ class Plane:
         format: Format,
         dtype: torch.dtype,
         device: torch.device,
+        room: Room | None = None,
     ):
+        make = room or partial(_kept, device=device)
         self.format = format
         self.missing = rows * (lead[0] if lead else 1)
         self.scales: Tensor | None = None
         self.offsets: Tensor | None = None
         if not format.quantised:
-            self.data = _kept((*lead, columns, rows), dtype, device)
+            self.data = make((*lead, columns, rows), dtype)
             return
         if format.kind != "q4":
             raise UserError(f"quantization.method: {format.kind} has no products on ascend: use q4 or none")
@@ -45,10 +73,10 @@ class Plane:
                 f"quantization.group_size: {format.group}: a matrix of {columns} inputs and {rows} outputs on this "
                 f"rank cannot be cut into groups of {format.group} inputs and words of {NIBBLES} outputs"
             )
-        self.data = _kept((*lead, columns, rows // NIBBLES), torch.int32, device)
-        self.scales = _kept((*lead, columns // format.group, rows), dtype, device)
+        self.data = make((*lead, columns, rows // NIBBLES), torch.int32)
+        self.scales = make((*lead, columns // format.group, rows), dtype)
         if format.zeros:
-            self.offsets = _kept((*lead, columns // format.group, rows), dtype, device)
+            self.offsets = make((*lead, columns // format.group, rows), dtype)
 
     @property
     def storages(self) -> list[Tensor]:
@@ -92,14 +120,23 @@ class AscendMatrix(Plane):
 class AscendExperts:
     """w13: gate and up side by side, (count, hidden, 2 inner); w2: down, (count, inner, hidden)."""
 
-    def __init__(self, count: int, inner: int, hidden: int, format: Format, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        count: int,
+        inner: int,
+        hidden: int,
+        format: Format,
+        dtype: torch.dtype,
+        device: torch.device,
+        room: Room | None = None,
+    ):
         if count < 2:
             raise UserError(
                 "parallel_config: one expert on a rank: npu_grouped_matmul takes two or more; raise moe_tp_size"
             )
         self.count, self.inner = count, inner
-        self.w13 = Plane((count,), 2 * inner, hidden, format, dtype, device)
-        self.w2 = Plane((count,), hidden, inner, format, dtype, device)
+        self.w13 = Plane((count,), 2 * inner, hidden, format, dtype, device, room)
+        self.w2 = Plane((count,), hidden, inner, format, dtype, device, room)
 
     @property
     def storages(self) -> list[Tensor]:

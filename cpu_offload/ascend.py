@@ -1,0 +1,194 @@
+"""Shadow experts of an NPU: slots in the device's layout, residents found through a table on the device.
+
+    decode    shadow_submit | residents' sums, out of their slots | shadow_join          ops/ascend/shadow.py
+    prefill   a bank of all: residents gathered from their slots, the others streamed from the host; the usual products
+
+Of every expert the host keeps two copies: blocks that its own kernels compute, and the device's layout in pinned memory,
+for promotion. Nothing here was run on an NPU.
+"""
+
+import atexit
+import dataclasses
+import itertools
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch_npu
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from cpu_offload.device import Device
+from cpu_offload.experts import ShadowedExperts
+from ops.ascend.ops import AscendOps
+from ops.ascend.shadow import ShadowNodes, pinned
+from ops.ascend.slots import Slots
+from ops.ascend.weights import AscendExperts
+from ops.ascendc.blocks import PLACE, BlockLayout
+from ops.cpu.shadow import ShadowPool, Worker
+from ops.interface import Format
+from ops.quantised import Quantised
+
+HOST = torch.device("cpu")
+
+
+class NpuExperts(ShadowedExperts):
+    def __init__(
+        self,
+        device: "AscendDevice",
+        pool: ShadowPool,
+        number: int,
+        count: int,
+        inner: int,
+        hidden: int,
+        format: Format,
+    ):
+        super().__init__(pool, number, count, inner, hidden, format)
+        self.device, self.number, self.index = device, number, len(device.layers)
+        plain = dataclasses.replace(format, tiled=False)  # slots hold no tiles
+        self.layout = BlockLayout(inner, hidden, device.ops.dtype, format.group, format.group, format.zeros)
+        room = partial(pinned, layer=number)
+        self.image = AscendExperts(count, inner, hidden, plain, device.ops.dtype, HOST, room)
+        self.storages += self.image.storages
+        self.format = plain
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
+        super().fill(expert, which, part)
+        self.image.fill(expert, which, part)
+
+    def planes(self, expert: int) -> dict[str, Tensor]:
+        """Of the pinned copy, by their names in a block."""
+        w13, w2 = self.image.w13, self.image.w2
+        named = {"w13": w13.data, "s13": w13.scales, "z13": w13.offsets, "w2": w2.data, "s2": w2.scales, "z2": w2.offsets}
+        return {name: plane[expert] for name, plane in named.items() if plane is not None}
+
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        if self.device.streams(len(x)):
+            return self._streamed(x, weights, ids)
+        nodes = self.device.nodes.number
+        sums = torch.ops.umbra.shadow_submit(x, ids, weights, self.number, nodes)
+        return torch.ops.umbra.shadow_join(sums, self._own(x, weights, ids), self.number, nodes)
+
+    def _own(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The residents' part. A bank of one expert for each pair of a token and an expert, or, where there are more
+        pairs, of all."""
+        places, ops, slots = self.device.places[self.index], self.device.ops, self.device.slots
+        if not self.device.by_pair(len(x), self.count):
+            return ops.moe(x, weights, ids, slots.bank(places), None)
+        each = places.index_select(0, ids.flatten())
+        return ops.moe(x, weights, self.device.orders[len(x)], slots.bank(each), None)
+
+    def _streamed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        bank = self.device.slots.bank(self.device.places[self.index])
+        for expert in (self.layer.device == 0).nonzero().flatten().tolist():
+            for name, plane in self.planes(expert).items():
+                bank.planes[name][expert].copy_(plane, non_blocking=True)
+        return self.device.ops.moe(x, weights, ids, bank, None)
+
+
+class AscendDevice(Device):
+    """`most`: tokens of a step whose missing experts the CPU computes; those of longer steps are streamed."""
+
+    alignment: ClassVar[int] = PLACE
+
+    def __init__(self, ops: AscendOps, device: torch.device, top_k: int, most: int, timeout_s: float, cann: str | None):
+        self.ops, self.device, self.top_k, self.most = ops, device, top_k, most
+        self.timeout_s, self.cann = timeout_s, cann
+        self.layers: list[NpuExperts] = []
+        self.tickets = itertools.count()
+        self.under_way: dict[int, torch_npu.npu.Event] = {}
+        self.orders: dict[int, Tensor] = {}  # by tokens: each pair's own number
+        self.side = torch_npu.npu.Stream()
+
+    def experts(
+        self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format
+    ) -> ShadowedExperts:
+        self.pool = pool
+        self.layers.append(NpuExperts(self, pool, number, count, inner, hidden, format))
+        return self.layers[-1]
+
+    def spare(self, slot_bytes: int) -> int:
+        return slot_bytes  # of zeros
+
+    def open(self, memory: Tensor, end: int) -> None:
+        self.memory, first = memory, self.layers[0]
+        self.slots = Slots(memory, end, first.layout, first.format)
+        shape = len(self.layers), first.count
+        self.host_places = pinned(shape, torch.int32, first.number).fill_(-1)
+        self.all_places = torch.empty(shape, dtype=torch.int32, device=self.device)
+        self.places = [nn.Parameter(from_dlpack(row), requires_grad=False) for row in self.all_places]
+        self.changed = True
+        self.worker = Worker(self.pool)
+        tables = {layer.number: layer.layer.device for layer in self.layers}
+        self.nodes = ShadowNodes(
+            self.worker.submit, self.worker.context, tables, first.layout.hidden, self.top_k, self.ops.dtype,
+            self.timeout_s, self.cann,
+        )  # fmt: skip
+        print(self.nodes.bridge.how)
+        atexit.register(self.nodes.close)
+
+    def streams(self, tokens: int) -> bool:
+        return tokens > self.most
+
+    def by_pair(self, tokens: int, count: int) -> bool:
+        return 2 <= tokens * self.top_k < count  # a bank has two experts at least
+
+    def copy(self, layer: ShadowedExperts, expert: int, start: int) -> int:
+        assert isinstance(layer, NpuExperts)
+        ticket, event = next(self.tickets), torch_npu.npu.Event()
+        slot = layer.layout.views(self.memory[start : start + layer.slot_bytes])
+        with torch_npu.npu.stream(self.side):
+            for name, plane in layer.planes(expert).items():
+                slot[name].copy_(plane, non_blocking=True)
+            event.record()
+        self.under_way[ticket] = event
+        return ticket
+
+    def done(self, ticket: int) -> bool:
+        if done := self.under_way[ticket].query():
+            del self.under_way[ticket]
+        return bool(done)
+
+    def wait(self, ticket: int) -> None:
+        self.under_way.pop(ticket).synchronize()
+
+    def publish(self, layer: ShadowedExperts, expert: int, start: int) -> None:
+        self._place(layer, expert, start // PLACE)
+
+    def withdraw(self, layer: ShadowedExperts, expert: int) -> None:
+        self._place(layer, expert, -1)
+
+    def _place(self, layer: ShadowedExperts, expert: int, place: int) -> None:
+        assert isinstance(layer, NpuExperts)
+        layer.layer.device[expert] = place + 1  # for the host: not 0 if resident
+        self.host_places[layer.index, expert] = place
+        self.changed = True
+
+    def begin(self, step: int, tokens: int) -> None:
+        if not self.streams(tokens):
+            self._prepare(tokens)
+        self.slots.prepare(self.layers[0].count)
+        if self.changed:
+            self.all_places.copy_(self.host_places, non_blocking=True)
+            self.changed = False
+        self.nodes.begin(step, tokens)
+
+    def _prepare(self, tokens: int) -> None:
+        """What a step of so many tokens needs and cannot make while it is captured."""
+        if tokens in self.orders:
+            return
+        pairs = tokens * self.top_k
+        order = torch.arange(pairs, dtype=torch.int32).view(tokens, self.top_k).to(self.device)
+        self.orders[tokens] = nn.Parameter(order, requires_grad=False)
+        self.nodes.prepare(tokens)
+        for layer in self.layers:
+            self.worker.layer(layer.layer, tokens, self.top_k, self.ops.dtype)
+        if self.by_pair(tokens, self.layers[0].count):
+            self.slots.prepare(pairs)
+
+    def finish(self) -> None:
+        self.nodes.finish()

@@ -1,0 +1,90 @@
+"""Experts in slots of an arena, for products that want a bank of experts side by side.
+
+arena   | p | p | slot: w13 s13 w2 s2 | slot | p | .. | zeros |      rows of PLACE bytes; blocks as ops/ascendc/blocks.py
+                     |                    |              |
+bank    w13: | e0 | e1 | e2 | ..   s13: | e0 | e1 | ..   w2: ..      gathered by rows; who is missing is all zeros
+
+`places` (n) int32: the first row of each expert's block, or -1. It is read on the device, so a captured step finds
+residents wherever they are when it is replayed. A gathered expert is read, written and read again: three times the
+traffic of a product that reads the slots themselves (ops/ascend/vector_core.py, moe_slots).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from errors import UserError
+from ops.ascendc.blocks import PLACE, BlockLayout
+from ops.interface import Format
+
+ROW = PLACE // 4  # int32
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """ops.ascend.weights.Stored"""
+
+    data: Tensor
+    scales: Tensor | None
+    offsets: Tensor | None
+    format: Format
+
+
+@dataclass(frozen=True)
+class SlotBank:
+    """ops.ascend.weights.Bank"""
+
+    count: int
+    w13: Gathered
+    w2: Gathered
+
+
+class Slots:
+    """`memory`: the arena's bytes; from `zeros` on, a block of zeros, for experts that are nowhere."""
+
+    def __init__(self, memory: Tensor, zeros: int, layout: BlockLayout, format: Format):
+        self.layout, self.format, self.nowhere = layout, format, zeros // PLACE
+        memory[zeros : zeros + layout.block_bytes] = 0
+        # Of its own storage, for caches lie in the same memory; a Parameter, since graphs take those by their address.
+        whole = memory[: len(memory) // PLACE * PLACE]
+        self.rows = nn.Parameter(from_dlpack(whole).view(torch.int32).view(-1, ROW), requires_grad=False)
+        self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by experts of a bank
+        sizes = {name: shape[0] * shape[1] * dtype.itemsize for name, (shape, dtype) in layout.planes.items()}
+        for name, size in sizes.items():
+            if size % PLACE:
+                raise UserError(
+                    f"offload_config.mode: plane {name} of an expert has {size} bytes on this rank, no multiple of "
+                    f"{PLACE}: lower moe_tp_size, or choose a smaller quantization.group_size"
+                )
+        self.sizes = sizes
+
+    def prepare(self, count: int) -> None:
+        """Makes the indices of banks of so many experts: which of them, and which row of its block, each row is."""
+        if count in self.indices:
+            return
+        rows = {name: torch.arange(size // PLACE, dtype=torch.int32) for name, size in self.sizes.items()}
+        place = torch.cat([(r + self.layout.offsets[name] // PLACE).repeat(count) for name, r in rows.items()])
+        each = torch.cat([
+            torch.arange(count, dtype=torch.int32).repeat_interleave(len(r)) for r in rows.values()
+        ])  # fmt: skip
+        device = self.rows.device
+        self.indices[count] = tuple(nn.Parameter(t.to(device), requires_grad=False) for t in (each, place))  # type: ignore[assignment]
+
+    def bank(self, places: Tensor) -> SlotBank:
+        """The experts at `places` (n) int32, in that order."""
+        count = len(places)
+        each, row = self.indices[count]
+        first = torch.where(places < 0, self.nowhere, places)
+        rows = self.rows.index_select(0, first.index_select(0, each) + row)  # (all rows, ROW)
+        planes, begin = dict[str, Tensor](), 0
+        for name, (shape, dtype) in self.layout.planes.items():
+            end = begin + count * self.sizes[name] // PLACE
+            planes[name] = rows[begin:end].view(-1).view(dtype).view(count, *shape)
+            begin = end
+        w13, w2 = (
+            Gathered(planes[f"w{which}"], planes.get(f"s{which}"), planes.get(f"z{which}"), self.format)
+            for which in ("13", "2")
+        )
+        return SlotBank(count, w13, w2)
