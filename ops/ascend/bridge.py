@@ -11,15 +11,16 @@ from pathlib import Path
 from errors import UserError
 
 SOURCE = Path(__file__).parent / "csrc" / "bridge.cpp"
+JOB = Path(__file__).parents[1] / "cpu" / "csrc" / "job.h"
 BUILT = Path(__file__).parent / "build" / "umbra_bridge.so"
 HOST_FUNC_SINCE = (8, 5)  # before, CANN forbids aclrtLaunchHostFunc while a graph is captured
 
 
 class Job(ctypes.Structure):
-    """What a worker gets; shapes are in bridge.cpp."""
+    """What a worker gets; shapes are in job.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "slots", "rows")),
+        *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "slots", "sums")),
         *((name, ctypes.c_int64) for name in ("tokens", "top_k", "hidden", "layer", "step")),
         ("done", ctypes.c_void_p),
     )
@@ -35,7 +36,7 @@ class BridgeError(RuntimeError):
 
 def build(out: Path = BUILT) -> Path:
     """Compiles it, if that was not done since it was written. Ranks that come at once do not disturb each other."""
-    if out.is_file() and out.stat().st_mtime_ns >= SOURCE.stat().st_mtime_ns:
+    if out.is_file() and out.stat().st_mtime_ns >= max(SOURCE.stat().st_mtime_ns, JOB.stat().st_mtime_ns):
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
@@ -79,7 +80,7 @@ def can_capture_host_func(cann: str | None) -> bool:
 
 
 class Bridge:
-    """`submit`: a C function int(void *context, Job *), see bridge.cpp; it and `context` must outlive the bridge.
+    """`submit`: a C function int(void *context, Job *), see job.h; it and `context` must outlive the bridge.
 
     Which of CANN's two ways of calling the host is used is chosen once, from its version, and told in `how`.
     """
@@ -99,9 +100,9 @@ class Bridge:
     def subscribe(self, stream: int) -> None:
         self._done(_native().umbra_bridge_subscribe(self.handle, stream))
 
-    def payload(self, job: Job, row_bytes: int) -> int:
+    def payload(self, job: Job, sum_bytes: int) -> int:
         """Lives until the bridge is closed; so must the buffers that `job` points to."""
-        made: int = _native().umbra_payload_new(self.handle, ctypes.byref(job), row_bytes)
+        made: int = _native().umbra_payload_new(self.handle, ctypes.byref(job), sum_bytes)
         self.payloads.append(made)
         return made
 

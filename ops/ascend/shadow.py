@@ -1,9 +1,11 @@
 """Experts on the CPU inside a step on the NPU: `submit` forks, the resident experts are computed, `join` adds both.
 
-    main    .. x, ids, weights | submit    resident experts    join | own + rows ..
+    main    .. x, ids, weights | submit    resident experts    join | own + sums ..
     side                       |->  D2H, callback, H2D         ->|
 
-The callback (bridge.py) hands the job to the shadow pool and holds up the side stream alone. Works in eager and in
+The callback (bridge.py) hands the job to the shadow pool, for which ops/cpu/shadow.py has a Worker, and holds up the side
+stream alone. What comes back are each token's weighted sums over the experts that are not resident, in the model's type,
+so that `join` is one Add. Works in eager and in
 captured graphs (acl_graph, npugraph_ex), whose replays find other values in the same buffers. A host runs each step as
 
     nodes.begin(step, tokens); logits = decode(..); nodes.finish()
@@ -26,7 +28,7 @@ SLICES = 8  # in which the host waits, to see whether callbacks come
 
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
 LIBRARY.define("shadow_submit(Tensor x, Tensor ids, Tensor weights, int layer, int nodes) -> Tensor")
-LIBRARY.define("shadow_join(Tensor rows, Tensor own, int layer, int nodes) -> Tensor")
+LIBRARY.define("shadow_join(Tensor sums, Tensor own, int layer, int nodes) -> Tensor")
 
 
 def refuse_ge(exe_mode: str) -> None:
@@ -41,10 +43,10 @@ def refuse_ge(exe_mode: str) -> None:
 class Node:
     """One layer's buffers for one number of tokens. Graphs point to them: they never move and never go."""
 
-    x: Tensor  # (tokens, hidden); this and the next three are pinned
+    x: Tensor  # (tokens, hidden), the model's type; this and the next three are pinned
     ids: Tensor  # (tokens, top_k) int32
     weights: Tensor  # (tokens, top_k) float32
-    rows: Tensor  # (tokens * top_k, hidden) float32
+    sums: Tensor  # as x
     fork: torch_npu.npu.Event
     back: torch_npu.npu.Event
     payload: int
@@ -86,23 +88,22 @@ class ShadowNodes:
                 self.nodes[tokens, layer] = self._node(tokens, layer)
 
     def _node(self, tokens: int, layer: int) -> Node:
-        pairs = tokens * self.top_k
-        shapes = (tokens, self.hidden), (tokens, self.top_k), (tokens, self.top_k), (pairs, self.hidden)
-        dtypes = self.dtype, torch.int32, torch.float32, torch.float32
-        x, ids, weights, rows = (pinned(s, d, layer) for s, d in zip(shapes, dtypes, strict=True))
-        buffers = (x, ids, weights, self.slots[layer], rows)
+        wide, narrow = (tokens, self.hidden), (tokens, self.top_k)
+        x, sums = (pinned(wide, self.dtype, layer) for _ in range(2))
+        ids, weights = (pinned(narrow, dtype, layer) for dtype in (torch.int32, torch.float32))
+        buffers = (x, ids, weights, self.slots[layer], sums)
         job = Job(*(t.data_ptr() for t in buffers), tokens, self.top_k, self.hidden, layer, -1, None)
-        payload = self.bridge.payload(job, rows.nbytes)
-        return Node(x, ids, weights, rows, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
+        payload = self.bridge.payload(job, sums.nbytes)
+        return Node(x, ids, weights, sums, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        """x (tokens, hidden), ids, weights (tokens, top_k) -> rows (tokens * top_k, hidden), not to be read before
-        `join`. All stays on the device for the main stream, which goes on at once."""
+        """x (tokens, hidden), ids, weights (tokens, top_k) -> sums (tokens, hidden), not to be read before `join`.
+        All stays on the device for the main stream, which goes on at once."""
         node = self._of(len(x), layer)
         for name, given, wanted in (("x", x, node.x), ("ids", ids, node.ids), ("weights", weights, node.weights)):
             if given.shape != wanted.shape or given.dtype != wanted.dtype or not given.is_contiguous():
                 raise ValueError(f"layer {layer}: {name} is {given.dtype} {tuple(given.shape)}, or not contiguous")
-        rows = torch.empty(node.rows.shape, dtype=node.rows.dtype, device=x.device)
+        sums = torch.empty_like(x)
         node.fork.record()
         with torch_npu.npu.stream(self.side):
             node.fork.wait()
@@ -111,17 +112,19 @@ class ShadowNodes:
             node.weights.copy_(weights, non_blocking=True)
             # `npu_stream` waits for torch_npu's own queue, so the callback stands behind the copies.
             self.bridge.launch(self.side.npu_stream, node.payload)
-            rows.copy_(node.rows, non_blocking=True)
+            sums.copy_(node.sums, non_blocking=True)
             node.back.record()
-        node.held = (x, ids, weights, rows)
-        return rows
+        node.held = (x, ids, weights, sums)
+        return sums
 
-    def join(self, rows: Tensor, own: Tensor, layer: int) -> Tensor:
-        """own (tokens * top_k, hidden): the resident experts' rows, zeroes for the others."""
-        node = self._of(len(rows) // self.top_k, layer)
+    def join(self, sums: Tensor, own: Tensor, layer: int) -> Tensor:
+        """own (tokens, hidden): the resident experts' weighted sums, in the model's type."""
+        node = self._of(len(sums), layer)
+        if own.shape != sums.shape or own.dtype != sums.dtype:
+            raise ValueError(f"layer {layer}: own is {own.dtype} {tuple(own.shape)}")
         node.back.wait()
         node.held = ()
-        return own + rows
+        return own + sums
 
     def _of(self, tokens: int, layer: int) -> Node:
         if (tokens, layer) not in self.nodes:
@@ -182,15 +185,11 @@ def _submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> 
     return ShadowNodes.alive[nodes].submit(x, ids, weights, layer)
 
 
-def _join(rows: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:
-    return ShadowNodes.alive[nodes].join(rows, own, layer)
-
-
-def _rows(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:
-    return x.new_empty((ids.numel(), x.shape[1]), dtype=torch.float32)
+def _join(sums: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:
+    return ShadowNodes.alive[nodes].join(sums, own, layer)
 
 
 LIBRARY.impl("shadow_submit", _submit, "PrivateUse1")
 LIBRARY.impl("shadow_join", _join, "PrivateUse1")
-LIBRARY.impl("shadow_submit", _rows, "Meta")
-LIBRARY.impl("shadow_join", lambda rows, own, layer, nodes: torch.empty_like(own), "Meta")
+LIBRARY.impl("shadow_submit", lambda x, ids, weights, layer, nodes: torch.empty_like(x), "Meta")
+LIBRARY.impl("shadow_join", lambda sums, own, layer, nodes: torch.empty_like(own), "Meta")

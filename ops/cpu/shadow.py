@@ -19,12 +19,13 @@ from torch import Tensor
 
 from errors import UserError
 from ops.cpu import traced
-from ops.cpu.engine import native, pointer
+from ops.cpu.engine import TYPES, native, pointer
 from ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
 from ops.interface import Format
 from ops.quantised import Quantised
 
 INT = torch.int64
+MODEL_TYPES = torch.float32, torch.bfloat16, torch.float16
 UNITS = {"w13": 2 * BLOCK, "w2": ROWS}  # rows that stay on one NUMA node
 
 
@@ -153,6 +154,38 @@ def join(job: Job, weights: Tensor) -> Tensor:
     out = torch.empty(len(weights), job.layer.blocks.hidden)
     native().join(job.pool.native, job.work, pointer(weights), pointer(out), pointer(job.layer.times, INT))
     return out
+
+
+class Worker:
+    """The pool for a bridge (ops/ascend/bridge.py), whose `submit` and `context` these are: what comes back for each job
+    are sums over the experts that are not resident, in the model's type (csrc/worker.h). It must outlive the bridge."""
+
+    def __init__(self, pool: ShadowPool):
+        self.pool, self.native = pool, native().Worker(pool.native)
+        self.submit: int = self.native.submit
+        self.context: int = self.native.context
+        self._scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by sizes: jobs come one after another
+
+    def layer(self, layer: ShadowLayer, tokens: int, top_k: int, dtype: torch.dtype) -> None:
+        """Gets ready for the layer's jobs of so many tokens; not while a step runs. Which experts are resident is said by
+        a job's slots, not by `layer.device`."""
+        if dtype not in MODEL_TYPES:
+            raise TypeError(f"a job in {dtype}")
+        blocks, experts = layer.blocks, len(layer.store)
+        sizes = tokens, top_k, experts, layer.first_expert, blocks.hidden, blocks.inner
+        if sizes not in self._scratch:
+            bytes_needed = native().moe_scratch(tokens, top_k, experts, blocks.hidden, blocks.inner)
+            self._scratch[sizes] = (
+                torch.empty(tokens, blocks.hidden), torch.empty(tokens, top_k, dtype=INT),
+                torch.empty(tokens * top_k, blocks.hidden), torch.empty(bytes_needed, dtype=torch.uint8),
+            )  # fmt: skip
+        x, ids, rows, scratch = kept = self._scratch[sizes]
+        work = native().MoeRows(
+            *blocks.handles(self.pool.native.split), pointer(layer.store, INT), 0, pointer(x), pointer(ids, INT),
+            pointer(rows), pointer(scratch, torch.uint8), *sizes,
+        )  # fmt: skip
+        counts, times = pointer(layer.counts, INT), pointer(layer.times, INT)
+        self.native.add(work, layer.number, TYPES[dtype], counts, times, (kept, layer))
 
 
 class Copier:

@@ -1,6 +1,7 @@
 """Experts on the CPU inside a step on the NPU: the real bridge and the real torch_npu on streams that really wait."""
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -69,7 +70,7 @@ def check_order(begin: Callable[[], None], nodes: ShadowNodes, workers: Workers)
     assert [line.split()[0] for stream, line in stalled if stream != side] == ["aclnnSigmoid"]  # did not wait
     # `join` of layer 0 stands behind its callback and copy; then layer 1.
     names = [line if stream == side else line.split()[0] for stream, line in after]
-    layer = ["callback end", "memcpy async H2D 192", "aclnnAdd"]
+    layer = ["callback end", "memcpy async H2D 96", "aclnnAdd"]
     assert names[:3] == layer
     assert [name for name in names[3:] if name != "aclnnSigmoid"] == [*D2H, "callback begin", *layer]
 
@@ -81,8 +82,8 @@ def test_eager(make: Callable[..., ShadowNodes], workers: Workers, cann: str) ->
         wanted = inputs.fill(step)
         nodes.begin(step, T)
         check_order(lambda: inputs.step(nodes), nodes, workers)
-        for rows, right in zip(inputs.rows, wanted, strict=True):
-            assert torch.allclose(rows.cpu(), right)
+        for sums, right in zip(inputs.sums, wanted, strict=True):
+            assert torch.allclose(sums.cpu(), right)
     assert [seen[:2] for seen in workers.seen] == [(layer, step) for step in range(3) for layer in range(LAYERS)]
 
 
@@ -96,8 +97,8 @@ def test_captured_once_and_replayed(make: Callable[..., ShadowNodes], workers: W
         wanted = inputs.fill(step)
         nodes.begin(step, T)
         check_order(graph.replay, nodes, workers)
-        for rows, right in zip(inputs.rows, wanted, strict=True):
-            assert torch.allclose(rows.cpu(), right)
+        for sums, right in zip(inputs.sums, wanted, strict=True):
+            assert torch.allclose(sums.cpu(), right)
     assert [seen[:2] for seen in workers.seen] == [(layer, step) for step in range(4) for layer in range(LAYERS)]
 
 
@@ -111,7 +112,7 @@ def test_tables_are_read_at_each_replay(make: Callable[..., ShadowNodes], worker
         nodes.begin(step, T)
         graph.replay()
         nodes.finish()
-        assert [float(rows[0, 0]) for rows in inputs.rows] == [slot, slot]
+        assert [float(sums[0, 0]) for sums in inputs.sums] == [K * slot, K * slot]
 
 
 def no_wait(nodes: ShadowNodes) -> None:
@@ -154,9 +155,9 @@ class TwoLayers(torch.nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, own: Tensor) -> Tensor:
         for layer in range(LAYERS):
-            rows = torch.ops.umbra.shadow_submit(x, ids, weights, layer, self.nodes)
+            sums = torch.ops.umbra.shadow_submit(x, ids, weights, layer, self.nodes)
             y = own + torch.sigmoid(x).sum()
-            x = torch.ops.umbra.shadow_join(rows, y, layer, self.nodes).view(T, K, H).sum(1)
+            x = torch.ops.umbra.shadow_join(sums, y, layer, self.nodes)
         return x
 
 
@@ -178,7 +179,7 @@ def test_torchair(make: Callable[..., ShadowNodes], workers: Workers, mode: str)
         nodes.finish()
     captured = [line for line in log.lines if line.startswith("captured")]
     assert [line for line in captured if "host function" in line or "memcpy" in line] == [
-        f"captured {line}" for line in [*D2H, "host function", "memcpy async H2D 192"] * LAYERS
+        f"captured {line}" for line in [*D2H, "host function", "memcpy async H2D 96"] * LAYERS
     ]
     workers.seen.clear()
     for number in (1, 2):
@@ -219,7 +220,7 @@ def test_a_callback_that_never_fires(
 
 @BOTH
 def test_a_worker_that_stalls(make: Callable[..., ShadowNodes], workers: Workers, cann: str) -> None:
-    """The stream goes on, with rows that cannot be taken for a result, and later layers do not wait again."""
+    """The stream goes on, with sums that cannot be taken for a result, and later layers do not wait again."""
     nodes, inputs = make(cann, timeout_s=0.4), Inputs()
     workers.gate.set()
     nodes.begin(0, T)
@@ -232,7 +233,7 @@ def test_a_worker_that_stalls(make: Callable[..., ShadowNodes], workers: Workers
     with pytest.raises(BridgeError, match=r"layer 0, step 1: the shadow pool was not done within 400 ms"):
         nodes.finish()
     assert 0.4 <= time.monotonic() - start < 2
-    assert all(rows.isnan().all() for rows in (rows.cpu() for rows in inputs.rows))
+    assert all(sums.cpu().isnan().all() for sums in inputs.sums)
     workers.gate.set()  # comes late
     nodes.begin(2, T)
     inputs.step(nodes)
@@ -249,7 +250,7 @@ def test_a_worker_that_fails(make: Callable[..., ShadowNodes], workers: Workers,
     inputs.step(nodes)
     with pytest.raises(BridgeError, match=f"layer 0, step 3: the shadow pool {error}"):
         nodes.finish()
-    assert inputs.rows[0].cpu().isnan().all()
+    assert inputs.sums[0].cpu().isnan().all()
 
 
 def test_a_pool_that_does_not_even_take_the_job(make: Callable[..., ShadowNodes], workers: Workers) -> None:
@@ -280,7 +281,7 @@ def test_closed_while_a_callback_waits(make: Callable[..., ShadowNodes], workers
             "callback end", "callback begin", "callback end",
         ]  # fmt: skip
     assert shadow.LEFT[-1] is nodes
-    assert inputs.rows[0].cpu().isnan().all()
+    assert inputs.sums[0].cpu().isnan().all()
     workers.gate.set()
 
 
@@ -330,6 +331,8 @@ def test_calls_that_are_refused(make: Callable[..., ShadowNodes]) -> None:
         nodes.submit(inputs.x[:2], inputs.ids[:2], inputs.weights[:2], 0)
     with pytest.raises(ValueError, match=r"layer 0: ids is torch.int64 \(3, 2\)"):
         nodes.submit(inputs.x, inputs.ids.long(), inputs.weights, 0)
+    with pytest.raises(ValueError, match=r"layer 0: own is torch.float16 \(3, 8\)"):  # a sum that would take a Cast
+        nodes.join(inputs.own, inputs.own.half(), 0)
     with pytest.raises(UserError, match="use acl_graph or npugraph_ex"):
         refuse_ge("ge_graph")
     refuse_ge("npugraph_ex")
@@ -405,8 +408,13 @@ def test_the_fake_sees_captured_copies_of_pageable_memory(make: Callable[..., Sh
     assert violations() == ["a captured copy of host memory that is not pinned"]
 
 
-def test_it_builds_once(tmp_path: Any) -> None:
+def test_it_builds_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built = bridge.build(tmp_path / "umbra_bridge.so")
     made = built.stat().st_mtime_ns
     assert bridge.build(built).stat().st_mtime_ns == made
     assert list(tmp_path.iterdir()) == [built]
+    job = tmp_path / "job.h"
+    job.touch()
+    os.utime(job, ns=(made + 1, made + 1))
+    monkeypatch.setattr(bridge, "JOB", job)
+    assert bridge.build(built).stat().st_mtime_ns > made

@@ -22,7 +22,7 @@ def array(address: int, kind: Any, *shape: int) -> Any:
 
 
 class Workers:
-    """A shadow pool of one thread, which waits for `gate`. Each pair's row is x * weight + id + slot of that id."""
+    """A shadow pool of one thread, which waits for `gate`. A token's sum has x * weight + id + slot of that id for each."""
 
     def __init__(self) -> None:
         self.gate, self.seen = threading.Event(), []
@@ -46,8 +46,8 @@ class Workers:
             j = job.contents
             x, ids = array(j.x, ctypes.c_float, j.tokens, j.hidden), array(j.ids, ctypes.c_int32, j.tokens, j.top_k)
             weights, slots = array(j.weights, ctypes.c_float, j.tokens, j.top_k), array(j.slots, ctypes.c_int64, E)
-            rows = array(j.rows, ctypes.c_float, j.tokens, j.top_k, j.hidden)
-            rows[:] = x[:, None] * weights[..., None] + (ids + slots[ids])[..., None]
+            sums = array(j.sums, ctypes.c_float, j.tokens, j.hidden)
+            sums[:] = x * weights.sum(1, keepdims=True) + (ids + slots[ids]).sum(1, keepdims=True)
             self.seen.append((j.layer, j.step, float(x[0, 0])))
             DONE(j.done)(job, int(self.fails))
 
@@ -55,27 +55,27 @@ class Workers:
 class Inputs:
     def __init__(self) -> None:
         self.x, self.ids = torch.zeros(T, H).npu(), torch.zeros(T, K, dtype=torch.int32).npu()
-        self.weights, self.own = torch.zeros(T, K).npu(), torch.zeros(T * K, H).npu()
-        self.rows: list[Tensor] = []
+        self.weights, self.own = torch.zeros(T, K).npu(), torch.zeros(T, H).npu()
+        self.sums: list[Tensor] = []
 
     def fill(self, seed: int) -> list[Tensor]:
-        """Returns the rows that the workers are to give, for each layer."""
+        """Returns the sums that the workers are to give, for each layer."""
         random = torch.Generator().manual_seed(seed)
         x, weights = torch.rand(T, H, generator=random), torch.rand(T, K, generator=random)
         ids = torch.randint(0, E, (T, K), generator=random, dtype=torch.int32)
         for there, here in ((self.x, x), (self.ids, ids), (self.weights, weights)):
             there.copy_(here)
         slots = torch.arange(LAYERS * E).view(LAYERS, E) * 10
-        part = x[:, None] * weights[..., None]
-        return [(part + (ids + slots[layer][ids.long()])[..., None]).view(T * K, H) for layer in range(LAYERS)]
+        part = x * weights.sum(1, keepdim=True)
+        return [part + (ids + slots[layer][ids.long()]).sum(1, keepdim=True) for layer in range(LAYERS)]
 
     def step(self, nodes: ShadowNodes) -> None:
         """Sigmoid stands for the resident experts, Add is in `join`."""
-        self.rows = []
+        self.sums = []
         for layer in range(LAYERS):
-            self.rows.append(nodes.submit(self.x, self.ids, self.weights, layer))
+            self.sums.append(nodes.submit(self.x, self.ids, self.weights, layer))
             self.x.sigmoid()
-            nodes.join(self.rows[-1], self.own, layer)
+            nodes.join(self.sums[-1], self.own, layer)
 
 
 def until(lines: list[tuple[int, str]], last: str) -> list[tuple[int, str]]:

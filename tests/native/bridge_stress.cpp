@@ -47,13 +47,13 @@ std::atomic<bool> over{false}, failing{false};
 std::atomic<int> slow_ms{0};
 
 void compute(Job *job) {
-    for (int64_t i = 0; i < job->tokens * job->top_k * job->hidden; ++i)
-        static_cast<float *>(job->rows)[i] = static_cast<const float *>(job->x)[i % job->hidden];
+    for (int64_t i = 0; i < job->tokens * job->hidden; ++i)
+        static_cast<float *>(job->sums)[i] = static_cast<const float *>(job->x)[i % job->hidden];
 }
-// A late worker writes where the poison is: a race that the bridge allows, for its error counts and not the rows.
+// A late worker writes where the poison is: a race that the bridge allows, for its error counts and not the sums.
 __attribute__((no_sanitize("thread"))) void compute_late(Job *job) {
-    for (int64_t i = 0; i < job->tokens * job->top_k * job->hidden; ++i)
-        static_cast<float *>(job->rows)[i] = static_cast<const float *>(job->x)[i % job->hidden];
+    for (int64_t i = 0; i < job->tokens * job->hidden; ++i)
+        static_cast<float *>(job->sums)[i] = static_cast<const float *>(job->x)[i % job->hidden];
 }
 
 int submit(void *, Job *job) {
@@ -73,21 +73,21 @@ void check(bool right, const char *what) {
 }
 
 struct Run {
-    static constexpr int64_t hidden = 64, pairs = 4;
-    float x[hidden]{}, rows[pairs * hidden]{}, back[pairs * hidden]{};
+    static constexpr int64_t hidden = 64, tokens = 4;
+    float x[hidden]{}, sums[tokens * hidden]{}, back[tokens * hidden]{};
     Bridge *bridge;
     Payload *payload;
 
     explicit Run(int64_t limit_ms) : bridge(umbra_bridge_open(nullptr, submit, nullptr, limit_ms, 0)) {
         check(bridge && !umbra_bridge_subscribe(bridge, &stream), "open");
-        const Job job{x, nullptr, nullptr, nullptr, rows, 2, 2, hidden, 5, -1, nullptr};
-        payload = umbra_payload_new(bridge, &job, sizeof rows);
+        const Job job{x, nullptr, nullptr, nullptr, sums, tokens, 2, hidden, 5, -1, nullptr};
+        payload = umbra_payload_new(bridge, &job, sizeof sums);
     }
     void step(int64_t number) { // copy out, callback, copy back
         umbra_bridge_begin(bridge, number);
         stream.push([this, number] { std::fill(x, x + hidden, static_cast<float>(number)); });
         check(!umbra_bridge_launch(bridge, &stream, payload), "launch");
-        stream.push([this] { memcpy(back, rows, sizeof rows); });
+        stream.push([this] { memcpy(back, sums, sizeof sums); });
     }
     bool wait() { return umbra_bridge_synchronize(bridge, &stream, 5000) == 0; }
     const char *error() { return umbra_bridge_error(bridge, nullptr); }
@@ -138,7 +138,7 @@ int main() {
         for (int64_t step = 1; step < 500; ++step) {
             run.step(step);
             check(run.wait() && !run.error(), "a step");
-            check(run.back[0] == step && run.back[Run::pairs * Run::hidden - 1] == step, "rows of this step");
+            check(run.back[0] == step && run.back[Run::tokens * Run::hidden - 1] == step, "sums of this step");
         }
         run.close(0);
     }

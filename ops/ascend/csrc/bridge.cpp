@@ -1,5 +1,5 @@
 // The way from a stream of an NPU to the threads that compute experts on the CPU, and back. Knows nothing of experts: a
-// job is a handful of pointers for somebody's `submit`. Builds without CANN, which is bound when a bridge is opened.
+// job (job.h) is a handful of pointers for somebody's `submit`. Builds without CANN, bound when a bridge is opened.
 //
 //   main stream   ..x, ids, weights..[fork]......resident experts......[join]..
 //   side stream                      [fork] D2H, D2H, D2H, callback, H2D [join]
@@ -11,10 +11,10 @@
 //
 // Ordering. The callback begins after the copies out and the copy back begins after its end, for all stand on one stream,
 // so workers have the buffers to themselves from submit to done. The next job of a payload cannot begin before: its
-// copies stand behind on the same stream, or in a replay which the stream comes to later. `done` hands the rows over
+// copies stand behind on the same stream, or in a replay which the stream comes to later. `done` hands the sums over
 // under the bridge's mutex, which the callback takes to see it.
 //
-// A worker that is not done in time does not hold the stream up for ever: the rows become NaN (all bits set, in any
+// A worker that is not done in time does not hold the stream up for ever: the sums become NaN (all bits set, in any
 // float), the bridge has failed for good, with the layer and the step, and later callbacks return at once. The host must
 // ask for the error after each step: a late worker may yet write over the NaNs. It still owns its payload: see close.
 #include <algorithm>
@@ -28,10 +28,14 @@
 
 #include <dlfcn.h>
 
+#include "../../cpu/csrc/job.h"
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+using umbra::Job;
+using umbra::SubmitJob;
 using Stream = void *;
 constexpr size_t kStreams = 32; // that one bridge serves
 constexpr int kBlock = 1, kReportTimeout = 507012, kSyncTimeout = 507046; // ACL_CALLBACK_BLOCK, ACL_ERROR_RT_..
@@ -51,22 +55,11 @@ struct Acl {
 
 thread_local std::string told; // why the last call of this thread failed
 
-struct Job { // bridge.py has the same
-    const void *x;          // (tokens, hidden), the model's type
-    const int32_t *ids;     // (tokens, top_k)
-    const float *weights;   // (tokens, top_k)
-    const int64_t *slots;   // (experts): this layer's row of the device's address table, on the host
-    void *rows;             // (tokens * top_k, hidden): all of it is to be written, zeroes for pairs of others
-    int64_t tokens, top_k, hidden, layer, step;
-    void (*done)(Job *, int failed); // once for each submit that returned 0, from any thread
-};
-using Submit = int (*)(void *context, Job *); // returns at once; not 0: refused
-
 struct Bridge;
 struct Payload {
     Job job; // first: `done` gets the payload through it
     Bridge *bridge;
-    size_t row_bytes;
+    size_t sum_bytes;
     enum { kIdle, kRunning, kDone, kFailed, kLate } state = kIdle;
     int64_t seen = -1; // the last step whose callback returned
 };
@@ -75,7 +68,7 @@ struct Bridge {
     Acl acl{};
     void *library = nullptr, *device = nullptr; // the context of the thread that opened it
     bool host_func = false;
-    Submit submit = nullptr;
+    SubmitJob submit = nullptr;
     void *context = nullptr;
     milliseconds limit{}; // that a job may take
 
@@ -122,11 +115,11 @@ void report(Bridge &b) {
     b.moved.notify_all();
 }
 
-// With the mutex held. The stream goes on, with rows that nobody can take for a result.
+// With the mutex held. The stream goes on, with sums that nobody can take for a result.
 void poison(Bridge &b, Payload &p, const std::string &why) {
     if (b.error.empty())
         b.error = "layer " + std::to_string(p.job.layer) + ", step " + std::to_string(p.job.step) + ": " + why;
-    memset(p.job.rows, 0xFF, p.row_bytes);
+    memset(p.job.sums, 0xFF, p.sum_bytes);
 }
 
 void work(Bridge &b, Payload &p, std::unique_lock<std::mutex> &lock) {
@@ -186,7 +179,7 @@ extern "C" {
 const char *umbra_bridge_told() { return told.c_str(); }
 
 // nullptr: see told. `host_func`: 1 to use aclrtLaunchHostFunc where libascendcl has it.
-Bridge *umbra_bridge_open(const char *library, Submit submit, void *context, int64_t limit_ms, int host_func) {
+Bridge *umbra_bridge_open(const char *library, SubmitJob submit, void *context, int64_t limit_ms, int host_func) {
     void *opened = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     if (!opened)
         return fail(dlerror()), nullptr;
@@ -223,8 +216,8 @@ int umbra_bridge_subscribe(Bridge *b, Stream stream) {
     return 0;
 }
 
-Payload *umbra_payload_new(Bridge *b, const Job *job, size_t row_bytes) {
-    auto *p = new Payload{*job, b, row_bytes};
+Payload *umbra_payload_new(Bridge *b, const Job *job, size_t sum_bytes) {
+    auto *p = new Payload{*job, b, sum_bytes};
     p->job.done = done;
     return p;
 }
@@ -271,7 +264,7 @@ const char *umbra_bridge_error(Bridge *b, const char *otherwise) {
     return told.empty() ? nullptr : told.c_str();
 }
 
-// Callbacks that wait or still come return at once, with poisoned rows. 1: after `ms` the device, a callback or a worker
+// Callbacks that wait or still come return at once, with poisoned sums. 1: after `ms` the device, a callback or a worker
 // is still at it, so neither the bridge nor its payloads and their buffers may ever be freed.
 int umbra_bridge_close(Bridge *b, int64_t ms) {
     const auto deadline = Clock::now() + milliseconds(ms);

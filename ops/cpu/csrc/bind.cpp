@@ -12,8 +12,8 @@
 #include "dispatch.h"
 #include "pack.h"
 #include "probe.h"
-#include "shadow.h"
 #include "tape.h"
+#include "worker.h"
 
 namespace py = pybind11;
 using namespace umbra;
@@ -244,7 +244,7 @@ PYBIND11_MODULE(_native, m) {
         }));
     py::class_<ShadowWork, std::shared_ptr<ShadowWork>>(m, "ShadowWork")
         .def(py::init([](const MoeRows& rows, int64_t layer, uintptr_t step, const py::object& keep) {
-            return std::make_shared<ShadowWork>(ShadowWork{rows, layer, at<const int64_t>(step), kept(keep)});
+            return std::make_shared<ShadowWork>(rows, layer, at<const int64_t>(step), kept(keep));
         }));
     py::class_<ShadowPool, std::shared_ptr<ShadowPool>>(m, "ShadowPool")
         .def(py::init([](const std::vector<Team>& teams, double timeout) {
@@ -262,6 +262,15 @@ PYBIND11_MODULE(_native, m) {
                      rows.first_expert, rows.hidden},
                     at<int64_t>(times)});
     });
+    py::class_<Worker>(m, "Worker")
+        .def(py::init<std::shared_ptr<ShadowPool>>())
+        .def("add", [](Worker& worker, const MoeRows& rows, int64_t layer, int type, uintptr_t counts, uintptr_t times,
+                       const py::object& keep) {
+            worker.add(std::make_shared<JobWork>(rows, layer, kept(keep), static_cast<Type>(type), at<int64_t>(counts),
+                                                 at<int64_t>(times)));
+        })
+        .def_property_readonly("context", [](Worker& worker) { return reinterpret_cast<uintptr_t>(&worker); })
+        .def_property_readonly("submit", [](Worker&) { return reinterpret_cast<uintptr_t>(&Worker::submit); });
     py::class_<Copier>(m, "Copier")
         .def(py::init<>())
         .def("submit", [](Copier& copier, uintptr_t to, uintptr_t from, int64_t bytes) {

@@ -11,17 +11,22 @@ constexpr int kTile = 64;  // activation rows that meet the same weights while b
 constexpr int kNear = 4;   // row blocks of such weights
 constexpr int kWide = kNear * kRows;
 
-// Quantise rows 0 .. count - 1 into `to`, shared over the pool where there are many.
+// f(row) for rows 0 .. count - 1, shared over the pool where there are many.
+template <class F>
+void each_row(Context& context, int64_t count, F&& f) {
+    if (count < 4) {
+        for (int64_t i = 0; i < count; i++) f(i);
+    } else {
+        context.pool.each(static_cast<int>(count), [&](int i, int) { f(i); });
+    }
+}
+
+// Quantise rows 0 .. count - 1 into `to`.
 inline void quantise_rows(Context& context, int64_t count, int64_t k, const Rows& to) {
-    const auto one = [&](int64_t i) {
+    each_row(context, count, [&](int64_t i) {
         const Rows row = to.from(i, k);
         context.kernels.quantise(row.x, static_cast<int>(k / kBlock), const_cast<Block*>(row.blocks));
-    };
-    if (count < 4) {
-        for (int64_t i = 0; i < count; i++) one(i);
-    } else {
-        context.pool.each(static_cast<int>(count), [&](int i, int) { one(i); });
-    }
+    });
 }
 
 // Products of `blocks` neighbouring row blocks, 16 results each: y (count, kWide).

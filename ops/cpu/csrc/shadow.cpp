@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <future>
+#include <mutex>
 
 #include "futex.h"
 
@@ -27,7 +28,10 @@ struct ShadowPool::State {
     std::unique_ptr<Pool> pool;        // made and used by the coordinator, its caller
     std::shared_ptr<ShadowWork> work;  // in flight; changed by the device's thread
     uint32_t ticket = 0;               // its number
-    std::atomic<bool> stopped{false}, ended{false};
+    std::atomic<ShadowWork*> handed{nullptr};  // the same, until the coordinator takes it
+    std::mutex guard;                          // of `stopped` and of what is published last
+    bool stopped = false;
+    std::atomic<bool> ended{false};
     alignas(64) std::atomic<uint32_t> submitted{0};  // works, and the stop
     alignas(64) std::atomic<uint32_t> asleep{0};     // the coordinator is
     alignas(64) std::atomic<uint32_t> done{0};       // number of the last work done
@@ -59,12 +63,15 @@ struct ShadowPool::State {
                 asleep.store(0, std::memory_order_relaxed);
             }
             seen++;
-            if (stopped.load(std::memory_order_acquire)) break;
-            work->began = now();
-            work->rows.compute(context);
-            work->ended = now();
-            done.store(seen, std::memory_order_release);
+            ShadowWork* const at = handed.exchange(nullptr, std::memory_order_relaxed);
+            if (!at) break;
+            at->began = now();
+            at->compute(context);
+            at->ended = now();
+            Job* const job = at->finished();
+            done.store(seen, std::memory_order_release);  // from here on, the work may be gone
             tell();
+            if (job) job->done(job, 0);
         }
         pool.reset();
         ended.store(true, std::memory_order_release);
@@ -127,7 +134,10 @@ ShadowPool::~ShadowPool() {
 }
 
 void ShadowPool::stop() {
-    if (!state_->stopped.exchange(true, std::memory_order_acq_rel)) state_->publish();
+    std::lock_guard<std::mutex> lock(state_->guard);
+    if (state_->stopped) return;
+    state_->stopped = true;
+    state_->publish();
 }
 
 std::vector<int> ShadowPool::split(int count) const {
@@ -141,25 +151,28 @@ std::vector<int> ShadowPool::split(int count) const {
     return firsts;
 }
 
-void ShadowPool::submit(const std::shared_ptr<ShadowWork>& work) {
+bool ShadowPool::submit(const std::shared_ptr<ShadowWork>& work) {
     State& state = *state_;
-    if (state.stopped.load(std::memory_order_acquire)) throw work->error("the shadow pool was stopped");
+    std::lock_guard<std::mutex> lock(state.guard);
+    if (state.stopped) return false;
     state.work = work;
     state.ticket = state.submitted.load(std::memory_order_relaxed) + 1;
+    state.handed.store(work.get(), std::memory_order_relaxed);
     state.publish();
+    return true;
 }
+
+bool ShadowPool::idle() const { return state_->done.load(std::memory_order_acquire) == state_->ticket; }
 
 void ShadowPool::wait() {
     State& state = *state_;
     if (!state.work) return;
-    const auto done = [&] { return state.done.load(std::memory_order_acquire) == state.ticket; };
-    if (!state.await([&] { return done() || state.ended.load(std::memory_order_acquire); })) {
+    if (!state.await([&] { return idle(); })) {
         char seconds[32];
         std::snprintf(seconds, sizeof seconds, "%g", static_cast<double>(state.timeout.count()) / 1e9);
         throw state.work->error(std::string("not done after ") + seconds + " s");
     }
-    const std::shared_ptr<ShadowWork> work = std::move(state.work);  // done, or never will be: told once
-    if (!done()) throw work->error("the shadow pool was stopped before this was done");
+    state.work.reset();
 }
 
 void Submit::run(Context&) const {
@@ -174,7 +187,7 @@ void Submit::run(Context&) const {
         counts[e]++;
     }
     if (!rows.sort()) return;
-    pool->submit(work);
+    if (!pool->submit(work)) throw work->error("the shadow pool was stopped");
     work->pending = true;
 }
 

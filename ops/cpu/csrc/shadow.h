@@ -8,7 +8,8 @@
 //
 // Ordering. `submit` writes the work and publishes it by an increment of `submitted`; the coordinator, thread 0 of the
 // shadow pool, sees it by an acquire load. It reports by a store of `done` and a release increment of `news`; `wait`
-// returns after an acquire load that sees it, so Join sees the rows and all that was written before. One work is in
+// returns after an acquire load that sees it, so Join sees the rows and all that was written before. An increment without
+// a work is the stop, behind which `submit` publishes nothing: what was handed over is done. One work is in
 // flight at most: Submit waits for one that an interrupted step left behind, before it writes anything that one reads.
 // So tables may be written whenever no op runs, between two replays: whoever reads them is the thread that writes them.
 //
@@ -23,8 +24,10 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "job.h"
 #include "ops.h"
 
 namespace umbra {
@@ -33,7 +36,7 @@ struct ShadowError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// The shadow's part of one layer's mixture.
+// The shadow's part of one layer's mixture; for jobs of a bridge see worker.h.
 struct ShadowWork {
     MoeRows rows;  // those that are not resident: `elsewhere` is the device's table
     int64_t layer;
@@ -41,6 +44,12 @@ struct ShadowWork {
     std::shared_ptr<void> keep;  // what owns the memory
     bool pending = false;        // handed over and not yet waited for
     int64_t began = 0, ended = 0;  // when the pool was at it: nanoseconds of the steady clock
+
+    ShadowWork(const MoeRows& rows, int64_t layer, const int64_t* step, std::shared_ptr<void> keep)
+        : rows(rows), layer(layer), step(step), keep(std::move(keep)) {}
+    virtual ~ShadowWork() = default;
+    virtual void compute(Context& context) { rows.compute(context); }
+    virtual Job* finished() { return nullptr; }  // whom to tell of it, once the next work may come
 
     ShadowError error(const std::string& what) const;
 };
@@ -53,11 +62,13 @@ public:
     ShadowPool(const ShadowPool&) = delete;
     ShadowPool& operator=(const ShadowPool&) = delete;
 
-    // By one thread at a time. `submit` returns at once; `wait`: until what was submitted, if anything, is done.
-    void submit(const std::shared_ptr<ShadowWork>& work);
+    // By one thread at a time. `submit` returns at once, false: the pool was stopped; `wait`: until what was submitted, if
+    // anything, is done; `idle`: whether it is.
+    bool submit(const std::shared_ptr<ShadowWork>& work);
     void wait();
+    bool idle() const;
 
-    // Ends the pool after the work that it is at; what waits for another fails. By any thread.
+    // Ends the pool after the work that it has, if any. By any thread.
     void stop();
 
     // Where each team's part of `count` things begins; the end of the last one too.
