@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ops.ascendc.schemas import WORD
+from ops.ascendc.blocks import PLACE, WORD, BlockLayout
 
 
 def grouped_gemv_w4a16(
@@ -41,6 +41,33 @@ def fused_moe_w4a16(
     rows = _grouped(silu(gate) * up, w2, s2, z2, ids.reshape(-1, 1))  # (T k, 1, H)
     y = (rows.view(*ids.shape, -1) * weights[..., None].to(rows.dtype)).sum(1)
     return y if precise else y.to(x.dtype)
+
+
+def fused_moe_slots_w4a16(
+    x: Tensor,
+    arena: Tensor,
+    places: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    inner: int,
+    group: int,
+    group2: int,
+    zeros: bool,
+    half_sums: bool = False,
+    precise: bool = False,
+) -> Tensor:
+    layout = BlockLayout(inner, x.shape[1], x.dtype, group, group2, zeros)
+    chosen = [e for e in ids.unique().tolist() if 0 <= e < len(places) and places[e] >= 0]
+    if not chosen:
+        return x.new_zeros(x.shape, dtype=torch.float64 if precise else x.dtype)
+    begins = [int(places[expert]) * PLACE for expert in chosen]
+    blocks = [layout.views(arena[begin : begin + layout.block_bytes]) for begin in begins]
+    w13, s13, w2, s2 = (torch.stack([block[name] for block in blocks]) for name in ("w13", "s13", "w2", "s2"))
+    z13, z2 = (torch.stack([block[name] for block in blocks]) if zeros else None for name in ("z13", "z2"))
+    local = torch.full_like(ids, -1)
+    for number, expert in enumerate(chosen):
+        local[ids == expert] = number
+    return fused_moe_w4a16(x, w13, s13, z13, w2, s2, z2, local, weights, precise=precise)
 
 
 def gemv_w4a16(

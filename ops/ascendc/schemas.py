@@ -8,6 +8,9 @@ grouped_gemv_w4a16   x (R, K), w (E, K, N / 8), scales, zeros (E, K / G, N), ids
                      an id below 0 or from E on gives a row of zeroes
 fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); gate: the first I columns of w13, up: the others
+fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, k), weights (T, k) float32 -> (T, H)
+                     as fused_moe_w4a16, of experts in an arena (blocks.py): the sum over those that are resident, where
+                     places has their first byte / 512, not -1; the others, and ids below 0 or from E on, add nothing
 gemv_w4a16           x (T, K), w (K, N / 8), scales, zeros (K / G, N) -> (T, N)
 
 half_sums: products and the sums of eight rows are float16, not float32: faster by CANN's tables, and inexact where sums
@@ -17,9 +20,10 @@ cancel each other (docs/vector_core.md).
 import torch
 from torch import Tensor
 
+from ops.ascendc.blocks import WORD
+
 MOST_TOKENS = 8
 GROUPS = (32, 64, 128)
-WORD = 8  # nibbles in an int32
 BLOCK = 32  # rows of weights that a kernel reads at once
 NAMES = ("w", "scales", "zeros")
 
@@ -28,6 +32,8 @@ for schema in (
     "grouped_gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor ids, bool half_sums=False) -> Tensor",
     "fused_moe_w4a16(Tensor x, Tensor w13, Tensor s13, Tensor? z13, Tensor w2, Tensor s2, Tensor? z2, Tensor ids, "
     "Tensor weights, bool half_sums=False) -> Tensor",
+    "fused_moe_slots_w4a16(Tensor x, Tensor arena, Tensor places, Tensor ids, Tensor weights, int inner, int group, "
+    "int group2, bool zeros, bool half_sums=False) -> Tensor",
     "gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, bool half_sums=False) -> Tensor",
 ):
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -66,12 +72,38 @@ def fused_moe_w4a16(
     return x.new_empty(x.shape)
 
 
+def fused_moe_slots_w4a16(
+    x: Tensor,
+    arena: Tensor,
+    places: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    inner: int,
+    group: int,
+    group2: int,
+    zeros: bool,
+    half_sums: bool = False,
+) -> Tensor:
+    _check_activations(x, MOST_TOKENS)
+    for name, given, dtype in (("arena", arena, torch.uint8), ("places", places, torch.int32)):
+        if given.dtype != dtype or given.dim() != 1:
+            raise RuntimeError(f"{name}: {tuple(given.shape)} {given.dtype}: must have one dimension, of {dtype}")
+    if inner < BLOCK or inner % BLOCK:
+        raise RuntimeError(f"inner: {inner}: must be a multiple of {BLOCK}")
+    for name, size, rows in (("group", group, x.shape[1]), ("group2", group2, inner)):
+        if size not in GROUPS or rows % size:
+            raise RuntimeError(f"{name}: {size}: must be 32, 64 or 128, and divide {rows}")
+    _check("ids", ids, torch.int32, x.shape[0], None)
+    _check("weights", weights, torch.float32, x.shape[0], ids.shape[1])
+    return x.new_empty(x.shape)
+
+
 def gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, half_sums: bool = False) -> Tensor:
     _check_activations(x, MOST_TOKENS)
     return x.new_empty(x.shape[0], _check_weights(NAMES, w, scales, zeros, 0, x, x.shape[1]))
 
 
-for function in (grouped_gemv_w4a16, fused_moe_w4a16, gemv_w4a16):
+for function in (grouped_gemv_w4a16, fused_moe_w4a16, fused_moe_slots_w4a16, gemv_w4a16):
     LIBRARY.impl(function.__name__, function, "Meta")
 
 

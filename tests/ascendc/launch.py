@@ -11,17 +11,28 @@ KERNELS = Path(__file__).parents[2] / "ops/ascendc/op_kernel"
 ARGUMENTS = {
     "grouped_gemv": ("x", "w", "scales", "zeros", "ids"),
     "gemv": ("x", "w", "scales", "zeros"),
+    "fused_moe_slots": ("x", "arena", "places", "ids", "weights"),
     "fused_moe": ("x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"),
 }
-OPS = {"grouped_gemv": "UmbraGroupedGemvW4a16", "gemv": "UmbraGemvW4a16", "fused_moe": "UmbraFusedMoeW4a16"}
+OPS = {
+    "grouped_gemv": "UmbraGroupedGemvW4a16",
+    "gemv": "UmbraGemvW4a16",
+    "fused_moe": "UmbraFusedMoeW4a16",
+    "fused_moe_slots": "UmbraFusedMoeSlotsW4a16",
+}
 
 
 def launch(
-    op: str, *inputs: Tensor | None, cores: int = 48, folder: Path = KERNELS, half_sums: bool = False
+    op: str,
+    *inputs: Tensor | None,
+    cores: int = 48,
+    folder: Path = KERNELS,
+    half_sums: bool = False,
+    attributes: tuple[int, ...] = (),
 ) -> tuple[Tensor, Counts]:
-    """`op` of ARGUMENTS, `inputs` in their order, on the kernels in `folder`."""
+    """`op` of ARGUMENTS, `inputs` in their order, on the kernels in `folder`; attributes: those before half_sums."""
     shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in inputs]
-    decided = host(OPS[op], shapes, cores, attributes=[half_sums])
+    decided = host(OPS[op], shapes, cores, attributes=[*attributes, half_sums])
     given = dict(zip(ARGUMENTS[op], inputs, strict=True))
     library = build(folder / f"umbra_{op}_w4a16.cpp")
     made, counts = run(

@@ -34,14 +34,6 @@ ge::graphStatus tiling(gert::TilingContext *context) {
         context, {x.GetDim(0), ids.GetDim(1), w13.experts, w13.k, w2.k, w13.group, w2.group, w13.zeros}, true);
 }
 
-ge::graphStatus infer_shape(gert::InferShapeContext *context) {
-    const gert::Shape *x = umbra::shape_at(context, X);
-    if (!x)
-        return ge::GRAPH_FAILED;
-    *context->GetOutputShape(0) = *x;
-    return ge::GRAPH_SUCCESS;
-}
-
 } // namespace fused_moe
 } // namespace optiling
 
@@ -61,7 +53,7 @@ class UmbraFusedMoeW4a16 : public OpDef {
         umbra::activation(Input("weights"));
         umbra::activation(Output("y"));
         Attr("half_sums").AttrType(OPTIONAL).Bool(false);
-        SetInferShape(optiling::fused_moe::infer_shape).SetInferDataType(umbra::type_of_x);
+        SetInferShape(umbra::shape_of_x).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::fused_moe::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }
 };

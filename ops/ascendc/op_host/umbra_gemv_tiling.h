@@ -1,10 +1,12 @@
-// What the host tells a kernel: one struct for the three ops. The kernel reads the fields in this order.
+// What the host tells a kernel: one struct for all ops. The kernel reads the fields in this order.
 //
 //            tokens        topK  experts  k  n  group   group2  zeros: 1 if there are zero points
 //   grouped  rows of x, R  k     E        K  N  of w    0       parts: most parts that the products' K is split into;
 //   fused    rows of x, T  k     E        H  I  of w13  of w2          the workspace is sized for them
 //   gemv     rows of x, T  1     1        K  N  of w    0       cores: vector cores, as many as blocks are launched
 //
+//
+// fused in slots of an arena: as fused, and s13 .. z2, the first bytes of planes in an expert's block; elsewhere these are 0.
 // The tiling key has the rest: 1 half, 2 bfloat16, with float sums; 3, 4 the same with half sums (attribute half_sums).
 #pragma once
 #include "register/tilingdata_base.h"
@@ -22,6 +24,11 @@ TILING_DATA_FIELD_DEF(uint32_t, group2);
 TILING_DATA_FIELD_DEF(uint32_t, zeros);
 TILING_DATA_FIELD_DEF(uint32_t, cores);
 TILING_DATA_FIELD_DEF(uint32_t, parts);
+TILING_DATA_FIELD_DEF(uint32_t, s13);
+TILING_DATA_FIELD_DEF(uint32_t, z13);
+TILING_DATA_FIELD_DEF(uint32_t, w2);
+TILING_DATA_FIELD_DEF(uint32_t, s2);
+TILING_DATA_FIELD_DEF(uint32_t, z2);
 END_TILING_DATA_DEF;
 
 } // namespace optiling

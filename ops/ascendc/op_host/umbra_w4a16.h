@@ -1,4 +1,4 @@
-// What the three ops share on the host: reading and checking shapes, the workspace, filling the tiling struct.
+// What the ops share on the host: reading and checking shapes, the workspace, filling the tiling struct.
 //
 // C++11, which CANN's code generator compiles it with.
 // Inputs are found by their place in the op's definition (the GetOptional* calls): a place among those that are present
@@ -32,6 +32,11 @@ struct Weight {
 struct Problem {
     int64_t tokens, topK, experts, k, n, group, group2;
     bool zeros;
+};
+
+// First bytes of the planes after w13 in an expert's block in an arena, and the block's end.
+struct Block {
+    int64_t s13, z13, w2, s2, z2, end;
 };
 
 template <class Context> bool fail(const Context *context, const char *rule, int64_t found) {
@@ -99,8 +104,10 @@ inline int64_t workspace_floats(const Problem &problem, bool fused, int64_t part
     return parts > 1 ? parts * pairs * problem.n : 0;
 }
 
-// Everything a launch needs. Vector cores wait for each other in the kernel, so all of them must start together.
-inline ge::graphStatus launch(gert::TilingContext *context, const Problem &problem, bool fused) {
+// Everything a launch needs. Vector cores wait for each other in the kernel, so all of them must start together. `sums`: the
+// place of the attribute half_sums.
+inline ge::graphStatus launch(gert::TilingContext *context, const Problem &problem, bool fused, size_t sums = 0,
+                              const Block &block = Block()) {
     const ge::DataType type = context->GetInputDesc(0)->GetDataType();
     if (type != ge::DT_FLOAT16 && type != ge::DT_BF16)
         return fail(context, "x must be float16 or bfloat16", type), ge::GRAPH_FAILED;
@@ -111,7 +118,7 @@ inline ge::graphStatus launch(gert::TilingContext *context, const Problem &probl
                ge::GRAPH_FAILED;
     if (problem.experts > kMostExperts)
         return fail(context, "there must be 8192 experts at most", problem.experts), ge::GRAPH_FAILED;
-    const bool *halfSums = context->GetAttrs()->GetBool(0); // the only attribute
+    const bool *halfSums = context->GetAttrs()->GetBool(sums);
     if (!halfSums)
         return fail(context, "half_sums must be true or false", 0), ge::GRAPH_FAILED;
     const platform_ascendc::PlatformAscendC platform(context->GetPlatformInfo());
@@ -131,6 +138,11 @@ inline ge::graphStatus launch(gert::TilingContext *context, const Problem &probl
     tiling.set_zeros(problem.zeros);
     tiling.set_cores(cores);
     tiling.set_parts(parts);
+    tiling.set_s13(block.s13);
+    tiling.set_z13(block.z13);
+    tiling.set_w2(block.w2);
+    tiling.set_s2(block.s2);
+    tiling.set_z2(block.z2);
     tiling.SaveToBuffer(context->GetRawTilingData()->GetData(), context->GetRawTilingData()->GetCapacity());
     context->GetRawTilingData()->SetDataSize(tiling.GetDataSize());
 
@@ -149,6 +161,14 @@ inline void variants(ops::OpParamDef &param, ops::Option presence, ge::DataType 
 inline void activation(ops::OpParamDef &param) { variants(param, ops::REQUIRED, ge::DT_FLOAT16, ge::DT_BF16); }
 inline void optional(ops::OpParamDef &param) { variants(param, ops::OPTIONAL, ge::DT_FLOAT16, ge::DT_BF16); }
 inline void fixed(ops::OpParamDef &param, ge::DataType type) { variants(param, ops::REQUIRED, type, type); }
+
+inline ge::graphStatus shape_of_x(gert::InferShapeContext *context) {
+    const gert::Shape *x = shape_at(context, 0);
+    if (!x)
+        return ge::GRAPH_FAILED;
+    *context->GetOutputShape(0) = *x;
+    return ge::GRAPH_SUCCESS;
+}
 
 inline ge::graphStatus type_of_x(gert::InferDataTypeContext *context) {
     return context->SetOutputDataType(0, context->GetInputDataType(0));

@@ -4,18 +4,31 @@
 
 namespace umbra {
 
-// A bank of matrices w (E, K, N / 8) int32 with scales and perhaps zeros (E, K / G, N): bytes on their way in.
+constexpr uint32_t kPlace = 512; // bytes; where an expert lies in an arena counts in these
+
+// A bank of matrices w (K, N / 8) int32 with scales and perhaps zeros (K / G, N): bytes on their way in. Those at a place
+// begin `place` times `apart` and `scalesApart` bytes after the first.
 struct Bank {
     GlobalTensor<int8_t> w, scales, zeros;
     uint32_t k, n, group;
     bool hasZeros;
+    uint64_t apart, scalesApart;
 
+    // Side by side: w (E, K, N / 8), scales and zeros (E, K / G, N).
     __aicore__ inline Bank(GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, bool hasZeros, uint32_t k, uint32_t n, uint32_t group)
-        : k(k), n(n), group(group), hasZeros(hasZeros) {
+        : k(k), n(n), group(group), hasZeros(hasZeros), apart(static_cast<uint64_t>(k) * n / 2),
+          scalesApart(static_cast<uint64_t>(k) / group * n * sizeof(half)) {
         this->w.SetGlobalBuffer(reinterpret_cast<__gm__ int8_t*>(w));
         this->scales.SetGlobalBuffer(reinterpret_cast<__gm__ int8_t*>(scales));
         if (hasZeros)
             this->zeros.SetGlobalBuffer(reinterpret_cast<__gm__ int8_t*>(zeros));
+    }
+
+    // In blocks of an arena: what is at a place is `apart` bytes from what is at the next, whatever it is.
+    __aicore__ inline Bank(
+        GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, bool hasZeros, uint32_t k, uint32_t n, uint32_t group, uint64_t apart)
+        : Bank(w, scales, zeros, hasZeros, k, n, group) {
+        this->apart = scalesApart = apart;
     }
 };
 

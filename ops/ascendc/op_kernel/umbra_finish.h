@@ -114,9 +114,7 @@ __aicore__ inline void SumRows(
     LocalTensor<float> in = room.stream.AllocTensor<float>();
     const uint32_t pitch = Up(width, 8);
     for (uint32_t r = 0; r < rows; ++r)
-        AscendC::DataCopyPad(
-            in[r * pitch], from[r * stride], {1, static_cast<uint32_t>(width * sizeof(float)), 0, 0, 0},
-            AscendC::DataCopyPadExtParams<float>());
+        room.Fetch(in[r * pitch], from[r * stride], width);
     room.stream.EnQue(in);
     in = room.stream.DeQue<float>();
     room.AddUp(in, rows, pitch);

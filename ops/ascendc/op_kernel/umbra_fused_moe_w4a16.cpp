@@ -1,131 +1,19 @@
-// A mixture of experts in one launch: y[t] = sum over j of weights[t, j] W2 (silu(gate) * up), [gate | up] = W13 x[t].
-//
-//   1  W13: tiles of gate and the same of up, together; SwiGLU on the sums      -> h (pairs, I) half, with powers of two
-//   2  W2 times h, times the pair's weight                                      -> shares (pairs, H) float
-//   3  the shares of a token's experts, added up in the order of ids, rounded   -> y
-//
-// Between them all cores meet. Where there are too few tiles for the cores, 1 is cut along K and its parts are added up,
-// with SwiGLU, in a step of its own. The workspace, in floats: parts (parts, pairs, 2 I) if there are more than one,
-// pairs * I for h and its powers, shares (pairs, H).
-#include "umbra_finish.h"
-
-namespace umbra {
-
-struct Weights {
-    float of[kMostPairs];
-
-    template <typename T> __aicore__ inline void Read(Room& room, GM_ADDR weights, uint32_t pairs) {
-        GlobalTensor<T> from;
-        from.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(weights));
-        LocalTensor<T> in = room.stream.template AllocTensor<T>();
-        AscendC::DataCopyPad(
-            in, from, {1, static_cast<uint32_t>(pairs * sizeof(T)), 0, 0, 0}, AscendC::DataCopyPadExtParams<T>());
-        room.stream.EnQue(in);
-        in = room.stream.template DeQue<T>();
-        AscendC::Cast(room.x, in, RoundMode::CAST_NONE, pairs);
-        room.stream.FreeTensor(in);
-        Hand<HardEvent::V_S>(room.pipe);
-        for (uint32_t i = 0; i < pairs; ++i)
-            of[i] = room.x.GetValue(i);
-        Hand<HardEvent::S_V>(room.pipe);
-    }
-};
-
-// h = SwiGLU of the sums of parts (parts, pairs, 2 I), a tile of a pair at a time.
-__aicore__ inline void JoinParts(
-    Room& room, const Units& units, const GlobalTensor<float>& parts, const Powered& h, uint32_t pairs, uint32_t inner,
-    uint32_t cut) {
-    const uint32_t tiles = Ceil(inner, h.run);
-    const uint64_t stride = static_cast<uint64_t>(pairs) * 2 * inner;
-    for (uint32_t i = AscendC::GetBlockIdx(); i < pairs * tiles; i += AscendC::GetBlockNum()) {
-        const uint32_t pair = i / tiles, column = i % tiles * h.run, width = Least(h.run, inner - column);
-        if (!units.here[pair])
-            continue;
-        const uint64_t at = static_cast<uint64_t>(pair) * 2 * inner + column;
-        SumRows(room, room.y, parts[at], cut, stride, width);
-        SumRows(room, room.y[width], parts[at + inner], cut, stride, width);
-        Gated{room, h, inner}.Store({Unit{0, 1, {static_cast<uint16_t>(pair)}}, 0, column, width, width});
-    }
-}
-
-// y = sums of the shares of each token's pairs that are here.
-template <typename T>
-__aicore__ inline void JoinShares(
-    Room& room, const Units& units, const GlobalTensor<float>& shares, const GlobalTensor<T>& y, uint32_t tokens,
-    uint32_t topK, uint32_t hidden) {
-    const uint32_t slice = Least(Up(Ceil(tokens * hidden, AscendC::GetBlockNum()), kLanes), kWidest);
-    const uint32_t slices = Ceil(hidden, slice), most = kStream / sizeof(float) / slice; // rows that the room takes
-    for (uint32_t i = AscendC::GetBlockIdx(); i < tokens * slices; i += AscendC::GetBlockNum()) {
-        const uint32_t token = i / slices, column = i % slices * slice, width = Least(slice, hidden - column);
-        AscendC::Duplicate(room.y, 0.0f, slice);
-        for (uint32_t j = 0; j < topK;) {
-            LocalTensor<float> in = room.stream.AllocTensor<float>();
-            uint32_t rows = 0;
-            for (; j < topK && rows < most; ++j) {
-                const uint32_t pair = token * topK + j;
-                if (units.here[pair])
-                    AscendC::DataCopyPad(
-                        in[rows++ * slice], shares[static_cast<uint64_t>(pair) * hidden + column],
-                        {1, static_cast<uint32_t>(width * sizeof(float)), 0, 0, 0}, AscendC::DataCopyPadExtParams<float>());
-            }
-            room.stream.EnQue(in);
-            in = room.stream.DeQue<float>();
-            AscendC::PipeBarrier<PIPE_V>();
-            for (uint32_t r = 0; r < rows; ++r) {
-                AscendC::Add(room.y, room.y, in[r * slice], width);
-                AscendC::PipeBarrier<PIPE_V>();
-            }
-            room.stream.FreeTensor(in);
-        }
-        StoreRounded<T>(room, y[static_cast<uint64_t>(token) * hidden + column], width);
-    }
-}
+// A mixture of experts (umbra_fused.h) whose matrices lie side by side.
+#include "umbra_fused.h"
 
 template <typename T, bool kHalfSums>
-__aicore__ inline void FusedMoe(
-    GM_ADDR xAt, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids, GM_ADDR weightsAt,
-    GM_ADDR yAt, GM_ADDR workspace, const UmbraGemvTiling& t) {
-    const uint32_t pairs = t.tokens * t.topK, hidden = t.k, inner = t.n;
-    Room room;
-    Units units;
-    Weights weights;
+__aicore__ inline void Run(
+    GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids, GM_ADDR weightsAt,
+    GM_ADDR y, GM_ADDR workspace, const UmbraGemvTiling& t) {
+    umbra::Room room;
+    umbra::Units units;
+    umbra::Weights weights;
     room.Init();
-    GlobalTensor<T> x, y;
-    GlobalTensor<float> parts, shares;
-    x.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(xAt));
-    y.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(yAt));
-    __gm__ float* free = reinterpret_cast<__gm__ float*>(workspace);
-    parts.SetGlobalBuffer(free);
-    free += t.parts > 1 ? static_cast<uint64_t>(t.parts) * pairs * 2 * inner : 0;
-    Powered h;
-    h.rows.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(free));
-    h.powers.SetGlobalBuffer(free + pairs * inner / 2);
-    shares.SetGlobalBuffer(free + pairs * inner);
-    units.Read(room, ids, pairs, t.experts);
-    weights.template Read<T>(room, weightsAt, pairs);
-
-    const Bank up(w13, s13, z13, t.zeros, hidden, 2 * inner, t.group);
-    Product<T, T, kHalfSums> first(room, units, up, x, t.topK, 2);
-    // A group of W2 meets values with the same power.
-    first.Cut(t.parts, t.group2 > kLanes ? t.group2 : kLanes, false);
-    h.run = first.split.width;
-    if (first.split.parts == 1) {
-        first.Run(Gated{room, h, inner});
-    } else {
-        first.Run(Partial{room, parts, pairs, 2 * inner, 2});
-        Meet();
-        JoinParts(room, units, parts, h, pairs, inner, first.split.parts);
-    }
-    Meet();
-    const Bank down(w2, s2, z2, t.zeros, inner, hidden, t.group2);
-    Product<T, Powered, kHalfSums> second(room, units, down, h, 1, 1);
-    second.Cut(1, kLanes, false);
-    second.Run(Weighted{room, shares, weights.of, hidden});
-    Meet();
-    JoinShares(room, units, shares, y, t.tokens, t.topK, hidden);
+    units.Read(room, ids, t.tokens * t.topK, t.experts);
+    weights.template Read<T>(room, weightsAt, t.tokens * t.topK);
+    const umbra::Bank up(w13, s13, z13, t.zeros, t.k, 2 * t.n, t.group), down(w2, s2, z2, t.zeros, t.n, t.k, t.group2);
+    umbra::FusedMoe<T, kHalfSums>(room, units, weights, up, down, x, y, workspace, t);
 }
-
-} // namespace umbra
 
 extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(
     GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids, GM_ADDR weights,
@@ -134,11 +22,11 @@ extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(
     GET_TILING_DATA(t, tiling);
     GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
     if (TILING_KEY_IS(1))
-        umbra::FusedMoe<half, false>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        Run<half, false>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(2))
-        umbra::FusedMoe<bfloat16_t, false>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        Run<bfloat16_t, false>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(3))
-        umbra::FusedMoe<half, true>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        Run<half, true>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(4))
-        umbra::FusedMoe<bfloat16_t, true>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        Run<bfloat16_t, true>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
 }

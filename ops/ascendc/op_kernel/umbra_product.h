@@ -106,13 +106,14 @@ template <typename T, typename X, bool kHalfSums> class Product {
     __aicore__ inline void Load(Move& m, uint32_t tasks) {
         const Unit& unit = units.unit[m.unit];
         const uint32_t pitch = Pitch(m), groups = m.rows / bank.group, apart = bank.n / ranges;
-        const uint64_t row = static_cast<uint64_t>(unit.expert) * bank.k + m.k;
+        const uint64_t place = unit.place, row = m.k;
         LocalTensor<int8_t> in = room.stream.template AllocTensor<int8_t>();
         const uint32_t each = sizeof(T);
         for (uint32_t r = 0; r < ranges; ++r) {
             const uint32_t column = m.column + r * apart;
-            const uint64_t at = (row / bank.group * bank.n + column) * each;
-            Copy(in[r * pitch / 2], bank.w[(row * bank.n + column) / 2], m.rows, m.width / 2, bank.n / 2, pitch / 2);
+            const uint64_t from = place * bank.apart + (row * bank.n + column) / 2;
+            const uint64_t at = place * bank.scalesApart + (row / bank.group * bank.n + column) * each;
+            Copy(in[r * pitch / 2], bank.w[from], m.rows, m.width / 2, bank.n / 2, pitch / 2);
             Copy(in[kScalesAt + r * pitch * each], bank.scales[at], groups, m.width * each, bank.n * each, pitch * each);
             if (bank.hasZeros)
                 Copy(
@@ -123,22 +124,16 @@ template <typename T, typename X, bool kHalfSums> class Product {
         for (uint32_t r = 0; r < unit.rows; ++r) {
             const uint64_t row = unit.pair[r] / sharing;
             if constexpr (kPowered) {
-                CopyX(rows[r * m.rows], x.rows[row * bank.k + m.k], m.rows);
+                room.Fetch(rows[r * m.rows], x.rows[row * bank.k + m.k], m.rows);
                 const LocalTensor<float> powers = in[kPowersAt].template ReinterpretCast<float>();
                 const uint32_t runs = Ceil(m.rows, x.run);
-                CopyX(powers[r * runs * 8], x.powers[(row * Ceil(bank.k, x.run) + m.k / x.run) * 8], runs * 8);
+                room.Fetch(powers[r * runs * 8], x.powers[(row * Ceil(bank.k, x.run) + m.k / x.run) * 8], runs * 8);
             } else {
-                CopyX(rows[r * m.rows], x[row * bank.k + m.k], m.rows);
+                room.Fetch(rows[r * m.rows], x[row * bank.k + m.k], m.rows);
             }
         }
         room.stream.EnQue(in);
         Next(m, tasks);
-    }
-
-    template <typename V>
-    __aicore__ inline void CopyX(const LocalTensor<V>& to, const GlobalTensor<V>& from, uint32_t count) {
-        AscendC::DataCopyPad(
-            to, from, {1, static_cast<uint32_t>(count * sizeof(V)), 0, 0, 0}, AscendC::DataCopyPadExtParams<V>());
     }
 
     // One range of `count` rows: `width` bytes, `stride` apart in global memory, ranges * pitch apart here.

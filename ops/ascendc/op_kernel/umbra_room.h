@@ -87,11 +87,18 @@ struct Room {
         AscendC::PipeBarrier<PIPE_V>();
     }
 
+    // `count` values that lie together.
+    template <typename T>
+    __aicore__ inline void Fetch(const LocalTensor<T>& to, const GlobalTensor<T>& from, uint32_t count) {
+        AscendC::DataCopyPad(
+            to, from, {1, static_cast<uint32_t>(count * sizeof(T)), 0, 0, 0}, AscendC::DataCopyPadExtParams<T>());
+    }
+
     // `count` numbers of global memory, given to `taker` one by one.
     template <typename T, typename Taker>
     __aicore__ inline void ReadScalars(const GlobalTensor<T>& from, uint32_t count, Taker& taker) {
         LocalTensor<T> in = stream.AllocTensor<T>();
-        AscendC::DataCopyPad(in, from, {1, static_cast<uint32_t>(count * sizeof(T)), 0, 0, 0}, AscendC::DataCopyPadExtParams<T>());
+        Fetch(in, from, count);
         Hand<HardEvent::MTE2_S>(pipe);
         for (uint32_t i = 0; i < count; ++i)
             taker.Take(i, in.GetValue(i));

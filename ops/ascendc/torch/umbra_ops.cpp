@@ -95,6 +95,32 @@ Tensor fused_moe(const Tensor &x, const Tensor &w13, const Tensor &s13, const Ma
     return y;
 }
 
+void check_group(const char *name, int64_t group, int64_t rows) {
+    TORCH_CHECK((group == 32 || group == 64 || group == 128) && rows % group == 0, name, ": ", group,
+                ": must be 32, 64 or 128, and divide ", rows);
+}
+
+Tensor fused_moe_slots(const Tensor &x, const Tensor &arena, const Tensor &places, const Tensor &ids,
+                       const Tensor &weights, int64_t inner, int64_t group, int64_t group2, bool zeros,
+                       bool half_sums) {
+    check_rows(x, kMostTokens);
+    check_kept("arena", arena, at::kByte);
+    check_kept("places", places, at::kInt);
+    TORCH_CHECK(arena.dim() == 1, "arena: ", arena.sizes(), ": must have one dimension");
+    TORCH_CHECK(places.dim() == 1 && places.size(0) >= 1 && places.size(0) <= kMostExperts, "places: ",
+                places.sizes(), ": must have one dimension, of 1 to ", kMostExperts, " experts");
+    TORCH_CHECK(inner >= kStep && inner % kStep == 0, "inner: ", inner, ": must be a multiple of ", kStep);
+    check_group("group", group, x.size(1));
+    check_group("group2", group2, inner);
+    check_ids(ids, x.size(0));
+    TORCH_CHECK_TYPE(weights.scalar_type() == at::kFloat, "weights: ", weights.scalar_type(), ": must be float32");
+    TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
+    const at::OptionalDeviceGuard guard(at::device_of(x));
+    Tensor y = at::empty(x.sizes(), x.options());
+    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeSlotsW4a16, x, arena, places, ids, weights, inner, group, group2, zeros, half_sums, y);
+    return y;
+}
+
 Tensor gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros, bool half_sums) {
     check_rows(x, kMostTokens);
     const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 2, x.scalar_type(), x.size(1));
@@ -109,5 +135,6 @@ Tensor gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeT
 TORCH_LIBRARY_IMPL(umbra, PrivateUse1, ops) {
     ops.impl("grouped_gemv_w4a16", grouped_gemv);
     ops.impl("fused_moe_w4a16", fused_moe);
+    ops.impl("fused_moe_slots_w4a16", fused_moe_slots);
     ops.impl("gemv_w4a16", gemv);
 }

@@ -45,10 +45,10 @@ def host(
     inputs: Sequence[Input | None],
     cores: int = 48,
     folder: Path = OP_HOST,
-    attributes: Sequence[bool] = (),
+    attributes: Sequence[int] = (),
 ) -> Launch:
     """`op` by its GE type; one entry for each input of its definition, None where an optional one is absent. Attributes
-    in the definition's order; those that are left out have their defaults."""
+    in the definition's order; optional ones that are left out have their defaults."""
     sources = sorted(folder.glob("*.cpp"))
     watched = [*folder.glob("*.h"), *(HERE / "host").rglob("*")]
     flags = [f"-I{HERE / 'host'}", f"-I{folder}"]
@@ -69,7 +69,7 @@ def host(
                 (ctypes.c_int64 * len(dims))(*dims),
                 (ctypes.c_int * count)(*types),
                 len(attributes),
-                (ctypes.c_int * len(attributes))(*attributes),
+                (ctypes.c_int64 * len(attributes))(*attributes),
                 ctypes.c_uint32(cores),
                 answer,
                 ctypes.c_uint64(ANSWER_BYTES),

@@ -5,7 +5,6 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <string>
 #include <vector>
 
@@ -67,10 +66,18 @@ struct Input { // one of the op's definition
     CompileTimeTensorDesc desc;
 };
 
-class RuntimeAttrs { // booleans only
+struct Attribute {
+    bool is_bool, flag;
+    int64_t number;
+};
+
+class RuntimeAttrs { // booleans and integers only
   public:
-    const bool *GetBool(size_t at) const { return at < values.size() ? &values[at] : nullptr; }
-    std::deque<bool> values;
+    const bool *GetBool(size_t at) const { return at < values.size() && values[at].is_bool ? &values[at].flag : nullptr; }
+    const int64_t *GetInt(size_t at) const {
+        return at < values.size() && !values[at].is_bool ? &values[at].number : nullptr;
+    }
+    std::vector<Attribute> values;
 };
 
 class Context {

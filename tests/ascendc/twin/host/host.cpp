@@ -21,7 +21,7 @@ int variant(const ops::OpDef &op, const std::vector<gert::Input> &inputs) {
     }
     return -1;
 }
-std::string launch(const char *type, std::vector<gert::Input> inputs, const std::vector<bool> &attributes, uint32_t cores,
+std::string launch(const char *type, std::vector<gert::Input> inputs, const std::vector<int64_t> &attributes, uint32_t cores,
                    bool &ok) {
     ok = false;
     const auto found = ops::registry().find(type);
@@ -41,8 +41,13 @@ std::string launch(const char *type, std::vector<gert::Input> inputs, const std:
     gert::InferDataTypeContext types;
     gert::TilingContext tiling;
     tiling.cores = cores;
-    for (size_t at = 0; at < op.attributes.size(); ++at)
-        tiling.attributes.values.push_back(at < attributes.size() ? attributes[at] : op.attributes[at].value);
+    for (size_t at = 0; at < op.attributes.size(); ++at) {
+        const ops::OpAttrDef &attribute = op.attributes[at];
+        if (at >= attributes.size() && attribute.presence == ops::REQUIRED)
+            return "the attribute " + attribute.name + " is required";
+        const int64_t value = at < attributes.size() ? attributes[at] : attribute.value;
+        tiling.attributes.values.push_back({attribute.is_bool, value != 0, value});
+    }
     for (gert::Context *context : std::initializer_list<gert::Context *>{&shapes, &types, &tiling})
         context->type = type, context->inputs = inputs;
     shapes.outputs.resize(op.outputs.size()), types.outputs.resize(op.outputs.size());
@@ -69,7 +74,7 @@ std::string launch(const char *type, std::vector<gert::Input> inputs, const std:
 
 // ranks: -1 for an absent input; dims: all shapes one after another; attributes: the first few, others have their defaults. 0 and JSON, or 1 and what was refused.
 extern "C" int twin_host(const char *type, int count, const int *ranks, const int64_t *dims, const int *types,
-                         int attribute_count, const int *attributes, uint32_t cores, char *answer,
+                         int attribute_count, const int64_t *attributes, uint32_t cores, char *answer,
                          uint64_t answer_bytes) {
     std::vector<gert::Input> inputs;
     for (int at = 0; at < count; ++at) {
@@ -79,7 +84,7 @@ extern "C" int twin_host(const char *type, int count, const int *ranks, const in
         inputs.push_back(input);
     }
     bool ok = false;
-    const std::string text = launch(type, inputs, std::vector<bool>(attributes, attributes + attribute_count), cores, ok);
+    const std::string text = launch(type, inputs, std::vector<int64_t>(attributes, attributes + attribute_count), cores, ok);
     std::snprintf(answer, answer_bytes, "%s", text.c_str());
     return ok ? 0 : 1;
 }

@@ -27,9 +27,15 @@ class OpParamDef {
 
 class OpAttrDef {
   public:
-    OpAttrDef &AttrType(Option) { return *this; }
-    OpAttrDef &Bool(bool value_) { return value = value_, *this; }
-    bool value = false; // if it is not given
+    explicit OpAttrDef(std::string name_) : name(std::move(name_)) {}
+    OpAttrDef &AttrType(Option presence_) { return presence = presence_, *this; }
+    OpAttrDef &Bool() { return is_bool = true, *this; }
+    OpAttrDef &Bool(bool value_) { return is_bool = true, value = value_, *this; }
+    OpAttrDef &Int() { return *this; }
+    std::string name;
+    Option presence = REQUIRED;
+    bool is_bool = false;
+    int64_t value = 0; // if it is not given
 };
 
 class OpAICoreConfig {};
@@ -51,7 +57,7 @@ class OpDef {
     explicit OpDef(const char *name) : type(name) {}
     OpParamDef &Input(const char *name) { return inputs.emplace_back(name); }
     OpParamDef &Output(const char *name) { return outputs.emplace_back(name); }
-    OpAttrDef &Attr(const char *) { return attributes.emplace_back(); }
+    OpAttrDef &Attr(const char *name) { return attributes.emplace_back(name); }
     OpDef &SetInferShape(InferShape function) { return infer_shape = function, *this; }
     OpDef &SetInferDataType(InferDataType function) { return infer_type = function, *this; }
     OpAICoreDef &AICore() { return core; }

@@ -1,0 +1,80 @@
+"""Experts in an arena: one flat buffer of bytes on the device, which they share with KV pages.
+
+An expert is a block of planes. A block begins anywhere that is a multiple of PLACE bytes, so an int32 finds it: its
+first byte / PLACE, or -1 where the expert is not resident. Each plane begins at the next multiple of PLACE bytes of the
+block. H: hidden, I: inner, G, G2: group, group2; matrices as ops/ascend/weights.py has them.
+
+w13   4 bits: (H, 2 I / 8) int32    else (H, 2 I) in the model's type, as all that follows but w2
+s13           (H / G, 2 I)
+z13           (H / G, 2 I)          where there are zero points
+w2            (I, H / 8) int32           (I, H)
+s2            (I / G2, H)
+z2            (I / G2, H)           where there are zero points
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+PLACE = 512  # bytes
+WORD = 8  # nibbles in an int32
+
+Plane = tuple[tuple[int, int], torch.dtype]
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """group, group2: rows of w13 and of w2 with one scale; 0: not quantised, so no scales and no zero points."""
+
+    inner: int
+    hidden: int
+    dtype: torch.dtype
+    group: int = 0
+    group2: int = 0
+    zeros: bool = False
+
+    @cached_property
+    def planes(self) -> dict[str, Plane]:
+        """In their order."""
+        first = self._matrix("13", self.hidden, 2 * self.inner, self.group)
+        return first | self._matrix("2", self.inner, self.hidden, self.group2)
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """The first byte of each plane in the block."""
+        return self._placed[0]
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """A multiple of PLACE."""
+        return self._placed[1]
+
+    def views(self, block: Tensor) -> dict[str, Tensor]:
+        """The planes of `block` (bytes) uint8, in place."""
+        return {
+            name: block[self.offsets[name] :][: _bytes(plane)].view(plane[1]).view(plane[0])
+            for name, plane in self.planes.items()
+        }
+
+    def _matrix(self, name: str, rows: int, columns: int, group: int) -> dict[str, Plane]:
+        if not group:
+            return {f"w{name}": ((rows, columns), self.dtype)}
+        scales = (rows // group, columns), self.dtype
+        found: dict[str, Plane] = {f"w{name}": ((rows, columns // WORD), torch.int32), f"s{name}": scales}
+        return found | ({f"z{name}": scales} if self.zeros else {})
+
+    @cached_property
+    def _placed(self) -> tuple[dict[str, int], int]:
+        offsets, end = {}, 0
+        for name, plane in self.planes.items():
+            offsets[name] = end
+            end += -(-_bytes(plane) // PLACE) * PLACE
+        return offsets, end
+
+
+def _bytes(plane: Plane) -> int:
+    shape, dtype = plane
+    return prod(shape) * dtype.itemsize
