@@ -3,7 +3,7 @@
     decode    shadow_submit | residents' sums, out of their slots | shadow_join          ops/ascend/shadow.py
     prefill   a bank of all: residents gathered from their slots, the others streamed from the host; the usual products
 
-Of every expert the host keeps two copies: blocks that its own kernels compute, and the device's layout in pinned memory,
+Of every expert the host keeps two copies: blocks that its own kernels compute and, in pinned memory, the device's layout
 for promotion. Nothing here was run on an NPU.
 """
 
@@ -18,7 +18,7 @@ import torch_npu
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from cpu_offload.device import Device
+from cpu_offload.device import Device, Place
 from cpu_offload.experts import ShadowedExperts
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes, pinned
@@ -63,7 +63,14 @@ class NpuExperts(ShadowedExperts):
     def planes(self, expert: int) -> dict[str, Tensor]:
         """Of the pinned copy, by their names in a block."""
         w13, w2 = self.image.w13, self.image.w2
-        named = {"w13": w13.data, "s13": w13.scales, "z13": w13.offsets, "w2": w2.data, "s2": w2.scales, "z2": w2.offsets}
+        named = {
+            "w13": w13.data,
+            "s13": w13.scales,
+            "z13": w13.offsets,
+            "w2": w2.data,
+            "s2": w2.scales,
+            "z2": w2.offsets,
+        }
         return {name: plane[expert] for name, plane in named.items() if plane is not None}
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -137,12 +144,11 @@ class AscendDevice(Device):
     def by_pair(self, tokens: int, count: int) -> bool:
         return 2 <= tokens * self.top_k < count  # a bank has two experts at least
 
-    def copy(self, layer: ShadowedExperts, expert: int, start: int) -> int:
-        assert isinstance(layer, NpuExperts)
-        ticket, event = next(self.tickets), torch_npu.npu.Event()
+    def copy(self, place: Place, start: int) -> int:
+        layer, ticket, event = self.layers[place[0]], next(self.tickets), torch_npu.npu.Event()
         slot = layer.layout.views(self.memory[start : start + layer.slot_bytes])
         with torch_npu.npu.stream(self.side):
-            for name, plane in layer.planes(expert).items():
+            for name, plane in layer.planes(place[1]).items():
                 slot[name].copy_(plane, non_blocking=True)
             event.record()
         self.under_way[ticket] = event
@@ -156,16 +162,15 @@ class AscendDevice(Device):
     def wait(self, ticket: int) -> None:
         self.under_way.pop(ticket).synchronize()
 
-    def publish(self, layer: ShadowedExperts, expert: int, start: int) -> None:
-        self._place(layer, expert, start // PLACE)
+    def publish(self, place: Place, start: int) -> None:
+        self._tell(place, start // PLACE)
 
-    def withdraw(self, layer: ShadowedExperts, expert: int) -> None:
-        self._place(layer, expert, -1)
+    def withdraw(self, place: Place) -> None:
+        self._tell(place, -1)
 
-    def _place(self, layer: ShadowedExperts, expert: int, place: int) -> None:
-        assert isinstance(layer, NpuExperts)
-        layer.layer.device[expert] = place + 1  # for the host: not 0 if resident
-        self.host_places[layer.index, expert] = place
+    def _tell(self, place: Place, row: int) -> None:
+        self.layers[place[0]].layer.device[place[1]] = row + 1  # for the host: not 0 if resident
+        self.host_places[place] = row
         self.changed = True
 
     def begin(self, step: int, tokens: int) -> None:

@@ -9,6 +9,8 @@ from cpu_offload.experts import CpuExperts, ShadowedExperts
 from ops.cpu.shadow import Copier, ShadowPool
 from ops.interface import Format
 
+Place = tuple[int, int]  # layer among those with shadows, expert
+
 
 class Device(ABC):
     """All but `done` is called between two steps, by the thread that prepares them."""
@@ -22,12 +24,16 @@ class Device(ABC):
     ) -> ShadowedExperts:
         """Of layer `number`, none of them resident."""
 
-    @abstractmethod
-    def open(self, memory: Tensor) -> None:
-        """Weights are loaded."""
+    def spare(self, slot_bytes: int) -> int:
+        """Bytes that it needs of the buffer beside the arena's own."""
+        return 0
 
     @abstractmethod
-    def copy(self, layer: ShadowedExperts, expert: int, start: int) -> int:
+    def open(self, memory: Tensor, end: int) -> None:
+        """Weights are loaded; `memory` is the buffer, the arena's own bytes reach to `end`."""
+
+    @abstractmethod
+    def copy(self, place: Place, start: int) -> int:
         """Begins to copy an expert into the slot at `start` of the arena, beside the steps. -> a ticket"""
 
     @abstractmethod
@@ -38,11 +44,11 @@ class Device(ABC):
     def wait(self, ticket: int) -> None: ...
 
     @abstractmethod
-    def publish(self, layer: ShadowedExperts, expert: int, start: int) -> None:
+    def publish(self, place: Place, start: int) -> None:
         """From the next step on it is computed from the slot at `start`."""
 
     @abstractmethod
-    def withdraw(self, layer: ShadowedExperts, expert: int) -> None:
+    def withdraw(self, place: Place) -> None:
         """From the next step on it is not resident."""
 
     @abstractmethod
@@ -59,16 +65,21 @@ class CpuDevice(Device):
 
     alignment: ClassVar[int] = 64
 
+    def __init__(self) -> None:
+        self.layers: list[CpuExperts] = []
+
     def experts(
         self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format
     ) -> ShadowedExperts:
-        return CpuExperts(pool, number, count, inner, hidden, format)
+        self.layers.append(CpuExperts(pool, number, count, inner, hidden, format))
+        return self.layers[-1]
 
-    def open(self, memory: Tensor) -> None:
+    def open(self, memory: Tensor, end: int) -> None:
         self.memory, self.copier = memory, Copier()
 
-    def copy(self, layer: ShadowedExperts, expert: int, start: int) -> int:
-        return self.copier.submit(self.memory[start : start + layer.slot_bytes], layer.store[expert])
+    def copy(self, place: Place, start: int) -> int:
+        layer = self.layers[place[0]]
+        return self.copier.submit(self.memory[start : start + layer.slot_bytes], layer.store[place[1]])
 
     def done(self, ticket: int) -> bool:
         return self.copier.done(ticket)
@@ -76,11 +87,11 @@ class CpuDevice(Device):
     def wait(self, ticket: int) -> None:
         self.copier.wait(ticket)
 
-    def publish(self, layer: ShadowedExperts, expert: int, start: int) -> None:
-        layer.layer.device[expert] = self.memory.data_ptr() + start
+    def publish(self, place: Place, start: int) -> None:
+        self.layers[place[0]].layer.device[place[1]] = self.memory.data_ptr() + start
 
-    def withdraw(self, layer: ShadowedExperts, expert: int) -> None:
-        layer.layer.device[expert] = 0
+    def withdraw(self, place: Place) -> None:
+        self.layers[place[0]].layer.device[place[1]] = 0
 
     def begin(self, step: int, tokens: int) -> None:
         pass  # ops read the pool's own number

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cpu_offload.arena import Arena
 from cpu_offload.balance import Balance
-from cpu_offload.device import Device
+from cpu_offload.device import Device, Place
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import History, Step
 from cpu_offload.residency import Residency
@@ -32,7 +32,6 @@ from ops.interface import Format
 PATIENCE = 8  # steps with much free memory before experts return
 AHEAD = 32  # one frame in so many is kept free for the KV cache
 T = TypeVar("T")
-Place = tuple[int, int]  # layer among those with shadows, expert
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Offload:
     def open(self, arena: Arena, memory: Tensor) -> None:
         """The shadow store is filled; `memory` (bytes) is the arena's buffer."""
         self.arena = arena
-        self.device.open(memory)
+        self.device.open(memory, arena.frames * arena.frame_bytes)
         counts = self.layers[0].count
         self.residency = Residency(len(self.layers), counts, Policy(max_swaps=self.settings.max_swaps))
         low = max(1, arena.frames // AHEAD)
@@ -151,7 +150,7 @@ class Offload:
         for copy in [copy for copy in self.copies if copy.place == place]:
             self.device.wait(copy.ticket)  # somebody else will write there
             self.copies.remove(copy)
-        self.device.withdraw(self.layers[place[0]], place[1])
+        self.device.withdraw(place)
         self.arena.give_slot(self.slots.pop(place))
         self.history.evictions += 1
 
@@ -190,22 +189,21 @@ class Offload:
                     return
                 self.slots[layer, expert] = slot
                 start = self.arena.slot_offset(slot)
-                self.device.wait(self.device.copy(self.layers[layer], expert, start))
-                self.device.publish(self.layers[layer], expert, start)
+                self.device.wait(self.device.copy((layer, expert), start))
+                self.device.publish((layer, expert), start)
 
     def _fetch(self, place: Place) -> None:
         slot = self.arena.take_slot()
         if slot is None:
             return
         self.slots[place] = slot
-        ticket = self.device.copy(self.layers[place[0]], place[1], self.arena.slot_offset(slot))
+        ticket = self.device.copy(place, self.arena.slot_offset(slot))
         self.copies.append(Copy(place, slot, ticket, time.monotonic_ns()))
 
     def _publish(self, copy: Copy) -> None:
-        layer, expert = copy.place
-        self.device.publish(self.layers[layer], expert, self.arena.slot_offset(copy.slot))
+        self.device.publish(copy.place, self.arena.slot_offset(copy.slot))
         self.copies.remove(copy)
-        self.history.copies.append((copy.start, time.monotonic_ns(), layer, expert))
+        self.history.copies.append((copy.start, time.monotonic_ns(), *copy.place))
 
     def _counts(self) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         return torch.stack([layer.layer.counts for layer in self.layers]).numpy()

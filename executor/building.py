@@ -65,15 +65,16 @@ def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
     return units, units * _units(model, case, build, 1).nbytes
 
 
-def bind_arena(model: nn.Module, case: Case, build: Build, frames: int) -> Tensor:
-    """Give all layers their caches in one buffer, an arena of `frames`, which is returned: (units, a page's shape).
+def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> Tensor:
+    """Give all layers their caches in one buffer, an arena of `frames` and `spare` bytes more, which is returned: (units,
+    a page's shape).
 
     The caches are views of it, each begun a unit later than the one before: page u of layer l's keys is unit u + 2 l,
     of its values u + 2 l + 1. So with the first unit of a frame, one page number serves keys and values of all layers.
     """
     layers = attentions(model)
     units = 2 * len(layers)
-    arena = _units(model, case, build, frames * units)
+    arena = _units(model, case, build, frames * units - -spare // _units(model, case, build, 1).nbytes)
     for index, layer in enumerate(layers):
         layer.bind(*(apart(arena[first : first + (frames - 1) * units + 1]) for first in (2 * index, 2 * index + 1)))
     return arena

@@ -78,7 +78,7 @@ class ModelRunner(ABC):
 
     def init_model(self) -> None:
         case, start = self.case, time.perf_counter()
-        self.offload = make_offload(case, self.platform)
+        self.offload = make_offload(case, self.platform, self.config.num_experts_per_tok)
         build = build_of(case, self.platform.ops, self.parallel, self.platform.device, self.platform.quantised_head)
         build = dataclasses.replace(build, offload=self.offload)
         self.model = self.build_model(build)
@@ -124,7 +124,7 @@ class ModelRunner(ABC):
     def model_inference(self, batch: Batch, is_prefill: bool) -> Tensor:
         """Logits of this rank's group, perhaps still in the making: reading the chosen tokens waits for them."""
         if self.offload:
-            self.offload.started(len(batch.token_ids))
+            self.offload.started(sum(batch.tokens_per_group or ()))
         with self.profiler.step("prefill" if is_prefill else "decode"):
             return self.model.prefill(batch.to(self.platform.device)) if is_prefill else self.decode(batch)
 

@@ -21,12 +21,12 @@ from models.build import Build
 MB = 1 << 20
 
 
-def make_offload(case: Case, platform: Platform) -> Offload | None:
+def make_offload(case: Case, platform: Platform, top_k: int) -> Offload | None:
     wanted = case.offload_config
     if wanted.mode == "none":
         return None
     names = [field.name for field in dataclasses.fields(Settings)]
-    return Offload(Settings(**{name: getattr(wanted, name) for name in names}), platform.shadow_device())
+    return Offload(Settings(**{name: getattr(wanted, name) for name in names}), platform.shadow_device(top_k))
 
 
 def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:
@@ -35,7 +35,7 @@ def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, lon
     frame, slots = frame_of(model, case, build), (offload.slot_bytes, offload.most_slots)
     arena, pinned = make_arena(case, *frame, *slots, longest, offload.device.alignment)
     pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room)
-    memory = bind_arena(model, case, build, arena.frames)
+    memory = bind_arena(model, case, build, arena.frames, offload.device.spare(offload.slot_bytes))
     offload.open(arena, memory.view(-1).view(torch.uint8))
     experts = sum(layer.count for layer in offload.layers)
     print(

@@ -45,8 +45,8 @@ class AscendPlatform(Platform):
         if tokens:
             ascendc.load()
         settings = case.ascend_config
-        own = AscendOps(dtype, self.device, settings.moe_routing, tokens, settings.gemv_half_sums)
-        self.ops = cast(Ops, own)
+        self.own = AscendOps(dtype, self.device, settings.moe_routing, tokens, settings.gemv_half_sums)
+        self.ops = cast(Ops, self.own)
 
     def compile(self, step: Step, model_config: object) -> Step:
         return AscendGraphs(step, self.case, self.ranks, self.device, model_config)
@@ -67,8 +67,21 @@ class AscendPlatform(Platform):
     def watched(self) -> AbstractContextManager[None]:
         return loud_fallbacks(self.case.strict)
 
-    def shadow_device(self) -> Device:
-        raise NotImplementedError
+    def shadow_device(self, top_k: int) -> Device:
+        from cpu_offload.ascend import AscendDevice
+
+        case = self.case
+        most = graph_rows(
+            case.data_config.batch_size // case.attn_dp_size, case.data_config.batch_size // case.attn_dp_size
+        )
+        return AscendDevice(
+            self.own,
+            self.device,
+            top_k,
+            most * case.attn_dp_size,
+            case.offload_config.timeout_s,
+            read_versions(cann_home()).cann,
+        )
 
     def peak_memory_bytes(self) -> int:
         return torch_npu.npu.max_memory_allocated(self.device)

@@ -49,8 +49,8 @@ class Platform(ABC):
         return nullcontext()
 
     @abstractmethod
-    def shadow_device(self) -> Device:
-        """For a case with shadow experts."""
+    def shadow_device(self, top_k: int) -> Device:
+        """For a case with shadow experts, `top_k` a token."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

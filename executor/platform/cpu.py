@@ -30,7 +30,7 @@ class CpuPlatform(Platform):
     def compile(self, step: Step, model_config: object) -> Step:
         return GraphStep(step)
 
-    def shadow_device(self) -> Device:
+    def shadow_device(self, top_k: int) -> Device:
         return CpuDevice()
 
     def peak_memory_bytes(self) -> int:

@@ -15,6 +15,7 @@ Nothing here was run on an NPU.
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +30,6 @@ SLICES = 8  # in which the host waits, to see whether callbacks come
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
 LIBRARY.define("shadow_submit(Tensor x, Tensor ids, Tensor weights, int layer, int nodes) -> Tensor")
 LIBRARY.define("shadow_join(Tensor sums, Tensor own, int layer, int nodes) -> Tensor")
-
-
-def refuse_ge(exe_mode: str) -> None:
-    if exe_mode == "ge_graph":
-        raise UserError(
-            "exe_mode ge_graph: experts on the CPU need a host callback, which a GE graph takes from CANN 9 on, in an "
-            "operator with EagerExecuteOp that Umbra does not have yet; use acl_graph or npugraph_ex"
-        )
 
 
 @dataclass
@@ -54,7 +47,7 @@ class Node:
 
 
 class ShadowNodes:
-    """`slots`: (layers, experts) int64 on the host, written in place between steps: row `layer` goes with each job."""
+    """`slots`: of each layer's number, (experts) int64 on the host, written in place between steps: goes with each job."""
 
     alive: dict[int, "ShadowNodes"] = {}  # by the number that a graph holds  # noqa: RUF012
     numbers = itertools.count()
@@ -63,15 +56,15 @@ class ShadowNodes:
         self,
         submit: int,
         context: int,
-        slots: Tensor,
+        slots: Mapping[int, Tensor],
         hidden: int,
         top_k: int,
         dtype: torch.dtype,
         timeout_s: float,
         cann: str | None = None,
     ):
-        if slots.device.type != "cpu" or slots.dtype != torch.int64 or not slots.is_contiguous():
-            raise ValueError("slots is to be a contiguous int64 table on the host")
+        if any(row.device.type != "cpu" or row.dtype != torch.int64 for row in slots.values()):
+            raise ValueError("slots are to be int64 tables on the host")
         self.bridge = Bridge(submit, context, timeout_s, cann)
         self.slots, self.hidden, self.top_k, self.dtype, self.timeout_s = slots, hidden, top_k, dtype, timeout_s
         self.nodes: dict[tuple[int, int], Node] = {}  # by tokens and layer
@@ -81,9 +74,9 @@ class ShadowNodes:
         self.number = next(self.numbers)
         self.alive[self.number] = self
 
-    def prepare(self, tokens: int, layers: range) -> None:
+    def prepare(self, tokens: int) -> None:
         """Makes the buffers, which cannot be had while a graph is captured."""
-        for layer in layers:
+        for layer in self.slots:
             if (tokens, layer) not in self.nodes:
                 self.nodes[tokens, layer] = self._node(tokens, layer)
 

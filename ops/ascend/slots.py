@@ -1,6 +1,6 @@
 """Experts in slots of an arena, for products that want a bank of experts side by side.
 
-arena   | p | p | slot: w13 s13 w2 s2 | slot | p | .. | zeros |      rows of PLACE bytes; blocks as ops/ascendc/blocks.py
+arena   | p | p | slot: w13 s13 w2 s2 | slot | p | .. | zeros |     rows of PLACE bytes; blocks as ops/ascendc/blocks.py
                      |                    |              |
 bank    w13: | e0 | e1 | e2 | ..   s13: | e0 | e1 | ..   w2: ..      gathered by rows; who is missing is all zeros
 
@@ -22,7 +22,7 @@ from ops.interface import Format
 ROW = PLACE // 4  # int32
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gathered:
     """ops.ascend.weights.Stored"""
 
@@ -32,13 +32,14 @@ class Gathered:
     format: Format
 
 
-@dataclass(frozen=True)
+@dataclass
 class SlotBank:
     """ops.ascend.weights.Bank"""
 
     count: int
     w13: Gathered
     w2: Gathered
+    planes: dict[str, Tensor]  # (count, a plane's shape), by their names in a block
 
 
 class Slots:
@@ -87,4 +88,4 @@ class Slots:
             Gathered(planes[f"w{which}"], planes.get(f"s{which}"), planes.get(f"z{which}"), self.format)
             for which in ("13", "2")
         )
-        return SlotBank(count, w13, w2)
+        return SlotBank(count, w13, w2, planes)

@@ -25,7 +25,7 @@ class OnCpu(Platform):
     def compile(self, step: Step, model_config: object) -> Step:
         raise NotImplementedError
 
-    def shadow_device(self) -> Device:
+    def shadow_device(self, top_k: int) -> Device:
         raise NotImplementedError
 
     def peak_memory_bytes(self) -> int:
