@@ -157,8 +157,8 @@ def join(job: Job, weights: Tensor) -> Tensor:
 
 
 class Worker:
-    """The pool for a bridge (ops/ascend/bridge.py), whose `submit` and `context` these are: what comes back for each job
-    are sums over the experts that are not resident, in the model's type (csrc/worker.h). It must outlive the bridge."""
+    """The pool for a bridge (ops/ascend/bridge.py), whose `submit` and `context` these are: each job's sums over the
+    experts that are not resident, in the model's type (csrc/worker.h). It must outlive the bridge."""
 
     def __init__(self, pool: ShadowPool):
         self.pool, self.native = pool, native().Worker(pool.native)
@@ -167,8 +167,8 @@ class Worker:
         self._scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by sizes: jobs come one after another
 
     def layer(self, layer: ShadowLayer, tokens: int, top_k: int, dtype: torch.dtype) -> None:
-        """Gets ready for the layer's jobs of so many tokens; not while a step runs. Which experts are resident is said by
-        a job's slots, not by `layer.device`."""
+        """Gets ready for the layer's jobs of so many tokens; not while a step runs. A job's slots say which experts are
+        resident, not `layer.device`."""
         if dtype not in MODEL_TYPES:
             raise TypeError(f"a job in {dtype}")
         blocks, experts = layer.blocks, len(layer.store)
