@@ -38,7 +38,7 @@ class Node:
 
     x: Tensor  # (tokens, hidden), the model's type; this and the next three are pinned
     ids: Tensor  # (tokens, top_k) int32
-    weights: Tensor  # (tokens, top_k) float32
+    weights: Tensor  # (tokens, top_k), the model's type
     sums: Tensor  # as x
     fork: torch_npu.npu.Event
     back: torch_npu.npu.Event
@@ -83,7 +83,7 @@ class ShadowNodes:
     def _node(self, tokens: int, layer: int) -> Node:
         wide, narrow = (tokens, self.hidden), (tokens, self.top_k)
         x, sums = (pinned(wide, self.dtype, layer) for _ in range(2))
-        ids, weights = (pinned(narrow, dtype, layer) for dtype in (torch.int32, torch.float32))
+        ids, weights = (pinned(narrow, dtype, layer) for dtype in (torch.int32, self.dtype))
         buffers = (x, ids, weights, self.slots[layer], sums)
         job = Job(*(t.data_ptr() for t in buffers), tokens, self.top_k, self.hidden, layer, -1, None)
         payload = self.bridge.payload(job, sums.nbytes)

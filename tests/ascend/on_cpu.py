@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from cpu_offload.ascend import AscendDevice
 from cpu_offload.device import Device
 from executor.config import Case
 from executor.env import RankEnv
@@ -40,9 +41,15 @@ class ReferenceOnCpu(OnCpu):
 
 def ascend_on_cpu(routing: str, gemv_tokens: int = 0) -> Callable[[Case, RankEnv], Platform]:
     class AscendOnCpu(OnCpu):
+        ops: AscendOps
+
         def __init__(self, case: Case, ranks: RankEnv):
             super().__init__(case, ranks)
             self.ops = AscendOps(getattr(torch, case.model_config.dtype), self.device, routing, gemv_tokens)
+            self.most = case.data_config.batch_size + 3
+
+        def shadow_device(self, top_k: int) -> Device:
+            return AscendDevice(self.ops, self.device, top_k, self.most, timeout_s=10, cann=None)
 
         def padded_rows(self, rows: int) -> int:
             return rows + 3

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.ascend.shadow import ShadowNodes
 from ops.ascendc import reference
 
 LIBRARY = torch.library.Library("umbra", "IMPL")
@@ -22,3 +23,18 @@ def counted(name: str) -> Any:
 
 for name in ("grouped_gemv_w4a16", "fused_moe_w4a16", "gemv_w4a16"):
     LIBRARY.impl(name, counted(name), "CPU")
+
+
+def shadow_submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:
+    """Copies happen at once here, the callback when the fake device comes to it."""
+    return ShadowNodes.alive[nodes].submit(x, ids, weights, layer)
+
+
+def shadow_join(sums: Tensor, own: Tensor, layer: int, nodes: int) -> Tensor:
+    torch.npu.synchronize()
+    node = ShadowNodes.alive[nodes].nodes[len(own), layer]
+    return ShadowNodes.alive[nodes].join(node.sums, own, layer)
+
+
+LIBRARY.impl("shadow_submit", shadow_submit, "CPU")
+LIBRARY.impl("shadow_join", shadow_join, "CPU")

@@ -9,7 +9,7 @@ namespace umbra {
 struct Job {
     const void* x;         // (tokens, hidden), the model's type
     const int32_t* ids;    // (tokens, top_k)
-    const float* weights;  // (tokens, top_k)
+    const void* weights;   // (tokens, top_k), the model's type
     const int64_t* slots;  // (experts): this layer's row of the device's table, on the host; 0: not resident
     void* sums;            // (tokens, hidden), the model's type: all of it is to be written, also where nothing is missing
     int64_t tokens, top_k, hidden, layer, step;

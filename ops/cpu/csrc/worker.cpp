@@ -34,7 +34,9 @@ void JobWork::compute(Context& context) {
             for (int64_t i = 0; i < hidden; i++) floats[t * hidden + i] = widen(from[i]);
         });
         rows.compute(context);
-        AddRows{rows.rows, job->weights, rows.ids, floats, rows.tokens, rows.k, rows.experts, rows.first_expert, hidden}
+        const T* given = static_cast<const T*>(job->weights);
+        for (size_t a = 0; a < weights.size(); a++) weights[a] = widen(given[a]);
+        AddRows{rows.rows, weights.data(), rows.ids, floats, rows.tokens, rows.k, rows.experts, rows.first_expert, hidden}
             .run(context);
         each_row(context, rows.tokens, [&](int64_t t) {
             T* to = static_cast<T*>(job->sums) + t * hidden;
