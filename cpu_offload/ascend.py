@@ -23,7 +23,7 @@ from cpu_offload.experts import ShadowedExperts
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes, pinned
 from ops.ascend.slots import Slots
-from ops.ascend.weights import AscendExperts
+from ops.ascend.weights import AscendExperts, Stored
 from ops.ascendc.blocks import PLACE, BlockLayout
 from ops.cpu.shadow import ShadowPool, Worker
 from ops.interface import Format
@@ -55,6 +55,14 @@ class NpuExperts(ShadowedExperts):
     @property
     def slot_bytes(self) -> int:
         return self.layout.block_bytes
+
+    @property
+    def w13(self) -> Stored:
+        return self.image.w13
+
+    @property
+    def w2(self) -> Stored:
+        return self.image.w2
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         super().fill(expert, which, part)
@@ -125,7 +133,7 @@ class AscendDevice(Device):
         self.memory, first = memory, self.layers[0]
         self.slots = Slots(memory, end, first.layout, first.format)
         shape = len(self.layers), first.count
-        self.host_places = pinned(shape, torch.int32, first.number).fill_(-1)
+        self.host_places = pinned(shape, torch.int32, first.number).fill_(self.slots.nowhere)
         self.all_places = torch.empty(shape, dtype=torch.int32, device=self.device)
         self.places = [nn.Parameter(from_dlpack(row), requires_grad=False) for row in self.all_places]
         self.changed = True
@@ -166,10 +174,10 @@ class AscendDevice(Device):
         self._tell(place, start // PLACE)
 
     def withdraw(self, place: Place) -> None:
-        self._tell(place, -1)
+        self._tell(place, self.slots.nowhere)
 
     def _tell(self, place: Place, row: int) -> None:
-        self.layers[place[0]].layer.device[place[1]] = row + 1  # for the host: not 0 if resident
+        self.layers[place[0]].layer.device[place[1]] = row != self.slots.nowhere  # for the host: 0 if it is not resident
         self.host_places[place] = row
         self.changed = True
 

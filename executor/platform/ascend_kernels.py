@@ -13,7 +13,7 @@ from executor.config import Case
 from models.layers import Experts, MergedLinear, RowLinear, layers_of
 from ops import ascendc
 from ops.ascend.vector_core import unfit
-from ops.ascend.weights import AscendExperts, AscendMatrix
+from ops.ascend.weights import AscendMatrix, Bank
 
 BUILD = "bash ops/ascendc/build.sh"
 
@@ -53,9 +53,9 @@ def chosen_kernels(model: nn.Module, case: Case) -> dict[str, str]:
     return lines
 
 
-def _kernels(weights: AscendMatrix | AscendExperts) -> tuple[str, str]:
+def _kernels(weights: AscendMatrix | Bank) -> tuple[str, str]:
     """(for few tokens by 4-bit weights, for all else)"""
-    if isinstance(weights, AscendExperts):
+    if not isinstance(weights, AscendMatrix):
         return "fused_moe_w4a16", "npu_grouped_matmul"
     return "gemv_w4a16", "mm" if weights.scales is None else "npu_weight_quant_batchmatmul"
 

@@ -4,8 +4,8 @@ arena   | p | p | slot: w13 s13 w2 s2 | slot | p | .. | zeros |     rows of PLAC
                      |                    |              |
 bank    w13: | e0 | e1 | e2 | ..   s13: | e0 | e1 | ..   w2: ..      gathered by rows; who is missing is all zeros
 
-`places` (n) int32: the first row of each expert's block, or -1. It is read on the device, so a captured step finds
-residents wherever they are when it is replayed. A gathered expert is read, written and read again: three times the
+`places` (n) int32: the first row of each expert's block, or of the zeros. It is read on the device, so a captured step
+finds residents wherever they are when it is replayed. A gathered expert is read, written and read again: three times the
 traffic of a product that reads the slots themselves (ops/ascend/vector_core.py, moe_slots).
 """
 
@@ -77,9 +77,8 @@ class Slots:
         """The experts at `places` (n) int32, in that order."""
         count = len(places)
         each, row = self.indices[count]
-        first = torch.where(places < 0, self.nowhere, places)
-        rows = self.rows.index_select(0, first.index_select(0, each) + row)  # (all rows, ROW)
-        planes, begin = dict[str, Tensor](), 0
+        rows = self.rows.index_select(0, places.index_select(0, each) + row)  # (all rows, ROW)
+        planes, begin = {}, 0
         for name, (shape, dtype) in self.layout.planes.items():
             end = begin + count * self.sizes[name] // PLACE
             planes[name] = rows[begin:end].view(-1).view(dtype).view(count, *shape)
