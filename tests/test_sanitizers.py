@@ -21,8 +21,8 @@ PRODUCTS = ["pool", "pack", "products", "moe", "elementwise", "generic"]
     [
         ("pool", "thread", ["pool"]),
         ("tape", "thread", PRODUCTS),
-        ("shadow", "thread", [*PRODUCTS, "shadow", "copier"]),
-        ("shadow", "address,undefined", [*PRODUCTS, "shadow", "copier"]),
+        ("shadow", "thread", [*PRODUCTS, "shadow", "worker", "copier"]),
+        ("shadow", "address,undefined", [*PRODUCTS, "shadow", "worker", "copier"]),
         ("bridge", "thread", []),
     ],
 )
@@ -73,6 +73,7 @@ def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
         "tests/test_graph.py",
         "tests/test_numa.py",
         "tests/test_shadow.py",
+        "tests/test_shadow_worker.py",
     ]
     done = run(*tests, cwd=tree, env=environment)
     assert " passed" in done.stdout

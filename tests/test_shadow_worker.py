@@ -5,7 +5,7 @@ import functools
 import gc
 import queue
 import random
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,10 +22,14 @@ from tests.test_shadow import KINDS, Model, cpu, heavy, placements, routing, tea
 TYPES = torch.float32, torch.bfloat16, torch.float16
 
 
-@pytest.fixture(params=[(1,), (2, 1)], ids=["1", "2+1"])
-def pool(request: pytest.FixtureRequest) -> Iterator[shadow.ShadowPool]:
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
     engine.start(1, "auto")
-    yield shadow.ShadowPool(teams(*request.param))
+
+
+@pytest.fixture(params=[(1,), (2, 1)], ids=["1", "2+1"])
+def pool(request: pytest.FixtureRequest) -> shadow.ShadowPool:
+    return shadow.ShadowPool(teams(*request.param))
 
 
 class Caller:
@@ -111,9 +115,8 @@ def test_sums_of_what_is_missing(
 def models(format: Any, first: int) -> list[Model]:
     """Two layers' experts, 8 each from `first` on."""
     torch.manual_seed(first)
-    engine.start(1, "auto")
     made = [Model(format, first=first) for _ in range(2)]
-    object.__setattr__(made[1].layer, "number", 4)
+    made[1].layer = replace(made[1].layer, number=4)
     return made
 
 
@@ -133,10 +136,9 @@ def test_any_job(
     """Any ids: of others, negative, one several times in a token."""
     caller = Caller(lasting(), models(format, first)[0], tokens, top_k, dtype)
     caller.fill(tokens)
-    ids = st.one_of(st.integers(first - 2, first + 10), st.sampled_from([-1, 0, -(2**31), 2**31 - 1]))
-    caller.ids.copy_(
-        torch.tensor(data.draw(st.lists(ids, min_size=tokens * top_k, max_size=tokens * top_k))).view(-1, top_k)
-    )
+    one = st.one_of(st.integers(first - 2, first + 10), st.sampled_from([-1, 0, -(2**31), 2**31 - 1]))
+    ids = data.draw(st.lists(one, min_size=tokens * top_k, max_size=tokens * top_k))
+    caller.ids.copy_(torch.tensor(ids).view(tokens, top_k))
     caller.place(resident)
     caller.check()
 
@@ -199,7 +201,7 @@ def test_tables_and_types_that_are_wrong_are_refused(pool: shadow.ShadowPool) ->
     worker, layer = shadow.Worker(pool), models(FORMATS["q8"], 0)[0].layer
     with pytest.raises(TypeError, match=r"a job in torch.int8"):
         worker.layer(layer, 1, 1, torch.int8)
-    wrong = shadow.ShadowLayer(**{**vars(layer), "counts": layer.counts.int()})
+    wrong = replace(layer, counts=layer.counts.int())
     with pytest.raises(TypeError, match=r"torch.int32 cpu \(8,\) \(1,\) where torch.int64"):
         worker.layer(wrong, 1, 1, torch.float32)
 

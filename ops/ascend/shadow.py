@@ -5,8 +5,8 @@
 
 The callback (bridge.py) hands the job to the shadow pool, for which ops/cpu/shadow.py has a Worker, and holds up the
 side stream alone. Back come each token's weighted sums over the experts that are not resident, in the model's type, so
-`join` is one Add. Works in eager and in captured graphs (acl_graph, npugraph_ex), whose replays find other values in the
-same buffers. A host runs each step as
+`join` is one Add. Works in eager and in captured graphs (acl_graph, npugraph_ex), whose replays find other values in
+the same buffers. A host runs each step as
 
     nodes.begin(step, tokens); logits = decode(..); nodes.finish()
 

@@ -22,7 +22,7 @@ def array(address: int, kind: Any, *shape: int) -> Any:
 
 
 class Workers:
-    """A shadow pool of one thread, which waits for `gate`. A token's sum: x * weight + id + slot of that id, of each id."""
+    """A shadow pool of one thread, which waits for `gate`. A token's sum: x * weight + id + slot, of each id."""
 
     def __init__(self) -> None:
         self.gate, self.seen = threading.Event(), []

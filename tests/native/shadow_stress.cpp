@@ -1,16 +1,18 @@
 // Steps of a tape whose experts move between slots and the shadow store from step to step, while a copier fills slots
-// ahead; built with ThreadSanitizer, and with AddressSanitizer. Every step must give the bits of Moe. At the end pools
-// are stopped and destroyed at work.
+// ahead; built with ThreadSanitizer, and with AddressSanitizer. Every step must give the bits of Moe, and so must jobs for
+// what is missing, on a pool of their own. At the end pools are stopped and destroyed at work.
 
 #include <unistd.h>
 
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <numeric>
 
 #include "../../ops/cpu/csrc/copier.h"
-#include "../../ops/cpu/csrc/shadow.h"
 #include "../../ops/cpu/csrc/tape.h"
+#include "../../ops/cpu/csrc/worker.h"
 #include "weights.h"
 
 using namespace umbra;
@@ -47,6 +49,29 @@ struct Interrupt {  // a step that ends between Submit and Join
     const bool* now;
     void run(Context&) const {
         if (*now) throw std::runtime_error("interrupted");
+    }
+};
+
+struct Call {  // as a bridge's callback makes it
+    Job job{};
+    std::mutex guard;
+    std::condition_variable moved;
+    int told = 0, failed = 0;
+
+    static void done(Job* job, int failed) {
+        Call& call = *reinterpret_cast<Call*>(job);
+        std::lock_guard<std::mutex> lock(call.guard);
+        call.told++;
+        call.failed = failed;
+        call.moved.notify_all();
+    }
+    bool run(Worker& worker) {  // whether it was done
+        told = 0;
+        job.done = done;
+        if (Worker::submit(&worker, &job) != 0) return false;
+        std::unique_lock<std::mutex> lock(guard);
+        moved.wait(lock, [&] { return told != 0; });
+        return told == 1 && !failed;
     }
 };
 
@@ -92,11 +117,17 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
     std::vector<int64_t> ids(kTokens * kTopK);
     std::vector<float> rows(kTokens * kTopK * kHidden);
     const auto bytes = Moe::scratch_bytes(kTokens, kTopK, kExperts, kHidden, kInner);
-    std::vector<uint8_t> scratch(bytes), shadow_scratch(bytes);
+    std::vector<uint8_t> scratch(bytes), shadow_scratch(bytes), job_scratch(bytes);
     int64_t step = 0, interrupted = 0;
     bool interrupt = false;
     Tape tape;
     std::vector<Layer> layers(kLayers);
+    const auto jobs_pool = std::make_shared<ShadowPool>(shadow_teams, kernels_generic(), 30);
+    Worker worker(jobs_pool);
+    std::vector<float> job_x(x), job_rows(rows), sums(x);
+    std::vector<int64_t> job_ids(ids), job_counts(kExperts), job_times(4), missing(ids);
+    std::vector<int32_t> narrow_ids(ids.size());
+    std::vector<Call> calls(kLayers);
     for (int64_t l = 0; l < kLayers; l++) {
         Layer& layer = layers[l];
         for (int64_t e = 0; e < kExperts; e++) layer.store.push_back(address(blocks + e * kBlockBytes));
@@ -117,9 +148,16 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         tape.add(Join{shadow, work,
                       {rows.data(), weights.data(), ids.data(), outs[l].data(), kTokens, kTopK, kExperts, 0, kHidden},
                       layer.times.data()});
+        const MoeRows rows{theirs.first, theirs.second, layer.store.data(), nullptr, job_x.data(), job_ids.data(),
+                           job_rows.data(), job_scratch.data(), kTokens, kTopK, kExperts, 0, kHidden, kInner};
+        worker.add(std::make_shared<JobWork>(rows, l, nullptr, Type::f32, job_counts.data(), job_times.data()));
+        calls[l].job = {x.data(), narrow_ids.data(), weights.data(), layer.device.data(), sums.data(), kTokens, kTopK,
+                        kHidden, l, 0, nullptr};
     }
     const Moe moe{w13.matrix, w2.matrix, x.data(), weights.data(), ids.data(), expected.data(), scratch.data(),
                   kTokens, kTopK, kExperts, 0, kHidden, kInner};
+    Moe moe_missing = moe;
+    moe_missing.ids = missing.data();
     Context reference{alone, kernels_generic()};
 
     struct Promotion {
@@ -181,6 +219,16 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
                 std::printf("other results in step %d\n", static_cast<int>(step));
                 return 1;
             }
+        std::copy(ids.begin(), ids.end(), narrow_ids.begin());
+        for (Call& call : calls) {
+            for (size_t a = 0; a < ids.size(); a++)
+                missing[a] = ids[a] >= 0 && ids[a] < kExperts && !call.job.slots[ids[a]] ? ids[a] : -1;
+            moe_missing.run(reference);
+            if (!call.run(worker) || std::memcmp(sums.data(), expected.data(), sums.size() * sizeof(float)) != 0) {
+                std::printf("other sums in step %d\n", static_cast<int>(step));
+                return 1;
+            }
+        }
         if (step % 100 == 0) usleep(3000);  // long enough for all to fall asleep
     }
     for (const Layer& layer : layers)
@@ -188,6 +236,10 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
             std::puts("miscounted");
             return 1;
         }
+    if (std::accumulate(job_counts.begin(), job_counts.end(), int64_t{0}) != kLayers * routed) {
+        std::puts("jobs miscounted");
+        return 1;
+    }
     if (moved < kSteps / 20) {
         std::puts("nothing moved");
         return 1;
@@ -210,7 +262,16 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         if (text.compare(0, start.size(), start) != 0) survived = -1;
     }
     killer.join();
-    return survived < 0;
+
+    std::copy(ids.begin(), ids.end(), narrow_ids.begin());
+    std::thread jobs_killer([&] {
+        usleep(2000);
+        jobs_pool->stop();
+    });
+    while (calls[0].run(worker)) {
+    }
+    jobs_killer.join();
+    return survived < 0 || calls[0].told != 1 || !calls[0].failed || calls[1].run(worker);
 }
 
 }  // namespace
