@@ -10,6 +10,7 @@ for promotion. Nothing here was run on an NPU.
 import atexit
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -177,18 +178,26 @@ class AscendDevice(Device):
         self._tell(place, self.slots.nowhere)
 
     def _tell(self, place: Place, row: int) -> None:
-        self.layers[place[0]].layer.device[place[1]] = row != self.slots.nowhere  # for the host: 0 if it is not resident
+        self.layers[place[0]].layer.device[place[1]] = (
+            row != self.slots.nowhere
+        )  # for the host: 0 if it is not resident
         self.host_places[place] = row
         self.changed = True
 
-    def begin(self, step: int, tokens: int) -> None:
-        if not self.streams(tokens):
-            self._prepare(tokens)
-        self.slots.prepare(self.layers[0].count)
+    def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
         if self.changed:
             self.all_places.copy_(self.host_places, non_blocking=True)
             self.changed = False
-        self.nodes.begin(step, tokens)
+        total = sum(tokens)
+        if self.streams(total):
+            self.slots.prepare(self.layers[0].count)
+        else:
+            self._prepare(total)
+            rows = [
+                1 if row < alive else 0 for all_of, alive in zip(tokens, live, strict=True) for row in range(all_of)
+            ]
+            self.worker.live[total].copy_(torch.tensor(rows))
+        self.nodes.begin(step, total)
 
     def _prepare(self, tokens: int) -> None:
         """What a step of so many tokens needs and cannot make while it is captured."""
@@ -200,8 +209,8 @@ class AscendDevice(Device):
         self.nodes.prepare(tokens)
         for layer in self.layers:
             self.worker.layer(layer.layer, tokens, self.top_k, self.ops.dtype)
-        if self.by_pair(tokens, self.layers[0].count):
-            self.slots.prepare(pairs)
+        count = self.layers[0].count
+        self.slots.prepare(pairs if self.by_pair(tokens, count) else count)
 
     def finish(self) -> None:
         self.nodes.finish()

@@ -1,6 +1,7 @@
 """What shadow experts need of the device that has the resident ones, and the CPU as such a device."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -52,8 +53,8 @@ class Device(ABC):
         """From the next step on it is not resident."""
 
     @abstractmethod
-    def begin(self, step: int, tokens: int) -> None:
-        """A step of so many tokens follows."""
+    def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
+        """A step follows: of so many tokens of each data-parallel group, of which the first `live` are not padding."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -93,7 +94,7 @@ class CpuDevice(Device):
     def withdraw(self, place: Place) -> None:
         self.layers[place[0]].layer.device[place[1]] = 0
 
-    def begin(self, step: int, tokens: int) -> None:
+    def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
         pass  # ops read the pool's own number
 
     def finish(self) -> None:

@@ -10,6 +10,7 @@ is never written, and no step sees half of an expert. Captured steps read tables
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -113,9 +114,9 @@ class Offload:
         for copy in [copy for copy in self.copies if self.device.done(copy.ticket)]:
             self._publish(copy)
 
-    def started(self, tokens: int) -> None:
-        """The step's ops, for so many tokens, run from here on."""
-        self.device.begin(int(self.pool.step), tokens)
+    def started(self, tokens: Sequence[int], live: Sequence[int]) -> None:
+        """The step's ops run from here on, for so many tokens of each data-parallel group, `live` ones and padding."""
+        self.device.begin(int(self.pool.step), tokens, live)
         self.started_at = time.monotonic_ns()
         self.during = self.resident(published=True)
 

@@ -66,8 +66,8 @@ def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
 
 
 def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> Tensor:
-    """Give all layers their caches in one buffer, an arena of `frames` and `spare` bytes more, which is returned: (units,
-    a page's shape).
+    """Give all layers their caches in one buffer, an arena of `frames` and `spare` bytes more, and return it:
+    (units, a page's shape).
 
     The caches are views of it, each begun a unit later than the one before: page u of layer l's keys is unit u + 2 l,
     of its values u + 2 l + 1. So with the first unit of a frame, one page number serves keys and values of all layers.

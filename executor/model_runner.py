@@ -113,18 +113,19 @@ class ModelRunner(ABC):
         """Reserve cache pages for the sequences' next tokens and pack those of this rank's group."""
         self.scheduler.reserve(sequences)
         group, pools = self.parallel.attn_dp.rank, self.scheduler.pools
-        tokens = tuple(sum(s.new_tokens for s in sequences if s.group == g) for g in range(len(pools)))
+        live = tokens = tuple(sum(s.new_tokens for s in sequences if s.group == g) for g in range(len(pools)))
         mine = [s for s in sequences if s.group == group]
         rows = 0 if is_prefill else self.platform.padded_rows(max(tokens))
         if rows:
             tokens = (rows,) * len(pools)
-        return pack(self.platform.ops, mine, pools[group], tokens, self.scheduler.table_width, all_logits, rows)
+        batch = pack(self.platform.ops, mine, pools[group], tokens, self.scheduler.table_width, all_logits, rows)
+        if self.offload:
+            self.offload.started(tokens, live)
+        return batch
 
     @torch.inference_mode()
     def model_inference(self, batch: Batch, is_prefill: bool) -> Tensor:
         """Logits of this rank's group, perhaps still in the making: reading the chosen tokens waits for them."""
-        if self.offload:
-            self.offload.started(sum(batch.tokens_per_group or ()))
         with self.profiler.step("prefill" if is_prefill else "decode"):
             return self.model.prefill(batch.to(self.platform.device)) if is_prefill else self.decode(batch)
 

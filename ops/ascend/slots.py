@@ -6,7 +6,7 @@ bank    w13: | e0 | e1 | e2 | ..   s13: | e0 | e1 | ..   w2: ..      gathered by
 
 `places` (n) int32: the first row of each expert's block, or of the zeros. It is read on the device, so a captured step
 finds residents wherever they are when it is replayed. A gathered expert is read, written and read again: three times the
-traffic of a product that reads the slots themselves (ops/ascend/vector_core.py, moe_slots).
+traffic of a product that reads slots as they are (ops/ascend/vector_core.py, moe_slots).
 """
 
 from dataclasses import dataclass

@@ -165,6 +165,8 @@ class Worker:
         self.submit: int = self.native.submit
         self.context: int = self.native.context
         self._scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by sizes: jobs come one after another
+        # By a job's tokens: (tokens) uint8, written between steps; 0: it pads the step, nothing is counted or added.
+        self.live: dict[int, Tensor] = {}
 
     def layer(self, layer: ShadowLayer, tokens: int, top_k: int, dtype: torch.dtype) -> None:
         """Gets ready for the layer's jobs of so many tokens; not while a step runs. A job's slots say which experts are
@@ -184,8 +186,9 @@ class Worker:
             *blocks.handles(self.pool.native.split), pointer(layer.store, INT), 0, pointer(x), pointer(ids, INT),
             pointer(rows), pointer(scratch, torch.uint8), *sizes,
         )  # fmt: skip
-        counts, times = pointer(layer.counts, INT), pointer(layer.times, INT)
-        self.native.add(work, layer.number, TYPES[dtype], counts, times, (kept, layer))
+        live = self.live.setdefault(tokens, torch.ones(tokens, dtype=torch.uint8))
+        tables = pointer(live, torch.uint8), pointer(layer.counts, INT), pointer(layer.times, INT)
+        self.native.add(work, layer.number, TYPES[dtype], *tables, (kept, layer, live))
 
 
 class Copier:

@@ -15,7 +15,7 @@ from torch import Tensor
 from errors import UserError
 from ops.ascend import bridge, shadow
 from ops.ascend.bridge import SUBMIT, Bridge, BridgeError
-from ops.ascend.shadow import ShadowNodes, refuse_ge
+from ops.ascend.shadow import ShadowNodes
 from tests.ascend.log import device_log, forget_streams, most_pinned, ran, violations
 from tests.ascend.workers import LAYERS, E, H, Inputs, K, T, Workers, until
 
@@ -39,8 +39,8 @@ def make(workers: Workers) -> Iterator[Callable[..., ShadowNodes]]:
 
     def nodes(cann: str = CALLBACK, timeout_s: float = 30) -> ShadowNodes:
         slots = torch.arange(LAYERS * E).view(LAYERS, E) * 10
-        made.append(ShadowNodes(workers.submit, 0, slots, H, K, torch.float32, timeout_s, cann))
-        made[-1].prepare(T, range(LAYERS))
+        made.append(ShadowNodes(workers.submit, 0, dict(enumerate(slots)), H, K, torch.float32, timeout_s, cann))
+        made[-1].prepare(T)
         return made[-1]
 
     yield nodes
@@ -108,7 +108,8 @@ def test_tables_are_read_at_each_replay(make: Callable[..., ShadowNodes], worker
     with torch.npu.graph(graph):
         inputs.step(nodes)
     for step, slot in enumerate((5, 900)):
-        nodes.slots[:] = slot
+        for row in nodes.slots.values():
+            row.fill_(slot)
         nodes.begin(step, T)
         graph.replay()
         nodes.finish()
@@ -318,11 +319,11 @@ def test_no_pinned_memory(make: Callable[..., ShadowNodes]) -> None:
     nodes = make()
     most_pinned(1 << 20)
     try:
-        with pytest.raises(UserError, match=r"layer 1: no pinned memory on the host for torch.float32 \(100000, 8\)"):
-            nodes.prepare(100_000, range(1, 2))
+        with pytest.raises(UserError, match=r"layer 0: no pinned memory on the host for torch.float32 \(100000, 8\)"):
+            nodes.prepare(100_000)
     finally:
         most_pinned(ctypes.c_size_t(-1).value)
-    assert (100_000, 1) not in nodes.nodes
+    assert (100_000, 0) not in nodes.nodes
 
 
 def test_calls_that_are_refused(make: Callable[..., ShadowNodes]) -> None:
@@ -333,9 +334,6 @@ def test_calls_that_are_refused(make: Callable[..., ShadowNodes]) -> None:
         nodes.submit(inputs.x, inputs.ids.long(), inputs.weights, 0)
     with pytest.raises(ValueError, match=r"layer 0: own is torch.float16 \(3, 8\)"):  # a sum that would take a Cast
         nodes.join(inputs.own, inputs.own.half(), 0)
-    with pytest.raises(UserError, match="use acl_graph or npugraph_ex"):
-        refuse_ge("ge_graph")
-    refuse_ge("npugraph_ex")
     with pytest.raises(UserError, match=r"experts on the CPU need CANN: libnowhere.so: cannot open"):
         Bridge(0, 0, 1, library="libnowhere.so")
 
@@ -372,7 +370,7 @@ def test_the_fake_sees_device_calls_inside_a_callback(make: Callable[..., Shadow
 
     nodes, inputs, function = make(), Inputs(), SUBMIT(submit)
     other = ShadowNodes(ctypes.cast(function, ctypes.c_void_p).value or 0, 0, nodes.slots, H, K, torch.float32, 5)
-    other.prepare(T, range(LAYERS))
+    other.prepare(T)
     other.begin(0, T)
     inputs.step(other)
     with pytest.raises(BridgeError):

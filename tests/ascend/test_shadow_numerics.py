@@ -1,5 +1,4 @@
-"""Experts on the CPU beside the Ascend model code, in plain CPU code under the real schemas: what is resident computes as
-the all-resident model does, the host's kernels compute the rest."""
+"""Experts on the CPU beside the Ascend model code, which runs in plain CPU code under the real schemas."""
 
 from pathlib import Path
 from typing import Any

@@ -36,9 +36,14 @@ class Step:
             model.layer = replace(model.layer, number=number)
             self.worker.layer(model.layer, tokens, K, dtype)
         hidden = self.models[0].blocks.hidden
-        self.nodes = ShadowNodes(self.worker.submit, self.worker.context, self.slots, hidden, K, dtype, timeout_s, cann)
-        self.nodes.prepare(tokens, range(LAYERS))
-        self.here = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, K), torch.zeros(tokens, K).int()
+        slots = dict(enumerate(self.slots))
+        self.nodes = ShadowNodes(self.worker.submit, self.worker.context, slots, hidden, K, dtype, timeout_s, cann)
+        self.nodes.prepare(tokens)
+        self.here = (
+            torch.zeros(tokens, hidden, dtype=dtype),
+            torch.zeros(tokens, K, dtype=dtype),
+            torch.zeros(tokens, K).int(),
+        )
         self.x, self.weights, self.ids = (t.npu() for t in self.here)
         self.sums: list[Tensor] = []
 
@@ -61,7 +66,7 @@ class Step:
         x, weights, ids = self.here
         e = (ids - FIRST).long()
         missing = (e >= 0) & (e < E) & (self.slots[layer][e.clamp(0, E - 1)] == 0)
-        out = cpu.moe(x.float(), weights, ids.long().where(missing, -1), self.models[layer].experts, FIRST)
+        out = cpu.moe(x.float(), weights.float(), ids.long().where(missing, -1), self.models[layer].experts, FIRST)
         return out.to(x.dtype)
 
 

@@ -126,6 +126,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
     Worker worker(jobs_pool);
     std::vector<float> job_x(x), job_rows(rows), sums(x);
     std::vector<int64_t> job_ids(ids), job_counts(kExperts), job_times(4), missing(ids);
+    std::vector<uint8_t> job_live(kTokens, 1);
     std::vector<int32_t> narrow_ids(ids.size());
     std::vector<Call> calls(kLayers);
     for (int64_t l = 0; l < kLayers; l++) {
@@ -150,7 +151,8 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
                       layer.times.data()});
         const MoeRows rows{theirs.first, theirs.second, layer.store.data(), nullptr, job_x.data(), job_ids.data(),
                            job_rows.data(), job_scratch.data(), kTokens, kTopK, kExperts, 0, kHidden, kInner};
-        worker.add(std::make_shared<JobWork>(rows, l, nullptr, Type::f32, job_counts.data(), job_times.data()));
+        worker.add(std::make_shared<JobWork>(rows, l, nullptr, Type::f32, job_live.data(), job_counts.data(),
+                                             job_times.data()));
         calls[l].job = {x.data(), narrow_ids.data(), weights.data(), layer.device.data(), sums.data(), kTokens, kTopK,
                         kHidden, l, 0, nullptr};
     }

@@ -264,10 +264,10 @@ PYBIND11_MODULE(_native, m) {
     });
     py::class_<Worker>(m, "Worker")
         .def(py::init<std::shared_ptr<ShadowPool>>())
-        .def("add", [](Worker& worker, const MoeRows& rows, int64_t layer, int type, uintptr_t counts, uintptr_t times,
-                       const py::object& keep) {
-            worker.add(std::make_shared<JobWork>(rows, layer, kept(keep), static_cast<Type>(type), at<int64_t>(counts),
-                                                 at<int64_t>(times)));
+        .def("add", [](Worker& worker, const MoeRows& rows, int64_t layer, int type, uintptr_t live, uintptr_t counts,
+                       uintptr_t times, const py::object& keep) {
+            worker.add(std::make_shared<JobWork>(rows, layer, kept(keep), static_cast<Type>(type), at<uint8_t>(live),
+                                                 at<int64_t>(counts), at<int64_t>(times)));
         })
         .def_property_readonly("context", [](Worker& worker) { return reinterpret_cast<uintptr_t>(&worker); })
         .def_property_readonly("submit", [](Worker&) { return reinterpret_cast<uintptr_t>(&Worker::submit); });

@@ -19,15 +19,18 @@ namespace umbra {
 
 // One layer's jobs of one number of tokens.
 struct JobWork : ShadowWork {
-    Type type;        // the model's
-    int64_t* counts;  // (experts) += 1 for each pair
-    int64_t* times;   // when the pool began and ended, and two zeros; 0: not needed
+    Type type;            // the model's
+    const uint8_t* live;  // (tokens) 0: only pads the step, so no expert of it is counted or computed
+    int64_t* counts;      // (experts) += 1 for each pair
+    int64_t* times;       // when the pool began and ended, and two zeros; 0: not needed
     Job* job = nullptr;
     std::vector<float> weights;
 
     // Of `rows`, x and ids are scratch memory too; `elsewhere` is not used.
-    JobWork(const MoeRows& rows, int64_t layer, std::shared_ptr<void> keep, Type type, int64_t* counts, int64_t* times)
-        : ShadowWork(rows, layer, nullptr, std::move(keep)), type(type), counts(counts), times(times), weights(rows.tokens * rows.k) {}
+    JobWork(const MoeRows& rows, int64_t layer, std::shared_ptr<void> keep, Type type, const uint8_t* live, int64_t* counts,
+            int64_t* times)
+        : ShadowWork(rows, layer, nullptr, std::move(keep)), type(type), live(live), counts(counts), times(times),
+          weights(rows.tokens * rows.k) {}
 
     enum Missing { kNone, kSome, kNowhere };  // the last: not in the store either
     Missing take(Job* job);
