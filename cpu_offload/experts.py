@@ -33,7 +33,12 @@ class ShadowedExperts:
         self.blocks.fill(self.store[expert].data_ptr(), which, part)
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The shadow pool computes what is not resident, meanwhile the device the rest: `ops.moe`, bit for bit."""
+        """`ops.moe`, bit for bit, wherever experts are."""
+        streaming = self.offload.streaming
+        return streaming.long_step(self, x, weights, ids) if streaming.is_long(x) else self.shadowed(x, weights, ids)
+
+    def shadowed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The shadow pool computes what is not resident, meanwhile the device the rest."""
         job = submit(self.offload.pool, self.layer, x, ids)
         resident_rows(job)
         return join(job, weights)

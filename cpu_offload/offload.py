@@ -23,6 +23,7 @@ from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import History, Step
 from cpu_offload.residency import Residency
 from cpu_offload.residency import Settings as Policy
+from cpu_offload.streaming import Streaming
 from errors import UserError
 from ops.cpu.engine import native
 from ops.cpu.shadow import Copier, ShadowPool
@@ -43,6 +44,8 @@ class Settings:
     interval: int
     max_swaps: int
     timeout_s: int
+    stream_tokens: int  # of a step from which on missing experts are streamed; -1: never
+    decode_tokens: int  # most of a decode step
 
 
 def the_one(sizes: set[T], start_layer: int) -> T:
@@ -92,6 +95,7 @@ class Offload:
     def open(self, arena: Arena, memory: Tensor) -> None:
         """The shadow store is filled; `memory` (bytes) is the arena's buffer."""
         self.arena, self.memory, self.copier = arena, memory, Copier()
+        self.streaming = Streaming(self.settings.stream_tokens, self.settings.decode_tokens, self.slot_bytes)
         counts = self.layers[0].count
         self.residency = Residency(len(self.layers), counts, Policy(max_swaps=self.settings.max_swaps))
         low = max(1, arena.frames // AHEAD)
@@ -160,9 +164,9 @@ class Offload:
             here[copy.place] = False
         return here
 
-    def value_copies(self, swap_cost: float) -> None:
-        """What one costs, in misses that it must save."""
-        self.residency.settings = Policy(max_swaps=self.settings.max_swaps, swap_cost=swap_cost)
+    def value_copies(self, swap_cost: float, max_swaps: int) -> None:
+        """What one costs, in misses that it must save; how many may be made at one decision."""
+        self.residency.settings = Policy(max_swaps=max_swaps, swap_cost=swap_cost)
 
     def forget(self) -> None:
         """What was recorded so far, such as a warm-up; what was learned stays."""
