@@ -151,12 +151,14 @@ class Planner:
         }
 
     def compare_long(self, layers: Sequence[LongLayer]) -> dict[str, float]:
-        """Milliseconds of all these layers of long steps: measured, and predicted for both ways."""
+        """Medians of these layers of long steps: measured, and predicted for both ways."""
         return {
             "layers": len(layers),
-            "computed_ms": sum(self.layer_ms(layer.tokens, layer.hit_rate) for layer in layers),
-            "streamed_ms": sum(self.stream_ms(layer.tokens, layer.hit_rate) for layer in layers),
-            "measured_ms": sum(layer.ms for layer in layers),
+            "streamed_layers": sum(layer.streamed > 0 for layer in layers),
+            "tokens": statistics.median(layer.tokens for layer in layers),
+            "streamed_ms": statistics.median(self.stream_ms(layer.tokens, layer.hit_rate) for layer in layers),
+            "computed_ms": statistics.median(self.layer_ms(layer.tokens, layer.hit_rate) for layer in layers),
+            "measured_ms": statistics.median(layer.ms for layer in layers),
         }
 
     def table(self, tokens: int) -> list[str]:

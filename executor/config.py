@@ -205,7 +205,8 @@ class Case:
     )  # fmt: skip
     threads: int = key(
         0, "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
-        "measured at start; with several ranks on a machine, its physical cores divided by them",
+        "measured at start; with several ranks on a machine, its physical cores divided by them; the planner of "
+        "`offload_config` may leave some to the shadow pool",
         minimum=0, maximum=1024,
     )  # fmt: skip
     strict: bool = key(

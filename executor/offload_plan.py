@@ -50,13 +50,14 @@ class PlannedRun:
 
     def end(self, offload: Offload, seconds: Sequence[float]) -> dict[str, Any] | None:
         """For the report; None where no step was decoded."""
-        prefill = self.planner.compare_long(offload.history.long)
-        if prefill["layers"]:
-            streamed = offload.history.streamed()["layers"]
+        prefill = None
+        if long := offload.history.long:
+            prefill = self.planner.compare_long(long)
             print(
-                f"planner: {prefill['layers']} layers of prefills, {streamed} of them streamed: "
-                f"{prefill['streamed_ms']:.3f} ms predicted if all were, {prefill['computed_ms']:.3f} if none were, "
-                f"{prefill['measured_ms']:.3f} measured"
+                f"planner: a layer of a prefill: {prefill['streamed_ms']:.3f} ms predicted if streamed, "
+                f"{prefill['computed_ms']:.3f} if computed by both, {prefill['measured_ms']:.3f} measured "
+                f"(medians of {prefill['layers']} layers with {prefill['tokens']:.0f} tokens, "
+                f"{prefill['streamed_layers']} streamed)"
             )
         steps = steps_of(offload.history, seconds, self.planner.shape)
         if not steps:

@@ -153,10 +153,13 @@ def test_the_table_has_a_line_for_each_choice() -> None:
 
 def test_long_steps_are_compared_with_both_predictions() -> None:
     one = planner()
-    found = one.compare_long([LongLayer(1, 100, 300, 100, 0, 2.0), LongLayer(1, 50, 100, 100, 9, 3.0)])
+    sizes = [(100, 300, 100, 0, 2.0), (50, 100, 100, 9, 3.0), (100, 300, 100, 9, 900.0)]
+    found = one.compare_long([LongLayer(1, *size) for size in sizes])
     assert found == {
-        "layers": 2,
-        "computed_ms": pytest.approx(one.layer_ms(100, 0.75) + one.layer_ms(50, 0.5)),
-        "streamed_ms": pytest.approx(one.stream_ms(100, 0.75) + one.stream_ms(50, 0.5)),
-        "measured_ms": 5.0,
+        "layers": 3,
+        "streamed_layers": 2,
+        "tokens": 100,
+        "streamed_ms": pytest.approx(one.stream_ms(100, 0.75)),
+        "computed_ms": pytest.approx(one.layer_ms(100, 0.75)),
+        "measured_ms": 3.0,
     }

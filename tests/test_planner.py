@@ -237,7 +237,8 @@ def test_a_run_values_copies_and_compares(
     assert "ms per token predicted at hit rate" in out
     assert plan["prefill"]["layers"] == 2
     assert plan["prefill"]["measured_ms"] > 0
-    assert "planner: 2 layers of prefills, 0 of them streamed: " in out
+    assert "planner: a layer of a prefill: " in out
+    assert "(medians of 2 layers with 24 tokens, " in out
     assert "  threads           " in out
 
 
