@@ -56,6 +56,8 @@ def test_tokens_and_logits_are_those_without(checkpoint: Path, exe_mode: str, mo
     for offload in MODES:
         runner = runner_of(checkpoint, monkeypatch, exe_mode, **offload)
         assert [s.ids for s in runner.model_generate(PROMPTS)] == expected, offload
+        assert runner.offload
+        assert runner.offload.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
         found = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 
