@@ -108,6 +108,7 @@ def settings(threads: int, instruction_set: str, **offload: object) -> Case:
         [
             *(f"offload_config.{key}={value}" for key, value in offload.items()),
             f"threads={threads}", f"shadow_threads={threads}", f"instruction_set={instruction_set}",
+            "max_swaps=4", "stream_tokens=-1",
             f"batch_size={max(WAVES)}", f"input_max_len={PROMPT[1]}", f"max_new_tokens={NEW[1]}",
             "ignore_eos=true", "top_p=1",
         ],

@@ -10,7 +10,7 @@ for promotion. Nothing here was run on an NPU.
 import atexit
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 from cpu_offload.device import Device, Place
 from cpu_offload.experts import ShadowedExperts
+from cpu_offload.history import LongLayer
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes, pinned
 from ops.ascend.slots import Slots
@@ -130,7 +131,7 @@ class AscendDevice(Device):
     def spare(self, slot_bytes: int) -> int:
         return slot_bytes  # of zeros
 
-    def open(self, memory: Tensor, end: int) -> None:
+    def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, first = memory, self.layers[0]
         self.slots = Slots(memory, end, first.layout, first.format)
         shape = len(self.layers), first.count
@@ -146,6 +147,10 @@ class AscendDevice(Device):
         )  # fmt: skip
         print(self.nodes.bridge.how)
         atexit.register(self.nodes.close)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.layers[0].count * self.layers[0].slot_bytes  # a bank of a layer's
 
     def streams(self, tokens: int) -> bool:
         return tokens > self.most

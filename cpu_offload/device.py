@@ -1,12 +1,14 @@
 """What shadow experts need of the device that has the resident ones, and the CPU as such a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from cpu_offload.experts import CpuExperts, ShadowedExperts
+from cpu_offload.history import LongLayer
+from cpu_offload.streaming import Streaming
 from ops.cpu.shadow import Copier, ShadowPool
 from ops.interface import Format
 
@@ -19,6 +21,11 @@ class Device(ABC):
     alignment: ClassVar[int]  # bytes, of slots and of the arena's frames
     memory: Tensor  # the arena's buffer, bytes
 
+    @property
+    @abstractmethod
+    def staging_bytes(self) -> int:
+        """Beside the arena, for experts that are streamed; once it is open."""
+
     @abstractmethod
     def experts(
         self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format
@@ -30,8 +37,9 @@ class Device(ABC):
         return 0
 
     @abstractmethod
-    def open(self, memory: Tensor, end: int) -> None:
-        """Weights are loaded; `memory` is the buffer, the arena's own bytes reach to `end`."""
+    def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
+        """Weights are loaded; `memory` is the buffer, the arena's own bytes reach to `end`. `note`: of what it knows of
+        a layer of a long step."""
 
     @abstractmethod
     def copy(self, place: Place, start: int) -> int:
@@ -66,7 +74,9 @@ class CpuDevice(Device):
 
     alignment: ClassVar[int] = 64
 
-    def __init__(self) -> None:
+    def __init__(self, stream_tokens: int, decode_tokens: int):
+        """As Streaming has them."""
+        self.stream_tokens, self.decode_tokens = stream_tokens, decode_tokens
         self.layers: list[CpuExperts] = []
 
     def experts(
@@ -75,8 +85,15 @@ class CpuDevice(Device):
         self.layers.append(CpuExperts(pool, number, count, inner, hidden, format))
         return self.layers[-1]
 
-    def open(self, memory: Tensor, end: int) -> None:
+    def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, self.copier = memory, Copier()
+        self.streaming = Streaming(self.stream_tokens, self.decode_tokens, self.layers[0].slot_bytes, note)
+        for layer in self.layers:
+            layer.streaming = self.streaming
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.streaming.ring.nbytes
 
     def copy(self, place: Place, start: int) -> int:
         layer = self.layers[place[0]]

@@ -1,6 +1,7 @@
 """One layer's experts with their shadows: the node that stands in the decode graph."""
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,6 +10,9 @@ from ops.cpu.engine import native
 from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
 from ops.interface import Format
 from ops.quantised import Quantised
+
+if TYPE_CHECKING:
+    from cpu_offload.streaming import Streaming
 
 INT = torch.int64
 
@@ -44,13 +48,20 @@ class ShadowedExperts(ABC):
 
 
 class CpuExperts(ShadowedExperts):
-    """The device has the same blocks; whatever is resident, `mixture` is `ops.moe` bit for bit."""
+    """The device has the same blocks; wherever experts are, `mixture` is `ops.moe` bit for bit."""
+
+    streaming: "Streaming"  # from the device, once it is open
 
     @property
     def slot_bytes(self) -> int:
         return self.blocks.block_bytes
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        streaming = self.streaming
+        return streaming.long_step(self, x, weights, ids) if streaming.is_long(x) else self.shadowed(x, weights, ids)
+
+    def shadowed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The shadow pool computes what is not resident, meanwhile the device the rest."""
         job = submit(self.pool, self.layer, x, ids)
         resident_rows(job)
         return join(job, weights)

@@ -24,6 +24,22 @@ class Step:
     free_frames: int
 
 
+@dataclass(frozen=True)
+class LongLayer:
+    """One layer of a step with more tokens than a decode step has, a prefill."""
+
+    step: int
+    tokens: int
+    hits: int  # pairs of a token and an expert that was resident
+    misses: int
+    streamed: int  # bytes; 0: computed where the experts were
+    ms: float
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(self.hits + self.misses, 1)
+
+
 @dataclass
 class History:
     steps: list[Step] = field(default_factory=list)
@@ -31,6 +47,7 @@ class History:
     evictions: int = 0  # experts that left
     for_cache: int = 0  # of these, for the KV cache
     frames: int = 0  # of the arena
+    long: list[LongLayer] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
         """For report.json. Exposed: what the device waited for the shadow pool after its own part was done."""
@@ -56,8 +73,15 @@ class History:
             "arena_frames": self.frames,
             "most_kv_frames": most,
             "kv_frames_gained": first - least,
+            "streamed": self.streamed(),
             "layers": layers,
         }
+
+    def streamed(self) -> dict[str, int]:
+        """Layers of long steps whose missing experts came to the device."""
+        layers = [layer for layer in self.long if layer.streamed]
+        steps, size = len({layer.step for layer in layers}), sum(layer.streamed for layer in layers)
+        return {"steps": steps, "layers": len(layers), "bytes": size}
 
     def trace(self) -> dict[str, Any]:
         """Lanes for Perfetto: the device's steps and waits, the shadow pool, copies into slots."""

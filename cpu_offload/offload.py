@@ -93,7 +93,7 @@ class Offload:
     def open(self, arena: Arena, memory: Tensor) -> None:
         """The shadow store is filled; `memory` (bytes) is the arena's buffer."""
         self.arena = arena
-        self.device.open(memory, arena.frames * arena.frame_bytes)
+        self.device.open(memory, arena.frames * arena.frame_bytes, lambda layer: self.history.long.append(layer))
         counts = self.layers[0].count
         self.residency = Residency(len(self.layers), counts, Policy(max_swaps=self.settings.max_swaps))
         low = max(1, arena.frames // AHEAD)
@@ -164,9 +164,9 @@ class Offload:
             here[copy.place] = False
         return here
 
-    def value_copies(self, swap_cost: float) -> None:
-        """What one costs, in misses that it must save."""
-        self.residency.settings = Policy(max_swaps=self.settings.max_swaps, swap_cost=swap_cost)
+    def value_copies(self, swap_cost: float, max_swaps: int) -> None:
+        """What one costs, in misses that it must save; how many may be made at one decision."""
+        self.residency.settings = Policy(max_swaps=max_swaps, swap_cost=swap_cost)
 
     def forget(self) -> None:
         """What was recorded so far, such as a warm-up; what was learned stays."""

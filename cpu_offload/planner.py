@@ -1,4 +1,5 @@
 """Predicts a decode step's time from a few measured costs, and what follows from it: what a copy is worth.
+`cpu_offload/choices.py` chooses by it.
 
 A layer with T tokens, of whose experts a share `hit` is resident:
 
@@ -6,6 +7,10 @@ A layer with T tokens, of whose experts a share `hit` is resident:
     device = fixed * P(a resident is used) + expert * residents used + pair * their (token, expert) pairs
     shadow = the same of the others, with costs of its own; its `fixed` is hand-over and join
     step   = rest + layers * layer
+
+A layer of a long step may stream instead: every pair is the device's, missing experts come in copies beside that:
+
+    layer  = base + max(device of all, copies) + slip * min(device of all, copies)
 
 `base`: the layer's node where no expert is used. `fixed`: waking threads, handing over. `slip`: how much of the shorter
 side is not hidden behind the longer: 0 on two real devices, more where both are threads that share cores and memory.
@@ -19,6 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from cpu_offload.history import LongLayer
+from cpu_offload.streaming import CHUNK
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 LEAST_COST, MOST_COST = 0.02, 16.0  # of a copy, in misses: what the policy's horizon is made for
@@ -113,6 +121,14 @@ class Planner:
         shadow = costs.shadow.ms(used * (1 - hit), pairs * (1 - hit), 1 - hit**used)
         return costs.base + max(device, shadow) + costs.slip * min(device, shadow)
 
+    def stream_ms(self, tokens: float, hit: float) -> float:
+        """A layer whose missing experts are streamed, a chunk at a time."""
+        costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
+        missing = used * (1 - hit)
+        device = costs.device.ms(used, pairs, 1 + missing / CHUNK)
+        copies = costs.copy * missing
+        return costs.base + max(device, copies) + costs.slip * min(device, copies)
+
     def step_ms(self, tokens: float, hit: float) -> float:
         """A step of `tokens` sequences: each gets one token, so this is its time per token."""
         return self.rest + self.shape.layers * self.layer_ms(tokens, hit)
@@ -132,6 +148,17 @@ class Planner:
             "predicted_ms": predicted,
             "measured_ms": measured,
             "ratio": predicted / measured,
+        }
+
+    def compare_long(self, layers: Sequence[LongLayer]) -> dict[str, float]:
+        """Medians of these layers of long steps: measured, and predicted for both ways."""
+        return {
+            "layers": len(layers),
+            "streamed_layers": sum(layer.streamed > 0 for layer in layers),
+            "tokens": statistics.median(layer.tokens for layer in layers),
+            "streamed_ms": statistics.median(self.stream_ms(layer.tokens, layer.hit_rate) for layer in layers),
+            "computed_ms": statistics.median(self.layer_ms(layer.tokens, layer.hit_rate) for layer in layers),
+            "measured_ms": statistics.median(layer.ms for layer in layers),
         }
 
     def table(self, tokens: int) -> list[str]:

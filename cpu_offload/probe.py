@@ -15,14 +15,15 @@ from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, 
 
 INT = torch.int64
 SECONDS = 1.2  # for all measurements together, about
-MOST = 25  # of one kind
+LEAST, MOST = 2, 25  # of one kind; the first, which warms up, is not counted
 QUEUED = 8  # copies at once
 BYTE = 0x3C  # made-up blocks are of it: a small, normal number in every format
 MADE_UP = 64 << 20  # bytes of made-up blocks: more than most caches
+LONG = 64  # tokens of a step that stands for prefills
 
 
 def made_up(blocks: ExpertBlocks, experts: int, layers: int) -> list[Tensor]:
-    """Stores as `measure` takes them, before a checkpoint was read."""
+    """Stores as `measure` takes them: (experts, block bytes) of some layers."""
     size = experts * blocks.block_bytes
     return [
         torch.frombuffer(native().Buffer(size, 0), dtype=torch.uint8).fill_(BYTE).view(experts, blocks.block_bytes)
@@ -72,18 +73,19 @@ class Probe:
 
 
 def measure(
-    pool: ShadowPool, threads: int, blocks: ExpertBlocks, stores: list[Tensor], shape: Shape, most: int
+    pool: ShadowPool, threads: int, blocks: ExpertBlocks, stores: list[Tensor], shape: Shape, most: int, parts: int = 1
 ) -> Costs:
-    """`threads` of `pool`; `stores`: (experts, block bytes) of some layers; `most` tokens of a step."""
-    start, step = time.perf_counter(), pool.step.clone()
-    numbers = sorted({1, most})
+    """`threads` of `pool`; `stores`: (experts, block bytes) of some layers; `most` tokens of a decode step; in one of
+    `parts` of the time for all."""
+    start = time.perf_counter()
+    numbers = sorted({1, most, LONG})
     kinds = [
         (tokens, experts)
         for tokens in numbers
-        for experts in sorted({1, 2, shape.top_k, round(shape.used(tokens))})
+        for experts in sorted({*((1, 2) if tokens <= most else ()), shape.top_k, round(shape.used(tokens))})
         if 0 < experts <= shape.experts
     ]
-    budget = Budget(SECONDS, 2 * len(kinds) + 2 * len(numbers) + 1)
+    budget = Budget(SECONDS / parts, 2 * len(kinds) + 2 * len(numbers) + 1)
     probes = {tokens: Probe(pool, blocks, stores, tokens, shape.top_k) for tokens in numbers}
     base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
     sides: list[list[Sample]] = [[], []]
@@ -93,7 +95,7 @@ def measure(
             ms = max(budget.fastest(partial(probe, *kind)) - base, 1e-6)
             sides[side].append(Sample(experts, probe.pairs(experts), ms))
     device, shadow = fit(sides[0]), fit(sides[1])
-    costs = Costs(
+    return Costs(
         base=base,
         device=device,
         shadow=shadow,
@@ -103,8 +105,6 @@ def measure(
         threads=(sum(team.threads for team in native().teams()), threads),
         seconds=time.perf_counter() - start,
     )
-    pool.step.copy_(step)  # errors shall name steps of the run
-    return costs
 
 
 class Budget:
@@ -114,15 +114,15 @@ class Budget:
         self.end, self.kinds = time.perf_counter() + seconds, kinds
 
     def fastest(self, once: Callable[[], float]) -> float:
-        """The smallest of some calls: other processes only ever add. The first warms up, unless there is no more."""
+        """The smallest of some calls: other processes only ever add."""
         start = time.perf_counter()
         end = start + (self.end - start) / self.kinds
         self.kinds -= 1
-        first = once()
+        once()
         found: list[float] = []
-        while len(found) < MOST and time.perf_counter() < end:
+        while len(found) < LEAST or (len(found) < MOST and time.perf_counter() < end):
             found.append(once())
-        return min(found, default=first)
+        return min(found)
 
 
 def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, budget: Budget) -> float:
@@ -165,4 +165,4 @@ def read_ms(nbytes: int) -> float:
         probe.run()
         return 1e3 * (time.perf_counter() - start)
 
-    return Budget(0.1, 1).fastest(once) * nbytes / probed
+    return Budget(SECONDS / 12, 1).fastest(once) * nbytes / probed

@@ -120,14 +120,27 @@ class OffloadSettings:
         "elastic: as many as the KV cache leaves room for", choices=("none", "resident", "fixed", "elastic"),
     )  # fmt: skip
     start_layer: int = key(0, "experts of earlier layers stay on the device, outside the arena", minimum=0)
-    slots: int = key(0, "fixed: experts that are resident, of all layers together; 0: all are on the CPU", minimum=0)
+    slots: int = key(
+        0, "fixed: experts that are resident, of all layers together; 0: the planner's choice; -1: none, all are on "
+        "the CPU", minimum=-1,
+    )  # fmt: skip
     arena_mb: int = key(
         0, "the one buffer of expert slots and KV pages; 0: room for all experts (fixed: for `slots`) and for the "
         "longest sequences", minimum=0, maximum=1 << 24,
     )  # fmt: skip
-    shadow_threads: int = key(1, "of the pool that computes shadows, beside `threads`", minimum=1, maximum=1024)
+    shadow_threads: int = key(
+        0, "of the pool that computes shadows, beside `threads`; 0: the planner's choice, together with `threads` "
+        "where that is 0 too", minimum=0, maximum=1024,
+    )  # fmt: skip
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
-    max_swaps: int = key(4, "most experts that come in at one decision; 0: the first placement stays", minimum=0)
+    max_swaps: int = key(
+        0, "most experts that come in at one decision; 0: the planner's choice; -1: none, the first placement stays",
+        minimum=-1,
+    )  # fmt: skip
+    stream_tokens: int = key(
+        0, "a step of so many tokens or more has missing experts copied to the device, which computes all of them; "
+        "0: the planner's choice; -1: never", minimum=-1,
+    )  # fmt: skip
     timeout_s: int = key(30, "a step whose shadow experts take longer than this ends in an error", minimum=1)
 
 
@@ -192,7 +205,8 @@ class Case:
     )  # fmt: skip
     threads: int = key(
         0, "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
-        "measured at start; with several ranks on a machine, its physical cores divided by them",
+        "measured at start; with several ranks on a machine, its physical cores divided by them; the planner of "
+        "`offload_config` may leave some to the shadow pool",
         minimum=0, maximum=1024,
     )  # fmt: skip
     strict: bool = key(

@@ -78,7 +78,8 @@ class ModelRunner(ABC):
 
     def init_model(self) -> None:
         case, start = self.case, time.perf_counter()
-        self.offload = make_offload(case, self.platform, self.config.num_experts_per_tok)
+        self.planned = PlannedRun(case, self.ranks) if case.offload_config.mode != "none" else None
+        self.offload = make_offload(case, self.planned.choices, self.platform, self.config) if self.planned else None
         build = build_of(case, self.platform.ops, self.parallel, self.platform.device, self.platform.quantised_head)
         build = dataclasses.replace(build, offload=self.offload)
         self.model = self.build_model(build)
@@ -183,12 +184,11 @@ class ModelRunner(ABC):
         else:
             prompts = self._random_prompts()
         self.setup()
-        planned = PlannedRun(self.case, self.offload, self.config) if self.offload else None
         if self.case.data_config.warm_up:
             self.model_generate(prompts, warm_up=True)
             self.profiler = self.define_profiler()
-        if planned:
-            planned.begin(self.timings.decode_steps if self.case.data_config.warm_up else [])
+        if self.offload and self.planned:
+            self.planned.begin(self.offload, self.timings.decode_steps if self.case.data_config.warm_up else [])
         sequences = self.model_generate(prompts)
         completions = [
             Completion(s.prompt, tokenizer.decode(s.generated) if tokenizer else "", s.generated, s.finish_reason)
@@ -197,8 +197,8 @@ class ModelRunner(ABC):
         peak = torch.tensor([self.platform.peak_memory_bytes()], device=self.platform.device)
         peaks = self.parallel.world.gather_rows(peak, (1,) * self.case.world_size)
         report = make_report(self.case, completions, self.timings, int(peaks.max()), self.kernels)
-        if self.offload and planned:
-            outcome = {"plan": planned.end(self.timings.decode_steps)}
+        if self.offload and self.planned:
+            outcome = {"plan": self.planned.end(self.offload, self.timings.decode_steps)}
             report["offload"] = write_offload(self.offload, self.results) | outcome
         return report
 

@@ -1,25 +1,18 @@
-"""The planner of a case with shadow experts: `--plan` from made-up blocks, and around a run from its own."""
+"""The planner of a case with shadow experts: `--plan`, and around a run."""
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from cpu_offload.arena import Arena
-from cpu_offload.device import CpuDevice
 from cpu_offload.history import History
-from cpu_offload.offload import Offload, layer_number, the_one
-from cpu_offload.planner import Planner, Shape
-from cpu_offload.probe import made_up, measure, read_ms
-from executor.building import frame_of
+from cpu_offload.offload import Offload
+from cpu_offload.planner import Shape
 from executor.config import Case
 from executor.env import RankEnv
+from executor.offload_choices import choose, survey_of, swaps_of
 from executor.offloading import make_arena
-from executor.plan import EXPERTS, ROWS, Sketch, sketch_of, weights_of
 from executor.platform import load_platform
-from ops.cpu.engine import native
-from ops.cpu.shadow import ExpertBlocks, ShadowPool
-from ops.interface import Format
 
 WARM_UP_TOKENS = 9  # of a warm-up that the rest of a step is measured in; the first step captures
 Steps = list[tuple[float, float, float]]  # tokens, hit rate, milliseconds
@@ -36,32 +29,43 @@ def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
 
 
 class PlannedRun:
-    """Measures once weights are loaded, tells what is to be expected, and afterwards how it was."""
+    """Chooses before weights are loaded, tells what is to be expected, and afterwards how it was."""
 
-    def __init__(self, case: Case, offload: Offload, config: Any):
-        self.case, self.offload = case, offload
-        layers = offload.layers
-        shape = Shape(len(layers), layers[0].count, config.num_experts_per_tok)
-        costs = measure(
-            offload.pool, offload.settings.shadow_threads, layers[0].blocks, [layer.store for layer in layers], shape,
-            case.data_config.batch_size,
-        )  # fmt: skip
-        self.planner = Planner(shape, costs)
-        offload.value_copies(self.planner.swap_cost)
+    def __init__(self, case: Case, ranks: RankEnv):
+        self.case = case
+        self.planner, self.choices = choose(case, survey_of(case), ranks)
 
-    def begin(self, warm_up: Sequence[float]) -> None:
-        """`warm_up`: seconds of its decode steps."""
-        steps = steps_of(self.offload.history, warm_up, self.planner.shape)[1:]
+    def begin(self, offload: Offload, warm_up: Sequence[float]) -> None:
+        """`warm_up`: seconds of its decode steps. Now that the rest of a step is known, copies have their budget."""
+        if self.planner is None:
+            offload.forget()
+            print("\n".join(["planner:", *self.choices.table()]))
+            return
+        steps = steps_of(offload.history, warm_up, self.planner.shape)[1:]
         if steps:
             rest = self.planner.rest_of(steps)
             where = f"measured in {len(steps)} steps of the warm-up"
             self.planner = dataclasses.replace(self.planner, rest=rest, rest_from=where)
-        self.offload.forget()
-        print("\n".join(self.planner.table(self.case.data_config.batch_size)))
+            swaps = swaps_of(self.case, self.planner, self.planner.compare(steps)["hit_rate"])
+            self.choices = dataclasses.replace(self.choices, max_swaps=swaps)
+        offload.value_copies(self.planner.swap_cost, max(self.choices.max_swaps.value, 0))
+        offload.forget()
+        print("\n".join(self.planner.table(self.case.data_config.batch_size) + self.choices.table()))
 
-    def end(self, seconds: Sequence[float]) -> dict[str, Any] | None:
-        """For the report; None where no step was decoded."""
-        steps = steps_of(self.offload.history, seconds, self.planner.shape)
+    def end(self, offload: Offload, seconds: Sequence[float]) -> dict[str, Any] | None:
+        """For the report; None where no step was decoded, or nothing was measured."""
+        if self.planner is None:
+            return None
+        prefill = None
+        if long := offload.history.long:
+            prefill = self.planner.compare_long(long)
+            print(
+                f"planner: a layer of a prefill: {prefill['streamed_ms']:.3f} ms predicted if streamed, "
+                f"{prefill['computed_ms']:.3f} if computed by both, {prefill['measured_ms']:.3f} measured "
+                f"(medians of {prefill['layers']} layers with {prefill['tokens']:.0f} tokens, "
+                f"{prefill['streamed_layers']} streamed)"
+            )
+        steps = steps_of(offload.history, seconds, self.planner.shape)
         if not steps:
             return None
         found = self.planner.compare(steps)
@@ -69,42 +73,24 @@ class PlannedRun:
             f"planner: {found['predicted_ms']:.3f} ms per token predicted at hit rate {found['hit_rate']:.3f}, "
             f"{found['measured_ms']:.3f} measured (medians of {len(steps)} steps): {found['ratio']:.2f} of it"
         )
-        return found | {"rest_ms": self.planner.rest, "costs": dataclasses.asdict(self.planner.costs)}
-
-
-@dataclass
-class Survey:
-    """Stands in for whoever keeps shadows: notes which layers have some, keeps none."""
-
-    start_layer: int
-    layers: list[tuple[int, int, int, Format]] = field(default_factory=list)  # count, inner, hidden, format
-    others: int = 0  # layers of experts without
-
-    def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> None:
-        if layer_number(path) < self.start_layer:
-            self.others += 1
-        else:
-            self.layers.append((count, inner, hidden, format))
+        chosen = {key: choice["value"] for key, choice in dataclasses.asdict(self.choices).items()}
+        costs = dataclasses.asdict(self.planner.costs)
+        return found | {"rest_ms": self.planner.rest, "prefill": prefill, "choices": chosen, "costs": costs}
 
 
 def show_offload_plan(case: Case) -> None:
     """Memory counted, times of made-up experts measured; nothing is loaded."""
-    survey = Survey(case.offload_config.start_layer)
-    sketch = sketch_of(case, survey)
-    count, inner, hidden, format = the_one(set(survey.layers), survey.start_layer)
-    blocks, shape = (
-        ExpertBlocks(inner, hidden, format),
-        Shape(len(survey.layers), count, sketch.config.num_experts_per_tok),
-    )
-    experts = shape.layers * count
-    most_slots = case.offload_config.slots if case.offload_config.mode == "fixed" else experts
-    frame = frame_of(sketch.model, case, sketch.build)
-    arena, pinned = make_arena(case, *frame, blocks.block_bytes, most_slots, sketch.pages, CpuDevice.alignment)
-    load_platform(case.platform)(case, RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file=""))
-    planner = _measured(case, sketch, survey, blocks, shape)
+    sizes = survey_of(case)
+    ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file="")
+    if case.platform == "cpu":  # whose engine measures
+        load_platform(case.platform)(case, ranks)
+    planner, choices = choose(case, sizes, ranks)
+    longest, experts, most_slots = sizes.sketch.pages, sizes.split.experts, max(choices.slots.value, 0)
+    arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
-    print("\n".join(memory_split(case, arena, pinned, sketch.pages, most_slots, experts)))
-    print("\n".join(planner.table(case.data_config.batch_size)))
+    print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
+    measured = planner.table(case.data_config.batch_size) if planner else ["planner:"]
+    print("\n".join(measured + choices.table()))
     print("Hit rates depend on the text; even traffic hits as often as its share of experts is resident.")
 
 
@@ -123,19 +109,3 @@ def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots
         slots = min(most_slots, (arena.frames - 1 - held) // each * arena.extent_slots)
         lines.append(f"  {name:<14} {held:>6} pages, {slots:>6} slots: {slots / experts:4.0%} of the experts fit")
     return lines
-
-
-def _measured(case: Case, sketch: Sketch, survey: Survey, blocks: ExpertBlocks, shape: Shape) -> Planner:
-    """Costs of made-up blocks; the rest of a step as long as reading it takes."""
-    threads = case.offload_config.shadow_threads
-    pool = ShadowPool([native().Team(-1, threads, [])], case.offload_config.timeout_s)
-    stores = made_up(blocks, shape.experts, shape.layers)
-    costs = measure(pool, threads, blocks, stores, shape, case.data_config.batch_size)
-    pool.stop()
-    weights = weights_of(sketch.model)
-    experts = sum(part.nbytes for part in weights if part.name in EXPERTS) / (survey.others + shape.layers)
-    share = shape.used(case.data_config.batch_size) / shape.experts
-    nbytes = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
-    nbytes += round(survey.others * experts * share)
-    where = f"the time to read {nbytes / 1e6:.1f} MB; a run measures it, and it is longer"
-    return Planner(shape, costs, read_ms(nbytes), where)

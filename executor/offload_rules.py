@@ -26,5 +26,10 @@ def check_offload(case: "Case", where: str) -> None:
         )
     if case.world_size > 1:
         raise UserError(f"{where}: {mode} runs on one rank, not world_size: {case.world_size}")
+    if 0 < wanted.stream_tokens <= case.data_config.batch_size:
+        raise UserError(
+            f"{where}: offload_config.stream_tokens: {wanted.stream_tokens} must be above data_config.batch_size: "
+            f"{case.data_config.batch_size}: decode steps are captured, and have no experts streamed"
+        )
     if wanted.slots and wanted.mode != "fixed":
         raise UserError(f"{where}: offload_config.slots: {wanted.slots} needs mode: fixed, not {wanted.mode}")

@@ -1,6 +1,5 @@
 """Shadow experts of a case: settings, the arena that they share with the KV cache, what a run leaves of them."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from cpu_offload.arena import Arena, extent_of
+from cpu_offload.choices import Choices
 from cpu_offload.offload import Offload, Settings
 from errors import UserError
 from executor.building import bind_arena, frame_of
@@ -21,12 +21,19 @@ from models.build import Build
 MB = 1 << 20
 
 
-def make_offload(case: Case, platform: Platform, top_k: int) -> Offload | None:
+def make_offload(case: Case, choices: Choices, platform: Platform, config: Any) -> Offload:
+    """`config`: the model's."""
     wanted = case.offload_config
-    if wanted.mode == "none":
-        return None
-    names = [field.name for field in dataclasses.fields(Settings)]
-    return Offload(Settings(**{name: getattr(wanted, name) for name in names}), platform.shadow_device(top_k))
+    settings = Settings(
+        mode=wanted.mode,
+        start_layer=wanted.start_layer,
+        slots=max(choices.slots.value, 0),
+        shadow_threads=choices.threads.value[1],
+        interval=wanted.interval,
+        max_swaps=max(choices.max_swaps.value, 0),
+        timeout_s=wanted.timeout_s,
+    )
+    return Offload(settings, platform.shadow_device(config.num_experts_per_tok, choices.stream_tokens.value))
 
 
 def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:
@@ -40,7 +47,8 @@ def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, lon
     experts = sum(layer.count for layer in offload.layers)
     print(
         f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "
-        f"{len(offload.slots)} of {experts} experts resident, {arena.free_frames} frames free"
+        f"{len(offload.slots)} of {experts} experts resident, {arena.free_frames} frames free; "
+        f"{offload.device.staging_bytes / 1e6:.1f} MB beside it for experts that are streamed"
     )
     return pages
 
@@ -49,9 +57,8 @@ def make_arena(
     case: Case, units: int, frame_bytes: int, slot_bytes: int, most_slots: int, longest: int, alignment: int
 ) -> tuple[Arena, int]:
     """(the arena's books, frames of experts that may not leave). `most_slots`: experts that may be resident"""
-    frames_each, slots_each = extent_of(frame_bytes, slot_bytes)
-    experts = -(-most_slots // slots_each) * frames_each  # frames, if all that may be resident are
-    frames = case.offload_config.arena_mb * MB // frame_bytes or experts + longest + 1
+    experts = expert_frames(frame_bytes, slot_bytes, most_slots)
+    frames = frames_of(case, frame_bytes, experts, longest)
     arena = Arena(frames, frame_bytes, slot_bytes, units, alignment)
     pinned = 0 if case.offload_config.mode == "elastic" else experts
     least = -(-case.max_sequence_length // case.cache_config.page_size)
@@ -63,6 +70,17 @@ def make_arena(
     return arena, pinned
 
 
+def expert_frames(frame_bytes: int, slot_bytes: int, most_slots: int) -> int:
+    """Frames, if all that may be resident are."""
+    frames_each, slots_each = extent_of(frame_bytes, slot_bytes)
+    return -(-most_slots // slots_each) * frames_each
+
+
+def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
+    """Of the arena; `experts`: frames of theirs."""
+    return case.offload_config.arena_mb * MB // frame_bytes or experts + longest + 1
+
+
 def write_offload(offload: Offload, folder: Path) -> dict[str, Any]:
     """Plots and trace beside the report. -> what the report says of them"""
     report = offload.history.report()
@@ -72,10 +90,12 @@ def write_offload(offload: Offload, folder: Path) -> dict[str, Any]:
         plot(offload.history, folder / "offload.png")
         trace = json.dumps(offload.history.trace()).encode()
         write_whole(folder / "offload_trace.json", lambda file: file.write(trace))
-    rate = report["hit_rate"]
+    rate, streamed = report["hit_rate"], report["streamed"]
     print(
         f"shadow experts: hit rate {'-' if rate is None else f'{rate:.3f}'}, {report['exposed_ms']:.1f} of "
         f"{report['shadow_ms']:.1f} ms exposed, {report['copies']} copies, {report['evictions']} evictions "
-        f"({report['evictions_for_cache']} for the cache); offload.png, offload_trace.json in {folder}"
+        f"({report['evictions_for_cache']} for the cache); {streamed['layers']} layers of "
+        f"{streamed['steps']} long steps had {streamed['bytes'] / 1e6:.1f} MB streamed; "
+        f"offload.png, offload_trace.json in {folder}"
     )
     return report

@@ -28,6 +28,7 @@ def runner_of(
 ) -> ModelRunner:
     """`arena_mb` counts kilobytes here: the model is tiny."""
     monkeypatch.setattr(offloading, "MB", 1 << 10)
+    monkeypatch.setattr("cpu_offload.probe.SECONDS", 0.01)
     folder = checkpoint.parent
     data = {"batch_size": 3, "max_new_tokens": 24}
     return make_runner(
@@ -37,12 +38,13 @@ def runner_of(
 
 MODES: list[dict[str, Any]] = [
     {"mode": "resident"},
-    {"mode": "fixed"},
-    {"mode": "fixed", "slots": 5},
-    {"mode": "fixed", "slots": 5, "max_swaps": 0},
+    {"mode": "fixed", "slots": -1},
+    {"mode": "fixed", "arena_mb": 150},
+    {"mode": "fixed", "slots": 5, "stream_tokens": 4},
+    {"mode": "fixed", "slots": 5, "max_swaps": -1, "stream_tokens": -1},
     {"mode": "elastic", "arena_mb": KB},
     {"mode": "elastic", "arena_mb": KB, "interval": 3, "max_swaps": 8},
-    {"mode": "elastic", "arena_mb": KB, "start_layer": 1},
+    {"mode": "elastic", "arena_mb": KB, "start_layer": 1, "stream_tokens": 20},
 ]
 
 
@@ -54,6 +56,8 @@ def test_tokens_and_logits_are_those_without(checkpoint: Path, exe_mode: str, mo
     for offload in MODES:
         runner = runner_of(checkpoint, monkeypatch, exe_mode, **offload)
         assert [s.ids for s in runner.model_generate(PROMPTS)] == expected, offload
+        assert runner.offload
+        assert runner.offload.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
         found = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 
@@ -92,7 +96,7 @@ def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=0)
+    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=-1, stream_tokens=-1)
     assert runner.offload is not None
     runner.offload.pool.stop()
     with pytest.raises(UserError, match=r"shadow experts: layer 0, step 1: the shadow pool was stopped"):
@@ -104,6 +108,9 @@ def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
     [
         ({"mode": "none", "slots": 3}, "offload_config.slots: has no meaning with offload_config.mode: none"),
         ({"mode": "elastic", "slots": 3}, "offload_config.slots: 3 needs mode: fixed, not elastic"),
+        ({"mode": "elastic", "slots": -1}, "offload_config.slots: -1 needs mode: fixed, not elastic"),
+        ({"mode": "elastic", "stream_tokens": 3}, "stream_tokens: 3 must be above data_config.batch_size: 3"),
+        ({"mode": "elastic", "stream_tokens": -2}, "offload_config.stream_tokens: -2"),
         ({"mode": "elastic", "arena_mb": 3}, "have no room for one sequence of 18 pages"),
         ({"mode": "elastic", "start_layer": 2}, "no layers with experts of one size"),
     ],

@@ -5,7 +5,6 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from cpu_offload.history import History, Step
 from cpu_offload.planner import LEAST_COST, MOST_COST, RATES, Costs, Line, Planner, Sample, Shape, fit, slip_of
 from errors import UserError
-from executor import offload_plan, offloading
+from executor import offload_choices, offloading
 from executor.model_runner import ModelRunner
 from executor.offload_plan import steps_of
 from executor.plan_report import show_plan
@@ -143,6 +142,10 @@ def case_of(checkpoint: Path, **offload: Any) -> Any:
             "16 with shadows, 12288 bytes each; 16 may be resident",
             "KV pages: 56 for 4 sequence(s) at their longest, 99 can be had\n",
             "no sequence         0 pages,      8 slots:  50% of the experts fit",
+            "slots             as many as the KV cache leaves room for",
+            " ms a step at 31% hits; ",
+            "may take 1 part in 4 of",
+            "  stream_tokens     ",
             "half as long       28 pages,      5 slots:  31%",
             "the longest        56 pages,      3 slots:  19%",
         ]),
@@ -150,8 +153,23 @@ def case_of(checkpoint: Path, **offload: Any) -> Any:
             "8 with shadows, 12288 bytes each; 5 may be resident",
             "56 for 4 sequence(s) at their longest, 39 can be had: not all sequences run at once",
             "no sequence         0 pages,      5 slots:  62%",
+            "slots             5 of 8: given",
         ]),
-        ({"mode": "resident"}, ["249 frames", "the longest        56 pages,     16 slots: 100%"]),
+        ({"mode": "fixed", "arena_mb": 100}, [" of 16: ", "ms a token of even traffic with ", "sequence(s) at once"]),
+        ({"mode": "fixed", "slots": -1, "max_swaps": -1, "stream_tokens": 9, "shadow_threads": 2}, [
+            "16 with shadows, 12288 bytes each; 0 may be resident",
+            "slots             0 of 16: given",
+            "max_swaps         0: given",
+            "stream_tokens     9: given",
+            "+ 2: ",
+        ]),
+        ({"mode": "resident"}, [
+            "slots             all 16",
+            "max_swaps         0: all experts stay",
+            "stream_tokens     never: ",
+            "249 frames",
+            "the longest        56 pages,     16 slots: 100%",
+        ]),
     ],
 )  # fmt: skip
 def test_plan_counts_memory_and_predicts_without_the_checkpoint(
@@ -198,7 +216,7 @@ def run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> tuple
     data = {"prompts": [], "input_max_len": 6, "max_new_tokens": 12} | data
     case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, **data))
     monkeypatch.setattr("executor.model_runner.open_tokenizer", lambda *_: None)
-    monkeypatch.setattr(offload_plan, "measure", lambda *_: COSTS)
+    monkeypatch.setattr(offload_choices, "measure", lambda *_: COSTS)
     runner = make_runner(case, checkpoint.parent, ONE_RANK)
     return runner, runner.run()
 
@@ -209,33 +227,25 @@ def test_a_run_values_copies_and_compares(
     runner, report = run(checkpoint, monkeypatch)
     assert runner.offload is not None
     assert runner.offload.residency.settings.swap_cost == Planner(Shape(2, 8, 3), COSTS).swap_cost
-    assert runner.offload.residency.settings.max_swaps == runner.case.offload_config.max_swaps
     plan = json.loads(json.dumps(report["offload"]["plan"]))
+    assert runner.offload.residency.settings.max_swaps == plan["choices"]["max_swaps"]
     assert plan["ratio"] == pytest.approx(plan["predicted_ms"] / plan["measured_ms"])
     assert plan["hit_rate"] == pytest.approx(report["offload"]["hit_rate"])
     assert plan["tokens"] == 4
     out = capsys.readouterr().out
     assert "measured in 7 steps of the warm-up" in out
     assert "ms per token predicted at hit rate" in out
+    assert plan["prefill"]["layers"] == 2
+    assert plan["prefill"]["measured_ms"] > 0
+    assert "planner: a layer of a prefill: " in out
+    assert "(medians of 2 layers with 24 tokens, " in out
+    assert "  threads           " in out
 
 
 def test_a_run_of_one_token_or_without_warm_up(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, report = run(checkpoint, monkeypatch, max_new_tokens=1)
     assert report["offload"]["plan"] is None
-    _, report = run(checkpoint, monkeypatch, warm_up=False)
-    assert report["offload"]["plan"]["rest_ms"] == 0
-
-
-def test_measuring_leaves_the_pools_step_and_the_experts_tables_alone(checkpoint: Path) -> None:
-    runner = make_runner(case_of(checkpoint, mode="fixed", slots=5), checkpoint.parent, ONE_RANK)
-    runner.setup()
-    offload = runner.offload
-    assert offload is not None
-    before = [(layer.layer.device.tolist(), layer.store.clone()) for layer in offload.layers]
-    planned = offload_plan.PlannedRun(runner.case, offload, SimpleNamespace(num_experts_per_tok=3))
-    assert planned.planner.shape == Shape(2, 8, 3)
-    assert offload.pool.step.item() == 0
-    for layer, (device, store) in zip(offload.layers, before, strict=True):
-        assert layer.layer.device.tolist() == device
-        assert layer.store.equal(store)
-        assert not layer.layer.counts.any()
+    runner, report = run(checkpoint, monkeypatch, warm_up=False)
+    assert runner.planned is not None
+    assert report["offload"]["plan"]["rest_ms"] == runner.planned.planner.rest > 0
+    assert runner.planned.planner.rest_from.startswith("the time to read")

@@ -67,7 +67,7 @@ class AscendPlatform(Platform):
     def watched(self) -> AbstractContextManager[None]:
         return loud_fallbacks(self.case.strict)
 
-    def shadow_device(self, top_k: int) -> Device:
+    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         from cpu_offload.ascend import AscendDevice
 
         case = self.case

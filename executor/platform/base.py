@@ -49,8 +49,9 @@ class Platform(ABC):
         return nullcontext()
 
     @abstractmethod
-    def shadow_device(self, top_k: int) -> Device:
-        """For a case with shadow experts, `top_k` a token."""
+    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
+        """For a case with shadow experts, `top_k` a token; `stream_tokens`: of a step from which on those that are not
+        resident are streamed, -1: never."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

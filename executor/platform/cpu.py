@@ -22,7 +22,7 @@ class CpuPlatform(Platform):
 
     def __init__(self, case: Case, ranks: RankEnv):
         torch.set_num_threads(1)  # the native pool has the cores
-        self.device = torch.device("cpu")
+        self.device, self.decode_tokens = torch.device("cpu"), case.data_config.batch_size
         self.ops = load_ops("cpu")
         _, chosen = start(case.threads, case.instruction_set, ranks.local_rank, ranks.local_world_size)
         print(f"native CPU kernels: {chosen}, {placement()}")
@@ -30,8 +30,8 @@ class CpuPlatform(Platform):
     def compile(self, step: Step, model_config: object) -> Step:
         return GraphStep(step)
 
-    def shadow_device(self, top_k: int) -> Device:
-        return CpuDevice()
+    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
+        return CpuDevice(stream_tokens, self.decode_tokens)
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

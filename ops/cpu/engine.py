@@ -42,6 +42,11 @@ def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1) -> 
     return start_teams(module.plan(nodes, count), instruction_set)
 
 
+def cores_of(rank: int = 0, ranks: int = 1) -> int:
+    """Of rank `rank`'s share of this machine."""
+    return sum(len(node.cores) for node in _load().share(_nodes(), rank, ranks))
+
+
 def start_teams(teams: list[Any], instruction_set: str) -> tuple[ModuleType, str]:
     """`start` with given teams of threads, one for each NUMA node in use."""
     global _engine

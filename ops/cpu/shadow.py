@@ -125,6 +125,14 @@ class Job:
 @traced
 def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
     """Counts the routing of x (T, hidden) to ids (T, k) and hands what is not resident to the pool; returns at once."""
+    job = prepare(pool, layer, x, ids)
+    native().submit(pool.native, job.work, pointer(layer.counts, INT))
+    return job
+
+
+def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
+    """The mixture with nothing handed over and nothing counted: `join` waits for nobody. The caller may point
+    `layer.device` at one set of experts after another, each followed by `resident_rows`."""
     (tokens, top_k), blocks, experts = ids.shape, layer.blocks, len(layer.store)
     rows = torch.empty(tokens * top_k, blocks.hidden)
     bytes_each = native().moe_scratch(tokens, top_k, experts, blocks.hidden, blocks.inner)
@@ -138,7 +146,6 @@ def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
     )  # fmt: skip
     kept = (x, ids, rows, ours, theirs)
     work = native().ShadowWork(shadow, layer.number, pointer(pool.step, INT), (kept, layer, pool.step))
-    native().submit(pool.native, work, pointer(layer.counts, INT))
     return Job(pool, layer, work, resident, rows, kept)
 
 

@@ -26,7 +26,7 @@ class OnCpu(Platform):
     def compile(self, step: Step, model_config: object) -> Step:
         raise NotImplementedError
 
-    def shadow_device(self, top_k: int) -> Device:
+    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         raise NotImplementedError
 
     def peak_memory_bytes(self) -> int:
@@ -48,7 +48,7 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0) -> Callable[[Case, RankEnv
             self.ops = AscendOps(getattr(torch, case.model_config.dtype), self.device, routing, gemv_tokens)
             self.most = case.data_config.batch_size + 3
 
-        def shadow_device(self, top_k: int) -> Device:
+        def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
             return AscendDevice(self.ops, self.device, top_k, self.most, timeout_s=10, cann=None)
 
         def padded_rows(self, rows: int) -> int:

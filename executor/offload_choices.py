@@ -1,0 +1,178 @@
+"""Measures made-up experts of a case's sizes and chooses what the case leaves open, before weights are loaded: as the
+threads are chosen too, and weights are placed by them. Reads only the checkpoint's `config.json`."""
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from cpu_offload.arena import extent_of
+from cpu_offload.choices import (
+    NONE,
+    Choice,
+    Choices,
+    Split,
+    Threads,
+    choose_slots,
+    choose_streaming,
+    choose_swaps,
+    choose_threads,
+    divisions,
+    given,
+)  # fmt: skip
+from cpu_offload.device import CpuDevice
+from cpu_offload.offload import layer_number, the_one
+from cpu_offload.planner import Planner, Shape
+from cpu_offload.probe import made_up, measure, read_ms
+from executor.building import frame_of
+from executor.config import Case
+from executor.env import RankEnv
+from executor.offloading import expert_frames, frames_of
+from executor.plan import EXPERTS, ROWS, Sketch, sketch_of, weights_of
+from ops.ascendc.blocks import PLACE, BlockLayout
+from ops.cpu.engine import cores_of, native, start
+from ops.cpu.shadow import ExpertBlocks, ShadowPool
+from ops.interface import Format
+
+
+FEW_SWAPS = 4  # an interval, where copies were not measured
+
+
+@dataclass
+class Survey:
+    """Stands in for whoever keeps shadows: notes which layers have some, keeps none."""
+
+    start_layer: int
+    layers: list[tuple[int, int, int, Format]] = field(default_factory=list)  # count, inner, hidden, format
+    others: int = 0  # layers of experts without
+
+    def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> None:
+        if layer_number(path) < self.start_layer:
+            self.others += 1
+        else:
+            self.layers.append((count, inner, hidden, format))
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """A case's sizes."""
+
+    sketch: Sketch
+    shape: Shape
+    blocks: ExpertBlocks
+    slot_bytes: int  # on the device
+    alignment: int  # of slots
+    frame: tuple[int, int]  # units, bytes
+    split: Split
+    rest_bytes: int  # of weights that a decode step reads beside those of layers with shadows
+
+
+def survey_of(case: Case) -> Surveyed:
+    survey = Survey(case.offload_config.start_layer)
+    sketch = sketch_of(case, survey)
+    count, inner, hidden, format = the_one(set(survey.layers), survey.start_layer)
+    blocks = ExpertBlocks(inner, hidden, format)
+    shape = Shape(len(survey.layers), count, sketch.config.num_experts_per_tok)
+    frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
+    experts, size, alignment = shape.layers * count, blocks.block_bytes, CpuDevice.alignment
+    if case.platform == "ascend":
+        size, alignment = BlockLayout.of(inner, hidden, format, sketch.build.dtype).block_bytes, PLACE
+    split = Split(
+        frames_of(case, frame[1], expert_frames(frame[1], size, experts), sketch.pages) - 1,
+        *extent_of(frame[1], size), sketch.pages // batch, batch, experts,
+    )  # fmt: skip
+    weights = weights_of(sketch.model)
+    unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * survey.others
+    rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
+    rest += round(unshadowed / (survey.others + shape.layers) * shape.used(batch) / count)
+    return Surveyed(sketch, shape, blocks, size, alignment, frame, split, rest)
+
+
+def choose(case: Case, sizes: Surveyed, ranks: RankEnv) -> tuple[Planner | None, Choices]:
+    """Afterwards the engine has the threads that were chosen."""
+    if case.platform != "cpu":
+        return None, unmeasured(case, sizes.split, ranks)
+    begun, wanted, batch, split = time.perf_counter(), case.offload_config, case.data_config.batch_size, sizes.split
+    hit = _usual_hit(case, split)
+    engine_threads = sum(team.threads for team in native().teams())
+    local = ranks.local_rank, ranks.local_world_size
+    stores = made_up(sizes.blocks, sizes.shape.experts, sizes.shape.layers)
+    candidates = divisions(cores_of(*local), engine_threads, case.threads > 0, wanted.shadow_threads)
+    tried: dict[Threads, Planner] = {}
+    for device, shadow in candidates:
+        start(device, case.instruction_set, *local)
+        tried[device, shadow] = _measured(case, sizes, shadow, stores, len(candidates))
+    threads = choose_threads(tried, batch, hit)
+    start(threads.value[0], case.instruction_set, *local)
+    planner = tried[threads.value]
+    seconds = time.perf_counter() - begun
+    planner = dataclasses.replace(planner, costs=dataclasses.replace(planner.costs, seconds=seconds))
+    slots = _slots(case, planner, split)
+    if wanted.mode == "fixed":
+        hit = max(slots.value, 0) / split.experts
+    data = case.data_config
+    longest = min(batch * data.input_max_len, data.chunked_prefill_size or 1 << 62)
+    streaming = given(wanted.stream_tokens)
+    if not wanted.stream_tokens:
+        streaming = choose_streaming(planner, hit, batch, longest)
+    return planner, Choices(threads, slots, swaps_of(case, planner, hit), streaming)
+
+
+def unmeasured(case: Case, split: Split, ranks: RankEnv) -> Choices:
+    """Where the device's times are not measured, as on Ascend so far."""
+    wanted, why = case.offload_config, f"not measured on {case.platform}"
+    half = max(1, cores_of(ranks.local_rank, ranks.local_world_size) // 2)
+    threads = wanted.shadow_threads or half
+    slots = Choice(split.experts, f"all {split.experts}")
+    if wanted.mode == "elastic":
+        slots = Choice(split.experts, "as many as the KV cache leaves room for")
+    elif wanted.mode == "fixed" and wanted.slots:
+        slots = Choice(wanted.slots, f"{max(wanted.slots, 0)} of {split.experts}: given")
+    elif wanted.mode == "fixed" and wanted.arena_mb:
+        beside = split.slots(split.sequences * split.longest)
+        slots = Choice(beside, f"{beside} of {split.experts} fit beside {split.sequences} sequence(s) at their longest")
+    return Choices(
+        Choice((0, threads), "given" if wanted.shadow_threads else f"half of the rank's cores; {why}"),
+        slots,
+        given(wanted.max_swaps) if wanted.max_swaps else Choice(FEW_SWAPS, why),
+        given(wanted.stream_tokens) if wanted.stream_tokens else Choice(case.data_config.batch_size + 1, why),
+    )
+
+
+def swaps_of(case: Case, planner: Planner, hit: float) -> Choice[int]:
+    wanted = case.offload_config
+    if wanted.mode == "resident":
+        return Choice(NONE, "all experts stay")
+    if wanted.max_swaps:
+        return given(wanted.max_swaps)
+    return choose_swaps(planner, case.data_config.batch_size, hit, wanted.interval)
+
+
+def _usual_hit(case: Case, split: Split) -> float:
+    wanted = case.offload_config
+    if wanted.mode == "resident":
+        return 1.0
+    if wanted.mode == "fixed" and wanted.slots:
+        return max(wanted.slots, 0) / split.experts
+    return split.usual_hit
+
+
+def _slots(case: Case, planner: Planner, split: Split) -> Choice[int]:
+    wanted = case.offload_config
+    if wanted.mode == "elastic":
+        return Choice(split.experts, "as many as the KV cache leaves room for")
+    if wanted.mode == "resident" or not (wanted.slots or wanted.arena_mb):
+        return Choice(split.experts, f"all {split.experts}")
+    if wanted.slots:
+        return Choice(wanted.slots, f"{max(wanted.slots, 0)} of {split.experts}: given")
+    return choose_slots(planner, split)
+
+
+def _measured(case: Case, sizes: Surveyed, threads: int, stores: list[torch.Tensor], parts: int) -> Planner:
+    """With the engine's threads and so many of a shadow pool; the rest of a step as long as reading it takes."""
+    pool = ShadowPool([native().Team(-1, threads, [])], case.offload_config.timeout_s)
+    costs = measure(pool, threads, sizes.blocks, stores, sizes.shape, case.data_config.batch_size, parts)
+    pool.stop()
+    where = f"the time to read {sizes.rest_bytes / 1e6:.1f} MB; a run measures it, and it is longer"
+    return Planner(sizes.shape, costs, read_ms(sizes.rest_bytes), where)
