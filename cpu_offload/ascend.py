@@ -3,8 +3,8 @@
     decode    shadow_submit | residents' sums, out of their slots | shadow_join          ops/ascend/shadow.py
     prefill   a bank of all: residents gathered from their slots, the others streamed from the host; the usual products
 
-Of every expert the host keeps two copies: blocks that its own kernels compute and, in pinned memory, the device's layout
-for promotion. Nothing here was run on an NPU.
+Of every expert the host keeps two copies: blocks that its own kernels compute and, in pinned memory, the device's
+layout, for promotion. Nothing here was run on an NPU.
 """
 
 import atexit
@@ -16,15 +16,16 @@ from typing import ClassVar
 
 import torch
 import torch_npu
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from cpu_offload.device import Device, Place
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
+from ops.ascend import vector_core
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes, pinned
-from ops.ascend.slots import Slots
+from ops.ascend.slots import Slots, fixed
 from ops.ascend.weights import AscendExperts, Stored
 from ops.ascendc.blocks import PLACE, BlockLayout
 from ops.cpu.shadow import ShadowPool, Worker
@@ -48,7 +49,7 @@ class NpuExperts(ShadowedExperts):
         super().__init__(pool, number, count, inner, hidden, format)
         self.device, self.number, self.index = device, number, len(device.layers)
         plain = dataclasses.replace(format, tiled=False)  # slots hold no tiles
-        self.layout = BlockLayout(inner, hidden, device.ops.dtype, format.group, format.group, format.zeros)
+        self.layout = BlockLayout.of(inner, hidden, format, device.ops.dtype)
         room = partial(pinned, layer=number)
         self.image = AscendExperts(count, inner, hidden, plain, device.ops.dtype, HOST, room)
         self.storages += self.image.storages
@@ -93,14 +94,17 @@ class NpuExperts(ShadowedExperts):
     def _own(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """The residents' part. A bank of one expert for each pair of a token and an expert, or, where there are more
         pairs, of all."""
-        places, ops, slots = self.device.places[self.index], self.device.ops, self.device.slots
+        places, ops, slots = self.device.rows[self.index], self.device.ops, self.device.slots
+        if ops.on_vector_cores(x, self):
+            here = self.device.here[self.index]
+            return vector_core.moe_slots(x, weights, ids, slots.memory, here, self.layout, None, ops.half_sums)
         if not self.device.by_pair(len(x), self.count):
             return ops.moe(x, weights, ids, slots.bank(places), None)
         each = places.index_select(0, ids.flatten())
         return ops.moe(x, weights, self.device.orders[len(x)], slots.bank(each), None)
 
     def _streamed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        bank = self.device.slots.bank(self.device.places[self.index])
+        bank = self.device.slots.bank(self.device.rows[self.index])
         for expert in (self.layer.device == 0).nonzero().flatten().tolist():
             for name, plane in self.planes(expert).items():
                 bank.planes[name][expert].copy_(plane, non_blocking=True)
@@ -134,10 +138,11 @@ class AscendDevice(Device):
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, first = memory, self.layers[0]
         self.slots = Slots(memory, end, first.layout, first.format)
-        shape = len(self.layers), first.count
-        self.host_places = pinned(shape, torch.int32, first.number).fill_(self.slots.nowhere)
-        self.all_places = torch.empty(shape, dtype=torch.int32, device=self.device)
-        self.places = [nn.Parameter(from_dlpack(row), requires_grad=False) for row in self.all_places]
+        # Each expert's first row, twice: who is not resident has -1 here, for kernels that look, and there the zeros.
+        self.on_host = pinned((2, len(self.layers), first.count), torch.int32, first.number)
+        self.on_host[0], self.on_host[1] = -1, self.slots.nowhere
+        self.on_device = torch.empty(self.on_host.shape, dtype=torch.int32, device=self.device)
+        self.here, self.rows = ([fixed(from_dlpack(row)) for row in table] for table in self.on_device)
         self.changed = True
         self.worker = Worker(self.pool)
         tables = {layer.number: layer.layer.device for layer in self.layers}
@@ -177,21 +182,20 @@ class AscendDevice(Device):
         self.under_way.pop(ticket).synchronize()
 
     def publish(self, place: Place, start: int) -> None:
-        self._tell(place, start // PLACE)
+        self._tell(place, (start // PLACE, start // PLACE))
 
     def withdraw(self, place: Place) -> None:
-        self._tell(place, self.slots.nowhere)
+        self._tell(place, (-1, self.slots.nowhere))
 
-    def _tell(self, place: Place, row: int) -> None:
-        self.layers[place[0]].layer.device[place[1]] = (
-            row != self.slots.nowhere
-        )  # for the host: 0 if it is not resident
-        self.host_places[place] = row
+    def _tell(self, place: Place, rows: tuple[int, int]) -> None:
+        layer, expert = place
+        self.layers[layer].layer.device[expert] = rows[0] >= 0  # for the host: 0 if it is not resident
+        self.on_host[:, layer, expert] = torch.tensor(rows)
         self.changed = True
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
         if self.changed:
-            self.all_places.copy_(self.host_places, non_blocking=True)
+            self.on_device.copy_(self.on_host, non_blocking=True)
             self.changed = False
         total = sum(tokens)
         if self.streams(total):
@@ -210,7 +214,7 @@ class AscendDevice(Device):
             return
         pairs = tokens * self.top_k
         order = torch.arange(pairs, dtype=torch.int32).view(tokens, self.top_k).to(self.device)
-        self.orders[tokens] = nn.Parameter(order, requires_grad=False)
+        self.orders[tokens] = fixed(order)
         self.nodes.prepare(tokens)
         for layer in self.layers:
             self.worker.layer(layer.layer, tokens, self.top_k, self.ops.dtype)

@@ -35,7 +35,6 @@ from ops.cpu.engine import cores_of, native, start
 from ops.cpu.shadow import ExpertBlocks, ShadowPool
 from ops.interface import Format
 
-
 FEW_SWAPS = 4  # an interval, where copies were not measured
 
 

@@ -47,7 +47,7 @@ class Node:
 
 
 class ShadowNodes:
-    """`slots`: of each layer's number, (experts) int64 on the host, written in place between steps: goes with each job."""
+    """`slots`: by a layer's number, (experts) int64 on the host, written in place between steps; goes with each job."""
 
     alive: dict[int, "ShadowNodes"] = {}  # by the number that a graph holds  # noqa: RUF012
     numbers = itertools.count()

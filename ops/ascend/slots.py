@@ -5,8 +5,8 @@ arena   | p | p | slot: w13 s13 w2 s2 | slot | p | .. | zeros |     rows of PLAC
 bank    w13: | e0 | e1 | e2 | ..   s13: | e0 | e1 | ..   w2: ..      gathered by rows; who is missing is all zeros
 
 `places` (n) int32: the first row of each expert's block, or of the zeros. It is read on the device, so a captured step
-finds residents wherever they are when it is replayed. A gathered expert is read, written and read again: three times the
-traffic of a product that reads slots as they are (ops/ascend/vector_core.py, moe_slots).
+finds residents wherever they are when it is replayed. A gathered expert is read, written and read again: three times
+the traffic of a product that reads slots as they are (ops/ascend/vector_core.py, moe_slots).
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,11 @@ from ops.ascendc.blocks import PLACE, BlockLayout
 from ops.interface import Format
 
 ROW = PLACE // 4  # int32
+
+
+def fixed(tensor: Tensor) -> Tensor:
+    """A Parameter: graphs take those by their address."""
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 @dataclass
@@ -48,9 +53,9 @@ class Slots:
     def __init__(self, memory: Tensor, zeros: int, layout: BlockLayout, format: Format):
         self.layout, self.format, self.nowhere = layout, format, zeros // PLACE
         memory[zeros : zeros + layout.block_bytes] = 0
-        # Of its own storage, for caches lie in the same memory; a Parameter, since graphs take those by their address.
+        # Of storage of their own, for caches lie in the same memory.
         whole = memory[: len(memory) // PLACE * PLACE]
-        self.rows = nn.Parameter(from_dlpack(whole).view(torch.int32).view(-1, ROW), requires_grad=False)
+        self.memory, self.rows = fixed(from_dlpack(whole)), fixed(from_dlpack(whole).view(torch.int32).view(-1, ROW))
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by experts of a bank
         sizes = {name: shape[0] * shape[1] * dtype.itemsize for name, (shape, dtype) in layout.planes.items()}
         for name, size in sizes.items():
@@ -71,7 +76,7 @@ class Slots:
             torch.arange(count, dtype=torch.int32).repeat_interleave(len(r)) for r in rows.values()
         ])  # fmt: skip
         device = self.rows.device
-        self.indices[count] = tuple(nn.Parameter(t.to(device), requires_grad=False) for t in (each, place))  # type: ignore[assignment]
+        self.indices[count] = fixed(each.to(device)), fixed(place.to(device))
 
     def bank(self, places: Tensor) -> SlotBank:
         """The experts at `places` (n) int32, in that order."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ops.ascend.weights import AscendMatrix, Bank, Stored
+from ops.ascendc.blocks import BlockLayout
 from ops.ascendc.schemas import GROUPS
 
 
@@ -28,4 +29,22 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: in
     return torch.ops.umbra.fused_moe_w4a16(
         x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
         ids if first_expert is None else ids - first_expert, weights, half_sums,
+    )  # fmt: skip
+
+
+def moe_slots(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    arena: Tensor,
+    places: Tensor,
+    layout: BlockLayout,
+    first_expert: int | None,
+    half_sums: bool,
+) -> Tensor:
+    """Of experts in slots: arena (bytes) uint8, places (experts here) int32, weights float32, as shadow.py has them.
+    Experts that are not resident, or elsewhere, add nothing. Not in GE graphs, where shadow.py refuses to be."""
+    return torch.ops.umbra.fused_moe_slots_w4a16(
+        x, arena, places, ids if first_expert is None else ids - first_expert, weights,
+        layout.inner, layout.group, layout.group2, layout.zeros, half_sums,
     )  # fmt: skip

@@ -19,6 +19,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ops.interface import Format
+
 PLACE = 512  # bytes
 WORD = 8  # nibbles in an int32
 
@@ -35,6 +37,10 @@ class BlockLayout:
     group: int = 0
     group2: int = 0
     zeros: bool = False
+
+    @classmethod
+    def of(cls, inner: int, hidden: int, format: Format, dtype: torch.dtype) -> "BlockLayout":
+        return cls(inner, hidden, dtype, format.group, format.group, format.zeros)
 
     @cached_property
     def planes(self) -> dict[str, Plane]:

@@ -36,7 +36,7 @@ class DeviceLog:
     (changing a captured graph) may stand before what goes to a stream:
 
         aclnnAdd (2,3)float32 (3)float32 scalar:int64 (2,3)float32  tensors in order, results last; :NZ, @strides(..)
-                                                                    of our own operators also `true`, an attribute
+                                                                    our own operators' attributes also: `true`, 96
         aclop Name                                                  compiled operator
         memcpy D2H 24, memcpy async D2H 24, memset 24               bytes
         host function                                               that a stream calls

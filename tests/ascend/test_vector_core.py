@@ -9,12 +9,15 @@ import torch
 import torch_npu  # noqa: F401
 from torch import Tensor
 
+from ops.ascend import vector_core
+from ops.ascendc.blocks import BlockLayout
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 
 GROUPED, FUSED, GEMV = "grouped_gemv_w4a16", "fused_moe_w4a16", "gemv_w4a16"
-Arguments = dict[str, Tensor | None]
+SLOTS = "fused_moe_slots_w4a16"
+Arguments = dict[str, Any]  # tensors or None, and numbers
 BF16, INT, FLOAT = torch.bfloat16, torch.int32, torch.float32
 T, TOP_K, E, H, INNER = 2, 3, 4, 128, 96  # INNER: of Qwen3-30B-A3B at TP 8
 
@@ -47,9 +50,17 @@ def gemv(zeros: bool = False) -> Arguments:
     return dict(x=npu(T, H), w=npu(H, 64 // 8, dtype=INT), scales=scales, zeros=scales if zeros else None)
 
 
+def slots(zeros: bool = False) -> Arguments:
+    arena, places = npu(9999, dtype=torch.uint8), npu(E, dtype=INT)
+    ids, weights = npu(T, TOP_K, dtype=INT), npu(T, TOP_K, dtype=FLOAT)
+    sizes = dict(inner=INNER, group=64, group2=32, zeros=zeros)
+    return dict(x=npu(T, H), arena=arena, places=places, ids=ids, weights=weights, **sizes)
+
+
 OPS: dict[str, tuple[Callable[[bool], Arguments], str, tuple[int, ...]]] = {
     GROUPED: (grouped, "aclnnUmbraGroupedGemvW4a16", (T, TOP_K, 64)),
     FUSED: (fused, "aclnnUmbraFusedMoeW4a16", (T, H)),
+    SLOTS: (slots, "aclnnUmbraFusedMoeSlotsW4a16", (T, H)),
     GEMV: (gemv, "aclnnUmbraGemvW4a16", (T, 64)),
 }
 
@@ -58,10 +69,15 @@ def call(op: str, arguments: Arguments, half_sums: bool = False) -> Tensor:
     return getattr(torch.ops.umbra, op)(*arguments.values(), half_sums)
 
 
-def line(kernel: str, tensors: list[Tensor | None]) -> str:
-    """As the log has it; what is absent leaves no trace."""
-    shapes = [f"({','.join(map(str, t.shape))}){str(t.dtype).removeprefix('torch.')}" for t in tensors if t is not None]
-    return " ".join([kernel, *shapes])
+def line(kernel: str, arguments: list[Tensor | int | None]) -> str:
+    """As the log has it; what is absent or false leaves no trace."""
+    return " ".join([kernel, *(told(given) for given in arguments if isinstance(given, Tensor) or given)])
+
+
+def told(given: Tensor | int) -> str:
+    if isinstance(given, Tensor):
+        return f"({','.join(map(str, given.shape))}){str(given.dtype).removeprefix('torch.')}"
+    return str(given).lower()
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -73,7 +89,7 @@ def test_an_op_is_one_kernel(op: str, zeros: bool) -> None:
         y = call(op, arguments)
     assert (y.shape, y.dtype, y.device.type) == (shape, BF16, "npu")
     assert log.lines == [line(kernel, [*arguments.values(), y])]
-    meta = call(op, {name: t if t is None else t.to("meta") for name, t in arguments.items()})
+    meta = call(op, {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in arguments.items()})
     assert (meta.shape, meta.dtype) == (y.shape, y.dtype)
 
 
@@ -120,14 +136,12 @@ def test_without_the_package_of_operators_the_op_says_so(monkeypatch: pytest.Mon
         run_ranks(run_each, 1)
 
 
-def other(name: str, change: Callable[[Tensor], Any]) -> Callable[[Arguments], Arguments]:
+def other(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
     return functools.partial(_other, name, change)
 
 
-def _other(name: str, change: Callable[[Tensor], Any], arguments: Arguments) -> Arguments:
-    given = arguments[name]
-    assert given is not None
-    return {**arguments, name: change(given)}
+def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arguments:
+    return {**arguments, name: change(arguments[name])}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +171,20 @@ def _other(name: str, change: Callable[[Tensor], Any], arguments: Arguments) -> 
         (GROUPED, other("w", lambda w: npu(8193, H, 1, dtype=INT)), r"w: \[8193, 128, 1\]: must be 8192 experts"),
         (FUSED, other("weights", lambda w: w.float()), "weights: Float: must be BFloat16"),
         (FUSED, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
+        (SLOTS, other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
+        (SLOTS, other("arena", lambda a: a.int()), "arena: Int: must be Byte"),
+        (SLOTS, other("arena", lambda a: a[::2]), r"arena: \[5000\] of strides \[2\]: must be contiguous"),
+        (SLOTS, other("arena", lambda a: a.view(11, 909)), r"arena: \[11, 909\]: must have one dimension"),
+        (SLOTS, other("places", lambda p: p.long()), "places: Long: must be Int"),
+        (SLOTS, other("places", lambda p: p[:0]), r"places: \[0\]: must have one dimension, of 1 to 8192 experts"),
+        (SLOTS, other("places", lambda p: npu(8193, dtype=INT)), r"places: \[8193\]: must have one dimension"),
+        (SLOTS, other("inner", lambda _: 48), "inner: 48: must be a multiple of 32"),
+        (SLOTS, other("inner", lambda _: 0), "inner: 0: must be a multiple of 32"),
+        (SLOTS, other("group", lambda _: 256), "group: 256: must be 32, 64 or 128, and divide 128"),
+        (SLOTS, other("group2", lambda _: 64), "group2: 64: must be 32, 64 or 128, and divide 96"),
+        (SLOTS, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
+        (SLOTS, other("weights", lambda w: w.half()), "weights: Half: must be float32"),
+        (SLOTS, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
         (FUSED, lambda a: {**a, "z2": a["s2"]}, "z2: given: must be given where z13 is"),
         (FUSED, lambda a: {**a, "w2": npu(3, INNER, 16, dtype=INT), "s2": npu(3, 3, H)}, r"w2: \[3, 96, 16\]"),
         (FUSED, lambda a: {**a, "w2": npu(E, INNER, 8, dtype=INT), "s2": npu(E, 3, 64)}, r"w2: \[4, 96, 8\]"),
@@ -175,3 +203,15 @@ def test_what_the_kernel_cannot_take_is_refused(
 def test_weights_on_the_host_are_refused() -> None:
     with pytest.raises(RuntimeError, match="Expected NPU tensor"):
         call(GEMV, _other("w", lambda w: w.cpu(), gemv()))
+
+
+def test_the_backend_gives_the_layout_of_a_block() -> None:
+    """An expert's number is relative to the rank's first."""
+    layout = BlockLayout(INNER, H, BF16, 64, 32, zeros=True)
+    x, arena, places, ids, weights, *_ = slots().values()
+    with device_log() as log:
+        y = vector_core.moe_slots(x, weights, ids, arena, places, layout, 3, True)
+    assert "Sub" in log.kernels()[0]
+    assert log.lines[-1] == line(
+        "aclnnUmbraFusedMoeSlotsW4a16", [x, arena, places, ids, weights, INNER, 64, 32, True, True, y]
+    )

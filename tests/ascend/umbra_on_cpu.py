@@ -14,14 +14,14 @@ CALLS: Counter[str] = Counter()
 
 
 def counted(name: str) -> Any:
-    def op(*given: Tensor | None) -> Tensor:
+    def op(*given: Tensor | int | None) -> Tensor:
         CALLS[name] += 1
         return getattr(reference, name)(*given)
 
     return op
 
 
-for name in ("grouped_gemv_w4a16", "fused_moe_w4a16", "gemv_w4a16"):
+for name in ("grouped_gemv_w4a16", "fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16"):
     LIBRARY.impl(name, counted(name), "CPU")
 
 

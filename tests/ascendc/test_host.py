@@ -15,13 +15,14 @@ Shape = tuple[int, ...]
 Inputs = list[tuple[Shape, torch.dtype] | None]
 HALF, BF16, INT, FLOAT = torch.float16, torch.bfloat16, torch.int32, torch.float32
 FIELDS = ["tokens", "topK", "experts", "k", "n", "group", "group2", "zeros", "cores", "parts"]
+FIELDS += ["s13", "z13", "w2", "s2", "z2"]  # of blocks in an arena
 GROUPED, FUSED, GEMV = "UmbraGroupedGemvW4a16", "UmbraFusedMoeW4a16", "UmbraGemvW4a16"
 BATCH_MODE = 1  # all cores of a kernel start together: they wait for each other
 
 
 def tiling(launch: Launch) -> dict[str, int]:
-    assert len(launch.tiling) == 4 * len(FIELDS)
-    return dict(zip(FIELDS, struct.unpack(f"<{len(FIELDS)}I", launch.tiling), strict=True))
+    assert len(launch.tiling) == -(-4 * len(FIELDS) // 8) * 8
+    return dict(zip(FIELDS, struct.unpack_from(f"<{len(FIELDS)}I", launch.tiling), strict=True))
 
 
 def floats(launch: Launch) -> int:
@@ -65,6 +66,7 @@ def gemv(
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 1), (BF16, 2)])
 def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> None:
     same = dict(experts=5, k=256, n=96, zeros=int(zeros), cores=40, parts=2)  # K of 256 is two parts of 128 at most
+    same |= dict(s13=0, z13=0, w2=0, s2=0, z2=0)
     expected = {
         GROUPED: (grouped(zeros=zeros, dtype=dtype), (2, 3, 96), same | dict(tokens=2, topK=3, group=32, group2=0)),
         FUSED: (fused(zeros=zeros, dtype=dtype), (2, 256), same | dict(tokens=2, topK=3, group=64, group2=32)),

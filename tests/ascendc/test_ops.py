@@ -2,6 +2,7 @@
 dense product of the same values."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import silu
 from ops.ascend.weights import pack, quantise
 from ops.ascendc import reference, schemas
 
+SLOTS = "fused_moe_slots_w4a16"
 T, K, N, E, TOP = 3, 128, 64, 4, 2  # for fused_moe_w4a16: K is H, N is I
 
 
@@ -22,25 +24,34 @@ def words(*shape: int) -> Tensor:
     return empty(*shape[:-1], shape[-1] // 8, dtype=torch.int32)
 
 
-def good(op: str) -> dict[str, Tensor | None]:
+def good(op: str) -> dict[str, Any]:
     ids, weights = empty(T, TOP, dtype=torch.int32), empty(T, TOP)
     if op == "gemv_w4a16":
         return dict(x=empty(T, K), w=words(K, N), scales=empty(K // 32, N), zeros=None)
     if op == "grouped_gemv_w4a16":
         return dict(x=empty(T, K), w=words(E, K, N), scales=empty(E, 2, N), zeros=empty(E, 2, N), ids=ids)
+    if op == SLOTS:
+        arena, places = empty(9999, dtype=torch.uint8), empty(E, dtype=torch.int32)
+        sizes = dict(inner=N, group=64, group2=32, zeros=True)
+        return dict(x=empty(T, K), arena=arena, places=places, ids=ids, weights=weights.float(), **sizes)
     return dict(
         x=empty(T, K), w13=words(E, K, 2 * N), s13=empty(E, 1, 2 * N), z13=None, w2=words(E, N, K),
         s2=empty(E, 2, K), z2=empty(E, 2, K), ids=ids, weights=weights,
     )  # fmt: skip
 
 
-SHAPES = {"gemv_w4a16": (T, N), "grouped_gemv_w4a16": (T, TOP, N), "fused_moe_w4a16": (T, K)}
+SHAPES = {
+    "gemv_w4a16": (T, N),
+    "grouped_gemv_w4a16": (T, TOP, N),
+    "fused_moe_w4a16": (T, K),
+    SLOTS: (T, K),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("op", SHAPES)
 def test_shapes_and_types(op: str, dtype: torch.dtype) -> None:
-    given = {n: t.to(dtype) if t is not None and t.dtype == torch.float16 else t for n, t in good(op).items()}
+    given = {n: t.to(dtype) if isinstance(t, Tensor) and t.dtype == torch.float16 else t for n, t in good(op).items()}
     out = getattr(torch.ops.umbra, op)(**given)
     assert (out.shape, out.dtype, out.device.type) == (SHAPES[op], dtype, "meta")
 
@@ -67,9 +78,18 @@ def test_shapes_and_types(op: str, dtype: torch.dtype) -> None:
         ("fused_moe_w4a16", "w2", words(E, K, K), r"w2: \(4, 128, 16\): must be \(E, K, N / 8\) with K of 64"),
         ("fused_moe_w4a16", "weights", words(T, TOP), r"weights: torch\.int32: must be torch\.float16"),
         ("fused_moe_w4a16", "weights", empty(T, 4), r"weights: \(3, 4\): must be \(3, 2\)"),
+        (SLOTS, "x", empty(9, K), r"x: \(9, 128\): .* 8 tokens at most"),
+        (SLOTS, "arena", empty(3, 9, dtype=torch.uint8), r"arena: \(3, 9\) torch\.uint8: must have one dimension"),
+        (SLOTS, "arena", empty(9), r"arena: \(9,\) torch\.float16: must have one dimension, of torch\.uint8"),
+        (SLOTS, "places", empty(E, dtype=torch.int64), r"places: .* one dimension, of torch\.int32"),
+        (SLOTS, "inner", 48, "inner: 48: must be a multiple of 32"),
+        (SLOTS, "group", 256, "group: 256: must be 32, 64 or 128, and divide 128"),
+        (SLOTS, "group2", 128, "group2: 128: must be 32, 64 or 128, and divide 64"),
+        (SLOTS, "ids", empty(5, TOP, dtype=torch.int32), r"ids: \(5, 2\): must be \(3, k\)"),
+        (SLOTS, "weights", empty(T, TOP), r"weights: torch\.float16: must be torch\.float32"),
     ],
 )  # fmt: skip
-def test_what_does_not_belong_together_is_named(op: str, name: str, wrong: Tensor, complaint: str) -> None:
+def test_what_does_not_belong_together_is_named(op: str, name: str, wrong: Any, complaint: str) -> None:
     with pytest.raises((TypeError, RuntimeError), match=complaint) as raised:
         getattr(torch.ops.umbra, op)(**good(op) | {name: wrong})
     assert "\n" not in str(raised.value)

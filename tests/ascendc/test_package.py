@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ FOLDER = ROOT / "ops" / "ascendc"
 OPS = {
     "UmbraGroupedGemvW4a16": "umbra_grouped_gemv_w4a16",
     "UmbraFusedMoeW4a16": "umbra_fused_moe_w4a16",
+    "UmbraFusedMoeSlotsW4a16": "umbra_fused_moe_slots_w4a16",
     "UmbraGemvW4a16": "umbra_gemv_w4a16",
 }
 
 
-def found(pattern: str, *files: Path) -> list[str]:
+def found(pattern: str, *files: Path) -> list[Any]:
     return [name for path in files for name in re.findall(pattern, path.read_text())]
 
 
@@ -32,21 +34,23 @@ def test_names_agree(op: str, file: str) -> None:
     host = FOLDER / "op_host" / f"{file}.cpp"
     for pattern in (r"OP_ADD\((\w+)\)", r"REGISTER_TILING_DATA_CLASS\((\w+),", r"class (\w+) : public OpDef"):
         assert found(pattern, host) == [op], pattern
-    *schema, last = torch_schema(file)
-    assert last == ("half_sums", "bool")
-    assert found(r'Attr\("(\w+)"\)\.AttrType\(OPTIONAL\)\.Bool\(false\)', host) == ["half_sums"]
+    schema = torch_schema(file)
+    attributes = found(r'Attr\("(\w+)"\)\.AttrType\((\w+)\)\.(\w+)\((\w*)\)', host)
+    assert attributes.pop() == ("half_sums", "OPTIONAL", "Bool", "false")
+    given = [(name, "REQUIRED", type.title(), "") for name, type in schema if not type.startswith("Tensor")]
+    assert [*attributes, ("half_sums", "REQUIRED", "Bool", "")] == given
     inputs = found(r'(?:activation|optional|fixed)\(Input\("(\w+)"', host)
-    assert inputs == [name for name, _ in schema]
+    assert inputs == [name for name, type in schema if type.startswith("Tensor")]
     assert found(r'optional\(Input\("(\w+)"', host) == [name for name, type in schema if type == "Tensor?"]
     assert found(r'Output\("(\w+)"', host) == ["y"]
     (call,) = found(rf"EXEC_NPU_CMD_EXT\(aclnn{op}, ([\w, ]+)\)", FOLDER / "torch" / "umbra_ops.cpp")
-    assert call.split(", ") == [*inputs, "half_sums", "y"]
+    assert call.split(", ") == [*(name for name, _ in schema), "y"]
 
 
 def torch_schema(file: str) -> list[tuple[str, str]]:
     """[(name, type)] of the op's arguments."""
     op = getattr(torch.ops.umbra, file.removeprefix("umbra_")).default
-    types = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor?", "bool": "bool"}
+    types = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor?", "int": "int", "bool": "bool"}
     return [(a.name, types[str(a.type)]) for a in op._schema.arguments]
 
 

@@ -4,7 +4,7 @@
 // A trampoline does not know its kernel's signature. It reads its arguments as a row of 64-bit words until it finds two
 // neighbours that point to zeroes on the caller's stack: &bytes and &executor. Words that are objects made by aclCreate*
 // and still alive are the arguments that can be told; plain numbers, strings and absent tensors cannot. Our own
-// operators' booleans can, if they are true: no other plain argument is theirs.
+// operators' booleans can, if they are true, and their numbers, if they are above 1: nothing else plain is theirs.
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
@@ -25,6 +25,7 @@ struct Object {
 };
 
 constexpr int kMostWords = 96;
+constexpr uintptr_t kMostNumber = 1 << 16; // below every address
 constexpr uintptr_t kFrames = 1 << 18; // how far up the stack the caller's variables can be
 
 std::mutex guard;
@@ -98,6 +99,8 @@ long plan(bool own, long first, va_list rest) {
             text += " " + object->text;
         else if (own && word == 1)
             text += " true";
+        else if (own && word > 1 && word < kMostNumber)
+            text += " " + std::to_string(word);
     }
     return 0; // the end was not found: only the name will be known
 }
