@@ -11,7 +11,7 @@ from executor.cases import ROOT
 # Each folder may import itself and what stands to its right; `errors` is everyone's.
 # Only these, files or folders, know Ascend's libraries, so that everything else imports on a laptop.
 ASCEND = [ROOT / place for place in ("executor/platform/ascend.py", "executor/platform/ascend_graph.py", "ops/ascend")]
-ASCEND += [ROOT / "ops/ascendc/converters.py"]
+ASCEND += [ROOT / "ops/ascendc/converters.py", ROOT / "cpu_offload/ascend.py"]
 ORDER = ["run", "executor", "models", "cpu_offload", "ops", "errors"]
 SOURCES = [p for name in ORDER for p in [ROOT / f"{name}.py", *(ROOT / name).rglob("*.py")] if p.is_file()]
 

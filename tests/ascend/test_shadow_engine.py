@@ -92,7 +92,7 @@ def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
 def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
     """What changes between replays: an expert's planes on the side stream and, when they are there, the table."""
-    runner = runner_of(tmp_path, f"exe_mode={mode}", "slots=5", "max_swaps=0")
+    runner = runner_of(tmp_path, f"exe_mode={mode}", "slots=5", "max_swaps=-1")
     offload, device = parts(runner)
     running = prefilled(runner)
     first = step_log(runner, running)
@@ -101,7 +101,7 @@ def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
     here = [place for place in offload.slots if place[0] == 0]
     for place in here:
         offload.evict(place)
-    table = f"memcpy async H2D {2 * 8 * 4}"
+    table = f"memcpy async H2D {2 * 2 * 8 * 4}"
     assert step_log(runner, running)[0] == table
     node = device.nodes.nodes[4, 0]
     assert device.nodes.bridge.seen(node.payload) == int(offload.pool.step)
