@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace umbra {
@@ -23,6 +24,9 @@ struct Team {
 // The CPUs of this thread's affinity mask.
 std::vector<int> allowed_cpus();
 
+// Keeps this thread on `cpus`; a refusal costs speed, not correctness.
+void pin(const std::vector<int>& cpus);
+
 // The nodes below `root` (/sys/devices/system) that have CPUs among `allowed`. A node without CPUs is left out; on one
 // without memory mbind is refused and first touch finds the nearest memory. Where files are missing, malformed or
 // contradict each other the result is one node with all of `allowed`.
@@ -34,5 +38,10 @@ std::vector<Node> share(const std::vector<Node>& nodes, int rank, int ranks);
 
 // `threads` spread over the nodes in proportion to their cores. Every node is used when there are threads enough.
 std::vector<Team> plan(const std::vector<Node>& nodes, int threads);
+
+// `plan` for two pools at once. Where there are cores enough, none is in both: the shadow has as many as it has threads,
+// the last ones of each node, and the device the others; both are then pinned, on machines of one node too. Two cores are
+// never enough: there the system's scheduler does better, whatever else is running.
+std::pair<std::vector<Team>, std::vector<Team>> divide(const std::vector<Node>& nodes, int device, int shadow);
 
 }  // namespace umbra
