@@ -18,9 +18,9 @@ class Device(ABC):
 
     @abstractmethod
     def experts(
-        self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
     ) -> ShadowedExperts:
-        """Of layer `number`, none of them resident."""
+        """`here` of all of layer `number`, none of them resident."""
 
     @abstractmethod
     def open(self, memory: Tensor) -> None:
@@ -60,9 +60,9 @@ class CpuDevice(Device):
     alignment: ClassVar[int] = 64
 
     def experts(
-        self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
     ) -> ShadowedExperts:
-        return CpuExperts(pool, number, count, inner, hidden, format)
+        return CpuExperts(pool, number, here, inner, hidden, format)
 
     def open(self, memory: Tensor) -> None:
         self.memory, self.copier = memory, Copier()

@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from ops.cpu.engine import native
 from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
+from ops.cpu.store import ExpertStore
 from ops.interface import Format
 from ops.quantised import Quantised
 
@@ -16,15 +16,17 @@ INT = torch.int64
 class ShadowedExperts(ABC):
     """`ops.interface.ExpertMatrices` in the shadow store, and their mixture wherever they are resident."""
 
-    def __init__(self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format):
-        self.pool, self.count = pool, count
+    def __init__(self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format):
+        """`here`: of all experts, those of this rank."""
+        self.pool, self.count = pool, here.stop - here.start
         self.blocks = ExpertBlocks(inner, hidden, format)
-        self.buffer = native().Buffer(count * self.blocks.block_bytes, 0)  # zeroed: padding must add nothing
-        self.store = torch.frombuffer(self.buffer, dtype=torch.uint8).view(count, self.blocks.block_bytes)
-        self.storages = [self.store]
-        addresses = torch.tensor([block.data_ptr() for block in self.store])
-        resident, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, 4))
-        self.layer = ShadowLayer(number, self.blocks, addresses, resident, counts, times, self.buffer)
+        self.store = ExpertStore(self.count, self.blocks, pool)
+        self.storages = self.store.storages
+        resident, counts, times = (torch.zeros(size, dtype=INT) for size in (self.count, self.count, 4))
+        self.layer = ShadowLayer(
+            number, self.blocks, self.store.addresses, resident, counts, times, self.store, here.start,
+            self.store.handles,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +38,7 @@ class ShadowedExperts(ABC):
         """That an expert takes on the device."""
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
-        self.blocks.fill(self.store[expert].data_ptr(), which, part)
+        self.store.fill(expert, which, part)
 
     @abstractmethod
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:

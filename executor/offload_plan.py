@@ -17,7 +17,7 @@ from executor.env import RankEnv
 from executor.offloading import make_arena
 from executor.plan import EXPERTS, ROWS, Sketch, sketch_of, weights_of
 from executor.platform import load_platform
-from ops.cpu.engine import native
+from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ExpertBlocks, ShadowPool
 from ops.interface import Format
 
@@ -42,10 +42,10 @@ class PlannedRun:
         self.case, self.offload = case, offload
         layers = offload.layers
         shape = Shape(len(layers), layers[0].count, config.num_experts_per_tok)
-        costs = measure(
-            offload.pool, offload.settings.shadow_threads, layers[0].blocks, [layer.store for layer in layers], shape,
-            case.data_config.batch_size,
-        )  # fmt: skip
+        blocks = layers[0].blocks
+        stores = made_up(blocks, shape.experts, shape.layers)
+        threads, most = offload.settings.shadow_threads, case.data_config.batch_size
+        costs = measure(offload.pool, threads, blocks, stores, shape, most)
         self.planner = Planner(shape, costs)
         offload.value_copies(self.planner.swap_cost)
 
@@ -80,11 +80,11 @@ class Survey:
     layers: list[tuple[int, int, int, Format]] = field(default_factory=list)  # count, inner, hidden, format
     others: int = 0  # layers of experts without
 
-    def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> None:
+    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> None:
         if layer_number(path) < self.start_layer:
             self.others += 1
         else:
-            self.layers.append((count, inner, hidden, format))
+            self.layers.append((here.stop - here.start, inner, hidden, format))
 
 
 def show_offload_plan(case: Case) -> None:
@@ -128,7 +128,7 @@ def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots
 def _measured(case: Case, sketch: Sketch, survey: Survey, blocks: ExpertBlocks, shape: Shape) -> Planner:
     """Costs of made-up blocks; the rest of a step as long as reading it takes."""
     threads = case.offload_config.shadow_threads
-    pool = ShadowPool([native().Team(-1, threads, [])], case.offload_config.timeout_s)
+    pool = ShadowPool(shadow_teams(threads), case.offload_config.timeout_s)
     stores = made_up(blocks, shape.experts, shape.layers)
     costs = measure(pool, threads, blocks, stores, shape, case.data_config.batch_size)
     pool.stop()

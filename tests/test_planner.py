@@ -231,11 +231,11 @@ def test_measuring_leaves_the_pools_step_and_the_experts_tables_alone(checkpoint
     runner.setup()
     offload = runner.offload
     assert offload is not None
-    before = [(layer.layer.device.tolist(), layer.store.clone()) for layer in offload.layers]
+    before = [(layer.layer.device.tolist(), layer.storages[0].clone()) for layer in offload.layers]
     planned = offload_plan.PlannedRun(runner.case, offload, SimpleNamespace(num_experts_per_tok=3))
     assert planned.planner.shape == Shape(2, 8, 3)
     assert offload.pool.step.item() == 0
     for layer, (device, store) in zip(offload.layers, before, strict=True):
         assert layer.layer.device.tolist() == device
-        assert layer.store.equal(store)
+        assert layer.storages[0].equal(store)
         assert not layer.layer.counts.any()
