@@ -120,12 +120,17 @@ class OffloadSettings:
         "elastic: as many as the KV cache leaves room for", choices=("none", "resident", "fixed", "elastic"),
     )  # fmt: skip
     start_layer: int = key(0, "experts of earlier layers stay on the device, outside the arena", minimum=0)
-    slots: int = key(0, "fixed: experts that are resident, of all layers together; 0: all are on the CPU", minimum=0)
+    slots: int = key(
+        0, "fixed: experts that are resident on each rank, of all layers together; 0: all are on the CPU", minimum=0
+    )
     arena_mb: int = key(
-        0, "the one buffer of expert slots and KV pages; 0: room for all experts (fixed: for `slots`) and for the "
-        "longest sequences", minimum=0, maximum=1 << 24,
+        0, "the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for `slots`) and "
+        "for the longest sequences", minimum=0, maximum=1 << 24,
     )  # fmt: skip
-    shadow_threads: int = key(1, "of the pool that computes shadows, beside `threads`", minimum=1, maximum=1024)
+    shadow_threads: int = key(
+        1, "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`",
+        minimum=1, maximum=1024,
+    )  # fmt: skip
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
     max_swaps: int = key(4, "most experts that come in at one decision; 0: the first placement stays", minimum=0)
     timeout_s: int = key(30, "a step whose shadow experts take longer than this ends in an error", minimum=1)

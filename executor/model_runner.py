@@ -91,7 +91,7 @@ class ModelRunner(ABC):
         self.scheduler = make_scheduler(case)
         if self.offload:
             pages = open_arena(case, build, module, self.offload, self.scheduler.pages)
-            self.scheduler = make_scheduler(case, pages)
+            self.scheduler = make_scheduler(case, pages, self.parallel.attn_dp.rank)
         else:
             bind_caches(module, case, build, self.scheduler.pages)
         size = sum(layer.nbytes for _, layer in layers_of(module))
@@ -198,7 +198,8 @@ class ModelRunner(ABC):
         report = make_report(self.case, completions, self.timings, int(peaks.max()), self.kernels)
         if self.offload and planned:
             outcome = {"plan": planned.end(self.timings.decode_steps)}
-            report["offload"] = write_offload(self.offload, self.results) | outcome
+            where = self.results, self.parallel.world, self.platform.device
+            report["offload"] = write_offload(self.offload, *where) | outcome
         return report
 
     def new_sequence(self, index: int, prompt: str, ids: list[int]) -> Sequence:

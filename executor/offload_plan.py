@@ -35,13 +35,18 @@ def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
     return steps
 
 
+def shape_of(layers: int, here: int, config: Any) -> Shape:
+    """`here` of a layer's experts are on this rank, and so are on average as many of each token's."""
+    return Shape(layers, here, max(1, round(config.num_experts_per_tok * here / config.num_experts)))
+
+
 class PlannedRun:
     """Measures once weights are loaded, tells what is to be expected, and afterwards how it was."""
 
     def __init__(self, case: Case, offload: Offload, config: Any):
         self.case, self.offload = case, offload
         layers = offload.layers
-        shape = Shape(len(layers), layers[0].count, config.num_experts_per_tok)
+        shape = shape_of(len(layers), layers[0].count, config)
         blocks = layers[0].blocks
         stores = made_up(blocks, shape.experts, shape.layers)
         threads, most = offload.settings.shadow_threads, case.data_config.batch_size
@@ -92,15 +97,13 @@ def show_offload_plan(case: Case) -> None:
     survey = Survey(case.offload_config.start_layer)
     sketch = sketch_of(case, survey)
     count, inner, hidden, format = the_one(set(survey.layers), survey.start_layer)
-    blocks, shape = (
-        ExpertBlocks(inner, hidden, format),
-        Shape(len(survey.layers), count, sketch.config.num_experts_per_tok),
-    )
+    blocks, shape = ExpertBlocks(inner, hidden, format), shape_of(len(survey.layers), count, sketch.config)
     experts = shape.layers * count
     most_slots = case.offload_config.slots if case.offload_config.mode == "fixed" else experts
     frame = frame_of(sketch.model, case, sketch.build)
     arena, pinned = make_arena(case, *frame, blocks.block_bytes, most_slots, sketch.pages, CpuDevice.alignment)
-    load_platform(case.platform)(case, RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file=""))
+    ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
+    load_platform(case.platform)(case, ranks)
     planner = _measured(case, sketch, survey, blocks, shape)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, sketch.pages, most_slots, experts)))

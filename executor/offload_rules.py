@@ -21,7 +21,5 @@ def check_offload(case: "Case", where: str) -> None:
         return
     if case.platform != "cpu":
         raise UserError(f"{where}: {mode} runs on platform: cpu only so far, not {case.platform}")
-    if case.world_size > 1:
-        raise UserError(f"{where}: {mode} runs on one rank, not world_size: {case.world_size}")
     if wanted.slots and wanted.mode != "fixed":
         raise UserError(f"{where}: offload_config.slots: {wanted.slots} needs mode: fixed, not {wanted.mode}")

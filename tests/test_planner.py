@@ -232,7 +232,7 @@ def test_measuring_leaves_the_pools_step_and_the_experts_tables_alone(checkpoint
     offload = runner.offload
     assert offload is not None
     before = [(layer.layer.device.tolist(), layer.storages[0].clone()) for layer in offload.layers]
-    planned = offload_plan.PlannedRun(runner.case, offload, SimpleNamespace(num_experts_per_tok=3))
+    planned = offload_plan.PlannedRun(runner.case, offload, SimpleNamespace(num_experts_per_tok=3, num_experts=8))
     assert planned.planner.shape == Shape(2, 8, 3)
     assert offload.pool.step.item() == 0
     for layer, (device, store) in zip(offload.layers, before, strict=True):
