@@ -12,10 +12,10 @@ from executor.cases import ROOT
 from tests.tiny import save_tiny, write_case
 
 SPLITS: dict[str, tuple[int, dict[str, int]]] = {  # kilobytes of a rank's arena: too few for all experts and all pages
-    "tp2": (50, dict(world_size=2)),
-    "tp4_moe_2x2": (50, dict(world_size=4, moe_tp_size=2)),
-    "dp2_tp2_moe_2x2": (40, dict(world_size=4, attn_tp_size=2, moe_tp_size=2)),
-    "dp4_ep4": (36, dict(world_size=4, attn_tp_size=1, moe_tp_size=1)),
+    "tp2": (90, dict(world_size=2)),
+    "tp4_moe_2x2": (45, dict(world_size=4, moe_tp_size=2)),
+    "dp2_tp2_moe_2x2": (60, dict(world_size=4, attn_tp_size=2, moe_tp_size=2)),
+    "dp4_ep4": (56, dict(world_size=4, attn_tp_size=1, moe_tp_size=1)),
 }
 
 
@@ -32,10 +32,9 @@ run_main(lambda argv: launch(load_case({str(case)!r}, ["world_size={world_size}"
 @pytest.mark.parametrize("split", SPLITS)
 def test_ranks_with_other_residents_agree(tmp_path: Path, split: str) -> None:
     arena, sizes = SPLITS[split]
-    save_tiny(tmp_path / "model", eos_token_id=None)
-    case = write_case(
-        tmp_path / "tiny.yaml", tmp_path / "model", threads=1, data_config={"batch_size": 4, "max_new_tokens": 24}
-    )
+    save_tiny(tmp_path / "model", eos_token_id=None, num_key_value_heads=8)
+    data = {"batch_size": 4, "input_max_len": 24, "max_new_tokens": 24}
+    case = write_case(tmp_path / "tiny.yaml", tmp_path / "model", threads=1, data_config=data)
     out = tmp_path / "ranks.json"
     overrides = [f"{name}={size}" for name, size in sizes.items()]
     program = ["tests/offload_ranks.py", str(case), str(arena), str(out), *overrides]
