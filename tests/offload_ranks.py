@@ -47,9 +47,13 @@ def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) ->
     return [Swap(layer, expert, None if free_slots else tuple(random.choice(leaving)))]
 
 
-def outcome(case: Case, results: Path, ranks: RankEnv) -> tuple[ModelRunner, list[list[int]], dict[str, Any]]:
+def outcome(
+    case: Case, results: Path, ranks: RankEnv, stop: bool
+) -> tuple[ModelRunner, list[list[int]], dict[str, Any]]:
     runner = make_runner(case, results, ranks)
     runner.setup()
+    if runner.offload and stop:
+        runner.offload.pool.stop()
     if runner.offload:
         runner.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
     tokens = [s.ids for s in runner.model_generate(PROMPTS)]
@@ -69,6 +73,7 @@ def main() -> None:
     parser.add_argument("arena_kb", type=int)
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--stop", action="store_true", help="rank 1's shadow pool before the first step")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     case = load_case(args.case, args.overrides)
@@ -81,12 +86,13 @@ def main() -> None:
         model_runner.init_parallel = lambda *_: parallel  # several runs, groups made once
         if ranks.rank % 2:
             cpu.CpuDevice = SlowDevice  # type: ignore[misc]
-        rows = []
+        rows, stop = [], args.stop and ranks.rank == 1
         for exe_mode in ("eager", "graph"):
             plain = dataclasses.replace(case, exe_mode=exe_mode)
-            _, expected, logits = outcome(plain, results, ranks)
+            _, expected, logits = outcome(plain, results, ranks, stop)
             for settings in modes:
-                runner, tokens, found = outcome(dataclasses.replace(plain, offload_config=settings), results, ranks)
+                own = dataclasses.replace(plain, offload_config=settings)
+                runner, tokens, found = outcome(own, results, ranks, stop)
                 if tokens != expected or not all(np.array_equal(found[name], logits[name]) for name in logits):
                     raise AssertionError(f"{exe_mode}, {settings}: {tokens}, not {expected}, or other logits")
                 if runner.offload:

@@ -297,7 +297,7 @@ def test_pages_and_threads_on_a_machine_of_four_nodes(tmp_path: Path) -> None:
             "needs an x86-64 machine, qemu-system-x86_64 and a kernel image: bash test.sh fetches them on Debian"
         )
     sources = ROOT / "ops" / "cpu" / "csrc"
-    names = ("topology", "pool", "pack", "products", "moe", "elementwise", "generic")
+    names = ("topology", "pool", "pack", "products", "moe", "elementwise", "generic", "copier")
     program = [str(ROOT / "tests/native/numa_init.cpp"), *(str(sources / f"{name}.cpp") for name in names)]
     print("compiling", flush=True)
     flags = ["-O2", "-static", "-std=c++17", "-pthread"]

@@ -29,22 +29,33 @@ run_main(lambda argv: launch(load_case({str(case)!r}, ["world_size={world_size}"
     return subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+def run(folder: Path, split: str, *options: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    arena, sizes = SPLITS[split]
+    save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
+    data = {"batch_size": 4, "input_max_len": 24, "max_new_tokens": 24}
+    case = write_case(folder / "tiny.yaml", folder / "model", threads=1, data_config=data)
+    overrides = [f"{name}={size}" for name, size in sizes.items()]
+    program = ["tests/offload_ranks.py", str(case), str(arena), str(folder / "ranks.json"), *overrides, *options]
+    return run_job(case, program, sizes["world_size"]), folder / "ranks.json"
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_ranks_with_other_residents_agree(tmp_path: Path, split: str) -> None:
-    arena, sizes = SPLITS[split]
-    save_tiny(tmp_path / "model", eos_token_id=None, num_key_value_heads=8)
-    data = {"batch_size": 4, "input_max_len": 24, "max_new_tokens": 24}
-    case = write_case(tmp_path / "tiny.yaml", tmp_path / "model", threads=1, data_config=data)
-    out = tmp_path / "ranks.json"
-    overrides = [f"{name}={size}" for name, size in sizes.items()]
-    program = ["tests/offload_ranks.py", str(case), str(arena), str(out), *overrides]
-    done = run_job(case, program, sizes["world_size"])
+    done, out = run(tmp_path, split)
     assert done.returncode == 0, done.stdout + done.stderr
     ranks: list[list[dict[str, Any]]] = json.loads(out.read_text())
-    assert len(ranks) == sizes["world_size"]
+    assert len(ranks) == SPLITS[split][1]["world_size"]
     for runs in zip(*ranks, strict=True):
         assert len({len(run["residents"]) for run in runs}) == 1  # the same steps everywhere
         assert len({json.dumps(run["residents"]) for run in runs}) == len(runs)  # other residents on each
         assert all(0 < run["hit_rate"] < 1 and run["copies"] > 5 for run in runs)
         if runs[0]["mode"] == "elastic":
             assert all(run["evictions_for_cache"] > 0 for run in runs)
+
+
+def test_a_stopped_pool_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+    """The other rank waits for it in a collective."""
+    done, out = run(tmp_path, "tp2", "--stop")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == "error: shadow experts: layer 0, step 1: the shadow pool was stopped"
+    assert not out.exists()
