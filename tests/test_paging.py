@@ -85,6 +85,7 @@ def test_ranks_of_all_groups_decide_alike(
         own = PagePool(-(-29 // page_size) + more, page_size)
         own.free.reverse()
         ranks.append(Scheduler(3 * groups, 29, page_size, groups, own, group))
+        assert ranks[-1].pools[group] is own
         for i, (n, new) in enumerate(prompts):
             ranks[-1].add(sequence(i, n, new))
     while ranks[0].waiting or ranks[0].running:

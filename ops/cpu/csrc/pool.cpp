@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -7,6 +8,13 @@
 #include "futex.h"
 
 namespace umbra {
+
+void pin(const std::vector<int>& cpus) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int cpu : cpus) CPU_SET(cpu, &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+}
 
 Pool::Pool(const std::vector<Team>& teams) : nodes_(teams.size()) {
     for (size_t n = 0; n < teams.size(); n++) {

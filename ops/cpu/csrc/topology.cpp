@@ -1,6 +1,5 @@
 #include "topology.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -86,13 +85,6 @@ std::vector<int> allowed_cpus() {
             if (CPU_ISSET(i, &set)) cpus.push_back(i);
     if (cpus.empty()) cpus.push_back(0);  // refused only where there are more CPUs than the set holds
     return cpus;
-}
-
-void pin(const std::vector<int>& cpus) {
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    for (const int cpu : cpus) CPU_SET(cpu, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 
 std::vector<Node> read_nodes(const std::string& root, const std::vector<int>& allowed) {

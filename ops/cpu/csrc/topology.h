@@ -24,9 +24,6 @@ struct Team {
 // The CPUs of this thread's affinity mask.
 std::vector<int> allowed_cpus();
 
-// Keeps this thread on `cpus`; a refusal costs speed, not correctness.
-void pin(const std::vector<int>& cpus);
-
 // The nodes below `root` (/sys/devices/system) that have CPUs among `allowed`. A node without CPUs is left out; on one
 // without memory mbind is refused and first touch finds the nearest memory. Where files are missing, malformed or
 // contradict each other the result is one node with all of `allowed`.
