@@ -23,6 +23,7 @@ from cpu_offload.device import Device, Place
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from ops.ascend import vector_core
+from ops.ascend.moe import resident
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes, pinned
 from ops.ascend.slots import Slots, fixed
@@ -41,17 +42,17 @@ class NpuExperts(ShadowedExperts):
         device: "AscendDevice",
         pool: ShadowPool,
         number: int,
-        count: int,
+        here: slice,
         inner: int,
         hidden: int,
         format: Format,
     ):
-        super().__init__(pool, number, count, inner, hidden, format)
+        super().__init__(pool, number, here, inner, hidden, format)
         self.device, self.number, self.index = device, number, len(device.layers)
         plain = dataclasses.replace(format, tiled=False)  # slots hold no tiles
         self.layout = BlockLayout.of(inner, hidden, format, device.ops.dtype)
         room = partial(pinned, layer=number)
-        self.image = AscendExperts(count, inner, hidden, plain, device.ops.dtype, HOST, room)
+        self.image = AscendExperts(self.count, inner, hidden, plain, device.ops.dtype, HOST, room)
         self.storages += self.image.storages
         self.format = plain
 
@@ -84,31 +85,35 @@ class NpuExperts(ShadowedExperts):
         }
         return {name: plane[expert] for name, plane in named.items() if plane is not None}
 
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
         if self.device.streams(len(x)):
-            return self._streamed(x, weights, ids)
+            return self._streamed(x, weights, ids, first_expert)
         nodes = self.device.nodes.number
         sums = torch.ops.umbra.shadow_submit(x, ids, weights, self.number, nodes)
-        return torch.ops.umbra.shadow_join(sums, self._own(x, weights, ids), self.number, nodes)
+        own = self._own(x, weights, ids, first_expert)
+        return torch.ops.umbra.shadow_join(sums, own, self.number, nodes)
 
-    def _own(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The residents' part. A bank of one expert for each pair of a token and an expert, or, where there are more
-        pairs, of all."""
-        places, ops, slots = self.device.rows[self.index], self.device.ops, self.device.slots
+    def _own(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
+        """The residents' part: out of their slots; else of a bank with one expert for each pair of a token and an expert
+        or, where there are more pairs, with all."""
+        device, ops = self.device, self.device.ops
         if ops.on_vector_cores(x, self):
-            here = self.device.here[self.index]
-            return vector_core.moe_slots(x, weights, ids, slots.memory, here, self.layout, None, ops.half_sums)
-        if not self.device.by_pair(len(x), self.count):
-            return ops.moe(x, weights, ids, slots.bank(places), None)
-        each = places.index_select(0, ids.flatten())
-        return ops.moe(x, weights, self.device.orders[len(x)], slots.bank(each), None)
+            here = device.here[self.index]
+            return vector_core.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.half_sums)
+        rows = device.rows[self.index]
+        if not device.by_pair(len(x), self.count):
+            return ops.moe(x, weights, ids, device.slots.bank(rows), first)
+        if first is not None:
+            weights, ids = resident(weights, ids, first, self.count)
+        bank = device.slots.bank(rows.index_select(0, ids.flatten()))
+        return ops.moe(x, weights, device.orders[len(x)], bank, None)
 
-    def _streamed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def _streamed(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
         bank = self.device.slots.bank(self.device.rows[self.index])
         for expert in (self.layer.device == 0).nonzero().flatten().tolist():
             for name, plane in self.planes(expert).items():
                 bank.planes[name][expert].copy_(plane, non_blocking=True)
-        return self.device.ops.moe(x, weights, ids, bank, None)
+        return self.device.ops.moe(x, weights, ids, bank, first)
 
 
 class AscendDevice(Device):
@@ -126,10 +131,10 @@ class AscendDevice(Device):
         self.side = torch_npu.npu.Stream()
 
     def experts(
-        self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
     ) -> ShadowedExperts:
         self.pool = pool
-        self.layers.append(NpuExperts(self, pool, number, count, inner, hidden, format))
+        self.layers.append(NpuExperts(self, pool, number, here, inner, hidden, format))
         return self.layers[-1]
 
     def spare(self, slot_bytes: int) -> int:

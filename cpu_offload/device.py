@@ -28,9 +28,9 @@ class Device(ABC):
 
     @abstractmethod
     def experts(
-        self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
     ) -> ShadowedExperts:
-        """Of layer `number`, none of them resident."""
+        """`here` of all of layer `number`, none of them resident."""
 
     def spare(self, slot_bytes: int) -> int:
         """Bytes that it needs of the buffer beside the arena's own."""
@@ -80,9 +80,9 @@ class CpuDevice(Device):
         self.layers: list[CpuExperts] = []
 
     def experts(
-        self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
     ) -> ShadowedExperts:
-        self.layers.append(CpuExperts(pool, number, count, inner, hidden, format))
+        self.layers.append(CpuExperts(pool, number, here, inner, hidden, format))
         return self.layers[-1]
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ops.cpu.engine import native
 from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
+from ops.cpu.store import ExpertStore
 from ops.interface import Format
 from ops.quantised import Quantised
 
@@ -20,15 +20,17 @@ INT = torch.int64
 class ShadowedExperts(ABC):
     """`ops.interface.ExpertMatrices` in the shadow store, and their mixture wherever they are resident."""
 
-    def __init__(self, pool: ShadowPool, number: int, count: int, inner: int, hidden: int, format: Format):
-        self.pool, self.count = pool, count
+    def __init__(self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format):
+        """`here`: of all experts, those of this rank."""
+        self.pool, self.count = pool, here.stop - here.start
         self.blocks = ExpertBlocks(inner, hidden, format)
-        self.buffer = native().Buffer(count * self.blocks.block_bytes, 0)  # zeroed: padding must add nothing
-        self.store = torch.frombuffer(self.buffer, dtype=torch.uint8).view(count, self.blocks.block_bytes)
-        self.storages = [self.store]
-        addresses = torch.tensor([block.data_ptr() for block in self.store])
-        resident, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, 4))
-        self.layer = ShadowLayer(number, self.blocks, addresses, resident, counts, times, self.buffer)
+        self.store = ExpertStore(self.count, self.blocks, pool)
+        self.storages = self.store.storages
+        resident, counts, times = (torch.zeros(size, dtype=INT) for size in (self.count, self.count, 4))
+        self.layer = ShadowLayer(
+            number, self.blocks, self.store.addresses, resident, counts, times, self.store, here.start,
+            self.store.handles,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -40,10 +42,10 @@ class ShadowedExperts(ABC):
         """That an expert takes on the device."""
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
-        self.blocks.fill(self.store[expert].data_ptr(), which, part)
+        self.store.fill(expert, which, part)
 
     @abstractmethod
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
         """`ops.moe`: the shadow pool computes what is not resident, meanwhile the device the rest."""
 
 
@@ -56,7 +58,7 @@ class CpuExperts(ShadowedExperts):
     def slot_bytes(self) -> int:
         return self.blocks.block_bytes
 
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
         streaming = self.streaming
         return streaming.long_step(self, x, weights, ids) if streaming.is_long(x) else self.shadowed(x, weights, ids)
 

@@ -26,7 +26,7 @@ from cpu_offload.history import History, Step
 from cpu_offload.residency import Residency
 from cpu_offload.residency import Settings as Policy
 from errors import UserError
-from ops.cpu.engine import native
+from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ShadowPool
 from ops.interface import Format
 
@@ -70,15 +70,15 @@ class Offload:
     def __init__(self, settings: Settings, device: Device):
         self.settings, self.device = settings, device
         self.layers: list[ShadowedExperts] = []
-        self.pool = ShadowPool([native().Team(-1, settings.shadow_threads, [])], settings.timeout_s)
+        self.pool = ShadowPool(shadow_teams(settings.shadow_threads), settings.timeout_s)
         self.history = History()
 
-    def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
-        """Of the layer that `path` is in; None: its experts stay on the device for good."""
+    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
+        """`here` of all of the layer that `path` is in; None: they stay on the device for good."""
         number = layer_number(path)
         if number < self.settings.start_layer:
             return None
-        self.layers.append(self.device.experts(self.pool, number, count, inner, hidden, format))
+        self.layers.append(self.device.experts(self.pool, number, here, inner, hidden, format))
         return self.layers[-1]
 
     @property

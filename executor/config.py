@@ -121,16 +121,16 @@ class OffloadSettings:
     )  # fmt: skip
     start_layer: int = key(0, "experts of earlier layers stay on the device, outside the arena", minimum=0)
     slots: int = key(
-        0, "fixed: experts that are resident, of all layers together; 0: the planner's choice; -1: none, all are on "
-        "the CPU", minimum=-1,
+        0, "fixed: experts that are resident on each rank, of all layers together; 0: the planner's choice; -1: none, "
+        "all are on the CPU", minimum=-1,
     )  # fmt: skip
     arena_mb: int = key(
-        0, "the one buffer of expert slots and KV pages; 0: room for all experts (fixed: for `slots`) and for the "
-        "longest sequences", minimum=0, maximum=1 << 24,
+        0, "the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for `slots`) and "
+        "for the longest sequences", minimum=0, maximum=1 << 24,
     )  # fmt: skip
     shadow_threads: int = key(
-        0, "of the pool that computes shadows, beside `threads`; 0: the planner's choice, together with `threads` "
-        "where that is 0 too", minimum=0, maximum=1024,
+        0, "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`; "
+        "0: the planner's choice, together with `threads` where that is 0 too", minimum=0, maximum=1024,
     )  # fmt: skip
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
     max_swaps: int = key(

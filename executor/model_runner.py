@@ -78,7 +78,9 @@ class ModelRunner(ABC):
 
     def init_model(self) -> None:
         case, start = self.case, time.perf_counter()
-        self.planned = PlannedRun(case, self.ranks) if case.offload_config.mode != "none" else None
+        self.planned = None
+        if case.offload_config.mode != "none":
+            self.planned = PlannedRun(case, self.ranks, self.parallel.world, self.platform.device)
         self.offload = make_offload(case, self.planned.choices, self.platform, self.config) if self.planned else None
         build = build_of(case, self.platform.ops, self.parallel, self.platform.device, self.platform.quantised_head)
         build = dataclasses.replace(build, offload=self.offload)
@@ -92,7 +94,7 @@ class ModelRunner(ABC):
         self.scheduler = make_scheduler(case)
         if self.offload:
             pages = open_arena(case, build, module, self.offload, self.scheduler.pages)
-            self.scheduler = make_scheduler(case, pages)
+            self.scheduler = make_scheduler(case, pages, self.parallel.attn_dp.rank)
         else:
             bind_caches(module, case, build, self.scheduler.pages)
         size = sum(layer.nbytes for _, layer in layers_of(module))
@@ -199,7 +201,8 @@ class ModelRunner(ABC):
         report = make_report(self.case, completions, self.timings, int(peaks.max()), self.kernels)
         if self.offload and self.planned:
             outcome = {"plan": self.planned.end(self.offload, self.timings.decode_steps)}
-            report["offload"] = write_offload(self.offload, self.results) | outcome
+            where = self.results, self.parallel.world, self.platform.device
+            report["offload"] = write_offload(self.offload, *where) | outcome
         return report
 
     def new_sequence(self, index: int, prompt: str, ids: list[int]) -> Sequence:

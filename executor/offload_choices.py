@@ -31,7 +31,7 @@ from executor.env import RankEnv
 from executor.offloading import expert_frames, frames_of
 from executor.plan import EXPERTS, ROWS, Sketch, sketch_of, weights_of
 from ops.ascendc.blocks import PLACE, BlockLayout
-from ops.cpu.engine import cores_of, native, start
+from ops.cpu.engine import cores_of, native, shadow_teams, start
 from ops.cpu.shadow import ExpertBlocks, ShadowPool
 from ops.interface import Format
 
@@ -46,11 +46,11 @@ class Survey:
     layers: list[tuple[int, int, int, Format]] = field(default_factory=list)  # count, inner, hidden, format
     others: int = 0  # layers of experts without
 
-    def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> None:
+    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> None:
         if layer_number(path) < self.start_layer:
             self.others += 1
         else:
-            self.layers.append((count, inner, hidden, format))
+            self.layers.append((here.stop - here.start, inner, hidden, format))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ def survey_of(case: Case) -> Surveyed:
     sketch = sketch_of(case, survey)
     count, inner, hidden, format = the_one(set(survey.layers), survey.start_layer)
     blocks = ExpertBlocks(inner, hidden, format)
-    shape = Shape(len(survey.layers), count, sketch.config.num_experts_per_tok)
+    config = sketch.config  # `count` of a layer's experts are on this rank, and so are on average as many of a token's
+    here = max(1, round(config.num_experts_per_tok * count / config.num_experts))
+    shape = Shape(len(survey.layers), count, here)
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
     experts, size, alignment = shape.layers * count, blocks.block_bytes, CpuDevice.alignment
     if case.platform == "ascend":
@@ -100,10 +102,10 @@ def choose(case: Case, sizes: Surveyed, ranks: RankEnv) -> tuple[Planner | None,
     candidates = divisions(cores_of(*local), engine_threads, case.threads > 0, wanted.shadow_threads)
     tried: dict[Threads, Planner] = {}
     for device, shadow in candidates:
-        start(device, case.instruction_set, *local)
+        start(device, case.instruction_set, *local, shadow)
         tried[device, shadow] = _measured(case, sizes, shadow, stores, len(candidates))
     threads = choose_threads(tried, batch, hit)
-    start(threads.value[0], case.instruction_set, *local)
+    start(threads.value[0], case.instruction_set, *local, threads.value[1])
     planner = tried[threads.value]
     seconds = time.perf_counter() - begun
     planner = dataclasses.replace(planner, costs=dataclasses.replace(planner.costs, seconds=seconds))
@@ -170,7 +172,7 @@ def _slots(case: Case, planner: Planner, split: Split) -> Choice[int]:
 
 def _measured(case: Case, sizes: Surveyed, threads: int, stores: list[torch.Tensor], parts: int) -> Planner:
     """With the engine's threads and so many of a shadow pool; the rest of a step as long as reading it takes."""
-    pool = ShadowPool([native().Team(-1, threads, [])], case.offload_config.timeout_s)
+    pool = ShadowPool(shadow_teams(threads), case.offload_config.timeout_s)
     costs = measure(pool, threads, sizes.blocks, stores, sizes.shape, case.data_config.batch_size, parts)
     pool.stop()
     where = f"the time to read {sizes.rest_bytes / 1e6:.1f} MB; a run measures it, and it is longer"

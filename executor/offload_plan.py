@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from cpu_offload.arena import Arena
 from cpu_offload.history import History
 from cpu_offload.offload import Offload
@@ -13,6 +15,7 @@ from executor.env import RankEnv
 from executor.offload_choices import choose, survey_of, swaps_of
 from executor.offloading import make_arena
 from executor.platform import load_platform
+from models.parallel import Group
 
 WARM_UP_TOKENS = 9  # of a warm-up that the rest of a step is measured in; the first step captures
 Steps = list[tuple[float, float, float]]  # tokens, hit rate, milliseconds
@@ -31,9 +34,12 @@ def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
 class PlannedRun:
     """Chooses before weights are loaded, tells what is to be expected, and afterwards how it was."""
 
-    def __init__(self, case: Case, ranks: RankEnv):
+    def __init__(self, case: Case, ranks: RankEnv, world: Group, device: torch.device):
         self.case = case
-        self.planner, self.choices = choose(case, survey_of(case), ranks)
+        self.planner, choices = choose(case, survey_of(case), ranks)
+        # Slots decide who is admitted, so all ranks have rank 0's number; the rest is each rank's own affair.
+        slots = world.gather_rows(torch.tensor([[choices.slots.value]], device=device), (1,) * world.size)[0, 0]
+        self.choices = dataclasses.replace(choices, slots=dataclasses.replace(choices.slots, value=int(slots)))
 
     def begin(self, offload: Offload, warm_up: Sequence[float]) -> None:
         """`warm_up`: seconds of its decode steps. Now that the rest of a step is known, copies have their budget."""
@@ -81,7 +87,7 @@ class PlannedRun:
 def show_offload_plan(case: Case) -> None:
     """Memory counted, times of made-up experts measured; nothing is loaded."""
     sizes = survey_of(case)
-    ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file="")
+    ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
     if case.platform == "cpu":  # whose engine measures
         load_platform(case.platform)(case, ranks)
     planner, choices = choose(case, sizes, ranks)

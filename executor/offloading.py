@@ -17,8 +17,10 @@ from executor.kv_pages import ElasticPages, Pages
 from executor.platform.base import Platform
 from executor.results import write_whole
 from models.build import Build
+from models.parallel import Group
 
 MB = 1 << 20
+TOTALS = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions", "evictions_for_cache")
 
 
 def make_offload(case: Case, choices: Choices, platform: Platform, config: Any) -> Offload:
@@ -81,9 +83,14 @@ def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
     return case.offload_config.arena_mb * MB // frame_bytes or experts + longest + 1
 
 
-def write_offload(offload: Offload, folder: Path) -> dict[str, Any]:
-    """Plots and trace beside the report. -> what the report says of them"""
+def write_offload(offload: Offload, folder: Path, world: Group, device: torch.device) -> dict[str, Any]:
+    """Rank 0's plots and trace beside the report. -> what the report says of them; called on all ranks"""
     report = offload.history.report()
+    row = torch.tensor([[report[key] or 0 for key in TOTALS]], dtype=torch.float32, device=device)
+    rows = world.gather_rows(row, (1,) * world.size).tolist()  # each rank has its own residents
+    report["ranks"] = [dict(zip(TOTALS, each, strict=True)) for each in rows]
+    if world.rank > 0:
+        return report
     if offload.history.steps:
         from executor.offload_plots import plot
 

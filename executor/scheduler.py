@@ -2,6 +2,13 @@
 
 Every rank runs the same scheduler on the same events, so all agree without a message: data-parallel groups each have
 their own pool of pages and an equal share of the batch.
+
+Shadow experts do not change that, although their copies end at other times on each rank, and so other experts are
+resident and other pages free there. Who is admitted depends on how many pages a pool may hand out at most and on how
+long sequences may become, and not on who is resident; pages that were promised can be had, since experts leave for them
+(ElasticPages). `pages` is the same on all ranks: all have as many experts of the same bytes, and an arena of one size.
+Which numbers pages have is each rank's own affair: a rank packs the block tables of its own group only, for its own
+cache. Of the other groups it counts pages, with PagePools that no cache belongs to.
 """
 
 from collections import deque
@@ -14,13 +21,22 @@ from executor.sequence import Sequence
 
 class Scheduler:
     def __init__(
-        self, batch_size: int, max_sequence_length: int, page_size: int, groups: int, pool: Pages | None = None
+        self,
+        batch_size: int,
+        max_sequence_length: int,
+        page_size: int,
+        groups: int,
+        pool: Pages | None = None,
+        group: int = 0,
     ):
-        """`pool`: of the only group, in place of one that has pages for the worst case."""
+        """`pool`: of this rank's `group`, with fewer pages, as all groups then have, than the worst case takes."""
         self.per_group = batch_size // groups
         self.table_width = -(-max_sequence_length // page_size)  # pages of the longest possible sequence
-        self.pages = self.per_group * self.table_width  # of each pool of its own: enough for the worst case
-        self.pools: list[Pages] = [pool] if pool else [PagePool(self.pages, page_size) for _ in range(groups)]
+        self.pages = self.per_group * self.table_width  # of a group: enough for the worst case
+        pages = pool.pages if pool else self.pages
+        self.pools: list[Pages] = [PagePool(pages, page_size) for _ in range(groups)]
+        if pool:
+            self.pools[group] = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # ordered by group
 
@@ -71,6 +87,6 @@ class Scheduler:
         return finished
 
 
-def make_scheduler(case: Case, pool: Pages | None = None) -> Scheduler:
+def make_scheduler(case: Case, pool: Pages | None = None, group: int = 0) -> Scheduler:
     size, groups = case.data_config.batch_size, case.attn_dp_size
-    return Scheduler(size, case.max_sequence_length, case.cache_config.page_size, groups, pool)
+    return Scheduler(size, case.max_sequence_length, case.cache_config.page_size, groups, pool, group)

@@ -32,8 +32,8 @@ class Formats:
 class Shadows(Protocol):
     """Whoever keeps shadows of experts."""
 
-    def experts(self, path: str, count: int, inner: int, hidden: int, format: Format) -> "ShadowedExperts | None":
-        """Of the layer that `path` is in; None: its experts stay on the device for good."""
+    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> "ShadowedExperts | None":
+        """`here` of all of the layer that `path` is in; None: they stay on the device for good."""
 
 
 @dataclass(frozen=True)

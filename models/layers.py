@@ -205,15 +205,15 @@ class Experts(Layer):
         self.first = self.here.start if count < experts else None
         names = [f"{expert}.{which}_proj" for expert in range(experts) for which in ("gate", "up", "down")]
         format = build.at("experts").linear(names, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
-        sizes = count, inner, hidden, format
-        shadowed = build.offload.experts(build.path, *sizes) if build.offload else None
-        self.weights = shadowed or build.ops.expert_matrices(*sizes, build.device)
+        sizes = inner, hidden, format
+        shadowed = build.offload.experts(build.path, self.here, *sizes) if build.offload else None
+        self.weights = shadowed or build.ops.expert_matrices(count, *sizes, build.device)
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
         x, weights, ids = (self.dp.gather_rows(t, batch.tokens_per_group) for t in (x, weights, ids))
         if isinstance(self.weights, ShadowedExperts):
-            y = self.weights.mixture(x, weights, ids)
+            y = self.weights.mixture(x, weights, ids, self.first)
         else:
             y = self.ops.moe(x, weights, ids, self.weights, self.first)
         return self.dp.own_rows(self.world.all_reduce(y), batch.tokens_per_group)

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from errors import UserError
 from executor import offloading
 from executor.model_runner import ModelRunner
+from models.parallel import Group
 from tests.tiny import make_runner, save_tiny, tiny_case
 from tools.logits import collect_logits
 
@@ -80,7 +82,7 @@ def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5)
     runner.model_generate(PROMPTS[:2])
     assert runner.offload is not None
-    report = offloading.write_offload(runner.offload, checkpoint.parent)
+    report = offloading.write_offload(runner.offload, checkpoint.parent, Group(), torch.device("cpu"))
     assert report["steps"] == 23
     assert 0 < report["hit_rate"] < 1
     assert len(report["layers"]) == 2

@@ -74,6 +74,33 @@ def test_every_prompt_runs_to_its_end_within_the_worst_case(
     assert all(len(pool.free) == scheduler.pages for pool in scheduler.pools)
 
 
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 5),
+       st.integers(2, 3), st.integers(0, 12))  # fmt: skip
+def test_ranks_of_all_groups_decide_alike(
+    prompts: list[tuple[int, int]], page_size: int, groups: int, more: int
+) -> None:
+    """Pools have fewer pages than the worst case; which ones a rank's own pool hands out is its own affair."""
+    ranks = []
+    for group in range(groups):
+        own = PagePool(-(-29 // page_size) + more, page_size)
+        own.free.reverse()
+        ranks.append(Scheduler(3 * groups, 29, page_size, groups, own, group))
+        assert ranks[-1].pools[group] is own
+        for i, (n, new) in enumerate(prompts):
+            ranks[-1].add(sequence(i, n, new))
+    while ranks[0].waiting or ranks[0].running:
+        admitted = [[(s.index, s.group) for s in rank.admit()] for rank in ranks]
+        assert admitted == [admitted[0]] * groups
+        for rank in ranks:
+            rank.reserve(rank.running)  # never runs out of pages
+            for s in rank.running:
+                s.cached = len(s.ids)
+                s.ids.append(0)
+                s.finish_reason = "length" if len(s.generated) == s.max_new_tokens else ""
+        retired = [[(s.index, s.group) for s in rank.retire()] for rank in ranks]
+        assert retired == [retired[0]] * groups
+
+
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 5))
 def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens: list[int], page_size: int) -> None:

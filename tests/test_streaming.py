@@ -28,7 +28,7 @@ class Layer:
     def __init__(self, format: Format, stream_tokens: int):
         self.native = NativeExperts(COUNT, INNER, HIDDEN, format, torch.device("cpu"))
         self.history, self.pool = History(), shadow.ShadowPool([native().Team(-1, 1, [])])
-        self.shadowed = CpuExperts(self.pool, 3, COUNT, INNER, HIDDEN, format)
+        self.shadowed = CpuExperts(self.pool, 3, slice(0, COUNT), INNER, HIDDEN, format)
         note = self.history.long.append
         self.shadowed.streaming = Streaming(stream_tokens, DECODE, self.shadowed.slot_bytes, note)
         for expert in range(COUNT):
@@ -36,7 +36,7 @@ class Layer:
                 part = torch.randn(shape) / shape[1] ** 0.5
                 self.native.fill(expert, which, part)
                 self.shadowed.fill(expert, which, part)
-        self.slots = self.shadowed.store.clone()
+        self.slots = self.shadowed.storages[0].view(COUNT, -1).clone()  # one node: blocks as slots have them
 
     def place(self, resident: list[int]) -> None:
         table = self.shadowed.layer.device
@@ -73,7 +73,7 @@ def test_any_placement_and_size_gives_the_bits_of_moe(format: Format) -> None:
         layer.place(resident)
         table = experts.layer.device.clone()
         x, weights, ids = routing(tokens)
-        assert torch.equal(experts.mixture(x, weights, ids), cpu.moe(x, weights, ids, layer.native, None))
+        assert torch.equal(experts.mixture(x, weights, ids, None), cpu.moe(x, weights, ids, layer.native, None))
         assert torch.equal(experts.layer.device, table)
         here = ids[(ids >= 0) & (ids < COUNT)].bincount(minlength=COUNT)
         counted += here
@@ -98,7 +98,7 @@ def test_a_ring_smaller_than_what_is_missing_is_used_again() -> None:
     assert len(layer.shadowed.streaming.ring) == RING
     for _ in range(20):
         x, weights, ids = routing(30)
-        assert torch.equal(layer.shadowed.mixture(x, weights, ids), cpu.moe(x, weights, ids, layer.native, None))
+        assert torch.equal(layer.shadowed.mixture(x, weights, ids, None), cpu.moe(x, weights, ids, layer.native, None))
     assert all(long.streamed > RING * layer.shadowed.blocks.block_bytes for long in layer.history.long)
 
 
@@ -109,9 +109,9 @@ def test_streaming_needs_no_shadow_pool_and_never_has_no_ring() -> None:
     x, weights, ids = routing(3)
     for each in (layer, never):
         each.pool.stop()
-    assert torch.equal(layer.shadowed.mixture(x, weights, ids), cpu.moe(x, weights, ids, layer.native, None))
+    assert torch.equal(layer.shadowed.mixture(x, weights, ids, None), cpu.moe(x, weights, ids, layer.native, None))
     with pytest.raises(UserError, match="the shadow pool was stopped"):
-        never.shadowed.mixture(x, weights, ids)
+        never.shadowed.mixture(x, weights, ids, None)
 
 
 def test_what_was_streamed_is_counted_by_steps_and_layers() -> None:

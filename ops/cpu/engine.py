@@ -19,6 +19,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 SYSFS = "/sys/devices/system"
 PROBE_BYTES = 16 << 20  # for each core: more than its share of most machines' last cache
 _engine: ModuleType | None = None
+_share: list[Any] = []  # nodes with this rank's cores, as it was last started
 
 
 def native() -> ModuleType:
@@ -26,20 +27,38 @@ def native() -> ModuleType:
     return _engine or start(1, "auto")[0]
 
 
-def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1) -> tuple[ModuleType, str]:
+def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1, shadow: int = 0) -> tuple[ModuleType, str]:
     """(engine, the instruction set it uses) for rank `rank` of `ranks` on this machine. `threads` 0: as many as are
-    worth having; with several ranks, the rank's share of the cores. A later call replaces pool and kernels."""
+    worth having; with several ranks, the rank's share of the cores. `shadow` threads of another pool (`shadow_teams`)
+    get cores of their own if there are enough. A later call replaces pool and kernels."""
     module = _load()
-    nodes = module.share(_nodes(), rank, ranks)
+    _share[:] = nodes = module.share(_nodes(), rank, ranks)
     cores = sum(len(node.cores) for node in nodes)
+    cores = cores - shadow if cores - shadow > 1 else cores
+
+    def teams(threads: int) -> list[Any]:
+        device: list[Any] = module.divide(nodes, threads, shadow)[0]
+        return device
 
     def seconds(threads: int) -> float:
-        start_teams(module.plan(nodes, threads), instruction_set)
+        start_teams(teams(threads), instruction_set)
         probe = module.ReadProbe(min(cores, 32) * PROBE_BYTES)
         return min(_seconds_of(probe) for _ in range(3))
 
     count = threads or (cores if ranks > 1 else worth_having(cores, seconds))
-    return start_teams(module.plan(nodes, count), instruction_set)
+    return start_teams(teams(count), instruction_set)
+
+
+def shadow_teams(threads: int) -> list[Any]:
+    """Of a pool beside the engine's, on the cores that `start` left for as many."""
+    device = sum(team.threads for team in native().teams())
+    teams: list[Any] = _load().divide(_share or _nodes(), device, threads)[1]
+    return teams
+
+
+def own_cpus() -> list[int]:
+    """All that this rank may use; the calling thread may be kept on a part of them."""
+    return [cpu for node in _share or _nodes() for core in node.cores for cpu in core]
 
 
 def cores_of(rank: int = 0, ranks: int = 1) -> int:

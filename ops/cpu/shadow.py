@@ -19,13 +19,14 @@ from torch import Tensor
 
 from errors import UserError
 from ops.cpu import traced
-from ops.cpu.engine import TYPES, native, pointer
+from ops.cpu.engine import TYPES, native, own_cpus, pointer
 from ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
 from ops.interface import Format
 from ops.quantised import Quantised
 
 INT = torch.int64
 MODEL_TYPES = torch.float32, torch.bfloat16, torch.float16
+Piece = tuple[int, int, int]  # place in the whole, place from an address on, bytes
 UNITS = {"w13": 2 * BLOCK, "w2": ROWS}  # rows that stay on one NUMA node
 
 
@@ -56,10 +57,14 @@ class ExpertBlocks:
         view, row, step = self._view(address, which)
         return view.dequantised(0, self.hidden if which == "down" else self.inner, row, step)
 
+    def rows_of(self, which: str) -> tuple[str, int, int]:
+        """The matrix that has "gate", "up" or "down", its first row there, the step as MatrixView has it."""
+        return "w2" if which == "down" else "w13", ROWS * (which == "up"), 1 if which == "down" else 2
+
     def _view(self, address: int, which: str) -> tuple[MatrixView, int, int]:
-        name = "w2" if which == "down" else "w13"
+        name, row, step = self.rows_of(which)
         view = MatrixView(self._split(name, [0, self.shapes[name][0]], address), self.format, self.shapes[name][1])
-        return view, ROWS * (which == "up"), 1 if which == "down" else 2
+        return view, row, step
 
     def handles(self, split: Callable[[int], list[int]]) -> tuple[Any, Any]:
         """w13 and w2 of a block at address 0, their rows divided over the teams of a pool by its `split`."""
@@ -71,12 +76,19 @@ class ExpertBlocks:
         return self._handles[key]
 
     def _split(self, name: str, firsts: list[int], address: int) -> Any:
+        ranges, starts = list(pairwise(firsts)), []
+        for first, _ in ranges:
+            skipped = plane_bytes(first * self.shapes[name][1], self.format)
+            starts.append([address + o + s for o, s in zip(self.offsets[name], skipped, strict=True)])
+        return self.matrix(name, ranges, starts)
+
+    def matrix(self, name: str, ranges: list[tuple[int, int]], starts: list[list[int]]) -> Any:
+        """A native SplitMatrix of row ranges (first, end), whose planes are at `starts`: addresses, or distances from
+        one, negative ones too."""
         columns, parts = self.shapes[name][1], []
         absent = [not size for size in plane_bytes(columns * ROWS, self.format)]
-        for first, end in pairwise(firsts):
-            skipped = plane_bytes(first * columns, self.format)
-            places = [address + o + s for o, s in zip(self.offsets[name], skipped, strict=True)]
-            places = [0 if none else place for none, place in zip(absent, places, strict=True)]
+        for (first, end), planes in zip(ranges, starts, strict=True):
+            places = [0 if none else place % (1 << 64) for none, place in zip(absent, planes, strict=True)]
             parts.append(native().Matrix(CODES[self.format.kind], end - first, columns, self.format.group, *places))
         return native().SplitMatrix(parts)
 
@@ -86,8 +98,8 @@ class ShadowPool:
     which a wait for them is an error that names layer and `step`, a tensor that the caller counts up each step."""
 
     def __init__(self, teams: Sequence[Any], timeout: float = 30):
-        self.step = torch.zeros(1, dtype=INT)
-        self.native = native().ShadowPool(list(teams), timeout)
+        self.step, self.teams = torch.zeros(1, dtype=INT), list(teams)
+        self.native = native().ShadowPool(self.teams, timeout)
 
     def stop(self) -> None:
         """Ends the threads after the work that they are at; later steps that need them fail."""
@@ -108,6 +120,10 @@ class ShadowLayer:
     )
     memory: object  # what the addresses of `store` point into
     first_expert: int = 0
+    handles: tuple[Any, Any] | None = None  # w13 and w2 as the shadow pool finds them at `store`; None: in whole blocks
+
+    def shadows(self, pool: ShadowPool) -> tuple[Any, Any]:
+        return self.handles or self.blocks.handles(pool.native.split)
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,7 @@ def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job
     device, common = pointer(layer.device, INT), (pointer(x), pointer(ids, INT), pointer(rows))
     resident = native().MoeRows(*blocks.handles(native().split), device, 0, *common, pointer(ours, torch.uint8), *sizes)
     shadow = native().MoeRows(
-        *blocks.handles(pool.native.split), pointer(layer.store, INT), device, *common, pointer(theirs, torch.uint8),
+        *layer.shadows(pool), pointer(layer.store, INT), device, *common, pointer(theirs, torch.uint8),
         *sizes,
     )  # fmt: skip
     kept = (x, ids, rows, ours, theirs)
@@ -190,7 +206,7 @@ class Worker:
             )  # fmt: skip
         x, ids, rows, scratch = kept = self._scratch[sizes]
         work = native().MoeRows(
-            *blocks.handles(self.pool.native.split), pointer(layer.store, INT), 0, pointer(x), pointer(ids, INT),
+            *layer.shadows(self.pool), pointer(layer.store, INT), 0, pointer(x), pointer(ids, INT),
             pointer(rows), pointer(scratch, torch.uint8), *sizes,
         )  # fmt: skip
         live = self.live.setdefault(tokens, torch.ones(tokens, dtype=torch.uint8))
@@ -198,19 +214,33 @@ class Worker:
         self.native.add(work, layer.number, TYPES[dtype], *tables, (kept, layer, live))
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """A block that lies in pieces."""
+
+    address: int
+    pieces: list[Piece]
+    nbytes: int  # of the whole
+    memory: object  # what the address points into
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
 class Copier:
     """A thread that copies blocks, one after another. What it still has to read or write stays alive."""
 
     def __init__(self) -> None:
-        self.native = native().Copier()  # first, so that it ends before what it copies is let go
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.native = native().Copier(own_cpus())  # first, so that it ends before what it copies is let go
+        self._kept: dict[int, tuple[Tensor, Pieces]] = {}
 
-    def submit(self, to: Tensor, source: Tensor) -> int:
+    def submit(self, to: Tensor, source: Tensor | Pieces) -> int:
         """A ticket for a copy of `source`, bytes as many as `to` has."""
         if len(to) != len(source):
             raise ValueError(f"a copy of {len(source)} bytes to {len(to)}")
-        addresses = pointer(to, torch.uint8), pointer(source, torch.uint8)
-        ticket: int = self.native.submit(*addresses, len(to))
+        if isinstance(source, Tensor):
+            source = Pieces(pointer(source, torch.uint8), [(0, 0, len(source))], len(source), source)
+        ticket: int = self.native.submit(pointer(to, torch.uint8), source.address, source.pieces)
         self._kept[ticket] = to, source
         return ticket
 

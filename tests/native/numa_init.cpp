@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "../../ops/cpu/csrc/copier.h"
 #include "../../ops/cpu/csrc/ops.h"
 #include "weights.h"
 
@@ -73,6 +74,39 @@ void run() {
         check(!touched.bound() && all_on(n, touched.address(), kBytes), "first touch: every page", n);
     }
     check(!Buffer(1, kNodes).bound(), "a node that is not there is refused");
+
+    // A second pool, made by a thread that the first one keeps on node 0.
+    const auto [device, shadow] = divide(nodes, 2, 2);
+    check(device.size() == 2 && device[0].memory == 2 && device[1].memory == 3, "the device keeps nodes 2 and 3");
+    check(shadow.size() == 2 && shadow[0].memory == 0 && shadow[1].memory == 1, "the shadow pool has nodes 0 and 1");
+    std::thread([&] {
+        Pool first(device), second(shadow);
+        std::vector<int> at(2, -1);
+        second.on_nodes([](int) { return 1; },
+                        [&](int n, int, int, int) {
+                            unsigned cpu, node;
+                            if (syscall(SYS_getcpu, &cpu, &node, nullptr) == 0) at[n] = static_cast<int>(node);
+                        });
+        check(at == std::vector<int>{0, 1}, "its threads run there");
+    }).join();
+    // A region of the shadow store where mbind is refused: touched by threads of the team.
+    for (const Team& team : shadow) {
+        Buffer region(kBytes);
+        {
+            Pool its({team});
+            region.touch(its, 0);
+        }
+        check(all_on(team.memory, region.address(), kBytes), "first touch by its own threads", team.memory);
+    }
+    // A copier's thread writes where it runs: pages of a slot nobody touched before.
+    for (int n = 0; n < kNodes; n++) {
+        Copier copier(nodes[n].cores[0]);
+        const std::vector<char> from(kBytes, 1);
+        Buffer slot(kBytes);
+        copier.wait(copier.submit(reinterpret_cast<void*>(slot.address()), from.data(),
+                                  {{kBytes / 2, 0, kBytes / 2}, {0, kBytes / 2, kBytes / 2}}));
+        check(all_on(n, slot.address(), kBytes), "a copier's thread is on its CPUs", n);
+    }
 
     constexpr int kRowsOf = 400, kColumns = 256, kTokens = 3;
     const Weights split(pool, teams, 3, kRowsOf, kColumns);

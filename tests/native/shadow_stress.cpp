@@ -199,7 +199,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
             if (coming || layer.free.empty()) continue;
             const int slot = layer.free.back();
             layer.free.pop_back();
-            const auto ticket = copier.submit(places + slot * kBlockBytes, blocks + in * kBlockBytes, kBlockBytes);
+            const auto ticket = copier.submit(places + slot * kBlockBytes, blocks + in * kBlockBytes, {{0, 0, kBlockBytes}});
             promotions.push_back({ticket, &layer, in, slot});
         }
         for (float& v : x) v = pseudo_random(below(1 << 30));
@@ -250,7 +250,7 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
     // The end comes while all are at work: from another thread, in the middle of steps, with copies queued.
     for (Layer& layer : layers) std::fill(layer.device.begin(), layer.device.end(), 0);
     for (auto& id : ids) id = below(kExperts);
-    for (int i = 0; i < 50; i++) copier.submit(places, blocks, kBlockBytes);
+    for (int i = 0; i < 50; i++) copier.submit(places, blocks, {{0, 0, kBlockBytes}});
     std::thread killer([&] {
         usleep(2000);
         shadow->stop();

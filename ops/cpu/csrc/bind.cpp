@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <string>
 
@@ -113,6 +114,7 @@ PYBIND11_MODULE(_native, m) {
     m.def("read_nodes", &read_nodes);
     m.def("share", &share);
     m.def("plan", &plan);
+    m.def("divide", &divide);
 
     m.def("instruction_sets", &usable_sets);
     m.def("teams", [] { return engine.teams; });
@@ -149,6 +151,14 @@ PYBIND11_MODULE(_native, m) {
             const int memory = engine.teams.at(team).memory;
             auto buffer = std::make_unique<Buffer>(bytes, memory);
             if (memory >= 0 && !buffer->bound()) buffer->touch(*engine.pool, team);
+            return buffer;
+        }))
+        .def(py::init([](int64_t bytes, const Team& team) {  // for a team that is not of the engine's pool
+            auto buffer = std::make_unique<Buffer>(bytes, team.memory);
+            if (team.memory >= 0 && !buffer->bound()) {
+                Pool pool({team});
+                buffer->touch(pool, 0);
+            }
             return buffer;
         }))
         .def("__len__", &Buffer::size)
@@ -272,9 +282,12 @@ PYBIND11_MODULE(_native, m) {
         .def_property_readonly("context", [](Worker& worker) { return reinterpret_cast<uintptr_t>(&worker); })
         .def_property_readonly("submit", [](Worker&) { return reinterpret_cast<uintptr_t>(&Worker::submit); });
     py::class_<Copier>(m, "Copier")
-        .def(py::init<>())
-        .def("submit", [](Copier& copier, uintptr_t to, uintptr_t from, int64_t bytes) {
-            return copier.submit(at<void>(to), at<const void>(from), bytes);
+        .def(py::init<std::vector<int>>())
+        .def("submit", [](Copier& copier, uintptr_t to, uintptr_t from,
+                          const std::vector<std::array<int64_t, 3>>& pieces) {
+            std::vector<Piece> of;
+            for (const auto& piece : pieces) of.push_back({piece[0], piece[1], piece[2]});
+            return copier.submit(at<void>(to), at<const void>(from), std::move(of));
         })
         .def("done", &Copier::done)
         .def("wait", &Copier::wait, py::call_guard<py::gil_scoped_release>())

@@ -3,14 +3,18 @@
 #include <cstring>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "shadow.h"
 
 namespace umbra {
 
-Copier::Copier() {
+Copier::Copier(const std::vector<int>& cpus) {
     try {
-        thread_ = std::thread([this] { work(); });
+        thread_ = std::thread([this, cpus] {
+            if (!cpus.empty()) pin(cpus);
+            work();
+        });
     } catch (const std::system_error& error) {
         throw ShadowError(std::string("expert copies: their thread cannot be started: ") + error.what());
     }
@@ -21,10 +25,10 @@ Copier::~Copier() {
     thread_.join();
 }
 
-uint64_t Copier::submit(void* to, const void* from, int64_t bytes) {
+uint64_t Copier::submit(void* to, const void* from, std::vector<Piece> pieces) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopped_) throw ShadowError("expert copies: the copier was stopped");
-    queue_.push_back({to, from, bytes});
+    queue_.push_back({to, from, std::move(pieces)});
     changed_.notify_all();
     return ++submitted_;
 }
@@ -52,10 +56,12 @@ void Copier::work() {
     for (;;) {
         changed_.wait(lock, [&] { return stopped_ || !queue_.empty(); });
         if (stopped_) break;
-        const Copy copy = queue_.front();
+        const Copy copy = std::move(queue_.front());
         queue_.pop_front();
         lock.unlock();
-        std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
+        for (const Piece& piece : copy.pieces)
+            std::memcpy(static_cast<char*>(copy.to) + piece.to, static_cast<const char*>(copy.from) + piece.from,
+                        static_cast<size_t>(piece.bytes));
         lock.lock();
         finished_.fetch_add(1, std::memory_order_release);
         changed_.notify_all();

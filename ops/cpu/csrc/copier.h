@@ -12,19 +12,26 @@
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace umbra {
 
+// Of something that lies in pieces in one place and is whole in another: bytes from each one's address.
+struct Piece {
+    int64_t to, from, bytes;
+};
+
 class Copier {
 public:
-    Copier();
+    // `cpus` that its thread stays on; empty: the caller's. It inherits those otherwise, and the caller may be pinned.
+    explicit Copier(const std::vector<int>& cpus = {});
     ~Copier();
     Copier(const Copier&) = delete;
     Copier& operator=(const Copier&) = delete;
 
     // A ticket; `done` without blocking whether its copy is, `wait` until it is. All throw once the copier was stopped,
     // but for copies that are done; before they throw nothing is written any more.
-    uint64_t submit(void* to, const void* from, int64_t bytes);
+    uint64_t submit(void* to, const void* from, std::vector<Piece> pieces);
     bool done(uint64_t ticket) const;
     void wait(uint64_t ticket);
 
@@ -35,7 +42,7 @@ private:
     struct Copy {
         void* to;
         const void* from;
-        int64_t bytes;
+        std::vector<Piece> pieces;
     };
     void work();
 

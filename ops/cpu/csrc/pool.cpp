@@ -8,16 +8,13 @@
 #include "futex.h"
 
 namespace umbra {
-namespace {
 
 void pin(const std::vector<int>& cpus) {
     cpu_set_t set;
     CPU_ZERO(&set);
     for (const int cpu : cpus) CPU_SET(cpu, &set);
-    pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // a refusal costs speed, not correctness
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
-
-}  // namespace
 
 Pool::Pool(const std::vector<Team>& teams) : nodes_(teams.size()) {
     for (size_t n = 0; n < teams.size(); n++) {

@@ -26,6 +26,9 @@
 
 namespace umbra {
 
+// Keeps this thread on `cpus`; a refusal costs speed, not correctness.
+void pin(const std::vector<int>& cpus);
+
 class Pool {
 public:
     using Task = void (*)(void* context, int node, int begin, int end, int thread);

@@ -56,6 +56,24 @@ std::vector<std::vector<int>> cores_of(const std::string& root, const std::vecto
     return cores;
 }
 
+int count_cores(const std::vector<Node>& nodes) {
+    size_t cores = 0;
+    for (const Node& node : nodes) cores += node.cores.size();
+    return static_cast<int>(cores);
+}
+
+std::vector<int> cpus_of(const Node& node) {
+    std::vector<int> cpus;
+    for (const auto& core : node.cores) cpus.insert(cpus.end(), core.begin(), core.end());
+    return cpus;
+}
+
+std::vector<Team> plan_pinned(const std::vector<Node>& nodes, int threads) {
+    std::vector<Team> teams = plan(nodes, threads);
+    if (nodes.size() == 1) teams[0].cpus = cpus_of(nodes[0]);
+    return teams;
+}
+
 }  // namespace
 
 std::vector<int> allowed_cpus() {
@@ -90,8 +108,7 @@ std::vector<Node> read_nodes(const std::string& root, const std::vector<int>& al
 }
 
 std::vector<Node> share(const std::vector<Node>& nodes, int rank, int ranks) {
-    size_t cores = 0;
-    for (const Node& node : nodes) cores += node.cores.size();
+    const size_t cores = count_cores(nodes);
     const size_t begin = rank * cores / ranks, end = std::max((rank + 1) * cores / ranks, begin + 1);
     std::vector<Node> mine;
     size_t at = 0;
@@ -112,7 +129,7 @@ std::vector<Team> plan(const std::vector<Node>& nodes, int threads) {
         teams[n].memory = nodes[n].memory;
         teams[n].threads = 0;
         if (nodes[n].memory < 0) continue;
-        for (const auto& core : nodes[n].cores) teams[n].cpus.insert(teams[n].cpus.end(), core.begin(), core.end());
+        teams[n].cpus = cpus_of(nodes[n]);
     }
     // One thread after another goes where it leaves most cores for each thread; nodes that have none yet come first.
     const auto gain = [&](size_t n) {
@@ -128,6 +145,21 @@ std::vector<Team> plan(const std::vector<Node>& nodes, int threads) {
     teams.erase(std::remove_if(teams.begin(), teams.end(), [](const Team& team) { return team.threads == 0; }),
                  teams.end());
     return teams;
+}
+
+std::pair<std::vector<Team>, std::vector<Team>> divide(const std::vector<Node>& nodes, int device, int shadow) {
+    const int cores = count_cores(nodes);
+    if (shadow == 0 || cores <= 2 || device + shadow > cores) return {plan(nodes, device), plan(nodes, shadow)};
+    std::vector<Node> left, taken;
+    const std::vector<Team> teams = plan(nodes, shadow);
+    for (const Node& node : nodes) {
+        const auto has = [&](const Team& team) { return team.memory == node.memory; };
+        const auto team = std::find_if(teams.begin(), teams.end(), has);
+        const auto middle = node.cores.end() - (team == teams.end() ? 0 : team->threads);
+        if (middle != node.cores.begin()) left.push_back({node.memory, {node.cores.begin(), middle}});
+        if (middle != node.cores.end()) taken.push_back({node.memory, {middle, node.cores.end()}});
+    }
+    return {plan_pinned(left, device), plan_pinned(taken, shadow)};
 }
 
 }  // namespace umbra

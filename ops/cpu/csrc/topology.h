@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace umbra {
@@ -34,5 +35,10 @@ std::vector<Node> share(const std::vector<Node>& nodes, int rank, int ranks);
 
 // `threads` spread over the nodes in proportion to their cores. Every node is used when there are threads enough.
 std::vector<Team> plan(const std::vector<Node>& nodes, int threads);
+
+// `plan` for two pools at once. Where there are cores enough, none is in both: the shadow has as many as it has threads,
+// the last ones of each node, and the device the others; both are then pinned, on machines of one node too. Two cores are
+// never enough: there the system's scheduler does better, whatever else is running.
+std::pair<std::vector<Team>, std::vector<Team>> divide(const std::vector<Node>& nodes, int device, int shadow);
 
 }  // namespace umbra

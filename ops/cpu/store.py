@@ -1,0 +1,103 @@
+"""The shadow store: one layer's packed experts, near the threads that compute them.
+
+Every expert is divided by rows over the NUMA nodes of the shadow pool, as the main pool's matrices are; csrc/matrix.h
+says why not by whole experts. Each node has a region of its own, with its rows of all experts, one after another:
+
+    node 0   | e0: w13 quants, scales, w2 quants, scales | e1 ...       `stride` bytes each, the same on all nodes,
+    node 1   | e0: the rows behind those                 | e1 ...       so an address and fixed distances say it all
+
+A layer is then one range of pages on each node, of huge pages. Whole blocks whose pages are dealt out by rows were
+rejected: a node's part of a plane is tens of kilobytes, which pages of 64 KB do not divide, there would be 16 ranges an
+expert where a process may have 65,530 in all, and no huge pages. The price: a block is whole on the device, so a copy
+to there is made of as many pieces as there are planes and nodes; of one where there is one node.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.cpu.engine import native
+from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, plane_bytes
+from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
+from ops.quantised import Quantised
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A node's rows of one plane of an expert."""
+
+    name: str  # of the matrix
+    place: int  # in a whole block
+    start: int  # in the node's part of the expert
+    nbytes: int
+
+
+class ExpertStore:
+    """Reading, writing, and copying whole: `handles` for the pool's kernels, `fill`, `store[expert]` for a Copier."""
+
+    def __init__(self, count: int, blocks: ExpertBlocks, pool: ShadowPool):
+        self.blocks = blocks
+        self.firsts = {
+            name: [unit * i for i in pool.native.split(blocks.shapes[name][0] // unit)] for name, unit in UNITS.items()
+        }
+        parts = [list(self._planes(team)) for team in range(len(pool.teams))]
+        ends = [padded(planes[-1].start + planes[-1].nbytes, ALIGNMENT) for planes in parts]
+        stride = max(ends)
+        self.buffers = [
+            native().Buffer(count * stride, team) for team in pool.teams
+        ]  # zeroed: padding must add nothing
+        self.storages = [
+            torch.frombuffer(buffer, dtype=torch.uint8)[: (count - 1) * stride + end]
+            for buffer, end in zip(self.buffers, ends, strict=True)
+            if end
+        ]
+        self.nbytes = sum(storage.nbytes for storage in self.storages)
+        self.addresses = self.buffers[0].address + stride * torch.arange(count)
+        self._parts = [
+            (buffer.address - self.buffers[0].address, planes)
+            for buffer, planes in zip(self.buffers, parts, strict=True)
+        ]
+        self._pieces = list(
+            joined((plane.place, away + plane.start, plane.nbytes) for away, planes in self._parts for plane in planes)
+        )
+        self.handles = self._matrix("w13", 0), self._matrix("w2", 0)
+
+    def __getitem__(self, expert: int) -> Pieces:
+        return Pieces(int(self.addresses[expert]), self._pieces, self.blocks.block_bytes, self.buffers)
+
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
+        """Put in all of "gate", "up" or "down"."""
+        name, row, step = self.blocks.rows_of(which)
+        handle = self._matrix(name, int(self.addresses[expert]))
+        MatrixView(handle, self.blocks.format, self.blocks.shapes[name][1]).fill(0, row, part, step)
+
+    def _planes(self, team: int) -> Iterator[Plane]:
+        at = 0
+        for name, firsts in self.firsts.items():
+            columns, (first, end) = self.blocks.shapes[name][1], firsts[team : team + 2]
+            before, sizes = (plane_bytes(rows * columns, self.blocks.format) for rows in (first, end - first))
+            for whole, skipped, size in zip(self.blocks.offsets[name], before, sizes, strict=True):
+                yield Plane(name, whole + skipped, at, size)
+                at += padded(size, ALIGNMENT)
+
+    def _matrix(self, name: str, address: int) -> Any:
+        starts = [[address + away + p.start for p in planes if p.name == name] for away, planes in self._parts]
+        return self.blocks.matrix(name, list(pairwise(self.firsts[name])), starts)
+
+
+def joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Those that are as far apart in both places are one."""
+    last: Piece | None = None
+    for place, start, size in pieces:
+        if last and place - start == last[0] - last[1]:
+            last = last[0], last[1], place + size - last[0]
+        elif size:
+            if last:
+                yield last
+            last = place, start, size
+    if last:
+        yield last
