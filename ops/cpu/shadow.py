@@ -102,7 +102,7 @@ class ShadowPool:
         self.native = native().ShadowPool(self.teams, timeout)
 
     def stop(self) -> None:
-        """Ends the threads after the work that they are at; later steps that need them fail."""
+        """Ends the threads after the work that they have; later steps that need them fail."""
         self.native.stop()
 
 

@@ -153,9 +153,10 @@ std::vector<int> ShadowPool::split(int count) const {
 
 bool ShadowPool::submit(const std::shared_ptr<ShadowWork>& work) {
     State& state = *state_;
+    std::shared_ptr<ShadowWork> last = work;  // let go of behind the lock: what it keeps may belong to Python
     std::lock_guard<std::mutex> lock(state.guard);
     if (state.stopped) return false;
-    state.work = work;
+    state.work.swap(last);
     state.ticket = state.submitted.load(std::memory_order_relaxed) + 1;
     state.handed.store(work.get(), std::memory_order_relaxed);
     state.publish();
