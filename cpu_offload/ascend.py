@@ -94,8 +94,8 @@ class NpuExperts(ShadowedExperts):
         return torch.ops.umbra.shadow_join(sums, own, self.number, nodes)
 
     def _own(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
-        """The residents' part: out of their slots; else of a bank with one expert for each pair of a token and an expert
-        or, where there are more pairs, with all."""
+        """The residents' part: out of their slots; else of a bank, with one expert for each pair of token and expert
+        or, where there are more pairs, with all of them."""
         device, ops = self.device, self.device.ops
         if ops.on_vector_cores(x, self):
             here = device.here[self.index]
