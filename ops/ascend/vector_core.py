@@ -42,7 +42,7 @@ def moe_slots(
     first_expert: int | None,
     half_sums: bool,
 ) -> Tensor:
-    """Of experts in slots: arena (bytes) uint8, places (experts here) int32, weights float32, as shadow.py has them.
+    """Of experts in slots: arena (bytes) uint8, places (experts here) int32.
     Experts that are not resident, or elsewhere, add nothing. Not in GE graphs, where shadow.py refuses to be."""
     return torch.ops.umbra.fused_moe_slots_w4a16(
         x, arena, places, ids if first_expert is None else ids - first_expert, weights,

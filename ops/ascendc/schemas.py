@@ -8,7 +8,7 @@ grouped_gemv_w4a16   x (R, K), w (E, K, N / 8), scales, zeros (E, K / G, N), ids
                      an id below 0 or from E on gives a row of zeroes
 fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); gate: the first I columns of w13, up: the others
-fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, k), weights (T, k) float32 -> (T, H)
+fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, k), weights (T, k) -> (T, H)
                      as fused_moe_w4a16, of experts in an arena (blocks.py): the sum over those that are resident, where
                      places has their first byte / 512, not -1; the others, and ids below 0 or from E on, add nothing
 gemv_w4a16           x (T, K), w (K, N / 8), scales, zeros (K / G, N) -> (T, N)
@@ -94,7 +94,7 @@ def fused_moe_slots_w4a16(
         if size not in GROUPS or rows % size:
             raise RuntimeError(f"{name}: {size}: must be 32, 64 or 128, and divide {rows}")
     _check("ids", ids, torch.int32, x.shape[0], None)
-    _check("weights", weights, torch.float32, x.shape[0], ids.shape[1])
+    _check("weights", weights, x.dtype, x.shape[0], ids.shape[1])
     return x.new_empty(x.shape)
 
 

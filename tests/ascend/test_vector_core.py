@@ -18,7 +18,7 @@ from tests.ascend.ranks import run_ranks
 GROUPED, FUSED, GEMV = "grouped_gemv_w4a16", "fused_moe_w4a16", "gemv_w4a16"
 SLOTS = "fused_moe_slots_w4a16"
 Arguments = dict[str, Any]  # tensors or None, and numbers
-BF16, INT, FLOAT = torch.bfloat16, torch.int32, torch.float32
+BF16, INT = torch.bfloat16, torch.int32
 T, TOP_K, E, H, INNER = 2, 3, 4, 128, 96  # INNER: of Qwen3-30B-A3B at TP 8
 
 
@@ -52,7 +52,7 @@ def gemv(zeros: bool = False) -> Arguments:
 
 def slots(zeros: bool = False) -> Arguments:
     arena, places = npu(9999, dtype=torch.uint8), npu(E, dtype=INT)
-    ids, weights = npu(T, TOP_K, dtype=INT), npu(T, TOP_K, dtype=FLOAT)
+    ids, weights = npu(T, TOP_K, dtype=INT), npu(T, TOP_K)
     sizes = dict(inner=INNER, group=64, group2=32, zeros=zeros)
     return dict(x=npu(T, H), arena=arena, places=places, ids=ids, weights=weights, **sizes)
 
@@ -183,7 +183,7 @@ def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arg
         (SLOTS, other("group", lambda _: 256), "group: 256: must be 32, 64 or 128, and divide 128"),
         (SLOTS, other("group2", lambda _: 64), "group2: 64: must be 32, 64 or 128, and divide 96"),
         (SLOTS, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
-        (SLOTS, other("weights", lambda w: w.half()), "weights: Half: must be float32"),
+        (SLOTS, other("weights", lambda w: w.half()), "weights: Half: must be BFloat16"),
         (SLOTS, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
         (FUSED, lambda a: {**a, "z2": a["s2"]}, "z2: given: must be given where z13 is"),
         (FUSED, lambda a: {**a, "w2": npu(3, INNER, 16, dtype=INT), "s2": npu(3, 3, H)}, r"w2: \[3, 96, 16\]"),

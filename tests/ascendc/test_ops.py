@@ -33,7 +33,7 @@ def good(op: str) -> dict[str, Any]:
     if op == SLOTS:
         arena, places = empty(9999, dtype=torch.uint8), empty(E, dtype=torch.int32)
         sizes = dict(inner=N, group=64, group2=32, zeros=True)
-        return dict(x=empty(T, K), arena=arena, places=places, ids=ids, weights=weights.float(), **sizes)
+        return dict(x=empty(T, K), arena=arena, places=places, ids=ids, weights=weights, **sizes)
     return dict(
         x=empty(T, K), w13=words(E, K, 2 * N), s13=empty(E, 1, 2 * N), z13=None, w2=words(E, N, K),
         s2=empty(E, 2, K), z2=empty(E, 2, K), ids=ids, weights=weights,
@@ -86,7 +86,7 @@ def test_shapes_and_types(op: str, dtype: torch.dtype) -> None:
         (SLOTS, "group", 256, "group: 256: must be 32, 64 or 128, and divide 128"),
         (SLOTS, "group2", 128, "group2: 128: must be 32, 64 or 128, and divide 64"),
         (SLOTS, "ids", empty(5, TOP, dtype=torch.int32), r"ids: \(5, 2\): must be \(3, k\)"),
-        (SLOTS, "weights", empty(T, TOP), r"weights: torch\.float16: must be torch\.float32"),
+        (SLOTS, "weights", empty(T, TOP).float(), r"weights: torch\.float32: must be torch\.float16"),
     ],
 )  # fmt: skip
 def test_what_does_not_belong_together_is_named(op: str, name: str, wrong: Any, complaint: str) -> None:

@@ -81,7 +81,7 @@ class UmbraFusedMoeSlotsW4a16 : public OpDef {
         umbra::fixed(Input("arena"), ge::DT_UINT8);
         umbra::fixed(Input("places"), ge::DT_INT32);
         umbra::fixed(Input("ids"), ge::DT_INT32);
-        umbra::fixed(Input("weights"), ge::DT_FLOAT);
+        umbra::activation(Input("weights"));
         umbra::activation(Output("y"));
         Attr("inner").AttrType(REQUIRED).Int();
         Attr("group").AttrType(REQUIRED).Int();

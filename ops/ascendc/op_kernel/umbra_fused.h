@@ -19,23 +19,17 @@ struct Weights {
     template <typename T> __aicore__ inline void Read(Room& room, GM_ADDR weights, uint32_t pairs) {
         GlobalTensor<T> from;
         from.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(weights));
-        if constexpr (std::is_same<T, float>::value) {
-            room.ReadScalars(from, pairs, *this);
-        } else {
-            LocalTensor<T> in = room.stream.template AllocTensor<T>();
-            room.Fetch(in, from, pairs);
-            room.stream.EnQue(in);
-            in = room.stream.template DeQue<T>();
-            AscendC::Cast(room.x, in, RoundMode::CAST_NONE, pairs);
-            room.stream.FreeTensor(in);
-            Hand<HardEvent::V_S>(room.pipe);
-            for (uint32_t i = 0; i < pairs; ++i)
-                Take(i, room.x.GetValue(i));
-            Hand<HardEvent::S_V>(room.pipe);
-        }
+        LocalTensor<T> in = room.stream.template AllocTensor<T>();
+        room.Fetch(in, from, pairs);
+        room.stream.EnQue(in);
+        in = room.stream.template DeQue<T>();
+        AscendC::Cast(room.x, in, RoundMode::CAST_NONE, pairs);
+        room.stream.FreeTensor(in);
+        Hand<HardEvent::V_S>(room.pipe);
+        for (uint32_t i = 0; i < pairs; ++i)
+            of[i] = room.x.GetValue(i);
+        Hand<HardEvent::S_V>(room.pipe);
     }
-
-    __aicore__ inline void Take(uint32_t pair, float weight) { of[pair] = weight; }
 };
 
 // h = SwiGLU of the sums of parts (parts, pairs, 2 I), a tile of a pair at a time.

@@ -10,7 +10,7 @@ __aicore__ inline void Run(
     umbra::Weights weights;
     room.Init();
     units.Read(room, ids, t.tokens * t.topK, t.experts, places);
-    weights.template Read<float>(room, weightsAt, t.tokens * t.topK);
+    weights.template Read<T>(room, weightsAt, t.tokens * t.topK);
     const umbra::Bank up(arena, arena + t.s13, arena + t.z13, t.zeros, t.k, 2 * t.n, t.group, umbra::kPlace);
     const umbra::Bank down(
         arena + t.w2, arena + t.s2, arena + t.z2, t.zeros, t.n, t.k, t.group2, umbra::kPlace);

@@ -113,7 +113,8 @@ Tensor fused_moe_slots(const Tensor &x, const Tensor &arena, const Tensor &place
     check_group("group", group, x.size(1));
     check_group("group2", group2, inner);
     check_ids(ids, x.size(0));
-    TORCH_CHECK_TYPE(weights.scalar_type() == at::kFloat, "weights: ", weights.scalar_type(), ": must be float32");
+    TORCH_CHECK_TYPE(weights.scalar_type() == x.scalar_type(), "weights: ", weights.scalar_type(), ": must be ",
+                     x.scalar_type());
     TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
