@@ -1,5 +1,6 @@
 """Huawei Ascend: one NPU die a rank, collectives over HCCL, decode in static graphs (ascend_graph.py)."""
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
@@ -70,18 +71,10 @@ class AscendPlatform(Platform):
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         from cpu_offload.ascend import AscendDevice
 
-        case = self.case
-        most = graph_rows(
-            case.data_config.batch_size // case.attn_dp_size, case.data_config.batch_size // case.attn_dp_size
-        )
-        return AscendDevice(
-            self.own,
-            self.device,
-            top_k,
-            most * case.attn_dp_size,
-            case.offload_config.timeout_s,
-            read_versions(cann_home()).cann,
-        )
+        case, groups = self.case, self.case.attn_dp_size
+        most = case.data_config.batch_size // groups * groups if stream_tokens > 0 else sys.maxsize
+        most, cann = max(most, stream_tokens - 1), read_versions(cann_home()).cann
+        return AscendDevice(self.own, self.device, top_k, most, case.offload_config.timeout_s, cann)
 
     def peak_memory_bytes(self) -> int:
         return torch_npu.npu.max_memory_allocated(self.device)

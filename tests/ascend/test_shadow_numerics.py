@@ -1,12 +1,17 @@
 """Experts on the CPU beside the Ascend model code, which runs in plain CPU code under the real schemas."""
 
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import multiprocessing
 
 from executor import model_runner, offloading
+from executor.env import RankEnv
 from executor.model_runner import ModelRunner
 from executor.runners import make_runner
 from tests.ascend.on_cpu import ascend_on_cpu
@@ -21,17 +26,18 @@ ELASTIC = {"mode": "elastic", "arena_mb": 400}
 
 
 def runner_of(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, model: str = "model", gemv_tokens: int = 0, **sections: Any
+    folder: Path, model: str = "model", gemv_tokens: int = 0, ranks: RankEnv = ONE_RANK, **sections: Any
 ) -> ModelRunner:
     """`arena_mb` counts kilobytes here: the model is tiny."""
-    monkeypatch.setattr(offloading, "MB", 1 << 10)
-    monkeypatch.setattr(model_runner, "load_platform", lambda name: ascend_on_cpu("fusion_v2", gemv_tokens))
     case = tiny_case(
         folder, folder / model, cache_config={"page_size": 16}, exe_mode="eager",
         data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
     )  # fmt: skip
-    runner = make_runner(case, folder, ONE_RANK)
-    runner.setup()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloading, "MB", 1 << 10)
+        patch.setattr(model_runner, "load_platform", lambda name: ascend_on_cpu("fusion_v2", gemv_tokens))
+        runner = make_runner(case, folder, ranks)
+        runner.setup()
     return runner
 
 
@@ -47,10 +53,10 @@ PLACEMENTS: list[dict[str, Any]] = [ELASTIC, {"mode": "fixed", "slots": -1}, {"m
 
 
 @pytest.mark.parametrize("offload", [*PLACEMENTS, {"mode": "resident"}], ids=["elastic", "none", "5", "all"])
-def test_logits_are_those_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: dict[str, Any]) -> None:
+def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any]) -> None:
     save_tiny(tmp_path / "model", **SIZES)
-    expected = collect_logits(runner_of(tmp_path, monkeypatch), IDS, steps=5)
-    runner = runner_of(tmp_path, monkeypatch, offload_config=offload)
+    expected = collect_logits(runner_of(tmp_path), IDS, steps=5)
+    runner = runner_of(tmp_path, offload_config=offload)
     ours = collect_logits(runner, IDS, steps=5)
     for name, array in expected.items():
         if name.startswith("prefill"):  # streamed: the same products of the same weights
@@ -65,15 +71,13 @@ def test_logits_are_those_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("gemv_tokens", [0, 8])
 @pytest.mark.parametrize("offload", PLACEMENTS, ids=["elastic", "none", "5"])
-def test_four_bits_stay_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: dict[str, Any], gemv_tokens: int
-) -> None:
+def test_four_bits_stay_close(tmp_path: Path, offload: dict[str, Any], gemv_tokens: int) -> None:
     """The host's kernels round activations to 8 bits; the weights are the same."""
     save_tiny(tmp_path / "model", **SIZES)
     quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32, 4, symmetric=False)
-    expected = collect_logits(runner_of(tmp_path, monkeypatch, "quantised", gemv_tokens), IDS, steps=5)
+    expected = collect_logits(runner_of(tmp_path, "quantised", gemv_tokens), IDS, steps=5)
     CALLS.clear()
-    runner = runner_of(tmp_path, monkeypatch, "quantised", gemv_tokens, offload_config=offload)
+    runner = runner_of(tmp_path, "quantised", gemv_tokens, offload_config=offload)
     ours = collect_logits(runner, IDS, steps=5)
     for name, array in expected.items():
         if not name.startswith("ids") and array.size:
@@ -82,3 +86,40 @@ def test_four_bits_stay_close(
             assert (error == 0) == name.startswith("prefill"), name
     assert CALLS["fused_moe_slots_w4a16"] == (2 * 5 if gemv_tokens else 0)
     assert used(runner)[1] > 0
+
+
+def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_tokens: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
+    sections = dict(world_size=2, parallel_config=split, offload_config={"mode": "fixed", "slots": 5})
+    runner = runner_of(folder, "quantised" if gemv_tokens else "model", gemv_tokens, ranks, **sections)
+    arrays = collect_logits(runner, IDS, steps=5)
+    np.savez(folder / f"rank{rank}.npz", used=used(runner), calls=CALLS["fused_moe_slots_w4a16"], **arrays)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("split", [{}, {"moe_tp_size": 1}, {"attn_tp_size": 1}], ids=["tp2", "ep2", "dp2"])
+@pytest.mark.parametrize("gemv_tokens", [0, 8])
+def test_two_ranks(tmp_path: Path, split: dict[str, int], gemv_tokens: int) -> None:
+    """Each rank keeps shadows of its own part of the experts; floats, then four bits."""
+    save_tiny(tmp_path / "model", **SIZES)
+    if gemv_tokens:
+        quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32, 4, symmetric=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.spawn(rank_logits, (port, tmp_path, split, gemv_tokens), nprocs=2)
+    expected = collect_logits(runner_of(tmp_path, "quantised" if gemv_tokens else "model"), IDS, steps=5)
+    told = 0
+    for rank in range(2):
+        with np.load(tmp_path / f"rank{rank}.npz") as arrays:
+            for name, array in expected.items():
+                if name.startswith("ids") or not array.size:
+                    continue
+                error = np.abs(arrays[name] - array).mean() / np.abs(array).mean() if arrays[name].size else 0
+                assert error < (0.03 if gemv_tokens else 1e-5), name
+            assert arrays["used"][1] > 0
+            told += arrays["used"][0]
+            assert (arrays["calls"] > 0) == (gemv_tokens > 0 and "attn_tp_size" not in split)
+    assert told == 2 * 3 * 3 * 5 * (1 if "moe_tp_size" in split else 2)
