@@ -1,5 +1,6 @@
 """Cases with shadow experts on the fake device: what a step asks of it, what moves between steps, what goes wrong."""
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,16 @@ import torch
 
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.offload import Offload
+from errors import UserError
 from executor import offloading
 from executor.model_runner import ModelRunner
-from tests.ascend.engine import ascend_case, ascend_runner, prefilled
-from tests.ascend.log import device_log, violations
+from executor.offload_plan import show_offload_plan
+from ops import ascendc
+from ops.ascend.bridge import BridgeError
+from ops.ascend.ops import AscendOps
+from tests.ascend.engine import ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.extension import load_extension
+from tests.ascend.log import device_log, most_pinned, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
 
 SLOT = 3 * 128 * 64 * 2  # bytes
@@ -114,3 +121,94 @@ def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
     assert [line.split()[0] for line in step_log(runner, running)] == usual
     assert offload.resident(published=True)[0].sum() == len(here)
     assert runner.decode.compiles == 1  # type: ignore[attr-defined]
+
+
+def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel finds residents through the table: no bank, no routing."""
+    monkeypatch.setattr(ascendc, "built", lambda: 1)
+    monkeypatch.setattr(ascendc, "load", load_extension)
+    runner = runner_of(tmp_path, "exe_mode=acl_graph", "slots=5", "quantization.method=q4", "decode_gemv=on")
+    lines = step_log(runner, prefilled(runner))
+    start = lines.index("captured memcpy async H2D 1024") + 1
+    assert lines[start].startswith("captured aclnnUmbraFusedMoeSlotsW4a16 (4,128)bfloat16 (")
+    assert lines[start + 1].startswith("captured aclnnAdd (4,128)bfloat16 (4,128)bfloat16")
+
+
+def test_experts_leave_for_the_cache_and_return(tmp_path: Path) -> None:
+    """An arena with room for all experts or for all pages, not for both. Nothing is captured anew."""
+    sizes = ("exe_mode=acl_graph", f"arena_mb={14 * 128 + 1}", "page_size=128", "max_new_tokens=90")
+    runner = runner_of(tmp_path, *sizes, "input_max_len=150", "max_swaps=4", mode="elastic")
+    offload, _ = parts(runner)
+    at_first = len(offload.slots)
+    sequences = generate(runner, [[5] * 150, [7] * 140, [9] * 100, [3] * 50])
+    assert all(s.finish_reason == "length" and len(s.generated) == 90 for s in sequences)
+    report = offload.history.report()
+    assert report["evictions_for_cache"] > 0
+    assert report["most_kv_frames"] + min(step.expert_frames for step in offload.history.steps) <= 14
+    generate(runner, [[5]])
+    assert len(offload.slots) > at_first - report["evictions_for_cache"]
+    assert runner.decode.compiles == len(runner.decode.graphs)  # type: ignore[attr-defined]
+
+
+def everyone_to_expert_0(
+    self: AscendOps, logits: torch.Tensor, top_k: int, renormalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = (torch.zeros(len(logits), top_k, dtype=dtype) for dtype in (logits.dtype, torch.int32))
+    return weights.npu(), ids.npu()  # the fake device copies, but computes nothing
+
+
+def test_a_stopped_pool_is_an_error_that_names_layer_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AscendOps, "route_softmax", everyone_to_expert_0)
+    runner = runner_of(tmp_path, "exe_mode=eager", "slots=-1", "timeout_s=1")
+    offload, _ = parts(runner)
+    running = prefilled(runner)
+    step_log(runner, running)
+    times, counts = offload.layers[1].layer.times, offload.layers[1].layer.counts
+    assert 0 < times[0] <= times[1]  # a real shadow pool computed
+    assert counts.tolist() == [3 * 3, 0, 0, 0, 0, 0, 0, 0]
+    offload.pool.stop()
+    with pytest.raises(BridgeError, match=f"layer 0, step {int(offload.pool.step) + 1}: the shadow pool failed"):
+        runner._decode(running)
+
+
+def test_no_pinned_memory_for_shadows(tmp_path: Path) -> None:
+    """Of a size that no other test has: torch_npu keeps what it did not get, and gives it out again."""
+    case = ascend_case(tmp_path, "offload_config.mode=resident", "exe_mode=eager", moe_intermediate_size=192)
+    most_pinned(1 << 16)
+    try:
+        with pytest.raises(
+            UserError, match=r"layer 0: no pinned memory on the host for torch.bfloat16 \(8, 128, 384\)"
+        ):
+            ascend_runner(case, tmp_path)
+    finally:
+        most_pinned(ctypes.c_size_t(-1).value)
+
+
+def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(tmp_path, "exe_mode=eager", "slots=5", "max_swaps=-1")
+    offload, _ = parts(runner)
+    running = prefilled(runner)
+    step_log(runner, running)
+    offload.evict((0, 0))
+    offload._fetch((0, 0))
+
+    def failed(self: object) -> bool:
+        raise RuntimeError("ACL stream synchronize failed, error code:507899")
+
+    monkeypatch.setattr(torch.npu.Event, "query", failed)
+    with pytest.raises(RuntimeError, match="507899"):
+        runner._decode(running)
+    assert not offload.layers[0].layer.device[0]
+
+
+def test_the_plan_counts_slots_in_the_devices_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = ascend_case(tmp_path, "offload_config.mode=fixed", "slots=5", "exe_mode=acl_graph")
+    show_offload_plan(case)
+    said = capsys.readouterr().out
+    assert f"16 with shadows, {SLOT} bytes each; 5 may be resident" in said
+    assert "not measured on ascend" in said
+
+
+def test_graphs_of_ge_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="choose exe_mode: acl_graph or npugraph_ex"):
+        ascend_case(tmp_path, "offload_config.mode=elastic", "exe_mode=ge_graph")
