@@ -42,7 +42,7 @@ def made(layers: int, experts: int, swap_cost: float) -> Offload:
     for layer in range(layers):
         offload.experts(f"model.{layer}.experts", experts, 16, 16, FORMATS["float32"])
     arena = Arena(slots * offload.slot_bytes // 1024 + 16, 1024, offload.slot_bytes, 2 * layers)
-    offload.open(arena, torch.zeros(arena.frames * arena.frame_bytes, dtype=torch.uint8))
+    offload.open(arena, torch.zeros(arena.frames * arena.frame_bytes, dtype=torch.uint8), lambda: None)
     offload.value_copies(swap_cost)
     return offload
 
@@ -65,14 +65,14 @@ def measure(layers: int, experts: int, top_k: int, sequences: int, swap_cost: fl
     begin, started, end = (timed(times, name, getattr(offload, name)) for name in PARTS[:3])
     trace = made_up("Zipf", steps * sequences, layers, experts, top_k).together(sequences)
     for keys in trace.places():
+        while not all(offload.copier.native.done(copy.ticket) for copy in offload.copies.values()):
+            pass  # whatever the machine does, a copy is done before the next step: so runs can be compared
         OTHERS.sum()
         begin()
         started()
         counts = np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
         for layer, routed in zip(offload.layers, counts, strict=True):
             layer.layer.counts.add_(torch.from_numpy(routed))
-        while not all(offload.copier.native.done(copy.ticket) for copy in offload.copies):
-            pass  # a copy takes a step, whatever the machine does: so that runs can be compared
         end(True)
     report = offload.history.report()
     medians = {part: 1e6 * statistics.median(times[part][steps // 10 :]) for part in PARTS}

@@ -1,5 +1,6 @@
 """One layer's experts with their shadows: the node that stands in the decode graph."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,15 @@ class ShadowedExperts:
         addresses = torch.tensor([block.data_ptr() for block in self.store])
         resident, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, 4))
         self.layer = ShadowLayer(number, self.blocks, addresses, resident, counts, times, self.buffer)
+        self.table = resident.numpy()  # faster to write to, one by one
+
+    def share(self, counts: Tensor, times: Tensor) -> None:
+        """Writes there from now on, a row of what all layers have; before anything is captured."""
+        self.layer = dataclasses.replace(self.layer, counts=counts, times=times)
+
+    def place(self, expert: int, address: int) -> None:
+        """Where the device finds it; 0: nowhere. Between two steps."""
+        self.table[expert] = address
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         self.blocks.fill(self.store[expert].data_ptr(), which, part)

@@ -32,9 +32,14 @@ def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, lon
     """Binds the caches of `model` and the experts' slots to one buffer. -> the source of KV pages
     `longest`: pages of all sequences at their longest."""
     arena, pinned = make_arena(case, *frame_of(model, case, build), offload.slot_bytes, offload.most_slots, longest)
-    pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room)
     memory = bind_arena(model, case, build, arena.frames)
-    offload.open(arena, memory.view(-1).view(torch.uint8))
+    frames = memory.view(arena.frames, -1)
+
+    def copy(old: int, new: int) -> None:
+        frames[new // arena.units].copy_(frames[old // arena.units])
+
+    pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room, copy)
+    offload.open(arena, memory.view(-1).view(torch.uint8), pages.gather)
     experts = sum(layer.count for layer in offload.layers)
     print(
         f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "

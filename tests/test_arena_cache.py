@@ -53,7 +53,12 @@ def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -
             slots.remove(slot)
             arena.give_slot(slot)
 
-    pool = ElasticPages(arena, case.cache_config.page_size, pinned=0, make_room=make_room)
+    raw = buffer.view(frames, -1)
+
+    def copy(old: int, new: int) -> None:
+        raw[new // units].copy_(raw[old // units])
+
+    pool = ElasticPages(arena, case.cache_config.page_size, 0, make_room, copy)
     runner.scheduler = make_scheduler(case, pool)
     return arena, buffer
 

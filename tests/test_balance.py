@@ -30,11 +30,15 @@ class Host:
         self.departures = self.returns = 0  # extents
         # Direction; pages that sequences have or want, with what the mark of that direction keeps free beside them.
         self.moves: list[tuple[str, int]] = []
-        self.pages = ElasticPages(self.arena, PAGE, self.arena.slot_frames, self.make_room)
-        self.balance = Balance(self.arena, low, high, patience, self.make_room)
+        self.moved: list[tuple[int, int]] = []
+        self.pages = ElasticPages(self.arena, PAGE, self.arena.slot_frames, self.make_room, self.copy)
+        self.balance = Balance(self.arena, low, high, patience, self.make_room, self.pages.gather)
 
     def held(self) -> int:
         return self.arena.frames - 1 - self.arena.free_frames - self.arena.slot_frames
+
+    def copy(self, old: int, new: int) -> None:
+        self.moved.append((old, new))
 
     def make_room(self, frames: int) -> None:
         before, wanted = self.arena.slot_frames, self.held() + self.arena.free_frames + frames

@@ -103,7 +103,7 @@ def test_the_rest_is_what_the_model_does_not_explain_and_comparison_uses_it() ->
 def test_steps_are_read_from_the_history() -> None:
     zeros = np.zeros((2, 4), np.int64)
     seen = [([3, 5], [5, 3]), ([8, 8], [0, 0])]
-    steps = [Step(0, 1, np.array(h), np.array(m), zeros, zeros[:, :2] > 0, 0, 0, 0) for h, m in seen]
+    steps = [Step(0, 1, np.array(h), np.array(m), zeros, np.zeros((2, 2), np.uint8), 16, 0, 0, 0) for h, m in seen]
     assert steps_of(History(steps), [0.002, 0.001], Shape(2, 16, 4)) == [(2.0, 0.5, 2.0), (2.0, 1.0, 1.0)]
 
 
