@@ -14,8 +14,8 @@ long as the model; they must be those of the unconstrained run.
   ratio       to the best fixed split: the median over the rounds of both times of one round
   cpu_seconds of all threads, median; on a busy machine steadier than `seconds`, but knows nothing of waiting
   tokens_per_s, steps (of decode), most_running (sequences at once)
-  hit_rate, idle (frames free in a step, on average), most_kv_frames, copies, evictions, for_cache (evictions for the KV cache's sake), turns (how often frames
-              changed direction between experts and cache)   of the last round
+  hit_rate, idle (frames free in a step, on average), most_kv_frames, copies, evictions, for_cache (evictions for the KV
+              cache's sake), turns (how often frames changed direction between experts and cache)   of the last round
   ended       sequences that did; or why the placement was refused
 """
 

@@ -6,8 +6,8 @@ The forecast of an expert, in uses an interval, is a sum of three parts:
     forecast = lasting + b * hint          the hint: what usually follows the experts used just now
 
 `hint` is a linear model, one row of weights for each use of an expert of a few layers, updated where it erred by the
-delta rule (normalised LMS): what sequences that are decoded together will use adds up, each by what it used. A frequency alone cannot come near the optimum on real text: which token comes next, and so which experts,
-follows from the present one.
+delta rule (normalised LMS): what sequences decoded together will use adds up, each by what it used. A frequency alone
+cannot come near the optimum on real text: which token comes next, and so which experts, follows from the present one.
 
 Each correction is believed as much as it has explained: `a` and `b` are the running least-squares slopes of the
 error against the correction, cut to 0..1. On traffic without structure both fall to 0 and leave the slow frequency,
