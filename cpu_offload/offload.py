@@ -105,7 +105,7 @@ class Offload:
         self.counts, self.times = (np.zeros((len(self.layers), n), np.int64) for n in (counts, 4))  # steps write there
         for layer, *rows in zip(self.layers, self.counts, self.times, strict=True):
             layer.share(*map(torch.from_numpy, rows))
-        self.seen = np.zeros(shape, np.int64)  # of `counts`
+        self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))  # of `counts`; in the interval so far
         self.step_number = 0
         self.history.frames = arena.frames
         self._place_first()
@@ -130,11 +130,11 @@ class Offload:
             return
         self._record(seen)
         self.step_number += 1
-        if self.settings.mode == "resident":
+        self.routed += seen
+        if self.step_number % self.settings.interval or self.settings.mode == "resident":
             return
-        self.residency.observe(seen)
-        if self.step_number % self.settings.interval:
-            return
+        self.residency.observe(self.routed)
+        self.routed[:] = 0
         for swap in self.residency.swaps(self.here, self._free_slots()):
             if swap.expert_out is not None:
                 if swap.expert_out not in self.slots:
