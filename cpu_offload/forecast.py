@@ -55,9 +55,10 @@ class Forecast:
         if len(self._rows):
             self._hint_slope.learn(error, self._hint)
             step = STEP / float(self._uses.dot(self._uses)) * (error - self._hint)
+            steps = {uses: uses * step for uses in set(self._uses.tolist())}
             for row, uses in zip(self._rows.tolist(), self._uses.tolist(), strict=True):
                 weights = self._weights[row]  # in place; many rows at once would be copied out and back
-                weights += uses * step
+                weights += steps[uses]
         self.intervals += 1
         for frequency, half_life in ((self._slow, SLOW), (self._fast, FAST)):
             frequency += max(1 - 0.5 ** (1 / half_life), 1 / (self.intervals + PRIOR)) * (seen - frequency)
@@ -68,8 +69,8 @@ class Forecast:
             self._rows = self._rows[np.argsort(-context[self._rows], kind="stable")[:ROWS]]
         self._uses = context[self._rows].astype(np.float32)
         self._hint = np.zeros_like(seen)
-        for row, uses in zip(self._rows.tolist(), self._uses.tolist(), strict=True):
-            self._hint += uses * self._weights[row]
+        for uses in set(self._uses.tolist()):  # one or two, of few sequences
+            self._hint += uses * self._weights.take(self._rows[self._uses == uses], axis=0).sum(axis=0)
 
 
 class Slope:
