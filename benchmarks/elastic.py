@@ -14,8 +14,8 @@ long as the model; they must be those of the unconstrained run.
   ratio       to the best fixed split: the median over the rounds of both times of one round
   cpu_seconds of all threads, median; on a busy machine steadier than `seconds`, but knows nothing of waiting
   tokens_per_s, steps (of decode), most_running (sequences at once)
-  hit_rate, most_kv_frames, copies, evictions, for_cache (evictions for the KV cache's sake), turns (how often frames
-              changed direction between experts and cache)   of the last round
+  hit_rate, idle (frames free in a step, on average), most_kv_frames, copies, evictions, for_cache (evictions for the KV
+              cache's sake), turns (how often frames changed direction between experts and cache)   of the last round
   ended       sequences that did; or why the placement was refused
 """
 
@@ -46,6 +46,7 @@ LEFT = 2  # sequences that still run when the next wave arrives
 PROMPT, NEW = (16, 64), (32, 192)  # tokens, from .. to
 SPLITS = (25, 50, 75, 100)
 ARENA_MB = 8
+SWAP_COST, MAX_SWAPS = 0.7, 4  # of a copy, in misses, as the planner measured it for the demo; at one decision
 COLUMNS = (
     ("placement", "placement", 14, ""),
     ("seconds", "seconds", 9, ".2f"),
@@ -55,6 +56,7 @@ COLUMNS = (
     ("steps", "steps", 7, ""),
     ("most_running", "at once", 9, ""),
     ("hit_rate", "hit rate", 10, ".3f"),
+    ("idle", "idle", 7, ".1f"),
     ("most_kv_frames", "KV frames", 11, ""),
     ("copies", "copies", 8, ""),
     ("evictions", "evictions", 11, ""),
@@ -108,7 +110,7 @@ def settings(threads: int, instruction_set: str, **offload: object) -> Case:
         [
             *(f"offload_config.{key}={value}" for key, value in offload.items()),
             f"threads={threads}", f"shadow_threads={threads}", f"instruction_set={instruction_set}",
-            "max_swaps=4", "stream_tokens=-1",
+            f"max_swaps={MAX_SWAPS}", "stream_tokens=-1",
             f"batch_size={max(WAVES)}", f"input_max_len={PROMPT[1]}", f"max_new_tokens={NEW[1]}",
             "ignore_eos=true", "top_p=1",
         ],
@@ -130,6 +132,8 @@ class Placement:
     def __init__(self, case: Case):
         self.runner = make_runner(case, ROOT / "results", rank_env())
         self.runner.setup()
+        if self.runner.offload:
+            self.runner.offload.value_copies(SWAP_COST, MAX_SWAPS)
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self.most_running = 0
@@ -162,6 +166,7 @@ class Placement:
             "cpu_seconds": statistics.median(self.cpu_seconds),
             "tokens_per_s": sum(map(len, tokens)) / seconds,
             "most_running": self.most_running,
+            "idle": statistics.mean(step.free_frames for step in self.history.steps),
             "for_cache": report["evictions_for_cache"],
             "turns": len(swings(self.history)),
             "ended": len(tokens),

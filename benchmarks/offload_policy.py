@@ -7,14 +7,15 @@ layers x 128 experts, top 8. Slots, one pool for all layers, are a percentage of
 is an expert of a layer in a step; those in a trace's first tenth, where `static` learns, do not count.
 
 Columns of the tables, keys of `rows` in the JSON file, `hits_`, `copies_` and `saved_` before each:
-  ahead     ours where copies are all but free (swap_cost 0.02): fetches for the next step
-  ours      ours where a copy costs as much as a miss (swap_cost 1)
+  ours      where copies run beside the step and cost it nothing (swap_cost 0.02), up to 32 between two steps
+  few       the same, up to 4 between two steps: the default of offload_config.max_swaps
+  priced    where a copy costs 0.7 misses, as the planner measured for the demo on the CPU platform
   lru       least recently used, one pool
   lru_layer the same, an equal share of the slots for each layer
   lfu       least often used since the start
   static    those most used in the learning part
   best      Belady's optimum, which knows the future
-LRU, LFU and the optimum copy at any miss within a step, ours up to 32 between two steps.
+LRU, LFU and the optimum copy at any miss within a step and at no cost; ours only between two steps.
 """
 
 import statistics
@@ -33,8 +34,9 @@ from errors import run_main
 
 BUDGETS = (12.5, 25, 50, 75)  # percent of all experts
 POLICIES: dict[str, Policy] = {
-    "ahead": residency(Settings(swap_cost=0.02)),
     "ours": residency(Settings()),
+    "few": residency(Settings(max_swaps=4)),
+    "priced": residency(Settings(swap_cost=0.7)),
     "lru": lru,
     "lru_layer": lru_by_layer,
     "lfu": lfu,
@@ -76,7 +78,7 @@ def demo_trace(trace: Path | None, record: Path | None, steps: int | None) -> Tr
 
 def decision_ms() -> float:
     """Median time to observe a step and to decide on swaps, a quarter of 48 layers x 128 experts resident."""
-    trace, policy = made_up("Zipf", 200, layers=48), Residency(48, 128, Settings(swap_cost=0.02))
+    trace, policy = made_up("Zipf", 200, layers=48), Residency(48, 128, Settings())
     resident = np.random.default_rng(0).random((48, 128)) < 0.25
     times = []
     for keys in trace.places():

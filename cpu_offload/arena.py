@@ -12,7 +12,8 @@ pages never stand in an extent of slots: a free extent always has room for `exte
 before, so a slot is refused only if no extent is free and none of slots has a place left. What pages can do is hold
 extents that they hardly use. They open a new one only when all of theirs are full, so they hold no more extents than
 the most pages that ever were at once need; and they take from the fullest first, so that thinly used ones run empty
-instead of living on. Slots do likewise: experts that leave and return gather in few extents.
+instead of living on. Slots do likewise: experts that leave and return gather in few extents. What is still scattered
+when many sequences end at once can be gathered: `gather` empties an extent of pages, the one with the fewest.
 
 Ordering. All of this is called between two replays of the step by the one thread that prepares steps. What was given
 back is written by nobody any more: the step that used it has ended, an expert's copy is done before its slot is given,
@@ -72,6 +73,21 @@ class Tenant:
             self.free -= self.places
             self.free_extents.append(extent)
 
+    def empty(self, extent: int) -> list[tuple[int, int]]:
+        """Takes as many of the places in the other extents, which must have them. -> (place given, place taken)"""
+        used = self.used[extent]
+        del self.by_count[used.bit_count()][extent]  # nobody takes there
+        self.free -= self.places - used.bit_count()
+        moves = []
+        for place in range(self.places):
+            if used >> place & 1:
+                if (taken := self.take()) is None:
+                    raise ValueError(f"extent {extent}: no room in the others")
+                moves.append((extent * self.places + place, taken))
+        del self.used[extent]
+        self.free_extents.append(extent)
+        return moves
+
     def _change(self, extent: int, bit: int) -> None:
         used = self.used[extent]
         del self.by_count[used.bit_count()][extent]
@@ -119,6 +135,18 @@ class Arena:
 
     def give_page(self, unit: int) -> None:
         self._pages.give(unit // self.units)
+
+    def gather(self, stays: int) -> list[tuple[int, int]]:
+        """Moves of pages, (from, to), that make one extent free: the fewest; none where that cannot be.
+        `stays`: a page that may not move. The caller copies at once, before anybody takes what became free."""
+        if self._pages.free < self.extent_frames:
+            return []
+        still = {self.extents, stays // self.units // self.extent_frames}  # the rest is no extent
+        thin = (e for extents in self._pages.by_count[1:] for e in extents if e not in still)
+        extent = next(thin, None)
+        if extent is None or self._pages.used[extent] == (1 << self.extent_frames) - 1:
+            return []
+        return [(old * self.units, new * self.units) for old, new in self._pages.empty(extent)]
 
     def take_slot(self) -> int | None:
         return self._slots.take()

@@ -194,7 +194,7 @@ class AscendDevice(Device):
 
     def _tell(self, place: Place, rows: tuple[int, int]) -> None:
         layer, expert = place
-        self.layers[layer].layer.device[expert] = rows[0] >= 0  # for the host: 0 if it is not resident
+        self.layers[layer].place(expert, rows[0] + 1)  # for the host: 0 if it is not resident
         self.on_host[:, layer, expert] = torch.tensor(rows)
         self.changed = True
 

@@ -106,10 +106,10 @@ class CpuDevice(Device):
         self.copier.wait(ticket)
 
     def publish(self, place: Place, start: int) -> None:
-        self.layers[place[0]].layer.device[place[1]] = self.memory.data_ptr() + start
+        self.layers[place[0]].place(place[1], self.memory.data_ptr() + start)
 
     def withdraw(self, place: Place) -> None:
-        self.layers[place[0]].layer.device[place[1]] = 0
+        self.layers[place[0]].place(place[1], 0)
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
         pass  # ops read the pool's own number

@@ -1,5 +1,6 @@
 """One layer's experts with their shadows: the node that stands in the decode graph."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,15 @@ class ShadowedExperts(ABC):
             number, self.blocks, self.store.addresses, resident, counts, times, self.store, here.start,
             self.store.handles,
         )  # fmt: skip
+        self.table = resident.numpy()  # faster to write to, one by one
+
+    def share(self, counts: Tensor, times: Tensor) -> None:
+        """Writes there from now on, a row of what all layers have; before anything is captured."""
+        self.layer = dataclasses.replace(self.layer, counts=counts, times=times)
+
+    def place(self, expert: int, address: int) -> None:
+        """Where the device finds it; 0: nowhere. Between two steps."""
+        self.table[expert] = address
 
     @property
     def nbytes(self) -> int:

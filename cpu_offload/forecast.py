@@ -5,9 +5,9 @@ The forecast of an expert, in uses an interval, is a sum of three parts:
     lasting  = slow + a * (fast - slow)    two decayed frequencies; they follow traffic that shifts
     forecast = lasting + b * hint          the hint: what usually follows the experts used just now
 
-`hint` is a linear model, one row of weights for each expert of a few layers, updated where it erred by the delta rule
-(LMS). A frequency alone cannot come near the optimum on real text: which token comes next, and so which experts,
-follows from the present one.
+`hint` is a linear model, one row of weights for each use of an expert of a few layers, updated where it erred by the
+delta rule (normalised LMS): what sequences decoded together will use adds up, each by what it used. A frequency alone
+cannot come near the optimum on real text: which token comes next, and so which experts, follows from the present one.
 
 Each correction is believed as much as it has explained: `a` and `b` are the running least-squares slopes of the
 error against the correction, cut to 0..1. On traffic without structure both fall to 0 and leave the slow frequency,
@@ -35,6 +35,7 @@ class Forecast:
         self._sources = np.unique(np.linspace(layers - 1, 0, min(layers, SOURCES)).round().astype(np.int64))
         self._weights = np.zeros((len(self._sources) * experts, size), np.float32)
         self._rows = np.zeros(0, np.int64)  # experts of the sources used in the last interval
+        self._uses = np.zeros(0, np.float32)  # how often each
         self._hint = np.zeros(size, np.float32)
         self._trend_slope, self._hint_slope = Slope(), Slope()
         self.lasting = self._slow.copy()  # (layers * experts)
@@ -53,7 +54,11 @@ class Forecast:
         error = seen - self.lasting
         if len(self._rows):
             self._hint_slope.learn(error, self._hint)
-            self._weights[self._rows] += STEP / len(self._rows) * (error - self._hint)
+            step = STEP / float(self._uses.dot(self._uses)) * (error - self._hint)
+            steps = {uses: uses * step for uses in set(self._uses.tolist())}
+            for row, uses in zip(self._rows.tolist(), self._uses.tolist(), strict=True):
+                weights = self._weights[row]  # in place; many rows at once would be copied out and back
+                weights += steps[uses]
         self.intervals += 1
         for frequency, half_life in ((self._slow, SLOW), (self._fast, FAST)):
             frequency += max(1 - 0.5 ** (1 / half_life), 1 / (self.intervals + PRIOR)) * (seen - frequency)
@@ -62,7 +67,10 @@ class Forecast:
         self._rows = np.flatnonzero(context)
         if len(self._rows) > ROWS:
             self._rows = self._rows[np.argsort(-context[self._rows], kind="stable")[:ROWS]]
-        self._hint = self._weights[self._rows].sum(axis=0)
+        self._uses = context[self._rows].astype(np.float32)
+        self._hint = np.zeros_like(seen)
+        for uses in set(self._uses.tolist()):  # one or two, of few sequences
+            self._hint += uses * self._weights.take(self._rows[self._uses == uses], axis=0).sum(axis=0)
 
 
 class Slope:
@@ -75,7 +83,7 @@ class Slope:
     def learn(self, error: Floats, correction: Floats) -> None:
         """`error` is what the correction should have been."""
         decay = 0.5 ** (1 / SLOW)
-        self._product = decay * self._product + float(error @ correction)
-        self._square = decay * self._square + float(correction @ correction)
+        self._product = decay * self._product + float(error.dot(correction))
+        self._square = decay * self._square + float(correction.dot(correction))
         if self._square:
             self.value = min(max(self._product / self._square, 0.0), 1.0)

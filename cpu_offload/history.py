@@ -18,10 +18,16 @@ class Step:
     hits: Counts  # (L) pairs of a token and an expert that was resident
     misses: Counts  # (L)
     times: Counts  # (L, 4) when the shadow pool began, ended, when the device came to wait and went on; 0: no miss
-    resident: NDArray[np.bool_]  # (L, E) during the step
+    packed: NDArray[np.uint8]  # (L, E / 8) `resident`, a bit each
+    experts: int
     kv_frames: int
     expert_frames: int
     free_frames: int
+
+    @property
+    def resident(self) -> NDArray[np.bool_]:
+        """(L, E) during the step"""
+        return np.unpackbits(self.packed, axis=1, count=self.experts).astype(np.bool_)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ is never written, and no step sees half of an expert. Captured steps read tables
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ from ops.cpu.shadow import ShadowPool
 from ops.interface import Format
 
 PATIENCE = 8  # steps with much free memory before experts return
-AHEAD = 32  # one frame in so many is kept free for the KV cache
+LOW = 1  # frames kept free: an expert leaves by one write to a table, so that there is nothing to do ahead of demand
 T = TypeVar("T")
 
 
@@ -81,7 +82,7 @@ class Offload:
         self.layers.append(self.device.experts(self.pool, number, here, inner, hidden, format))
         return self.layers[-1]
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return the_one({layer.slot_bytes for layer in self.layers}, self.settings.start_layer)
 
@@ -90,49 +91,54 @@ class Offload:
         """Experts that may be resident at once."""
         return self.settings.slots if self.settings.mode == "fixed" else sum(layer.count for layer in self.layers)
 
-    def open(self, arena: Arena, memory: Tensor) -> None:
-        """The shadow store is filled; `memory` (bytes) is the arena's buffer."""
+    def open(self, arena: Arena, memory: Tensor, gather: Callable[[], object]) -> None:
+        """The shadow store is filled; `memory` (bytes) is the arena's buffer; `gather` moves KV pages together."""
         self.arena = arena
         self.device.open(memory, arena.frames * arena.frame_bytes, lambda layer: self.history.long.append(layer))
         counts = self.layers[0].count
         self.residency = Residency(len(self.layers), counts, Policy(max_swaps=self.settings.max_swaps))
-        low = max(1, arena.frames // AHEAD)
-        high = low + arena.extent_frames
-        self.balance = Balance(arena, low, high, PATIENCE, self.make_room)
+        self.balance = Balance(arena, LOW, LOW + arena.extent_frames, PATIENCE, self.make_room, gather)
         self.slots: dict[Place, int] = {}  # of residents and of those whose copy is under way
-        self.copies: list[Copy] = []
-        self.seen = self._counts()
+        self.copies: dict[Place, Copy] = {}  # under way, in their order
+        shape = len(self.layers), counts
+        self.here = np.zeros(shape, np.bool_)  # who has a slot
+        self.published = np.zeros(shape, np.bool_)  # of them, whose copies are done
+        self.counts, self.times = (np.zeros((len(self.layers), n), np.int64) for n in (counts, 4))  # steps write there
+        for layer, *rows in zip(self.layers, self.counts, self.times, strict=True):
+            layer.share(*map(torch.from_numpy, rows))
+        self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))  # of `counts`; in the interval so far
         self.step_number = 0
         self.history.frames = arena.frames
         self._place_first()
 
     def begin(self) -> None:
         """Before a step's pages are taken: publishes experts whose copies are done, keeps frames ahead of demand."""
-        self.pool.step += 1
+        self.pool.count_step()
         if self.settings.mode == "elastic":
             self.balance.step()
-        for copy in [copy for copy in self.copies if self.device.done(copy.ticket)]:
+        for copy in [copy for copy in self.copies.values() if self.device.done(copy.ticket)]:
             self._publish(copy)
 
     def started(self, tokens: Sequence[int], live: Sequence[int]) -> None:
         """The step's ops run from here on, for so many tokens of each data-parallel group, `live` ones and padding."""
         self.device.begin(int(self.pool.step), tokens, live)
         self.started_at = time.monotonic_ns()
-        self.during = self.resident(published=True)
 
     def end(self, decode: bool) -> None:
         """After a step: records it, and at every `interval`-th decode step decides who comes and goes."""
         self.device.finish()
-        counts = self._counts()
-        seen, self.seen = counts - self.seen, counts
+        seen = self.counts - self.seen
+        self.seen += seen
         if not decode:
             return
         self._record(seen)
         self.step_number += 1
-        self.residency.observe(seen)
+        self.routed += seen
         if self.step_number % self.settings.interval or self.settings.mode == "resident":
             return
-        for swap in self.residency.swaps(self.resident(), self._free_slots()):
+        self.residency.observe(self.routed)
+        self.routed[:] = 0
+        for swap in self.residency.swaps(self.here, self._free_slots()):
             if swap.expert_out is not None:
                 if swap.expert_out not in self.slots:
                     continue
@@ -141,28 +147,19 @@ class Offload:
 
     def make_room(self, frames: int) -> None:
         """The coldest experts leave until so many frames more are free, or nobody is left."""
-        coldest = [self.slots[place] for place in self.residency.coldest(self.resident(), len(self.slots))]
+        coldest = [self.slots[place] for place in self.residency.coldest(self.here, len(self.slots))]
         owner = {slot: place for place, slot in self.slots.items()}
         for slot in self.arena.leaving(coldest, frames):
             self.evict(owner[slot])
             self.history.for_cache += 1
 
     def evict(self, place: Place) -> None:
-        for copy in [copy for copy in self.copies if copy.place == place]:
+        if copy := self.copies.pop(place, None):
             self.device.wait(copy.ticket)  # somebody else will write there
-            self.copies.remove(copy)
         self.device.withdraw(place)
+        self.here[place] = self.published[place] = False
         self.arena.give_slot(self.slots.pop(place))
         self.history.evictions += 1
-
-    def resident(self, published: bool = False) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-        """(layers, experts); `published`: without those whose copies are under way."""
-        here = np.zeros((len(self.layers), self.layers[0].count), np.bool_)
-        if self.slots:
-            here[tuple(zip(*self.slots, strict=True))] = True
-        for copy in self.copies if published else ():
-            here[copy.place] = False
-        return here
 
     def value_copies(self, swap_cost: float, max_swaps: int) -> None:
         """What one costs, in misses that it must save; how many may be made at one decision."""
@@ -192,33 +189,34 @@ class Offload:
                 start = self.arena.slot_offset(slot)
                 self.device.wait(self.device.copy((layer, expert), start))
                 self.device.publish((layer, expert), start)
+                self.here[layer, expert] = self.published[layer, expert] = True
 
     def _fetch(self, place: Place) -> None:
         slot = self.arena.take_slot()
         if slot is None:
             return
-        self.slots[place] = slot
+        self.slots[place], self.here[place] = slot, True
         ticket = self.device.copy(place, self.arena.slot_offset(slot))
-        self.copies.append(Copy(place, slot, ticket, time.monotonic_ns()))
+        self.copies[place] = Copy(place, slot, ticket, time.monotonic_ns())
 
     def _publish(self, copy: Copy) -> None:
         self.device.publish(copy.place, self.arena.slot_offset(copy.slot))
-        self.copies.remove(copy)
+        self.published[copy.place] = True
+        del self.copies[copy.place]
         self.history.copies.append((copy.start, time.monotonic_ns(), *copy.place))
-
-    def _counts(self) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-        return torch.stack([layer.layer.counts for layer in self.layers]).numpy()
 
     def _record(self, seen: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> None:
         free, experts = self.arena.free_frames, self.arena.slot_frames
+        hits = np.vecdot(seen, self.published)
         self.history.steps.append(
             Step(
                 start=self.started_at,
                 end=time.monotonic_ns(),
-                hits=(seen * self.during).sum(1),
-                misses=(seen * ~self.during).sum(1),
-                times=torch.stack([layer.layer.times for layer in self.layers]).numpy(),
-                resident=self.during,
+                hits=hits,
+                misses=np.vecdot(seen, ~self.published),
+                times=self.times.copy(),
+                packed=np.packbits(self.published, axis=1),
+                experts=self.published.shape[1],
                 kv_frames=self.arena.frames - free - experts,
                 expert_frames=experts,
                 free_frames=free,

@@ -112,8 +112,9 @@ class Planner:
 
     @property
     def swap_cost(self) -> float:
-        """Of a copy, in misses."""
-        return min(max(self.costs.copy / max(self.miss, 1e-9), LEAST_COST), MOST_COST)
+        """Of a copy, in misses: as much of its time as does not hide beside the steps. `max_swaps` sees to it that the
+        rest does; what fraction hides is taken to be as with the shadow pool's work."""
+        return min(max(self.costs.slip * self.costs.copy / max(self.miss, 1e-9), LEAST_COST), MOST_COST)
 
     def layer_ms(self, tokens: float, hit: float) -> float:
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k

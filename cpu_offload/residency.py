@@ -40,7 +40,7 @@ JUDGED = 64  # batches of proposals: half-life of the trust
 @dataclass(frozen=True)
 class Settings:
     max_swaps: int = 32  # copies an interval, into free slots or others'
-    swap_cost: float = 1.0  # of one copy, in misses that it must save
+    swap_cost: float = 0.02  # of one copy, in misses that it must save
 
     def __post_init__(self) -> None:
         if self.max_swaps < 0 or self.swap_cost < 0:
@@ -93,10 +93,15 @@ class Residency:
         Experts for free slots come first, the most valuable before others, then swaps, best gain first.
         """
         worth, here = self._worth(), resident.reshape(-1)
-        come = highest(worth, np.flatnonzero(~here), self.settings.max_swaps)
+        inside, outside = np.flatnonzero(here), np.flatnonzero(~here)
+        if not free_slots:
+            inside, outside = self._worth_swapping(worth, inside, outside)
+            if not len(inside):
+                return []
+        come = highest(worth, outside, self.settings.max_swaps)
         filling = come[:free_slots][worth[come[:free_slots]] > 0]
         come = come[free_slots:]
-        go = highest(-worth, np.flatnonzero(here), len(come))
+        go = highest(-worth, inside, len(come))
         come = come[: len(go)]
         gains = worth[come] - worth[go]
         if self._paper is None:
@@ -113,6 +118,16 @@ class Residency:
     def _worth(self) -> Floats:
         """Misses that each expert saves over the horizon. (layers * experts)"""
         return self.forecast.next + (self.settings.horizon - 1) * self.forecast.lasting
+
+    def _worth_swapping(self, worth: Floats, inside: Indices, outside: Indices) -> tuple[Indices, Indices]:
+        """Of those, who could be part of a swap that is done or kept on paper: a few of many, or nobody."""
+        if not len(inside) or not len(outside):
+            return inside[:0], outside[:0]
+        ours, others, cost = worth[inside], worth[outside], self.settings.swap_cost
+        least, most = ours.min(), others.max()
+        if self._paper and self.trust * (most - least) <= cost:
+            return inside[:0], outside[:0]
+        return inside[most - ours > cost], outside[others - least > cost]
 
     def _propose(self, come: Indices, go: Indices, gains: Floats) -> None:
         kept = gains > self.settings.swap_cost

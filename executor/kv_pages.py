@@ -67,9 +67,17 @@ class PagePool(Pages):
 class ElasticPages(Pages):
     """Frames of the arena, by their first units. Where too few are free, `make_room(frames)` has experts leave."""
 
-    def __init__(self, arena: Arena, page_size: int, pinned: int, make_room: Callable[[int], None]):
-        """`pinned`: frames of experts that may not leave."""
-        self.arena, self.make_room = arena, make_room
+    def __init__(
+        self,
+        arena: Arena,
+        page_size: int,
+        pinned: int,
+        make_room: Callable[[int], None],
+        copy: Callable[[int, int], object],
+    ):
+        """`pinned`: frames of experts that may not leave. `copy(from, to)` copies a page."""
+        self.arena, self.make_room, self.copy = arena, make_room, copy
+        self.holders: dict[int, list[int]] = {}  # page -> the list of its holder
         self.pages, self.padding, self.page_size = arena.frames - pinned - 1, self.take(), page_size
 
     def available(self, wanted: int) -> int:
@@ -83,6 +91,20 @@ class ElasticPages(Pages):
             raise UserError("KV cache: the arena has no page left")
         return page
 
+    def extend(self, held: list[int], tokens: int) -> None:
+        before = len(held)
+        super().extend(held, tokens)
+        self.holders |= dict.fromkeys(held[before:], held)
+
     def give(self, pages: list[int]) -> None:
         for page in pages:
             self.arena.give_page(page)
+            del self.holders[page]
+
+    def gather(self) -> None:
+        """Makes an extent of the arena free, if that can be had by moving pages. Between two steps: what they hold is
+        copied, and their holders' lists, of which each step's block tables are made, are written anew."""
+        for old, new in self.arena.gather(self.padding):
+            self.copy(old, new)
+            held = self.holders[new] = self.holders.pop(old)
+            held[held.index(old)] = new

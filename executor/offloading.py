@@ -43,9 +43,14 @@ def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, lon
     `longest`: pages of all sequences at their longest."""
     frame, slots = frame_of(model, case, build), (offload.slot_bytes, offload.most_slots)
     arena, pinned = make_arena(case, *frame, *slots, longest, offload.device.alignment)
-    pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room)
     memory = bind_arena(model, case, build, arena.frames, offload.device.spare(offload.slot_bytes))
-    offload.open(arena, memory.view(-1).view(torch.uint8))
+    frames = memory[: arena.frames * arena.units].view(arena.frames, -1)
+
+    def copy(old: int, new: int) -> None:
+        frames[new // arena.units].copy_(frames[old // arena.units])
+
+    pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room, copy)
+    offload.open(arena, memory.view(-1).view(torch.uint8), pages.gather)
     experts = sum(layer.count for layer in offload.layers)
     print(
         f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "

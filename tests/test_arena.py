@@ -64,6 +64,26 @@ class Histories(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="not taken"):
             self.arena.give_page(unit)
 
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def gather(self, data: st.DataObject) -> None:
+        """The extent with the fewest pages becomes free, where the others have room and the one that stays allows."""
+        stays, arena = data.draw(st.sampled_from(self.pages)), self.arena
+        free, empty = arena.free_frames, len(arena.free_extents)
+        size = arena.extent_frames
+        held = {e: sum(u // UNITS // size == e for u in self.pages) for e in self.extents_of_pages()}
+        room = arena.free_frames - empty * size  # in extents of pages, the rest among them
+        able = {e: count for e, count in held.items() if e != stays // UNITS // size and count < size}
+        moves = arena.gather(stays)
+        assert bool(moves) == bool(able and room >= size)
+        assert (arena.free_frames, len(arena.free_extents)) == (free, empty + bool(moves))
+        taken = {page for page in self.pages if page // UNITS // size == arena.free_extents[-1]} if moves else set()
+        assert {old for old, _ in moves} == taken
+        assert not moves or len(moves) == min(able.values())
+        assert not {new for _, new in moves} & set(self.pages)  # which nobody has
+        assert len({new for _, new in moves}) == len(moves)
+        self.pages = [dict(moves).get(page, page) for page in self.pages]
+
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def give_slot(self, data: st.DataObject) -> None:

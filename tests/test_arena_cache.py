@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,12 @@ def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -
             slots.remove(slot)
             arena.give_slot(slot)
 
-    pool = ElasticPages(arena, case.cache_config.page_size, pinned=0, make_room=make_room)
+    raw = buffer.view(frames, -1)
+
+    def copy(old: int, new: int) -> None:
+        raw[new // units].copy_(raw[old // units])
+
+    pool = ElasticPages(arena, case.cache_config.page_size, 0, make_room, copy)
     runner.scheduler = make_scheduler(case, pool)
     return arena, buffer
 
@@ -61,7 +67,7 @@ def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mode: str, kv_dtype: str) -> None:
-    """Before every step experts come and go, and every byte that no page holds becomes garbage."""
+    """Before every step experts come and go, a page moves, and every byte that no page holds becomes garbage."""
     save_tiny(tmp_path / "model", eos_token_id=None, num_hidden_layers=3)
     case = tiny_case(
         tmp_path, tmp_path / "model", exe_mode=mode, cache_config={"kv_dtype": kv_dtype}, data_config={"batch_size": 3}
@@ -88,10 +94,28 @@ def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mod
             raw[frame * arena.frame_bytes :][: arena.frame_bytes] = NAN
         used.append(held)
 
+    moves, prepare = list[tuple[int, int]](), runner.model_input_prepare
+
+    def anywhere(stays: int) -> list[tuple[int, int]]:
+        """Some page of some sequence to some frame that is free: more than the arena itself would ask for."""
+        held = [page for s in runner.scheduler.running for page in s.pages]
+        if not held or (new := arena.take_page()) is None:
+            return []
+        moves.append((dice.choice(held), new))
+        arena.give_page(moves[-1][0])
+        return moves[-1:]
+
+    def gathered(*args: Any, **named: Any) -> Batch:
+        runner.scheduler.pools[0].gather()  # type: ignore[attr-defined]
+        return prepare(*args, **named)
+
+    arena.gather = anywhere  # type: ignore[method-assign]
+    runner.model_input_prepare = gathered  # type: ignore[method-assign]
     logits = watch(runner, garbage)
     assert [s.generated for _ in range(2) for s in runner.model_generate(PROMPTS)] == expected
     assert len(logits) == len(expected_logits)
     assert all(torch.equal(*pair) for pair in zip(logits, expected_logits, strict=True))
+    assert len(moves) > len(logits) / 2
     assert sum(map(len, used)) > 3 * len(set.union(*used))  # pages were used again and again
     assert arena.free_frames + arena.slot_frames == arena.frames - 1  # all came back but the padding rows' page
 

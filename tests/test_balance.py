@@ -30,11 +30,23 @@ class Host:
         self.departures = self.returns = 0  # extents
         # Direction; pages that sequences have or want, with what the mark of that direction keeps free beside them.
         self.moves: list[tuple[str, int]] = []
-        self.pages = ElasticPages(self.arena, PAGE, self.arena.slot_frames, self.make_room)
-        self.balance = Balance(self.arena, low, high, patience, self.make_room)
+        self.written: dict[int, tuple[int, int]] = {}  # page -> (sequence, which of its pages)
+        self.pages = ElasticPages(self.arena, PAGE, self.arena.slot_frames, self.make_room, self.copy)
+        self.balance = Balance(self.arena, low, high, patience, self.make_room, self.pages.gather)
 
     def held(self) -> int:
         return self.arena.frames - 1 - self.arena.free_frames - self.arena.slot_frames
+
+    def copy(self, old: int, new: int) -> None:
+        assert new not in self.written
+        self.written[new] = self.written.pop(old)
+
+    def write(self, sequences: list[Sequence]) -> None:
+        """Every page is where its holder looks for it, and those of nobody are forgotten."""
+        looked_for = {page: (id(s), i) for s in sequences for i, page in enumerate(s.pages)}
+        self.written = {page: what for page, what in self.written.items() if page in looked_for}
+        assert self.written.items() <= looked_for.items()
+        self.written = looked_for
 
     def make_room(self, frames: int) -> None:
         before, wanted = self.arena.slot_frames, self.held() + self.arena.free_frames + frames
@@ -76,12 +88,15 @@ def run(host: Host, scheduler: Scheduler, arrivals: list[tuple[int, int, int]]) 
             scheduler.add(Sequence(len(coming), "", [0] * length, length, new, torch.Generator()))
         scheduler.admit()
         host.step()
+        host.pages.gather() if step % 3 == 0 else None
         scheduler.reserve(scheduler.running)
+        host.write(scheduler.running)
         for s in scheduler.running:
             s.cached = len(s.ids)
             s.ids.append(0)
             s.finish_reason = "length" if len(s.generated) == s.max_new_tokens else ""
         done += scheduler.retire()
+        host.write(scheduler.running)
         if not (coming or scheduler.waiting or scheduler.running):
             return done
     raise AssertionError("some wait for ever")
@@ -165,6 +180,26 @@ def test_experts_wait_for_lasting_room() -> None:
         for _ in range(3):
             host.step()
     assert host.returns == 0
+
+
+def test_experts_return_where_pages_lie_scattered() -> None:
+    """Half of the pages of every extent end: those left move together, a few in a step, and experts have the others."""
+    host = Host(41, 2 * FRAME, low=1, high=5, patience=3)  # extents of 2 frames, a slot each
+    stay, go = list[int](), list[int]()
+    for pages in range(1, 21):
+        host.pages.extend(stay, pages * PAGE)
+        host.pages.extend(go, pages * PAGE)
+    host.pages.release(go)
+    before, moved = set(stay), list[int]()
+    for _ in range(30):
+        now = list(stay)
+        host.written = {page: (0, i) for i, page in enumerate(stay)}
+        host.step()
+        moved.append(len(set(stay) - set(now)))
+        assert host.written == {page: (0, i) for i, page in enumerate(stay)}
+    assert host.returns == 7  # of 20 free frames the most that leave 5
+    assert max(moved) == 1
+    assert sum(moved) == len(set(stay) - before) == 7
 
 
 def test_a_fixed_split_waits_or_says_what_is_missing() -> None:

@@ -80,10 +80,12 @@ def test_slip_is_what_was_not_hidden() -> None:
 
 def test_a_swap_must_save_what_its_copy_costs() -> None:
     miss = 0.04 / 8 + 0.02 + 0.001  # a share of the hand-over, the expert, its pair
-    assert Planner(SHAPE, COSTS).swap_cost == pytest.approx(0.052 / miss)
-    assert Planner(SHAPE, dataclasses.replace(COSTS, copy=0.0)).swap_cost == LEAST_COST
-    assert Planner(SHAPE, dataclasses.replace(COSTS, copy=100.0)).swap_cost == MOST_COST
-    assert Planner(SHAPE, dataclasses.replace(COSTS, shadow=Line(0, 0, 0))).swap_cost == MOST_COST
+    assert Planner(SHAPE, COSTS).swap_cost == LEAST_COST  # all of it hides
+    half = dataclasses.replace(COSTS, slip=0.5)
+    assert Planner(SHAPE, half).swap_cost == pytest.approx(0.5 * 0.052 / miss)
+    assert Planner(SHAPE, dataclasses.replace(half, copy=0.0)).swap_cost == LEAST_COST
+    assert Planner(SHAPE, dataclasses.replace(half, copy=100.0)).swap_cost == MOST_COST
+    assert Planner(SHAPE, dataclasses.replace(half, shadow=Line(0, 0, 0))).swap_cost == MOST_COST
 
 
 def test_the_rest_is_what_the_model_does_not_explain_and_comparison_uses_it() -> None:
@@ -102,7 +104,7 @@ def test_the_rest_is_what_the_model_does_not_explain_and_comparison_uses_it() ->
 def test_steps_are_read_from_the_history() -> None:
     zeros = np.zeros((2, 4), np.int64)
     seen = [([3, 5], [5, 3]), ([8, 8], [0, 0])]
-    steps = [Step(0, 1, np.array(h), np.array(m), zeros, zeros[:, :2] > 0, 0, 0, 0) for h, m in seen]
+    steps = [Step(0, 1, np.array(h), np.array(m), zeros, np.zeros((2, 2), np.uint8), 16, 0, 0, 0) for h, m in seen]
     assert steps_of(History(steps), [0.002, 0.001], Shape(2, 16, 4)) == [(2.0, 0.5, 2.0), (2.0, 1.0, 1.0)]
 
 
@@ -110,7 +112,7 @@ def test_the_table() -> None:
     lines = Planner(SHAPE, COSTS, 2.5, "made up").table(4)
     assert lines[0].startswith("planner: 10 layers with shadows, 8 of 64 experts a token, 4.20 MB each")
     assert any("0.040 ms + 0.0200 an expert + 0.0010 a token of it   2 threads" in line for line in lines)
-    assert any("80.8 GB/s; a miss costs 0.026 ms: a swap must save 2.00 misses" in line for line in lines)
+    assert any("80.8 GB/s; a miss costs 0.026 ms: a swap must save 0.02 misses" in line for line in lines)
     assert "2.500 ms: made up" in "\n".join(lines)
     rates, times = lines[-2].split()[2:], lines[-1].split()[3:9]
     assert rates == ["0%", "25%", "50%", "75%", "90%", "100%"]

@@ -6,7 +6,7 @@ One layer's mixture, eager or on a tape:
     resident_rows(job)                 # meanwhile the engine computes the others
     out = join(job, weights)           # waits, and adds up all rows: bit for bit what ops.moe gives
 
-Tables are written in place between steps, never while ops run. Before each step the caller adds 1 to `pool.step`.
+Tables are written in place between steps, never while ops run. Before each step the caller says `pool.count_step()`.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,11 +95,15 @@ class ExpertBlocks:
 
 class ShadowPool:
     """Threads that compute what is not resident, with the kernels that the engine has now. `timeout`: seconds after
-    which a wait for them is an error that names layer and `step`, a tensor that the caller counts up each step."""
+    which a wait for them is an error that names layer and `step`, which the caller counts before each step."""
 
     def __init__(self, teams: Sequence[Any], timeout: float = 30):
         self.step, self.teams = torch.zeros(1, dtype=INT), list(teams)
+        self._step = self.step.numpy()
         self.native = native().ShadowPool(self.teams, timeout)
+
+    def count_step(self) -> None:
+        self._step[0] += 1  # not by torch, which takes longer
 
     def stop(self) -> None:
         """Ends the threads after the work that they have; later steps that need them fail."""

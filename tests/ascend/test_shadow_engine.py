@@ -116,10 +116,10 @@ def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
         for place in here:
             offload._fetch(place)
     assert log.lines == ["memcpy async H2D 32768", "memcpy async H2D 16384"] * len(here)
-    assert not offload.resident(published=True)[0].any()
+    assert not offload.published[0].any()
     assert step_log(runner, running)[0] == table
     assert [line.split()[0] for line in step_log(runner, running)] == usual
-    assert offload.resident(published=True)[0].sum() == len(here)
+    assert offload.published[0].sum() == len(here)
     assert runner.decode.compiles == 1  # type: ignore[attr-defined]
 
 

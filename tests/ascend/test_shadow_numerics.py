@@ -45,8 +45,8 @@ def used(runner: ModelRunner) -> tuple[int, int]:
     """Pairs of a token and an expert that the host was told of, and those that it computed: residents do not change
     here."""
     assert runner.offload
-    counts = runner.offload._counts()
-    return int(counts.sum()), int(counts[~runner.offload.resident()].sum())
+    counts = runner.offload.counts
+    return int(counts.sum()), int(counts[~runner.offload.published].sum())
 
 
 PLACEMENTS: list[dict[str, Any]] = [ELASTIC, {"mode": "fixed", "slots": -1}, {"mode": "fixed", "slots": 5}]
