@@ -84,7 +84,7 @@ def test_waves_pass_through_a_small_arena(model: Path, monkeypatch: pytest.Monke
     runner = runner_of(model, mode="elastic", arena_mb=ARENA_MB)
     offload = runner.offload
     assert offload
-    offload.value_copies(1.0)
+    offload.value_copies(1.0, 4)
     watch, captured, capture = Watch(runner), list[object](), DecodeGraph.__init__
     monkeypatch.setattr(DecodeGraph, "__init__", lambda self, *args: (captured.append(self), capture(self, *args))[1])
     for _ in range(2):  # the second time with what was learned

@@ -21,6 +21,7 @@ from tests.ascend.engine import ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, most_pinned, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
+from tests.ascend.workers import close_nodes
 
 SLOT = 3 * 128 * 64 * 2  # bytes
 FORK = ["memcpy async D2H 768", "memcpy async D2H 36", "memcpy async D2H 18", "host function", "memcpy async H2D 768"]
@@ -32,6 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(offloading, "MB", 1 << 10)
     torch._dynamo.reset()
     yield
+    close_nodes()
     assert not violations()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from executor.model_runner import ModelRunner
 from executor.runners import make_runner
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.umbra_on_cpu import CALLS
+from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 from tools.logits import collect_logits
@@ -23,6 +25,12 @@ from tools.logits import collect_logits
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
 ELASTIC = {"mode": "elastic", "arena_mb": 400}
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_nodes()
 
 
 def runner_of(

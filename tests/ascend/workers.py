@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ops.ascend.bridge import DONE, SUBMIT
 from ops.ascend.shadow import ShadowNodes
-from tests.ascend.log import ran
+from tests.ascend.log import forget_streams, ran
 
 T, K, H, E, LAYERS = 3, 2, 8, 4, 2
 
@@ -86,3 +86,10 @@ def until(lines: list[tuple[int, str]], last: str) -> list[tuple[int, str]]:
         lines += ran()
         time.sleep(0.001)
     return lines
+
+
+def close_nodes() -> None:
+    """Of runners that a test made: a stream reports to one thread only."""
+    for nodes in list(ShadowNodes.alive.values()):
+        nodes.close()
+    forget_streams()
