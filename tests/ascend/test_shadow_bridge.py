@@ -144,9 +144,13 @@ def test_orders_that_are_wrong_are_seen(
     """Mutations: what `check_order` would see."""
     nodes, inputs = make(), Inputs()
     spoil(nodes)
-    nodes.begin(0, T)
-    with pytest.raises(AssertionError):
-        check_order(lambda: inputs.step(nodes), nodes, workers)
+    for step in range(50):  # torch_npu's queue may be empty in time, by chance
+        nodes.begin(step, T)
+        try:
+            check_order(lambda: inputs.step(nodes), nodes, workers)
+        except AssertionError:
+            return
+    pytest.fail("nothing was seen")
 
 
 class TwoLayers(torch.nn.Module):
