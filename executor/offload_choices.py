@@ -65,6 +65,7 @@ class Surveyed:
     frame: tuple[int, int]  # units, bytes
     split: Split
     rest_bytes: int  # of weights that a decode step reads beside those of layers with shadows
+    fixed_bytes: int  # of weights outside the arena
 
 
 def survey_of(case: Case) -> Surveyed:
@@ -85,9 +86,11 @@ def survey_of(case: Case) -> Surveyed:
     )  # fmt: skip
     weights = weights_of(sketch.model)
     unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * survey.others
+    unshadowed //= survey.others + shape.layers
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
-    rest += round(unshadowed / (survey.others + shape.layers) * shape.used(batch) / count)
-    return Surveyed(sketch, shape, blocks, size, alignment, frame, split, rest)
+    rest += round(unshadowed * shape.used(batch) / count)
+    fixed = sum(part.nbytes for part in weights if part.name not in EXPERTS) + unshadowed
+    return Surveyed(sketch, shape, blocks, size, alignment, frame, split, rest, fixed)
 
 
 def choose(case: Case, sizes: Surveyed, ranks: RankEnv) -> tuple[Planner | None, Choices]:

@@ -10,10 +10,12 @@ from cpu_offload.arena import Arena
 from cpu_offload.history import History
 from cpu_offload.offload import Offload
 from cpu_offload.planner import Shape
+from errors import UserError
 from executor.config import Case
 from executor.env import RankEnv
 from executor.offload_choices import choose, survey_of, swaps_of
 from executor.offloading import make_arena
+from executor.plan import GB
 from executor.platform import load_platform
 from models.parallel import Group
 
@@ -95,6 +97,18 @@ def show_offload_plan(case: Case) -> None:
     arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
+    beside = sizes.fixed_bytes + arena.frames * arena.frame_bytes
+    print(f"beside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {beside / 1e9:.2f} GB together")
+    pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
+    print(
+        f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows"
+        + (pinned_gb if case.platform != "cpu" else "")
+    )
+    if case.platform == "ascend" and beside > case.ascend_config.memory_gb * GB:
+        raise UserError(
+            f"case {case.name}: {beside / GB:.2f} GB of weights and arena are more than ascend_config.memory_gb: "
+            f"{case.ascend_config.memory_gb}: lower offload_config.arena_mb, or raise world_size"
+        )
     measured = planner.table(case.data_config.batch_size) if planner else ["planner:"]
     print("\n".join(measured + choices.table()))
     print("Hit rates depend on the text; even traffic hits as often as its share of experts is resident.")

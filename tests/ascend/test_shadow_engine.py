@@ -209,6 +209,11 @@ def test_the_plan_counts_slots_in_the_devices_layout(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert f"16 with shadows, {SLOT} bytes each; 5 may be resident" in said
     assert "not measured on ascend" in said
+    large = ascend_case(
+        tmp_path, "offload_config.mode=elastic", "arena_mb=1200000", "memory_gb=1", "exe_mode=acl_graph"
+    )
+    with pytest.raises(UserError, match=r"more than ascend_config\.memory_gb: 1: lower offload_config\.arena_mb"):
+        show_offload_plan(large)
 
 
 def test_graphs_of_ge_are_refused(tmp_path: Path) -> None:
