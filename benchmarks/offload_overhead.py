@@ -38,7 +38,7 @@ COLUMNS = (
 
 def made(layers: int, experts: int, swap_cost: float) -> Offload:
     slots = layers * experts // 4
-    offload = Offload(Settings("fixed", 0, slots, 1, 1, 32, 30))
+    offload = Offload(Settings("fixed", 0, slots, 1, 1, 4, 30))
     for layer in range(layers):
         offload.experts(f"model.{layer}.experts", experts, 16, 16, FORMATS["float32"])
     arena = Arena(slots * offload.slot_bytes // 1024 + 16, 1024, offload.slot_bytes, 2 * layers)
