@@ -24,13 +24,14 @@ import torch
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.routing_traces import made_up
 from cpu_offload.arena import Arena
-from cpu_offload.choices import MOST_SWAPS, NONE
+from cpu_offload.choices import NONE
 from cpu_offload.device import CpuDevice
 from cpu_offload.offload import Offload, Settings
 from ops.interface import FORMATS
 
 SHAPES = ((5, 32, 4), (48, 128, 8))  # the demo's; that of Qwen3-30B-A3B
 OTHERS = np.ones(64 << 20, np.uint8)  # bytes that a step reads
+MOST_COPIES = 4  # at one decision
 PARTS = ("begin", "started", "end", "observe", "swaps")
 COLUMNS = (
     ("shape", "shape", 10, ""), ("sequences", "sequences", 11, ""), ("swap_cost", "swap cost", 11, ""),
@@ -40,12 +41,12 @@ COLUMNS = (
 
 def made(layers: int, experts: int, swap_cost: float) -> Offload:
     slots = layers * experts // 4
-    offload = Offload(Settings("fixed", 0, slots, 1, 1, 32, 30), CpuDevice(NONE, 1))
+    offload = Offload(Settings("fixed", 0, slots, 1, 1, MOST_COPIES, 30), CpuDevice(NONE, 1))
     for layer in range(layers):
         offload.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"])
     arena = Arena(slots * offload.slot_bytes // 1024 + 16, 1024, offload.slot_bytes, 2 * layers)
     offload.open(arena, torch.zeros(arena.frames * arena.frame_bytes, dtype=torch.uint8), lambda: None)
-    offload.value_copies(swap_cost, MOST_SWAPS)
+    offload.value_copies(swap_cost, MOST_COPIES)
     return offload
 
 

@@ -24,7 +24,7 @@ FAST, SLOW = 32, 512  # half-lives of the frequencies, in intervals
 PRIOR = 16  # intervals that the first guess, every expert alike, counts for
 STEP = 0.03  # of an error is corrected at the next like occasion
 SOURCES = 5  # layers that give hints: the last, and others evenly spread
-ROWS = 64  # most experts that give a hint at once, the most used first; bounds the time
+WEIGHTS = 1 << 17  # most that are added up to a hint, those of the most used experts; bounds the time
 
 
 class Forecast:
@@ -34,6 +34,7 @@ class Forecast:
         self._slow, self._fast = np.zeros(size, np.float32), np.zeros(size, np.float32)
         self._sources = np.unique(np.linspace(layers - 1, 0, min(layers, SOURCES)).round().astype(np.int64))
         self._weights = np.zeros((len(self._sources) * experts, size), np.float32)
+        self._most_rows = max(1, WEIGHTS // size)
         self._rows = np.zeros(0, np.int64)  # experts of the sources used in the last interval
         self._uses = np.zeros(0, np.float32)  # how often each
         self._hint = np.zeros(size, np.float32)
@@ -55,21 +56,19 @@ class Forecast:
         if len(self._rows):
             self._hint_slope.learn(error, self._hint)
             step = STEP / float(self._uses.dot(self._uses)) * (error - self._hint)
-            steps = {uses: uses * step for uses in set(self._uses.tolist())}
-            for row, uses in zip(self._rows.tolist(), self._uses.tolist(), strict=True):
-                weights = self._weights[row]  # in place; many rows at once would be copied out and back
-                weights += steps[uses]
+            for uses in set(self._uses.tolist()):  # one or two, of few sequences
+                self._weights[self._rows[self._uses == uses]] += uses * step
         self.intervals += 1
         for frequency, half_life in ((self._slow, SLOW), (self._fast, FAST)):
             frequency += max(1 - 0.5 ** (1 / half_life), 1 / (self.intervals + PRIOR)) * (seen - frequency)
         self.lasting = self._slow + self._trend_slope.value * (self._fast - self._slow)
         context = counts[self._sources].reshape(-1)
         self._rows = np.flatnonzero(context)
-        if len(self._rows) > ROWS:
-            self._rows = self._rows[np.argsort(-context[self._rows], kind="stable")[:ROWS]]
+        if len(self._rows) > self._most_rows:
+            self._rows = self._rows[np.argsort(-context[self._rows], kind="stable")[: self._most_rows]]
         self._uses = context[self._rows].astype(np.float32)
         self._hint = np.zeros_like(seen)
-        for uses in set(self._uses.tolist()):  # one or two, of few sequences
+        for uses in set(self._uses.tolist()):
             self._hint += uses * self._weights.take(self._rows[self._uses == uses], axis=0).sum(axis=0)
 
 
