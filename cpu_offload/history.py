@@ -1,5 +1,6 @@
 """What offloading did, step by step: for the report, the plots and the trace."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,20 +51,30 @@ class LongLayer:
 class History:
     steps: list[Step] = field(default_factory=list)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # start, end, layer, expert
-    evictions: int = 0  # experts that left
+    evicted: list[int] = field(default_factory=list)  # the layer of each expert that left
     for_cache: int = 0  # of these, for the KV cache
     frames: int = 0  # of the arena
     long: list[LongLayer] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
-        """For report.json. Exposed: what the device waited for the shadow pool after its own part was done."""
+        """For report.json. Exposed: what the device waited for the shadow pool after its own part was done; None: it
+        does not tell."""
         hits = sum((step.hits for step in self.steps), np.int64(0))
         misses = sum((step.misses for step in self.steps), np.int64(0))
         exposed = sum((exposed_ns(step) for step in self.steps), np.int64(0))
         busy = sum((busy_ns(step) for step in self.steps), np.int64(0))
+        told = all((step.times[step.times[:, 0] > 0, 2] > 0).all() for step in self.steps)
+        brought, left = Counter(layer for *_, layer, _ in self.copies), Counter(self.evicted)
+        columns = map(np.atleast_1d, (hits, misses, exposed, busy))
         layers = [
-            {"hit_rate": _share(h, m), "exposed_ms": e / 1e6, "shadow_ms": b / 1e6}
-            for h, m, e, b in zip(*map(np.atleast_1d, (hits, misses, exposed, busy)), strict=True)
+            {
+                "hit_rate": _share(h, m),
+                "exposed_ms": e / 1e6 if told else None,
+                "shadow_ms": b / 1e6,
+                "copies": brought[layer],
+                "evictions": left[layer],
+            }
+            for layer, (h, m, e, b) in enumerate(zip(*columns, strict=True))
         ]
         most = max((step.kv_frames for step in self.steps), default=0)
         first = self.steps[0].expert_frames if self.steps else 0
@@ -71,10 +82,10 @@ class History:
         return {
             "steps": len(self.steps),
             "hit_rate": _share(np.sum(hits), np.sum(misses)),
-            "exposed_ms": float(np.sum(exposed)) / 1e6,
+            "exposed_ms": float(np.sum(exposed)) / 1e6 if told else None,
             "shadow_ms": float(np.sum(busy)) / 1e6,
             "copies": len(self.copies),
-            "evictions": self.evictions,
+            "evictions": len(self.evicted),
             "evictions_for_cache": self.for_cache,
             "arena_frames": self.frames,
             "most_kv_frames": most,

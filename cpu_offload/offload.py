@@ -159,7 +159,7 @@ class Offload:
         self.device.withdraw(place)
         self.here[place] = self.published[place] = False
         self.arena.give_slot(self.slots.pop(place))
-        self.history.evictions += 1
+        self.history.evicted.append(place[0])
 
     def value_copies(self, swap_cost: float, max_swaps: int) -> None:
         """What one costs, in misses that it must save; how many may be made at one decision."""

@@ -85,7 +85,10 @@ def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     report = offloading.write_offload(runner.offload, checkpoint.parent, Group(), torch.device("cpu"))
     assert report["steps"] == 23
     assert 0 < report["hit_rate"] < 1
-    assert len(report["layers"]) == 2
+    layers = report["layers"]
+    assert len(layers) == 2
+    for name in ("copies", "evictions"):
+        assert sum(layer[name] for layer in layers) == report[name] > 0
     assert report["shadow_ms"] > 0
     assert (checkpoint.parent / "offload.png").read_bytes()[1:4] == b"PNG"
     events = json.loads((checkpoint.parent / "offload_trace.json").read_text())["traceEvents"]
