@@ -156,7 +156,7 @@ class AscendDevice(Device):
             self.timeout_s, self.cann,
         )  # fmt: skip
         print(self.nodes.bridge.how)
-        atexit.register(self.nodes.close)
+        atexit.register(self.close)  # and so what callbacks may touch lives as long as they may come
 
     @property
     def staging_bytes(self) -> int:
@@ -228,3 +228,6 @@ class AscendDevice(Device):
 
     def finish(self) -> None:
         self.nodes.finish()
+
+    def close(self) -> None:
+        self.nodes.close()

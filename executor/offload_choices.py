@@ -124,9 +124,11 @@ def choose(case: Case, sizes: Surveyed, ranks: RankEnv) -> tuple[Planner | None,
 
 
 def unmeasured(case: Case, split: Split, ranks: RankEnv) -> Choices:
-    """Where the device's times are not measured, as on Ascend so far."""
+    """Where the device's times are not measured, as on Ascend so far. Afterwards the engine knows the rank's cores."""
     wanted, why = case.offload_config, f"not measured on {case.platform}"
-    half = max(1, cores_of(ranks.local_rank, ranks.local_world_size) // 2)
+    local = ranks.local_rank, ranks.local_world_size
+    start(1, "auto", *local)  # its own pool has nothing to do
+    half = max(1, cores_of(*local) // 2)
     threads = wanted.shadow_threads or half
     slots = Choice(split.experts, f"all {split.experts}")
     if wanted.mode == "elastic":

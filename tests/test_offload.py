@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cpu_offload.device import CpuDevice
 from errors import UserError
 from executor import offloading
 from executor.model_runner import ModelRunner
@@ -123,3 +124,20 @@ def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
 def test_refusals(checkpoint: Path, offload: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=complaint):
         runner_of(checkpoint, monkeypatch, **offload)
+
+
+def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5, max_swaps=-1)
+    runner.model_generate(PROMPTS[:1])
+    offload = runner.offload
+    assert offload
+    assert isinstance(offload.device, CpuDevice)
+    place = next(iter(offload.slots))
+    offload.evict(place)
+    offload.device.copier.stop()
+    with pytest.raises(UserError, match="the copier was stopped"):
+        offload._fetch(place)
+    assert not offload.published[place]
+    assert not offload.layers[place[0]].table[place[1]]
