@@ -51,7 +51,7 @@ class NpuExperts(ShadowedExperts):
         self.device, self.number, self.index = device, number, len(device.layers)
         plain = dataclasses.replace(format, tiled=False)  # slots hold no tiles
         self.layout = BlockLayout.of(inner, hidden, format, device.ops.dtype)
-        room = partial(pinned, layer=number)
+        room = partial(pinned, what=f"layer {number}")
         self.image = AscendExperts(self.count, inner, hidden, plain, device.ops.dtype, HOST, room)
         self.storages += self.image.storages
         self.format = plain
@@ -144,7 +144,7 @@ class AscendDevice(Device):
         self.memory, first = memory, self.layers[0]
         self.slots = Slots(memory, end, first.layout, first.format)
         # Each expert's first row, twice: who is not resident has -1 here, for kernels that look, and there the zeros.
-        self.on_host = pinned((2, len(self.layers), first.count), torch.int32, first.number)
+        self.on_host = pinned((2, len(self.layers), first.count), torch.int32, "table of experts")
         self.on_host[0], self.on_host[1] = -1, self.slots.nowhere
         self.on_device = torch.empty(self.on_host.shape, dtype=torch.int32, device=self.device)
         self.here, self.rows = ([fixed(from_dlpack(row)) for row in table] for table in self.on_device)

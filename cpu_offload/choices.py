@@ -79,7 +79,7 @@ def divisions(cores: int, device: int, device_given: bool, shadow: int) -> list[
 def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) -> Choice[Threads]:
     """The division whose step is predicted to be shortest."""
     if len(tried) == 1:
-        return Choice(next(iter(tried)), "given")
+        return Choice(next(iter(tried)), "no other was tried")
     times = {threads: planner.step_ms(tokens, hit) for threads, planner in tried.items()}
     best, *others = sorted(times, key=lambda threads: times[threads])
     slower = ", ".join(f"{device} + {shadow}: {times[device, shadow]:.3f}" for device, shadow in others)

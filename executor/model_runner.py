@@ -80,7 +80,7 @@ class ModelRunner(ABC):
         case, start = self.case, time.perf_counter()
         self.planned = None
         if case.offload_config.mode != "none":
-            self.planned = PlannedRun(case, self.ranks, self.parallel.world, self.platform.device)
+            self.planned = PlannedRun(case, self.ranks, self.parallel.world, self.platform)
         self.offload = make_offload(case, self.planned.choices, self.platform, self.config) if self.planned else None
         build = build_of(case, self.platform.ops, self.parallel, self.platform.device, self.platform.quantised_head)
         build = dataclasses.replace(build, offload=self.offload)

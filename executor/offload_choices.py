@@ -3,6 +3,7 @@ threads are chosen too, and weights are placed by them. Reads only the checkpoin
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ from cpu_offload.choices import (
 )  # fmt: skip
 from cpu_offload.device import CpuDevice
 from cpu_offload.offload import layer_number, the_one
-from cpu_offload.planner import Planner, Shape
+from cpu_offload.planner import Line, Planner, Shape
 from cpu_offload.probe import made_up, measure, read_ms
 from executor.building import frame_of
 from executor.config import Case
@@ -35,7 +36,8 @@ from ops.cpu.engine import cores_of, native, shadow_teams, start
 from ops.cpu.shadow import ExpertBlocks, ShadowPool
 from ops.interface import Format
 
-FEW_SWAPS = 4  # an interval, where copies were not measured
+CopyMs = Callable[[int], float] | None
+LINK = 20e6  # bytes in a millisecond that a host sends to a device, where there is none to ask
 
 
 @dataclass
@@ -93,22 +95,24 @@ def survey_of(case: Case) -> Surveyed:
     return Surveyed(sketch, shape, blocks, size, alignment, frame, split, rest, fixed)
 
 
-def choose(case: Case, sizes: Surveyed, ranks: RankEnv) -> tuple[Planner | None, Choices]:
-    """Afterwards the engine has the threads that were chosen."""
-    if case.platform != "cpu":
-        return None, unmeasured(case, sizes.split, ranks)
+def choose(case: Case, sizes: Surveyed, ranks: RankEnv, copy_ms: CopyMs = None) -> tuple[Planner, Choices]:
+    """Afterwards the engine has the threads that were chosen. `copy_ms`: of so many bytes to the device, where that is
+    not this CPU; its own products are then part of what a run measures as the rest of a step."""
     begun, wanted, batch, split = time.perf_counter(), case.offload_config, case.data_config.batch_size, sizes.split
     hit = _usual_hit(case, split)
-    engine_threads = sum(team.threads for team in native().teams())
-    local = ranks.local_rank, ranks.local_world_size
+    local, here = (ranks.local_rank, ranks.local_world_size), case.platform == "cpu"
     stores = made_up(sizes.blocks, sizes.shape.experts, sizes.shape.layers)
-    candidates = divisions(cores_of(*local), engine_threads, case.threads > 0, wanted.shadow_threads)
+    engine_threads = sum(team.threads for team in native().teams()) if here else 1
+    candidates = divisions(cores_of(*local), engine_threads, case.threads > 0 or not here, wanted.shadow_threads)
     tried: dict[Threads, Planner] = {}
     for device, shadow in candidates:
-        start(device, case.instruction_set, *local, shadow)
+        start(device, case.instruction_set, *local, shadow if here else 0)
         tried[device, shadow] = _measured(case, sizes, shadow, stores, len(candidates))
+    if not here:
+        link = (copy_ms or (lambda nbytes: nbytes / LINK))(sizes.slot_bytes)
+        tried = {(0, n): _beside_a_device(planner, n, link, sizes.slot_bytes) for (_, n), planner in tried.items()}
     threads = choose_threads(tried, batch, hit)
-    start(threads.value[0], case.instruction_set, *local, threads.value[1])
+    start(threads.value[0] or 1, case.instruction_set, *local, threads.value[1] if here else 0)
     planner = tried[threads.value]
     seconds = time.perf_counter() - begun
     planner = dataclasses.replace(planner, costs=dataclasses.replace(planner.costs, seconds=seconds))
@@ -121,29 +125,6 @@ def choose(case: Case, sizes: Surveyed, ranks: RankEnv) -> tuple[Planner | None,
     if not wanted.stream_tokens:
         streaming = choose_streaming(planner, hit, batch, longest)
     return planner, Choices(threads, slots, swaps_of(case, planner, hit), streaming)
-
-
-def unmeasured(case: Case, split: Split, ranks: RankEnv) -> Choices:
-    """Where the device's times are not measured, as on Ascend so far. Afterwards the engine knows the rank's cores."""
-    wanted, why = case.offload_config, f"not measured on {case.platform}"
-    local = ranks.local_rank, ranks.local_world_size
-    start(1, "auto", *local)  # its own pool has nothing to do
-    half = max(1, cores_of(*local) // 2)
-    threads = wanted.shadow_threads or half
-    slots = Choice(split.experts, f"all {split.experts}")
-    if wanted.mode == "elastic":
-        slots = Choice(split.experts, "as many as the KV cache leaves room for")
-    elif wanted.mode == "fixed" and wanted.slots:
-        slots = Choice(wanted.slots, f"{max(wanted.slots, 0)} of {split.experts}: given")
-    elif wanted.mode == "fixed" and wanted.arena_mb:
-        beside = split.slots(split.sequences * split.longest)
-        slots = Choice(beside, f"{beside} of {split.experts} fit beside {split.sequences} sequence(s) at their longest")
-    return Choices(
-        Choice((0, threads), "given" if wanted.shadow_threads else f"half of the rank's cores; {why}"),
-        slots,
-        given(wanted.max_swaps) if wanted.max_swaps else Choice(FEW_SWAPS, why),
-        given(wanted.stream_tokens) if wanted.stream_tokens else Choice(case.data_config.batch_size + 1, why),
-    )
 
 
 def swaps_of(case: Case, planner: Planner, hit: float) -> Choice[int]:
@@ -173,6 +154,15 @@ def _slots(case: Case, planner: Planner, split: Split) -> Choice[int]:
     if wanted.slots:
         return Choice(wanted.slots, f"{max(wanted.slots, 0)} of {split.experts}: given")
     return choose_slots(planner, split)
+
+
+def _beside_a_device(planner: Planner, threads: int, copy: float, slot_bytes: int) -> Planner:
+    """With the shadow pool's costs as measured; the device works beside it, how long is known once it ran."""
+    costs = dataclasses.replace(
+        planner.costs, base=0.0, device=Line(0.0, 0.0, 0.0), slip=0.0, copy=copy, block_bytes=slot_bytes,
+        threads=(0, threads),
+    )  # fmt: skip
+    return dataclasses.replace(planner, costs=costs, rest=0.0, rest_from="not known before a run; nor is the device")
 
 
 def _measured(case: Case, sizes: Surveyed, threads: int, stores: list[torch.Tensor], parts: int) -> Planner:

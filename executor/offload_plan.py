@@ -17,6 +17,7 @@ from executor.offload_choices import choose, survey_of, swaps_of
 from executor.offloading import make_arena
 from executor.plan import GB
 from executor.platform import load_platform
+from executor.platform.base import Platform
 from models.parallel import Group
 
 WARM_UP_TOKENS = 9  # of a warm-up that the rest of a step is measured in; the first step captures
@@ -36,19 +37,17 @@ def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
 class PlannedRun:
     """Chooses before weights are loaded, tells what is to be expected, and afterwards how it was."""
 
-    def __init__(self, case: Case, ranks: RankEnv, world: Group, device: torch.device):
+    def __init__(self, case: Case, ranks: RankEnv, world: Group, platform: Platform):
         self.case = case
-        self.planner, choices = choose(case, survey_of(case), ranks)
+        self.planner, choices = choose(case, survey_of(case), ranks, platform.copy_ms)
         # Slots decide who is admitted, so all ranks have rank 0's number; the rest is each rank's own affair.
-        slots = world.gather_rows(torch.tensor([[choices.slots.value]], device=device), (1,) * world.size)[0, 0]
+        slots = world.gather_rows(torch.tensor([[choices.slots.value]], device=platform.device), (1,) * world.size)[
+            0, 0
+        ]
         self.choices = dataclasses.replace(choices, slots=dataclasses.replace(choices.slots, value=int(slots)))
 
     def begin(self, offload: Offload, warm_up: Sequence[float]) -> None:
         """`warm_up`: seconds of its decode steps. Now that the rest of a step is known, copies have their budget."""
-        if self.planner is None:
-            offload.forget()
-            print("\n".join(["planner:", *self.choices.table()]))
-            return
         steps = steps_of(offload.history, warm_up, self.planner.shape)[1:]
         if steps:
             rest = self.planner.rest_of(steps)
@@ -61,9 +60,7 @@ class PlannedRun:
         print("\n".join(self.planner.table(self.case.data_config.batch_size) + self.choices.table()))
 
     def end(self, offload: Offload, seconds: Sequence[float]) -> dict[str, Any] | None:
-        """For the report; None where no step was decoded, or nothing was measured."""
-        if self.planner is None:
-            return None
+        """For the report; None where no step was decoded."""
         prefill = None
         if long := offload.history.long:
             prefill = self.planner.compare_long(long)
@@ -109,8 +106,7 @@ def show_offload_plan(case: Case) -> None:
             f"case {case.name}: {beside / GB:.2f} GB of weights and arena are more than ascend_config.memory_gb: "
             f"{case.ascend_config.memory_gb}: lower offload_config.arena_mb, or raise world_size"
         )
-    measured = planner.table(case.data_config.batch_size) if planner else ["planner:"]
-    print("\n".join(measured + choices.table()))
+    print("\n".join(planner.table(case.data_config.batch_size) + choices.table()))
     print("Hit rates depend on the text; even traffic hits as often as its share of experts is resident.")
 
 

@@ -87,7 +87,7 @@ def test_threads_go_where_the_longer_side_is(
     assert chosen.value == wanted
     assert f"{tried[wanted].step_ms(1, hit):.3f} ms a step" in chosen.why
     assert chosen.why.count(" + ") == 3
-    assert choose_threads({(3, 2): planner()}, 1, hit) == Choice((3, 2), "given")
+    assert choose_threads({(3, 2): planner()}, 1, hit) == Choice((3, 2), "no other was tried")
 
 
 SPLIT = Split(frames=200, extent_frames=4, extent_slots=8, longest=20, sequences=8, experts=640)

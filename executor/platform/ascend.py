@@ -1,6 +1,7 @@
 """Huawei Ascend: one NPU die a rank, collectives over HCCL, decode in static graphs (ascend_graph.py)."""
 
 import sys
+import time
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
@@ -22,6 +23,8 @@ from executor.versions import check_versions, read_versions
 from ops import ascendc
 from ops.ascend.ops import AscendOps
 from ops.interface import Ops
+
+COPIES = 5  # to measure one
 
 
 class AscendPlatform(Platform):
@@ -67,6 +70,19 @@ class AscendPlatform(Platform):
 
     def watched(self) -> AbstractContextManager[None]:
         return loud_fallbacks(self.case.strict)
+
+    def copy_ms(self, nbytes: int) -> float:
+        from ops.ascend.shadow import pinned
+
+        source, times = pinned((nbytes,), torch.uint8, "shadow experts"), []
+        to = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        for _ in range(COPIES):
+            torch_npu.npu.synchronize()
+            start = time.perf_counter()
+            to.copy_(source, non_blocking=True)
+            torch_npu.npu.synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
+        return min(times)
 
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         from cpu_offload.ascend import AscendDevice

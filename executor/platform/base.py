@@ -48,6 +48,10 @@ class Platform(ABC):
         """Around the steps of a run: what goes another way than the case says is told, or is an error."""
         return nullcontext()
 
+    def copy_ms(self, nbytes: int) -> float:
+        """Milliseconds of a copy of so many bytes from the host, where that is other memory than the device's."""
+        raise NotImplementedError
+
     @abstractmethod
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         """For a case with shadow experts, `top_k` a token; `stream_tokens`: of a step from which on those that are not

@@ -82,8 +82,8 @@ class ShadowNodes:
 
     def _node(self, tokens: int, layer: int) -> Node:
         wide, narrow = (tokens, self.hidden), (tokens, self.top_k)
-        x, sums = (pinned(wide, self.dtype, layer) for _ in range(2))
-        ids, weights = (pinned(narrow, dtype, layer) for dtype in (torch.int32, self.dtype))
+        x, sums = (pinned(wide, self.dtype, f"layer {layer}") for _ in range(2))
+        ids, weights = (pinned(narrow, dtype, f"layer {layer}") for dtype in (torch.int32, self.dtype))
         buffers = (x, ids, weights, self.slots[layer], sums)
         job = Job(*(t.data_ptr() for t in buffers), tokens, self.top_k, self.hidden, layer, -1, None)
         payload = self.bridge.payload(job, sums.nbytes)
@@ -166,11 +166,11 @@ class ShadowNodes:
 LEFT: list[ShadowNodes] = []
 
 
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, layer: int) -> Tensor:
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
     """torch_npu 2.13.0 does not raise where CANN has none: it gives a tensor at address 0."""
     made = torch.empty(shape, dtype=dtype, pin_memory=True)
     if made.numel() and not made.data_ptr():
-        raise UserError(f"layer {layer}: no pinned memory on the host for {dtype} {shape}")
+        raise UserError(f"{what}: no pinned memory on the host for {dtype} {shape}")
     return made
 
 
