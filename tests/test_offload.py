@@ -81,8 +81,11 @@ def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, m
 
 def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5)
-    runner.model_generate(PROMPTS[:2])
     assert runner.offload is not None
+    place = next(iter(runner.offload.slots))
+    runner.offload.evict(place)
+    runner.offload._fetch(place)
+    runner.model_generate(PROMPTS[:2])
     report = offloading.write_offload(runner.offload, checkpoint.parent, Group(), torch.device("cpu"))
     assert report["steps"] == 23
     assert 0 < report["hit_rate"] < 1
