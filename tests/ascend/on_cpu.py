@@ -46,10 +46,11 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0) -> Callable[[Case, RankEnv
         def __init__(self, case: Case, ranks: RankEnv):
             super().__init__(case, ranks)
             self.ops = AscendOps(getattr(torch, case.model_config.dtype), self.device, routing, gemv_tokens)
-            self.most = case.data_config.batch_size + 3 * case.attn_dp_size
+            self.case = case
 
         def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-            return AscendDevice(self.ops, self.device, top_k, self.most, timeout_s=10, cann=None)
+            most = self.case.data_config.batch_size + 3 * self.case.attn_dp_size  # padded below
+            return AscendDevice(self.ops, self.device, top_k, most, timeout_s=10, cann=None)
 
         def padded_rows(self, rows: int) -> int:
             return rows + 3
