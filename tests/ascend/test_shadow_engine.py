@@ -137,8 +137,17 @@ def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pyte
     assert lines[start + 1].startswith("captured aclnnAdd (4,128)bfloat16 (4,128)bfloat16")
 
 
-def test_experts_leave_for_the_cache_and_return(tmp_path: Path) -> None:
+def spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routing that a graph takes by its address; the fake device's own is whatever memory held."""
+    weights = torch.nn.Parameter(torch.zeros(512, 3, dtype=torch.bfloat16).npu(), requires_grad=False)
+    ids = torch.arange(512 * 3, dtype=torch.int32).view(512, 3) % 8
+    ids = torch.nn.Parameter(ids.npu(), requires_grad=False)
+    monkeypatch.setattr(AscendOps, "route_softmax", lambda _, logits, *__: (weights[: len(logits)], ids[: len(logits)]))
+
+
+def test_experts_leave_for_the_cache_and_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena with room for all experts or for all pages, not for both. Nothing is captured anew."""
+    spread_evenly(monkeypatch)
     sizes = ("exe_mode=acl_graph", f"arena_mb={14 * 128 + 1}", "page_size=128", "max_new_tokens=90")
     runner = runner_of(tmp_path, *sizes, "input_max_len=150", "max_swaps=4", mode="elastic")
     offload, _ = parts(runner)
