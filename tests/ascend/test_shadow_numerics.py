@@ -107,8 +107,11 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("split", [{}, {"moe_tp_size": 1}, {"attn_tp_size": 1}], ids=["tp2", "ep2", "dp2"])
-@pytest.mark.parametrize("gemv_tokens", [0, 8])
+@pytest.mark.parametrize(
+    ("split", "gemv_tokens"),
+    [({}, 0), ({"moe_tp_size": 1}, 0), ({"attn_tp_size": 1}, 0), ({}, 8), ({"moe_tp_size": 1}, 8)],
+    ids=["tp2", "ep2", "dp2", "tp2-q4", "ep2-q4"],
+)
 def test_two_ranks(tmp_path: Path, split: dict[str, int], gemv_tokens: int) -> None:
     """Each rank keeps shadows of its own part of the experts; floats, then four bits."""
     save_tiny(tmp_path / "model", **SIZES)
