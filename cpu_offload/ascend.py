@@ -26,8 +26,8 @@ from ops.ascend import vector_core
 from ops.ascend.moe import resident
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes, pinned
-from ops.ascend.slots import Slots, fixed
-from ops.ascend.weights import AscendExperts, Stored
+from ops.ascend.slots import Slots
+from ops.ascend.weights import AscendExperts, Stored, fixed
 from ops.ascendc.blocks import PLACE, BlockLayout
 from ops.cpu.shadow import ShadowPool, Worker
 from ops.interface import Format

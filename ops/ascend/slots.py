@@ -12,19 +12,15 @@ the traffic of a product that reads slots as they are (ops/ascend/vector_core.py
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from errors import UserError
+from ops.ascend.weights import fixed
 from ops.ascendc.blocks import PLACE, BlockLayout
 from ops.interface import Format
 
 ROW = PLACE // 4  # int32
-
-
-def fixed(tensor: Tensor) -> Tensor:
-    """A Parameter: graphs take those by their address."""
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 @dataclass

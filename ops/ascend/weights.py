@@ -105,7 +105,7 @@ class Plane:
             import torch_npu
 
             tiles = torch_npu.npu_format_cast(input=self.data, acl_format=FRACTAL_NZ, customize_dtype=None)
-            self.data = nn.Parameter(tiles, requires_grad=False)
+            self.data = fixed(tiles)
 
 
 class AscendMatrix(Plane):
@@ -154,8 +154,12 @@ class AscendExperts:
 
 
 def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return fixed(torch.empty(shape, dtype=dtype, device=device))
+
+
+def fixed(tensor: Tensor) -> Tensor:
     """A Parameter: graphs take those by their address."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,6 +64,13 @@ void check_ids(const Tensor &ids, int64_t rows) {
     TORCH_CHECK(ids.numel() <= kMostPairs, "ids: ", ids.sizes(), ": must be ", kMostPairs, " at most");
 }
 
+void check_routing(const Tensor &x, const Tensor &ids, const Tensor &weights) {
+    check_ids(ids, x.size(0));
+    TORCH_CHECK_TYPE(weights.scalar_type() == x.scalar_type(), "weights: ", weights.scalar_type(), ": must be ",
+                     x.scalar_type());
+    TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
+}
+
 Tensor grouped_gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros,
                     const Tensor &ids, bool half_sums) {
     check_rows(x, std::numeric_limits<int64_t>::max());
@@ -85,10 +92,7 @@ Tensor fused_moe(const Tensor &x, const Tensor &w13, const Tensor &s13, const Ma
                 w13.sizes(), " is (E, H, 2 I / 8)");
     TORCH_CHECK(columns / 2 % kStep == 0, "w13: ", w13.sizes(), ": I must be a multiple of ", kStep);
     TORCH_CHECK(z13.has_value() == z2.has_value(), "z2: ", z2 ? "given" : "absent", ": must be given where z13 is");
-    check_ids(ids, x.size(0));
-    TORCH_CHECK_TYPE(weights.scalar_type() == x.scalar_type(), "weights: ", weights.scalar_type(), ": must be ",
-                     x.scalar_type());
-    TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
+    check_routing(x, ids, weights);
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
     EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeW4a16, x, w13, s13, z13, w2, s2, z2, ids, weights, half_sums, y);
@@ -112,10 +116,7 @@ Tensor fused_moe_slots(const Tensor &x, const Tensor &arena, const Tensor &place
     TORCH_CHECK(inner >= kStep && inner % kStep == 0, "inner: ", inner, ": must be a multiple of ", kStep);
     check_group("group", group, x.size(1));
     check_group("group2", group2, inner);
-    check_ids(ids, x.size(0));
-    TORCH_CHECK_TYPE(weights.scalar_type() == x.scalar_type(), "weights: ", weights.scalar_type(), ": must be ",
-                     x.scalar_type());
-    TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
+    check_routing(x, ids, weights);
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
     EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeSlotsW4a16, x, arena, places, ids, weights, inner, group, group2, zeros, half_sums, y);
