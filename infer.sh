@@ -4,4 +4,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
 umbra_setup
-exec .venv/bin/python -m executor.launch "$@"
+exec .venv/bin/python -m executor.job.launch "$@"

@@ -8,14 +8,14 @@ import os
 from pathlib import Path
 
 from errors import UserError, run_main
-from executor import env
-from executor.ascend_env import ascend_environment
-from executor.cases import load_case, load_model_config
-from executor.compile_cache import clear_cache
-from executor.rank import run_rank
-from executor.ready import check_ready
-from executor.results import write_json
-from executor.runners import make_runner
+from executor.config import env
+from executor.config.load import load_case, load_model_config
+from executor.job.preflight import check_ready
+from executor.job.rank import run_rank
+from executor.job.runners import make_runner
+from executor.platform.ascend.compile_cache import clear_cache
+from executor.platform.ascend.environment import ascend_environment
+from files import write_json
 
 
 def main(argv: list[str]) -> None:
@@ -34,14 +34,14 @@ def main(argv: list[str]) -> None:
         return
     load_model_config(case)  # refuse before anything heavy is imported
     if args.plan:
-        from executor.plan_report import show_plan
+        from executor.planning.report import show_plan
 
         return show_plan(case)
     check_ready(case)
     os.environ.update(ascend_environment(case, os.environ))  # nothing to add where the launcher has started this
 
     def generate(results: Path, ranks: env.RankEnv) -> None:
-        from executor.report import print_report
+        from executor.job.report import print_report
 
         report = make_runner(case, results, ranks).run()
         if ranks.rank == 0:

@@ -1,18 +1,15 @@
 #!/usr/bin/env bash
 # Sets the machine up once, then runs every check and test:  bash test.sh [pytest arguments]
-# The arguments are for the main tests. tests/ascend and tests/triton, which need a Python of their own each, always run
-# whole, and alone with
+# The arguments are for the main tests. tests/ascend, which needs a Python of its own, always runs whole, and alone with
 #     bash test.sh ascend [pytest arguments]
-#     bash test.sh triton [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
 umbra_setup
 umbra_setup_ascend
-umbra_setup_beside triton
 case "${1:-}" in
-ascend | triton)
-    "umbra_$1_python" -m pytest "tests/$1" "${@:2}"
+ascend)
+    umbra_ascend_python -m pytest tests/ascend "${@:2}"
     exit
     ;;
 esac
@@ -23,7 +20,7 @@ for tool in aarch64-linux-gnu-g++ qemu-aarch64; do
     }
 done
 
-# tests/test_numa.py boots a kernel on a made-up machine of four NUMA nodes; where it cannot be had the test skips.
+# tests/ops/cpu/test_numa.py boots a kernel on a made-up machine of four NUMA nodes; where it cannot be had the test skips.
 umbra_numa() {
     local to=.venv/umbra-kernel kernel
     command -v qemu-system-x86_64 >/dev/null && compgen -G "$to/vmlinuz-*" >/dev/null && return
@@ -45,6 +42,4 @@ status=0
 .venv/bin/python -m pytest "$@" || status=$?
 echo "== pytest on a fake CANN"
 umbra_ascend_python -m pytest tests/ascend || status=$?
-echo "== pytest in Triton's interpreter"
-umbra_triton_python -m pytest tests/triton || status=$?
 exit "$status"

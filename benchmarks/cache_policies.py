@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.routing_traces import Trace
-from cpu_offload.residency import Residency, Settings
+from cpu_offload.policy.residency import Residency, Settings
 
 NEVER = 1 << 40
 LEARNING = 10  # one part in so many of a trace: where static learns; nobody's hits count there

@@ -21,15 +21,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from errors import UserError, run_main
-from executor.building import build_of
-from executor.cases import load_case
-from executor.checkpoint import stored_as
-from executor.env import RankEnv
-from executor.formats.detect import read_scheme
-from executor.formats.stored import Needed
-from executor.runners import make_runner
+from executor.checkpoint.formats.detect import read_scheme
+from executor.checkpoint.formats.scheme import Needed
+from executor.checkpoint.load import stored_as
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.engine.building import build_of
+from executor.job.runners import make_runner
+from executor.parallel.groups import Parallel
 from models.layers import Piece, layers_of
-from models.parallel import Parallel
 from ops.cpu.layout import CpuLayout
 from ops.interface import Ops
 

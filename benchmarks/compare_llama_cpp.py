@@ -32,7 +32,7 @@ from benchmarks.machine import seconds_of, take_turns
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from benchmarks.umbra import Umbra
 from errors import UserError, run_main
-from tools.logits import prefill_logits
+from executor.job.logits import prefill_logits
 
 BATCHES, PROMPTS = (1, 4, 8), (128, 512)
 STEPS = 8  # decode steps of one turn

@@ -31,15 +31,16 @@ from pathlib import Path
 from benchmarks.output import Row, flags, printed, write_rows
 from cpu_offload.history import History
 from errors import UserError
-from executor.cases import ROOT, load_case, model_folder
-from executor.config import Case
-from executor.env import rank_env
-from executor.model_runner import ModelRunner
-from executor.offload_plots import plot
-from executor.report import Timings
-from executor.runners import make_runner
-from executor.sequence import Sequence
-from executor.tokenizer import Tokenizer
+from executor.config.case import Case
+from executor.config.env import rank_env
+from executor.config.load import load_case, model_folder
+from executor.engine.request import Sequence
+from executor.job.plots import plot
+from executor.job.report import Timings
+from executor.job.runner import ModelRunner
+from executor.job.runners import make_runner
+from executor.job.tokenizer import Tokenizer
+from files import ROOT
 
 WAVES = (16, 4, 12)
 LEFT = 2  # sequences that still run when the next wave arrives

@@ -3,9 +3,9 @@
     python -m benchmarks.npu_gemv [--hidden 2048] [--inner 768] [--experts 128] [--top-k 8] [--group 32] [--layers 16]
         [--batches 1 2 4 8] [--dtype bfloat16] [--rounds 30] [--read-mb 1024] [--half-sums] [--json FILE]
 
-Needs an NPU and `bash ops/ascendc/build.sh`. Each way is captured into one graph that runs all layers, whose weights
-differ, so that no cache holds them; before that, both must give equal results. The graphs are replayed in turn; a time
-is the median of the device's own, divided by the layers. GB/s counts weights and scales of each expert that is hit,
+Needs an NPU and `bash ops/ascend/vector_core/build.sh`. Each way is captured into one graph that runs all layers,
+whose weights differ, so that no cache holds them; before that, both must give equal results. The graphs are
+replayed in turn; a time is the median of the device's own, divided by the layers. GB/s counts weights and scales of each expert that is hit,
 once a layer. Limit: the better of a plain copy and a plain sum of --read-mb, timed in the same rounds.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.output import printed, write_rows
 from errors import UserError, run_main
-from ops import ascendc
+from ops.ascend import vector_core
 
 COLUMNS = (
     ("batch", "Batch", 6, ""),
@@ -43,10 +43,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> None:
     args = arguments(argv)
-    if not ascendc.built():
-        raise UserError("the vector-core kernels are not built: run bash ops/ascendc/build.sh")
+    if not vector_core.built():
+        raise UserError("the vector-core kernels are not built: run bash ops/ascend/vector_core/build.sh")
     # Before torch_npu is loaded, which may be when torch is.
-    os.environ["ASCEND_CUSTOM_OPP_PATH"] = ascendc.package_path(os.environ.get("ASCEND_CUSTOM_OPP_PATH", ""))
+    os.environ["ASCEND_CUSTOM_OPP_PATH"] = vector_core.package_path(os.environ.get("ASCEND_CUSTOM_OPP_PATH", ""))
     try:
         from benchmarks import npu_layers
     except ImportError as error:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.output import Row
 from errors import UserError
-from ops import ascendc
 from ops.ascend import moe, vector_core
+from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendExperts
 from ops.interface import Format
 
@@ -42,7 +42,7 @@ class Layer:
     half_sums: bool = False
 
     def custom(self) -> Tensor:
-        return vector_core.moe(self.x, self.weights, self.ids, self.experts, None, self.half_sums)
+        return calls.moe(self.x, self.weights, self.ids, self.experts, None, self.half_sums)
 
     def reference(self) -> Tensor:
         return moe.infer_fusion_v2(self.x, self.weights, self.ids, self.experts)
@@ -51,7 +51,7 @@ class Layer:
 def start() -> None:
     if not torch_npu.npu.is_available():
         raise UserError("no NPU can be used: torch_npu finds none")
-    ascendc.load()
+    vector_core.load()
 
 
 def computes() -> bool:

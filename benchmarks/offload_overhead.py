@@ -23,10 +23,10 @@ import torch
 
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.routing_traces import made_up
-from cpu_offload.arena import Arena
-from cpu_offload.choices import NONE
+from cpu_offload.cost.choices import NONE
 from cpu_offload.device import CpuDevice
-from cpu_offload.offload import Offload, Settings
+from cpu_offload.manager import Offload, Settings
+from cpu_offload.memory.arena import Arena
 from ops.interface import FORMATS
 
 SHAPES = ((5, 32, 4), (48, 128, 8))  # the demo's; that of Qwen3-30B-A3B

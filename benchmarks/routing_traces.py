@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from executor.cases import load_case
-from executor.env import RankEnv
-from executor.rank import run_rank
-from executor.results import write_whole
-from executor.runners import make_runner
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.job.evaluate import read_windows
+from executor.job.logits import prefill_logits, with_room
+from executor.job.rank import run_rank
+from executor.job.runners import make_runner
+from files import write_whole
 from models.qwen3_moe.model import SparseMoeBlock
-from tools.evaluate import read_windows
-from tools.logits import prefill_logits, with_room
 
 WINDOW = 1024  # tokens of text that the demo model reads at once; then it starts anew
 KINDS = ("uniform", "Zipf", "Zipf, drifting", "Zipf, new halfway")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from executor.cases import load_case
-from executor.env import rank_env
-from executor.runners import make_runner
-from executor.sequence import Sequence
+from executor.config.env import rank_env
+from executor.config.load import load_case
+from executor.engine.request import Sequence
+from executor.job.runners import make_runner
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
 
 

@@ -22,13 +22,13 @@ from torch.utils.dlpack import from_dlpack
 from cpu_offload.device import Device, Place
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
-from ops.ascend import vector_core
 from ops.ascend.moe import resident
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes, pinned
 from ops.ascend.slots import Slots
+from ops.ascend.vector_core import calls
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, Stored, fixed
-from ops.ascendc.blocks import PLACE, BlockLayout
 from ops.cpu.shadow import ShadowPool, Worker
 from ops.interface import Format
 from ops.quantised import Quantised
@@ -99,7 +99,7 @@ class NpuExperts(ShadowedExperts):
         device, ops = self.device, self.device.ops
         if ops.on_vector_cores(x, self):
             here = device.here[self.index]
-            return vector_core.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.half_sums)
+            return calls.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.half_sums)
         rows = device.rows[self.index]
         if not device.by_pair(len(x), self.count):
             return ops.moe(x, weights, ids, device.slots.bank(rows), first)

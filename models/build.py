@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import UserError
-from models.parallel import Parallel
+from executor.parallel.groups import Parallel
 from ops.interface import Format, Matrix, Ops
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from cpu_offload.experts import ShadowedExperts
+from executor.parallel.groups import Group
 from models.batch import Batch
 from models.build import Build, fixed
-from models.parallel import Group
 from models.rope import RopeConfig
 
 ALL = slice(None)

@@ -6,7 +6,7 @@
 import importlib
 from typing import TYPE_CHECKING, cast
 
-if TYPE_CHECKING:  # the launcher, which must be quick, asks ops.ascendc what is built
+if TYPE_CHECKING:  # the launcher, which must be quick, asks ops.ascend.vector_core what is built
     from ops.interface import Ops
 
 IMPLEMENTATIONS = {

@@ -8,11 +8,11 @@ import torch
 import yaml
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from executor.cases import load_case
-from executor.config import Case
-from executor.env import RankEnv
-from executor.model_runner import ModelRunner
-from executor.runners import make_runner as new_runner
+from executor.config.case import Case
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.job.runner import ModelRunner
+from executor.job.runners import make_runner as new_runner
 
 TINY = dict(
     vocab_size=96,

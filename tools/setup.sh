@@ -68,7 +68,7 @@ umbra_site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()
 # CANN.
 umbra_setup_ascend() {
     umbra_setup_beside ascend
-    flock .setup.lock .venv/ascend/bin/python -m tests.ascend.fake_cann.generate .venv/ascend/fake_cann
+    flock .setup.lock .venv/ascend/bin/python -m tests.fakes.cann.generate .venv/ascend/fake_cann
 }
 
 # Python with torch_npu and the fake CANN, also where there is a real one:  umbra_ascend_python -m pytest tests/ascend
@@ -77,9 +77,6 @@ umbra_ascend_python() {
         ASCEND_CUSTOM_OPP_PATH="$PWD/.venv/ascend/fake_cann/custom_opp" \
         LD_LIBRARY_PATH="$PWD/.venv/ascend/fake_cann${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" .venv/ascend/bin/python "$@"
 }
-
-# Python with Triton, its interpreter, and the older numpy that this needs:  umbra_triton_python -m pytest tests/triton
-umbra_triton_python() { TRITON_INTERPRET=1 .venv/triton/bin/python "$@"; }
 
 umbra_python_ok() {
     command -v python3 >/dev/null || umbra_apt python3

@@ -1,43 +1,15 @@
-"""The platforms: a lazily importing registry, so that naming one does not import another's libraries."""
+"""A platform is a device with its memory, collectives, graphs and ops."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from executor.config.platforms import PLATFORMS
 from models.registry import load
 
 if TYPE_CHECKING:
     from executor.platform.base import Platform
 
 
-@dataclass(frozen=True)
-class PlatformEntry:
-    place: str
-    layout: str  # what its ops keep, without the device: for counts of memory
-    exe_modes: tuple[str, ...]
-    page_size: int  # of the KV cache, where a case does not say
-    quantised: tuple[str, ...]  # the kinds of quantised matrices that its ops multiply with
-    plugin: str = ""  # the package that brings the device to PyTorch
-
-
-PLATFORMS = {
-    "cpu": PlatformEntry(
-        "executor.platform.cpu:CpuPlatform",
-        "ops.cpu.layout:CpuLayout",
-        ("eager", "graph"),
-        page_size=16,
-        quantised=("q8", "q4"),
-    ),
-    "ascend": PlatformEntry(
-        "executor.platform.ascend:AscendPlatform",
-        "ops.ascend.layout:AscendLayout",
-        ("eager", "ge_graph", "acl_graph", "npugraph_ex"),
-        page_size=128,
-        quantised=("q4",),
-        plugin="torch_npu",
-    ),
-}
-
-
 def load_platform(name: str) -> "type[Platform]":
+    """The class of the platform `name`; its libraries are imported only now."""
     platform: type[Platform] = load(PLATFORMS[name].place)
     return platform

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cpu_offload.device import Device
-from executor.config import Case
-from executor.env import RankEnv
+from executor.config.case import Case
+from executor.config.env import RankEnv
 from models.batch import Batch
 from ops.interface import Ops
 

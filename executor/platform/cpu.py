@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 
 from cpu_offload.device import CpuDevice, Device
-from executor.config import Case
-from executor.env import RankEnv
+from executor.config.case import Case
+from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step
 from executor.platform.cpu_graph import GraphStep
 from ops import load_ops

@@ -6,6 +6,7 @@ layers' business.
 
 from torch import Tensor, nn
 
+from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
 from models.layers import (
@@ -20,7 +21,6 @@ from models.layers import (
     Source,
     VocabEmbedding,
 )
-from models.parallel import Shard
 from models.qwen3_moe.config import Qwen3MoeConfig
 
 

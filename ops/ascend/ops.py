@@ -12,8 +12,9 @@ import torch_npu
 from torch import Tensor
 
 from errors import UserError
-from ops.ascend import moe, vector_core
+from ops.ascend import moe
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
+from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendMatrix, Bank
 from ops.interface import Lengths
 
@@ -24,7 +25,7 @@ ALL_TOKENS = 2147483647  # pre_tokens, next_tokens
 
 class AscendOps(AscendLayout):
     """The routing of `moe` is one of ops.ascend.moe.ROUTINGS; steps of at most `gemv_tokens` tokens multiply with 4-bit
-    weights on the vector cores, as `half_sums` says (ops/ascendc/schemas.py)."""
+    weights on the vector cores, as `half_sums` says (ops/ascend/vector_core/schemas.py)."""
 
     def __init__(
         self,
@@ -47,11 +48,11 @@ class AscendOps(AscendLayout):
         return F.embedding(local.masked_fill(away, 0), table).masked_fill(away[:, None], 0)
 
     def on_vector_cores(self, x: Tensor, weight: AscendMatrix | Bank) -> bool:
-        return 0 < x.shape[0] <= self.gemv_tokens and not vector_core.unfit(weight)
+        return 0 < x.shape[0] <= self.gemv_tokens and not calls.unfit(weight)
 
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
         if self.on_vector_cores(x, weight):
-            return vector_core.linear(x, weight, bias, self.half_sums)
+            return calls.linear(x, weight, bias, self.half_sums)
         if weight.scales is not None:
             return torch_npu.npu_weight_quant_batchmatmul(
                 x=x, weight=weight.data, antiquant_scale=weight.scales, antiquant_offset=weight.offsets,
@@ -166,7 +167,7 @@ class AscendOps(AscendLayout):
         if ids.dtype != torch.int32:
             raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
         if self.on_vector_cores(x, experts):
-            return vector_core.moe(x, weights, ids, experts, first_expert, self.half_sums)
+            return calls.moe(x, weights, ids, experts, first_expert, self.half_sums)
         if first_expert is not None:
             weights, ids = moe.resident(weights, ids, first_expert, experts.count)
         return self.route_experts(x, weights, ids, experts)

@@ -1,12 +1,12 @@
 """Experts in slots of an arena, for products that want a bank of experts side by side.
 
-arena   | p | p | slot: w13 s13 w2 s2 | slot | p | .. | zeros |     rows of PLACE bytes; blocks as ops/ascendc/blocks.py
+arena   | p | p | slot: w13 s13 w2 s2 | slot | p | .. | zeros |     rows of PLACE bytes; blocks: vector_core/blocks.py
                      |                    |              |
 bank    w13: | e0 | e1 | e2 | ..   s13: | e0 | e1 | ..   w2: ..      gathered by rows; who is missing is all zeros
 
 `places` (n) int32: the first row of each expert's block, or of the zeros. It is read on the device, so a captured step
 finds residents wherever they are when it is replayed. A gathered expert is read, written and read again: three times
-the traffic of a product that reads slots as they are (ops/ascend/vector_core.py, moe_slots).
+the traffic of a product that reads slots as they are (ops/ascend/vector_core/calls.py, moe_slots).
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from errors import UserError
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import fixed
-from ops.ascendc.blocks import PLACE, BlockLayout
 from ops.interface import Format
 
 ROW = PLACE // 4  # int32

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from executor.cases import load_case
-from executor.compile_cache import CompileCache
-from executor.config import Case
-from executor.env import RankEnv
-from executor.model_runner import ModelRunner
-from executor.report import Timings
-from executor.runners import make_runner
-from executor.sequence import Sequence
+from executor.config.case import Case
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.engine.request import Sequence
+from executor.job.report import Timings
+from executor.job.runner import ModelRunner
+from executor.job.runners import make_runner
+from executor.platform.ascend.compile_cache import CompileCache
 from tests.tiny import ONE_RANK, save_tiny, write_case
 
 # head_dim 64: the narrowest that the rotary op takes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ops.ascendc import extension, schemas  # noqa: F401 (declares the ops)
+from ops.ascend.vector_core import extension, schemas  # noqa: F401 (declares the ops)
 
 BUILT = Path(sys.prefix) / "umbra_ascendc.so"
 

@@ -7,8 +7,8 @@ import torch
 
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.device import Device
-from executor.config import Case
-from executor.env import RankEnv
+from executor.config.case import Case
+from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step
 from ops import load_ops
 from ops.ascend.ops import AscendOps

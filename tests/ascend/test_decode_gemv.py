@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, multiprocessing
 
 from errors import UserError
-from executor.env import RankEnv
-from executor.runners import make_runner
-from ops import ascendc
+from executor.config.env import RankEnv
+from executor.job.runners import make_runner
 from ops.ascend import vector_core
+from ops.ascend.vector_core import calls
 from ops.interface import Format
 from tests.ascend.engine import ascend_case, ascend_runner, prefilled
 from tests.ascend.extension import load_extension
@@ -107,7 +107,7 @@ def test_four_bit_products(format: Format) -> None:
     torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-4)
 
 
-REAL_MOE = vector_core.moe
+REAL_MOE = calls.moe
 
 
 def without_first(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None, *_: Any) -> Tensor:
@@ -124,7 +124,7 @@ def weighed_twice(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_e
 
 @pytest.mark.parametrize("mutant", [without_first, clamped, weighed_twice])
 def test_a_mistaken_mixture_is_seen(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_core, "moe", mutant)
+    monkeypatch.setattr(calls, "moe", mutant)
     mine, theirs = products(Q4[0], "fusion_v2", gemv_tokens=5)
     assert (mine - theirs).abs().max() > 0.1
 
@@ -134,15 +134,15 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """As if the package were built; its entries: each time that it was loaded."""
     torch._dynamo.reset()
     times: list[str] = []
-    monkeypatch.setattr(ascendc, "built", lambda: 1)
-    monkeypatch.setattr(ascendc, "load", lambda: times.append("loaded"))
+    monkeypatch.setattr(vector_core, "built", lambda: 1)
+    monkeypatch.setattr(vector_core, "load", lambda: times.append("loaded"))
     return times
 
 
 @pytest.fixture
 def on_npu(loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The real torch extension on the fake device."""
-    monkeypatch.setattr(ascendc, "load", load_extension)
+    monkeypatch.setattr(vector_core, "load", load_extension)
 
 
 FUSED_INPUTS = ["x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"]
@@ -204,7 +204,7 @@ def in_float(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert
 
 
 def test_a_copy_on_the_way_is_seen(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_core, "moe", in_float)
+    monkeypatch.setattr(calls, "moe", in_float)
     program = decode_program(tmp_path, "method=q4", "decode_gemv=on")
     with pytest.raises(AssertionError):
         check(program, False)
@@ -266,8 +266,10 @@ def test_a_run_tells_and_reports_the_choice(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_on_without_the_package_is_refused(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascendc, "built", lambda: 0)
-    with pytest.raises(UserError, match=r"decode_gemv: on: the kernels are not built: run bash ops/ascendc/build\.sh"):
+    monkeypatch.setattr(vector_core, "built", lambda: 0)
+    with pytest.raises(
+        UserError, match=r"decode_gemv: on: the kernels are not built: run bash ops/ascend/vector_core/build\.sh"
+    ):
         ascend_runner(ascend_case(tmp_path, "method=q4", "decode_gemv=on"), tmp_path)
     ascend_runner(ascend_case(tmp_path, "method=q4"), tmp_path)
     assert not loaded

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from errors import UserError
-from executor.ascend_env import ascend_environment
-from executor.platform.ascend_fallbacks import loud_fallbacks
+from executor.platform.ascend.environment import ascend_environment
+from executor.platform.ascend.fallbacks import loud_fallbacks
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import ascend_case, ascend_runner, generate
 from tests.ascend.ge import ge_programs

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.ascend_env import ascend_environment
-from executor.config import Case
-from executor.distributed import init_parallel
-from executor.env import RankEnv
-from executor.platform.ascend import AscendPlatform
-from models.parallel import Group
+from executor.config.case import Case
+from executor.config.env import RankEnv
+from executor.parallel.groups import Group
+from executor.parallel.join import init_parallel
+from executor.platform.ascend.device import AscendPlatform
+from executor.platform.ascend.environment import ascend_environment
 from tests.ascend.engine import ascend_case, ascend_runner, generate, keep_graphs_in
 from tests.ascend.ge import GeProgram, Node, ge_programs
 from tests.ascend.log import device_log

@@ -15,13 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from errors import UserError
-from executor.batching import pack
-from executor.kv_pages import PagePool
-from executor.sequence import Sequence
+from executor.engine.batching import pack
+from executor.engine.pages import PagePool
+from executor.engine.request import Sequence
+from executor.parallel.groups import Parallel
 from models.batch import Batch
 from models.build import Build, Formats
 from models.layers import PagedAttention
-from models.parallel import Parallel
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from ops.ascend import moe

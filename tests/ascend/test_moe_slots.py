@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ops.ascend import vector_core
+from ops.ascend.vector_core import calls
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts
-from ops.ascendc.blocks import PLACE, BlockLayout
 from ops.interface import Format
 from tests.ascend import umbra_on_cpu  # noqa: F401 (registers the ops)
 
@@ -29,7 +29,7 @@ def test_the_planes_of_ascend_experts_in_slots(zeros: bool) -> None:
                 view.copy_(kept[name][expert])  # type: ignore[index]
     x, ids = torch.randn(3, hidden).half(), torch.tensor([[6, 7, 8], [9, 5, 10], [8, 2, 8]], dtype=torch.int32)
     weights = torch.rand(3, 3).half()
-    mine = vector_core.moe_slots(x, weights, ids, arena, places.clamp(-1), layout, first, False)
+    mine = calls.moe_slots(x, weights, ids, arena, places.clamp(-1), layout, first, False)
     elsewhere = torch.where(ids == 8, -1, ids)  # not resident
-    torch.testing.assert_close(mine, vector_core.moe(x, weights, elsewhere, experts, first, False), rtol=0, atol=0)
+    torch.testing.assert_close(mine, calls.moe(x, weights, elsewhere, experts, first, False), rtol=0, atol=0)
     assert not mine[2].any()

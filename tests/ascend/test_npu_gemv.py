@@ -6,8 +6,8 @@ import torch
 from benchmarks import npu_gemv, npu_layers
 from benchmarks.npu_layers import Layer, Shape, check, layer, random_experts
 from errors import UserError
-from ops import ascendc
 from ops.ascend import vector_core
+from ops.ascend.vector_core import calls
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 from tests.ascend.extension import BUILT, load_extension
 from tests.ascend.log import device_log
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
     load_extension()
-    monkeypatch.setattr(ascendc, "EXTENSION", BUILT)
+    monkeypatch.setattr(vector_core, "EXTENSION", BUILT)
 
 
 @pytest.mark.usefixtures("built")
@@ -49,7 +49,7 @@ def test_each_way_is_one_graph_of_all_layers(capsys: pytest.CaptureFixture[str])
 
 
 def test_without_kernels_it_refuses() -> None:
-    with pytest.raises(UserError, match=r"not built: run bash ops/ascendc/build\.sh"):
+    with pytest.raises(UserError, match=r"not built: run bash ops/ascend/vector_core/build\.sh"):
         npu_gemv.main([])
 
 
@@ -77,9 +77,9 @@ def test_bytes_are_those_of_the_experts_that_are_hit(layers: list[Layer]) -> Non
 def test_equal_results_pass_and_others_do_not(layers: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
     check(layers)
     assert all(0.3 < each.custom().float().pow(2).mean() ** 0.5 < 3 for each in layers)  # neither lost nor overflown
-    real = vector_core.moe
+    real = calls.moe
     for factor in (1.05, float("nan")):
-        monkeypatch.setattr(vector_core, "moe", lambda *given, by=factor: real(*given) * by)
+        monkeypatch.setattr(calls, "moe", lambda *given, by=factor: real(*given) * by)
         with pytest.raises(UserError, match="layer 0: the kernels' results differ by"):
             check(layers)
 

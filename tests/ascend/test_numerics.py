@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, multiprocessing
 
-from executor import model_runner
-from executor.env import RankEnv
-from executor.runners import make_runner
+from executor.config.env import RankEnv
+from executor.job import runner as model_runner
+from executor.job.logits import collect_logits
+from executor.job.runners import make_runner
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import Plane, pack, quantise
 from ops.interface import Format
@@ -20,7 +21,6 @@ from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
-from tools.logits import collect_logits
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 SIZES = dict(hidden_size=64, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=32)
@@ -154,7 +154,7 @@ def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor
 
 
 def tiny_stub() -> Any:
-    from executor.config import Case, ModelSettings
+    from executor.config.case import Case, ModelSettings
 
     return Case(model_config=ModelSettings(dtype="float32"))
 

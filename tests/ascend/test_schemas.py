@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_npu
 
-from executor.versions import ROWS
+from executor.platform.ascend.versions import ROWS
 from tests.ascend.calls import Call, all_calls, calls_in
 from tests.ascend.record_schemas import RECORD, schemas_in
 

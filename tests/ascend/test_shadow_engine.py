@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from cpu_offload.ascend import AscendDevice
-from cpu_offload.offload import Offload
+from cpu_offload.manager import Offload
 from errors import UserError
-from executor import offloading
-from executor.model_runner import ModelRunner
-from executor.offload_plan import show_offload_plan
-from executor.platform.ascend import AscendPlatform
-from ops import ascendc
+from executor.engine import shadows as offloading
+from executor.job.runner import ModelRunner
+from executor.planning.times import show_offload_plan
+from executor.platform.ascend.device import AscendPlatform
+from ops.ascend import vector_core
 from ops.ascend.bridge import BridgeError
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import ascend_case, ascend_runner, generate, prefilled
@@ -128,8 +128,8 @@ def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
 
 def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel finds residents through the table: no bank, no routing."""
-    monkeypatch.setattr(ascendc, "built", lambda: 1)
-    monkeypatch.setattr(ascendc, "load", load_extension)
+    monkeypatch.setattr(vector_core, "built", lambda: 1)
+    monkeypatch.setattr(vector_core, "load", load_extension)
     runner = runner_of(tmp_path, "exe_mode=acl_graph", "slots=5", "quantization.method=q4", "decode_gemv=on")
     lines = step_log(runner, prefilled(runner))
     start = lines.index("captured memcpy async H2D 1024") + 1

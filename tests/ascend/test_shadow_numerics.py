@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from executor import model_runner, offloading
-from executor.env import RankEnv
-from executor.model_runner import ModelRunner
-from executor.runners import make_runner
+from executor.config.env import RankEnv
+from executor.engine import shadows as offloading
+from executor.job import runner as model_runner
+from executor.job.logits import collect_logits
+from executor.job.runner import ModelRunner
+from executor.job.runners import make_runner
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
-from tools.logits import collect_logits
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)

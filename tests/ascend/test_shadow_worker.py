@@ -16,7 +16,7 @@ from ops.cpu import engine
 from ops.cpu.shadow import ShadowPool, Worker
 from ops.interface import FORMATS
 from tests.ascend.log import device_log, forget_streams
-from tests.test_shadow import Model, cpu, routing, teams
+from tests.ops.cpu.test_shadow import Model, cpu, routing, teams
 
 LAYERS, E, K, FIRST, CANN = 2, 8, 3, 2, ["8.3.RC1", "9.1.0"]
 

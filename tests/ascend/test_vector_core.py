@@ -9,8 +9,8 @@ import torch
 import torch_npu  # noqa: F401
 from torch import Tensor
 
-from ops.ascend import vector_core
-from ops.ascendc.blocks import BlockLayout
+from ops.ascend.vector_core import calls
+from ops.ascend.vector_core.blocks import BlockLayout
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -210,7 +210,7 @@ def test_the_backend_gives_the_layout_of_a_block() -> None:
     layout = BlockLayout(INNER, H, BF16, 64, 32, zeros=True)
     x, arena, places, ids, weights, *_ = slots().values()
     with device_log() as log:
-        y = vector_core.moe_slots(x, weights, ids, arena, places, layout, 3, True)
+        y = calls.moe_slots(x, weights, ids, arena, places, layout, 3, True)
     assert "Sub" in log.kernels()[0]
     assert log.lines[-1] == line(
         "aclnnUmbraFusedMoeSlotsW4a16", [x, arena, places, ids, weights, INNER, 64, 32, True, True, y]

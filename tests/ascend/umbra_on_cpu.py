@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ops.ascend.shadow import ShadowNodes
-from ops.ascendc import reference
+from ops.ascend.vector_core import reference
 
 LIBRARY = torch.library.Library("umbra", "IMPL")
 CALLS: Counter[str] = Counter()

@@ -1,0 +1,138 @@
+"""What the planner chooses where a case leaves it open, each with its reason. Arithmetic alone: `Planner` predicts.
+
+Hit rates are those of even traffic, every expert used alike: the share of experts that is resident. Real text hits
+more often, so this is a lower bound.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from cpu_offload.cost.model import Planner
+
+NONE = -1  # where 0 means: the planner's choice
+COPYING = 4  # copies may take one part in so many of a step
+MOST_SWAPS = 32  # what the policy is made for
+Threads = tuple[int, int]  # of the device's pool, of the shadow pool
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    value: T
+    why: str
+
+
+@dataclass(frozen=True)
+class Choices:
+    threads: Choice[Threads]
+    slots: Choice[int]  # of mode fixed
+    max_swaps: Choice[int]
+    stream_tokens: Choice[int]  # NONE: never
+
+    def table(self) -> list[str]:
+        """For people."""
+        device, shadow = self.threads.value
+        never = self.stream_tokens.value == NONE
+        return [
+            f"  threads           {device} + {shadow}: {self.threads.why}",
+            f"  slots             {self.slots.why}",
+            f"  max_swaps         {max(self.max_swaps.value, 0)}: {self.max_swaps.why}",
+            f"  stream_tokens     {'never' if never else self.stream_tokens.value}: {self.stream_tokens.why}",
+        ]
+
+
+def given(value: int) -> Choice[int]:
+    return Choice(value, "given")
+
+
+@dataclass(frozen=True)
+class Split:
+    """How an arena may be divided."""
+
+    frames: int  # that pages and slots may have
+    extent_frames: int
+    extent_slots: int
+    longest: int  # pages of one sequence at its longest
+    sequences: int  # most at once
+    experts: int  # of all layers with shadows
+
+    def slots(self, pages: int) -> int:
+        """Experts that fit beside so many pages."""
+        extents = max(0, self.frames - pages) // self.extent_frames
+        return min(self.experts, extents * self.extent_slots)
+
+    @property
+    def usual_hit(self) -> float:
+        """With all sequences half as long as they may become."""
+        return self.slots(self.longest * self.sequences // 2) / self.experts
+
+
+def divisions(cores: int, device: int, device_given: bool, shadow: int) -> list[Threads]:
+    """Threads worth trying. `device`: as many as were given, or as read memory at full speed; `shadow` 0: not given."""
+    shadows = [shadow] if shadow else sorted({1, max(1, cores // 4), max(1, cores // 2)})
+    if device_given:
+        return [(device, each) for each in shadows]
+    return sorted({(max(1, min(device, cores - each)), each) for each in shadows} | {(device, shadows[0])})
+
+
+def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) -> Choice[Threads]:
+    """The division whose step is predicted to be shortest."""
+    if len(tried) == 1:
+        return Choice(next(iter(tried)), "no other was tried")
+    times = {threads: planner.step_ms(tokens, hit) for threads, planner in tried.items()}
+    best, *others = sorted(times, key=lambda threads: times[threads])
+    slower = ", ".join(f"{device} + {shadow}: {times[device, shadow]:.3f}" for device, shadow in others)
+    why = f"device + shadow pool; {times[best]:.3f} ms a step at {hit:.0%} hits; {slower}"
+    return Choice(best, why)
+
+
+def choose_slots(planner: Planner, split: Split) -> Choice[int]:
+    """More slots, more hits; fewer slots, more sequences at once. For `split.sequences` at their longest, in turns."""
+
+    def per_token(at_once: int) -> float:
+        hit = split.slots(at_once * split.longest) / split.experts
+        turns, rest = divmod(split.sequences, at_once)
+        last = planner.step_ms(rest, hit) if rest else 0.0
+        return (turns * planner.step_ms(at_once, hit) + last) / split.sequences
+
+    most = min(split.sequences, split.frames // split.longest)
+    if most < 1:
+        return Choice(0, "0: no room for one sequence")
+    best = min(range(1, most + 1), key=per_token)
+    slots = split.slots(best * split.longest)
+    others = [f"{n}: {per_token(n):.3f}" for n in sorted({1, most} - {best})]
+    why = (
+        f"{slots} of {split.experts}: {per_token(best):.3f} ms a token of even traffic with {best} sequence(s) at once"
+        + (f"; with {', '.join(others)}" if others else "")
+    )
+    return Choice(slots, why)
+
+
+def choose_swaps(planner: Planner, tokens: int, hit: float, interval: int) -> Choice[int]:
+    """As many copies as the copier makes beside the steps without being in their way."""
+    time, copy = interval * planner.step_ms(tokens, hit), planner.costs.copy
+    value = min(max(int(time / COPYING / max(copy, 1e-9)), 1), MOST_SWAPS)
+    why = f"copies of {copy:.3f} ms may take 1 part in {COPYING} of {time:.3f} ms, {interval} step(s)"
+    return Choice(value, why + (f"; at most {MOST_SWAPS}" if value == MOST_SWAPS else ""))
+
+
+def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) -> Choice[int]:
+    """The fewest tokens, above those of a decode step, from which on a layer is faster streamed up to the `longest`."""
+    sizes = [decode + 1]
+    while 2 * sizes[-1] < longest:
+        sizes.append(1 << sizes[-1].bit_length())
+    sizes = sorted({*sizes, longest})
+    if longest <= decode:
+        return Choice(NONE, f"no prefill has more than {decode} tokens")
+    found = NONE
+    for tokens in reversed(sizes):
+        if planner.stream_ms(tokens, hit) >= planner.layer_ms(tokens, hit):
+            break
+        found = tokens
+    shown = found if found != NONE else longest
+    why = (
+        f"a layer of {shown} tokens at {hit:.0%} hits takes {planner.stream_ms(shown, hit):.3f} ms streamed, "
+        f"{planner.layer_ms(shown, hit):.3f} computed by both"
+    )
+    return Choice(found, why)

@@ -1,0 +1,168 @@
+"""Measures what the planner's model needs: one layer's node, replayed on a tape as in a captured step, with experts of
+all layers in turn, so that caches hold as little of them as in a step. Resident here means that the device reads the
+same block: on this platform device and shadows have the same memory."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cpu_offload.cost.model import Costs, Line, Sample, Shape, fit, slip_of
+from ops.cpu.engine import Tape, native
+from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
+
+INT = torch.int64
+SECONDS = 1.2  # for all measurements together, about
+LEAST, MOST = 2, 25  # of one kind; the first, which warms up, is not counted
+QUEUED = 8  # copies at once
+BYTE = 0x3C  # made-up blocks are of it: a small, normal number in every format
+MADE_UP = 64 << 20  # bytes of made-up blocks: more than most caches
+LONG = 64  # tokens of a step that stands for prefills
+
+
+def made_up(blocks: ExpertBlocks, experts: int, layers: int) -> list[Tensor]:
+    """Stores as `measure` takes them: (experts, block bytes) of some layers."""
+    size = experts * blocks.block_bytes
+    return [
+        torch.frombuffer(native().Buffer(size, 0), dtype=torch.uint8).fill_(BYTE).view(experts, blocks.block_bytes)
+        for _ in range(min(layers, -(-MADE_UP // size)))
+    ]
+
+
+class Probe:
+    """A layer of `tokens`, its experts from the next of `stores` each time."""
+
+    def __init__(self, pool: ShadowPool, blocks: ExpertBlocks, stores: list[Tensor], tokens: int, top_k: int):
+        self.pool, self.top_k = pool, top_k
+        count = len(stores[0])
+        self.addresses = [torch.tensor([block.data_ptr() for block in store]) for store in stores]
+        here, device, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 4))
+        self.layer = ShadowLayer(0, blocks, here, device, counts, times, stores)
+        self.layer.store.copy_(self.addresses[0])
+        self.ids = torch.full((tokens, top_k), count)  # of nobody
+        x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, top_k), 1 / top_k)
+        self.tape, self.turn = Tape(), 0
+        with self.tape.capture():
+            job = submit(pool, self.layer, x, self.ids)
+            resident_rows(job)
+            out = join(job, weights)
+        self.kept = x, weights, job, out  # the tape has their addresses
+
+    def pairs(self, experts: int) -> int:
+        return len(self.ids) * min(self.top_k, experts)
+
+    def __call__(self, resident: int, missing: int) -> float:
+        """Milliseconds with so many experts used of each kind."""
+        count, used = len(self.layer.store), resident + missing
+        self.layer.store.copy_(self.addresses[self.turn % len(self.addresses)])
+        experts = (torch.arange(used) + self.turn * used) % count
+        self.turn += 1
+        self.layer.device.zero_()
+        self.layer.device[experts[:resident]] = self.layer.store[experts[:resident]]
+        self.ids.fill_(count)
+        if used:
+            each = min(self.top_k, used)
+            places = torch.arange(len(self.ids) * each).view(len(self.ids), each) % used
+            self.ids[:, :each] = experts[places]
+        self.pool.step += 1
+        start = time.perf_counter()
+        self.tape.replay()
+        return 1e3 * (time.perf_counter() - start)
+
+
+def measure(
+    pool: ShadowPool, threads: int, blocks: ExpertBlocks, stores: list[Tensor], shape: Shape, most: int, parts: int = 1
+) -> Costs:
+    """`threads` of `pool`; `stores`: (experts, block bytes) of some layers; `most` tokens of a decode step; in one of
+    `parts` of the time for all."""
+    start = time.perf_counter()
+    numbers = sorted({1, most, LONG})
+    kinds = [
+        (tokens, experts)
+        for tokens in numbers
+        for experts in sorted({*((1, 2) if tokens <= most else ()), shape.top_k, round(shape.used(tokens))})
+        if 0 < experts <= shape.experts
+    ]
+    budget = Budget(SECONDS / parts, 2 * len(kinds) + 2 * len(numbers) + 1)
+    probes = {tokens: Probe(pool, blocks, stores, tokens, shape.top_k) for tokens in numbers}
+    base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
+    sides: list[list[Sample]] = [[], []]
+    for tokens, experts in kinds:
+        probe = probes[tokens]
+        for side, kind in enumerate(((experts, 0), (0, experts))):
+            ms = max(budget.fastest(partial(probe, *kind)) - base, 1e-6)
+            sides[side].append(Sample(experts, probe.pairs(experts), ms))
+    device, shadow = fit(sides[0]), fit(sides[1])
+    return Costs(
+        base=base,
+        device=device,
+        shadow=shadow,
+        slip=_slip(probes, base, device, shadow, budget),
+        copy=_copy(stores, budget),
+        block_bytes=blocks.block_bytes,
+        threads=(sum(team.threads for team in native().teams()), threads),
+        seconds=time.perf_counter() - start,
+    )
+
+
+class Budget:
+    """Divides `seconds` over so many kinds of measurement; what one takes beyond its share the others lack."""
+
+    def __init__(self, seconds: float, kinds: int):
+        self.end, self.kinds = time.perf_counter() + seconds, kinds
+
+    def fastest(self, once: Callable[[], float]) -> float:
+        """The smallest of some calls: other processes only ever add."""
+        start = time.perf_counter()
+        end = start + (self.end - start) / self.kinds
+        self.kinds -= 1
+        once()
+        found: list[float] = []
+        while len(found) < LEAST or (len(found) < MOST and time.perf_counter() < end):
+            found.append(once())
+        return min(found)
+
+
+def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, budget: Budget) -> float:
+    """Half of the experts on each side, at the sizes where there is a half."""
+    found = []
+    for probe in probes.values():
+        half = min(probe.top_k, len(probe.layer.store)) // 2
+        if half:
+            ms = budget.fastest(partial(probe, half, half)) - base
+            pairs = probe.pairs(2 * half) / 2
+            found.append(slip_of(device.ms(half, pairs), shadow.ms(half, pairs), ms))
+    return sum(found) / len(found) if found else 0.0
+
+
+def _copy(stores: list[Tensor], budget: Budget) -> float:
+    """Milliseconds of one block, of several in a queue: waking the thread does not hold up a step."""
+    copier, turn = Copier(), 0
+    rooms = stores[0][:QUEUED].clone()  # written before, as an arena's slots are
+
+    def once() -> float:
+        nonlocal turn
+        source = stores[turn % len(stores)]
+        first, turn = turn * len(rooms), turn + 1
+        start = time.perf_counter()
+        tickets = [copier.submit(room, source[(first + i) % len(source)]) for i, room in enumerate(rooms)]
+        for ticket in tickets:
+            copier.wait(ticket)
+        return 1e3 * (time.perf_counter() - start) / len(rooms)
+
+    return budget.fastest(once)
+
+
+def read_ms(nbytes: int) -> float:
+    """Milliseconds in which the device reads so many bytes."""
+    probed = min(sum(team.threads for team in native().teams()), 32) * MADE_UP // 4
+    probe = native().ReadProbe(probed)
+
+    def once() -> float:
+        start = time.perf_counter()
+        probe.run()
+        return 1e3 * (time.perf_counter() - start)
+
+    return Budget(SECONDS / 12, 1).fastest(once) * nbytes / probed

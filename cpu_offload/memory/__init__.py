@@ -1,0 +1,1 @@
+"""The arena that experts and KV pages share."""

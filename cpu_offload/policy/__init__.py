@@ -1,0 +1,1 @@
+"""Which experts are worth a slot on the device."""

@@ -1,0 +1,270 @@
+"""Every key a case may have, with its default and meaning, and the rules between keys.
+
+Imports nothing heavy: the launcher checks a case in milliseconds. `docs/config.md` is generated from this file.
+"""
+
+from dataclasses import dataclass
+
+from errors import UserError
+from executor.config.ascend_rules import check_ascend, check_not_ascend
+from executor.config.offload_rules import check_offload
+from executor.config.platforms import PLATFORMS
+from executor.config.schema import key, section
+from executor.parallel.partitions import GROUPS
+from models.registry import MODELS
+
+EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    with_ckpt: bool = key(
+        True, "load the checkpoint; false: random weights of the shapes in `config.json`, for benchmarks"
+    )
+    dtype: str = key(
+        "bfloat16", "type of weights, activations and KV cache", choices=("bfloat16", "float16", "float32")
+    )
+    tokenizer_mode: str = key(
+        "default", "`chat` puts each prompt through the checkpoint's chat template", choices=("default", "chat")
+    )
+    enable_cache_compile: bool = key(
+        False, "keep compiled graphs in `compile_cache/CASE` for the next start (graph modes only)"
+    )
+    enable_profiler: bool = key(
+        False, "write traces of the first prefill and decode steps beside the report (open in Perfetto)"
+    )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    prompts: tuple[str, ...] = key(
+        (), "the prompts; may be empty only with `with_ckpt: false`, then `batch_size` random ones are made"
+    )
+    input_max_len: int = key(1024, "longest prompt in tokens", minimum=1, maximum=1 << 20)
+    long_prompts: str = key(
+        "error",
+        "what to do with a prompt longer than `input_max_len`: refuse it, or keep its last `input_max_len` tokens",
+        choices=("error", "truncate"),
+    )
+    max_new_tokens: int = key(32, "most tokens generated for a prompt", minimum=1, maximum=1 << 20)
+    batch_size: int = key(
+        1, "most sequences that run together; a waiting prompt takes the place of a finished one", minimum=1,
+        maximum=4096,
+    )  # fmt: skip
+    chunked_prefill_size: int = key(
+        0, "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
+        minimum=0,
+    )  # fmt: skip
+    warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    temperature: float = key(0.0, "0: greedy", minimum=0.0, maximum=100.0)
+    top_k: int = key(0, "sample among the k likeliest tokens; 0: all", minimum=0)
+    top_p: float = key(1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0)
+    seed: int = key(0, "prompt i draws from its own stream, seeded with seed + i", minimum=0, maximum=1 << 62)
+    ignore_eos: bool = key(False, "generate `max_new_tokens` whatever comes, for benchmarks")
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    attn_tp_size: int = key(
+        0, "ranks that share one attention layer; the ranks left over are data-parallel groups "
+        "(attn_dp = world_size / attn_tp_size), each with its own sequences; 0: world_size", minimum=0,
+    )  # fmt: skip
+    moe_tp_size: int = key(
+        0, "ranks that share one expert; the ranks left over split the experts "
+        "(moe_ep = world_size / moe_tp_size); 0: world_size", minimum=0,
+    )  # fmt: skip
+    embed_tp_size: int = key(0, "ranks that share the embedding table; 0: attn_tp_size", minimum=0)
+    lmhead_tp_size: int = key(0, "ranks that share the output head; 0: attn_tp_size", minimum=0)
+    comm_timeout_s: int = key(
+        1800, "a collective that waits longer than this ends the job with an error", minimum=1, maximum=86400
+    )
+
+
+@dataclass(frozen=True)
+class QuantizationSettings:
+    method: str = key(
+        "auto", "how linear layers and experts are kept. auto: as the checkpoint has them, bit for bit, where it is "
+        "quantised and the platform can (else as none); none: in `dtype`; q8, q4: quantised while the checkpoint "
+        "streams in, if it has not as many bits already. Where any are quantised, the output head gets 8 bits in "
+        "groups of 32 on cpu; the router and the embedding keep `dtype`", choices=("auto", "none", "q8", "q4"),
+    )  # fmt: skip
+    group_size: int = key(32, "columns of a row that share a scale: 32, 64 or 128", minimum=32, maximum=128)
+    keep_packed: bool = key(
+        True, "keep quantised weights in `packed_cache/`, as large as they are in memory, so that the next start "
+        "copies them instead of quantising again",
+    )  # fmt: skip
+    zero_points: bool = key(False, "a zero point for each group as well, as AWQ checkpoints have; q4 only")
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    page_size: int = key(
+        0, "tokens in one page of the KV cache; 0: the platform's choice, 16 on cpu, 128 on ascend", minimum=0,
+        maximum=4096,
+    )  # fmt: skip
+    kv_dtype: str = key(
+        "auto", "type of cached keys and values; auto: model_config.dtype; int8: half of bfloat16's bytes, with a "
+        "scale for each token and head", choices=("auto", "bfloat16", "float16", "float32", "int8"),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    mode: str = key(
+        "none", "where experts are. none: all on the device, without shadows; the others keep a shadow of every expert "
+        "on the CPU, inside the decode graph. resident: all in the arena all the same; fixed: as many as `slots`; "
+        "elastic: as many as the KV cache leaves room for", choices=("none", "resident", "fixed", "elastic"),
+    )  # fmt: skip
+    start_layer: int = key(0, "experts of earlier layers stay on the device, outside the arena", minimum=0)
+    slots: int = key(
+        0, "fixed: experts that are resident on each rank, of all layers together; 0: the planner's choice; -1: none, "
+        "all are on the CPU", minimum=-1,
+    )  # fmt: skip
+    arena_mb: int = key(
+        0, "the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for `slots`) and "
+        "for the longest sequences", minimum=0, maximum=1 << 24,
+    )  # fmt: skip
+    shadow_threads: int = key(
+        0, "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`; "
+        "0: the planner's choice, together with `threads` where that is 0 too", minimum=0, maximum=1024,
+    )  # fmt: skip
+    interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
+    max_swaps: int = key(
+        0, "most experts that come in at one decision; 0: the planner's choice; -1: none, the first placement stays",
+        minimum=-1,
+    )  # fmt: skip
+    stream_tokens: int = key(
+        0, "a step of so many tokens or more has missing experts copied to the device, which computes all of them; "
+        "0: the planner's choice; -1: never", minimum=-1,
+    )  # fmt: skip
+    timeout_s: int = key(30, "a step whose shadow experts take longer than this ends in an error", minimum=1)
+
+
+@dataclass(frozen=True)
+class AscendSettings:
+    moe_routing: str = key(
+        "fusion_v2", "operators that bring tokens to their experts: npu_moe_init_routing_v2, the first generation of "
+        "fused routing, or grouped matmul with plain routing", choices=("fusion_v2", "fusion_v1", "tp"),
+    )  # fmt: skip
+    decode_gemv: str = key(
+        "auto", "products of few tokens by 4-bit weights in our own kernels for the vector cores, built by `bash "
+        "ops/ascend/vector_core/build.sh`. auto: where they are built and fit the weights; on: an error where not; "
+        "off: never. AIV collectives compete with them for those cores: compare `off`, and `hccl_config.aiv_group: none`",
+        choices=("auto", "on", "off"),
+    )  # fmt: skip
+    gemv_max_tokens: int = key(8, "most tokens of a step that `decode_gemv` is for", minimum=1, maximum=8)
+    gemv_half_sums: bool = key(
+        False, "add eight rows in half: faster by CANN's tables, loses precision where sums cancel; docs/vector_core.md"
+    )
+    memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
+    cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
+    base_port: int = key(
+        0, "first of the 16 host ports HCCL uses (HCCL_IF_BASE_PORT); 0: HCCL's own choice", minimum=0, maximum=65520
+    )
+    socket_ifname: str = key("", "network interface HCCL's ranks meet on (HCCL_SOCKET_IFNAME); empty: HCCL's choice")
+
+
+@dataclass(frozen=True)
+class HcclSettings:
+    aiv_group: str = key(
+        "attn_tp", "the one group whose collectives run on the vector cores (AIV), with every group of the same "
+        "ranks; `none` switches AIV off and leaves those cores to `ascend_config.decode_gemv`. Experts are summed by "
+        "one all-reduce over `world`, which covers moe_tp and moe_ep", choices=("none", *GROUPS),
+    )  # fmt: skip
+    deterministic: bool = key(False, "collectives sum in the same order every time; needs `aiv_group: none`")
+    buffer_mb: int = key(
+        200, "HCCL's buffer of each group; a group holds two, and is slow with data larger than one", minimum=1,
+        maximum=65536,
+    )  # fmt: skip
+    world_buffer_mb: int = key(0, "of the group of all ranks; 0: buffer_mb", minimum=0, maximum=65536)
+    attn_tp_buffer_mb: int = key(0, "of attn_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
+    attn_dp_buffer_mb: int = key(0, "of attn_dp groups; 0: buffer_mb", minimum=0, maximum=65536)
+    embed_tp_buffer_mb: int = key(0, "of embed_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
+    lmhead_tp_buffer_mb: int = key(0, "of lmhead_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str = ""  # the YAML file's name, not a key
+    description: str = key("", "one line for `bash infer.sh --list`")
+    model_name: str = key("qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(MODELS))
+    model_path: str = key("", "folder of the checkpoint; a relative path starts at the project's root")
+    platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS))
+    exe_mode: str = key(
+        "eager", "how the decode step runs: op by op, or captured once for each batch size and replayed",
+        choices=EXE_MODES,
+    )  # fmt: skip
+    world_size: int = key(1, "number of ranks", minimum=1, maximum=4096)
+    instruction_set: str = key(
+        "auto", "of the CPU's kernels; auto: the best this machine has",
+        choices=("auto", "generic", "avx2", "avx512_vnni", "neon_dotprod", "neon_i8mm"),
+    )  # fmt: skip
+    threads: int = key(
+        0, "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
+        "measured at start; with several ranks on a machine, its physical cores divided by them; the planner of "
+        "`offload_config` may leave some to the shadow pool",
+        minimum=0, maximum=1024,
+    )  # fmt: skip
+    strict: bool = key(
+        False, "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "
+        "versions nobody tested together are errors, not warnings",
+    )  # fmt: skip
+    model_config: ModelSettings = section(ModelSettings)
+    data_config: DataSettings = section(DataSettings)
+    sampling_config: SamplingSettings = section(SamplingSettings)
+    parallel_config: ParallelSettings = section(ParallelSettings)
+    quantization: QuantizationSettings = section(QuantizationSettings)
+    cache_config: CacheSettings = section(CacheSettings)
+    offload_config: OffloadSettings = section(OffloadSettings)
+    ascend_config: AscendSettings = section(AscendSettings)
+    hccl_config: HcclSettings = section(HcclSettings)
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.data_config.input_max_len + self.data_config.max_new_tokens
+
+    @property
+    def attn_dp_size(self) -> int:
+        return self.world_size // self.parallel_config.attn_tp_size
+
+
+def check(case: Case, where: str) -> None:
+    """The rules that need more than one key; the sizes' defaults are filled in already."""
+    parallel, data = case.parallel_config, case.data_config
+    for name in ("attn_tp_size", "moe_tp_size"):
+        size = getattr(parallel, name)
+        if case.world_size % size:
+            raise UserError(f"{where}: parallel_config.{name}: {size} does not divide world_size: {case.world_size}")
+    for name in ("embed_tp_size", "lmhead_tp_size"):
+        size = getattr(parallel, name)
+        if parallel.attn_tp_size % size:
+            raise UserError(
+                f"{where}: parallel_config.{name}: {size} does not divide attn_tp_size: {parallel.attn_tp_size} "
+                "(ranks that share this table must hold the same tokens)"
+            )
+    if data.batch_size % case.attn_dp_size:
+        raise UserError(
+            f"{where}: data_config.batch_size: {data.batch_size} is not divisible by attn_dp: {case.attn_dp_size} "
+            f"(world_size {case.world_size} / attn_tp_size {parallel.attn_tp_size})"
+        )
+    modes = PLATFORMS[case.platform].exe_modes
+    if case.exe_mode not in modes:
+        raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")
+    if case.platform == "ascend":
+        check_ascend(case, where)
+    else:
+        check_not_ascend(case, where)
+    check_offload(case, where)
+    wanted = case.quantization
+    if wanted.group_size not in (32, 64, 128):
+        raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
+    if wanted.zero_points and wanted.method != "q4":
+        raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")
+    if not case.model_path:
+        raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
+    if not data.prompts and case.model_config.with_ckpt:
+        raise UserError(f"{where}: data_config.prompts is empty: give at least one prompt")

@@ -1,0 +1,114 @@
+"""Finds cases: `yaml_configs/NAME.yaml`, or any path that ends in .yaml."""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from errors import UserError
+from executor.config.case import Case, check
+from executor.config.platforms import PLATFORMS
+from executor.config.schema import override, read
+from files import ROOT
+from models.registry import config_class
+
+if TYPE_CHECKING:
+    from models.qwen3_moe.config import Qwen3MoeConfig
+
+CASES = ROOT / "yaml_configs"
+
+
+class StrictLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys in silence; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names: list[object] = []
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if name in names:
+                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", key.start_mark)
+            names.append(name)
+        return super().construct_mapping(node, deep)
+
+
+def load_case(name: str, overrides: Sequence[str] = ()) -> Case:
+    """The case `name` with `section.key=value` overrides applied, checked, sizes filled in."""
+    path = _find(name)
+    data = _parse(path.read_text(encoding="utf-8", errors="replace"), str(path.name))
+    if not isinstance(data, dict):
+        raise UserError(f"{path.name}: a case is a mapping of keys to values, not {data!r:.60}")
+    for pair in overrides:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--set {pair}: write key=value or section.key=value")
+        override(Case, data, key, _parse(value, f"--set {pair}"))
+    case = _fill_sizes(dataclasses.replace(read(Case, data, path.name), name=path.stem))
+    check(case, path.name)
+    return case
+
+
+def list_cases() -> list[tuple[str, str]]:
+    """(name, description) of every case, or what is wrong with it."""
+    cases = []
+    for path in sorted(CASES.glob("*.yaml")):
+        try:
+            cases.append((path.stem, load_case(path.stem).description))
+        except UserError as error:
+            cases.append((path.stem, f"(broken: {error})"))
+    return cases
+
+
+def model_folder(case: Case) -> Path:
+    return ROOT / Path(case.model_path).expanduser()
+
+
+def load_model_config(case: Case) -> "Qwen3MoeConfig":
+    """The checkpoint's configuration, checked against what the case asks of it."""
+    config = config_class(case.model_name).from_folder(model_folder(case))
+    sizes = case.parallel_config
+    moe_ep_size = case.world_size // sizes.moe_tp_size
+    config.check_parallel(sizes.attn_tp_size, sizes.moe_tp_size, moe_ep_size, sizes.embed_tp_size, sizes.lmhead_tp_size)
+    if case.max_sequence_length > config.max_positions:
+        raise UserError(
+            f"case {case.name}: input_max_len + max_new_tokens: {case.max_sequence_length} exceed the model's "
+            f"{config.max_positions} positions"
+        )
+    return config
+
+
+def _find(name: str) -> Path:
+    path = Path(name) if name.endswith(".yaml") else CASES / f"{name}.yaml"
+    if path.is_file():
+        return path
+    names = [p.stem for p in sorted(CASES.glob("*.yaml"))]
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
+    raise UserError(f"no case {name!r} ({path} does not exist); nearest: {', '.join(close)}; all: bash infer.sh --list")
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, StrictLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{where}:{line} not valid YAML: {getattr(error, 'problem', None) or error}") from None
+
+
+def _fill_sizes(case: Case) -> Case:
+    sizes = case.parallel_config
+    attn_tp_size = sizes.attn_tp_size or case.world_size
+    page_size = case.cache_config.page_size or PLATFORMS[case.platform].page_size
+    return dataclasses.replace(
+        case,
+        parallel_config=dataclasses.replace(
+            sizes,
+            attn_tp_size=attn_tp_size,
+            moe_tp_size=sizes.moe_tp_size or case.world_size,
+            embed_tp_size=sizes.embed_tp_size or attn_tp_size,
+            lmhead_tp_size=sizes.lmhead_tp_size or attn_tp_size,
+        ),
+        cache_config=dataclasses.replace(case.cache_config, page_size=page_size),
+    )

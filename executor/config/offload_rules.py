@@ -1,0 +1,33 @@
+"""The rules of `offload_config`; `config.check` calls them."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from errors import UserError
+
+if TYPE_CHECKING:
+    from executor.config.case import Case
+
+
+def check_offload(case: "Case", where: str) -> None:
+    wanted = case.offload_config
+    mode = f"offload_config.mode: {wanted.mode}"
+    if wanted.mode == "none":
+        for field in dataclasses.fields(wanted):
+            if getattr(wanted, field.name) != field.default:
+                raise UserError(
+                    f"{where}: offload_config.{field.name}: has no meaning with offload_config.mode: none: leave it out"
+                )
+        return
+    if case.exe_mode == "ge_graph":
+        raise UserError(
+            f"{where}: {mode} needs a callback to the host, which a GE graph takes from CANN 9 on, in an operator that "
+            "Umbra does not have yet: choose exe_mode: acl_graph or npugraph_ex"
+        )
+    if 0 < wanted.stream_tokens <= case.data_config.batch_size:
+        raise UserError(
+            f"{where}: offload_config.stream_tokens: {wanted.stream_tokens} must be above data_config.batch_size: "
+            f"{case.data_config.batch_size}: decode steps are captured, and have no experts streamed"
+        )
+    if wanted.slots and wanted.mode != "fixed":
+        raise UserError(f"{where}: offload_config.slots: {wanted.slots} needs mode: fixed, not {wanted.mode}")

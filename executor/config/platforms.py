@@ -1,0 +1,32 @@
+"""What each platform can do: static facts, so that a case is checked without importing a platform's libraries."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PlatformEntry:
+    place: str
+    layout: str  # what its ops keep, without the device: for counts of memory
+    exe_modes: tuple[str, ...]
+    page_size: int  # of the KV cache, where a case does not say
+    quantised: tuple[str, ...]  # the kinds of quantised matrices that its ops multiply with
+    plugin: str = ""  # the package that brings the device to PyTorch
+
+
+PLATFORMS = {
+    "cpu": PlatformEntry(
+        "executor.platform.cpu:CpuPlatform",
+        "ops.cpu.layout:CpuLayout",
+        ("eager", "graph"),
+        page_size=16,
+        quantised=("q8", "q4"),
+    ),
+    "ascend": PlatformEntry(
+        "executor.platform.ascend.device:AscendPlatform",
+        "ops.ascend.layout:AscendLayout",
+        ("eager", "ge_graph", "acl_graph", "npugraph_ex"),
+        page_size=128,
+        quantised=("q4",),
+        plugin="torch_npu",
+    ),
+}

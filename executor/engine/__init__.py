@@ -1,0 +1,1 @@
+"""Runs a model step by step: requests, scheduling, pages, batches, sampling."""

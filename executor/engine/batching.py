@@ -1,0 +1,59 @@
+"""Packs the next tokens of sequences into one batch, without padding between prompts of different lengths."""
+
+from collections.abc import Sequence as ListOf
+
+import torch
+
+from executor.engine.pages import Pages
+from executor.engine.request import Sequence
+from models.batch import Batch
+from ops.interface import Ops
+
+PADDING_LENGTH = 2  # not 0 or 1: compilers take those for constants
+
+
+def graph_rows(rows: int, most: int) -> int:
+    """The size of graph that `rows` sequences run in: the next power of two, or a whole batch of `most`. Few graphs, so
+    few of a device's streams and tasks."""
+    return min(1 << (rows - 1).bit_length(), most)
+
+
+def pack(
+    ops: Ops,
+    sequences: ListOf[Sequence],
+    pool: Pages,
+    tokens_per_group: tuple[int, ...],
+    table_width: int,
+    all_logits: bool = False,
+    rows: int = 0,
+) -> Batch:
+    """The batch of `sequences`, all of this rank's group, whose pages are reserved, its tensors on the host.
+
+    For graphs of fixed sizes, a decode step is padded to `rows` sequences, whose tokens go to a page that is nobody's.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    for s in sequences:
+        ids += s.ids[s.cached : s.end]
+        positions += range(s.cached, s.end)
+        slots += pool.slots(s.pages, s.cached, s.end)
+        starts.append(len(ids))
+    tables = [s.pages + [0] * (table_width - len(s.pages)) for s in sequences]
+    lengths = [s.end for s in sequences]
+    for _ in range(rows - len(sequences)):
+        ids.append(0)
+        positions.append(0)
+        slots.append(pool.padding * pool.page_size)
+        starts.append(len(ids))
+        tables.append([pool.padding] * table_width)
+        lengths.append(PADDING_LENGTH)
+    paged = ops.paging(slots, tables, starts, lengths, pool.page_size)
+    return Batch(
+        torch.tensor(ids, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int64),
+        *paged,
+        logit_rows=None if all_logits else torch.tensor([end - 1 for end in starts[1:]], dtype=torch.int64),
+        tokens_per_group=tokens_per_group,
+    )

@@ -1,0 +1,93 @@
+"""What one rank's model is made with: weight formats, `Build`, cache. A run and the memory plan share it."""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from errors import UserError
+from executor.checkpoint.formats.detect import read_scheme
+from executor.checkpoint.formats.scheme import Scheme
+from executor.config.case import Case
+from executor.config.load import model_folder
+from executor.config.platforms import PLATFORMS
+from executor.parallel.groups import Parallel
+from models.build import Build, Formats
+from models.layers import PagedAttention
+from ops.interface import FORMATS, Format, Ops
+
+
+def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
+    """Quantised: every linear layer and expert; the head never in fewer than 8 bits, the router as it is."""
+    plain, wanted = FORMATS[case.model_config.dtype], case.quantization
+    tiled = dataclasses.replace(plain, tiled=True)
+    head = FORMATS["q8"] if quantised_head else tiled
+    own = scheme.format
+    if own and own.kind in PLATFORMS[case.platform].quantised and wanted.method in ("auto", own.kind):
+        return Formats(plain, own, head, scheme.quantised)
+    if wanted.method in ("auto", "none"):
+        return Formats(plain, tiled, tiled)
+    return Formats(plain, Format(wanted.method, wanted.group_size, wanted.zero_points), head)
+
+
+def build_of(case: Case, ops: Ops, parallel: Parallel, device: torch.device, quantised_head: bool) -> Build:
+    return Build(
+        ops=ops,
+        parallel=parallel,
+        formats=formats_of(case, read_scheme(model_folder(case)), quantised_head),
+        dtype=getattr(torch, case.model_config.dtype),
+        device=device,
+        max_positions=case.max_sequence_length,
+    )
+
+
+def cache_type(case: Case, build: Build) -> torch.dtype:
+    dtype = case.cache_config.kv_dtype
+    return build.dtype if dtype == "auto" else getattr(torch, dtype)
+
+
+def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
+    """Give every attention layer its cache: one page more than are handed out, for what padding rows write."""
+    dtype = cache_type(case, build)
+    for layer in attentions(model):
+        shape = (pages + 1, case.cache_config.page_size, layer.kv_heads, layer.head_dim)
+        layer.bind(*(build.ops.kv_cache(*shape, dtype, build.device) for _ in "kv"))
+
+
+def attentions(model: nn.Module) -> list[PagedAttention]:
+    return [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
+
+
+def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
+    """(units, bytes) of an arena's frame: one page's keys and values, a unit each, of all layers."""
+    units = 2 * len(attentions(model))
+    return units, units * _units(model, case, build, 1).nbytes
+
+
+def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> Tensor:
+    """Give all layers their caches in one buffer, an arena of `frames` and `spare` bytes more, and return it:
+    (units, a page's shape).
+
+    The caches are views of it, each begun a unit later than the one before: page u of layer l's keys is unit u + 2 l,
+    of its values u + 2 l + 1. So with the first unit of a frame, one page number serves keys and values of all layers.
+    """
+    layers = attentions(model)
+    units = 2 * len(layers)
+    arena = _units(model, case, build, frames * units - -spare // _units(model, case, build, 1).nbytes)
+    for index, layer in enumerate(layers):
+        layer.bind(*(apart(arena[first : first + (frames - 1) * units + 1]) for first in (2 * index, 2 * index + 1)))
+    return arena
+
+
+def apart(view: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: torch.compile rewrites inputs that overlap, and torchair fails then."""
+    return from_dlpack(view)
+
+
+def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:
+    shapes = {(layer.kv_heads, layer.head_dim) for layer in attentions(model)}
+    if len(shapes) > 1:
+        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share an arena: {shapes}")
+    page_size, dtype = case.cache_config.page_size, cache_type(case, build)
+    return build.ops.kv_cache(count, page_size, *shapes.pop(), dtype, build.device)

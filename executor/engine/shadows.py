@@ -1,0 +1,113 @@
+"""Shadow experts of a case: settings, the arena that they share with the KV cache, what a run leaves of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpu_offload.cost.choices import Choices
+from cpu_offload.manager import Offload, Settings
+from cpu_offload.memory.arena import Arena, extent_of
+from errors import UserError
+from executor.config.case import Case
+from executor.engine.building import bind_arena, frame_of
+from executor.engine.pages import ElasticPages, Pages
+from executor.parallel.groups import Group
+from executor.platform.base import Platform
+from files import write_whole
+from models.build import Build
+
+MB = 1 << 20
+TOTALS = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions", "evictions_for_cache")
+
+
+def make_offload(case: Case, choices: Choices, platform: Platform, config: Any) -> Offload:
+    """`config`: the model's."""
+    wanted = case.offload_config
+    settings = Settings(
+        mode=wanted.mode,
+        start_layer=wanted.start_layer,
+        slots=max(choices.slots.value, 0),
+        shadow_threads=choices.threads.value[1],
+        interval=wanted.interval,
+        max_swaps=max(choices.max_swaps.value, 0),
+        timeout_s=wanted.timeout_s,
+    )
+    return Offload(settings, platform.shadow_device(config.num_experts_per_tok, choices.stream_tokens.value))
+
+
+def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:
+    """Binds the caches of `model` and the experts' slots to one buffer. -> the source of KV pages
+    `longest`: pages of all sequences at their longest."""
+    frame, slots = frame_of(model, case, build), (offload.slot_bytes, offload.most_slots)
+    arena, pinned = make_arena(case, *frame, *slots, longest, offload.device.alignment)
+    memory = bind_arena(model, case, build, arena.frames, offload.device.spare(offload.slot_bytes))
+    frames = memory[: arena.frames * arena.units].view(arena.frames, -1)
+
+    def copy(old: int, new: int) -> None:
+        frames[new // arena.units].copy_(frames[old // arena.units])
+
+    pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room, copy)
+    offload.open(arena, memory.view(-1).view(torch.uint8), pages.gather)
+    experts = sum(layer.count for layer in offload.layers)
+    print(
+        f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "
+        f"{len(offload.slots)} of {experts} experts resident, {arena.free_frames} frames free; "
+        f"{offload.device.staging_bytes / 1e6:.1f} MB beside it for experts that are streamed"
+    )
+    return pages
+
+
+def make_arena(
+    case: Case, units: int, frame_bytes: int, slot_bytes: int, most_slots: int, longest: int, alignment: int
+) -> tuple[Arena, int]:
+    """(the arena's books, frames of experts that may not leave). `most_slots`: experts that may be resident"""
+    experts = expert_frames(frame_bytes, slot_bytes, most_slots)
+    frames = frames_of(case, frame_bytes, experts, longest)
+    arena = Arena(frames, frame_bytes, slot_bytes, units, alignment)
+    pinned = 0 if case.offload_config.mode == "elastic" else experts
+    least = -(-case.max_sequence_length // case.cache_config.page_size)
+    if frames - pinned - 1 < least:
+        raise UserError(
+            f"case {case.name}: offload_config.arena_mb: {frames} pages of {frame_bytes} bytes, of which experts keep "
+            f"{pinned}, have no room for one sequence of {least} pages: raise it, or lower input_max_len"
+        )
+    return arena, pinned
+
+
+def expert_frames(frame_bytes: int, slot_bytes: int, most_slots: int) -> int:
+    """Frames, if all that may be resident are."""
+    frames_each, slots_each = extent_of(frame_bytes, slot_bytes)
+    return -(-most_slots // slots_each) * frames_each
+
+
+def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
+    """Of the arena; `experts`: frames of theirs."""
+    return case.offload_config.arena_mb * MB // frame_bytes or experts + longest + 1
+
+
+def write_offload(offload: Offload, folder: Path, world: Group, device: torch.device) -> dict[str, Any]:
+    """Rank 0's plots and trace beside the report. -> what the report says of them; called on all ranks"""
+    report = offload.history.report()
+    row = torch.tensor([[report[key] or 0 for key in TOTALS]], dtype=torch.float32, device=device)
+    rows = world.gather_rows(row, (1,) * world.size).tolist()  # each rank has its own residents
+    report["ranks"] = [dict(zip(TOTALS, each, strict=True)) for each in rows]
+    if world.rank > 0:
+        return report
+    if offload.history.steps:
+        from executor.job.plots import plot
+
+        plot(offload.history, folder / "offload.png")
+        trace = json.dumps(offload.history.trace()).encode()
+        write_whole(folder / "offload_trace.json", lambda file: file.write(trace))
+    rate, exposed, streamed = report["hit_rate"], report["exposed_ms"], report["streamed"]
+    print(
+        f"shadow experts: hit rate {'-' if rate is None else f'{rate:.3f}'}, {report['shadow_ms']:.1f} ms on the CPU, "
+        f"{'' if exposed is None else f'of which {exposed:.1f} exposed, '}{report['copies']} copies, "
+        f"{report['evictions']} evictions ({report['evictions_for_cache']} for the cache)"
+        + (f", {streamed['bytes'] / 1e6:.1f} MB streamed" if streamed["bytes"] else "")
+        + f"; offload.png, offload_trace.json in {folder}"
+    )
+    return report

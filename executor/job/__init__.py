@@ -1,0 +1,1 @@
+"""One run of one case: launching its ranks, the runner, and what it leaves behind."""

@@ -1,0 +1,236 @@
+"""What is in a checkpoint, by its config and the headers of its files: no weight is read, nothing of it is executed.
+
+    umbra inspect checkpoints/austen_moe
+    umbra inspect checkpoints/austen_moe --case demo --set method=q4 --json facts.json
+
+With a case: also what each rank of it would keep of this checkpoint. What is missing or unknown is part of the report.
+"""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from errors import UserError, listed, run_main
+from executor.checkpoint.files import CheckpointFiles
+from executor.checkpoint.formats.detect import read_scheme
+from executor.checkpoint.formats.scheme import Scheme
+from executor.checkpoint.header import BITS
+from executor.checkpoint.load import problems_of, stored_as, wanted_by
+from executor.config.case import CacheSettings, Case, DataSettings, ParallelSettings, QuantizationSettings
+from executor.config.load import load_case
+from executor.config.platforms import PLATFORMS
+from executor.planning.memory import GB, cache_of, kind_of, sketch_of, weights_of
+from files import write_json
+from models.hf_config import read_json
+from models.layers import Piece, layers_of
+from models.registry import MODELS
+from ops.interface import Format
+
+IGNORED, UNKNOWN = "ignored", "unknown"
+COMPONENTS = ("embedding", "attention", "router", "experts", "dense MLP", "norms", "head", IGNORED, UNKNOWN)
+
+
+@dataclasses.dataclass
+class Component:
+    name: str
+    tensors: int = 0
+    nbytes: int = 0  # on disk
+    types: dict[str, int] = dataclasses.field(default_factory=dict)  # how many tensors of each, in safetensors' words
+
+
+@dataclasses.dataclass
+class Excluded:
+    """Linear modules that stay as they are although the checkpoint is quantised; `*` stands for any number."""
+
+    pattern: str
+    of: int  # as many modules match the pattern
+    modules: list[str]
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """The facts that are printed, as they go to JSON."""
+    sketch, scheme, files = sketch_of(plain_case(folder)), read_scheme(folder), CheckpointFiles(folder)
+    wanted = wanted_by(sketch.model)
+    stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
+    kinds = dict.fromkeys(sketch.ignored, IGNORED)
+    for path, layer in reversed(layers_of(sketch.model)):  # of a tied embedding and head, the embedding names it
+        for piece in layer.pieces(path):
+            kinds |= dict.fromkeys(stored[piece.name].tensors, kind_of(sketch.model, path, layer))
+    problems = problems_of(files, stored, scheme, sketch.ignored)
+    components = components_of(files, kinds)
+    paths = set(files.place.values())
+    parameters = sum(prod(pieces[0].shape) for pieces in wanted.values())
+    return {
+        "checkpoint": str(folder),
+        "architecture": {"model_type": model_type(folder), "parameters": parameters}
+        | dataclasses.asdict(sketch.config),
+        "quantization": {
+            "title": scheme.title, "bits": scheme.bits, "group_size": scheme.group, "zero_points": scheme.zeros,
+            "kept_by": [n for n, p in PLATFORMS.items() if scheme.format and scheme.format.kind in p.quantised],
+            "excluded": [dataclasses.asdict(e) for e in excluded_from(scheme, wanted)],
+        },
+        "components": [dataclasses.asdict(component) for component in components],
+        "total": {
+            "tensors": len(files.place), "tensor_nbytes": sum(c.nbytes for c in components),
+            "files": len(paths), "file_nbytes": sum(path.stat().st_size for path in paths),
+        },
+        "problems": [{"problem": problem, "names": names} for problem, names in problems],
+    }  # fmt: skip
+
+
+def inspect_rank(case: Case) -> dict[str, Any]:
+    """Every split is even, so rank 0 stands for all."""
+    sketch = sketch_of(case)
+    weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
+    formats = sketch.build.formats
+    return {
+        "case": case.name, "platform": case.platform, "ranks": case.world_size,
+        "linear_format": in_words(formats.linear), "head_format": in_words(formats.head),
+        "weights": {part.name: part.nbytes for part in weights}, "weights_nbytes": sum(part.nbytes for part in weights),
+        "kv_cache_nbytes": cache.nbytes, "kv_cache": cache.how,
+    }  # fmt: skip
+
+
+def model_type(folder: Path) -> str:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UserError(f"{folder} is no checkpoint: it holds no config.json: name the folder that does")
+    name = read_json(config).get("model_type")
+    if name not in tuple(MODELS):
+        raise UserError(f"{config}: model_type: {name!r:.80} is not supported, only {', '.join(MODELS)}")
+    return str(name)
+
+
+def plain_case(folder: Path) -> Case:
+    """One rank with every weight, to ask the model what it wants; nothing else of it counts."""
+    return Case(
+        name="inspect",
+        model_name=model_type(folder),
+        model_path=str(folder.resolve()),
+        data_config=DataSettings(input_max_len=1, max_new_tokens=1),
+        parallel_config=ParallelSettings(attn_tp_size=1, moe_tp_size=1, embed_tp_size=1, lmhead_tp_size=1),
+        quantization=QuantizationSettings(method="none"),
+        cache_config=CacheSettings(page_size=1),
+    )
+
+
+def components_of(files: CheckpointFiles, kinds: dict[str, str]) -> list[Component]:
+    """`kinds`: the component of each tensor that the model knows."""
+    components = {name: Component(name) for name in COMPONENTS}
+    for name in files.place:
+        shape, stored_type = files.header(name)
+        component = components[kinds.get(name, UNKNOWN)]
+        component.tensors += 1
+        component.nbytes += prod(shape) * BITS[stored_type] // 8
+        component.types[stored_type] = component.types.get(stored_type, 0) + 1
+    return [component for component in components.values() if component.tensors]
+
+
+def excluded_from(scheme: Scheme, wanted: dict[str, list[Piece]]) -> list[Excluded]:
+    groups: dict[str, Excluded] = {}
+    if not scheme.bits:
+        return []
+    for module in (name.removesuffix(".weight") for name, pieces in wanted.items() if pieces[0].linear):
+        pattern = re.sub(r"\.\d+(?=\.)", ".*", module)
+        group = groups.setdefault(pattern, Excluded(pattern, 0, []))
+        group.of += 1
+        if not scheme.quantised(module):
+            group.modules.append(module)
+    return [group for group in groups.values() if group.modules]
+
+
+def in_words(format: Format) -> str:
+    zeros = " with zero points" if format.zeros else ""
+    return format.kind + (f" in groups of {format.group}{zeros}" if format.quantised else "")
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    architecture, total = facts["architecture"], facts["total"]
+    print(f"{facts['checkpoint']}: {architecture['model_type']}, {architecture['parameters']:,} parameters")
+    for key, value in flat(architecture):
+        if key not in ("model_type", "parameters"):
+            print(f"  {key:<34} {value}")
+    print_quantization(facts["quantization"])
+    print(f"\n{'component':<12} {'tensors':>8} {'bytes on disk':>18} {'':>11}  types")
+    for c in facts["components"]:
+        types = ", ".join(f"{count:,} {name}" for name, count in sorted(c["types"].items()))
+        print_row(c["name"], c["tensors"], c["nbytes"], types)
+    print_row("total", total["tensors"], total["tensor_nbytes"])
+    print(f"{total['files']:,} file(s) of {total['file_nbytes']:,} bytes with headers. 1 GB = 2^30 bytes.\n")
+    for found in facts["problems"]:
+        print(f"problem: {len(found['names'])} {found['problem']}: {shown(found['names'])}")
+    if not facts["problems"]:
+        print("complete: every tensor is known, every weight of the model is there")
+    if "rank" in facts:
+        print_rank(facts["rank"])
+
+
+def print_quantization(found: dict[str, Any]) -> None:
+    print(f"\nquantisation: {found['title']}")
+    if not found["bits"]:
+        return
+    groups = {-1: "a whole row"}.get(found["group_size"], f"{found['group_size']} columns")
+    print(f"  {found['bits']} bits, one scale for {groups}, {'with' if found['zero_points'] else 'no'} zero points")
+    print(f"  kept as it is on: {', '.join(found['kept_by']) or 'no platform: read as floats'}")
+    for group in found["excluded"]:
+        count, some = len(group["modules"]), len(group["modules"]) < group["of"]
+        which = f": {shown(group['modules'])}" if some else ""
+        print(f"  not quantised: {group['pattern']} ({count:,} of {group['of']:,}{which})")
+
+
+def print_rank(rank: dict[str, Any]) -> None:
+    print(f"\ncase {rank['case']}: {rank['platform']}, {rank['ranks']} rank(s)")
+    print(f"  linear layers in {rank['linear_format']}, head in {rank['head_format']}")
+    print("Each rank keeps, counted, not measured:")
+    for name, nbytes in rank["weights"].items():
+        print(f"  {name:<20} {nbytes:>18,} {nbytes / GB:>8.3f} GB")
+    print(f"{'weights':<22} {rank['weights_nbytes']:>18,} {rank['weights_nbytes'] / GB:>8.3f} GB")
+    print(
+        f"{'KV cache':<22} {rank['kv_cache_nbytes']:>18,} {rank['kv_cache_nbytes'] / GB:>8.3f} GB  {rank['kv_cache']}"
+    )
+
+
+def print_row(name: str, tensors: int, nbytes: int, more: str = "") -> None:
+    print(f"{name:<12} {tensors:>8,} {nbytes:>18,} {nbytes / GB:>8.3f} GB  {more}".rstrip())
+
+
+def shown(names: list[str]) -> str:
+    """Some of them. Untrusted: what a terminal could take for a command is escaped."""
+    return listed([name[:400] if name.isprintable() else ascii(name[:400]) for name in names])
+
+
+def flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys and values for people: of what each layer has, how many have it."""
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, tuple) and value and all(isinstance(v, bool) for v in value):
+            yield prefix + key, f"{sum(value)} of {len(value)}"
+        else:
+            yield prefix + key, ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="its folder")
+    parser.add_argument("--case", help="also count what each rank of this case keeps of it")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
+    parser.add_argument("--json", type=Path, help="also write the facts here")
+    args = parser.parse_args(argv)
+    if args.set and not args.case:
+        raise UserError(f"--set {args.set[0]}: there is no case to set it in: give --case as well")
+    facts = inspect(args.checkpoint)
+    if args.case:
+        case = load_case(args.case, args.set)
+        facts["rank"] = inspect_rank(dataclasses.replace(case, model_path=str(args.checkpoint.resolve())))
+    print_facts(facts)
+    if args.json:
+        write_json(args.json, facts)
+
+
+if __name__ == "__main__":
+    run_main(main)

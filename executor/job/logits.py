@@ -1,0 +1,130 @@
+"""Logits of given token ids, for comparing engines: every sequence as one batch, then N greedy steps.
+
+    .venv/bin/python executor/job/logits.py --case demo --ids "1,2,3;7,8" --steps 4 --out logits.npz
+
+Writes float32 arrays for each sequence i: prefill_i (tokens, vocabulary), decode_i (N, vocabulary), and ids_i, the
+given ids followed by the N chosen ones, so that row t of prefill_i and decode_i together belongs to token ids_i[t].
+"""
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from errors import UserError, run_main
+from executor.config.case import Case
+from executor.config.env import RankEnv, rank_env
+from executor.config.load import load_case, load_model_config
+from executor.engine.request import Sequence
+from executor.job.launch import launch
+from executor.job.rank import run_rank
+from executor.job.runner import ModelRunner
+from executor.job.runners import make_runner
+from files import write_whole
+
+
+def parse_ids(text: str, vocabulary: int) -> list[list[int]]:
+    """ "1,2,3;7,8" -> [[1, 2, 3], [7, 8]]"""
+    try:
+        rows = [[int(part) for part in row.split(",")] for row in text.split(";")]
+    except ValueError:
+        raise UserError(f'--ids {text!r:.60}: write numbers like "1,2,3;7,8"') from None
+    for token in (t for row in rows for t in row):
+        if not 0 <= token < vocabulary:
+            raise UserError(f"--ids: {token} is outside the vocabulary of {vocabulary}")
+    return rows
+
+
+def sized_for(case: Case, ids: list[list[int]], steps: int) -> Case:
+    """The case with room for exactly these sequences in one batch."""
+    return with_room(case, len(ids), max(map(len, ids)), steps + 1)
+
+
+def with_room(case: Case, sequences: int, longest: int, new_tokens: int) -> Case:
+    """The case with room for so many sequences at once, rounded up to an equal share of each data-parallel group."""
+    batch_size = -(-sequences // case.attn_dp_size) * case.attn_dp_size
+    data = dataclasses.replace(
+        case.data_config, input_max_len=longest, max_new_tokens=new_tokens, batch_size=batch_size
+    )
+    return dataclasses.replace(case, data_config=data)
+
+
+def collect_logits(runner: ModelRunner, ids: list[list[int]], steps: int) -> dict[str, np.ndarray]:
+    """The arrays to be written; every rank gets all of them."""
+    running, prefill = _prefill(runner, ids)
+    decode: list[list[torch.Tensor]] = [[] for _ in ids]
+    for _ in range(steps):
+        for sequence, logits in zip(running, _step(runner, running, is_prefill=False), strict=True):
+            decode[sequence.index].append(logits)
+    arrays: dict[str, np.ndarray] = {}
+    for sequence, logits in zip(running, prefill, strict=True):
+        i = sequence.index
+        arrays[f"prefill_{i}"] = logits.numpy()
+        arrays[f"decode_{i}"] = torch.cat(decode[i]).numpy() if steps else logits[:0].numpy()
+        arrays[f"ids_{i}"] = np.array(sequence.ids[: sequence.prompt_len + steps])
+    return arrays
+
+
+def prefill_logits(runner: ModelRunner, ids: list[list[int]]) -> list[torch.Tensor]:
+    """(tokens, vocabulary) of each sequence, in the order of `ids`; nothing stays behind in the cache."""
+    running, logits = _prefill(runner, ids)
+    for sequence in running:
+        sequence.finish_reason = "length"
+    runner.scheduler.retire()
+    return [part for _, part in sorted(zip([s.index for s in running], logits, strict=True), key=lambda pair: pair[0])]
+
+
+def _prefill(runner: ModelRunner, ids: list[list[int]]) -> tuple[list[Sequence], list[torch.Tensor]]:
+    for i, row in enumerate(ids):
+        runner.scheduler.add(runner.new_sequence(i, "", row))
+    running = runner.scheduler.admit()  # all of them, ordered by group
+    return running, _step(runner, running, is_prefill=True)
+
+
+def _step(runner: ModelRunner, running: list[Sequence], is_prefill: bool) -> list[torch.Tensor]:
+    """One step with the logits of every new token, then the greedy choice. -> a matrix for each sequence"""
+    rows = [s.new_tokens for s in running]
+    batch = runner.model_input_prepare(running, all_logits=True, is_prefill=is_prefill)
+    logits = runner.model_inference(batch, is_prefill)
+    dp = runner.parallel.attn_dp
+    counts = tuple(sum(s.new_tokens for s in running if s.group == g) for g in range(dp.size))
+    everyone = dp.gather_rows(logits[: counts[dp.rank]].float(), counts).cpu().clone()
+    each = list(everyone.split(rows))
+    runner.append_tokens(running, [int(part[-1].argmax()) for part in each])
+    return each
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
+    parser.add_argument("--ids", required=True, help='token ids of each sequence: "1,2,3;7,8"')
+    parser.add_argument("--steps", type=int, default=0, help="greedy steps after the prefill")
+    parser.add_argument("--out", type=Path, required=True, help="the .npz to write")
+    parser.add_argument("--results", type=Path, help="folder for the ranks' logs")
+    args = parser.parse_args(argv)
+    if args.steps < 0:
+        raise UserError(f"--steps {args.steps}: must not be negative")
+    case = load_case(args.case, args.set)
+    ids = parse_ids(args.ids, load_model_config(case).vocab_size)
+    case = sized_for(case, ids, args.steps)
+    load_model_config(case)  # once more, for the length
+    if case.world_size > 1 and not rank_env().launched:
+        return launch(case, [os.path.abspath(__file__), *argv])
+
+    def write(results: Path, ranks: RankEnv) -> None:
+        runner = make_runner(case, results, ranks)
+        runner.setup()
+        arrays = collect_logits(runner, ids, args.steps)
+        if ranks.rank == 0:
+            write_whole(args.out, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+            print(f"wrote {args.out}: {len(ids)} sequences, {args.steps} steps")
+
+    run_rank(case, args.results, write)
+
+
+if __name__ == "__main__":
+    run_main(main)

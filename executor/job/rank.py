@@ -1,0 +1,66 @@
+"""The frame around one rank's work: its log, its environment, how its failure is told."""
+
+import contextlib
+import errno
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from errors import EXIT_STATUS, UserError
+from executor.config.case import Case
+from executor.config.env import RankEnv, rank_env
+from executor.job.results import create_results, discard_results, open_log
+from files import write_json
+
+Body = Callable[[Path, RankEnv], None]
+
+
+def run_rank(case: Case, results: Path | None, body: Body) -> None:
+    """Run `body(folder, ranks)` as this process's rank; `results` is None when no launcher made the folder."""
+    ranks = rank_env()
+    folder = results or create_results(case.name)
+    log = open_log(folder, ranks.rank)
+    body = _disk_full_is_a_user_error(body)
+    if not ranks.launched:
+        try:
+            body(folder, ranks)
+        except UserError:
+            if results is None:
+                discard_results(folder)
+            raise
+        return
+
+    from torch import distributed
+
+    try:
+        body(folder, ranks)
+    except Exception as error:  # told once, by the launcher; here it only goes to this rank's log
+        with contextlib.suppress(UserError):  # a log that is full tells no more
+            log.write(traceback.format_exc())
+        _leave_word(Path(ranks.error_file), error)
+        # Without the interpreter's clean-up, in which gloo aborts the process when a partner is gone.
+        os._exit(EXIT_STATUS if isinstance(error, UserError) else 1)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _leave_word(path: Path, error: Exception) -> None:
+    """The error in the format of torch.distributed.elastic, whose own writer can be cut off half-way by a SIGTERM."""
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    word = {"message": {"message": str(error) or type(error).__name__, "extraInfo": extra}}
+    with contextlib.suppress(UserError):  # without it, the exit status still tells
+        write_json(path, word)
+
+
+def _disk_full_is_a_user_error(body: Body) -> Body:
+    def guarded(folder: Path, ranks: RankEnv) -> None:
+        try:
+            body(folder, ranks)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise UserError(f"{folder}: cannot be written: {error.strerror}") from None
+            raise
+
+    return guarded

@@ -1,0 +1,90 @@
+"""What a run measured, as a table for people and a JSON file for programs."""
+
+import platform
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from executor.config.case import Case
+
+
+@dataclass(frozen=True)
+class Completion:
+    prompt: str
+    text: str
+    tokens: list[int]
+    finish_reason: str
+
+
+@dataclass
+class Timings:
+    """Seconds of each step, everything from packing to the chosen token included."""
+
+    first_token: list[float] = field(default_factory=list)  # one entry a sequence: from its admission
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_steps: list[float] = field(default_factory=list)
+
+    def add_prefill(self, tokens: int, seconds: float) -> None:
+        self.prefill_tokens += tokens
+        self.prefill_seconds += seconds
+
+    def add_decode(self, tokens: int, seconds: float) -> None:
+        self.decode_tokens += tokens
+        self.decode_steps.append(seconds)
+
+
+def make_report(
+    case: Case, completions: list[Completion], timings: Timings, peak_memory: int, kernels: dict[str, str]
+) -> dict[str, Any]:
+    """Times in milliseconds. `tpot_*` are null when no prompt needed a second token, `kernels` is empty where the
+    platform had no choice."""
+    steps = sorted(timings.decode_steps)
+    return {
+        "case": case.name,
+        "platform": case.platform,
+        "exe_mode": case.exe_mode,
+        "world_size": case.world_size,
+        "completions": [asdict(c) for c in completions],
+        "ttft_ms": 1e3 * statistics.median(timings.first_token),
+        "tpot_ms_p50": 1e3 * _percentile(steps, 0.50) if steps else None,
+        "tpot_ms_p99": 1e3 * _percentile(steps, 0.99) if steps else None,
+        "prefill_tokens": timings.prefill_tokens,
+        "prefill_tokens_per_s": timings.prefill_tokens / timings.prefill_seconds,
+        "decode_tokens": timings.decode_tokens,
+        "decode_tokens_per_s": timings.decode_tokens / sum(steps) if steps else None,
+        "peak_memory_bytes": peak_memory,
+        "kernels": kernels,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()},
+        "settings": asdict(case),
+    }
+
+
+def print_report(report: dict[str, Any], path: Path) -> None:
+    for i, c in enumerate(report["completions"]):
+        print(f"\n[{i}] {c['prompt']}\n--> {c['text']}   ({len(c['tokens'])} tokens, {c['finish_reason']})")
+    settings = report["settings"]
+    rows = [
+        ("case", f"{report['case']}: {report['platform']}, {report['exe_mode']}, {report['world_size']} rank(s), "
+                 f"{settings['model_config']['dtype']}, batch {settings['data_config']['batch_size']}"),
+        ("time to first token", f"{report['ttft_ms']:.1f} ms (median)"),
+        ("prefill", f"{report['prefill_tokens_per_s']:.0f} tokens/s ({report['prefill_tokens']} tokens)"),
+    ]  # fmt: skip
+    if report["tpot_ms_p50"] is not None:
+        p50, p99, rate = report["tpot_ms_p50"], report["tpot_ms_p99"], report["decode_tokens_per_s"]
+        rows.append(("time per token", f"{p50:.1f} ms (p50), {p99:.1f} ms (p99)"))
+        rows.append(("decode", f"{rate:.0f} tokens/s ({report['decode_tokens']} tokens)"))
+    rows.append(("peak memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB (largest rank)"))
+    rows.append(("report", str(path)))
+    print()
+    for name, value in rows:
+        print(f"  {name:<20} {value}")
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]

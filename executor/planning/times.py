@@ -1,0 +1,127 @@
+"""The planner of a case with shadow experts: `--plan`, and around a run."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cpu_offload.cost.model import Shape
+from cpu_offload.history import History
+from cpu_offload.manager import Offload
+from cpu_offload.memory.arena import Arena
+from errors import UserError
+from executor.config.case import Case
+from executor.config.env import RankEnv
+from executor.engine.shadows import make_arena
+from executor.parallel.groups import Group
+from executor.planning.choices import choose, survey_of, swaps_of
+from executor.planning.memory import GB
+from executor.platform import load_platform
+from executor.platform.base import Platform
+
+WARM_UP_TOKENS = 9  # of a warm-up that the rest of a step is measured in; the first step captures
+Steps = list[tuple[float, float, float]]  # tokens, hit rate, milliseconds
+
+
+def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
+    """Decode steps as the planner sees them; `seconds` of each, all of it."""
+    steps: Steps = []
+    for step, time in zip(history.steps, seconds, strict=True):
+        hits, misses = int(step.hits.sum()), int(step.misses.sum())
+        pairs = hits + misses
+        steps.append((pairs / shape.layers / shape.top_k, hits / pairs if pairs else 1.0, 1e3 * time))
+    return steps
+
+
+class PlannedRun:
+    """Chooses before weights are loaded, tells what is to be expected, and afterwards how it was."""
+
+    def __init__(self, case: Case, ranks: RankEnv, world: Group, platform: Platform):
+        self.case = case
+        self.planner, choices = choose(case, survey_of(case), ranks, platform.copy_ms)
+        # Slots decide who is admitted, so all ranks have rank 0's number; the rest is each rank's own affair.
+        slots = world.gather_rows(torch.tensor([[choices.slots.value]], device=platform.device), (1,) * world.size)[
+            0, 0
+        ]
+        self.choices = dataclasses.replace(choices, slots=dataclasses.replace(choices.slots, value=int(slots)))
+
+    def begin(self, offload: Offload, warm_up: Sequence[float]) -> None:
+        """`warm_up`: seconds of its decode steps. Now that the rest of a step is known, copies have their budget."""
+        steps = steps_of(offload.history, warm_up, self.planner.shape)[1:]
+        if steps:
+            rest = self.planner.rest_of(steps)
+            where = f"measured in {len(steps)} steps of the warm-up"
+            self.planner = dataclasses.replace(self.planner, rest=rest, rest_from=where)
+            swaps = swaps_of(self.case, self.planner, self.planner.compare(steps)["hit_rate"])
+            self.choices = dataclasses.replace(self.choices, max_swaps=swaps)
+        offload.value_copies(self.planner.swap_cost, max(self.choices.max_swaps.value, 0))
+        offload.forget()
+        print("\n".join(self.planner.table(self.case.data_config.batch_size) + self.choices.table()))
+
+    def end(self, offload: Offload, seconds: Sequence[float]) -> dict[str, Any] | None:
+        """For the report; None where no step was decoded."""
+        prefill = None
+        if long := offload.history.long:
+            prefill = self.planner.compare_long(long)
+            print(
+                f"planner: a layer of a prefill: {prefill['streamed_ms']:.3f} ms predicted if streamed, "
+                f"{prefill['computed_ms']:.3f} if computed by both, {prefill['measured_ms']:.3f} measured "
+                f"(medians of {prefill['layers']} layers with {prefill['tokens']:.0f} tokens, "
+                f"{prefill['streamed_layers']} streamed)"
+            )
+        steps = steps_of(offload.history, seconds, self.planner.shape)
+        if not steps:
+            return None
+        found = self.planner.compare(steps)
+        print(
+            f"planner: {found['predicted_ms']:.3f} ms per token predicted at hit rate {found['hit_rate']:.3f}, "
+            f"{found['measured_ms']:.3f} measured (medians of {len(steps)} steps): {found['ratio']:.2f} of it"
+        )
+        chosen = {key: choice["value"] for key, choice in dataclasses.asdict(self.choices).items()}
+        costs = dataclasses.asdict(self.planner.costs)
+        return found | {"rest_ms": self.planner.rest, "prefill": prefill, "choices": chosen, "costs": costs}
+
+
+def show_offload_plan(case: Case) -> None:
+    """Memory counted, times of made-up experts measured; nothing is loaded."""
+    sizes = survey_of(case)
+    ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
+    if case.platform == "cpu":  # whose engine measures
+        load_platform(case.platform)(case, ranks)
+    planner, choices = choose(case, sizes, ranks)
+    longest, experts, most_slots = sizes.sketch.pages, sizes.split.experts, max(choices.slots.value, 0)
+    arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)
+    print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
+    print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
+    beside = sizes.fixed_bytes + arena.frames * arena.frame_bytes
+    print(f"beside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {beside / 1e9:.2f} GB together")
+    pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
+    print(
+        f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows"
+        + (pinned_gb if case.platform != "cpu" else "")
+    )
+    if case.platform == "ascend" and beside > case.ascend_config.memory_gb * GB:
+        raise UserError(
+            f"case {case.name}: {beside / GB:.2f} GB of weights and arena are more than ascend_config.memory_gb: "
+            f"{case.ascend_config.memory_gb}: lower offload_config.arena_mb, or raise world_size"
+        )
+    print("\n".join(planner.table(case.data_config.batch_size) + choices.table()))
+    print("Hit rates depend on the text; even traffic hits as often as its share of experts is resident.")
+
+
+def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots: int, experts: int) -> list[str]:
+    """For people. `longest`: pages of all sequences at their longest."""
+    frames, each = arena.frames - 1, arena.extent_frames  # one is the padding page's
+    pages = frames - pinned
+    lines = [
+        f"arena: {arena.frames * arena.frame_bytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes, "
+        f"each a page of {case.cache_config.page_size} tokens or part of {arena.extent_slots} slots in {each} frames",
+        f"experts: {experts} with shadows, {arena.slot_bytes} bytes each; {most_slots} may be resident at once",
+        f"KV pages: {longest} for {case.data_config.batch_size} sequence(s) at their longest, {pages} can be had"
+        + ("" if pages >= longest else ": not all sequences run at once"),
+    ]
+    for name, held in (("no sequence", 0), ("half as long", longest // 2), ("the longest", min(longest, pages))):
+        slots = min(most_slots, (arena.frames - 1 - held) // each * arena.extent_slots)
+        lines.append(f"  {name:<14} {held:>6} pages, {slots:>6} slots: {slots / experts:4.0%} of the experts fit")
+    return lines

@@ -1,0 +1,153 @@
+"""Static graphs of the decode step on Ascend, one for each number of sequences.
+
+ge_graph     torch.compile into a GE graph (torchair's `max-autotune`)
+acl_graph    captured on the device and replayed (torchair's `reduce-overhead`)
+npugraph_ex  the same with torchair's newer backend
+
+Every tensor input has a fixed address and is copied into; KV lengths are host integers that the graph takes as symbols:
+`Data` nodes in GE, updated launches in a captured graph. So a step changes neither shapes nor constants, compiles
+nothing anew and reads nothing back.
+"""
+
+import dataclasses
+import re
+import types
+from typing import Any
+
+import torch
+import torch_npu
+import torchair
+from torch import Tensor
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch import config as functorch_config
+from torchair.inference._cache_compiler import CompiledModel
+
+from executor.config.case import Case
+from executor.config.env import RankEnv, cann_home
+from executor.platform.ascend.compile_cache import CompileCache, compile_facts
+from executor.platform.ascend.fallbacks import tell
+from executor.platform.ascend.trusted_files import source_digest
+from executor.platform.ascend.versions import read_versions
+from executor.platform.base import Step
+from files import ROOT
+from models.batch import Batch
+from ops.ascend import (
+    lowering,  # noqa: F401 (registers)
+    vector_core,
+)
+from ops.ascend.vector_core import converters  # noqa: F401 (registers)
+
+MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
+TRACED = ("models", "ops", "executor/platform")  # a graph is made from this code
+
+
+def compiler_config(exe_mode: str) -> Any:
+    """torchair's CompilerConfig for one of MODES."""
+    config = torchair.CompilerConfig()
+    config.mode = MODES[exe_mode]
+    config.experimental_config.frozen_parameter = True  # weights and caches stay where they are
+    if exe_mode == "ge_graph":
+        config.experimental_config.tiling_schedule_optimize = True
+        config.experimental_config.topology_sorting_strategy = "StableRDFS"
+    return config
+
+
+class AscendGraph:
+    """The step for one number of sequences."""
+
+    def __init__(self, compiled: Step, batch: Batch, device: torch.device):
+        self.compiled = compiled
+        self.host = {name: tensor.pin_memory() for name, tensor in batch.tensors().items()}
+        self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
+        for tensor in self.inputs.values():
+            torch._dynamo.mark_static(tensor)
+            torch._dynamo.mark_static_address(tensor)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Copies from pinned memory do not make the host wait; the step before has ended, its tokens were read."""
+        for name, tensor in batch.tensors().items():
+            self.host[name].copy_(tensor)
+            self.inputs[name].copy_(self.host[name], non_blocking=True)
+        # Every group's batch is padded to the same size: which, the graph knows from the tensors.
+        fixed: dict[str, Any] = dict(self.inputs, tokens_per_group=None)
+        return self.compiled(dataclasses.replace(batch, **fixed))
+
+
+class AscendGraphs:
+    """A drop-in for the eager step."""
+
+    def __init__(self, step: Step, case: Case, ranks: RankEnv, device: torch.device, model_config: object):
+        if not isinstance(step, types.MethodType):
+            raise TypeError("a graph is made from a method of a model")
+        self.step, self.case, self.device = step, case, device
+        self.graphs: dict[int, AscendGraph] = {}
+        self.compiles = 0
+        self.cache: CompileCache | None = None
+        if hasattr(functorch_config, "error_on_custom_op_aliasing"):
+            # torchair captures the rotary op in place, which torch has set out to forbid: so far where `CI` is set.
+            functorch_config.error_on_custom_op_aliasing = False
+        callback_handler.register_start_callback(self._count)
+        if case.model_config.enable_cache_compile:
+            traced = source_digest(ROOT, [ROOT / folder for folder in TRACED])
+            torchair_is = f"{torch_npu.version.git_version}, cache {CompiledModel.VERSION}"  # has no version of its own
+            facts = compile_facts(
+                case, model_config, read_versions(cann_home()), torchair_is, traced, vector_core.built()
+            )
+            self.cache = CompileCache(case.name, ranks.rank, ranks.world_size, facts)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        rows = len(batch.token_ids)
+        if rows not in self.graphs:
+            return self._first(rows, batch)
+        before = self.compiles
+        logits = self.graphs[rows](batch)
+        if self.compiles != before:
+            tell(f"the graph of {rows} sequences was compiled again", self.case.strict)
+        return logits
+
+    def _first(self, rows: int, batch: Batch) -> Tensor:
+        try:
+            return self._compile(rows, batch)
+        except BackendCompilerFailed as error:  # such as an op without a converter, which it names
+            told = str(error.inner_exception)
+            op = re.search(r"target=torch\.ops\.([\w.]+)", told)
+            reason = (f"{op[1]}: " if op else "") + told.strip().splitlines()[0]
+            tell(f"decode runs op by op in place of {self.case.exe_mode}: {reason}", self.case.strict)
+            self.graphs[rows] = AscendGraph(self.step, batch, self.device)
+            return self.graphs[rows](batch)
+
+    def _compile(self, rows: int, batch: Batch) -> Tensor:
+        step, config = named(self.step, rows), compiler_config(self.case.exe_mode)
+        if self.cache is None:
+            backend = torchair.get_npu_backend(compiler_config=config)
+            compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
+            self.graphs[rows] = AscendGraph(compiled, batch, self.device)
+            return self.graphs[rows](batch)
+        shapes = {name: [list(t.shape), str(t.dtype)] for name, t in batch.tensors().items()}
+        with self.cache.open(rows, shapes) as entry:
+            compiled = torchair.inference.cache_compile(
+                step,
+                config=config,
+                dynamic=True,
+                cache_dir=str(entry.folder),
+                ge_cache=self.case.exe_mode == "ge_graph",
+            )
+            self.graphs[rows] = AscendGraph(compiled, batch, self.device)
+            logits = self.graphs[rows](batch)
+            entry.seal()
+        return logits
+
+    def _count(self, *_: object) -> None:
+        self.compiles += 1
+
+
+def named(step: types.MethodType, rows: int) -> types.MethodType:
+    """The method as code of its own name: dynamo and torchair's cache tell compiled functions apart by their code, and
+    of two sizes with the same code the cache would keep neither."""
+    function: Any = step.__func__
+    name = f"{function.__name__}_{rows}"
+    copy = types.FunctionType(
+        function.__code__.replace(co_name=name), function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    return types.MethodType(copy, step.__self__)

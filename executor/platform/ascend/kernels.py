@@ -1,0 +1,75 @@
+"""Which of Ascend's kernels multiply with a model's weights: our own (ops/ascend/vector_core) where tokens
+are few and weights have 4 bits, else torch_npu's. Imports neither torch_npu nor torchair."""
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from errors import UserError
+from executor.config.case import Case
+from models.layers import Experts, MergedLinear, RowLinear, layers_of
+from ops.ascend import vector_core
+from ops.ascend.vector_core.calls import unfit
+from ops.ascend.weights import AscendMatrix, Bank
+
+BUILD = "bash ops/ascend/vector_core/build.sh"
+
+
+def gemv_tokens(case: Case) -> int:
+    """Most tokens of a step whose products run on the vector cores; 0: none do."""
+    wanted = case.ascend_config.decode_gemv
+    if wanted == "on" and not vector_core.built():
+        raise UserError(f"case {case.name}: ascend_config.decode_gemv: on: the kernels are not built: run {BUILD}")
+    return case.ascend_config.gemv_max_tokens if wanted != "off" and vector_core.built() else 0
+
+
+def chosen_kernels(model: nn.Module, case: Case) -> dict[str, str]:
+    """The kernels of equal parts of layers, such as `mlp.experts of layers 0-47, 1 to 8 tokens`. Routers and the output
+    head are left out: they are always floats."""
+    tokens = gemv_tokens(case)
+    found: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # (few, more, why not) -> part of a layer -> layers
+    for path, layer in layers_of(model):
+        place = re.search(r"\.(\d+)\.(.+)", path)
+        if place and isinstance(layer, (Experts, MergedLinear, RowLinear)) and not getattr(layer, "router", False):
+            weights: Any = layer.weights if isinstance(layer, Experts) else layer.weight
+            why = unfit(weights)
+            if why and case.ascend_config.decode_gemv == "on":
+                raise UserError(f"case {case.name}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
+            kernels = (*_kernels(weights), why or _why_none(case))
+            found.setdefault(kernels, {}).setdefault(place[2], []).append(int(place[1]))
+    lines = {}
+    for (few, more, why), parts in found.items():
+        for layers in dict.fromkeys(tuple(numbers) for numbers in parts.values()):
+            names = ", ".join(part for part, numbers in parts.items() if tuple(numbers) == layers)
+            what = f"{names} of layers {_ranges(layers)}"
+            if why:
+                lines[what] = f"{more} ({why})"
+            else:
+                lines[f"{what}, 1 to {tokens} tokens"] = f"{few} on the vector cores"
+                lines[f"{what}, {tokens + 1} tokens or more"] = more
+    return lines
+
+
+def _kernels(weights: AscendMatrix | Bank) -> tuple[str, str]:
+    """(for few tokens by 4-bit weights, for all else)"""
+    if not isinstance(weights, AscendMatrix):
+        return "fused_moe_w4a16", "npu_grouped_matmul"
+    return "gemv_w4a16", "mm" if weights.scales is None else "npu_weight_quant_batchmatmul"
+
+
+def _why_none(case: Case) -> str:
+    if case.ascend_config.decode_gemv == "off":
+        return "decode_gemv: off"
+    return "" if vector_core.built() else f"decode_gemv: the kernels are not built: {BUILD}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> 0-2, 5"""
+    parts = []
+    for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        (_, first), *rest = run
+        parts.append(f"{first}-{rest[-1][1]}" if rest else f"{first}")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""Quantises a checkpoint to 4 bits (AWQ)."""

@@ -1,0 +1,166 @@
+"""Writes the quantised checkpoint layer by layer, so that a run that was killed goes on where it was.
+
+Every file appears whole, by a rename, so a file that is there is finished. The index and config.json come last: a
+folder without them does not load. Calibration hands the outputs of the *original* layers on, so that layers that are
+already written are simply computed again, and a resumed run writes the same bytes. In memory: one layer, and with
+calibration its tokens' hidden states.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from errors import UserError
+from executor.job.preflight import INDEX
+from executor.job.tokenizer import Tokenizer
+from executor.quantize.layer import LayerMath, linear_shapes
+from executor.quantize.pack import BITS, packed_linear
+from executor.quantize.search import Fold, fold, search_layer
+from executor.quantize.source import CONFIG, Source
+from files import write_json, write_whole
+from models.hf_config import read_json
+
+STATE, REST = "quantize_state.json", "model-rest.safetensors"
+WINDOW = 256  # tokens of calibration text that see each other
+
+
+@dataclass(frozen=True)
+class Calibration:
+    path: Path
+    tokens: int  # of the text's beginning, at most
+
+
+@torch.inference_mode()
+def convert(source: Source, out: Path, group: int, calibration: Calibration | None) -> None:
+    source.check_group(group)
+    text = _read_text(calibration.path) if calibration else ""
+    state: dict[str, Any] = {"group": group, "source": source.digest()}
+    if calibration:
+        state |= {"calibrate": hashlib.sha256(text.encode()).hexdigest(), "tokens": calibration.tokens}
+    _begin(out, state)
+    for path in source.companions:
+        _copy(path, out / path.name)
+    layers = [out / f"model-layer-{index:05}.safetensors" for index in range(source.config.num_hidden_layers)]
+    missing = [index for index, path in enumerate(layers) if not path.is_file()]
+    hidden = _embedded(source, _token_ids(source, text, calibration)) if calibration and missing else None
+    for index in tqdm(range(missing[-1] + 1 if missing else 0), desc="quantizing", unit="layer", disable=None):
+        if hidden is None and index not in missing:
+            continue
+        tensors = source.layer(index)
+        folds: list[Fold] = []
+        if hidden is not None:
+            layer = LayerMath(source.config, source.config.sparse_layers[index], hidden.shape[1])
+            weights = partial(_wide, tensors)
+            if index in missing:
+                folds = list(search_layer(layer, weights, hidden, group))
+            hidden = layer.forward(weights, hidden)
+        if index in missing:
+            _write_tensors(layers[index], dict(_packed(source, index, tensors, folds, group)))
+    if not (out / REST).is_file():
+        _write_tensors(out / REST, source.rest())
+    _finish(source, out, [*layers, out / REST], group)
+
+
+def _begin(out: Path, state: dict[str, Any]) -> None:
+    """A new folder, or one that was begun with the same state."""
+    if (out / STATE).is_file():
+        before = read_json(out / STATE)
+        differ = sorted(key for key in before.keys() | state.keys() if before.get(key) != state.get(key))
+        if differ:
+            raise UserError(f"--out {out}: was begun with another {', '.join(differ)}: use the same, or remove it")
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        others = [path.name for path in out.iterdir() if path.name != f"{STATE}.tmp"]
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be created: {error.strerror}") from None
+    if others:
+        raise UserError(f"--out {out}: holds files, but no {STATE}: give a new folder")
+    write_json(out / STATE, state)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--calibrate {path}: not readable: {error}") from None
+
+
+def _token_ids(source: Source, text: str, calibration: Calibration) -> Tensor:
+    """(B, L): windows of equal length, what does not fill one left out"""
+    ids = Tokenizer(source.folder).encode(text, chat=False)[: calibration.tokens]
+    if len(ids) < 2:
+        raise UserError(f"--calibrate {calibration.path}: fewer than two tokens")
+    if max(ids) >= source.config.vocab_size:
+        raise UserError(
+            f"{source.folder}: its tokenizer gives {max(ids)}, outside vocab_size {source.config.vocab_size}"
+        )
+    length = min(WINDOW, len(ids), source.config.max_positions)
+    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+
+def _embedded(source: Source, ids: Tensor) -> Tensor:
+    """(B, L, H) float32"""
+    name = "model.embed_tokens.weight"
+    return source.read([name])[name][ids].float()
+
+
+def _wide(tensors: dict[str, Tensor], name: str) -> Tensor:
+    return tensors[name].float()
+
+
+def _packed(
+    source: Source, index: int, tensors: dict[str, Tensor], folds: list[Fold], group: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one layer as they are written."""
+    linears = linear_shapes(source.config, source.config.sparse_layers[index])
+    for name, tensor in fold(tensors, folds):
+        full = f"model.layers.{index}.{name}"
+        if name in linears:
+            yield from packed_linear(full.removesuffix(".weight"), tensor, group).items()
+        else:
+            yield full, tensor.to(tensors[name].dtype)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod((path.parent / STATE).stat().st_mode)  # safetensors leaves it to its owner alone
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written: {error}") from None
+
+
+def _copy(path: Path, to: Path) -> None:
+    data = path.read_bytes()
+    write_whole(to, lambda file: file.write(data))
+
+
+def _finish(source: Source, out: Path, paths: list[Path], group: int) -> None:
+    """What makes the folder a checkpoint; config.json is the last."""
+    places: dict[str, str] = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), path.name)
+    total = sum(path.stat().st_size for path in paths)
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+    quantisation = {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": BITS,
+        "group_size": group,
+        "zero_point": True,
+        "modules_to_not_convert": ["mlp.gate"],
+    }
+    write_json(out / CONFIG, read_json(source.folder / CONFIG) | {"quantization_config": quantisation})

@@ -1,0 +1,27 @@
+"""The project's root, and files that appear whole or not at all."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from errors import UserError
+
+ROOT = Path(__file__).resolve().parent
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Write `path` under a temporary name, then rename it, so that nobody ever reads half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))

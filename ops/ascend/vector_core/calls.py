@@ -1,0 +1,50 @@
+"""The products of few tokens by 4-bit weights on the vector cores, and the weights that they are for."""
+
+import torch
+from torch import Tensor
+
+from ops.ascend.vector_core.blocks import BlockLayout
+from ops.ascend.vector_core.schemas import GROUPS
+from ops.ascend.weights import AscendMatrix, Bank, Stored
+
+
+def unfit(weight: AscendMatrix | Bank) -> str:
+    """Why the kernels cannot read these weights; empty: they can."""
+    planes: list[Stored] = [weight] if isinstance(weight, AscendMatrix) else [weight.w13, weight.w2]
+    if any(plane.scales is None for plane in planes):
+        return "the weights do not have 4 bits"
+    if any(plane.format.group not in GROUPS for plane in planes):
+        return f"groups of {planes[0].format.group}, not of 32, 64 or 128"
+    return ""
+
+
+def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, half_sums: bool) -> Tensor:
+    y = torch.ops.umbra.gemv_w4a16(x, weight.data, weight.scales, weight.offsets, half_sums)
+    return y if bias is None else y + bias
+
+
+def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None, half_sums: bool) -> Tensor:
+    """One launch, with no rows to bring into order: ids of experts that are elsewhere add nothing."""
+    w13, w2 = experts.w13, experts.w2
+    return torch.ops.umbra.fused_moe_w4a16(
+        x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
+        ids if first_expert is None else ids - first_expert, weights, half_sums,
+    )  # fmt: skip
+
+
+def moe_slots(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    arena: Tensor,
+    places: Tensor,
+    layout: BlockLayout,
+    first_expert: int | None,
+    half_sums: bool,
+) -> Tensor:
+    """Of experts in slots: arena (bytes) uint8, places (experts here) int32.
+    Experts that are not resident, or elsewhere, add nothing. Not in GE graphs, where shadow.py refuses to be."""
+    return torch.ops.umbra.fused_moe_slots_w4a16(
+        x, arena, places, ids if first_expert is None else ids - first_expert, weights,
+        layout.inner, layout.group, layout.group2, layout.zeros, half_sums,
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""The ops of `schemas.py` as nodes of a GE graph; imported for its effect. Captured graphs need none of this.
+
+fused_moe_slots_w4a16 is not among them: experts on the CPU are refused in GE graphs (ops/ascend/shadow.py).
+"""
+
+from typing import Any
+
+import torch
+from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_converter
+from torchair.ge import attr, custom_op
+
+from ops.ascend.vector_core import schemas  # noqa: F401 (declares them)
+
+
+@register_fx_node_ge_converter(torch.ops.umbra.grouped_gemv_w4a16.default)  # type: ignore[untyped-decorator]
+def grouped_gemv_w4a16(
+    x: Any, w: Any, scales: Any, zeros: Any, ids: Any, half_sums: Any = False, meta_outputs: Any = None
+) -> Any:
+    inputs = dict(x=x, w=w, scales=scales, zeros=zeros, ids=ids)
+    return custom_op("UmbraGroupedGemvW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])
+
+
+@register_fx_node_ge_converter(torch.ops.umbra.fused_moe_w4a16.default)  # type: ignore[untyped-decorator]
+def fused_moe_w4a16(
+    x: Any,
+    w13: Any,
+    s13: Any,
+    z13: Any,
+    w2: Any,
+    s2: Any,
+    z2: Any,
+    ids: Any,
+    weights: Any,
+    half_sums: Any = False,
+    meta_outputs: Any = None,
+) -> Any:
+    inputs = dict(x=x, w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, ids=ids, weights=weights)
+    return custom_op("UmbraFusedMoeW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])
+
+
+@register_fx_node_ge_converter(torch.ops.umbra.gemv_w4a16.default)  # type: ignore[untyped-decorator]
+def gemv_w4a16(x: Any, w: Any, scales: Any, zeros: Any, half_sums: Any = False, meta_outputs: Any = None) -> Any:
+    inputs = dict(x=x, w=w, scales=scales, zeros=zeros)
+    return custom_op("UmbraGemvW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])

@@ -1,0 +1,165 @@
+"""What the planner chooses, by made-up costs, and what it says of it."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+
+from cpu_offload.cost.choices import (
+    COPYING,
+    MOST_SWAPS,
+    NONE,
+    Choice,
+    Choices,
+    Split,
+    choose_slots,
+    choose_streaming,
+    choose_swaps,
+    choose_threads,
+    divisions,
+    given,
+)  # fmt: skip
+from cpu_offload.cost.model import Costs, Line, Planner
+from cpu_offload.history import LongLayer
+from cpu_offload.streaming import CHUNK
+from tests.executor.planning.test_planner import COSTS, SHAPE
+
+
+def planner(**costs: object) -> Planner:
+    return Planner(SHAPE, dataclasses.replace(COSTS, **costs))
+
+
+def test_streaming_is_the_longer_of_device_and_copies() -> None:
+    used, pairs = SHAPE.used(100), 800
+    missing = used / 2
+    device = 0.002 * (1 + missing / CHUNK) + 0.001 * used + 0.0002 * pairs
+    assert planner().stream_ms(100, 0.5) == pytest.approx(0.01 + missing * 0.052)
+    assert planner(copy=0.0001).stream_ms(100, 0.5) == pytest.approx(0.01 + device)
+    assert planner(slip=1.0).stream_ms(100, 0.5) == pytest.approx(0.01 + device + missing * 0.052)
+    assert planner().stream_ms(100, 1.0) == pytest.approx(planner().layer_ms(100, 1.0))
+
+
+def test_a_cheap_copy_streams_earlier() -> None:
+    found = [choose_streaming(planner(copy=copy), 0.5, 4, 4096).value for copy in (0.001, 0.04, 0.08, 0.2)]
+    assert found[0] == 5  # anything longer than a decode step
+    assert all(a < b for a, b in pairwise(found))
+    assert choose_streaming(planner(copy=100.0), 0.5, 4, 4096).value == NONE
+    for value, copy in zip(found[1:], (0.04, 0.08, 0.2), strict=True):
+        one = planner(copy=copy)
+        assert one.stream_ms(value, 0.5) < one.layer_ms(value, 0.5)
+        assert one.stream_ms(value // 2, 0.5) >= one.layer_ms(value // 2, 0.5)
+
+
+def test_nothing_is_streamed_where_nothing_is_missing_or_the_cpu_is_as_fast() -> None:
+    assert choose_streaming(planner(copy=0.0), 1.0, 4, 4096).value == NONE
+    assert choose_streaming(planner(copy=0.01, shadow=Line(0, 1e-4, 1e-5)), 0.5, 4, 4096).value == NONE
+    assert choose_streaming(planner(copy=0.0), 0.5, 8, 8) == Choice(NONE, "no prefill has more than 8 tokens")
+    assert choose_streaming(planner(copy=0.0), 0.5, 8, 9).value == 9
+
+
+def test_threads_are_tried_within_the_cores() -> None:
+    assert divisions(2, 2, False, 0) == [(1, 1), (2, 1)]
+    assert divisions(16, 16, False, 0) == [(8, 8), (12, 4), (15, 1), (16, 1)]
+    assert divisions(16, 8, False, 0) == [(8, 1), (8, 4), (8, 8)]  # more do not read faster
+    assert divisions(16, 5, True, 0) == [(5, 1), (5, 4), (5, 8)]
+    assert divisions(16, 16, False, 3) == [(13, 3), (16, 3)]
+    assert divisions(1, 1, False, 0) == [(1, 1)]
+    assert divisions(2, 1, True, 1) == [(1, 1)]
+
+
+def costs_of(device: int, shadow: int, device_ms: float, shadow_ms: float) -> Costs:
+    """Each side's time divided by its threads."""
+    sides = {"device": Line(0, device_ms / device, 0), "shadow": Line(0, shadow_ms / shadow, 0)}
+    return dataclasses.replace(COSTS, threads=(device, shadow), **sides)
+
+
+@pytest.mark.parametrize(
+    ("device_ms", "shadow_ms", "hit", "wanted"),
+    [(0.01, 0.01, 0.5, (8, 8)), (0.1, 0.001, 0.5, (15, 1)), (0.01, 0.01, 0.9, (12, 4)), (0.01, 0.01, 0.98, (15, 1))],
+)
+def test_threads_go_where_the_longer_side_is(
+    device_ms: float, shadow_ms: float, hit: float, wanted: tuple[int, int]
+) -> None:
+    tried = {
+        threads: Planner(SHAPE, costs_of(*threads, device_ms, shadow_ms)) for threads in ((8, 8), (12, 4), (15, 1))
+    }
+    chosen = choose_threads(tried, 1, hit)
+    assert chosen.value == wanted
+    assert f"{tried[wanted].step_ms(1, hit):.3f} ms a step" in chosen.why
+    assert chosen.why.count(" + ") == 3
+    assert choose_threads({(3, 2): planner()}, 1, hit) == Choice((3, 2), "no other was tried")
+
+
+SPLIT = Split(frames=200, extent_frames=4, extent_slots=8, longest=20, sequences=8, experts=640)
+
+
+def test_slots_beside_pages() -> None:
+    assert SPLIT.slots(0) == 400
+    assert SPLIT.slots(3) == 49 * 8
+    assert SPLIT.slots(500) == 0
+    assert SPLIT.usual_hit == 30 * 8 / 640
+    assert dataclasses.replace(SPLIT, frames=2000).usual_hit == 1
+
+
+def test_misses_that_are_dear_want_slots_and_cheap_ones_sequences() -> None:
+    none = Line(0, 0, 0)
+    dear = Planner(SHAPE, dataclasses.replace(COSTS, device=none, shadow=Line(0.0, 1.0, 1.0)))
+    cheap = Planner(SHAPE, dataclasses.replace(COSTS, device=none, shadow=Line(0, 0, 0)), rest=1.0)
+    assert choose_slots(dear, SPLIT).value == SPLIT.slots(20)
+    assert choose_slots(cheap, SPLIT).value == SPLIT.slots(160)
+    why = choose_slots(cheap, SPLIT).why
+    assert why.startswith("80 of 640: 0.138 ms a token of even traffic with 8 sequence(s) at once; with 1: 1.100")
+    one_by_one = dataclasses.replace(SPLIT, sequences=1)
+    assert choose_slots(dear, one_by_one).value == SPLIT.slots(20)
+    assert "with 1:" not in choose_slots(dear, one_by_one).why
+
+
+def test_tiny_memory_gets_fewer_slots() -> None:
+    found = [
+        choose_slots(planner(), dataclasses.replace(SPLIT, frames=frames)).value for frames in (1000, 200, 100, 60)
+    ]
+    assert found[0] == 640
+    assert all(a > b for a, b in pairwise(found))
+    assert choose_slots(planner(), dataclasses.replace(SPLIT, frames=19)) == Choice(0, "0: no room for one sequence")
+
+
+def test_the_last_turn_may_be_of_fewer_sequences() -> None:
+    """Five sequences, two at once: 2 + 2 + 1."""
+    free = Planner(SHAPE, dataclasses.replace(COSTS, base=0, device=Line(0, 0, 0), shadow=Line(0, 0, 0)), rest=1.0)
+    split = dataclasses.replace(SPLIT, sequences=5, frames=59)
+    assert choose_slots(free, split).why.startswith("32 of 640: 0.600 ms a token of even traffic with 2 sequence(s)")
+
+
+def test_slow_copies_get_a_small_budget() -> None:
+    step = planner().step_ms(4, 0.5)
+    budgets = [choose_swaps(planner(copy=step / n / COPYING), 4, 0.5, 1).value for n in (1000.5, 10.5, 2.5, 0.1)]
+    assert budgets == [MOST_SWAPS, 10, 2, 1]
+    assert choose_swaps(planner(copy=step / 2.5 / COPYING), 4, 0.5, 3).value == 7
+    longer = dataclasses.replace(planner(copy=step / 2.5 / COPYING), rest=step)
+    assert choose_swaps(longer, 4, 0.5, 1).value == 5
+    assert choose_swaps(planner(copy=0.0), 4, 0.5, 1).why.endswith("at most 32")
+
+
+def test_the_table_has_a_line_for_each_choice() -> None:
+    chosen = Choices(Choice((3, 1), "a"), Choice(7, "7 of 9: b"), given(-1), Choice(NONE, "c"))
+    assert chosen.table() == [
+        "  threads           3 + 1: a",
+        "  slots             7 of 9: b",
+        "  max_swaps         0: given",
+        "  stream_tokens     never: c",
+    ]
+    assert "128: d" in dataclasses.replace(chosen, stream_tokens=Choice(128, "d")).table()[-1]
+
+
+def test_long_steps_are_compared_with_both_predictions() -> None:
+    one = planner()
+    sizes = [(100, 300, 100, 0, 2.0), (50, 100, 100, 9, 3.0), (100, 300, 100, 9, 900.0)]
+    found = one.compare_long([LongLayer(1, *size) for size in sizes])
+    assert found == {
+        "layers": 3,
+        "streamed_layers": 2,
+        "tokens": 100,
+        "streamed_ms": pytest.approx(one.stream_ms(100, 0.75)),
+        "computed_ms": pytest.approx(one.layer_ms(100, 0.75)),
+        "measured_ms": 3.0,
+    }

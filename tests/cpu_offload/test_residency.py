@@ -1,0 +1,196 @@
+"""The residency policy: rules of every swap, what it learns, when it leaves things alone; the policies beside it."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks import offload_policy
+from benchmarks.cache_policies import Run, lfu, lru, lru_by_layer, optimum, residency
+from benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, save_trace
+from cpu_offload.policy.residency import Residency, Settings, Swap
+
+DEFAULT, DEAR = Settings(), Settings(swap_cost=1.0)  # copies that are nearly free, and that cost a miss
+# .venv/bin/python -m benchmarks.offload_policy --demo-only --steps 16000 --record tests/data/demo_routing.npz
+DEMO = Path(__file__).parents[1] / "data" / "demo_routing.npz"
+
+
+def small(kind: str, steps: int, seed: int = 0) -> Trace:
+    return made_up(kind, steps, layers=8, experts=32, k=4, seed=seed)
+
+
+def late(run: Run) -> tuple[float, float]:
+    """Hit rate and copies a step in the second half."""
+    half = len(run.uses) // 2
+    return run.hits[half:].sum() / run.uses[half:].sum(), float(run.copies[half:].mean())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rules_of_every_swap(data: st.DataObject) -> None:
+    layers, experts = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))
+    chosen = Settings(data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 0.02, 0.2, 1.0])))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    slots = data.draw(st.integers(0, layers * experts))
+    policy, twin = (Residency(layers, experts, chosen) for _ in range(2))
+    resident = np.zeros((layers, experts), bool)
+    popular = random.random((layers, experts)) * 3
+    believing = data.draw(st.booleans())  # so that many swaps are done at once
+    for _ in range(data.draw(st.integers(1, 40))):
+        if random.random() < 0.1:  # the KV cache takes or gives slots
+            slots = int(random.integers(0, layers * experts + 1))
+            for layer, expert in policy.coldest(resident, max(0, int(resident.sum()) - slots)):
+                assert resident[layer, expert]
+                resident[layer, expert] = False
+            popular = random.random((layers, experts)) * 3
+        counts = random.poisson(popular * (random.random() < 0.9))
+        free = slots - int(resident.sum())
+        for each in (policy, twin):
+            each.observe(counts)
+            each.trust = 1.0 if believing else each.trust
+        swaps = policy.swaps(resident, free)
+        assert swaps == twin.swaps(resident, free)
+        assert len(swaps) <= chosen.max_swaps
+        come = [(s.layer, s.expert_in) for s in swaps]
+        go = [s.expert_out for s in swaps if s.expert_out]
+        assert len({*come, *go}) == len(come) + len(go)
+        assert not any(resident[place] for place in come)
+        assert all(resident[place] for place in go)
+        for place in go:
+            resident[place] = False
+        for place in come:
+            resident[place] = True
+        assert resident.sum() <= slots
+        assert 0 <= policy.trust <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
+def test_at_least_lru(kind: str, chosen: Settings) -> None:
+    trace = small(kind, 1500)
+    for budget in (8, 2):
+        ours, *theirs = (p(trace, trace.size // budget).measured()[0] for p in (residency(chosen), lru, lru_by_layer))
+        assert ours > max(theirs) - (0.005 if kind == "uniform" else 0)  # there all are equal but for chance
+
+
+@pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
+def test_uniform_traffic_moves_nothing(chosen: Settings) -> None:
+    runs = [residency(chosen)(small("uniform", 1500, seed), 64) for seed in range(3)]
+    assert sum(run.copies.sum() for run in runs) <= 3 * 64 + 45  # the slots are filled once; LRU copies 24 a step
+    for run in runs:
+        assert late(run)[0] == pytest.approx(0.25, abs=0.015)
+
+
+@pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
+def test_stationary_traffic_stays_put_at_the_best_placement(chosen: Settings) -> None:
+    trace = small("Zipf", 2500)
+    hits, copies = late(residency(chosen)(trace, 64))
+    counts = np.bincount(trace.places()[1250:].ravel(), minlength=trace.size)
+    assert hits > 0.97 * np.sort(counts)[-64:].sum() / counts.sum()
+    assert copies < 0.05
+
+
+def test_trust_returns_when_there_is_something_to_gain() -> None:
+    traffic = np.concatenate([small("uniform", 1000).ids, small("Zipf", 2000).ids])
+    run = residency(DEAR)(Trace("", traffic, 32), 64)
+    assert run.copies[100:1000].sum() <= 9
+    assert run.copies[1000:].sum() > 20
+    assert late(run)[0] > 0.5  # 0.25 without a swap
+
+
+def test_layers_without_traffic_lose_their_slots() -> None:
+    first, then = made_up("Zipf", 500, 2, 32, 4), made_up("Zipf", 1500, 2, 32, 4, seed=1)
+    policy, resident = Residency(2, 32, DEAR), np.zeros((2, 32), bool)
+    for step, ids in enumerate(np.concatenate([first.ids, then.ids])):
+        counts = np.stack([np.bincount(row, minlength=32) for row in ids])
+        counts[0 if step >= 500 else 1] = 0
+        policy.observe(counts)
+        for swap in policy.swaps(resident, 16 - int(resident.sum())):
+            resident[swap.layer, swap.expert_in] = True
+            if swap.expert_out:
+                resident[swap.expert_out] = False
+        if step == 499:
+            assert resident.sum(axis=1).tolist() == [16, 0]
+    assert resident.sum(axis=1).tolist() == [0, 16]
+
+
+def test_free_slots_take_the_most_used_first_and_the_coldest_leave_first() -> None:
+    policy, counts = Residency(2, 4, Settings(max_swaps=3)), np.array([[5, 1, 0, 0], [0, 9, 2, 0]])
+    policy.observe(counts)
+    policy.observe(counts)
+    nobody = np.zeros((2, 4), bool)
+    assert policy.swaps(nobody, 8) == [Swap(1, 1, None), Swap(0, 0, None), Swap(1, 2, None)]
+    assert policy.swaps(nobody, 1) == [Swap(1, 1, None)]
+    assert policy.coldest(counts > 0, 2) == [(0, 1), (1, 2)]
+    assert policy.coldest(nobody, 2) == []
+
+
+def test_negative_settings_are_refused() -> None:
+    for wrong in ({"max_swaps": -1}, {"swap_cost": -0.5}):
+        with pytest.raises(ValueError, match="negative"):
+            Settings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", offload_policy.BUDGETS)
+def test_nine_tenths_of_the_optimum_on_the_demo_model(budget: float) -> None:
+    trace = load_trace(DEMO)
+    ours, best, least = (
+        policy(trace, int(trace.size * budget / 100)).measured()[0] for policy in (residency(DEFAULT), optimum, lru)
+    )
+    assert ours >= 0.9 * best
+    assert ours >= least
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=6, max_size=12), st.integers(1, 2))
+def test_optimum_is_the_best_there_is(ids: list[int], slots: int) -> None:
+    """Against every possible choice: after a use, any set of slots out of residents and the used one."""
+    trace = Trace("", np.array(ids, np.uint8)[:, None, None], 5)
+    best = {frozenset[int](): 0}
+    for expert in ids:
+        after: dict[frozenset[int], int] = {}
+        for kept, hits in best.items():
+            now, pool = hits + (expert in kept), kept | {expert}
+            for chosen in itertools.combinations(sorted(pool), min(slots, len(pool))):
+                after[frozenset(chosen)] = max(now, after.get(frozenset(chosen), 0))
+            after[kept] = max(now, after.get(kept, 0))
+        best = after
+    run = optimum(trace, slots)
+    assert run.hits.sum() == max(best.values())
+    assert run.copies.sum() + run.hits.sum() <= len(ids)
+
+
+def test_lru_and_lfu_by_hand() -> None:
+    trace = Trace("", np.array([0, 0, 1, 2, 0, 1, 2], np.uint8)[:, None, None], 3)
+    assert lru(trace, 2).hits.tolist() == [0, 1, 0, 0, 0, 0, 0]
+    assert lfu(trace, 2).hits.tolist() == [0, 1, 0, 0, 1, 0, 0]
+    both = Trace("", np.array([[0, 0], [1, 0], [0, 1]], np.uint8)[:, :, None], 2)
+    assert lru(both, 2).hits.tolist() == [0, 1, 0]
+    assert lru_by_layer(both, 2).hits.tolist() == [0, 1, 0]
+
+
+def test_experts_of_a_batch_count_once_a_step() -> None:
+    trace = Trace("", np.array([[[0, 1]], [[1, 2]], [[1, 0]], [[3, 1]]], np.uint8), 4).together(2)
+    assert trace.places().tolist() == [[0, 1, 1, 0], [1, 2, 3, 1]]
+    keys, starts = trace.uses()
+    assert keys.tolist() == [0, 1, 1, 2, 3]
+    assert starts.tolist() == [0, 2]
+
+
+def test_the_benchmark_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_trace(tmp_path / "trace.npz", small("Zipf", 120))
+    arguments = ["--trace", "trace.npz", "--json", "rows.json", "--plot", "rows.png"]
+    offload_policy.main([str(tmp_path / a) if "." in a else a for a in arguments] + ["--demo-only"])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(r["trace"], r["budget"]) for r in rows] == [
+        (name, budget) for name in ("demo", "demo, 4 at once") for budget in offload_policy.BUDGETS
+    ]
+    for row in rows:
+        assert all(0 <= row[f"hits_{name}"] <= row["hits_best"] for name in offload_policy.POLICIES)
+        assert row["copies_static"] == 0
+    assert (tmp_path / "rows.png").stat().st_size > 0
+    assert "copies in 1000 steps" in capsys.readouterr().out

@@ -1,0 +1,142 @@
+"""Loading proves completeness: what is missing, extra, misshapen or damaged is named, and nothing is loaded."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from errors import UserError
+from executor.job.logits import collect_logits
+from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
+
+Tensors = dict[str, torch.Tensor]
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def resave(folder: Path, change: Callable[[Tensors], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def load_error(tmp_path: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    resave(tmp_path / "model", lambda t: [t.pop(EXPERT), t.pop("model.norm.weight")])
+    assert f"2 tensors missing: {EXPERT}, model.norm.weight" in load_error(tmp_path)
+
+
+def test_extra_tensors_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    resave(tmp_path / "model", lambda t: t.update({"model.layers.9.surprise": torch.zeros(2)}))
+    assert "1 tensors that the model does not know: model.layers.9.surprise" in load_error(tmp_path)
+
+
+def test_wrong_shapes_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    resave(tmp_path / "model", lambda t: t.update({EXPERT: torch.zeros(16, 31)}))
+    assert f"1 tensors that do not fit: {EXPERT} has shape [16, 31], expected [16, 32]" in load_error(tmp_path)
+
+
+def test_wrong_types_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    resave(tmp_path / "model", lambda t: t.update({EXPERT: torch.zeros(16, 32, dtype=torch.int8)}))
+    assert f"{EXPERT} has type I8, expected one of BF16, F16, F32" in load_error(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_truncated_files_are_named(tmp_path: Path, size: int) -> None:
+    save_tiny(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:size])
+    assert "model.safetensors: truncated or corrupt" in load_error(tmp_path)
+
+
+def test_header_of_terabytes_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes((1 << 42).to_bytes(8, "little") + path.read_bytes()[8:])
+    assert "model.safetensors: truncated or corrupt" in load_error(tmp_path)
+
+
+def test_sharded_checkpoint_loads(tmp_path: Path) -> None:
+    oracle = save_tiny(tmp_path / "model", max_shard_size="20KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    arrays = collect_logits(make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path), [[3, 4, 5]], steps=0)
+    np.testing.assert_allclose(arrays["prefill_0"], oracle_logits(oracle, [3, 4, 5]).numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("file_name", "complaint"),
+    [
+        ("../model.safetensors", "'../model.safetensors' is not the name of a .safetensors file in the same folder"),
+        ("/etc/passwd", "'/etc/passwd' is not the name"),
+        ("other.bin", "'other.bin' is not the name"),
+        ("absent.safetensors", "absent.safetensors does not exist, but the checkpoint's index names it"),
+    ],
+)
+def test_index_may_only_name_files_beside_it(tmp_path: Path, file_name: str, complaint: str) -> None:
+    save_tiny(tmp_path / "model", max_shard_size="20KB")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"]["model.norm.weight"] = file_name
+    index.write_text(json.dumps(data))
+    assert complaint in load_error(tmp_path)
+
+
+def test_index_that_misplaces_a_tensor_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", max_shard_size="20KB")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    files = sorted(set(data["weight_map"].values()))
+    place = data["weight_map"]["model.norm.weight"]
+    data["weight_map"]["model.norm.weight"] = next(f for f in files if f != place)
+    index.write_text(json.dumps(data))
+    assert "not in the file the index names: model.norm.weight" in load_error(tmp_path)
+
+
+def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", max_shard_size="20KB")
+    paths = sorted((tmp_path / "model").glob("*.safetensors"))
+    save_file(load_file(paths[0]) | load_file(paths[1]), paths[0])
+    assert "is also in" in load_error(tmp_path)
+
+
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in load_error(tmp_path)
+
+
+def test_tied_head_that_was_saved_all_the_same_is_ignored(tmp_path: Path) -> None:
+    oracle = save_tiny(tmp_path / "model", tie_word_embeddings=True)
+    resave(tmp_path / "model", lambda t: t.update({"lm_head.weight": torch.zeros(96, 32)}))
+    arrays = collect_logits(make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path), [[3, 4, 5]], steps=0)
+    np.testing.assert_allclose(arrays["prefill_0"], oracle_logits(oracle, [3, 4, 5]).numpy(), atol=1e-4)
+
+
+def test_random_weights_need_no_checkpoint_and_differ_everywhere(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    case = tiny_case(tmp_path, tmp_path / "model", model_config={"dtype": "float32", "with_ckpt": False})
+    runner = make_runner(case, tmp_path)
+    rows = [runner.model.lm_head.weight.packed.dequantised(0, 96)]
+    for layer in runner.model.model.layers:
+        experts = layer.mlp.experts.weights
+        rows += [experts.dequantised(e, which)[:16] for e in range(experts.count) for which in ("gate", "up")]
+        rows.append(layer.self_attn.qkv_proj.weight.packed.dequantised(0, 96))
+    together = torch.cat(rows)
+    assert len(together.unique(dim=0)) == len(together)
+    assert abs(float(together.mean())) < 1e-3

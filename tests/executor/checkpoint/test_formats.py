@@ -1,0 +1,295 @@
+"""Quantised checkpoints: what is read is what the format means, in floats and kept as it is."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from benchmarks.checkpoint_loading import loaded, write
+from errors import UserError
+from executor.checkpoint.formats.detect import SCHEMES, read_scheme
+from executor.checkpoint.load import load_checkpoint
+from executor.engine.building import build_of
+from executor.job.logits import prefill_logits
+from executor.job.runners import make_runner as new_runner
+from executor.parallel.join import place_of
+from executor.quantize.convert import convert
+from executor.quantize.source import Source
+from models.hf_config import HfConfig
+from models.layers import Experts, MergedLinear, RowLinear, layers_of
+from ops import load_ops
+from ops.cpu import engine
+from ops.cpu.matrix import NativeExperts
+from tests.quantised import awq_meaning, quantise_tiny
+from tests.tiny import ONE_RANK, make_runner, save_tiny, tiny_case
+
+SIZES = dict(
+    hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=128,
+    intermediate_size=128, num_experts=8, num_experts_per_tok=2, initializer_range=0.05,
+)  # fmt: skip
+# format, group, bits, symmetric; whether the CPU keeps it bit for bit
+FORMATS = [
+    ("awq", 32, 4, False, True),
+    ("awq", 64, 4, False, True),
+    ("awq", 128, 4, False, True),
+    ("gptq", 128, 4, True, True),
+    ("gptq", 32, 4, False, True),
+    ("gptq", -1, 4, True, True),
+    ("gptq_v2", 64, 4, False, True),
+    ("gptq", 128, 8, True, True),
+    ("gptq", 64, 8, False, False),
+    ("pack-quantized", 128, 4, True, True),
+    ("pack-quantized", 32, 4, False, True),
+    ("pack-quantized", -1, 4, True, True),
+    ("pack-quantized", 128, 8, True, True),
+    ("pack-quantized", 128, 8, False, False),
+    ("int-quantized", -1, 8, True, True),
+    ("int-quantized", -1, 8, False, False),
+    ("fp8", 0, 8, True, False),
+]
+IDS = [f"{name}-{bits}bit-g{group}-{'sym' if sym else 'asym'}" for name, group, bits, sym, _ in FORMATS]
+PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("float") / "model"
+    save_tiny(folder, **SIZES)
+    return folder
+
+
+def logits(folder: Path, checkpoint: Path, **sections: Any) -> list[Tensor]:
+    runner = make_runner(tiny_case(folder, checkpoint, **sections), folder)
+    return prefill_logits(runner, PROMPTS)
+
+
+@pytest.mark.parametrize(("format", "group", "bits", "symmetric", "kept"), FORMATS, ids=IDS)
+def test_every_format_means_its_floats(
+    tmp_path: Path, model: Path, format: str, group: int, bits: int, symmetric: bool, kept: bool
+) -> None:
+    floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric)
+    none = {"quantization": {"method": "none"}}
+    expected = logits(tmp_path, floats, **none)
+    for ours, theirs in zip(logits(tmp_path, tmp_path / "quantised", **none), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+    assert_kept(built(tmp_path / "quantised"), load_file(floats / "model.safetensors"), kept)
+
+
+def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
+    """This rank's model with its weights, without the other ranks."""
+    case = tiny_case(checkpoint.parent, checkpoint, **sections)
+    engine.start(1, "auto")
+    build = build_of(case, load_ops("cpu"), place_of(case, rank, {}), torch.device("cpu"), True)
+    runner = new_runner(case, checkpoint.parent, dataclasses.replace(ONE_RANK, rank=rank, world_size=case.world_size))
+    model = cast(Any, runner.build_model(build))
+    load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignored_weights(), progress=False)
+    return cast(nn.Module, model)
+
+
+def assert_kept(model: nn.Module, means: dict[str, Tensor], kept: bool) -> None:
+    """Every matrix is the checkpoint's, to the last bit, in as many bits as there if `kept`."""
+    checked = 0
+    for path, layer in layers_of(model):
+        if isinstance(layer, Experts):
+            native = cast(NativeExperts, layer.weights)
+            assert native.w13.format.quantised == kept
+            for expert, which in itertools.product(range(layer.experts), ("gate", "up", "down")):
+                mean = means[f"{path}.{expert}.{which}_proj.weight"]
+                mine = mean[:, layer.part] if which == "down" else mean[layer.part]
+                assert torch.equal(native.dequantised(expert, which), mine)
+                checked += 1
+        elif isinstance(layer, RowLinear):
+            checked += check_matrix(layer.weight, means[f"{path}.weight"][:, layer.part], kept)
+        elif isinstance(layer, MergedLinear) and layer.sources[0].name != "gate":
+            parent = path.rpartition(".")[0]
+            rows = [means[f"{parent}.{source.name}.weight"][source.part] for source in layer.sources]
+            checked += check_matrix(layer.weight, torch.cat(rows), kept)
+    assert checked == 2 * (3 * 8 + 2)
+
+
+def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
+    assert matrix.quantised == kept
+    return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "bits", "method", "error"),
+    [
+        ("awq", 128, 4, "auto", 0.025),  # what the activations' 8 bits cost
+        ("int-quantized", -1, 8, "auto", 0.025),
+        ("fp8", 0, 8, "none", 0.025),  # to bfloat16
+        ("fp8", 0, 8, "q8", 0.025),
+        ("fp8", 0, 8, "q4", 0.25),
+        ("awq", 128, 4, "q8", 0.025),
+        ("awq", 128, 4, "q4", 0.025),  # has 4 bits already: kept
+        ("gptq", 64, 8, "q8", 0.025),
+    ],
+)
+def test_native_kernels_stay_close(
+    tmp_path: Path, model: Path, format: str, group: int, bits: int, method: str, error: float
+) -> None:
+    """Each token's error beside its logits' spread, with the kernels and activations of a real run: the median token,
+    since one whose experts were a near tie may go to others."""
+    floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
+    settings = {"quantization": {"method": method}, "model_config": {"dtype": "bfloat16"}}
+    ours = torch.cat(logits(tmp_path, tmp_path / "quantised", **settings))
+    theirs = torch.cat(logits(tmp_path, floats, quantization={"method": "none"}))
+    assert 1e-4 < float(((ours - theirs).abs().mean(-1) / theirs.std(-1)).median()) < error
+
+
+@pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "int-quantized", "fp8"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str, ranks: int) -> None:
+    """Also where a rank's columns begin inside a group of 128, or its rows inside a word."""
+    bits, group = (8, -1) if format == "int-quantized" else (4, 128)
+    floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
+    means = load_file(floats / "model.safetensors")
+    for rank in range(ranks):
+        assert_kept(built(tmp_path / "quantised", rank, world_size=ranks), means, kept=format != "fp8")
+
+
+def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
+    convert(Source(model), tmp_path / "quantised", 64, None)
+    means = {name: t for path in (tmp_path / "quantised").glob("*.safetensors") for name, t in load_file(path).items()}
+    for name in [name.removesuffix(".qweight") for name in means if name.endswith(".qweight")]:
+        means[f"{name}.weight"] = awq_meaning(name, means)
+    assert_kept(built(tmp_path / "quantised"), means, kept=True)
+    with pytest.raises(UserError, match="is quantised already"):
+        Source(tmp_path / "quantised")
+
+
+def test_loading_needs_little_more_than_it_keeps(tmp_path: Path) -> None:
+    """0.7 GB of AWQ: what is mapped while it is read is let go in between."""
+    write(
+        tmp_path / "awq", "awq", num_hidden_layers=18, num_experts=16, vocab_size=1024, num_attention_heads=4,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        _, kept, peak = child.submit(loaded, tmp_path / "awq").result()
+    assert kept > 600e6
+    assert peak < kept + 450e6
+
+
+def test_a_split_that_leaves_too_little_is_refused(tmp_path: Path, model: Path) -> None:
+    quantise_tiny(model, tmp_path / "quantised", "awq", 32)
+    complaint = (
+        r"experts\.0\.gate_proj: 128 quantised columns over 8 ranks are 16 on each, no multiple of 32: split them"
+    )
+    with pytest.raises(UserError, match=complaint + " over 1, 2, 4"):
+        built(tmp_path / "quantised", world_size=8)
+
+
+@pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "fp8"])
+def test_a_router_in_floats_needs_no_mention(tmp_path: Path, model: Path, format: str) -> None:
+    silent = {"modules_to_not_convert": [], "dynamic": None, "ignore": ["lm_head"]}
+    built(edited(model, tmp_path, format, lambda tensors, config: config.update(silent)))
+
+
+def test_a_group_that_does_not_divide_is_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", **SIZES | dict(moe_intermediate_size=96))
+    quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32)
+    config = json.loads((tmp_path / "quantised/config.json").read_text())
+    config["quantization_config"]["group_size"] = 64
+    (tmp_path / "quantised/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"experts\.0\.down_proj: 96 columns are no multiple of group_size: 64"):
+        built(tmp_path / "quantised")
+
+
+def edited(model: Path, folder: Path, format: str, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
+    """A checkpoint with something wrong: `edit` changes its tensors and its quantization_config."""
+    to = folder / "quantised"
+    quantise_tiny(model, to, format, 32)
+    tensors, config = load_file(to / "model.safetensors"), json.loads((to / "config.json").read_text())
+    edit(tensors, config["quantization_config"])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, to / "model.safetensors")
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+Q = "model.layers.1.mlp.experts.3.up_proj"
+
+
+def put(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Any], dict[str, Any]], object]:
+    def edit(tensors: dict[str, Any], config: dict[str, Any]) -> None:
+        tensors[name] = change(tensors[name])
+
+    return edit
+
+
+def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda scales: scales.clone().index_fill_(0, torch.tensor([1]), value)
+
+
+@pytest.mark.parametrize(
+    ("format", "edit", "complaint"),
+    [
+        ("awq", lambda t, c: t.pop(f"{Q}.scales"), rf"1 tensors missing: {Q}\.scales"),
+        ("awq", lambda t, c: t.update({"model.layers.9.x": torch.ones(1)}), "1 tensors that the model does not know"),
+        ("awq", put(f"{Q}.scales", bad_scale(float("nan"))), rf"{Q}\.scales: scales are not all finite"),
+        ("awq", put(f"{Q}.scales", bad_scale(float("inf"))), rf"{Q}\.scales: scales are not all finite"),
+        ("awq", put(f"{Q}.qweight", lambda x: x.long()), rf"{Q}\.qweight has type I64, expected one of I32"),
+        ("awq", put(f"{Q}.qzeros", lambda x: x[:4]), rf"{Q}\.qzeros has shape \[4, 16\], expected \[8, 16\]"),
+        ("awq", lambda t, c: c.update(group_size=48), r"group_size: 48 must be one of 32, 64, 128"),
+        ("awq", lambda t, c: c.update(group_size=1 << 70), r"group_size: 1180591620717411303424 must be one of"),
+        ("awq", lambda t, c: c.update(group_size=True), r"group_size: True must be one of"),
+        ("awq", lambda t, c: c.update(group_size=128), r"qzeros has shape \[8, 16\], expected \[2, 16\]"),
+        ("awq", lambda t, c: c.update(bits=3), r"bits: 3 is not implemented"),
+        ("awq", lambda t, c: c.update(version="gemv"), r"version: 'gemv' is not implemented"),
+        ("awq", lambda t, c: c.update(quant_method="exl2"), r"quant_method: 'exl2' must be one of awq, gptq"),
+        ("awq", lambda t, c: c.update(modules_to_not_convert=7), "modules_to_not_convert: 7 must be a list of names"),
+        ("awq", lambda t, c: c.update(modules_to_not_convert=["mlp"]), r"up_proj\.qweight, AWQ's or GPTQ's"),
+        ("gptq", lambda t, c: c.update(desc_act=True), "desc_act: True is not supported: it scatters"),
+        ("gptq", put(f"{Q}.g_idx", lambda x: x.flip(0)), rf"{Q}\.g_idx: inputs are not in the order of their groups"),
+        ("gptq", lambda t, c: c.update(sym=True), r"qzeros: sym is true, but zero points are not all 8"),
+        ("gptq", lambda t, c: c.update(dynamic={"+:.*": {"bits": 8}}), "gives modules settings of their own"),
+        ("gptq", lambda t, c: c.update(dynamic={"-:(a+)+$": {}}), r"pattern '\(a\+\)\+\$' is too intricate"),
+        ("gptq", lambda t, c: c.update(quant_method="awq", modules_to_not_convert=["gate"]), r"g_idx, GPTQ's"),
+        ("pack-quantized", put(f"{Q}.weight_shape", lambda x: x + 1), rf"{Q}\.weight_shape: \[129, 257\] is not the"),
+        ("pack-quantized", lambda t, c: c.update(ignore=["re:" + ".*" * 9]), "is too intricate"),
+        ("pack-quantized", lambda t, c: c.update(config_groups={}), "must be one group"),
+        ("pack-quantized", lambda t, c: c.update(format="marlin-24"), "format: marlin-24|'marlin-24' must be one of"),
+        ("pack-quantized", lambda t, c: (c.clear(), c.update(quant_method="awq", group_size=32)),
+         r"weight_packed, compressed-tensors' pack-quantized"),
+        ("fp8", put(f"{Q}.weight_scale_inv", lambda x: x * float("nan")), r"scales are not all finite"),
+        ("fp8", lambda t, c: c.update(weight_block_size=[64, 64]), r"weight_block_size: \[64, 64\] must be \[128"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(tmp_path: Path, model: Path, format: str, edit: Any, complaint: str) -> None:
+    checkpoint = edited(model, tmp_path, format, edit)
+    with pytest.raises(UserError, match=complaint) as error:
+        built(checkpoint)
+    assert str(checkpoint) in str(error.value) or Q in str(error.value) or "layers.0" in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(list(SCHEMES)),
+    st.dictionaries(
+        st.sampled_from(["bits", "group_size", "version", "sym", "desc_act", "format", "config_groups", "ignore",
+                         "modules_to_not_convert", "weight_block_size", "dynamic", "zero_point", "lm_head"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+            max_leaves=6,
+        ),
+    ),
+)  # fmt: skip
+def test_any_config_is_read_or_refused(method: str, config: dict[str, Any]) -> None:
+    with contextlib.suppress(UserError):
+        scheme = SCHEMES[method](HfConfig(config, "config.json"))
+        assert scheme.quantised("model.layers.0.mlp.gate_proj") in (True, False)
+        stored = scheme.stored("model.layers.0.mlp.gate_proj", 256, 256)
+        assert all(prod(need.shape) <= 1 << 20 for need in stored.tensors.values())

@@ -1,0 +1,301 @@
+"""Whatever a downloaded checkpoint holds: it loads, or one line names the file and what is wrong with it."""
+
+import inspect
+import json
+import math
+import re
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from torch import nn
+
+from errors import UserError
+from executor.checkpoint.formats.scheme import Unquantised
+from executor.checkpoint.load import load_checkpoint
+from models import rope
+from models.hf_config import read_json
+from models.qwen3_moe.config import Qwen3MoeConfig
+from tests.tiny import make_runner, save_tiny, tiny_case
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BODY = bytes(64)
+DEEP = 100_000
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("valid")
+    save_tiny(folder / "model", num_hidden_layers=1)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def model(valid: Path) -> nn.Module:
+    module = make_runner(tiny_case(valid.parent, valid), valid.parent).model
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def complaint_of(model: nn.Module, folder: Path) -> str:
+    """The one line; that the refusal is cheap comes with it."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError) as raised:
+        load_checkpoint(model, folder, Unquantised(), frozenset(), progress=False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KB
+    return one_line(raised.value)
+
+
+def one_line(error: UserError) -> str:
+    text = str(error)
+    assert text.isprintable()
+    assert len(text) < 3000
+    return text
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    """A header's entry; it fits BODY."""
+    return {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]} | changes
+
+
+def with_header(header: object, body: bytes = BODY, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + body
+
+
+HALF = {"first": tensor(shape=[8], data_offsets=[0, 32])}
+ENTRY = json.dumps(tensor()).encode()
+FILES = {
+    "empty": (b"", "its header should have 0 bytes, the file has 0"),
+    "cut in its header": (with_header({"a": tensor()})[:40], "its header should have "),
+    "cut in its tensors": (with_header({"tail": tensor()})[:-1], "tensor tail ends at byte 64 of 63"),
+    "header of terabytes": (with_header({}, length=1 << 42), "its header should have 4398046511104 bytes"),
+    "header of 2^64": (with_header({}, length=(1 << 64) - 1), "its header should have 18446744073709551615 bytes"),
+    "header beyond the file": (with_header({}, length=67), "its header should have 67 bytes, the file has 74"),
+    "not JSON": (with_header(b"{nope}"), "Expecting property name"),
+    "not UTF-8": (with_header(b'{"\xff": ' + ENTRY + b"}"), "codec can't decode"),
+    "a list": (with_header([]), "its header must be a JSON object"),
+    "deep lists": (with_header(b"[" * DEEP + b"]" * DEEP), ""),
+    "deep objects": (with_header(b'{"a":' * DEEP + b"1" + b"}" * DEEP), ""),
+    "deep metadata": (with_header(b'{"__metadata__":' + b"[" * DEEP + b"]" * DEEP + b"}"), ""),
+    "metadata of numbers": (with_header({"__metadata__": {"a": 1}, "w": tensor()}), "invalid type: integer `1`"),
+    "NaN for an entry": (with_header({"bad": math.nan}), "tensor bad must have dtype, shape and data_offsets, not nan"),
+    "NaN in a shape": (with_header({"bad": tensor(shape=[math.nan])}), "tensor bad has shape [nan]"),
+    "an entry too few": (
+        with_header({"bad": {"dtype": "F32", "shape": [16]}}),
+        "tensor bad must have dtype, shape and",
+    ),
+    "overlap": (
+        with_header(HALF | {"b": tensor(shape=[12], data_offsets=[16, 64])}),
+        "b begins at byte 16, where 32 was",
+    ),
+    "the same bytes twice": (with_header({"a": tensor(), "b": tensor()}), "tensor b begins at byte 0, where 64"),
+    "a gap": (
+        with_header(HALF | {"b": tensor(shape=[4], data_offsets=[48, 64])}),
+        "tensor b begins at byte 48, where 32",
+    ),
+    "bytes of no tensor": (with_header(HALF), "64 bytes of tensors, but the header tells of 32"),
+    "offsets beyond": (with_header({"far": tensor(shape=[32], data_offsets=[0, 128])}), "far ends at byte 128 of 64"),
+    "offsets unlike the shape": (with_header({"bad": tensor(shape=[15])}), "F32 and shape [15], but offsets [0, 64]"),
+    "offsets backwards": (with_header({"bad": tensor(data_offsets=[64, 0])}), "tensor bad has type F32 and shape [16]"),
+    "negative offsets": (with_header({"bad": tensor(data_offsets=[-64, 0])}), "tensor bad has data_offsets [-64, 0]"),
+    "one offset": (with_header({"bad": tensor(data_offsets=[0])}), "tensor bad has type F32 and shape [16], but"),
+    "offsets of text": (with_header({"bad": tensor(data_offsets="0:64")}), "tensor bad has data_offsets '0:64'"),
+    "negative shape": (with_header({"bad": tensor(shape=[-4, -4])}), "tensor bad has shape [-4, -4]"),
+    "shape of true": (with_header({"bad": tensor(shape=[True])}), "tensor bad has shape [True]"),
+    "shape over 64 bits": (
+        with_header({"bad": tensor(shape=[1 << 70])}),
+        "tensor bad has shape [1180591620717411303424]",
+    ),
+    "product over 64 bits": (with_header({"bad": tensor(shape=[1 << 62, 4, 16])}), "tensor bad has type F32 and shape"),
+    "a million dimensions": (with_header({"bad": tensor(shape=[1] * 1_000_000)}), "tensor bad has type F32 and shape"),
+    "unknown type": (with_header({"bad": tensor(dtype="F31")}), "tensor bad has type 'F31', which is none"),
+    "type of another kind": (with_header({"bad": tensor(dtype=["F32"])}), "tensor bad has type ['F32'], which is none"),
+    "type that does not fit": (
+        with_header({"bad": tensor(dtype="F16")}),
+        "tensor bad has type F16 and shape [16], but",
+    ),
+    "a name twice": (with_header(b'{"twin":' + ENTRY + b',"twin":' + ENTRY + b"}"), "twin stands twice in the header"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_file_is_one_line(model: nn.Module, tmp_path: Path, name: str) -> None:
+    content, complaint = FILES[name]
+    (tmp_path / SINGLE).write_bytes(content)
+    said = complaint_of(model, tmp_path)
+    assert said.startswith(f"{tmp_path / SINGLE}: truncated or corrupt: ")
+    assert complaint in said
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "told"),
+    [("huge", [0, 1 << 62], "huge"), ("n" * (1 << 22), [0], "n" * 200), ("\x1b[2J\nclean", [0], " [2J clean")],
+)
+def test_strange_extra_tensor_is_one_line(
+    model: nn.Module, valid: Path, tmp_path: Path, name: str, shape: list[int], told: str
+) -> None:
+    data = (valid / SINGLE).read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    end = len(data) - begin
+    extra = {name: tensor(shape=shape, data_offsets=[end, end])}
+    (tmp_path / SINGLE).write_bytes(with_header(json.loads(data[8:begin]) | extra, data[begin:]))
+    assert complaint_of(model, tmp_path) == f"{tmp_path}: 1 tensors that the model does not know: {told}"
+
+
+INDEXES: dict[str, tuple[object, str]] = {
+    "a list": ([], "must hold a JSON object"),
+    "no map": ({}, "weight_map must map tensor names to file names"),
+    "a list for a map": ({"weight_map": ["a"]}, "weight_map must map tensor names to file names"),
+    "an empty map": ({"weight_map": {}}, "weight_map must map tensor names to file names"),
+    "a number for a file": ({"weight_map": {"a": 1}}, "weight_map must map tensor names to file names"),
+    "null for a file": ({"weight_map": {"a": None}}, "weight_map must map tensor names to file names"),
+    "the folder above": ({"weight_map": {"a": "../x.safetensors"}}, "'../x.safetensors' is not the name of a"),
+    "an absolute path": ({"weight_map": {"a": "/x.safetensors"}}, "'/x.safetensors' is not the name of a"),
+    "a folder below": ({"weight_map": {"a": "x/x.safetensors"}}, "'x/x.safetensors' is not the name of a"),
+    "another kind": ({"weight_map": {"a": "config.json"}}, "'config.json' is not the name of a .safetensors file"),
+    "a name of megabytes": ({"weight_map": {"a": "x" * (1 << 22)}}, " is not the name of a .safetensors file"),
+}
+SHARDS = {
+    "absent": "gone.safetensors",
+    "a zero byte": "\0.safetensors",
+    "half a character": "\ud800.safetensors",
+    "too long": "x" * 250 + ".safetensors",
+    "a folder": "folder.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_bad_index_is_one_line(model: nn.Module, tmp_path: Path, name: str) -> None:
+    content, complaint = INDEXES[name]
+    (tmp_path / INDEX).write_text(json.dumps(content))
+    said = complaint_of(model, tmp_path)
+    assert said.startswith(f"{tmp_path / INDEX}: ")
+    assert complaint in said
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shard_that_is_no_file_is_one_line(model: nn.Module, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": SHARDS[name]}}))
+    assert re.match(rf"{tmp_path}/.+\.safetensors(:| does not exist)", complaint_of(model, tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", "[" * DEEP, '{"a":' * DEEP, '{"a": NaN', '{"a": ' + "9" * 5000 + "}", "\xff"])
+def test_unreadable_json_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text, encoding="latin-1")
+    with pytest.raises(UserError) as raised:
+        read_json(tmp_path / INDEX)
+    assert one_line(raised.value).startswith(f"{tmp_path / INDEX}: not readable as JSON")
+
+
+def test_json_that_is_not_a_file_is_one_line(tmp_path: Path) -> None:
+    """Links are followed, but not to where reading never ends."""
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"config\.json: not a file"):
+        read_json(tmp_path / "config.json")
+
+
+def test_links_to_files_are_followed(model: nn.Module, valid: Path, tmp_path: Path) -> None:
+    """A download cache keeps the files elsewhere."""
+    (tmp_path / SINGLE).symlink_to(valid / SINGLE)
+    load_checkpoint(model, tmp_path, Unquantised(), frozenset(), progress=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=6),
+    cut=st.integers(0, 3),
+)
+def test_changed_bytes_load_or_are_one_line(
+    model: nn.Module, valid: Path, tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[float, int]], cut: int
+) -> None:
+    data = bytearray((valid / SINGLE).read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    for place, value in edits:
+        data[int(place * header)] = value
+    folder = tmp_path_factory.mktemp("changed")
+    (folder / SINGLE).write_bytes(data[: len(data) - cut])
+    said = ""
+    try:
+        load_checkpoint(model, folder, Unquantised(), frozenset(), progress=False)
+    except UserError as error:
+        said = one_line(error)
+    shutil.rmtree(folder)
+    assert said == "" or str(folder) in said
+
+
+# Every word in quotes where config.json is read, so that a key added there is tried here.
+READERS = (Qwen3MoeConfig.from_folder, rope.read_rope, rope._default_attention_factor)
+KEYS = sorted({word for reader in READERS for word in re.findall(r'"([a-z_]+)"', inspect.getsource(reader))})
+assert {"num_hidden_layers", "eos_token_id", "rope_scaling", "beta_fast", "mscale"} < set(KEYS)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(0, 64),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["yarn", "default", "silu", 5e-324, 1e-300, 1e300, 1 << 24, 1 << 63, 10**300, "\ud800", "\x1b[2J"]),
+)
+VALUES = SCALARS | st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(KEYS) | st.text(), inner)
+)
+YARN = st.dictionaries(st.sampled_from(KEYS), SCALARS).map(lambda found: found | {"rope_type": "yarn"})
+
+
+def parse(folder: Path, config: dict[str, Any]) -> Qwen3MoeConfig | str:
+    """The config, or the one line."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | config))
+    start = time.process_time()
+    try:
+        return Qwen3MoeConfig.from_folder(folder)
+    except UserError as error:
+        return one_line(error)
+    finally:
+        assert time.process_time() - start < 1
+
+
+@settings(max_examples=400, deadline=None)
+@given(config=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), yarn=st.none() | YARN)
+def test_any_config_is_read_or_is_one_line(
+    tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any], yarn: dict[str, Any] | None
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    found = parse(folder, config | ({"rope_scaling": yarn} if yarn else {}))
+    if isinstance(found, str):
+        assert found.startswith(f"{folder / 'config.json'}: ")
+    else:
+        assert found.max_positions > 0
+        if found.head_dim <= 1024:
+            assert all(map(math.isfinite, found.rope.inverse_frequencies()))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_refuses_what_it_cannot_be(tmp_path: Path, key: str) -> None:
+    for value in ({"a": [1]}, [[1]], "x" * 100_000, math.nan, math.inf, -1, 10**300):
+        parse(tmp_path, {key: value})
+        parse(tmp_path, {"rope_parameters": {"rope_type": "yarn", key: value}})
+
+
+def test_large_values_stay_cheap(tmp_path: Path) -> None:
+    many = list(range(1 << 18))
+    config = {"num_hidden_layers": 1 << 24, "mlp_only_layers": many}
+    assert "num_hidden_layers: 16777216 must be an integer from 1 to 4096" in str(parse(tmp_path, config))
+    assert isinstance(parse(tmp_path, config | {"num_hidden_layers": 4096}), Qwen3MoeConfig)
+    assert "eos_token_id: [0, 1, 2" in str(parse(tmp_path, {"eos_token_id": [*many, -1]}))
+
+
+def test_values_near_the_depth_that_json_reads(tmp_path: Path) -> None:
+    """What the reader still takes, the complaint about it takes as well."""
+    for depth in range(500, 1000, 3):
+        text = json.dumps({"model_type": "qwen3_moe"})[:-1] + ', "hidden_act": ' + "[" * depth + "]" * depth + "}"
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError) as raised:
+            Qwen3MoeConfig.from_folder(tmp_path)
+        one_line(raised.value)

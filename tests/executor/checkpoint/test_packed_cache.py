@@ -1,0 +1,95 @@
+"""Quantised weights kept on disk: used when nothing changed, made anew when anything did, never half there."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from executor.checkpoint.load import packed as packed_cache
+from executor.config.case import Case
+from executor.job.logits import collect_logits
+from tests.tiny import make_runner, save_tiny, tiny_case
+
+IDS = [[5, 17, 3], list(range(30, 53))]
+
+
+@pytest.fixture
+def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
+    monkeypatch.setattr(packed_cache, "CACHE", tmp_path / "kept")
+    monkeypatch.setattr(packed_cache, "SHARD", 20_000)  # several files
+    save_tiny(tmp_path / "model", moe_intermediate_size=32, attention_bias=True)
+    return case_of(tmp_path)
+
+
+def case_of(folder: Path, **quantization: object) -> Case:
+    settings = {"method": "q4", "keep_packed": True} | quantization
+    return tiny_case(folder, folder / "model", quantization=settings)
+
+
+def start(case: Case, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, np.ndarray]]:
+    """(what was said of the packed weights, logits)"""
+    capsys.readouterr()
+    arrays = collect_logits(make_runner(case, folder), IDS, steps=2)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("packed weights:")]
+    return "; ".join(said), arrays
+
+
+def assert_equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_second_start_takes_what_the_first_kept(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said, first = start(case, tmp_path, capsys)
+    assert said.startswith("packed weights: made anew (none kept yet); packed weights: kept in ")
+    (folder,) = (tmp_path / "kept").iterdir()
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    said, second = start(case, tmp_path, capsys)
+    assert said == f"packed weights: taken from {folder}"
+    assert_equal(first, second)
+
+
+def test_whatever_changed_is_made_anew_and_named(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, first = start(case, tmp_path, capsys)
+    (folder,) = (tmp_path / "kept").iterdir()
+    os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
+    assert start(case, tmp_path, capsys)[0].startswith("packed weights: made anew (changed: sources); ")
+    assert "taken from" in start(case, tmp_path, capsys)[0]  # the new one has replaced the old
+    shard = next(iter(folder.glob("*.safetensors")))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    said, again = start(case, tmp_path, capsys)
+    assert "made anew (unreadable: " in said
+    assert_equal(first, again)
+    shard.unlink()
+    assert "made anew (unreadable: " in start(case, tmp_path, capsys)[0]
+    (folder / "manifest.json").write_text("{")
+    assert "made anew (manifest.json unreadable: " in start(case, tmp_path, capsys)[0]
+    assert list((tmp_path / "kept").iterdir()) == [folder]
+    other = case_of(tmp_path, zero_points=True)
+    assert start(other, tmp_path, capsys)[0].startswith("packed weights: made anew (none kept yet); ")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_what_others_put_there_stays(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(case, tmp_path, capsys)
+    (folder,) = (tmp_path / "kept").iterdir()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    killed = folder.with_name(f"{folder.name}.{2**22 + 1}.tmp")  # above every process number
+    killed.mkdir()
+    said, _ = start(case, tmp_path, capsys)
+    assert said.startswith("packed weights: made anew (none kept yet); packed weights: not kept in")
+    assert [p.name for p in folder.iterdir()] == ["notes.txt"]
+    assert list((tmp_path / "kept").iterdir()) == [folder]  # and what a killed writer left is gone
+
+
+def test_not_asked_for_nothing_is_kept(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(case_of(tmp_path, keep_packed=False), tmp_path, capsys)[0] == ""
+    assert start(case_of(tmp_path, method="none"), tmp_path, capsys)[0] == ""
+    assert not (tmp_path / "kept").exists()

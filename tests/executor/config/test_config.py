@@ -1,0 +1,173 @@
+"""Configuration: what is wrong is named in one line, with the rule and the nearest right thing."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from errors import UserError
+from executor.config.case import Case
+from executor.config.load import CASES, list_cases, load_case, load_model_config
+from executor.config.schema import leaves
+from files import ROOT
+from tests.tiny import save_tiny, tiny_case, write_case
+from tools.config_docs import config_docs
+
+
+def error_of(name: str, *overrides: str) -> str:
+    with pytest.raises(UserError) as raised:
+        load_model_config(load_case(name, overrides))
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+RANKS_8 = ["exe_mode=eager", "world_size=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["max_new_token=8"], "--set max_new_token: unknown key, did you mean 'max_new_tokens'?"),
+        (["data.max_new_tokens=8"], "--set data.max_new_tokens: unknown key, did you mean"),
+        (["max_new_tokens"], "--set max_new_tokens: write key=value"),
+        (["max_new_tokens=0"], "data_config.max_new_tokens: 0 must be at least 1"),
+        (["max_new_tokens=many"], "data_config.max_new_tokens: 'many' is not an integer"),
+        (["max_new_tokens=true"], "data_config.max_new_tokens: True is not an integer"),
+        (["max_new_tokens=1.5"], "data_config.max_new_tokens: 1.5 is not an integer"),
+        (["top_p=1.5"], "sampling_config.top_p: 1.5 must be at most 1"),
+        (["temperature=.nan"], "sampling_config.temperature: nan must be at least 0"),
+        (["dtype=float31"], "'float31' is not one of bfloat16, float16, float32, did you mean 'float32'?"),
+        (["warm_up=perhaps"], "data_config.warm_up: 'perhaps' is not true or false"),
+        (["platform=tpu"], "platform: 'tpu' is not one of cpu, ascend"),
+        (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of cpu's: eager, graph"),
+        (["exe_mode=ge_grap"], "exe_mode: 'ge_grap' is not one of eager, graph, ge_graph, acl_graph, npugraph_ex, did"),
+        (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep on platform: cpu"),
+        (["prompts=[]"], "data_config.prompts is empty: give at least one prompt"),
+        (["prompts=hello"], "data_config.prompts: 'hello' is not a list, each a string"),
+        (["prompts=[1]"], "data_config.prompts: [1] is not a list, each a string"),
+        (["data_config=5"], "--set data_config: unknown key"),
+        (["prompts=[a"], "--set prompts=[a: line 1, column 3 not valid YAML"),
+        (["model_path="], "model_path"),
+        (["model_path=nowhere"], "nowhere is not a folder"),
+        ([*RANKS_8, "attn_tp_size=3"], "attn_tp_size: 3 does not divide world_size: 8"),
+        ([*RANKS_8, "moe_tp_size=16"], "moe_tp_size: 16 does not divide world_size: 8"),
+        (["exe_mode=eager", "world_size=3"], "attn_tp_size: 3 does not divide num_attention_heads: 8"),
+        (["exe_mode=eager", "world_size=16"], "attn_tp_size: 16 does not divide num_attention_heads: 8"),
+        (["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],
+         "world_size / moe_tp_size: 64 does not divide num_experts: 32"),
+        ([*RANKS_8, "attn_tp_size=4", "embed_tp_size=8"], "embed_tp_size: 8 does not divide attn_tp_size: 4"),
+        ([*RANKS_8, "attn_tp_size=2", "batch_size=6"], "batch_size: 6 is not divisible by attn_dp: 4"),
+        (["input_max_len=2000", "max_new_tokens=100"], "input_max_len + max_new_tokens: 2100 exceed the model's 2048"),
+    ],
+)  # fmt: skip
+def test_impossible_values_are_named(overrides: list[str], complaint: str) -> None:
+    assert complaint in error_of("demo", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "bad.yaml: a case is a mapping of keys to values, not None"),
+        ("- a\n- b\n", "bad.yaml: a case is a mapping"),
+        ("model_path: [x\n", "bad.yaml: line 2, column 1 not valid YAML"),
+        ("world_size: 1\nworld_size: 2\n", "bad.yaml: line 2, column 1 not valid YAML: key 'world_size' stands twice"),
+        ("modelpath: x\n", "bad.yaml: unknown key 'modelpath', did you mean 'model_path'?"),
+        ("data_config: {promts: [x]}\n", "bad.yaml: unknown key 'data_config.promts', did you mean 'prompts'?"),
+        ("name: other\n", "bad.yaml: unknown key 'name'"),
+        ("model_path: !!python/object/apply:os.system ['true']\n", "bad.yaml: line 1, column 13 not valid YAML"),
+        ("data_config: 5\n", "bad.yaml: key data_config must be a mapping of keys to values, not 5"),
+        ("? [a]\n: 1\n", "bad.yaml: line 1, column 3 not valid YAML: found unhashable key"),
+        ("? {a: 1}\n: 1\n", "bad.yaml: line 1"),
+        ("\x00\x01", "not valid YAML"),
+        ("a: &a [*a]\n", "bad.yaml: unknown key 'a'"),
+    ],
+)
+def test_bad_yaml_is_one_line(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    assert complaint in error_of(str(tmp_path / "bad.yaml"))
+
+
+def test_unknown_case_names_the_nearest() -> None:
+    assert "no case 'demo_tp'" in error_of("demo_tp")
+    assert "nearest: demo_tp8, demo" in error_of("demo_tp")
+
+
+def test_overrides_take_bare_and_full_names_and_yaml_numbers() -> None:
+    case = load_case("demo", ["max_new_tokens=7", "model_config.dtype=float32", "temperature=1e-3", "top_p=1"])
+    assert case.data_config.max_new_tokens == 7
+    assert case.model_config.dtype == "float32"
+    assert case.sampling_config.temperature == 1e-3
+    assert case.sampling_config.top_p == 1.0
+
+
+def test_sizes_default_to_the_world_and_to_attention() -> None:
+    sizes = load_case("demo", [*RANKS_8, "attn_tp_size=4"]).parallel_config
+    assert (sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size) == (4, 8, 4, 4)
+
+
+def test_the_page_size_defaults_to_the_platforms() -> None:
+    assert load_case("demo").cache_config.page_size == 16
+    assert load_case("demo", ["platform=ascend", "exe_mode=eager", "method=none"]).cache_config.page_size == 128
+    assert load_case("demo", ["page_size=32"]).cache_config.page_size == 32
+
+
+def test_every_shipped_case_is_valid() -> None:
+    assert {name for name, _ in list_cases()} == {p.stem for p in CASES.glob("*.yaml")}
+    for name, description in list_cases():
+        case = load_case(name)
+        load_model_config(case)  # of checkpoints too large to ship, config.json is there
+        assert description
+        assert not description.startswith("(broken")
+
+
+def test_bare_key_names_are_unambiguous_so_far() -> None:
+    names = [leaf.name for leaf in leaves(Case)]
+    assert len(names) == len(set(names))
+
+
+def test_config_docs_are_fresh() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == config_docs(), "run .venv/bin/python -m tools.config_docs"
+
+
+def test_config_needs_no_torch() -> None:
+    """The launcher checks a case in milliseconds."""
+    code = """
+import sys, run, executor.job.launch as launch
+launch.load_model_config(launch.load_case("demo"))
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"world_size": 16, "parallel_config": {"attn_tp_size": 8, "moe_tp_size": 16},
+          "data_config": {"batch_size": 4}}, None),
+        ({"world_size": 4, "parallel_config": {"moe_tp_size": 4}}, None),
+        ({"world_size": 8, "parallel_config": {"moe_tp_size": 1}}, None),
+    ],
+)  # fmt: skip
+def test_possible_splits_are_accepted(tmp_path: Path, sections: dict[str, Any], complaint: None) -> None:
+    save_tiny(tmp_path / "model")
+    load_model_config(tiny_case(tmp_path, tmp_path / "model", **sections))
+
+
+def test_kv_heads_and_ranks_must_divide_one_another(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", num_attention_heads=12, num_key_value_heads=3, hidden_size=96)
+    case = write_case(tmp_path / "c.yaml", tmp_path / "model", world_size=4, parallel_config={"moe_tp_size": 1})
+    assert "attn_tp_size: 4 and num_key_value_heads: 3: one must divide the other" in error_of(str(case))
+
+
+def test_dense_layers_must_divide_too(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", mlp_only_layers=[0], intermediate_size=50)
+    case = write_case(tmp_path / "c.yaml", tmp_path / "model", world_size=4)
+    assert "attn_tp_size: 4 does not divide intermediate_size of dense layers: 50" in error_of(str(case))
+
+
+def test_cases_are_plain_yaml() -> None:
+    for path in CASES.glob("*.yaml"):
+        assert isinstance(yaml.safe_load(path.read_text()), dict)

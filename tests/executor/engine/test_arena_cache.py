@@ -1,0 +1,149 @@
+"""All layers' caches in one arena: the same logits, bit for bit, whatever lies in the rest of it."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cpu_offload.memory.arena import Arena
+from errors import UserError
+from executor.config.case import Case
+from executor.engine.building import attentions, bind_arena, build_of, frame_of
+from executor.engine.pages import ElasticPages
+from executor.engine.scheduler import make_scheduler
+from executor.job.runner import ModelRunner
+from models.batch import Batch
+from tests.tiny import make_runner, save_tiny, tiny_case
+
+PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8]), ("f", [6])]
+NAN = 0xFF  # every byte: not a number in each float type, scales of int8 among them
+SLOT = 3000  # bytes, of a made-up expert
+
+
+def watch(runner: ModelRunner, before: Callable[[Batch], None] = lambda batch: None) -> list[Tensor]:
+    """The logits of every step, from now on; `before` is called ahead of each."""
+    logits: list[Tensor] = []
+    infer = runner.model_inference
+
+    def inference(batch: Batch, is_prefill: bool) -> Tensor:
+        before(batch)
+        out = infer(batch, is_prefill)
+        logits.append(out.clone())
+        return out
+
+    runner.model_inference = inference  # type: ignore[method-assign]
+    return logits
+
+
+def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -> tuple[Arena, Tensor]:
+    """`slots`: which are taken, and leave from the first on."""
+    build = build_of(case, runner.platform.ops, runner.parallel, runner.platform.device, True)
+    model = runner._module()
+    units, frame_bytes = frame_of(model, case, build)
+    arena = Arena(frames, frame_bytes, SLOT, units)
+    buffer = bind_arena(model, case, build, frames)
+    assert buffer.nbytes == frames * frame_bytes
+    assert buffer.data_ptr() % 64 == 0
+
+    def make_room(frames: int) -> None:
+        for slot in arena.leaving(slots, frames):
+            slots.remove(slot)
+            arena.give_slot(slot)
+
+    raw = buffer.view(frames, -1)
+
+    def copy(old: int, new: int) -> None:
+        raw[new // units].copy_(raw[old // units])
+
+    pool = ElasticPages(arena, case.cache_config.page_size, 0, make_room, copy)
+    runner.scheduler = make_scheduler(case, pool)
+    return arena, buffer
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mode: str, kv_dtype: str) -> None:
+    """Before every step experts come and go, a page moves, and every byte that no page holds becomes garbage."""
+    save_tiny(tmp_path / "model", eos_token_id=None, num_hidden_layers=3)
+    case = tiny_case(
+        tmp_path, tmp_path / "model", exe_mode=mode, cache_config={"kv_dtype": kv_dtype}, data_config={"batch_size": 3}
+    )
+    plain = make_runner(case, tmp_path)
+    expected_logits = watch(plain)
+    expected = [s.generated for _ in range(2) for s in plain.model_generate(PROMPTS)]
+
+    runner, dice = make_runner(case, tmp_path), random.Random(1)
+    slots: list[int] = []
+    arena, buffer = with_arena(case, runner, 3 * 8 + 1, slots)  # the three longest and no expert just fit
+    raw = buffer.view(-1).view(torch.uint8)  # all bytes
+    raw.fill_(NAN)
+    used: list[set[int]] = []
+
+    def garbage(batch: Batch) -> None:
+        while slots and dice.random() < 0.5:
+            arena.give_slot(slots.pop(dice.randrange(len(slots))))
+        while dice.random() < 0.7 and (slot := arena.take_slot()) is not None:
+            slots.append(slot)
+            raw[arena.slot_offset(slot) :][: arena.slot_bytes] = NAN
+        held = {page // arena.units for s in runner.scheduler.running for page in s.pages}
+        for frame in set(range(arena.frames)) - held:
+            raw[frame * arena.frame_bytes :][: arena.frame_bytes] = NAN
+        used.append(held)
+
+    moves, prepare = list[tuple[int, int]](), runner.model_input_prepare
+
+    def anywhere(stays: int) -> list[tuple[int, int]]:
+        """Some page of some sequence to some frame that is free: more than the arena itself would ask for."""
+        held = [page for s in runner.scheduler.running for page in s.pages]
+        if not held or (new := arena.take_page()) is None:
+            return []
+        moves.append((dice.choice(held), new))
+        arena.give_page(moves[-1][0])
+        return moves[-1:]
+
+    def gathered(*args: Any, **named: Any) -> Batch:
+        runner.scheduler.pools[0].gather()  # type: ignore[attr-defined]
+        return prepare(*args, **named)
+
+    arena.gather = anywhere  # type: ignore[method-assign]
+    runner.model_input_prepare = gathered  # type: ignore[method-assign]
+    logits = watch(runner, garbage)
+    assert [s.generated for _ in range(2) for s in runner.model_generate(PROMPTS)] == expected
+    assert len(logits) == len(expected_logits)
+    assert all(torch.equal(*pair) for pair in zip(logits, expected_logits, strict=True))
+    assert len(moves) > len(logits) / 2
+    assert sum(map(len, used)) > 3 * len(set.union(*used))  # pages were used again and again
+    assert arena.free_frames + arena.slot_frames == arena.frames - 1  # all came back but the padding rows' page
+
+
+def test_layers_lie_beside_each_other_in_a_frame(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", num_hidden_layers=3)
+    case = tiny_case(tmp_path, tmp_path / "model")
+    runner = make_runner(case, tmp_path)
+    arena, buffer = with_arena(case, runner, 5, [])
+    for index, layer in enumerate(attentions(runner._module())):
+        for kind, cache in enumerate((layer.k_cache, layer.v_cache)):
+            assert cache[2 * arena.units].data_ptr() == buffer[2 * arena.units + 2 * index + kind].data_ptr()
+            assert cache.is_contiguous()
+
+
+def test_layers_of_different_shapes_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    case = tiny_case(tmp_path, tmp_path / "model")
+    runner = make_runner(case, tmp_path)
+    attentions(runner._module())[1].kv_heads = 1
+    with pytest.raises(UserError, match="caches of different"):
+        with_arena(case, runner, 5, [])
+
+
+def test_a_prompt_that_the_arena_is_too_small_for_is_an_error(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", eos_token_id=None)
+    case = tiny_case(tmp_path, tmp_path / "model")
+    runner = make_runner(case, tmp_path)
+    with_arena(case, runner, 8, [])  # 7 pages of 4 tokens; prompt c: 23 + 8 tokens
+    with pytest.raises(UserError, match="prompt 2 may need 8 pages of 4 tokens, sequences can have 7"):
+        runner.model_generate(PROMPTS)

@@ -1,0 +1,244 @@
+"""Memory flows between pages and experts: no sequence fails for it, and it does not flow back and forth."""
+
+from collections import deque
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from cpu_offload.memory.arena import Arena
+from cpu_offload.memory.balance import Balance
+from errors import UserError
+from executor.engine.batching import pack
+from executor.engine.pages import ElasticPages
+from executor.engine.request import Sequence
+from executor.engine.scheduler import Scheduler
+from ops import load_ops
+
+FRAME, PAGE = 256, 4  # bytes, tokens
+
+
+class Host:
+    """What the runner will be: experts fill whatever slots they may have, sequences run to their ends."""
+
+    def __init__(self, frames: int, slot_bytes: int, low: int, high: int, patience: int, pinned_slots: int = 0):
+        self.arena = Arena(frames, FRAME, slot_bytes, units=4)
+        self.pinned = [self.arena.take_slot() for _ in range(pinned_slots)]
+        self.experts: deque[int] = deque()  # slots, the coldest first
+        self.departures = self.returns = 0  # extents
+        # Direction; pages that sequences have or want, with what the mark of that direction keeps free beside them.
+        self.moves: list[tuple[str, int]] = []
+        self.written: dict[int, tuple[int, int]] = {}  # page -> (sequence, which of its pages)
+        self.pages = ElasticPages(self.arena, PAGE, self.arena.slot_frames, self.make_room, self.copy)
+        self.balance = Balance(self.arena, low, high, patience, self.make_room, self.pages.gather)
+
+    def held(self) -> int:
+        return self.arena.frames - 1 - self.arena.free_frames - self.arena.slot_frames
+
+    def copy(self, old: int, new: int) -> None:
+        assert new not in self.written
+        self.written[new] = self.written.pop(old)
+
+    def write(self, sequences: list[Sequence]) -> None:
+        """Every page is where its holder looks for it, and those of nobody are forgotten."""
+        looked_for = {page: (id(s), i) for s in sequences for i, page in enumerate(s.pages)}
+        self.written = {page: what for page, what in self.written.items() if page in looked_for}
+        assert self.written.items() <= looked_for.items()
+        self.written = looked_for
+
+    def make_room(self, frames: int) -> None:
+        before, wanted = self.arena.slot_frames, self.held() + self.arena.free_frames + frames
+        for slot in self.arena.leaving(list(self.experts), frames):
+            self.experts.remove(slot)
+            self.arena.give_slot(slot)
+        if self.arena.slot_frames < before:
+            self.moves.append(("out", wanted))
+            self.departures += (before - self.arena.slot_frames) // self.arena.extent_frames
+
+    def step(self) -> None:
+        before = self.arena.slot_frames
+        for _ in range(self.balance.step()):
+            slot = self.arena.take_slot()
+            assert slot is not None  # what was promised is there
+            self.experts.append(slot)
+        if self.arena.slot_frames > before:
+            assert self.arena.free_frames >= self.balance.high
+            self.moves.append(("in", self.held() + self.balance.high))
+            self.returns += (self.arena.slot_frames - before) // self.arena.extent_frames
+
+    def turns(self) -> int:
+        """How often the direction changed. Each time demand swung by more than high - low: held + high at a return is
+        less than held + low, or held + wanted at once, at the departures before and after it."""
+        pairs = [pair for pair in pairwise(self.moves) if pair[0][0] != pair[1][0]]
+        for pair in pairs:
+            level = dict(pair)
+            assert level["in"] < level["out"], self.moves
+        return len(pairs)
+
+
+def run(host: Host, scheduler: Scheduler, arrivals: list[tuple[int, int, int]]) -> list[Sequence]:
+    """`arrivals`: (step, prompt length, new tokens)."""
+    coming = sorted(arrivals)
+    done: list[Sequence] = []
+    for step in range(5000):
+        while coming and coming[0][0] <= step:
+            _, length, new = coming.pop(0)
+            scheduler.add(Sequence(len(coming), "", [0] * length, length, new, torch.Generator()))
+        scheduler.admit()
+        host.step()
+        host.pages.gather() if step % 3 == 0 else None
+        scheduler.reserve(scheduler.running)
+        host.write(scheduler.running)
+        for s in scheduler.running:
+            s.cached = len(s.ids)
+            s.ids.append(0)
+            s.finish_reason = "length" if len(s.generated) == s.max_new_tokens else ""
+        done += scheduler.retire()
+        host.write(scheduler.running)
+        if not (coming or scheduler.waiting or scheduler.running):
+            return done
+    raise AssertionError("some wait for ever")
+
+
+arrivals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=32)
+
+
+@settings(deadline=None)
+@given(
+    arrivals, st.integers(14, 60), st.integers(64, 900), st.integers(0, 4), st.integers(1, 8), st.integers(0, 5),
+    st.integers(0, 6),
+)  # fmt: skip
+def test_sequences_never_fail_while_experts_hold_memory(
+    arrivals: list[tuple[int, int, int]], frames: int, slot_bytes: int, low: int, gap: int, patience: int, pinned: int
+) -> None:
+    """The longest needs 13 pages. Whatever watermarks, all end; each move of memory is paid for by swings of demand."""
+    probe = Arena(frames, FRAME, slot_bytes, units=4)
+    pinned = min(pinned, (frames - 14) // probe.extent_frames * probe.extent_slots)
+    host = Host(frames, slot_bytes, low, low + gap, patience, pinned)
+    scheduler = Scheduler(8, 50, PAGE, 1, host.pages)
+    done = run(host, scheduler, arrivals)
+    assert len(done) == len(arrivals)
+    host.turns()
+    assert host.held() == 0
+    for _ in range(patience + 1):
+        host.step()
+    arena = host.arena
+    assert arena.free_frames < host.balance.high + arena.extent_frames or not arena.free_extents  # experts are back
+    returned = host.returns, host.departures
+    for _ in range(50):
+        host.step()
+    assert (host.returns, host.departures) == returned  # and nothing moves in calm
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-3, 3), max_size=300), st.integers(0, 6), st.integers(1, 10), st.integers(64, 900))
+def test_moves_are_bounded_by_swings_of_demand(wanted: list[int], low: int, gap: int, slot_bytes: int) -> None:
+    """One holder takes and gives pages at will: experts turn round only where it swings by more than the gap."""
+    host = Host(50, slot_bytes, low, low + gap, patience=2)
+    held: list[int] = []
+    variation = 0
+    for change in [0] * 5 + wanted:
+        host.step()
+        change = max(-len(held), min(change, 49 - len(held)))
+        variation += abs(change)
+        if change > 0:
+            host.pages.extend(held, (len(held) + change) * PAGE)
+        elif change < 0:
+            host.pages.give(held[change:])
+            del held[change:]
+    assert host.turns() * (gap + 1) <= variation
+
+
+def test_a_small_wave_within_the_watermarks_moves_nothing() -> None:
+    host = Host(40, 2 * FRAME, low=2, high=10, patience=3)
+    for _ in range(5):
+        host.step()
+    assert (host.returns, host.arena.free_frames) == (14, 11)  # of 39 frames the most that leave 10 free
+    held: list[int] = []
+    for _ in range(100):
+        host.pages.extend(held, 8 * PAGE)
+        host.step()
+        host.pages.release(held)
+        host.step()
+    assert (host.returns, host.departures) == (14, 0)
+    host.pages.extend(held, 10 * PAGE)
+    host.step()
+    assert (host.departures, host.arena.free_frames) == (1, 3)  # below the low mark, one leaves ahead of demand
+    host.pages.extend(held, 39 * PAGE)
+    assert (host.departures, len(host.experts)) == (14, 0)  # and all, if they must
+
+
+def test_experts_wait_for_lasting_room() -> None:
+    host = Host(40, 2 * FRAME, low=2, high=10, patience=3)
+    for _ in range(20):  # every fourth step somebody holds everything
+        held: list[int] = []
+        host.pages.extend(held, 39 * PAGE)
+        host.step()
+        host.pages.release(held)
+        for _ in range(3):
+            host.step()
+    assert host.returns == 0
+
+
+def test_experts_return_where_pages_lie_scattered() -> None:
+    """Half of the pages of every extent end: those left move together, a few in a step, and experts have the others."""
+    host = Host(41, 2 * FRAME, low=1, high=5, patience=3)  # extents of 2 frames, a slot each
+    stay, go = list[int](), list[int]()
+    for pages in range(1, 21):
+        host.pages.extend(stay, pages * PAGE)
+        host.pages.extend(go, pages * PAGE)
+    host.pages.release(go)
+    before, moved = set(stay), list[int]()
+    for _ in range(30):
+        now = list(stay)
+        host.written = {page: (0, i) for i, page in enumerate(stay)}
+        host.step()
+        moved.append(len(set(stay) - set(now)))
+        assert host.written == {page: (0, i) for i, page in enumerate(stay)}
+    assert host.returns == 7  # of 20 free frames the most that leave 5
+    assert max(moved) == 1
+    assert sum(moved) == len(set(stay) - before) == 7
+
+
+def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
+    """Experts that may not leave: sequences share the rest, and one that is too long for it is refused by name."""
+    host = Host(40, 2 * FRAME, low=0, high=1, patience=0, pinned_slots=12)
+    assert host.pages.pages == 40 - 24 - 1
+    scheduler = Scheduler(8, 50, PAGE, 1, host.pages)
+    most = 0
+    for i in range(6):
+        scheduler.add(Sequence(i, "", [0] * 20, 20, 8, torch.Generator()))  # 7 pages at its longest: two at once
+    while scheduler.waiting or scheduler.running:
+        scheduler.admit()
+        most = max(most, len(scheduler.running))
+        scheduler.reserve(scheduler.running)
+        for s in scheduler.running:
+            s.ids.append(0)
+            s.cached = len(s.ids) - 1
+            s.finish_reason = "length" if len(s.generated) == s.max_new_tokens else ""
+        scheduler.retire()
+    assert most == 2
+    scheduler.add(Sequence(9, "", [0] * 50, 50, 14, torch.Generator()))
+    with pytest.raises(UserError, match="prompt 9 may need 16 pages of 4 tokens, sequences can have 15"):
+        scheduler.admit()
+    held: list[int] = []
+    with pytest.raises(UserError, match="KV cache: 16 more pages of 4 tokens needed, 15 free"):
+        host.pages.extend(held, 16 * PAGE)
+    assert held == []
+
+
+def test_padding_rows_write_to_a_page_of_the_arena_that_is_nobodys() -> None:
+    host = Host(10, 2 * FRAME, low=0, high=1, patience=0, pinned_slots=1)  # frames 0 and 1
+    held: list[int] = []
+    host.pages.extend(held, 7 * PAGE)
+    batch = pack(load_ops("reference"), [], host.pages, (2,), table_width=3, rows=2)
+    (page,) = set(batch.block_tables.flatten().tolist())
+    assert sorted([*held, page]) == list(range(8, 40, 4))
+    assert batch.slots.tolist() == [page * PAGE] * 2
+
+
+def test_watermarks_must_leave_a_gap() -> None:
+    with pytest.raises(ValueError, match="low 4 must be below high 4"):
+        Host(40, 64, low=4, high=4, patience=1)

@@ -1,0 +1,222 @@
+"""Generation: who stops when and why, sampling, prompts' policies, the report."""
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from errors import UserError
+from executor.config.case import SamplingSettings
+from executor.config.load import load_case
+from executor.engine.sampling import choose, filtered_probabilities
+from executor.job import runners
+from executor.job.results import create_results
+from executor.job.tokenizer import Tokenizer, encode_prompts, stop_ids
+from files import ROOT, write_json
+from ops import load_ops
+from tests.tiny import ONE_RANK, make_runner, oracle_logits, save_tiny, tiny_case
+
+PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
+
+
+def greedy(oracle: Any, ids: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        ids = [*ids, int(oracle_logits(oracle, ids)[-1].argmax())]
+    return ids[-count:]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_greedy_equals_transformers_whatever_runs_beside(tmp_path: Path, batch_size: int) -> None:
+    """With fewer places than prompts, late prompts are prefilled while others decode; no one notices."""
+    oracle = save_tiny(tmp_path / "model", eos_token_id=None)
+    runner = make_runner(tiny_case(tmp_path, tmp_path / "model", data_config={"batch_size": batch_size}), tmp_path)
+    for sequence in runner.model_generate(PROMPTS):
+        assert sequence.generated == greedy(oracle, sequence.ids[: sequence.prompt_len], 8)
+        assert sequence.finish_reason == "length"
+    assert all(len(pool.free) == runner.scheduler.pages for pool in runner.scheduler.pools)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7, 64])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_chunked_prefill_changes_nothing(tmp_path: Path, chunk: int, mode: str) -> None:
+    oracle = save_tiny(tmp_path / "model", eos_token_id=None)
+    data = {"batch_size": 3, "chunked_prefill_size": chunk}
+    runner = make_runner(tiny_case(tmp_path, tmp_path / "model", data_config=data, exe_mode=mode), tmp_path)
+    most: list[int] = []
+    prepare = runner.model_input_prepare
+
+    def spy(sequences: Any, **how: Any) -> Any:
+        batch = prepare(sequences, **how)
+        if any(s.cached < s.prompt_len for s in sequences):
+            most.append(len(batch.token_ids))
+        return batch
+
+    runner.model_input_prepare = spy  # type: ignore[method-assign]
+    for sequence in runner.model_generate(PROMPTS):
+        assert sequence.generated == greedy(oracle, sequence.ids[: sequence.prompt_len], 8)
+    assert max(most) == min(chunk, 3 + 1 + 23)
+    assert sum(most) == sum(len(ids) for _, ids in PROMPTS)
+    assert runner.timings.prefill_tokens == sum(most)
+    assert len(runner.timings.first_token) == len(PROMPTS)
+
+
+def test_each_sequence_stops_by_itself_at_any_of_several_ids(tmp_path: Path) -> None:
+    oracle = save_tiny(tmp_path / "model", eos_token_id=None)
+    free = [greedy(oracle, ids, 8) for _, ids in PROMPTS]
+    stops = [free[0][2], free[2][5]]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    runner = make_runner(tiny_case(tmp_path, tmp_path / "model", data_config={"batch_size": 3}), tmp_path)
+    reasons = set()
+    for sequence, tokens in zip(runner.model_generate(PROMPTS), free, strict=True):
+        at = next((i + 1 for i, t in enumerate(tokens) if t in stops), None)
+        assert sequence.generated == tokens[:at]
+        assert sequence.finish_reason == ("length" if at is None else "stop")
+        reasons.add(sequence.finish_reason)
+    assert reasons == {"stop", "length"}
+    ignoring = {"ignore_eos": True}
+    runner = make_runner(tiny_case(tmp_path, tmp_path / "model", sampling_config=ignoring), tmp_path)
+    assert [s.generated for s in runner.model_generate(PROMPTS)] == free
+
+
+def test_stop_ids_come_from_generation_config_then_config(tmp_path: Path) -> None:
+    assert stop_ids(tmp_path, (4,)) == {4}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert stop_ids(tmp_path, (4,)) == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert stop_ids(tmp_path, (4,)) == {7, 8}
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert stop_ids(tmp_path, (4, 5)) == {4, 5}
+
+
+@given(st.integers(0, 10000), st.integers(0, 12), st.floats(0.0, 1.0), st.floats(0.05, 5.0))
+def test_filters_keep_the_right_tokens(seed: int, top_k: int, top_p: float, temperature: float) -> None:
+    logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed))
+    settings = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p)
+    kept = filtered_probabilities(logits, settings)
+    torch.testing.assert_close(kept.sum(-1), torch.ones(3))
+    for row, probabilities in zip(logits, kept, strict=True):
+        order = row.argsort(descending=True)
+        alive = int((probabilities > 0).sum())
+        assert alive >= 1
+        assert (probabilities[order[:alive]] > 0).all()  # always the likeliest ones
+        assert alive <= (top_k or 10)
+        base = (row / temperature).softmax(-1)[order]
+        allowed = base[: top_k or 10]
+        mass = allowed.cumsum(0) / allowed.sum()
+        if alive > 1:
+            assert mass[alive - 2] <= top_p + 1e-5  # the last one kept was still needed
+        if alive < len(allowed):
+            assert mass[alive - 1] >= top_p - 1e-5  # and no further one
+        torch.testing.assert_close(probabilities[order[:alive]], base[:alive] / base[:alive].sum())
+
+
+def test_each_prompt_draws_from_its_own_seed() -> None:
+    logits = torch.zeros(4, 1000)
+    settings = SamplingSettings(temperature=1.0)
+    seeded = [torch.Generator().manual_seed(s) for s in (1, 2, 3, 1)]
+    together = choose(load_ops("cpu"), logits, settings, seeded).tolist()
+    assert together[0] == together[3]
+    assert len(set(together)) == 3
+    alone = choose(load_ops("cpu"), logits[:1], settings, [torch.Generator().manual_seed(2)]).tolist()
+    assert alone == [together[1]]
+
+
+def test_sampling_follows_the_probabilities() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    generator, settings = torch.Generator().manual_seed(0), SamplingSettings(temperature=0.8, top_k=3)
+    drawn = torch.cat([choose(load_ops("cpu"), logits, settings, [generator]) for _ in range(4000)])
+    share = torch.bincount(drawn, minlength=4) / 4000
+    torch.testing.assert_close(share, filtered_probabilities(logits, settings)[0], atol=0.03, rtol=0)
+    assert share[3] == 0
+
+
+@pytest.mark.parametrize("mode", ["default", "chat"])
+def test_prompts_equal_transformers_tokens(mode: str) -> None:
+    from transformers import AutoTokenizer
+
+    case = load_case("demo", [f"tokenizer_mode={mode}"])
+    folder = ROOT / case.model_path
+    hf = AutoTokenizer.from_pretrained(folder)
+    for prompt, ids in zip(case.data_config.prompts, encode_prompts(case, Tokenizer(folder)), strict=True):
+        if mode == "chat":
+            turns = [{"role": "user", "content": prompt}]
+            assert ids == hf.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+        else:
+            assert ids == hf(prompt)["input_ids"]
+
+
+def test_long_and_empty_prompts_follow_the_policy() -> None:
+    case = load_case("demo", ["input_max_len=4"])
+    tokenizer = Tokenizer(ROOT / case.model_path)
+    with pytest.raises(UserError, match=r"prompt 0 .* tokens, input_max_len is 4: raise it, or set long_prompts"):
+        encode_prompts(case, tokenizer)
+    whole = tokenizer.encode(case.data_config.prompts[0], chat=False)
+    cut = load_case("demo", ["input_max_len=4", "long_prompts=truncate"])
+    assert encode_prompts(cut, tokenizer)[0] == whole[-4:]
+    with pytest.raises(UserError, match=r"prompt 1 .* has no tokens"):
+        encode_prompts(load_case("demo", ['prompts=["a", ""]']), tokenizer)
+
+
+def test_unreadable_tokenizer_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{not json")
+    with pytest.raises(UserError, match="tokenizer not readable") as raised:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_report_counts_what_happened(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", eos_token_id=None)
+    data = {"prompts": [], "batch_size": 3, "input_max_len": 10, "max_new_tokens": 6}
+    case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config={"with_ckpt": False})
+    report = runners.make_runner(case, tmp_path, ONE_RANK).run()
+    assert report["prefill_tokens"] == 3 * 10
+    assert report["decode_tokens"] == 3 * 5
+    assert [len(c["tokens"]) for c in report["completions"]] == [6, 6, 6]
+    assert {c["finish_reason"] for c in report["completions"]} == {"length"}
+    assert 0 < report["tpot_ms_p50"] <= report["tpot_ms_p99"]
+    assert report["ttft_ms"] > 0
+    assert report["peak_memory_bytes"] > 50e6
+    assert report["settings"]["data_config"]["batch_size"] == 3
+    json.dumps(report)
+
+
+def test_one_new_token_leaves_no_decode_times(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", eos_token_id=None)
+    data = {"prompts": [], "batch_size": 1, "max_new_tokens": 1}
+    case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config={"with_ckpt": False})
+    report = runners.make_runner(case, tmp_path, ONE_RANK).run()
+    assert report["tpot_ms_p50"] is None
+    assert len(report["completions"][0]["tokens"]) == 1
+
+
+def test_profiler_writes_traces_of_both_phases(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", eos_token_id=None)
+    data = {"prompts": [], "batch_size": 1, "max_new_tokens": 9}
+    settings = {"with_ckpt": False, "enable_profiler": True}
+    case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config=settings)
+    runners.make_runner(case, tmp_path, ONE_RANK).run()
+    names = sorted(p.name for p in tmp_path.glob("trace_*.json"))
+    assert names == ["trace_decode0_rank0.json", "trace_decode1_rank0.json", "trace_decode2_rank0.json",
+                     "trace_decode3_rank0.json", "trace_prefill0_rank0.json"]  # fmt: skip
+    for name in names:
+        events = json.loads((tmp_path / name).read_text())["traceEvents"]
+        assert any("linear" in str(e.get("name")) for e in events)
+
+
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(UserError, match=r"report\.json: cannot be written: No space left on device"):
+        write_json(tmp_path / "report.json", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    assert len({create_results("c", tmp_path) for _ in range(5)}) == 5

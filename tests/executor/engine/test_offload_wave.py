@@ -1,0 +1,127 @@
+"""Sequences come in waves to an arena that cannot hold all experts beside their pages: memory goes to and fro, nobody
+pays for it with other tokens or its life, nothing is captured again."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from benchmarks import elastic
+from benchmarks.elastic import Request, serve, swings
+from errors import UserError
+from executor.job.runner import ModelRunner
+from executor.platform.cpu_graph import DecodeGraph
+from tests.tiny import make_runner, save_tiny, tiny_case
+
+WAVES, BATCH, PROMPT, NEW = (16, 4, 12), 16, (4, 16), (8, 40)
+ARENA_MB = 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """256 experts of 6 KB; a page of 4 tokens has 8 KB, the longest sequence 14 pages."""
+    folder = tmp_path_factory.mktemp("wave") / "model"
+    save_tiny(folder, num_hidden_layers=4, num_experts=64, num_key_value_heads=8)
+    return folder
+
+
+def runner_of(model: Path, **offload: object) -> ModelRunner:
+    data = {"input_max_len": PROMPT[1], "max_new_tokens": NEW[1], "batch_size": BATCH}
+    sampling = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
+    offload = {"max_swaps": 4, "shadow_threads": 1} | offload
+    sections = {"data_config": data, "sampling_config": sampling, "offload_config": offload, "threads": 1}
+    return make_runner(tiny_case(model.parent, model, exe_mode="graph", **sections), model.parent)
+
+
+def requests() -> list[list[Request]]:
+    choose = random.Random(4)
+
+    def request() -> Request:
+        return Request([choose.randrange(96) for _ in range(choose.randint(*PROMPT))], choose.randint(*NEW))
+
+    return [[request() for _ in range(size)] for size in WAVES]
+
+
+class Watch:
+    """Looks at the arena after every step: who is where, and that what experts take is beyond the pages' reserve."""
+
+    def __init__(self, runner: ModelRunner):
+        assert runner.offload
+        self.runner, self.offload = runner, runner.offload
+        self.end, self.offload.end = self.offload.end, self.ended  # type: ignore[method-assign]
+        self.sizes: set[int] = set()  # of decode batches
+
+    def ended(self, decode: bool) -> None:
+        arena = self.offload.arena
+        before = arena.slot_frames
+        self.sizes |= {len(self.runner.scheduler.running)} if decode else set()
+        self.end(decode)
+        if arena.slot_frames > before:
+            assert arena.free_frames >= self.offload.balance.high
+
+    def __call__(self) -> None:
+        """Each byte has at most one owner, and that is in the arena."""
+        offload, pool = self.offload, self.runner.scheduler.pools[0]
+        arena, memory = offload.arena, offload.device.memory
+        begin, frame = memory.data_ptr(), arena.frame_bytes
+        units = [page for s in self.runner.scheduler.running for page in s.pages] + [pool.padding]
+        owned = [(begin + unit // arena.units * frame, frame) for unit in units]
+        owned += [(begin + arena.slot_offset(slot), offload.slot_bytes) for slot in offload.slots.values()]
+        owned.sort()
+        assert owned[0][0] >= begin
+        assert owned[-1][0] + owned[-1][1] <= begin + memory.nbytes
+        assert all(start + size <= following for (start, size), (following, _) in pairwise(owned))
+        assert len(units) + arena.slot_frames + arena.free_frames == arena.frames
+        named = sum(int((layer.layer.device != 0).sum()) for layer in offload.layers)
+        assert named + len(offload.copies) == len(offload.slots)
+
+
+def test_waves_pass_through_a_small_arena(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpu_offload.cost.probe.SECONDS", 0.01)
+    expected = [s.generated for s in serve(runner_of(model, mode="resident"), requests())]
+    runner = runner_of(model, mode="elastic", arena_mb=ARENA_MB)
+    offload = runner.offload
+    assert offload
+    offload.value_copies(1.0, 4)
+    watch, captured, capture = Watch(runner), list[object](), DecodeGraph.__init__
+    monkeypatch.setattr(DecodeGraph, "__init__", lambda self, *args: (captured.append(self), capture(self, *args))[1])
+    for _ in range(2):  # the second time with what was learned
+        offload.forget()
+        sequences = serve(runner, requests(), watch)
+        assert [s.finish_reason for s in sequences] == ["length"] * sum(WAVES)
+        assert [s.generated for s in sequences] == expected
+        history, report = offload.history, offload.history.report()
+        # It was tight: the most experts and the most pages had no room together.
+        experts = [step.expert_frames for step in history.steps]
+        assert min(experts) < 0.6 * max(experts)
+        assert max(experts) + report["most_kv_frames"] > offload.arena.frames
+        assert 0.1 < report["hit_rate"] < 0.99
+        # No oscillation. Experts go when a wave comes and return as it ends: each time that the direction changes, the
+        # cache has changed by more than the extent between the watermarks. In their places others come rarely, a
+        # quarter of what max_swaps allows.
+        assert len(swings(history)) < 2 * len(WAVES)
+        assert min(swings(history)) > offload.arena.extent_frames
+        assert report["evictions"] - report["evictions_for_cache"] <= len(history.steps)
+    assert len(captured) == len(watch.sizes)  # one graph for each number of sequences that there was, for good
+
+
+def test_all_memory_for_experts_is_refused(model: Path) -> None:
+    """42 extents of 3 frames have 84 slots, and 2 frames are left."""
+    with pytest.raises(UserError, match="128 pages of 8192 bytes, of which experts keep 126, have no room for one"):
+        runner_of(model, mode="fixed", slots=84, arena_mb=ARENA_MB)
+
+
+def test_the_benchmark_on_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends by itself where tokens differ."""
+    files = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "elastic.png")]
+    monkeypatch.setattr("sys.argv", ["elastic", "--rounds", "1", *files])
+    elastic.main()
+    rows = {row["placement"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert list(rows) == ["unconstrained", "25 %", "50 %", "75 %", "elastic", "100 %"]
+    assert rows["elastic"]["ended"] == rows["25 %"]["ended"] == 32
+    assert rows["elastic"]["most_running"] == 16 > rows["25 %"]["most_running"] > rows["75 %"]["most_running"]
+    assert rows["25 %"]["hit_rate"] < rows["50 %"]["hit_rate"] < rows["elastic"]["hit_rate"] < 1
+    assert "have no room for one sequence" in rows["100 %"]["ended"]
+    assert (tmp_path / "elastic.png").read_bytes().startswith(b"\x89PNG")

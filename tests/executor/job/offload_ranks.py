@@ -1,0 +1,107 @@
+"""A job whose ranks run a case without shadow experts, then with them. Each rank moves experts as it likes, some with
+copies that take longer: tokens and logits must be those without, bit for bit. Writes what each rank did."""
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
+
+import numpy as np
+import torch
+
+from cpu_offload.device import CpuDevice
+from cpu_offload.manager import Offload
+from cpu_offload.policy.residency import Swap
+from executor.config.case import Case, OffloadSettings
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.engine import shadows as offloading
+from executor.job import runner as model_runner
+from executor.job.logits import collect_logits
+from executor.job.rank import run_rank
+from executor.job.runner import ModelRunner
+from executor.job.runners import make_runner
+from executor.platform import cpu
+
+PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
+
+
+class SlowDevice(CpuDevice):
+    """Tells of a copy some steps after it is done."""
+
+    def done(self, ticket: int) -> bool:
+        return random.random() < 0.3 and super().done(ticket)
+
+
+def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
+    coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
+    if not coming or not (leaving or free_slots):
+        return []
+    layer, expert = random.choice(coming)
+    return [Swap(layer, expert, None if free_slots else tuple(random.choice(leaving)))]
+
+
+def outcome(
+    case: Case, results: Path, ranks: RankEnv, stop: bool
+) -> tuple[ModelRunner, list[list[int]], dict[str, Any]]:
+    runner = make_runner(case, results, ranks)
+    runner.setup()
+    if runner.offload and stop:
+        runner.offload.pool.stop()
+    if runner.offload:
+        runner.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
+    tokens = [s.ids for s in runner.model_generate(PROMPTS)]
+    return runner, tokens, collect_logits(runner, [ids for _, ids in PROMPTS[: case.data_config.batch_size]], 2)
+
+
+def done_by(offload: Offload) -> dict[str, Any]:
+    report = offload.history.report()
+    steps = [step.resident.tobytes().hex() for step in offload.history.steps]
+    kept = "hit_rate", "copies", "evictions_for_cache"
+    return {"mode": offload.settings.mode, "residents": steps, **{key: report[key] for key in kept}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case")
+    parser.add_argument("arena_kb", type=int)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--stop", action="store_true", help="rank 1's shadow pool before the first step")
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    case = load_case(args.case, args.overrides)
+    offloading.MB = 1 << 10  # the model is tiny
+    modes = OffloadSettings(mode="elastic", arena_mb=args.arena_kb), OffloadSettings(mode="fixed", slots=3)
+
+    def body(results: Path, ranks: RankEnv) -> None:
+        random.seed(ranks.rank)
+        parallel = model_runner.init_parallel(case, ranks, cpu.CpuPlatform(case, ranks))
+        model_runner.init_parallel = lambda *_: parallel  # several runs, groups made once
+        if ranks.rank % 2:
+            cpu.CpuDevice = SlowDevice  # type: ignore[misc]
+        rows, stop = [], args.stop and ranks.rank == 1
+        for exe_mode in ("eager", "graph"):
+            plain = dataclasses.replace(case, exe_mode=exe_mode)
+            _, expected, logits = outcome(plain, results, ranks, stop)
+            for settings in modes:
+                own = dataclasses.replace(plain, offload_config=settings)
+                runner, tokens, found = outcome(own, results, ranks, stop)
+                if tokens != expected or not all(np.array_equal(found[name], logits[name]) for name in logits):
+                    raise AssertionError(f"{exe_mode}, {settings}: {tokens}, not {expected}, or other logits")
+                if runner.offload:
+                    rows.append(done_by(runner.offload))
+        # Not gathered over torch's default group: gloo ends a process that closes it while another still reads.
+        (args.out / f"rank{ranks.rank}.json").write_text(json.dumps(rows))
+
+    with torch.inference_mode():
+        run_rank(case, args.results, body)
+
+
+if __name__ == "__main__":
+    main()

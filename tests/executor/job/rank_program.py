@@ -1,0 +1,40 @@
+"""A job whose rank 3 fails in the way its argument names while the others wait for it in a collective."""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from errors import UserError
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.job.rank import run_rank
+from executor.parallel.join import init_parallel
+from executor.platform import load_platform
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("how", choices=("raise", "kill", "user_error"))
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    case = load_case("demo_tp8")
+
+    def body(results: Path, ranks: RankEnv) -> None:
+        world = init_parallel(case, ranks, load_platform(case.platform)(case, ranks)).world
+        world.all_reduce(torch.ones(1))
+        if ranks.rank == 3:
+            if args.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if args.how == "user_error":
+                raise UserError("the cup is empty")
+            raise RuntimeError("boom on rank 3")
+        world.all_reduce(torch.ones(1))
+
+    run_rank(case, args.results, body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""Starting jobs as a user does, and what happens when a rank fails or the input is bad."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from files import ROOT
+from tests.tiny import save_tiny, write_case
+
+RESULTS = ROOT / "results"
+
+
+def infer(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "infer.sh", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ | environment)
+
+
+def folders(case: str) -> set[Path]:
+    return set((RESULTS / case).glob("*"))
+
+
+def assert_one_error_line(done: subprocess.CompletedProcess[str], complaint: str) -> None:
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert complaint in done.stderr
+
+
+@pytest.mark.parametrize("case", ["demo", "demo_tp8"])
+def test_demo_answers_and_reports(case: str) -> None:
+    before = folders(case)
+    done = infer(case, "--set", "max_new_tokens=6", "sampling_config.ignore_eos=true", "dtype=float32")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\r" not in done.stdout + done.stderr  # no progress bars off a terminal
+    (folder,) = folders(case) - before
+    report = json.loads((folder / "report.json").read_text())
+    ranks = 8 if case == "demo_tp8" else 1
+    wanted = {
+        "case", "platform", "exe_mode", "world_size", "completions", "ttft_ms", "tpot_ms_p50", "tpot_ms_p99",
+        "prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_bytes", "versions",
+    }  # fmt: skip
+    assert wanted <= report.keys()
+    assert (report["case"], report["world_size"]) == (case, ranks)
+    assert len(report["completions"]) == 4
+    for completion in report["completions"]:
+        assert completion.keys() == {"prompt", "text", "tokens", "finish_reason"}
+        assert len(completion["tokens"]) == 6
+        assert completion["prompt"] in done.stdout
+        assert completion["text"] in done.stdout
+    assert sorted(p.name for p in folder.glob("*.log")) == [f"rank{i}.log" for i in range(ranks)]
+    for rank in range(ranks):
+        assert "model ready" in (folder / f"rank{rank}.log").read_text()
+    for words in ("time to first token", "time per token", "tokens/s", "peak memory", str(folder / "report.json")):
+        assert words in done.stdout
+
+
+def test_data_parallel_chunked_prefill_answers_as_one_rank() -> None:
+    greedy = ["exe_mode=eager", "method=none", "dtype=float32", "temperature=0", "max_new_tokens=12"]
+    split = ["world_size=4", "attn_tp_size=1", "moe_tp_size=2", "chunked_prefill_size=3"]
+    answers = []
+    for overrides in (greedy, greedy + split):
+        before = folders("demo")
+        done = infer("demo", "--set", *overrides)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder,) = folders("demo") - before
+        report = json.loads((folder / "report.json").read_text())
+        answers.append([(c["tokens"], c["finish_reason"]) for c in report["completions"]])
+    assert answers[0] == answers[1]
+
+
+def test_progress_bars_on_a_terminal() -> None:
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    job = subprocess.Popen(
+        ["bash", "infer.sh", "demo", "--set", "max_new_tokens=20"], cwd=ROOT, stdout=inside, stderr=inside
+    )
+    os.close(inside)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal hangs up when the job ends
+        while data := os.read(terminal, 65536):
+            shown += data
+    os.close(terminal)
+    assert job.wait(timeout=120) == 0, shown
+    bars = [line.split(b":")[0] for line in shown.split(b"\r") if b"%|" in line]
+    assert {b"loading", b"generating"} <= set(bars)
+
+
+def test_list_shows_every_case() -> None:
+    done = infer("--list")
+    assert done.returncode == 0
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == sorted(p.stem for p in (ROOT / "yaml_configs").glob("*"))
+
+
+def test_bad_case_and_bad_key_leave_nothing_behind() -> None:
+    before = set(RESULTS.rglob("*"))
+    assert_one_error_line(infer("demmo"), "no case 'demmo'")
+    assert_one_error_line(infer("demo", "--set", "max_new_token=1"), "did you mean 'max_new_tokens'?")
+    assert_one_error_line(infer("demo", "--set", "input_max_len=2"), "tokens, input_max_len is 2")
+    assert_one_error_line(infer("demo", WORLD_SIZE="eight"), "WORLD_SIZE='eight' is not an integer")
+    assert_one_error_line(infer("demo_tp8", NNODES="3"), "NNODES=3 also needs MASTER_ADDR and MASTER_PORT")
+    where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
+    assert_one_error_line(infer("demo_tp8", NNODES="3", **where), "NNODES=3 does not divide world_size: 8")
+    assert set(RESULTS.rglob("*")) == before
+
+
+def test_run_py_alone_says_what_it_needs() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "CASE_NAME"}
+    command = [sys.executable, "run.py"]
+    alone = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert_one_error_line(alone, "CASE_NAME is not set")
+    environment["CASE_NAME"] = "demo_tp8"
+    alone = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert_one_error_line(alone, "world_size: 8, but this process is one of 1")
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_path: Path, ranks: int) -> None:
+    save_tiny(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    case = write_case(
+        tmp_path / "damaged.yaml", tmp_path / "model", world_size=ranks, model_config={"with_ckpt": True},
+        data_config={"prompts": ["x"]},
+    )  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).write_bytes((ROOT / "checkpoints/austen_moe" / name).read_bytes())
+    assert_one_error_line(infer(str(case)), "model.safetensors: truncated or corrupt")
+    assert folders("damaged") == set()
+
+
+@pytest.mark.parametrize(("length", "file"), [(2, r"(report\.json|rank0\.log)"), (200, r"rank0\.log")])
+def test_full_disk_is_one_line(length: int, file: str) -> None:
+    """A file-size limit of one block stands in for a full disk: the report does not fit, or else the log.
+
+    With two tokens which one is first depends on how long the path of this folder is, which the log shows."""
+    before = folders("demo")
+    command = f"ulimit -f 1; exec bash infer.sh demo --set max_new_tokens={length}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert_one_error_line(done, "cannot be written: File too large")
+    assert re.search(f"{file}: cannot be written", done.stderr), done.stderr
+    assert folders("demo") == before
+
+
+@pytest.mark.parametrize("room", [0, 1, 15, 16, 17, 30])  # each line has 16 bytes
+def test_complaints_reach_the_terminal_when_the_log_fills_up(tmp_path: Path, room: int) -> None:
+    """However many of a line's bytes still fit; and what is no complaint fails once."""
+    code = f"""
+    import resource, sys
+    from pathlib import Path
+    from executor.job.results import open_log
+    open_log(Path({str(tmp_path)!r}), 0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
+    print("error: the disk", file=sys.stderr)
+    try:
+        print("a line of print")
+    except Exception as error:
+        print(type(error).__name__, file=sys.stderr)
+    print("more")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "error: the disk\nUserError\n", "more\n")
+    assert (tmp_path / "rank0.log").stat().st_size <= room
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "user_error"])
+def test_failing_rank_ends_the_job_and_is_named(how: str, tmp_path: Path) -> None:
+    code = f"""
+from errors import run_main
+from executor.config.load import load_case
+from executor.job.launch import launch
+run_main(lambda argv: launch(load_case("demo_tp8"), ["tests/executor/job/rank_program.py", "{how}"]))
+"""
+    before, start = folders("demo_tp8"), time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert time.monotonic() - start < 60  # 8 ranks take a while to start
+    if how == "user_error":
+        assert_one_error_line(done, "error: the cup is empty")
+        assert folders("demo_tp8") == before
+        return
+    assert done.returncode == 1, done.stderr
+    assert "error: rank 3 (pid" in done.stderr
+    if how == "raise":
+        assert "tests/executor/job/rank_program.py" in done.stderr  # the traceback itself
+        assert "RuntimeError: boom on rank 3" in done.stderr
+        (folder,) = folders("demo_tp8") - before
+        assert "boom on rank 3" in (folder / "rank3.log").read_text()
+    else:
+        assert "killed by SIGKILL" in done.stderr
+
+
+def test_killing_a_rank_ends_the_job_within_30_seconds() -> None:
+    before = folders("demo_tp8")
+    job = subprocess.Popen(
+        ["bash", "infer.sh", "demo_tp8", "--set", "max_new_tokens=1500", "ignore_eos=true"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        victim = next(pid for pid in wait_for_ranks(job) if rank_of(pid) == "5")
+        (folder,) = folders("demo_tp8") - before
+        deadline = time.monotonic() + 120
+        log = folder / "rank5.log"
+        while not (log.exists() and "model ready" in log.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        time.sleep(1)
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        _, errors = job.communicate(timeout=60)
+        assert time.monotonic() - start < 30
+    finally:
+        job.kill()
+    assert job.returncode not in (0, None)
+    assert f"error: rank 5 (pid {victim}) failed: killed by SIGKILL" in errors
+    assert not any(rank_of(pid) for pid in descendants(job.pid))
+
+
+def test_two_nodes_make_one_job() -> None:
+    """Two launchers on this machine stand for two nodes."""
+    before = folders("demo")
+    common = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
+    command = ["bash", "infer.sh", "demo", "--set", "world_size=4", "exe_mode=eager"]
+    command += ["max_new_tokens=3", "ignore_eos=true"]
+    nodes = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | common | {"NODE_RANK": str(i)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    logs = sorted(p.name for folder in folders("demo") - before for p in folder.glob("rank*.log"))
+    assert logs == [f"rank{i}.log" for i in range(4)]
+    assert "4 rank(s)" in outputs[0]
+    assert "rank(s)" not in outputs[1]  # only rank 0 reports
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def wait_for_ranks(job: "subprocess.Popen[str]") -> list[int]:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        ranks = [pid for pid in descendants(job.pid) if rank_of(pid)]
+        if len({rank_of(pid) for pid in ranks}) == 8:
+            return ranks
+        assert job.poll() is None
+        time.sleep(0.2)
+    raise AssertionError("the ranks did not start")
+
+
+def descendants(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:
+            continue
+        for child in children:
+            yield int(child)
+            yield from descendants(int(child))
+
+
+def rank_of(pid: int) -> str:
+    """The RANK in a process's environment, or nothing."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return next((e[5:].decode() for e in entries if e.startswith(b"RANK=")), "")

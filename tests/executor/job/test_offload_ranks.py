@@ -1,0 +1,61 @@
+"""Shadow experts on several ranks: real jobs, whose ranks check that tokens and logits are those without."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from files import ROOT
+from tests.tiny import save_tiny, write_case
+
+SPLITS: dict[str, tuple[int, dict[str, int]]] = {  # kilobytes of a rank's arena: too few for all experts and all pages
+    "tp2": (90, dict(world_size=2)),
+    "tp4_moe_2x2": (45, dict(world_size=4, moe_tp_size=2)),
+    "dp2_tp2_moe_2x2": (60, dict(world_size=4, attn_tp_size=2, moe_tp_size=2)),
+    "dp4_ep4": (56, dict(world_size=4, attn_tp_size=1, moe_tp_size=1)),
+}
+
+
+def run_job(case: Path, program: list[str], world_size: int) -> subprocess.CompletedProcess[str]:
+    start = f"""
+from errors import run_main
+from executor.config.load import load_case
+from executor.job.launch import launch
+run_main(lambda argv: launch(load_case({str(case)!r}, ["world_size={world_size}"]), {program!r}))
+"""
+    return subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def run(folder: Path, split: str, *options: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    arena, sizes = SPLITS[split]
+    save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
+    data = {"batch_size": 4, "input_max_len": 24, "max_new_tokens": 24}
+    case = write_case(folder / "tiny.yaml", folder / "model", threads=1, data_config=data)
+    overrides = [f"{name}={size}" for name, size in sizes.items()]
+    program = ["tests/executor/job/offload_ranks.py", str(case), str(arena), str(folder), *overrides, *options]
+    return run_job(case, program, sizes["world_size"]), folder
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_ranks_with_other_residents_agree(tmp_path: Path, split: str) -> None:
+    done, out = run(tmp_path, split)
+    assert done.returncode == 0, done.stdout + done.stderr
+    world = range(SPLITS[split][1]["world_size"])
+    ranks: list[list[dict[str, Any]]] = [json.loads((out / f"rank{rank}.json").read_text()) for rank in world]
+    for runs in zip(*ranks, strict=True):
+        assert len({len(run["residents"]) for run in runs}) == 1  # the same steps everywhere
+        assert len({json.dumps(run["residents"]) for run in runs}) == len(runs)  # other residents on each
+        assert all(0 < run["hit_rate"] < 1 and run["copies"] > 0 for run in runs)
+        if runs[0]["mode"] == "elastic":
+            assert all(run["evictions_for_cache"] > 0 for run in runs)
+
+
+def test_a_stopped_pool_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+    """The other rank waits for it in a collective."""
+    done, out = run(tmp_path, "tp2", "--stop")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == "error: shadow experts: layer 0, step 1: the shadow pool was stopped"
+    assert not list(out.glob("rank*.json"))

@@ -1,0 +1,229 @@
+"""`--plan`: every number against one worked out by hand, against what a real model takes, and what does not fit."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from errors import UserError
+from executor.config.case import Case
+from executor.config.load import load_case
+from executor.engine.building import bind_caches, build_of
+from executor.engine.scheduler import make_scheduler
+from executor.job.runners import make_runner
+from executor.parallel.join import place_of
+from executor.planning.activations import StepShape, fullest, of_model, of_sampling
+from executor.planning.memory import GB, make_plan
+from executor.planning.report import check_fits, print_plan
+from files import ROOT
+from models.layers import layers_of
+from ops.ascend.layout import AscendLayout
+from tests.tiny import ONE_RANK, save_tiny, tiny_case
+
+VOCABULARY, DIM, EXPERTS, TOP_K = 151936, 128, 128, 8
+PAGES, BATCH, CHUNK, LONGEST = 4 * (4096 + 1024) // 128, 4, 4096, 4096 + 1024
+MIB = 1024 * 1024
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_30b_a3b_bf16_tp8": dict(tp=8, layers=48, hidden=2048, heads=32, inner=768, q4=False),
+    "qwen3_235b_a22b_w4a16_tp8": dict(tp=8, layers=94, hidden=4096, heads=64, inner=1536, q4=True),
+    "qwen3_235b_a22b_bf16_tp16": dict(tp=16, layers=94, hidden=4096, heads=64, inner=1536, q4=False),
+}
+
+
+def by_hand(tp: int, layers: int, hidden: int, heads: int, inner: int, q4: bool) -> dict[str, dict[str, int]]:
+    """Whole tensors divided by the ranks; with 8 or 16 ranks each holds one of the 4 KV heads."""
+    q, one_head = heads * DIM // tp, DIM
+    in_attention = hidden * (q + one_head + one_head) + q * hidden
+    in_experts = EXPERTS * 3 * hidden * inner // tp
+    table = VOCABULARY * hidden // tp * 2
+    weights = {
+        "embedding": table,
+        "attention": layers * (in_attention // 2 + in_attention // 32 * 2 if q4 else in_attention * 2),
+        "router": layers * EXPERTS * hidden * 2,
+        "experts": layers * in_experts // 2 if q4 else layers * in_experts * 2,
+        "experts' scales": layers * in_experts // 32 * 2 if q4 else 0,
+        "norms": layers * (2 * hidden + 2 * DIM) * 2 + hidden * 2,
+        "head": table,
+        "rotary": 2 * LONGEST * DIM * 2,
+    }
+    prefill = {
+        "hidden states, residuals": 4 * CHUNK * hidden * 2,
+        "cos, sin": 2 * CHUNK * DIM * 2,
+        "weights, ids, places": CHUNK * TOP_K * (2 + 4 + 4),
+        "rows of experts": 2 * CHUNK * TOP_K * hidden * 2,
+        "their sums": CHUNK * hidden * 2,
+        "inputs": CHUNK * (8 + 8 + 16) + BATCH * (40 * 4 + 8),
+        "causal mask": 4 * MIB,
+    }
+    in_head = hidden * 2 + hidden * 2 + VOCABULARY // tp * 2 + 2 * VOCABULARY * 2
+    return {
+        "weights": {name: size for name, size in weights.items() if size},
+        "KV cache": {"pages": layers * 2 * (PAGES + 1) * 128 * one_head * 2},
+        "prefill step": {"the sum over experts:": 0, **prefill},
+        "decode graphs": {f"{n} sequence(s)": n * (in_head + 8 + 8 + 16 + 40 * 4 + 8) for n in (1, 2, 4)},
+        "HCCL buffers": {"world, attn_tp, embed_tp, lmhead_tp": 2 * 200 * MIB},
+        "allowance": {"CANN, operators, tiles": 6 * 1024 * MIB},
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_shipped_cases_are_as_counted_by_hand_and_fit(name: str) -> None:
+    plan, wanted = make_plan(load_case(name)), by_hand(**CASES[name])
+    assert {section: {p.name: p.nbytes for p in parts} for section, parts in plan.sections.items()} == wanted
+    total = sum(size for parts in wanted.values() for size in parts.values())
+    assert plan.total == total
+    assert plan.left == 64 * 1024 * MIB - total > 8 * GB
+    token = CASES[name]["layers"] * 2 * DIM * 2
+    assert plan.tokens_left == plan.left // (128 * token) * 128
+    check_fits(plan)
+    weights = wanted["weights"]
+    experts = weights["experts"] + weights.get("experts' scales", 0)
+    others = sum(weights.values()) - experts - weights["embedding"] - weights["rotary"]
+    hit = round(experts * (1 - (120 / 128) ** 4))
+    assert [part.nbytes for part in plan.decode] == [others, hit, BATCH * LONGEST * token]
+
+
+def test_the_whole_models_are_as_large_as_they_are_called() -> None:
+    parameters = {"qwen3_30b_a3b_bf16_tp8": 30_532_122_624, "qwen3_235b_a22b_bf16_tp16": 235_093_634_560}
+    for name, count in parameters.items():
+        shape = CASES[name]
+        weights = by_hand(**shape)["weights"]
+        doubled = (shape["tp"] - 4) * shape["layers"] * 2 * DIM * shape["hidden"] * 2  # copies of the 4 KV heads
+        copied = (shape["tp"] - 1) * (weights["router"] + weights["norms"])
+        whole = shape["tp"] * (sum(weights.values()) - weights["rotary"]) - doubled - copied
+        assert whole == 2 * count
+
+
+def tiny(folder: Path, *, config: dict[str, Any] | None = None, **sections: Any) -> Case:
+    sizes = dict(hidden_size=64, moe_intermediate_size=128) | (config or {})
+    if not (folder / "model").exists():
+        save_tiny(folder / "model", **sizes)
+    data = {"prompts": ["x"], "input_max_len": 100, "max_new_tokens": 60, "batch_size": 4}
+    on_ascend: dict[str, Any] = {
+        "platform": "ascend", "exe_mode": "ge_graph", "model_config": {"dtype": "bfloat16"}, "data_config": data,
+        "cache_config": {"page_size": 128},
+    }  # fmt: skip
+    return tiny_case(folder, folder / "model", **on_ascend | sections)
+
+
+@pytest.mark.parametrize("method", ["none", "q4"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks: int) -> None:
+    config = dict(attention_bias=True, mlp_only_layers=[0], intermediate_size=64)
+    wanted = {"method": method, "zero_points": method == "q4"}
+    case = tiny(tmp_path, config=config, world_size=ranks, quantization=wanted)
+    build = build_of(
+        case, cast(Any, AscendLayout(torch.bfloat16)), place_of(case, 0, {}), torch.device("cpu"), quantised_head=False
+    )
+    model = cast(nn.Module, make_runner(case, tmp_path, ONE_RANK).build_model(build))
+    bind_caches(model, case, build, make_scheduler(case).pages)
+    tensors = [*model.parameters(), *model.buffers(), *(t for _, layer in layers_of(model) for t in layer.storages())]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    plan = make_plan(case)
+    assert sum(storages.values()) == plan.of("weights") + plan.of("KV cache")
+    assert {"attention", "dense MLP", "experts"} <= {part.name for part in plan.sections["weights"]}
+
+
+def test_groups_of_different_ranks_have_buffers_of_their_own(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", hidden_size=64, moe_intermediate_size=128)
+    sizes, buffers = {"attn_tp_size": 2, "embed_tp_size": 1}, {"buffer_mb": 100, "attn_tp_buffer_mb": 30}
+    plan = make_plan(tiny(tmp_path, world_size=4, parallel_config=sizes, hccl_config=buffers))
+    found = {part.name: part.nbytes for part in plan.sections["HCCL buffers"]}
+    assert found == {"world": 200 * MIB, "attn_tp, lmhead_tp": 60 * MIB, "attn_dp": 200 * MIB}
+    assert make_plan(tiny(tmp_path)).sections["HCCL buffers"] == []
+    assert make_plan(tiny(tmp_path, exe_mode="eager")).sections["decode graphs"] == []
+
+
+def test_the_fullest_moment_depends_on_the_shape() -> None:
+    usual = dict(
+        hidden=64, heads=1, kv_heads=1, head_dim=16, vocabulary=100, head_split=1, top_k=2, inner=16, dense_inner=0,
+        groups=1, expert_rows=2, itemsize=2,
+    )  # fmt: skip
+
+    def moment(**sizes: int) -> str:
+        shape = StepShape(**usual | sizes)
+        return fullest(of_model(shape, 10, 2) | of_sampling(shape, 2))[0]
+
+    assert moment() == "the sum over experts"
+    assert moment(inner=31, top_k=4) == "the experts' down"
+    assert moment(inner=300) == "the experts' gate and up"
+    assert moment(heads=64) == "attention's o_proj"
+    assert moment(inner=0, dense_inner=1000) == "a dense layer's gate and up"
+    assert moment(vocabulary=100_000) == "the choice of tokens"
+
+
+def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(load_case("qwen3_235b_a22b_bf16_tp16", ["memory_gb=32"]))
+    print_plan(plan)
+    assert "does not fit" in capsys.readouterr().out
+    with pytest.raises(UserError) as raised:
+        check_fits(plan)
+    told = str(raised.value)
+    assert (
+        f"{plan.total / GB:.2f} GB are {(plan.total - 32 * GB) / GB:.2f} GB more than ascend_config.memory_gb: 32"
+        in told
+    )
+    assert f"the largest share is weights with {plan.of('weights') / GB:.2f} GB: raise world_size" in told
+    crowded = make_plan(load_case("qwen3_30b_a3b_bf16_tp8", ["batch_size=1024"]))
+    with pytest.raises(UserError, match=r"the largest share is KV cache .* lower batch_size, input_max_len or max_new"):
+        check_fits(crowded)
+    long = make_plan(load_case("qwen3_30b_a3b_bf16_tp8", ["batch_size=64", "chunked_prefill_size=0", "memory_gb=30"]))
+    with pytest.raises(UserError, match=r"prefill step .* lower chunked_prefill_size"):
+        check_fits(long)
+
+
+def test_planning_the_largest_model_is_quick_and_small() -> None:
+    # Not getrusage's peak, which a process has from the one that started it.
+    code = "import run; run.main(['--plan']); print(*(x for x in open('/proc/self/status') if 'VmHWM' in x))"
+    start = time.monotonic()
+    environment = os.environ | {"CASE_NAME": "qwen3_235b_a22b_bf16_tp16"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 30
+    assert int(re.findall(r"VmHWM:\s*(\d+) kB", done.stdout)[0]) * 1024 < 1.5e9
+
+
+def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_run_py_and_infer_sh_print_the_same_plan_and_start_no_rank(name: str) -> None:
+    alone = start([sys.executable, "run.py", "--plan"], CASE_NAME=name)
+    launched = start(["bash", "infer.sh", name, "--plan"])
+    assert alone.returncode == launched.returncode == 0, alone.stderr + launched.stderr
+    assert alone.stdout == launched.stdout
+    assert f"{CASES[name]['tp']} rank(s)" in alone.stdout
+    assert f"{make_plan(load_case(name)).total:,}" in alone.stdout
+    assert not (ROOT / "results" / name).exists()
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_refusals_are_one_line_before_any_rank() -> None:
+    name = "qwen3_235b_a22b_w4a16_tp8"
+    small = start(["bash", "infer.sh", name, "--plan", "--set", "memory_gb=16"])
+    assert "GB more than ascend_config.memory_gb: 16" in one_line(small)
+    assert "does not fit" in small.stdout
+    elsewhere = start(["bash", "infer.sh", "demo", "--plan"])
+    assert "case demo: --plan: platform: cpu has no memory plan, only ascend has" in one_line(elsewhere)
+    if not (ROOT / "checkpoints/Qwen3-235B-A22B/model.safetensors.index.json").exists():
+        missing = one_line(start(["bash", "infer.sh", name]))
+        assert "Qwen3-235B-A22B holds neither model.safetensors nor model.safetensors.index.json" in missing
+    if not find_spec("torch_npu"):
+        missing = one_line(start(["bash", "infer.sh", name, "--set", "with_ckpt=false"]))
+        assert "platform: ascend needs torch_npu, which is not installed: on a machine with CANN" in missing
+    assert not (ROOT / "results" / name).exists()

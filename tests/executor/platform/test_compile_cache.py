@@ -1,0 +1,287 @@
+"""The guard around compiled graphs: what is used, what is made anew, what is refused; torchair is played by a file."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from errors import UserError
+from executor.config.load import load_case, load_model_config
+from executor.platform.ascend.compile_cache import (
+    LIMIT,
+    CompileCache,
+    Entry,
+    clear_cache,
+    compile_facts,
+    first_difference,
+)
+from executor.platform.ascend.trusted_files import source_digest
+from executor.platform.ascend.versions import Versions
+from files import ROOT
+
+FACTS = {"torch": "2.13.0", "torch_npu": "2.13.0", "case": {"data_config": {"batch_size": 4}, "sizes": (1, 2)}}
+SHAPES = [[[4], "int64"]]
+
+
+def cache(root: Path, facts: dict[str, Any] = FACTS, **options: Any) -> CompileCache:
+    return CompileCache("some", options.pop("rank", 0), options.pop("world_size", 2), facts, root / "cache", **options)
+
+
+def compile_once(root: Path, facts: dict[str, Any] = FACTS, tokens: int = 4) -> str:
+    """Open, compile if need be, seal, close; returns the reason, empty for a hit."""
+    with cache(root, facts).open(tokens, SHAPES) as entry:
+        if not entry.hit:
+            (entry.folder / "Model_ab12").mkdir()
+            (entry.folder / "Model_ab12" / "compiled_module").write_bytes(b"x" * 1000)
+            (entry.folder / "graph.om").write_bytes(b"y")
+        entry.seal()
+    return entry.reason
+
+
+def home(root: Path) -> Path:
+    return root / "cache" / "some" / "rank0of2" / "tokens4"
+
+
+def refused(root: Path, why: str) -> None:
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UserError) as raised:
+        compile_once(root)
+    assert why in str(raised.value)
+    assert "remove it by hand or, if this project did, with --clear-cache" in str(raised.value)
+    assert sorted(root.rglob("*")) == before  # nothing was touched
+
+
+def test_the_second_start_hits_and_each_says_so_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compile_once(tmp_path) == "no cache yet"
+    assert capsys.readouterr().out == f"compile cache: miss (no cache yet), compiling into {home(tmp_path)}\n"
+    assert compile_once(tmp_path) == ""
+    assert capsys.readouterr().out == f"compile cache: hit {home(tmp_path)}\n"
+    assert compile_once(tmp_path, tokens=8) == "no cache yet"  # another graph, another folder
+
+
+def test_where_it_lies_and_what_the_manifest_holds(tmp_path: Path) -> None:
+    compile_once(tmp_path)
+    assert {p.name for p in home(tmp_path).iterdir()} == {"manifest.json", "graph"}
+    kept = json.loads((home(tmp_path) / "manifest.json").read_text())
+    assert kept["facts"].items() >= {"torch_npu": "2.13.0", "rank": 0, "world_size": 2, "shapes": SHAPES}.items()
+    assert {name: size for name, (size, _) in kept["files"].items()} == {
+        "graph.om": 1,
+        "Model_ab12/compiled_module": 1000,
+    }
+    assert {p.stat().st_mode & 0o077 for p in [home(tmp_path), *home(tmp_path).parents][:3]} == {0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"torch_npu": "2.8.0"}, 'torch_npu was "2.13.0", is "2.8.0"'),
+        ({"torch": None, "torch_npu": "2.8.0"}, 'torch was "2.13.0", is null'),
+        ({"case": {"data_config": {"batch_size": 8}, "sizes": (1, 2)}}, "case.data_config.batch_size was 4, is 8"),
+        ({"case": {"data_config": {"batch_size": 4}, "sizes": (1, 3)}}, "case.sizes was [1, 2], is [1, 3]"),
+        ({"sources": "f00"}, "sources is new"),
+        ({"layout": 2}, "layout was 1, is 2"),
+    ],
+)
+def test_a_changed_fact_compiles_anew_and_is_named(tmp_path: Path, changed: dict[str, Any], reason: str) -> None:
+    compile_once(tmp_path)
+    (home(tmp_path) / "graph" / "graph.om").write_bytes(b"z")  # goes unread: the facts differ already
+    assert compile_once(tmp_path, FACTS | changed) == reason
+    assert compile_once(tmp_path, FACTS | changed) == ""
+    assert (home(tmp_path) / "graph" / "graph.om").read_bytes() == b"y"  # nothing of the old is left
+
+
+def test_other_shapes_compile_anew(tmp_path: Path) -> None:
+    compile_once(tmp_path)
+    with cache(tmp_path).open(4, [[[4], "int32"]]) as entry:
+        assert entry.reason == 'shapes was [[[4], "int64"]], is [[[4], "int32"]]'
+
+
+def test_a_fact_that_is_gone_is_named_and_long_values_are_cut() -> None:
+    assert first_difference({"a": 1, "b": 1}, {"a": 1}) == "b is gone"
+    assert first_difference({"a": {}}, {"a": [1]}) == "a was {}, is [1]"
+    assert len(first_difference({"a": "x" * 999}, {"a": "y" * 999})) < 120
+    assert first_difference({"a": {"b": 1}}, {"a": {"b": 1}}) == ""
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_an_interrupted_compile_starts_again(tmp_path: Path, graph: bool) -> None:
+    entry = cache(tmp_path).open(4, SHAPES)
+    (entry.folder / "half").write_bytes(b"x")
+    entry.close()
+    if not graph:
+        (entry.folder / "half").unlink()
+        entry.folder.rmdir()
+    assert compile_once(tmp_path) == "the last compile was interrupted"
+    assert compile_once(tmp_path) == ""
+    assert not (entry.folder / "half").exists()
+
+
+def test_an_empty_folder_is_no_cache_yet(tmp_path: Path) -> None:
+    home(tmp_path).mkdir(parents=True, mode=0o700)
+    assert compile_once(tmp_path) == "no cache yet"
+
+
+def test_torchair_that_keeps_nothing_is_told_and_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with cache(tmp_path).open(4, SHAPES) as entry:
+        entry.seal()
+    assert "not kept" in capsys.readouterr().out
+    assert compile_once(tmp_path) == "the last compile was interrupted"
+
+
+def test_a_generous_umask_is_no_reason_to_refuse_our_own(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        compile_once(tmp_path)
+    finally:
+        os.umask(before)
+    assert compile_once(tmp_path) == ""
+
+
+def link(path: Path, away: Path) -> None:
+    """A symbolic link takes the place of `path`."""
+    path.rename(away)
+    path.symlink_to(away)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "why"),
+    [
+        (lambda home: (home / "graph/graph.om").write_bytes(b"yy"), "graph.om has changed since it was written"),
+        (lambda home: (home / "graph/graph.om").write_bytes(b"z"), "graph.om has changed since it was written"),
+        (lambda home: (home / "graph/graph.om").unlink(), "graph.om is missing"),
+        (lambda home: (home / "graph/Model_ab12/other").touch(0o600), "Model_ab12/other is unknown"),
+        (lambda home: (home / "notes.txt").touch(0o600), "it holds notes.txt, which is not ours"),
+        (lambda home: os.mkfifo(home / "graph/pipe", 0o600), "pipe is neither a file nor a folder"),
+        (lambda home: link(home / "graph/graph.om", home.parent / "away"), "graph.om is a symbolic link"),
+        (lambda home: link(home / "graph", home.parent / "away"), "graph is a symbolic link"),
+        (lambda home: link(home, home.parent / "away"), "tokens4 is a symbolic link"),
+        (lambda home: link(home / "manifest.json", home.parent / "away"), "manifest.json is unreadable"),
+        (lambda home: (home / "manifest.json").unlink(), "it holds graph, but no manifest.json"),
+        (lambda home: os.truncate(home / "manifest.json", 50), "manifest.json is unreadable"),
+        (lambda home: os.truncate(home / "manifest.json", LIMIT + 1), f"has {LIMIT + 1} bytes, more than {LIMIT}"),
+        (lambda home: (home / "manifest.json").write_text("[" * 100_000), "manifest.json is unreadable"),
+        (lambda home: (home / "manifest.json").write_text("[]"), "manifest.json is not one of ours"),
+        (lambda home: (home / "manifest.json").write_text('{"facts": {}, "files": {}}'), "is not one of ours"),
+        (lambda home: (home / "graph/graph.om").chmod(0o620), "graph.om can be written by others (mode 620)"),
+        (lambda home: (home / "graph/Model_ab12").chmod(0o777), "Model_ab12 can be written by others"),
+        (lambda home: (home / "manifest.json").chmod(0o602), "manifest.json can be written by others"),
+        (lambda home: (home / "graph").chmod(0o770), "graph can be written by others"),
+        (lambda home: home.chmod(0o770), "tokens4 can be written by others"),
+        (lambda home: home.parent.chmod(0o707), "rank0of2 can be written by others"),
+        (lambda home: home.parents[2].chmod(0o770), "cache can be written by others"),
+        (lambda home: home.with_name("tokens4.lock").chmod(0o666), "tokens4.lock can be written by others"),
+    ],
+)
+def test_what_is_not_as_we_left_it_is_refused_and_kept(
+    tmp_path: Path, tamper: Callable[[Path], object], why: str
+) -> None:
+    compile_once(tmp_path)
+    tamper(home(tmp_path))
+    refused(tmp_path, why)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", ["graph/graph.om", "graph", "manifest.json", ".", "..", "../tokens4.lock"])
+def test_what_belongs_to_someone_else_is_refused(tmp_path: Path, name: str) -> None:
+    compile_once(tmp_path)
+    os.chown(home(tmp_path) / name, 12345, -1)
+    refused(tmp_path, "belongs to user 12345")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserError, match=r"compile cache: .*cache: not used, since .*Not a directory"):
+        compile_once(tmp_path)
+
+
+def test_the_cache_may_live_on_another_disk(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").symlink_to("disk")
+    assert compile_once(tmp_path) == "no cache yet"
+    assert compile_once(tmp_path) == ""
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    entry = cache(tmp_path).open(4, SHAPES)
+    entry.close()
+    entry.close()
+    assert isinstance(cache(tmp_path, patience_s=0).open(4, SHAPES), Entry)
+
+
+def test_clearing_removes_only_what_is_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "cache"
+    compile_once(tmp_path)
+    compile_once(tmp_path, tokens=8)
+    (home(tmp_path) / "graph/graph.om").write_bytes(b"yy")  # damaged, but ours
+    with cache(tmp_path, rank=1).open(4, SHAPES):
+        pass  # interrupted, but ours
+    foreign = root / "some" / "rank0of2" / "tokens16"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    with CompileCache("other", 0, 1, FACTS, root).open(4, SHAPES) as other:
+        (foreign.parent / "tokens32").symlink_to(other.home)
+    capsys.readouterr()
+    assert clear_cache("some", root) == 3
+    assert f"{foreign}: left alone: manifest.json is unreadable" in capsys.readouterr().out
+    assert (foreign / "thesis.txt").read_text() == "years of work"
+    assert not home(tmp_path).exists()
+    assert other.folder.exists()
+    assert clear_cache("some", root) == 0
+    assert clear_cache("never compiled", root) == 0
+    assert compile_once(tmp_path) == "no cache yet"
+
+
+def test_clearing_does_not_follow_links(tmp_path: Path) -> None:
+    compile_once(tmp_path)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("x")
+    (home(tmp_path) / "graph" / "link").symlink_to(tmp_path / "precious")
+    assert clear_cache("some", tmp_path / "cache") == 1
+    assert (tmp_path / "precious" / "file").exists()
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "executor.job.launch", "demo", "--clear-cache"], ["run.py", "--clear-cache"]]
+)
+def test_the_commands_clear_and_stop(command: list[str]) -> None:
+    environment = os.environ | {"CASE_NAME": "demo"}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0 compiled graphs of case demo removed\n"), done.stderr
+
+
+def test_the_source_digest_sees_names_and_text(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    one, two = tmp_path / "models" / "one.py", tmp_path / "two.py"
+    one.write_text("a")
+    two.write_text("b")
+    digests = [source_digest(tmp_path, [tmp_path / "models", two])]
+    assert source_digest(tmp_path, [two, tmp_path / "models", one]) == digests[0]  # neither order nor doubles matter
+    one.write_text("ab")
+    digests.append(source_digest(tmp_path, [tmp_path / "models", two]))
+    one.rename(tmp_path / "models" / "three.py")
+    digests.append(source_digest(tmp_path, [tmp_path / "models", two]))
+    (tmp_path / "models" / "compiled.pyc").write_text("no source")
+    assert source_digest(tmp_path, [tmp_path / "models", two]) == digests[-1]
+    assert len(set(digests)) == 3
+
+
+def test_facts_name_everything_a_graph_depends_on(tmp_path: Path) -> None:
+    versions = Versions("2.13.0", "2.13.0", "9.1.0", "26.0")
+
+    def facts(*overrides: str, built: int = 0) -> dict[str, Any]:
+        case = load_case("demo", overrides)
+        return compile_facts(case, load_model_config(case), versions, "1.0", "f00", built)
+
+    made_by = {"torch", "torch_npu", "torchair", "cann", "python", "sources", "kernels_built"}
+    assert facts().keys() == made_by | {"model", "case"}
+    json.dumps(facts())
+    assert first_difference(facts(), facts("batch_size=2")) == "case.data_config.batch_size was 4, is 2"
+    assert first_difference(facts(), facts(built=5)) == "kernels_built was 0, is 5"
+    assert first_difference(facts(), facts("prompts=[other]", "description=other")) == ""

@@ -1,0 +1,120 @@
+"""Capture and replay on the CPU: the same results as op by op, and nothing left out in silence."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from executor.job.logits import collect_logits
+from ops import load_ops
+from ops.cpu import engine
+from tests.tiny import make_runner, save_tiny, tiny_case
+
+cpu = load_ops("cpu")
+PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
+
+
+@pytest.mark.parametrize(("method", "kv_dtype"), [("none", "auto"), ("q8", "bfloat16"), ("q4", "int8")])
+def test_replayed_logits_are_the_eager_ones(tmp_path: Path, method: str, kv_dtype: str) -> None:
+    """Bit for bit: both run the same functions in the same order."""
+    save_tiny(
+        tmp_path / "model", moe_intermediate_size=32, mlp_only_layers=[0], attention_bias=True, intermediate_size=64
+    )
+    arrays = []
+    for mode in ("eager", "graph"):
+        formats: dict[str, Any] = {"quantization": {"method": method}, "cache_config": {"kv_dtype": kv_dtype}}
+        case = tiny_case(tmp_path, tmp_path / "model", exe_mode=mode, **formats)
+        arrays.append(collect_logits(make_runner(case, tmp_path), [ids for _, ids in PROMPTS[:4]], steps=20))
+    for name, eager in arrays[0].items():
+        np.testing.assert_array_equal(arrays[1][name], eager)
+
+
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("float16", 0.003), ("bfloat16", 0.02), ("int8", 0.03)])
+def test_a_smaller_cache_costs_little(tmp_path: Path, kv_dtype: str, bound: float) -> None:
+    """Relative error of the logits against a float32 cache; int8 rounds by 1/254 of a row's largest element."""
+    save_tiny(tmp_path / "model")
+    arrays = []
+    for kept in ("float32", kv_dtype):
+        case = tiny_case(tmp_path, tmp_path / "model", exe_mode="graph", cache_config={"kv_dtype": kept})
+        arrays.append(collect_logits(make_runner(case, tmp_path), [list(range(30, 53))], steps=0)["prefill_0"])
+    exact, rounded = arrays
+    assert 0 < np.linalg.norm(rounded - exact) < bound * np.linalg.norm(exact)
+
+
+def test_sequences_come_and_go_under_graphs_of_every_size(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", eos_token_id=None)
+    tokens = []
+    for mode in ("eager", "graph"):
+        case = tiny_case(tmp_path, tmp_path / "model", exe_mode=mode, data_config={"batch_size": 3})
+        runner = make_runner(case, tmp_path)
+        first = [s.generated for s in runner.model_generate(PROMPTS)]
+        assert [s.generated for s in runner.model_generate(PROMPTS)] == first  # a second life of the same graphs
+        tokens.append(first)
+    assert tokens[0] == tokens[1]
+    assert max(runner.decode.graphs) == (3,)
+
+
+def test_replay_reads_inputs_in_place() -> None:
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    tape = engine.Tape()
+    with tape.capture():
+        out = cpu.rms_norm(x, weight, 1e-6)
+        out = cpu.rms_norm(out, weight, 1e-6)
+    assert len(tape.records) == 2
+    x.copy_(torch.randn(3, 8))
+    tape.replay()
+    torch.testing.assert_close(out, cpu.rms_norm(cpu.rms_norm(x, weight, 1e-6), weight, 1e-6))
+
+
+def test_what_is_not_recorded_is_refused_by_name() -> None:
+    x, weight, tape = torch.randn(3, 8), torch.ones(4), engine.Tape()
+    with pytest.raises(RuntimeError, match="aten::add cannot be captured"), tape.capture():
+        cpu.rms_norm(x + 1, torch.ones(8), 1e-6)
+    with pytest.raises(RuntimeError, match="aten::index cannot be captured"), tape.capture():
+        x[torch.tensor([0, 2])]
+    with pytest.raises(RuntimeError, match="aten::mul_ cannot be captured"), tape.capture():
+        x.mul_(2)
+    for torch_mode in (torch.no_grad(), torch.inference_mode()):  # a reshape that copies is no view
+        with torch_mode, pytest.raises(RuntimeError, match="cannot be captured"), tape.capture():
+            x.T.flatten()
+    with tape.capture():  # views are free
+        cpu.rms_norm(x.view(6, 4)[1:5], weight, 1e-6)
+    cpu.rms_norm(x + 1, torch.ones(8), 1e-6)  # and outside nothing is refused
+
+
+def test_host_nodes_run_at_their_place_of_every_replay() -> None:
+    x, weight, seen = torch.randn(3, 8), torch.ones(8), []
+    tape = engine.Tape()
+
+    def between() -> None:
+        seen.append(float(middle.sum()))
+        middle.mul_(2).add_(1)  # torch at work, in place
+
+    with tape.capture():
+        middle = cpu.rms_norm(x, weight, 1e-6)
+        engine.host(between)
+        out = cpu.rms_norm(middle, weight, 1e-6)
+    assert len(tape.records) == 3
+    for _ in range(2):
+        x.copy_(torch.randn(3, 8))
+        tape.replay()
+        once = cpu.rms_norm(x, weight, 1e-6)
+        assert seen[-1] == float(once.sum())
+        assert torch.equal(out, cpu.rms_norm(once * 2 + 1, weight, 1e-6))
+    assert len(seen) == 3
+
+
+def test_an_error_in_a_host_node_reaches_the_caller() -> None:
+    tape, broken = engine.Tape(), [False]
+
+    def fail() -> None:
+        if broken[0]:
+            raise ValueError("no more experts")
+
+    with tape.capture():
+        engine.host(fail)
+    broken[0] = True
+    with pytest.raises(ValueError, match="no more experts"):
+        tape.replay()

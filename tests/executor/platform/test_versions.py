@@ -1,0 +1,133 @@
+"""Versions that belong together, and how they are read from an installation; no Ascend software needed."""
+
+import importlib.metadata
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from executor.config import env
+from executor.platform.ascend.versions import ROWS, Versions, check_versions, read_versions
+
+TESTED = Versions("2.13.0+cpu", "2.13.0", None, None)
+CLAIMED = Versions("2.10.0", "2.10.0.post4", "9.1.0", "25.5.2")
+
+
+@pytest.mark.parametrize(
+    ("found", "complaint"),
+    [
+        (replace(TESTED, torch="2.12.0"), "torch 2.12.0 and torch_npu 2.13.0 do not belong together: this torch_npu"),
+        (replace(CLAIMED, torch="2.13.0"), "this torch_npu needs torch 2.10.0"),
+        (replace(CLAIMED, torch_npu="2.5.1.post1"), "torch_npu 2.5.1.post1 is not supported: supported are 2.14.0"),
+        (replace(CLAIMED, torch_npu="2.1.0"), "torch_npu 2.1.0 is not supported"),
+        (replace(CLAIMED, cann="8.1.RC1"), "CANN 8.1.RC1 is not supported with torch_npu 2.10.0: install CANN 9.1 or"),
+        (replace(CLAIMED, cann="9.10.0"), "CANN 9.10.0 is not supported"),
+        (replace(CLAIMED, driver="25.0.rc1.1"), "driver 25.0.rc1.1 is too old for CANN 9.1.0: install 25.2 or later"),
+        (replace(CLAIMED, driver="24.1.rc3"), "driver 24.1.rc3 is too old"),
+        (replace(TESTED, cann="8.5.0", driver="24.1.0"), "driver 24.1.0 is too old for CANN 8.5.0: install 25.0"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_does_not_belong_together_is_refused(found: Versions, complaint: str, strict: bool) -> None:
+    with pytest.raises(UserError) as raised:
+        check_versions(found, strict)
+    assert complaint in str(raised.value)
+
+
+def test_an_untested_pair_is_a_warning_and_strictly_an_error() -> None:
+    (warning,) = check_versions(CLAIMED, strict=False)
+    assert warning.startswith("torch_npu 2.10.0.post4 with torch 2.10.0 is untested: tested is 2.13.0 with 2.13.0")
+    with pytest.raises(UserError, match=r"2\.10\.0 is untested: .*; install that, or --set strict=false"):
+        check_versions(CLAIMED, strict=True)
+
+
+@pytest.mark.parametrize("driver", ["25.2.0", "25.3.rc1", "25.10.0", "26.0.rc1"])
+def test_a_driver_that_is_new_enough_is_accepted(driver: str) -> None:
+    assert len(check_versions(replace(CLAIMED, driver=driver), strict=False)) == 1
+
+
+def test_what_could_not_be_read_is_named_and_never_an_error() -> None:
+    warnings = check_versions(Versions(None, None, None, None), strict=True)
+    assert [w.split()[3] for w in warnings] == ["torch", "torch_npu", "cann", "driver"]
+    assert all("could not be read" in w for w in warnings)
+    assert len(check_versions(TESTED, strict=True)) == 2
+
+
+def test_what_nobody_publishes_is_named_and_never_an_error() -> None:
+    warnings = check_versions(replace(TESTED, cann="9.3.0", driver="27.1"), strict=True)
+    assert warnings == [
+        "no version of CANN is published for torch_npu 2.13.0 yet, so CANN 9.3.0 is not checked",
+        "the oldest driver for CANN 9.3.0 is not known here, so driver 27.1 is not checked",
+    ]
+
+
+def test_each_release_stands_once() -> None:
+    releases = [row.release for row in ROWS]
+    assert len(set(releases)) == len(releases)
+    assert {row.status for row in ROWS} == {"tested", "claimed"}
+
+
+def install(home: Path, **files: str) -> Path:
+    names = {"cfg": "version.cfg", "info": f"{platform.machine()}-linux/ascend_toolkit_install.info"}
+    for name, text in files.items():
+        path = home / names[name]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return home
+
+
+@pytest.mark.parametrize(
+    ("files", "runtime", "cann"),
+    [
+        ({"info": "package_name=Ascend-cann-toolkit\nversion=8.5.0\ninnerversion=V100\n"}, None, "8.5.0"),
+        ({"cfg": "# version: 1.0\nruntime_running_version=[7.0:7.0.0]\n"
+                 "toolkit_running_version=[7.7.T9.0.B057:8.1.T6][7.7.T20.0.B210:8.1.RC1]\n"
+                 "toolkit_installed_version=[7.7.T9.0.B057:8.1.T6]\n"}, None, "8.1.RC1"),
+        ({"cfg": "toolkit_installed_version=[8.2.0.2.220:8.2.RC2]\n"}, "9.9.9", "8.2.RC2"),
+        ({"info": "version=9.0.0\n", "cfg": "toolkit_installed_version=[1:8.2.RC2]\n"}, None, "9.0.0"),
+        ({"cfg": "nothing here\n"}, "8.3.RC1", "8.3.RC1"),
+        ({}, None, None),
+    ],
+)  # fmt: skip
+def test_cann_is_read_from_its_files_or_its_runtime(
+    tmp_path: Path, files: dict[str, str], runtime: str | None, cann: str | None
+) -> None:
+    assert read_versions(install(tmp_path, **files), runtime).cann == cann
+
+
+@pytest.mark.parametrize(
+    ("text", "driver"),
+    [
+        ("Version=25.0.rc1.1\nascendhal_version=7.35.23\n", "25.0.rc1.1"),
+        ("Version=7.35.23\nascendhal_version=7.35.23\npackage_version=26.0.rc1\n", "26.0.rc1"),
+        ("aicpu_version=1.0\n", None),
+    ],
+)
+def test_the_driver_is_read_from_its_file(tmp_path: Path, text: str, driver: str | None) -> None:
+    (tmp_path / "version.info").write_text(text)
+    assert read_versions(None, driver_info=tmp_path / "version.info").driver == driver
+    assert read_versions(None, driver_info=tmp_path / "none").driver is None
+
+
+def test_torch_is_read_without_importing_it() -> None:
+    found = read_versions(None)
+    assert found.torch == importlib.metadata.version("torch")
+    assert found.cann is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "home"),
+    [
+        ({}, None),
+        ({"ASCEND_HOME_PATH": "/a"}, Path("/a")),
+        ({"ASCEND_HOME_PATH": "/a", "ASCEND_TOOLKIT_HOME": "/b"}, Path("/b")),
+    ],
+)
+def test_cann_says_where_it_is(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], home: Path | None) -> None:
+    for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert env.cann_home() == home

@@ -1,0 +1,109 @@
+"""Runs one kernel of a library over torch tensors: outputs and counts, or the rule that it broke."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tests.fakes.ascend_c.build import LIBRARY_WORKSPACE, Library, TwinError
+
+ANSWER_BYTES = 8 << 20
+INPUT, OUTPUT, WORKSPACE = range(3)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted: `buffers` by name, `cores[core][phase]`; a phase ends at a SyncAll.
+
+    A phase has mte2 and mte3 (count, bytes, bursts, by_move, by_burst), instructions and repeats by op, barriers by
+    pipe, flags, scalar_ub, scalar_gm, scalar_gm_bytes.
+    """
+
+    buffers: dict[str, dict[str, int]]
+    cores: list[list[dict[str, Any]]]
+
+    @property
+    def phases(self) -> int:
+        return len(self.cores[0])
+
+    @property
+    def sync_alls(self) -> int:
+        return self.phases - 1
+
+    def per_core(self) -> list[dict[str, Any]]:
+        """Each core's phases, added up."""
+        return [_add(phases) for phases in self.cores]
+
+    @cached_property
+    def total(self) -> dict[str, Any]:
+        return _add([phase for phases in self.cores for phase in phases])
+
+    def most(self, *path: str, phase: int | None = None) -> int:
+        """The largest value of one count over the cores, e.g. most("mte2", "bytes")."""
+        found = []
+        for core in self.per_core() if phase is None else [phases[phase] for phases in self.cores]:
+            value: Any = core
+            for key in path:
+                value = value.get(key, 0)
+            found.append(value)
+        return max(found)
+
+
+def _add(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Adds dicts of numbers and of dicts, key by key."""
+    total: dict[str, Any] = {}
+    for count in counts:
+        for key, value in count.items():
+            if isinstance(value, dict):
+                total[key] = _add([total.get(key, {}), value])
+            else:
+                total[key] = total.get(key, 0) + value
+    return total
+
+
+def run(
+    library: Library,
+    kernel: str,
+    inputs: Mapping[str, torch.Tensor | None],
+    outputs: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    tiling: bytes,
+    workspace: int = LIBRARY_WORKSPACE,
+    cores: int = 48,
+    key: int = 1,
+) -> tuple[dict[str, torch.Tensor], Counts]:
+    """Inputs and outputs in the order of the kernel's arguments; `workspace` bytes as the host asks for them."""
+    given = {name: None if value is None else value.contiguous() for name, value in inputs.items()}
+    made = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in outputs.items()}
+    for tensor in made.values():
+        tensor.view(-1).view(torch.uint8).fill_(0xFF)  # NaN, should a byte stay unwritten and be looked at
+    own = torch.empty(max(workspace, LIBRARY_WORKSPACE), dtype=torch.uint8)
+    tensors = [*given.values(), *made.values(), own]
+    names = [*given, *made, "workspace"]
+    roles = [INPUT] * len(given) + [OUTPUT] * len(made) + [WORKSPACE]
+    count = len(names)
+    answer = ctypes.create_string_buffer(ANSWER_BYTES)
+    code = library.load().twin_run(
+        kernel.encode(),
+        count,
+        (ctypes.c_char_p * count)(*[name.encode() for name in names]),
+        (ctypes.c_int * count)(*roles),
+        (ctypes.c_void_p * count)(*[None if tensor is None else tensor.data_ptr() for tensor in tensors]),
+        (ctypes.c_uint64 * count)(*[0 if tensor is None else tensor.nbytes for tensor in tensors]),
+        tiling,
+        ctypes.c_uint64(len(tiling)),
+        ctypes.c_uint64(key),
+        cores,
+        answer,
+        ctypes.c_uint64(ANSWER_BYTES),
+    )
+    if code == 1:
+        raise TwinError(answer.value.decode())
+    if code:
+        raise RuntimeError(f"{kernel}: the twin's answer does not fit")
+    return made, Counts(**json.loads(answer.value))

@@ -1,0 +1,136 @@
+"""The native kernels without Python: every instruction set of this machine, and those of ARM under emulation.
+
+`native/kernels.cpp` compares each set with the generic kernels and the layers with plain loops; here it is built for
+this machine and for aarch64, and run where the sets exist and where they do not.
+"""
+
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from files import ROOT
+from ops.cpu import engine
+from tests.ops.cpu.native.build import compile_all, core_sources, run
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+WARNINGS = ["-O3", "-Wall", "-Wextra"]
+# GCC 12's own AVX-512 header trips the uninitialised warnings.
+OF_MACHINE = {"x86_64": ["-Wno-uninitialized", "-Wno-maybe-uninitialized"], "aarch64": []}
+
+# Instructions per weight and activation row: (set, format) -> {activation rows: count}. Counts, not speed.
+COUNTS: dict[tuple[str, str], dict[int, float]] = {
+    ("neon_dotprod", "q4"): {1: 0.227, 2: 0.178, 4: 0.151},
+    ("neon_dotprod", "q8"): {1: 0.270, 2: 0.189, 4: 0.155},
+    ("neon_dotprod", "bf16"): {1: 0.706, 2: 0.486, 4: 0.400},
+    ("neon_dotprod", "f16"): {1: 0.769, 2: 0.486, 4: 0.400},
+    ("neon_dotprod", "f32"): {1: 0.550, 2: 0.408, 4: 0.361},
+    ("neon_i8mm", "q4"): {2: 0.177, 4: 0.153},  # one and three rows are neon_dotprod's
+    ("neon_i8mm", "q8"): {2: 0.203, 4: 0.164},
+}
+COUNTED_WITH = "12"  # the major version of GCC
+
+
+def build(compiler: str, machine: str, to: Path, *link: str) -> str:
+    flags = [*WARNINGS, *OF_MACHINE[machine]]
+    objects = compile_all(compiler, flags, [*core_sources(machine), ROOT / "tests/ops/cpu/native/kernels.cpp"], to)
+    program = str(to / "kernels")
+    run(compiler, *link, *objects, "-o", program, "-pthread")
+    return program
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    for tool in (COMPILER, EMULATOR):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed; bash test.sh installs it where it may")
+    return build(COMPILER, "aarch64", tmp_path_factory.mktemp("arm"), "-static")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build("g++", platform.machine(), tmp_path_factory.mktemp("here"))
+
+
+def parity(*command: str) -> str:
+    """Run every check; the set that was used."""
+    lines = run(*command).stdout.splitlines()
+    assert lines[-1] == "ok"
+    return lines[0].removeprefix("kernels ")
+
+
+def refusal(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr
+
+
+@pytest.mark.parametrize("instruction_set", engine.native().instruction_sets())
+def test_parity_on_this_machine(here: str, instruction_set: str) -> None:
+    assert parity(here, instruction_set) == instruction_set
+
+
+@pytest.mark.parametrize(
+    ("cpu", "instruction_set", "used"),
+    [
+        ("max", "auto", "neon_i8mm"),
+        ("max", "neon_dotprod", "neon_dotprod"),
+        ("max", "generic", "generic"),
+        ("neoverse-n1", "auto", "neon_dotprod"),  # as Kunpeng 920: dotprod, but no i8mm
+        ("cortex-a72", "auto", "generic"),  # plain ARMv8: anything more would be an illegal instruction
+    ],
+)
+def test_parity_on_arm(arm: str, cpu: str, instruction_set: str, used: str) -> None:
+    assert parity(EMULATOR, "-cpu", cpu, arm, instruction_set) == used
+
+
+@pytest.mark.parametrize(
+    ("cpu", "instruction_set", "message"),
+    [
+        ("neoverse-n1", "neon_i8mm", "needs dotprod and i8mm (ARMv8.6), which this CPU lacks; usable: generic, neon_"),
+        ("cortex-a72", "neon_dotprod", "needs dotprod (ARMv8.2), which this CPU lacks; usable: generic\n"),
+        ("cortex-a72", "avx2", "needs AVX2, FMA and F16C (x86-64), which this CPU lacks; usable: generic\n"),
+        ("cortex-a72", "sve", "is not a set of kernels; usable: generic\n"),
+    ],
+)
+def test_what_an_arm_cpu_lacks_is_said(arm: str, cpu: str, instruction_set: str, message: str) -> None:
+    said = refusal(EMULATOR, "-cpu", cpu, arm, instruction_set)
+    assert said.startswith(f"instruction_set: {instruction_set} {message}")
+    assert said.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A plugin for the emulator that prints the number of instructions run."""
+    if shutil.which(EMULATOR) is None:
+        pytest.skip(f"{EMULATOR} is not installed; bash test.sh installs it where it may")
+    release = re.search(r"version (\d+)", run(EMULATOR, "--version").stdout)
+    assert release
+    api = 1 if int(release[1]) < 9 else 2  # 9.0 dropped the first plugin API
+    plugin = str(tmp_path_factory.mktemp("plugin") / "icount.so")
+    source = str(ROOT / "tests/ops/cpu/native/icount.c")
+    run("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-DAPI={api}", source, "-o", plugin)
+    return plugin
+
+
+@pytest.mark.parametrize(("instruction_set", "format"), COUNTS)
+def test_instructions_per_weight(arm: str, counter: str, instruction_set: str, format: str) -> None:
+    version = run(COMPILER, "-dumpversion").stdout.split(".")[0].strip()
+    if version != COUNTED_WITH:
+        pytest.skip(f"counts were recorded with GCC {COUNTED_WITH}, this is GCC {version}")
+
+    def executed(rows: int, rounds: int) -> tuple[int, int]:
+        """Instructions of the whole program, and weights of a round."""
+        command = [EMULATOR, "-cpu", "max", "-plugin", counter, arm, instruction_set, "--count", format]
+        done = run(*command, str(rows), str(rounds))
+        return int(done.stderr.split()[1]), int(done.stdout.split()[0])
+
+    for rows, recorded in COUNTS[instruction_set, format].items():
+        once, weights = executed(rows, 1)
+        count = (executed(rows, 3)[0] - once) / (2 * weights * rows)  # what surrounds the rounds cancels out
+        at = f"{instruction_set}, {format}, {rows} rows: {count:.4f} instructions per weight, recorded {recorded}"
+        assert count <= 1.03 * recorded, f"{at}: worse"
+        assert count >= 0.9 * recorded, f"{at}: record the new value"

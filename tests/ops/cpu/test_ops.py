@@ -1,0 +1,355 @@
+"""Every op of the native module against the reference, on every instruction set and several thread counts."""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from errors import UserError
+from executor.config.case import Case
+from executor.config.schema import leaves
+from ops import IMPLEMENTATIONS, load_ops
+from ops.cpu import engine
+from ops.cpu.matrix import NativeExperts, NativeMatrix
+from ops.interface import FORMATS, Format, Ops
+from ops.quantised import Quantised
+from ops.reference import DenseExperts, DenseMatrix
+
+CPU = torch.device("cpu")
+reference, cpu = load_ops("reference"), load_ops("cpu")
+NAMES = [name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")]
+SETS = engine.start(1, "auto")[0].instruction_sets()
+KINDS = {
+    **FORMATS,
+    **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in (32, 64, 128)},
+    "q8 128": Format("q8", 128),
+}
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def start(threads: tuple[int, ...], instruction_set: str) -> None:
+    """Threads on each of some simulated NUMA nodes."""
+    engine.start_teams([engine.native().Team(-1, count, []) for count in threads], instruction_set)
+
+
+ENGINES = [(s, (t,)) for s in SETS for t in (1, 2, 5)] + [(SETS[-1], (1, 2)), (SETS[-1], (1,) * 8)]
+
+
+@pytest.fixture(params=ENGINES, ids=lambda p: f"{p[0]}-{'+'.join(map(str, p[1]))}")
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.manual_seed(3)
+    start(request.param[1], request.param[0])
+    yield
+    engine.start(1, "auto")
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [k for k, f in KINDS.items() if f.quantised])
+@pytest.mark.parametrize("group", [32, 128])
+def test_levels_are_kept(kind: str, group: int) -> None:
+    """What is quantised already stays so, bit for bit, in groups as large as its own or smaller."""
+    torch.manual_seed(2)
+    format = KINDS[kind]
+    bits = {"q4": 4, "q8": 8}[format.kind]
+    levels = torch.randint(1 << bits, (45, 256), dtype=torch.uint8)
+    zeros = torch.randint(1 << bits, (45, 256 // group), dtype=torch.uint8) if format.zeros else None
+    part = Quantised(bits, levels, torch.randn(45, 256 // group).half(), zeros)
+    assert part.fits(format) == (group % format.group == 0)
+    if not part.fits(format):
+        return
+    matrix = NativeMatrix(50, 256, format, CPU)
+    matrix.fill(3, part)
+    assert torch.equal(matrix.packed.dequantised(0, 45, row=3), part.floats())
+
+
+def test_quantisation_is_to_nearest() -> None:
+    """q4 keeps within half a step, but for the element opposite to the largest, which may be clipped by one level."""
+    torch.manual_seed(1)
+    w = torch.randn(40, 256)
+    for format in KINDS.values():
+        if not format.quantised:
+            continue
+        matrix = NativeMatrix(40, 256, format, CPU)
+        matrix.fill(0, w)
+        groups = w.unflatten(1, (-1, format.group))
+        if format.zeros:  # rounding the zero point moves the ends by half a step at most
+            step, slack = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15, 1.0
+        else:
+            step, slack = groups.abs().amax(-1) / (127 if format.kind == "q8" else 8), 0.5
+        error = (matrix.packed.dequantised(0, 40) - w).unflatten(1, (-1, format.group)).abs()
+        within = error <= step[..., None] * (slack + 0.01)
+        opposite = (groups.abs() > 7.49 * step[..., None]) if format.kind == "q4" else torch.zeros_like(within)
+        assert (within | opposite & (error <= step[..., None] * 1.01)).all()
+        assert float(error.mean()) < 0.26 * float(step.mean())
+
+
+def activation_error(x: Tensor, w: Tensor) -> Tensor:
+    """The bound of csrc/matrix.h: half a step of each 32-block of x, times the block's weights. (T, N)"""
+    steps = x.unflatten(-1, (-1, 32)).abs().amax(-1) / 254
+    return steps @ w.unflatten(-1, (-1, 32)).abs().sum(-1).T
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8, 9, 70])
+@pytest.mark.parametrize("rows", [1, 16, 37])
+@pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
+@pytest.mark.usefixtures("kernels")
+def test_linear(format: Format, rows: int, tokens: int) -> None:
+    columns = 3 * format.group if format.quantised else 35  # float formats take any number of columns
+    w, x, bias = torch.randn(rows, columns) / 8, torch.randn(tokens, columns), torch.randn(rows)
+    matrix = NativeMatrix(rows, columns, format, CPU)
+    for row in range(0, rows, 5):  # piece by piece, as a loader does
+        matrix.fill(row, w[row : row + 5])
+    dense = DenseMatrix(rows, columns, FORMATS["float32"], CPU)
+    dense.fill(0, matrix.packed.dequantised(0, rows))
+    step = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "q8": 1 / 127, "q4": 1 / 7}[format.kind]
+    assert ((dense.data - w).abs() <= step * w.abs().amax() + 1e-6).all()
+    actual, expected = cpu.linear(x, matrix, bias), reference.linear(x, dense, bias)
+    bound = activation_error(x, dense.data) if format.quantised else 0
+    assert ((actual - expected).abs() <= bound + 1e-4).all()
+
+
+def experts_of(format: Format, count: int, inner: int, hidden: int) -> tuple[NativeExperts, DenseExperts]:
+    packed = NativeExperts(count, inner, hidden, format, CPU)
+    dense = DenseExperts(count, inner, hidden, FORMATS["float32"], CPU)
+    for e in range(count):
+        for which, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            packed.fill(e, which, torch.randn(shape) / shape[1] ** 0.5)
+        dense.fill(e, "gate", packed.dequantised(e, "gate")[:inner])
+        dense.fill(e, "up", packed.dequantised(e, "up")[:inner])
+        dense.fill(e, "down", packed.dequantised(e, "down")[:, :inner])
+    return packed, dense
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "count", "first", "skew"),
+    [(1, 2, 8, 0, 0), (40, 3, 8, 0, 0), (40, 3, 3, 2, 0), (0, 2, 8, 0, 0), (100, 1, 8, 0, 99), (7, 8, 8, 0, 0)],
+    ids=["one token", "many tokens", "some experts elsewhere", "no tokens", "all to one expert", "every expert"],
+)
+@pytest.mark.parametrize("format", KINDS.values(), ids=KINDS)
+@pytest.mark.usefixtures("kernels")
+def test_moe(format: Format, tokens: int, top_k: int, count: int, first: int, skew: float) -> None:
+    inner, hidden = max(64, format.group), max(96, 2 * format.group)
+    packed, dense = experts_of(format, count, inner, hidden)
+    logits = torch.randn(tokens, 8)
+    logits[:, 3] += skew
+    weights, ids = reference.route_softmax(logits, top_k, True)
+    if tokens > 5:
+        ids[2, 0] = -1  # skipped
+        ids[3] = ids[3, 0]  # repeated
+    x = torch.randn(tokens, hidden)
+    expected = reference.moe(x, weights, ids, dense, first)
+    actual = cpu.moe(x, weights, ids, packed, first)
+    # Both products' activations are rounded to 8 bits in blocks: half a percent of the result's size, far below 3 %.
+    tolerance = 0.03 * float(expected.std()) * 4 if format.quantised and tokens else 1e-4
+    torch.testing.assert_close(actual, expected, atol=max(tolerance, 1e-4), rtol=0)
+
+
+@pytest.mark.parametrize("inner", [2, 16, 33])
+@pytest.mark.usefixtures("kernels")
+def test_moe_of_any_inner_size_in_float(inner: int) -> None:
+    packed, dense = experts_of(FORMATS["float32"], 4, inner, 20)
+    weights, ids = reference.route_softmax(torch.randn(9, 4), 2, False)
+    x = torch.randn(9, 20)
+    torch.testing.assert_close(
+        cpu.moe(x, weights, ids, packed, 0), reference.moe(x, weights, ids, dense, 0), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_results_do_not_depend_on_the_number_of_threads_or_nodes(format: Format) -> None:
+    x = torch.randn(33, 96)
+    weights, ids = reference.route_softmax(torch.randn(33, 8), 3, True)
+    for instruction_set in SETS:
+        results = []
+        for threads in ((1,), (2,), (3,), (8,), (1, 1), (3, 1, 1, 2), (1,) * 8):
+            start(threads, instruction_set)
+            torch.manual_seed(5)
+            packed, _ = experts_of(format, 8, 160, 96)  # 5 groups of 32 and 6 blocks: some of eight nodes have none
+            matrix = NativeMatrix(200, 96, format, CPU)
+            matrix.fill(0, torch.randn(200, 96))
+            results.append((cpu.moe(x, weights, ids, packed, 0), cpu.linear(x, matrix, None)))
+        for moe, linear in results[1:]:
+            assert torch.equal(moe, results[0][0])
+            assert torch.equal(linear, results[0][1])
+    engine.start(1, "auto")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.usefixtures("kernels")
+def test_embedding_of_a_middle_shard(dtype: torch.dtype) -> None:
+    ids, table = torch.tensor([0, 5, 9, 12, 5]), torch.randn(5, 8).to(dtype)
+    close(cpu.embedding(ids, table, 5), reference.embedding(ids, table, 5).float())
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (1, 7), (300, 256), (5, 3, 16), (40, 8, 128)])
+@pytest.mark.usefixtures("kernels")
+def test_norms(shape: tuple[int, ...]) -> None:
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+    close(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    if len(shape) == 2:
+        close(cpu.add_rms_norm(x, residual, weight, 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_heads_inside_a_wider_row() -> None:
+    """q, k and v are views into one projection: tokens lie further apart than their heads fill."""
+    q, k, v = torch.randn(6, 4 * 16 + 2 * 2 * 16).split([64, 32, 32], dim=-1)
+    q, k, v = (t.unflatten(-1, (-1, 16)) for t in (q, k, v))
+    weight, cos, sin = torch.randn(16), torch.randn(6, 16), torch.randn(6, 16)
+    close(cpu.rms_norm(q, weight, 1e-6), reference.rms_norm(q, weight, 1e-6))
+    for turned, expected in zip(cpu.rope(q, k, cos, sin), reference.rope(q, k, cos, sin), strict=True):
+        close(turned, expected)
+    slots = torch.tensor([6, 9, 0, 1, 11, 3])
+    ours, theirs = caches_of(cpu, (3, 4, 2, 16), torch.float32), caches_of(reference, (3, 4, 2, 16), torch.float32)
+    cpu.write_kv(k, v, *ours, slots)
+    reference.write_kv(k, v, *theirs, slots)
+    for mine, expected in zip(cached(*ours), theirs, strict=True):
+        assert torch.equal(mine, expected)
+
+
+def caches_of(ops: Ops, shape: tuple[int, int, int, int], dtype: torch.dtype) -> list[Tensor]:
+    return [ops.kv_cache(*shape, dtype, CPU) for _ in "kv"]
+
+
+def cached(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What the native caches hold, each as (pages, page_size, kv_heads, D)."""
+    pages, heads, width, size = keys.shape
+    if keys.dtype != torch.int8:
+        return keys.permute(0, 3, 1, 2), values.reshape(pages, heads, size, width).transpose(1, 2)
+    width -= 4
+    (k, k_scale), (v, v_scale) = (
+        x.reshape(pages, heads, -1).split([width * size, 4 * size], -1) for x in (keys, values)
+    )
+    k = k.reshape(pages, heads, width, size) * k_scale.contiguous().view(torch.float32)[:, :, None]
+    v = v.reshape(pages, heads, size, width) * v_scale.contiguous().view(torch.float32)[..., None]
+    return k.permute(0, 3, 1, 2), v.transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.int8])
+@pytest.mark.usefixtures("kernels")
+def test_write_kv_touches_its_slots_only_and_rounds_to_nearest(dtype: torch.dtype) -> None:
+    caches = caches_of(cpu, (3, 4, 2, 8), dtype)
+    k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 8) * 1e-6  # float16 subnormals among them
+    cpu.write_kv(k, v, *caches, torch.tensor([6, 9]))
+    keys, values = cached(*caches)
+    if dtype == torch.int8:
+        for written, x in ((keys[1, 2], k[0]), (values[2, 1], v[1])):
+            assert ((written - x).abs() <= x.abs().amax(-1, keepdim=True) * (0.5001 / 127)).all()
+    else:
+        assert torch.equal(keys[1, 2], k[0].to(dtype))
+        assert torch.equal(values[2, 1], v[1].to(dtype))
+    for cache in (keys, values):
+        assert cache.flatten(0, 1).float().abs().sum((1, 2)).nonzero().flatten().tolist() == [6, 9]
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.int8])
+@pytest.mark.parametrize(
+    ("lens", "new", "kv_heads", "heads", "dim", "page_size"),
+    [
+        ([9, 1, 16], [1, 1, 1], 2, 8, 16, 4),
+        ([9, 1, 16], [9, 1, 16], 2, 8, 16, 4),
+        ([9, 13], [4, 7], 1, 3, 8, 5),
+        ([200, 65], [3, 65], 2, 4, 24, 16),
+        ([300, 17, 64], [1, 1, 1], 1, 16, 128, 16),
+        ([130], [70], 1, 1, 256, 128),
+    ],
+    ids=["decode", "prefill", "later chunk", "longer than a tile", "as in practice", "wide heads, large pages"],
+)
+@pytest.mark.usefixtures("kernels")
+def test_attention(
+    lens: list[int], new: list[int], kv_heads: int, heads: int, dim: int, page_size: int, dtype: torch.dtype
+) -> None:
+    pages = [-(-n // page_size) for n in lens]
+    order = torch.randperm(sum(pages)).tolist()
+    tables = torch.zeros(len(lens), max(pages), dtype=torch.int64)
+    slots = []
+    for s, count in enumerate(pages):
+        tables[s, :count] = torch.tensor([order.pop() for _ in range(count)])
+        slots += [int(tables[s, i // page_size]) * page_size + i % page_size for i in range(lens[s])]
+    k, v = torch.randn(2, sum(lens), kv_heads, dim)
+    q, starts = torch.randn(sum(new), heads, dim) * 3, torch.tensor([0, *new]).cumsum(0)
+    caches = caches_of(cpu, (sum(pages), page_size, kv_heads, dim), dtype)
+    cpu.write_kv(k, v, *caches, torch.tensor(slots))
+    rest = tables, starts, torch.tensor(lens), dim**-0.5
+    # The reference sees the very values that were rounded into the native cache.
+    close(cpu.attention(q, *caches, *rest), reference.attention(q, *(c.float() for c in cached(*caches)), *rest))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_int8_cache_of_the_reference() -> None:
+    k, v, slots = torch.randn(3, 2, 16), torch.randn(3, 2, 16), torch.tensor([6, 0, 9])
+    ours, theirs = (caches_of(ops, (3, 4, 2, 16), torch.int8) for ops in (cpu, reference))
+    for ops, caches in ((cpu, ours), (reference, theirs)):
+        ops.write_kv(k, v, *caches, slots)
+    rest = torch.tensor([[1], [0], [2]]), torch.arange(4), torch.tensor([3, 1, 2]), 0.25
+    q = torch.randn(3, 4, 16)
+    actual, expected = cpu.attention(q, *ours, *rest), reference.attention(q, *theirs, *rest)
+    torch.testing.assert_close(actual, expected, atol=float(v.abs().max()) / 127, rtol=0)  # a rounding may fall apart
+
+
+@pytest.mark.usefixtures("kernels")
+def test_silu_mul() -> None:
+    x = torch.randn(50, 64) * 20
+    x[0, :8] = torch.tensor([0.0, -0.0, 90, -90, 1e30, -1e30, 1e-30, -1e-30])
+    close(cpu.silu_mul(x), reference.silu_mul(x))
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(6, 16, 4), (1, 128, 8), (600, 64, 2), (3, 5, 5), (0, 4, 2)])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.usefixtures("kernels")
+def test_route_softmax(tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
+    logits = torch.randn(tokens, experts) * 4
+    weights, ids = cpu.route_softmax(logits, top_k, renormalise)
+    expected_weights, expected_ids = reference.route_softmax(logits, top_k, renormalise)
+    assert torch.equal(ids, expected_ids)
+    close(weights, expected_weights)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(6, 16, 4), (1, 256, 8), (600, 64, 2)])
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.usefixtures("kernels")
+def test_route_sigmoid(tokens: int, experts: int, top_k: int, renormalise: bool, biased: bool) -> None:
+    logits, bias = torch.randn(tokens, experts) * 4, torch.randn(experts) if biased else None
+    weights, ids = cpu.route_sigmoid(logits, bias, top_k, renormalise)
+    expected_weights, expected_ids = reference.route_sigmoid(logits, bias, top_k, renormalise)
+    assert torch.equal(ids, expected_ids)
+    close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("width", [1, 5, 8192, 30000])
+@pytest.mark.usefixtures("kernels")
+def test_argmax_takes_the_first_of_the_largest(width: int) -> None:
+    x = torch.randint(-40, 3, (5, width)).float()  # with many ties
+    assert torch.equal(cpu.argmax(x), reference.argmax(x))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_signatures_are_the_interface(implementation: str) -> None:
+    """An implementation has every op, with the parameters of `interface.py` in its order."""
+    for name in NAMES:
+        declared = list(inspect.signature(getattr(Ops, name)).parameters)[1:]
+        assert list(inspect.signature(getattr(load_ops(implementation), name)).parameters) == declared
+
+
+def test_impossible_shapes_and_sets_are_named() -> None:
+    with pytest.raises(UserError, match="a matrix with 40 columns cannot be cut into groups of 32"):
+        NativeMatrix(16, 40, FORMATS["q4"], CPU)
+    with pytest.raises(UserError, match="an expert's 16 intermediate columns on this rank are no multiple of 32"):
+        NativeExperts(2, 16, 64, FORMATS["q8"], CPU)
+    with pytest.raises(UserError, match="head_dim: 257 is above 256"):
+        cpu.kv_cache(1, 16, 1, 257, torch.float32, CPU)
+    with pytest.raises(UserError, match="instruction_set: sve is not a set of kernels; usable: generic"):
+        engine.start(1, "sve")
+    known = next(leaf.choices for leaf in leaves(Case) if leaf.path == "instruction_set")
+    for name in set(known) - {"auto", *SETS}:
+        with pytest.raises(UserError, match=f"instruction_set: {name} needs .*, which this CPU lacks; usable: generic"):
+            engine.start(1, name)
+    with pytest.raises(TypeError, match=r"torch.float64 cpu .* where torch.float32 on the cpu is needed"):
+        cpu.rms_norm(torch.ones(2, 4, dtype=torch.float64), torch.ones(4), 1e-6)

@@ -1,0 +1,246 @@
+"""The shadow pool as a bridge's worker, called through its C function, as the bridge calls it."""
+
+import ctypes
+import functools
+import gc
+import queue
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ops.ascend.bridge import DONE, SUBMIT, Job
+from ops.cpu import engine, shadow
+from ops.interface import FORMATS
+from tests.ops.cpu.test_shadow import KINDS, Model, cpu, heavy, placements, routing, teams
+
+TYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    engine.start(1, "auto")
+
+
+@pytest.fixture(params=[(1,), (2, 1)], ids=["1", "2+1"])
+def pool(request: pytest.FixtureRequest) -> shadow.ShadowPool:
+    return shadow.ShadowPool(teams(*request.param))
+
+
+class Caller:
+    """One payload of a bridge: its buffers and its job."""
+
+    def __init__(self, worker: shadow.Worker, model: Model, tokens: int, top_k: int, dtype: torch.dtype):
+        self.worker, self.model, hidden = worker, model, model.blocks.hidden
+        worker.layer(model.layer, tokens, top_k, dtype)
+        self.x, self.sums = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(tokens, hidden, dtype=dtype)
+        self.ids, self.weights = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k, dtype=dtype)
+        self.slots = torch.zeros(len(model.layer.store), dtype=torch.int64)
+        self.told: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.done = DONE(lambda _, failed: self.told.put(failed))
+        buffers = self.x, self.ids, self.weights, self.slots, self.sums
+        done = ctypes.cast(self.done, ctypes.c_void_p)
+        self.job = Job(*(t.data_ptr() for t in buffers), tokens, top_k, hidden, model.layer.number, 0, done)
+
+    def fill(self, seed: int) -> None:
+        random = torch.manual_seed(seed)
+        self.x.copy_(torch.randn(self.x.shape, generator=random))
+        weights, ids = routing(*self.ids.shape, len(self.slots))
+        self.weights.copy_(weights)
+        self.ids.copy_(ids)
+
+    def place(self, resident: list[int]) -> None:
+        """What a slot's number is does not matter, unless it is 0."""
+        self.slots.zero_()
+        self.slots[resident] = torch.tensor([random.choice([-1, 7, 1 << 40]) for _ in resident], dtype=torch.int64)
+
+    def submit(self) -> int:
+        self.sums.fill_(torch.nan)
+        return int(SUBMIT(self.worker.submit)(self.worker.context, ctypes.byref(self.job)))
+
+    def run(self) -> int:
+        """Whether it failed."""
+        assert self.submit() == 0
+        return self.told.get(timeout=30)
+
+    def here(self) -> Tensor:
+        """(tokens, top_k) pairs that count."""
+        e = self.ids - self.model.first
+        return (e >= 0) & (e < len(self.slots)) & (self.worker.live[len(self.ids)] > 0)[:, None]
+
+    def missing(self) -> Tensor:
+        e = self.ids - self.model.first
+        return self.here() & (self.slots[e.clamp(0, len(self.slots) - 1)] == 0)
+
+    def expected(self) -> Tensor:
+        ids = self.ids.long().where(self.missing(), -1)
+        sums = cpu.moe(self.x.float(), self.weights.float(), ids, self.model.experts, self.model.first)
+        return sums.to(self.x.dtype)
+
+    def routed(self) -> Tensor:
+        return (self.ids - self.model.first)[self.here()].bincount(minlength=len(self.slots))
+
+    def check(self) -> None:
+        counts, times = self.model.layer.counts, self.model.layer.times
+        before = counts.clone()
+        times.fill_(-1)
+        assert self.run() == 0
+        assert torch.equal(self.sums, self.expected())
+        assert torch.equal(counts - before, self.routed())
+        began, ended, *rest = times.tolist()
+        assert 0 < began <= ended if self.missing().any() else began == ended == 0
+        assert rest == [0, 0]
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 8), (2, 3), (7, 8), (40, 8)])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("format", [KINDS["float32"], KINDS["q8"], KINDS["q4"]], ids=["float32", "q8", "q4"])
+def test_sums_of_what_is_missing(
+    format: Any, dtype: torch.dtype, tokens: int, top_k: int, pool: shadow.ShadowPool
+) -> None:
+    """Of two layers in turn, which share scratch memory."""
+    random.seed(tokens)
+    worker = shadow.Worker(pool)
+    callers = [Caller(worker, model, tokens, top_k, dtype) for model in models(format, 2)]
+    for seed, resident in enumerate(placements(8)):
+        for caller in callers:
+            caller.place(resident)
+            caller.fill(seed)
+            worker.live[tokens].copy_(torch.arange(tokens) < tokens - seed % 2)
+            caller.check()
+
+
+@functools.cache
+def models(format: Any, first: int) -> list[Model]:
+    """Two layers' experts, 8 each from `first` on."""
+    torch.manual_seed(first)
+    made = [Model(format, first=first) for _ in range(2)]
+    made[1].layer = replace(made[1].layer, number=4)
+    return made
+
+
+@functools.cache
+def lasting() -> shadow.Worker:
+    return shadow.Worker(shadow.ShadowPool(teams(2)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(list(KINDS.values())), st.sampled_from(TYPES), st.sampled_from([0, 2, 100]), st.data(),
+    st.lists(st.integers(0, 7), unique=True), st.integers(1, 9), st.integers(1, 8),
+)  # fmt: skip
+def test_any_job(
+    format: Any, dtype: torch.dtype, first: int, data: st.DataObject, resident: list[int], tokens: int, top_k: int
+) -> None:
+    """Any ids: of others, negative, one several times in a token."""
+    caller = Caller(lasting(), models(format, first)[0], tokens, top_k, dtype)
+    caller.fill(tokens)
+    one = st.one_of(st.integers(first - 2, first + 10), st.sampled_from([-1, 0, -(2**31), 2**31 - 1]))
+    ids = data.draw(st.lists(one, min_size=tokens * top_k, max_size=tokens * top_k))
+    caller.ids.copy_(torch.tensor(ids).view(tokens, top_k))
+    caller.place(resident)
+    caller.check()
+
+
+def test_where_nothing_is_missing_the_pool_is_not_asked(pool: shadow.ShadowPool) -> None:
+    """So not even a stopped one is an error."""
+    caller = Caller(shadow.Worker(pool), models(FORMATS["q4"], 2)[0], 5, 3, torch.bfloat16)
+    caller.fill(0)
+    caller.place(list(range(8)))
+    for _ in range(2):
+        assert caller.submit() == 0
+        assert not caller.told.empty()  # told from within
+        assert caller.told.get() == 0
+        assert torch.equal(caller.sums, torch.zeros_like(caller.sums))
+        assert caller.model.layer.times.tolist() == [0, 0, 0, 0]
+        pool.stop()
+
+
+def test_a_stopped_pool_fails_each_job_once() -> None:
+    """What it has it does: the stop comes while it is at work."""
+    model = heavy()[0]
+    pool = shadow.ShadowPool(teams(1))
+    worker = shadow.Worker(pool)
+    caller = Caller(worker, model, 512, 8, torch.bfloat16)
+    caller.fill(0)
+    assert caller.submit() == 0
+    pool.stop()
+    assert caller.told.get(timeout=30) == 0
+    assert torch.equal(caller.sums, caller.expected())
+    for _ in range(3):
+        assert caller.run() == 1
+    assert caller.model.layer.times.tolist() == [0, 0, 0, 0]
+    del worker, pool, caller.worker
+    gc.collect()
+    assert caller.told.empty()
+
+
+def test_an_expert_that_is_nowhere_fails(pool: shadow.ShadowPool) -> None:
+    model = Model(FORMATS["q8"])
+    model.layer.store[5] = 0
+    caller = Caller(shadow.Worker(pool), model, 1, 2, torch.float16)
+    caller.ids.copy_(torch.tensor([[5, 2]]))
+    assert caller.run() == 1
+    caller.place([5])
+    caller.check()
+
+
+def test_jobs_of_another_shape_are_refused(pool: shadow.ShadowPool) -> None:
+    caller = Caller(shadow.Worker(pool), models(FORMATS["q8"], 0)[0], 4, 2, torch.float32)
+    for name, wrong in {"tokens": 3, "top_k": 1, "hidden": 64, "layer": 9}.items():
+        right = getattr(caller.job, name)
+        setattr(caller.job, name, wrong)
+        assert caller.submit() == 1
+        setattr(caller.job, name, right)
+    assert caller.told.empty()
+    caller.check()
+
+
+def test_tables_and_types_that_are_wrong_are_refused(pool: shadow.ShadowPool) -> None:
+    worker, layer = shadow.Worker(pool), models(FORMATS["q8"], 0)[0].layer
+    with pytest.raises(TypeError, match=r"a job in torch.int8"):
+        worker.layer(layer, 1, 1, torch.int8)
+    wrong = replace(layer, counts=layer.counts.int())
+    with pytest.raises(TypeError, match=r"torch.int32 cpu \(8,\) \(1,\) where torch.int64"):
+        worker.layer(wrong, 1, 1, torch.float32)
+
+
+def test_while_a_late_job_is_computed_others_fail() -> None:
+    """They would share its scratch memory. Nor does it look at tables or ids again."""
+    model = heavy()[0]
+    worker = shadow.Worker(shadow.ShadowPool(teams(1)))
+    late, next_one = (Caller(worker, model, 512, 8, torch.float32) for _ in range(2))
+    late.fill(0)
+    expected = late.expected()
+    assert late.submit() == 0
+    late.ids.fill_(-1)
+    late.place(list(range(8)))
+    next_one.fill(1)
+    assert next_one.run() == 1
+    assert late.told.empty()
+    assert late.told.get(timeout=30) == 0
+    assert torch.equal(late.sums, expected)
+    next_one.check()
+
+
+def test_what_a_job_needs_lives_as_long_as_it() -> None:
+    """The pool is given up while it computes, and everything else is let go but what is the bridge's own."""
+    model = heavy()[0]
+    pool = shadow.ShadowPool(teams(1), timeout=0.001)
+    worker = shadow.Worker(pool)
+    caller = Caller(worker, model, 512, 8, torch.float32)
+    caller.fill(0)
+    expected = caller.expected()
+    assert caller.submit() == 0
+    assert caller.told.empty()
+    del caller.worker, caller.model, worker, pool, model
+    gc.collect()
+    rubbish = [torch.full((512 * 8, 512), torch.nan) for _ in range(8)]
+    assert caller.told.get(timeout=30) == 0
+    assert torch.equal(caller.sums, expected)
+    del rubbish

@@ -1,0 +1,58 @@
+"""Runs an op as a caller would: its host side decides the launch, its kernel runs in the twin."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from files import ROOT
+from tests.fakes.ascend_c import Counts, build, host, run
+
+KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
+ARGUMENTS = {
+    "grouped_gemv": ("x", "w", "scales", "zeros", "ids"),
+    "gemv": ("x", "w", "scales", "zeros"),
+    "fused_moe_slots": ("x", "arena", "places", "ids", "weights"),
+    "fused_moe": ("x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"),
+}
+OPS = {
+    "grouped_gemv": "UmbraGroupedGemvW4a16",
+    "gemv": "UmbraGemvW4a16",
+    "fused_moe": "UmbraFusedMoeW4a16",
+    "fused_moe_slots": "UmbraFusedMoeSlotsW4a16",
+}
+
+
+def launch(
+    op: str,
+    *inputs: Tensor | None,
+    cores: int = 48,
+    folder: Path = KERNELS,
+    half_sums: bool = False,
+    attributes: tuple[int, ...] = (),
+) -> tuple[Tensor, Counts]:
+    """`op` of ARGUMENTS, `inputs` in their order, on the kernels in `folder`; attributes: those before half_sums."""
+    shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in inputs]
+    decided = host(OPS[op], shapes, cores, attributes=[*attributes, half_sums])
+    given = dict(zip(ARGUMENTS[op], inputs, strict=True))
+    library = build(folder / f"umbra_{op}_w4a16.cpp")
+    made, counts = run(
+        library, f"umbra_{op}_w4a16", given, decided.outputs, decided.tiling, decided.workspace, decided.blocks,
+        decided.key,
+    )  # fmt: skip
+    (y,) = made.values()
+    return y, counts
+
+
+def random_weight(
+    experts: int, k: int, n: int, group: int, dtype: torch.dtype, zeros: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """w (E, K, N / 8), scales and perhaps zeros (E, K / G, N)."""
+    w = torch.randint(-(1 << 31), 1 << 31, (experts, k, n // 8)).to(torch.int32)
+    scales = (torch.rand(experts, k // group, n) * 0.01 + 0.001).to(dtype)
+    return w, scales, torch.randint(-7, 8, scales.shape).to(dtype) if zeros else None
+
+
+def distinct(tokens: int, top_k: int, experts: int) -> Tensor:
+    """ids (T, k), as a router chooses: no expert twice for one token."""
+    return torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()

@@ -1,0 +1,294 @@
+"""The kernels, unmodified, in the twin: their numbers, their traffic, and mistakes that the twin must find."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.ascend.vector_core import reference
+from tests.fakes.ascend_c import TwinError
+from tests.ops.vector_core.launch import KERNELS, distinct, launch, random_weight
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+BOUND = {HALF: 2e-3, BFLOAT: 1e-2}  # relative, of every row of y
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def worst_row(y: Tensor, expected: Tensor) -> float:
+    """Largest relative error of a row; rows of zeros must be zeros."""
+    y, expected = y.double().flatten(0, -2), expected.flatten(0, -2)
+    norms = expected.norm(dim=-1)
+    assert not y[norms == 0].count_nonzero()
+    assert y.isfinite().all()
+    return float(((y - expected).norm(dim=-1) / norms.clamp(min=1e-300)).max())
+
+
+def grouped(tokens: int, top_k: int, experts: int, k: int, n: int, group: int, dtype: torch.dtype, zeros: bool,
+            ids: Tensor | None = None, scale: float = 1.0, cores: int = 48,
+            half_sums: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(y, what it should be)"""
+    weight = random_weight(experts, k, n, group, dtype, zeros)
+    x = (torch.randn(tokens, k) * scale).to(dtype)
+    ids = distinct(tokens, top_k, experts) if ids is None else ids
+    y, _ = launch("grouped_gemv", x, *weight, ids, cores=cores, half_sums=half_sums)
+    return y, reference.grouped_gemv_w4a16(x, *weight, ids, precise=True)
+
+
+def fused(tokens: int, top_k: int, experts: int, hidden: int, inner: int, groups: tuple[int, int], dtype: torch.dtype,
+          zeros: bool, ids: Tensor | None = None, scale: float = 1.0, cores: int = 48,
+          folder: Path = KERNELS, half_sums: bool = False) -> tuple[Tensor, Tensor]:  # fmt: skip
+    up = random_weight(experts, hidden, 2 * inner, groups[0], dtype, zeros)
+    down = random_weight(experts, inner, hidden, groups[1], dtype, zeros)
+    x = (torch.randn(tokens, hidden) * scale).to(dtype)
+    ids = distinct(tokens, top_k, experts) if ids is None else ids
+    weights = torch.rand(ids.shape).to(dtype)
+    y, _ = launch("fused_moe", x, *up, *down, ids, weights, cores=cores, folder=folder, half_sums=half_sums)
+    return y, reference.fused_moe_w4a16(x, *up, *down, ids, weights, precise=True)
+
+
+SHAPES = [(32, 8), (96, 104), (192, 64), (256, 320), (768, 96), (1024, 768)]  # K, N
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_grouped(k: int, n: int, zeros: bool, dtype: torch.dtype) -> None:
+    for group, (tokens, top_k) in zip((32, 64, 128), ((1, 8), (3, 4), (8, 1)), strict=True):
+        if k % group == 0:
+            y, expected = grouped(tokens, top_k, 12, k, n, group, dtype, zeros)
+            assert worst_row(y, expected) < BOUND[dtype], (group, tokens)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("groups", [(32, 32), (64, 32), (128, 64), (64, 64), (128, 128)])
+def test_fused(groups: tuple[int, int], zeros: bool, dtype: torch.dtype) -> None:
+    shapes = ((128, 128), (256, 96), (1024, 192), (512, 384))
+    for (hidden, inner), (tokens, top_k) in zip(shapes, ((1, 8), (2, 3), (4, 2), (8, 2)), strict=True):
+        if inner % groups[1] == 0:
+            y, expected = fused(tokens, top_k, 12, hidden, inner, groups, dtype, zeros)
+            assert worst_row(y, expected) < BOUND[dtype], (hidden, inner)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_dense(tokens: int, dtype: torch.dtype) -> None:
+    for k, n, group, zeros in ((4096, 256, 128, True), (96, 1288, 32, False), (512, 2048, 64, True)):
+        w, scales, offsets = (None if t is None else t[0] for t in random_weight(1, k, n, group, dtype, zeros))
+        assert w is not None
+        assert scales is not None
+        x = torch.randn(tokens, k).to(dtype)
+        y, _ = launch("gemv", x, w, scales, offsets)
+        assert worst_row(y, reference.gemv_w4a16(x, w, scales, offsets, precise=True)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_half_sums(zeros: bool, dtype: torch.dtype) -> None:
+    """Of random values, whose sums do not cancel each other, they keep the bounds."""
+    for k, n, group, tokens, top_k in ((32, 8, 32, 1, 8), (192, 64, 64, 3, 4), (1024, 768, 128, 8, 1)):
+        y, expected = grouped(tokens, top_k, 12, k, n, group, dtype, zeros, half_sums=True)
+        assert worst_row(y, expected) < BOUND[dtype], (k, n)
+    for hidden, inner, groups, tokens in ((256, 96, (32, 32), 1), (1024, 192, (64, 32), 8), (512, 384, (128, 128), 4)):
+        y, expected = fused(tokens, 2, 12, hidden, inner, groups, dtype, zeros, half_sums=True)
+        assert worst_row(y, expected) < BOUND[dtype], (hidden, inner)
+    y, expected = grouped(4, 2, 6, 256, 128, 128, dtype, zeros, scale=500, half_sums=True)
+    assert worst_row(y, expected) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_sums_that_cancel_each_other(dtype: torch.dtype) -> None:
+    """+1 and -1 in turns of eight rows, with noise, against equal weights: why half sums are a switch."""
+    k, n, group = 2048, 256, 32
+    turns = torch.tensor([1.0, -1.0]).repeat_interleave(8).repeat(k // 16)
+    x = (turns + torch.randn(4, k) / 64).to(dtype)
+    w = torch.full((k, n // 8), 0x77777777, dtype=torch.int32)
+    scales = torch.full((k // group, n), 0.01).to(dtype)
+    expected = reference.gemv_w4a16(x, w, scales, None, precise=True)
+    errors = [worst_row(launch("gemv", x, w, scales, None, half_sums=half)[0], expected) for half in (False, True)]
+    assert errors[0] < BOUND[dtype] < errors[1]
+
+
+@pytest.mark.parametrize("half_sums", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_widest_tiles_in_groups_of_128(zeros: bool, half_sums: bool) -> None:
+    """256 columns, which few cores take: with float sums a block is half of such a group."""
+    y, expected = fused(2, 2, 4, 512, 256, (128, 128), BFLOAT, zeros, cores=2, half_sums=half_sums)
+    assert worst_row(y, expected) < BOUND[BFLOAT]
+    y, expected = grouped(2, 2, 4, 512, 256, 128, HALF, zeros, cores=2, half_sums=half_sums)
+    assert worst_row(y, expected) < BOUND[HALF]
+
+
+PATTERNS = {
+    "all the same": torch.full((8, 8), 3),
+    "each token the same eight": torch.arange(8).repeat(8, 1),
+    "twice by one token": torch.tensor([[5, 5, 1], [1, 5, 5]]),
+    "invalid": torch.tensor([[-1, 0, 12, 11], [999, -7, 1 << 30, -(1 << 31)]]),
+    "nobody": torch.full((2, 4), -1),
+    "top one": torch.tensor([[4], [4], [2]]),
+    "top thirty-two": torch.arange(12).repeat(22)[:256].view(8, 32),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_of_experts(name: str) -> None:
+    ids = PATTERNS[name].int()
+    tokens, top_k = ids.shape
+    for zeros in (False, True):
+        assert worst_row(*grouped(tokens, top_k, 12, 128, 192, 64, HALF, zeros, ids)) < BOUND[HALF]
+        assert worst_row(*fused(tokens, top_k, 12, 128, 64, (32, 64), BFLOAT, zeros, ids)) < BOUND[BFLOAT]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("scale", [1e-3, 1e4])
+def test_extreme_activations(scale: float, dtype: torch.dtype) -> None:
+    """1e4 times 8 times 128 rows is beyond half; a row of small values beside one of large ones keeps its bits."""
+    for zeros in (False, True):
+        assert worst_row(*grouped(4, 2, 6, 256, 128, 128, dtype, zeros, scale=scale * 0.05)) < BOUND[dtype]
+    w, scales, _ = random_weight(2, 256, 128, 128, dtype, False)
+    x = torch.randn(3, 256) * torch.tensor([[1e4], [1e-2], [0.0]])
+    ids = torch.tensor([[0], [0], [0]], dtype=torch.int32)
+    y, _ = launch("grouped_gemv", x.to(dtype), w, scales * 0.1, None, ids)
+    expected = reference.grouped_gemv_w4a16(x.to(dtype), w, scales * 0.1, None, ids, precise=True)
+    assert worst_row(y, expected) < BOUND[dtype]
+
+
+def test_extreme_activations_of_the_whole_block() -> None:
+    """Gate and up far beyond half between the products."""
+    assert worst_row(*fused(2, 4, 6, 256, 128, (32, 32), BFLOAT, True, scale=1e4)) < BOUND[BFLOAT]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_degenerate_scales(dtype: torch.dtype) -> None:
+    w, scales, zeros = random_weight(3, 256, 128, 64, dtype, True)
+    scales[0] = 0
+    scales[1, :2] = torch.finfo(dtype).tiny
+    scales[2, 1] = 8
+    ids = torch.arange(3, dtype=torch.int32).view(1, 3)
+    x = torch.randn(1, 256).to(dtype)
+    y, _ = launch("grouped_gemv", x, w, scales, zeros, ids)
+    assert worst_row(y, reference.grouped_gemv_w4a16(x, w, scales, zeros, ids, precise=True)) < BOUND[dtype]
+
+
+def test_ids_point_into_a_bank_of_slots() -> None:
+    ids = torch.tensor([[4095, 17], [2048, 4095]], dtype=torch.int32)
+    assert worst_row(*grouped(2, 2, 4096, 64, 64, 32, HALF, False, ids)) < BOUND[HALF]
+
+
+@pytest.mark.parametrize("cores", [1, 7, 40, 48])
+def test_any_number_of_cores_gives_close_and_each_the_same_bits(cores: int) -> None:
+    first = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        y, expected = fused(2, 4, 8, 512, 96, (32, 32), BFLOAT, True, cores=cores)
+        assert worst_row(y, expected) < BOUND[BFLOAT]
+        first.append(y)
+    assert torch.equal(*first)
+
+
+HIDDEN, INNER, EXPERTS = 2048, 768, 128  # Qwen3-30B-A3B
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "k", "n"), [(1, 8, HIDDEN, 2 * INNER), (8, 1, INNER, HIDDEN), (8, 8, HIDDEN, 2 * INNER)]
+)
+def test_grouped_reads_each_byte_once(rows: int, top_k: int, k: int, n: int) -> None:
+    """Experts that several tokens chose are read once as well."""
+    ids = distinct(rows, top_k, EXPERTS) if top_k > 1 else torch.arange(rows, dtype=torch.int32).view(rows, 1)
+    weight = random_weight(EXPERTS, k, n, 32, BFLOAT, True)
+    x = torch.randn(rows, k).to(BFLOAT)
+    _, counts = launch("grouped_gemv", x, *weight, ids)
+    read = {name: count["read"] for name, count in counts.buffers.items()}
+    chosen, zeros = len(ids.unique()), weight[2]
+    assert zeros is not None
+    own = {"w": chosen * k * n // 2, "scales": chosen * k // 32 * n * 2, "zeros": chosen * k // 32 * n * 2}
+    assert {name: read[name] for name in own} == own
+    if chosen == rows * top_k:
+        assert sum(read.values()) <= 1.02 * (sum(own.values()) + x.nbytes + ids.nbytes)
+    written = {name: count["written"] for name, count in counts.buffers.items() if count["written"]}
+    assert written == {"y": rows * top_k * n * 2}
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_little_goes_between_the_fused_products(tokens: int) -> None:
+    up, down = (
+        random_weight(EXPERTS, HIDDEN, 2 * INNER, 32, BFLOAT, False),
+        random_weight(EXPERTS, INNER, HIDDEN, 32, BFLOAT, False),
+    )
+    ids = distinct(tokens, 8, EXPERTS)
+    x, weights = torch.randn(tokens, HIDDEN).to(BFLOAT), torch.rand(tokens, 8).to(BFLOAT)
+    y, counts = launch("fused_moe", x, *up, *down, ids, weights)
+    read, chosen = {name: count["read"] for name, count in counts.buffers.items()}, len(ids.unique())
+    assert (read["w13"], read["w2"]) == (chosen * HIDDEN * INNER, chosen * HIDDEN * INNER // 2)
+    between = counts.buffers["workspace"]
+    assert between["read"] + between["written"] <= 0.02 * (read["w13"] + read["w2"])
+    assert counts.buffers["y"]["written"] == y.nbytes
+    assert counts.sync_alls == 2
+    assert min(core["mte2"]["bytes"] for core in counts.per_core()) > 0  # all 48 have work
+
+
+MISTAKES = {
+    # what, in which file, becomes what: what the twin says
+    "cores do not wait for each other": (
+        "umbra_room.h", "    AscendC::SyncAll<true>();\n", "", "same phase|never written",
+    ),
+    "a barrier between dependent instructions": (
+        "umbra_product.h", "kSummed / 2), kSummed});\n            AscendC::PipeBarrier<PIPE_V>();",
+        "kSummed / 2), kSummed});", "PipeBarrier",
+    ),
+    "a scalar read before the copy has arrived": (
+        "umbra_room.h", "        Hand<HardEvent::MTE2_S>(pipe);\n", "", "S runs after an unfinished MTE2",
+    ),
+    "a tile one column too far": (
+        "umbra_product.h", "m.column = tile * split.width;", "m.column = tile * split.width + 8;",
+        "outside|never written",
+    ),
+    "a buffer too small": (
+        "umbra_room.h", "pipe.InitBuffer(weightsBuf, kBlock * sizeof(half));", "pipe.InitBuffer(weightsBuf, kBlock);",
+        "outside its buffer",
+    ),
+    "more buffers than there is room for": ("umbra_room.h", "kDepth = 2", "kDepth = 3", "more than the UB"),
+    "a tensor kept after it was given back": (
+        "umbra_product.h", "        LocalTensor<int8_t> in = room.stream.template DeQue<int8_t>();\n",
+        "        LocalTensor<int8_t> in = room.stream.template DeQue<int8_t>();\n        room.stream.FreeTensor(in);\n",
+        "free|Free",
+    ),
+    "a sum that nobody began": ("umbra_product.h", "if (m.index == 0)", "if (m.index == 99)", "never written"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
+    file, right, wrong, said = MISTAKES[mistake]
+    folder = tmp_path / "op_kernel"
+    shutil.copytree(KERNELS, folder)
+    source = (folder / file).read_text()
+    assert source.count(right) == 1
+    (folder / file).write_text(source.replace(right, wrong))
+    with pytest.raises(TwinError, match=said):
+        fused(1, 8, 12, 1024, 128, (32, 32), BFLOAT, False, folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        ("umbra_product.h", "(m.index + m.shift) % m.moves", "m.shift % m.moves"),
+        ("umbra_finish.h", "weights[d.unit.pair[r]], d.pitch", "weights[d.unit.pair[0]], d.pitch"),
+        ("umbra_product.h", "row / bank.group * bank.n", "(row / bank.group + 1) % bank.group * bank.n"),
+    ],
+)
+def test_a_wrong_number_is_seen(tmp_path: Path, file: str, right: str, wrong: str) -> None:
+    """What the twin has nothing against, and the comparison has."""
+    folder = tmp_path / "op_kernel"
+    shutil.copytree(KERNELS, folder)
+    source = (folder / file).read_text()
+    assert source.count(right) == 1
+    (folder / file).write_text(source.replace(right, wrong))
+    ids = torch.tensor([[1, 2], [2, 1]], dtype=torch.int32)
+    assert worst_row(*fused(2, 2, 12, 2048, 128, (32, 32), BFLOAT, False, ids, cores=2, folder=folder)) > BOUND[BFLOAT]

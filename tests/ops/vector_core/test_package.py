@@ -1,0 +1,207 @@
+"""The package of vector-core operators: its names agree everywhere, and build.sh on machines with and without CANN."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.config.load import load_case
+from executor.platform.ascend.environment import ascend_environment
+from files import ROOT
+from ops.ascend import vector_core
+from ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
+
+FOLDER = ROOT / "ops/ascend/vector_core"
+OPS = {
+    "UmbraGroupedGemvW4a16": "umbra_grouped_gemv_w4a16",
+    "UmbraFusedMoeW4a16": "umbra_fused_moe_w4a16",
+    "UmbraFusedMoeSlotsW4a16": "umbra_fused_moe_slots_w4a16",
+    "UmbraGemvW4a16": "umbra_gemv_w4a16",
+}
+
+
+def found(pattern: str, *files: Path) -> list[Any]:
+    return [name for path in files for name in re.findall(pattern, path.read_text())]
+
+
+@pytest.mark.parametrize(("op", "file"), OPS.items())
+def test_names_agree(op: str, file: str) -> None:
+    host = FOLDER / "op_host" / f"{file}.cpp"
+    for pattern in (r"OP_ADD\((\w+)\)", r"REGISTER_TILING_DATA_CLASS\((\w+),", r"class (\w+) : public OpDef"):
+        assert found(pattern, host) == [op], pattern
+    schema = torch_schema(file)
+    attributes = found(r'Attr\("(\w+)"\)\.AttrType\((\w+)\)\.(\w+)\((\w*)\)', host)
+    assert attributes.pop() == ("half_sums", "OPTIONAL", "Bool", "false")
+    given = [(name, "REQUIRED", type.title(), "") for name, type in schema if not type.startswith("Tensor")]
+    assert [*attributes, ("half_sums", "REQUIRED", "Bool", "")] == given
+    inputs = found(r'(?:activation|optional|fixed)\(Input\("(\w+)"', host)
+    assert inputs == [name for name, type in schema if type.startswith("Tensor")]
+    assert found(r'optional\(Input\("(\w+)"', host) == [name for name, type in schema if type == "Tensor?"]
+    assert found(r'Output\("(\w+)"', host) == ["y"]
+    (call,) = found(rf"EXEC_NPU_CMD_EXT\(aclnn{op}, ([\w, ]+)\)", FOLDER / "torch" / "umbra_ops.cpp")
+    assert call.split(", ") == [*(name for name, _ in schema), "y"]
+
+
+def torch_schema(file: str) -> list[tuple[str, str]]:
+    """[(name, type)] of the op's arguments."""
+    op = getattr(torch.ops.umbra, file.removeprefix("umbra_")).default
+    types = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor?", "int": "int", "bool": "bool"}
+    return [(a.name, types[str(a.type)]) for a in op._schema.arguments]
+
+
+def test_cmake_lists_every_op() -> None:
+    pairs = found(r"(Umbra\w+:umbra_\w+)", FOLDER / "CMakeLists.txt")
+    assert dict(pair.split(":") for pair in pairs) == OPS
+    assert sorted(path.stem for path in (FOLDER / "op_host").glob("*.cpp")) == sorted(OPS.values())
+
+
+def test_kernels_have_the_names_of_the_ops() -> None:
+    kernels = sorted((FOLDER / "op_kernel").glob("*.cpp"))
+    assert sorted(path.stem for path in kernels) == sorted(OPS.values())
+    for path in kernels:
+        assert found(r"__global__ __aicore__ void (\w+)\(", path) == [path.stem]
+
+
+def test_the_build_script_is_bash() -> None:
+    subprocess.run(["bash", "-n", str(FOLDER / "build.sh")], check=True)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The sources elsewhere: a build here would make Umbra believe in kernels."""
+    shutil.copytree(FOLDER, tmp_path / "ops/ascend/vector_core", ignore=shutil.ignore_patterns("build", "__pycache__"))
+    return tmp_path
+
+
+def build(copy: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of requirements.txt's cmake
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "PYTHON"))}
+    return subprocess.run(
+        ["bash", str(copy / "ops/ascend/vector_core/build.sh"), *arguments],
+        env={**own, "PATH": path, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_help(copy: Path) -> None:
+    done = build(copy, "--help")
+    assert done.returncode == 0
+    assert "ascend910b ascend910_93" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "complaint"),
+    [
+        (["ascend310p"], {}, "SOC ascend310p is unknown: choose from ascend910b ascend910_93"),
+        (["ascend910b", "--fast"], {}, "SOC --fast is unknown: choose from ascend910b ascend910_93"),
+        ([], {}, "ASCEND_HOME_PATH is not set: source set_env.sh of the CANN toolkit first"),
+        (
+            [],
+            {"ASCEND_HOME_PATH": "/nowhere"},
+            "no /nowhere/compiler/tikcpp/ascendc_kernel_cmake: install the CANN toolkit, or point ASCEND_HOME_PATH at "
+            "it",
+        ),
+    ],
+)
+def test_refusals(copy: Path, arguments: list[str], environment: dict[str, str], complaint: str) -> None:
+    done = build(copy, *arguments, **environment)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {complaint}\n")
+
+
+# In place of CANN's functions: writes down how they are called, and makes an installer.
+STAND_IN = """
+set(ASCEND_AUTOGEN_PATH ${CMAKE_BINARY_DIR}/autogen)
+function(note)
+    string(REPLACE "${CMAKE_SOURCE_DIR}/" "" text "${ARGN}")
+    file(APPEND ${CMAKE_BINARY_DIR}/calls "${text}\\n")
+endfunction()
+macro(npu_op_code_gen)
+    note(code_gen ${ARGN})
+    file(WRITE ${ASCEND_AUTOGEN_PATH}/aclnn_one.cpp "")
+endmacro()
+macro(npu_op_package)
+    note(package ${ARGN} for ${ASCEND_COMPUTE_UNIT})
+    add_custom_target(binary COMMAND touch ${CMAKE_BINARY_DIR}/kernels)
+    add_custom_target(package COMMAND cp $ENV{ASCEND_HOME_PATH}/installer ${CMAKE_BINARY_DIR}/custom_opp_x.run
+                              COMMAND rm ${CMAKE_BINARY_DIR}/kernels)
+endmacro()
+foreach(name library package_add kernel_sources kernel_library)
+    cmake_language(EVAL CODE "macro(npu_op_${name})\\n note(${name} \\${ARGN})\\n endmacro()")
+endforeach()
+"""
+INSTALLER = 'lib=${2#--install-path=}/vendors/umbra/op_api/lib; mkdir -p "$lib"; touch "$lib/libcust_opapi.so"'
+PYTHON = '#!/bin/sh\n[ "$1 $2" = "-m ops.ascend.vector_core.extension" ] && touch "$3"\n'
+
+
+@pytest.fixture
+def cann(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with a stand-in for CANN."""
+    home, python = tmp_path / "cann", tmp_path / "python"
+    templates = home / "compiler/tikcpp/ascendc_kernel_cmake"
+    templates.mkdir(parents=True)
+    (templates / "asc-config.cmake").write_text(STAND_IN)
+    (home / "installer").write_text(INSTALLER)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    return {"ASCEND_HOME_PATH": str(home), "PYTHON": str(python)}
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize(("socs", "units"), [([], "ascend910b;ascend910_93"), (["ascend910_93"], "ascend910_93")])
+def test_a_build(copy: Path, cann: dict[str, str], socs: list[str], units: str) -> None:
+    done = build(copy, *socs, **cann)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = copy / "ops/ascend/vector_core/build"
+    assert (out / vector_core.PACKAGE.relative_to(vector_core.BUILD) / "op_api/lib/libcust_opapi.so").is_file()
+    assert (out / vector_core.EXTENSION.name).is_file()
+    package, autogen, *calls = (out / "package/calls").read_text().replace(str(out), "OUT").splitlines()
+    sources = [f"op_host/{file}.cpp" for file in OPS.values()]
+    assert package == f"package;umbra;TYPE;RUN;CONFIG;INSTALL_PATH;build/package;for;{units}"
+    assert autogen == ";".join(["code_gen", "SRC", *sources, "PACKAGE", "umbra", "OUT_DIR", "build/package/autogen"])
+    assert calls == [
+        "library;cust_opapi;ACLNN;build/package/autogen/aclnn_one.cpp",
+        ";".join(["library;cust_op_proto;GRAPH", *sources, "build/package/autogen/op_proto.cc"]),
+        ";".join(["library;cust_optiling;TILING", *sources]),
+        "package_add;umbra;LIBRARY;cust_opapi;cust_op_proto;cust_optiling",
+        *(f"kernel_sources;ascendc_kernels;OP_TYPE;{op};KERNEL_FILE;{file}.cpp" for op, file in OPS.items()),
+        "kernel_library;ascendc_kernels;SRC_BASE;op_kernel;TILING_LIBRARY;cust_optiling",
+        "package_add;umbra;LIBRARY;ascendc_kernels",
+    ]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_a_failed_install_leaves_no_extension(copy: Path, cann: dict[str, str]) -> None:
+    (Path(cann["ASCEND_HOME_PATH"]) / "installer").write_text("exit 0")
+    done = build(copy, **cann)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "error: the package was not installed: see above")
+    assert not (copy / "ops/ascend/vector_core/build" / vector_core.EXTENSION.name).exists()
+
+
+def test_the_launcher_tells_cann_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, name = load_case("qwen3_30b_a3b_bf16_tp8"), "ASCEND_CUSTOM_OPP_PATH"
+    package = tmp_path / "umbra"
+    monkeypatch.setattr(vector_core, "PACKAGE", package)
+    assert name not in ascend_environment(case, {})
+    package.mkdir()
+    for given, wanted in {"": package, "/a:/b": f"{package}:/a:/b", f"/a:{package}": f"{package}:/a"}.items():
+        assert ascend_environment(case, {name: given})[name] == str(wanted)
+    assert name not in ascend_environment(load_case("demo"), {})
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    """And the benchmark tells CANN of the package before torch, which may load torch_npu."""
+    code = "import sys, executor.job.launch, benchmarks.npu_gemv; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_benchmark_refuses_without_the_kernels() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.npu_gemv"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    complaint = "error: the vector-core kernels are not built: run bash ops/ascend/vector_core/build.sh\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", complaint)

@@ -1,0 +1,298 @@
+"""Experts in slots of an arena: the layout of a block, what the host tells the kernel, and the kernel in the twin."""
+
+import contextlib
+import shutil
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ops.ascend.vector_core import reference
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from tests.fakes.ascend_c import Counts, TwinError, build, host
+from tests.ops.vector_core.launch import KERNELS, distinct, launch, random_weight
+from tests.ops.vector_core.test_host import FIELDS
+from tests.ops.vector_core.test_kernels import BFLOAT, BOUND, HALF, worst_row
+
+INT, FLOAT, BYTE = torch.int32, torch.float32, torch.uint8
+OP = "UmbraFusedMoeSlotsW4a16"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def test_planes_begin_at_multiples_of_512_bytes() -> None:
+    layout = BlockLayout(inner=96, hidden=160, dtype=BFLOAT, group=32, group2=32, zeros=True)
+    # 160 * 96, 5 * 192 * 2, the same, 96 * 80, 3 * 160 * 2, the same
+    assert layout.offsets == dict(w13=0, s13=15360, z13=17408, w2=19456, s2=27136, z2=28160)
+    assert layout.block_bytes == 29184
+    block = torch.arange(29184 // 2).to(torch.int16).view(BYTE)
+    views = layout.views(block)
+    assert (views["w13"].shape, views["w13"].dtype) == ((160, 24), INT)
+    assert (views["s13"].shape, views["z2"].shape, views["z2"].dtype) == ((5, 192), (3, 160), BFLOAT)
+    assert (views["w2"].shape, views["w2"].dtype) == ((96, 20), INT)
+    assert {name: 2 * int(view.view(torch.int16)[0, 0]) for name, view in views.items()} == layout.offsets
+    views["s2"].fill_(0)
+    assert not block[27136:][:960].any()  # in place
+
+
+def test_unquantised_experts_are_two_planes() -> None:
+    layout = BlockLayout(inner=24, hidden=40, dtype=HALF)
+    assert (layout.offsets, layout.block_bytes) == (dict(w13=0, w2=4096), 4096 + 2048)
+    views = layout.views(torch.zeros(layout.block_bytes, dtype=BYTE))
+    assert {name: (tuple(v.shape), v.dtype) for name, v in views.items()} == dict(
+        w13=((40, 48), HALF), w2=((24, 40), HALF)
+    )
+
+
+@settings(deadline=None)  # the first call compiles
+@given(
+    st.integers(1, 200), st.integers(1, 200), st.sampled_from([32, 64, 128]), st.sampled_from([32, 64, 128]),
+    st.booleans(), st.sampled_from([HALF, BFLOAT]),
+)  # fmt: skip
+def test_the_kernel_is_told_the_same_places(
+    wide: int, tall: int, group: int, group2: int, zeros: bool, dtype: torch.dtype
+) -> None:
+    layout = BlockLayout(tall * group2, wide * group, dtype, group, group2, zeros)
+    inputs = [((2, layout.hidden), dtype), ((9999,), BYTE), ((7,), INT), ((2, 3), INT), ((2, 3), dtype)]
+    told = host(OP, inputs, attributes=[layout.inner, group, group2, zeros])
+    fields = dict(zip(FIELDS, struct.unpack_from(f"<{len(FIELDS)}I", told.tiling), strict=True))
+    assert {"w13": 0, **{name: fields[name] for name in list(layout.offsets)[1:]}} == layout.offsets
+    same = dict(tokens=2, topK=3, experts=7, k=layout.hidden, n=layout.inner, group=group, group2=group2, zeros=zeros)
+    assert {name: fields[name] for name in same} == same
+    assert (told.outputs, told.key) == ({"y": ((2, layout.hidden), dtype)}, 1 if dtype == HALF else 2)
+
+
+GOOD = [((2, 256), BFLOAT), ((9999,), BYTE), ((7,), INT), ((2, 3), INT), ((2, 3), BFLOAT)]
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "attributes", "complaint"),
+    [
+        (1, ((3, 9), BYTE), [96, 32, 32, 0], r"input 1 must have 1 dimensions \(found 2\)"),
+        (1, ((9999,), INT), [96, 32, 32, 0], "no variant of the definition has these types"),
+        (2, ((0,), INT), [96, 32, 32, 0], r"there must be a place for each expert \(found 0\)"),
+        (2, ((8193,), INT), [96, 32, 32, 0], r"8192 experts at most \(found 8193\)"),
+        (3, ((3, 3), INT), [96, 32, 32, 0], r"ids must have a row for each row of x \(found 3\)"),
+        (4, ((2, 2), BFLOAT), [96, 32, 32, 0], r"weights must have the shape of ids \(found 4\)"),
+        (4, ((2, 3), FLOAT), [96, 32, 32, 0], "no variant of the definition has these types"),
+        (0, ((2, 240), BFLOAT), [96, 32, 32, 0], r"K must be a multiple of 32 \(found 240\)"),
+        (0, GOOD[0], [80, 32, 32, 0], r"K must be a multiple of 32 \(found 80\)"),
+        (0, GOOD[0], [0, 32, 32, 0], r"K must be a multiple of 32 \(found 0\)"),
+        (0, GOOD[0], [96, 0, 32, 0], r"a group must be 32, 64 or 128 rows \(found 0\)"),
+        (0, GOOD[0], [96, 32, 64, 0], r"a group must divide its matrix's rows \(found 64\)"),
+        (0, ((1, 65536), BFLOAT), [65536, 32, 32, 0], r"an expert must be below 4 GB \(found 7"),
+        (0, GOOD[0], [96, 32, 32], "the attribute zeros is required"),
+    ],
+)
+def test_refusals(place: int, wrong: object, attributes: list[int], complaint: str) -> None:
+    inputs = [wrong if at == place else given for at, given in enumerate(GOOD)]
+    if place == 0 and wrong != GOOD[0]:
+        inputs[3:] = [((wrong[0][0], 3), INT), ((wrong[0][0], 3), BFLOAT)]  # type: ignore[index]
+    with pytest.raises(TwinError, match=complaint):
+        host(OP, inputs, attributes=attributes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Mixture:
+    """Random experts at `places` of an arena, which is 0xFF, no number, wherever none of them is."""
+
+    places: list[int]
+    ids: Tensor
+    hidden: int = 256
+    inner: int = 96
+    groups: tuple[int, int] = (64, 32)
+    dtype: torch.dtype = BFLOAT
+    zeros: bool = False
+    half_sums: bool = False
+    arena: Tensor | None = None  # or one of exactly the bytes that are needed
+
+    def __post_init__(self) -> None:
+        count = len(self.places)
+        self.up = random_weight(count, self.hidden, 2 * self.inner, self.groups[0], self.dtype, self.zeros)
+        self.down = random_weight(count, self.inner, self.hidden, self.groups[1], self.dtype, self.zeros)
+        self.x = torch.randn(len(self.ids), self.hidden).to(self.dtype)
+        self.weights = torch.rand(self.ids.shape).to(self.dtype)
+        for expert, place in enumerate(self.places):  # who shares a place shares its weights
+            for plane in (*self.up, *self.down):
+                if plane is not None:
+                    plane[expert] = plane[self.places.index(place)]
+
+    @cached_property
+    def layout(self) -> BlockLayout:
+        return BlockLayout(self.inner, self.hidden, self.dtype, *self.groups, self.zeros)
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, ...]:
+        layout, arena = self.layout, self.arena
+        if arena is None:
+            arena = torch.full((max(*self.places, 0) * PLACE + layout.block_bytes,), 0xFF, dtype=BYTE)
+        names = ("w13", "s13", "z13", "w2", "s2", "z2")
+        for expert, place in enumerate(self.places):
+            if place >= 0:
+                views = layout.views(arena[place * PLACE :][: layout.block_bytes])
+                for name, plane in zip(names, (*self.up, *self.down), strict=True):
+                    if plane is not None:
+                        views[name].copy_(plane[expert])
+        return self.x, arena, torch.tensor(self.places, dtype=INT), self.ids.int(), self.weights
+
+    @property
+    def attributes(self) -> tuple[int, ...]:
+        return self.inner, *self.groups, self.zeros
+
+    def run(self, folder: Path = KERNELS) -> tuple[Tensor, Counts]:
+        return launch(
+            "fused_moe_slots", *self.inputs, folder=folder, half_sums=self.half_sums,
+            attributes=self.attributes,
+        )  # fmt: skip
+
+    def expected(self) -> Tensor:
+        """From the planes as they are, without an arena."""
+        place = torch.tensor(self.places)[self.ids.long().clamp(0, len(self.places) - 1)]
+        ids = torch.where(place < 0, -1, self.ids.int())
+        return reference.fused_moe_w4a16(self.x, *self.up, *self.down, ids, self.weights, precise=True)
+
+    def error(self, folder: Path = KERNELS) -> float:
+        return worst_row(self.run(folder)[0], self.expected())
+
+
+def scattered(layout: BlockLayout, experts: int, missing: int = 0, first: int = 1) -> list[int]:
+    """Places in no order, with gaps, at odd multiples of 512 bytes; `missing` of them -1."""
+    places, at = [], first | 1
+    for _ in range(experts - missing):
+        places.append(at)
+        at = (at + layout.block_bytes // PLACE + int(torch.randint(0, 4, ()))) | 1
+    return [([*places, *[-1] * missing])[i] for i in torch.randperm(experts)]
+
+
+@pytest.mark.parametrize("half_sums", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_numbers(dtype: torch.dtype, zeros: bool, half_sums: bool) -> None:
+    shapes = ((128, 128, (32, 32)), (256, 96, (64, 32)), (1024, 192, (128, 64)), (512, 384, (64, 128)))
+    for (hidden, inner, groups), (tokens, top_k) in zip(shapes, ((1, 8), (2, 3), (8, 4), (3, 2)), strict=True):
+        layout = BlockLayout(inner, hidden, dtype, *groups, zeros)
+        places, ids = scattered(layout, 12, missing=4), distinct(tokens, top_k, 12)
+        mixture = Mixture(places, ids, hidden, inner, groups, dtype, zeros, half_sums)
+        assert mixture.error() < BOUND[dtype], (hidden, inner)
+        own = reference.fused_moe_slots_w4a16(*mixture.inputs, *mixture.attributes, precise=True)
+        assert torch.equal(own, mixture.expected())
+
+
+LAYOUT = BlockLayout(96, 256, BFLOAT, 64, 32)
+STEP = LAYOUT.block_bytes // PLACE  # one block after the other
+
+
+@pytest.mark.parametrize(
+    ("places", "ids"),
+    [
+        ([-1] * 5, [[0, 3], [4, 1]]),
+        ([-1, -7, -(1 << 31)], [[0, 1], [1, 2]]),
+        ([0, STEP, 2 * STEP], [[0, 1, 2], [2, 0, 1]]),
+        ([3, -1, STEP + 3], [[-1, 0, 1], [3, 99, -(1 << 31)], [1 << 30, 2, 1]]),
+        ([STEP + 1, 1, STEP + 1, 1], [[0, 2, 1], [2, 3, 0]]),
+        ([1, -1, 1], [[2, 2, 2, 1], [0, 2, 0, 2], [1, 1, 1, 1]]),
+        ([-1, 5], [[1]] * 8),
+    ],
+    ids=["none", "any negative", "all, in a row", "outside", "repeated places", "repeated ids", "one of them"],
+)
+def test_patterns(places: list[int], ids: list[list[int]]) -> None:
+    assert Mixture(places, torch.tensor(ids)).error() < BOUND[BFLOAT]
+
+
+@pytest.mark.parametrize("half_sums", [False, True])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_all_resident_gives_the_bits_of_the_other_op_and_reads_as_much(zeros: bool, half_sums: bool) -> None:
+    layout = BlockLayout(192, 512, BFLOAT, 32, 32, zeros)
+    places, ids = scattered(layout, 16), distinct(4, 4, 16)
+    mixture = Mixture(places, ids, 512, 192, (32, 32), BFLOAT, zeros, half_sums)
+    y, counts = mixture.run()
+    inputs = mixture.x, *mixture.up, *mixture.down, ids, mixture.weights
+    theirs, before = launch("fused_moe", *inputs, half_sums=half_sums)
+    assert torch.equal(y, theirs)
+    mine, other = ({name: dict(count) for name, count in each.buffers.items()} for each in (counts, before))
+    planes = sum(other.pop(name, {"read": 0})["read"] for name in ("w13", "s13", "z13", "w2", "s2", "z2"))
+    assert mine.pop("arena") == {"read": planes, "written": 0}
+    assert mine.pop("places") == {"read": 48 * 16 * 4, "written": 0}  # the whole table, by each core
+    assert mine.pop("weights") == other.pop("weights")
+    assert mine == other
+    assert counts.total["repeats"]["Cast<half,int4b_t>"] == before.total["repeats"]["Cast<half,int4b_t>"]
+
+
+@pytest.mark.parametrize("missing", [0, 2, 4])
+def test_each_plane_of_a_resident_expert_is_read_once(missing: int) -> None:
+    """Experts that several tokens chose as well; nobody reads those that are missing, or were not chosen."""
+    layout = BlockLayout(96, 512, HALF, 32, 32, True)
+    ids = torch.tensor([[0, 1, 2, 3]] * 6)
+    places = [-1] * missing + scattered(layout, 6 - missing)
+    _, counts = Mixture(places, ids, 512, 96, (32, 32), HALF, True).run()
+    scales = 512 // 32 * 192 * 2 + 96 // 32 * 512 * 2
+    assert counts.buffers["arena"]["read"] == (4 - missing) * (512 * 96 * 3 // 2 + 2 * scales)
+
+
+def beyond_4_gb(folder: Path) -> Mixture:
+    """Some of it; in a sparse file of 5 GB: only the blocks are ever written or read."""
+    arena = torch.from_file(str(folder / "arena"), shared=True, size=5 << 30, dtype=BYTE)
+    layout, middle = BlockLayout(96, 256, BFLOAT, 64, 32, True), (1 << 32) // PLACE
+    last = ((5 << 30) - layout.block_bytes) // PLACE
+    ids = torch.tensor([[0, 1, 2], [4, 2, 3]])
+    return Mixture([last, -1, middle - 5, *scattered(layout, 2)], ids, zeros=True, arena=arena)
+
+
+def test_an_arena_beyond_4_gb(tmp_path: Path) -> None:
+    mixture = beyond_4_gb(tmp_path)
+    assert mixture.error() < BOUND[BFLOAT]
+    mixture.inputs[2][0] += 1
+    with pytest.raises(TwinError, match="of arena, which has 5368709120"):
+        mixture.run()
+
+
+def test_a_table_of_as_many_experts_as_there_may_be() -> None:
+    places = [-1] * 8192
+    places[8191], places[4096], places[0] = 1, STEP + 5, 2 * STEP + 9
+    mixture = Mixture([1, STEP + 5, 2 * STEP + 9], torch.tensor([[0, 1], [2, 0]]))
+    expected = mixture.expected()
+    x, arena, _, ids, weights = mixture.inputs
+    far = torch.tensor([8191, 4096, 0], dtype=INT)[ids.long()]
+    inputs = x, arena, torch.tensor(places, dtype=INT), far, weights
+    y, _ = launch("fused_moe_slots", *inputs, attributes=mixture.attributes)
+    assert worst_row(y, expected) < BOUND[BFLOAT]
+
+
+MISTAKES = {
+    # what, in which file, becomes what: another answer, or the twin stops
+    "missing ones are computed": ("umbra_plan.h", "        if (place < 0)\n            return;\n", ""),
+    "the expert's number is its place": ("umbra_plan.h", "placed ? places.GetValue(id) : id", "id"),
+    "the table is not read": ("umbra_plan.h", "        room.Fetch(chosen.places, table, experts);\n", ""),
+    "32 bits": ("umbra_product.h", "place * bank.apart +", "static_cast<uint32_t>(place * bank.apart) +"),
+    "32 bits of scales": (
+        "umbra_product.h", "place * bank.scalesApart +", "static_cast<uint32_t>(place * bank.scalesApart) +",
+    ),
+    "scales are a matrix apart": ("umbra_bank.h", "this->apart = scalesApart = apart;", "this->apart = apart;"),
+    "zero points are scales": ("umbra_fused_moe_slots_w4a16.cpp", "arena + t.z13", "arena + t.s13"),
+    "zero points of w2 are scales": ("umbra_fused_moe_slots_w4a16.cpp", "arena + t.z2", "arena + t.s2"),
+    "no weights": ("umbra_fused.h", "of[i] = room.x.GetValue(i);", "of[i] = 1;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(tmp_path: Path, mistake: str) -> None:
+    file, right, wrong = MISTAKES[mistake]
+    folder = tmp_path / "op_kernel"
+    shutil.copytree(KERNELS, folder)
+    source = (folder / file).read_text()
+    assert source.count(right) == 1
+    (folder / file).write_text(source.replace(right, wrong))
+    build(folder / "umbra_fused_moe_slots_w4a16.cpp")  # it compiles
+    mixture = beyond_4_gb(tmp_path)
+    with contextlib.suppress(TwinError):
+        y, expected = mixture.run(folder)[0].double(), mixture.expected()
+        assert not (y - expected).norm() < BOUND[BFLOAT] * expected.norm()

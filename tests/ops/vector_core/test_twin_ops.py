@@ -1,0 +1,253 @@
+"""The twin's instructions against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fakes.ascend_c import run
+from tests.ops.vector_core.test_twin import probes
+
+TYPES = {
+    "half": torch.half,
+    "bfloat16_t": torch.bfloat16,
+    "float": torch.float32,
+    "int16_t": torch.int16,
+    "int32_t": torch.int32,
+    "uint16_t": torch.uint16,
+}
+
+
+def random(dtype: torch.dtype, seed: int, scale: float = 3.0) -> Tensor:
+    """4096 bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    count = 4096 // torch.empty((), dtype=dtype).element_size()
+    if dtype.is_floating_point:
+        return (torch.randn(count, generator=generator) * scale).to(dtype)
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max + 1, (count,), generator=generator, dtype=torch.int64).to(dtype)
+
+
+def op(name: str, a: Tensor, d: Tensor, b: Tensor | None = None) -> Tensor:
+    outputs = {"y": ((d.numel(),), d.dtype)}
+    given = {"a": a, "b": random(torch.half, 2) if b is None else b, "d": d}
+    return run(probes("ops"), name, given, outputs, b"", cores=1)[0]["y"]
+
+
+def equal(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    pairs = torch.stack([packed & 15, packed >> 4 & 15], -1).reshape(-1).to(torch.int64)
+    return torch.where(pairs > 7, pairs - 16, pairs)
+
+
+def test_cast_int4() -> None:
+    packed, d = random(torch.uint8, 1), random(torch.half, 3)
+    equal(op("cast_int4", packed, d), nibbles(packed)[:2048].half())
+    # 4 repeats of 128 nibbles, 64 bytes in every 128, to 8 blocks with a block between
+    wanted = d.clone().view(4, 16, 2, 16)[:, :8]
+    blocks = nibbles(packed).view(-1, 64)[torch.tensor([[0, 1], [4, 5], [8, 9], [12, 13]])]  # (4, 2, 64)
+    wanted = d.clone()
+    for repeat in range(4):
+        for block in range(8):
+            at = (repeat * 16 + block * 2) * 16
+            wanted[at : at + 16] = blocks[repeat].reshape(8, 16)[block].half()
+    equal(op("cast_int4_strides", packed, d), wanted)
+
+
+def test_exact_casts() -> None:
+    signed, unsigned, d = random(torch.int8, 1), random(torch.uint8, 1), random(torch.half, 2)
+    equal(op("cast_int8", signed, d), signed[:2048].half())
+    equal(op("cast_uint8", unsigned, d), unsigned[:2048].half())
+    halves, brains, wide = random(torch.half, 1), random(torch.bfloat16, 1), random(torch.float32, 2)
+    equal(op("cast_half", halves, wide), halves[:1024].float())
+    equal(op("cast_bfloat16", brains, wide), brains[:1024].float())
+    whole = random(torch.int32, 1)
+    equal(op("cast_int32", whole, wide), whole.float())
+    floored = op("cast_int32_floor", whole, wide).double()
+    assert (floored <= whole.double()).all()
+    assert (torch.nextafter(floored.float(), torch.tensor(float("inf"))).double() > whole.double()).all()
+
+
+def neighbours(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The nearest values of `dtype` not above and not below x, found by search among all of them."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).double()
+    every = every[every.isfinite()].unique()
+    above = torch.searchsorted(every, x)
+    exact = every[above] == x
+    return every[torch.where(exact, above, above - 1)], every[above]
+
+
+@pytest.mark.parametrize("mode", ["rint", "floor", "ceil", "round", "trunc"])
+@pytest.mark.parametrize("name", ["half", "bfloat16_t", "int32_t", "int16_t", "float"])
+def test_rounding(name: str, mode: str) -> None:
+    dtype = TYPES[name]
+    x = random(torch.float32, 5, 100.0)
+    x[:512] = torch.arange(-128, 128).repeat_interleave(2)[:512] / 2  # ties of whole numbers
+    x[512:640] = 2048 + torch.arange(128)  # ties of half, and of bfloat16
+    exact = x.double()
+    if name in ("half", "bfloat16_t"):
+        low, high = neighbours(exact, dtype)
+    else:
+        low, high = exact.floor(), exact.ceil()
+    half_way = (low + high) / 2
+    away = torch.where(exact > 0, high, low)
+    toward = torch.where(exact > 0, low, high)
+    nearest = torch.where(exact < half_way, low, torch.where(exact > half_way, high, away))
+    wanted = {
+        "floor": low,
+        "ceil": high,
+        "trunc": toward,
+        "round": nearest,
+        "rint": exact.to(dtype).double() if name in ("half", "bfloat16_t") else exact.round(),
+    }[mode]
+    d = random(dtype, 1)
+    found = op(f"cast_to_{name}_{mode}", x, d)
+    assert torch.equal(found[:1024].double(), wanted)
+
+
+def test_narrow_special_values() -> None:
+    x = random(torch.float32, 5)
+    x[:4] = torch.tensor([float("inf"), float("-inf"), float("nan"), 1e6])
+    for name in ("half", "bfloat16_t"):
+        equal(op(f"cast_to_{name}_rint", x, random(TYPES[name], 1))[:1024], x.to(TYPES[name]))
+    assert op("cast_to_int16_t_rint", x, random(torch.int16, 1))[:4].tolist() == [32767, -32768, 0, 32767]
+
+
+BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "mul": torch.mul,
+    "add": torch.add,
+    "sub": torch.sub,
+    "max": torch.maximum,
+    "div": torch.div,
+    "and": torch.bitwise_and,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [f"{name}_{kind}" for name in ("mul", "add", "sub", "max") for kind in ("half", "float", "int16_t", "int32_t")]
+    + ["div_half", "div_float", "and_int16_t"],
+)
+def test_binary(name: str) -> None:
+    function, kind = name.split("_", 1)
+    dtype = TYPES[kind]
+    a, b = random(dtype, 1), random(dtype, 2)
+    equal(op(name, a, random(dtype, 3), b), BINARY[function](a, b))
+
+
+def test_and_of_unsigned() -> None:
+    a, b = random(torch.uint16, 1), random(torch.uint16, 2)
+    found = op("and_uint16_t", a, random(torch.uint16, 3), b)
+    assert torch.equal(found.view(torch.int16), a.view(torch.int16) & b.view(torch.int16))
+
+
+def test_scalars_and_unary() -> None:
+    halves, floats, whole = random(torch.half, 1), random(torch.float32, 1), random(torch.int32, 1)
+    equal(op("muls", halves, halves), (halves.float() * torch.tensor(1.1).half().float()).half())
+    equal(op("adds", floats, floats), floats + torch.tensor(0.1))
+    equal(op("maxs", whole, whole), whole.clamp(min=5))
+    equal(op("magnitude", halves, halves), halves.abs())
+    torch.testing.assert_close(op("exponential", floats, floats), floats.exp(), rtol=1e-6, atol=0)
+    wanted = random(torch.float32, 3)
+    found = op("scalars", floats, wanted)
+    wanted[3], wanted[4] = floats[5], floats[6]
+    equal(found, wanted)
+
+
+def test_strides() -> None:
+    a, b, d = (random(torch.float32, seed) for seed in (1, 2, 3))
+    wanted = d.clone()
+    for repeat in range(3):
+        for lane in range(40):
+            block, inside = divmod(lane, 8)
+            wanted[(repeat * 16 + block * 2) * 8 + inside] = (
+                a[repeat * 8 * 8 + inside] * b[(repeat * 5 + block) * 8 + inside]
+            )
+    equal(op("mul_strides", a, d, b), wanted)
+
+
+def test_add_over_repeats() -> None:
+    a, d = random(torch.float32, 1), random(torch.float32, 3)
+    wanted = d.clone()
+    for repeat in a.view(16, 64):
+        wanted[:64] = repeat + wanted[:64]
+    equal(op("add_chain", a, d), wanted)
+
+
+def test_multiply_add() -> None:
+    a, b = random(torch.half, 1), random(torch.half, 2)
+    d, wide = random(torch.half, 3), random(torch.float32, 3)
+    equal(op("sum_half", a, d, b), d + a * b)  # torch rounds each to half
+    x, y = random(torch.float32, 1), random(torch.float32, 2)
+    equal(op("sum_float", x, wide, y), wide + x * y)
+    equal(op("sum_mixed", a, wide, b), wide + a[:1024].float() * b[:1024].float())
+    # 20 repeats of 64 products: a goes on, b's repeat is one block of 16 taken four times
+    wanted = wide.clone()
+    for repeat in range(20):
+        factor = b[repeat * 16 : repeat * 16 + 16].float().repeat(4)
+        wanted[:64] += a[repeat * 64 : repeat * 64 + 64].float() * factor
+    equal(op("sum_chained", a, wide, b), wanted)
+    scalar = torch.tensor(0.3).half()
+    equal(op("axpy", a, wide), wide + a[:1024].float() * scalar.float())
+    wanted = d.clone()
+    for repeat in range(4):
+        wanted[:128] = wanted[:128] + a[repeat * 128 : repeat * 128 + 128] * scalar
+    equal(op("axpy_half", a, d), wanted)
+
+
+def test_fills() -> None:
+    brains, halves, floats = random(torch.bfloat16, 1), random(torch.half, 1), random(torch.float32, 1)
+    wanted = brains.clone()
+    for repeat in range(3):
+        wanted[repeat * 64 : repeat * 64 + 16] = 1.5
+    equal(op("duplicate", halves, brains), wanted)
+    d = random(torch.half, 3)
+    wanted = d.clone()
+    for element in range(24):
+        at = (element // 8 * 20 + element % 8 * 2) * 16
+        wanted[at : at + 16] = halves[element]
+    equal(op("brcb_half", halves, d), wanted)
+    wide = random(torch.float32, 3)
+    equal(op("brcb_float", floats, wide)[:128], floats[:16].repeat_interleave(8))
+
+
+def tree(lanes: Tensor) -> Tensor:
+    while lanes.shape[-1] > 1:
+        lanes = lanes[..., 0::2] + lanes[..., 1::2]
+    return lanes[..., 0]
+
+
+def test_reductions() -> None:
+    a, d = random(torch.float32, 1), random(torch.float32, 3)
+    wanted = d.clone()
+    for repeat in range(4):
+        lanes = torch.zeros(64)
+        lanes[:60] = a[repeat * 72 : repeat * 72 + 60]
+        wanted[3 + 2 * repeat] = tree(lanes)
+    equal(op("whole_sum", a, d), wanted)
+    halves, narrow = random(torch.half, 1), random(torch.half, 3)
+    equal(op("whole_sum_half", halves, narrow)[:16], tree(halves.view(16, 128)))
+    a[7] = a[9] = 100  # the first of the largest counts
+    found = op("whole_max", a, d)
+    for repeat in range(4):
+        lanes = a[repeat * 64 : repeat * 64 + 50]
+        assert found[6 * repeat] == lanes.max()
+        assert found[6 * repeat + 1].view(torch.int32) == lanes.argmax()
+        equal(found[6 * repeat + 2 : 6 * repeat + 6], d[6 * repeat + 2 : 6 * repeat + 6])
+    assert found[1].view(torch.int32) == 7
+    equal(op("whole_max_only", halves, narrow)[:4], halves.view(-1, 128)[:4].amax(1))
+    wanted = d.clone()
+    for repeat in range(4):  # 44 lanes: five blocks and a half; the last two keep what was there
+        lanes = torch.zeros(48)
+        lanes[:44] = a[repeat * 64 : repeat * 64 + 44]
+        wanted[repeat * 16 : repeat * 16 + 6] = tree(lanes.view(6, 8))
+    equal(op("block_sum", a, d), wanted)
+    equal(op("block_sum_half", halves, narrow)[:128], tree(halves.view(128, 16)))

@@ -1,0 +1,110 @@
+"""The twin's moves, tiling data and counts, and what does not compile."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fakes.ascend_c import LIBRARY_WORKSPACE, TwinError, build, run
+from tests.ops.vector_core.test_twin import TILING, probes
+from tests.ops.vector_core.test_twin_ops import equal, random
+
+
+def move(name: str) -> tuple[Tensor, Tensor]:
+    x = random(torch.int16, 1)
+    return x, run(probes("ops"), name, {"x": x}, {"y": ((2048,), torch.int16)}, b"", cores=1)[0]["y"]
+
+
+def test_moves() -> None:
+    x, y = move("pad_in")
+    wanted = torch.full((2048,), -1, dtype=torch.int16)
+    for row in range(5):
+        wanted[row * 32 : row * 32 + 16] = 77
+        wanted[row * 32 + 2 : row * 32 + 12] = x[1 + row * 22 : 11 + row * 22]
+    equal(y, wanted)
+    x, y = move("pad_out")
+    wanted = torch.full((2048,), -1, dtype=torch.int16)  # the bytes that outputs start with
+    for row in range(5):
+        wanted[1 + row * 13 : 11 + row * 13] = x[row * 32 : row * 32 + 10]
+    equal(y, wanted)
+    for name, from_step, to_step in (("blocks", 3, 5), ("blocks_out", 3, 5)):
+        x, y = move(name)
+        wanted = torch.full((2048,), -1, dtype=torch.int16)
+        for piece in range(3):
+            wanted[piece * to_step * 16 :][:32] = x[piece * from_step * 16 :][:32]
+        equal(y, wanted)
+
+
+@pytest.mark.parametrize("key", [1, 2])
+def test_tiling_data(key: int) -> None:
+    tiling = struct.pack("<IxxxxQB7x", 9, 5 << 32, 250)
+    outputs = {"y": ((3, 8), torch.int32)}
+    y = run(probes("ops"), "tiling_and_ids", {"absent": None}, outputs, tiling, cores=3, key=key)[0]["y"]
+    assert y.tolist() == [[9, 5, 250, core, 3, int(key == 2), 1, 0] for core in range(3)]
+    with pytest.raises(TwinError, match="GET_TILING_DATA of 24 bytes, the host wrote 8"):
+        run(probes("ops"), "tiling_and_ids", {"absent": None}, outputs, tiling[:8], cores=3)
+
+
+def test_counts() -> None:
+    x = torch.ones(2048, dtype=torch.half)
+    outputs = {"y": ((1024,), torch.half)}
+    found, counts = run(probes("ops"), "counted", {"x": x}, outputs, b"", cores=2)
+    assert found["y"].view(2, 4, 128)[:, 0].tolist() == [[1.0] * 128, [2.0] * 128]
+    assert counts.buffers == {
+        "x": {"read": 3 * 256 + 2 * 2, "written": 0},
+        "y": {"read": 0, "written": 2048},
+        "workspace": {"read": 0, "written": 0},
+    }
+    first, second = counts.cores[1]
+    assert first["mte2"] == {"count": 2, "bytes": 512, "bursts": 8, "by_move": {"256": 2}, "by_burst": {"64": 8}}
+    assert first["instructions"] == {"Duplicate<half>": 1, "Add<half>": 2}
+    assert first["repeats"] == {"Duplicate<half>": 4, "Add<half>": 2}
+    assert first["barriers"] == {"V": 2}
+    assert (first["flags"], first["scalar_ub"], first["scalar_gm"], first["scalar_gm_bytes"]) == (0, 0, 1, 2)
+    assert second["mte3"] == {"count": 1, "bytes": 1024, "bursts": 1, "by_move": {"1024": 1}, "by_burst": {"1024": 1}}
+    assert second["flags"] == 1
+    assert (counts.phases, counts.sync_alls) == (2, 1)
+    assert counts.total["mte2"]["by_burst"] == {"64": 12}
+    assert counts.most("mte2", "bytes") == 512
+    assert counts.most("mte2", "bytes", phase=1) == 0
+    assert [core["instructions"]["Add<half>"] for core in counts.per_core()] == [1, 2]
+
+
+def test_same_run_twice_is_the_same() -> None:
+    x, outputs = torch.ones(2048, dtype=torch.half), {"y": ((1024,), torch.half)}
+    runs = [run(probes("ops"), "counted", {"x": x}, outputs, b"", cores=2, workspace=LIBRARY_WORKSPACE) for _ in "ab"]
+    assert torch.equal(runs[0][0]["y"], runs[1][0]["y"])
+    assert runs[0][1] == runs[1][1]
+
+
+REFUSED = {  # a, b: bfloat16_t; i: int32_t; h: half; f: float; n: uint32_t
+    "Add(a, b, b, 16)": "Add does not support this type",
+    "And(i, i, i, 16)": "And does not support this type",
+    "Cast(h, a, RoundMode::CAST_RINT, 16)": "Cast does not support this pair",
+    "MulAddDst(f, a, b, 16)": "MulAddDst does not support these types",
+    "Axpy(f, f, half(1), 16)": "no matching function for call to .Axpy",
+    "Muls(f, f, 1, 16)": "no matching function for call to .Muls",
+    "Abs(i, i, 16)": "Abs takes half and float",
+    "WholeReduceSum(i, i, 8, 1, 1, 1, 8)": "reductions take half and float",
+    "SyncAll<false>()": "would wait for cube cores",
+    "Mul(h, h, h, 16, 1, {1, 1, 1, n, 8, 8})": "narrowing conversion of .n.",
+}
+
+
+def test_does_not_compile(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cpp"
+    body = "".join(f"    {call};\n" for call in REFUSED)
+    source.write_text(
+        '#include "kernel_operator.h"\nusing namespace AscendC;\n'
+        "void body(LocalTensor<bfloat16_t> a, LocalTensor<bfloat16_t> b, LocalTensor<int32_t> i,\n"
+        f"          LocalTensor<half> h, LocalTensor<float> f, uint32_t n) {{\n{body}}}\n"
+    )
+    with pytest.raises(TwinError) as refused:
+        build(source, TILING, "ProbeTiling")
+    for call, rule in REFUSED.items():
+        assert re.search(rule, str(refused.value)), call
