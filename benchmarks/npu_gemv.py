@@ -4,9 +4,10 @@
         [--batches 1 2 4 8] [--dtype bfloat16] [--rounds 30] [--read-mb 1024] [--half-sums] [--json FILE]
 
 Needs an NPU and `bash ops/ascend/vector_core/build.sh`. Each way is captured into one graph that runs all layers,
-whose weights differ, so that no cache holds them; before that, both must give equal results. The graphs are
-replayed in turn; a time is the median of the device's own, divided by the layers. GB/s counts weights and scales of each expert that is hit,
-once a layer. Limit: the better of a plain copy and a plain sum of --read-mb, timed in the same rounds.
+whose weights differ, so that no cache holds them; before that, both must give equal results. The graphs are replayed
+in turn; a time is the median of the device's own, divided by the layers. GB/s counts weights and scales of each
+expert that is hit, once a layer. Limit: the better of a plain copy and a plain sum of --read-mb, timed in the same
+rounds.
 """
 
 import argparse

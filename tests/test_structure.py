@@ -1,4 +1,7 @@
-"""The house rules that a machine can check: imports run one way, files stay small, heavy libraries stay lazy."""
+"""The rules of the house that a machine can check: imports run one way and never in a circle, heavy libraries stay lazy.
+
+Every import counts: at the top of a file, inside a function, and under TYPE_CHECKING.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -8,43 +11,127 @@ import pytest
 
 from files import ROOT
 
-# Each folder may import itself and what stands to its right; `errors` is everyone's.
+# From the ground up: a room imports from the floors below its own, never from one beside it.
+FLOORS = [
+    ["errors"],
+    ["files"],
+    ["ops", "executor.parallel"],
+    ["models", "cpu_offload"],
+    ["executor.config"],
+    ["executor.checkpoint"],
+    ["executor.platform"],
+    ["executor.engine"],
+    ["executor.planning"],
+    ["executor.quantize"],
+    ["executor.job"],
+    ["umbra", "run"],
+    ["benchmarks", "tools"],
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+WHOLE_CASE = FLOOR["executor.engine"]  # rooms below this one take what they need of a case, never all of it
 # Only these, files or folders, know Ascend's libraries, so that everything else imports on a laptop.
 ASCEND = [
-    ROOT / place for place in ("executor/platform/ascend/device.py", "executor/platform/ascend/graphs.py", "ops/ascend")
+    "executor/platform/ascend/device.py",
+    "executor/platform/ascend/graphs.py",
+    "ops/ascend",
+    "cpu_offload/ascend.py",
 ]
-ASCEND += [ROOT / "ops/ascend/vector_core/converters.py", ROOT / "cpu_offload/ascend.py"]
-ORDER = ["run", "executor", "models", "cpu_offload", "ops", "errors"]
-SOURCES = [p for name in ORDER for p in [ROOT / f"{name}.py", *(ROOT / name).rglob("*.py")] if p.is_file()]
+ASCEND += ["benchmarks/npu_gemv.py", "benchmarks/npu_layers.py"]
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+TOPS = {room.split(".")[0] for room in FLOOR}
+FILES = [p for top in TOPS for p in [ROOT / f"{top}.py", *(ROOT / top).rglob("*.py")] if p.is_file()]
+SOURCES = {module_of(path): path for path in sorted(FILES)}
 
 
 def imports(path: Path) -> Iterator[str]:
+    """Every module that the file imports, wherever in it, as far as its name tells."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             yield node.module or ""
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in SOURCES:
+                    yield f"{node.module}.{alias.name}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_run_one_way(path: Path) -> None:
-    own = ORDER.index(path.relative_to(ROOT).parts[0].removesuffix(".py"))
-    for name in imports(path):
-        top = name.split(".")[0]
-        if top in ORDER:
-            assert ORDER.index(top) >= own, f"{path} imports {name}"
-        assert top not in ("torch_npu", "torchair") or any(path.is_relative_to(place) for place in ASCEND)
+def room_of(module: str) -> str | None:
+    """The room of FLOORS that the module is in; None: another's library, or `executor` itself."""
+    return next((room for room in FLOOR if module == room or module.startswith(room + ".")), None)
 
 
-def test_files_stay_small() -> None:
-    for path in SOURCES:
-        assert len(path.read_text().splitlines()) <= 300, path
+# What is still to be mended; a test that passes must be taken off its list.
+IMPORTS_STILL = """executor.checkpoint.files executor.config.ascend_rules executor.engine.shadows executor.parallel.join
+executor.parallel.partitions executor.planning.memory executor.platform.ascend.device executor.quantize.convert
+models.build models.layers""".split()
+CASE_STILL = """executor.checkpoint.packed executor.parallel.join executor.parallel.partitions
+executor.platform.ascend.compile_cache executor.platform.ascend.device executor.platform.ascend.environment
+executor.platform.ascend.graphs executor.platform.ascend.hccl executor.platform.ascend.kernels executor.platform.base
+executor.platform.cpu""".split()
+
+
+def marked(modules: list[str], still: list[str]) -> list[object]:
+    fails = pytest.mark.xfail(strict=True, reason="still to be mended")
+    return [pytest.param(m, marks=[fails] if m in still else []) for m in modules]
+
+
+@pytest.mark.parametrize("module", marked(list(SOURCES), IMPORTS_STILL))
+def test_imports_run_one_way(module: str) -> None:
+    own = room_of(module)
+    wrong = set()
+    for name in imports(SOURCES[module]):
+        room = room_of(name)
+        if own and room and room != own and FLOOR[room] >= FLOOR[own]:
+            wrong.add(name)
+    assert not wrong
+
+
+@pytest.mark.xfail(strict=True, reason="still to be mended")
+def test_no_import_goes_in_a_circle() -> None:
+    graph = {m: {n for n in imports(path) if n in SOURCES and n != m} for m, path in SOURCES.items()}
+    packages = {m for m in graph if SOURCES[m].name == "__init__.py"}
+    # `from package import module` imports the module; the package's own file is no part of a circle unless it imports.
+    graph = {m: {n for n in to if n not in packages or graph[n]} for m, to in graph.items()}
+    left = dict(graph)
+    while ends := {m for m, to in left.items() if not to & left.keys()}:
+        left = {m: to for m, to in left.items() if m not in ends}
+    starts = left
+    while True:  # what only leads to a circle is no part of one
+        wanted = set().union(*starts.values()) if starts else set()
+        kept = {m: to for m, to in starts.items() if m in wanted}
+        if kept == starts:
+            break
+        starts = kept
+    assert not starts, f"circles among {sorted(starts)}"
+
+
+LOWER = [m for m in SOURCES if FLOOR.get(room_of(m) or "", 99) < WHOLE_CASE and room_of(m) != "executor.config"]
+
+
+@pytest.mark.parametrize("module", marked(LOWER, CASE_STILL))
+def test_only_the_engine_and_above_take_a_whole_case(module: str) -> None:
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "executor.config.case":
+            assert "Case" not in {alias.name for alias in node.names}
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_ascends_libraries_are_imported_in_few_places(module: str) -> None:
+    own = SOURCES[module]
+    for name in imports(own):
+        if name.split(".")[0] in ("torch_npu", "torchair"):
+            assert any(own.is_relative_to(ROOT / place) for place in ASCEND)
 
 
 def test_environment_is_read_in_one_file() -> None:
-    for path in SOURCES:
+    for module, path in SOURCES.items():
         text = path.read_text()
-        if path != ROOT / "executor" / "env.py":
+        if module not in ("executor.config.env", "benchmarks.npu_gemv"):
             assert "os.getenv" not in text, path
             assert "environ.get" not in text, path

@@ -16,7 +16,7 @@ umbra_sources() { find ops/cpu/csrc -name build -prune -o -type f -print0 | sort
 
 umbra_stale() {
     [ "$(umbra_requirements)" != "$(cat .venv/umbra-setup 2>/dev/null)" ] ||
-        [ "$(umbra_sources)" != "$(cat .venv/umbra-native 2>/dev/null)" ] ||
+        [ "$(umbra_sources)" != "$(cat ops/cpu/.built 2>/dev/null)" ] ||
         ! compgen -G "ops/cpu/_native*.so" >/dev/null
 }
 
@@ -33,13 +33,13 @@ umbra_make() {
         umbra_requirements >.venv/umbra-setup
     fi
     echo "building the native CPU kernels ..." >&2
-    local built=.venv/umbra-build
+    local built=build/native
     rm -rf "$built"
     PATH="$PWD/.venv/bin:$PATH" .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         --no-build-isolation --no-deps --no-index --target "$built" ./ops/cpu/csrc
     rm -f ops/cpu/_native*.so
     mv "$built"/_native*.so ops/cpu/
-    umbra_sources >.venv/umbra-native
+    umbra_sources >ops/cpu/.built
 }
 
 # .venv/NAME: what requirements-NAME.txt adds to .venv for tests/NAME, with everything else taken from .venv.

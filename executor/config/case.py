@@ -153,7 +153,8 @@ class AscendSettings:
     decode_gemv: str = key(
         "auto", "products of few tokens by 4-bit weights in our own kernels for the vector cores, built by `bash "
         "ops/ascend/vector_core/build.sh`. auto: where they are built and fit the weights; on: an error where not; "
-        "off: never. AIV collectives compete with them for those cores: compare `off`, and `hccl_config.aiv_group: none`",
+        "off: never. AIV collectives compete with them for those cores: compare `off`, and `hccl_config.aiv_group: "
+        "none`",
         choices=("auto", "on", "off"),
     )  # fmt: skip
     gemv_max_tokens: int = key(8, "most tokens of a step that `decode_gemv` is for", minimum=1, maximum=8)

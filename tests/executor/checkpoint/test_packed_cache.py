@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from executor.checkpoint.load import packed as packed_cache
+from executor.checkpoint import packed as packed_cache
 from executor.config.case import Case
 from executor.job.logits import collect_logits
 from tests.tiny import make_runner, save_tiny, tiny_case
