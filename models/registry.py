@@ -1,16 +1,29 @@
-"""The architectures by `model_type`: a lazily importing registry; reading a model's config needs no torch."""
+"""The model families by `model_type`: a lazily importing registry; reading a model's config needs no torch."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from models.qwen3_moe.config import Qwen3MoeConfig
-
-MODELS = {"qwen3_moe": "models.qwen3_moe.config:Qwen3MoeConfig"}
+from dataclasses import dataclass
+from typing import Any
 
 
-def config_class(model_name: str) -> "type[Qwen3MoeConfig]":
-    return load(MODELS[model_name])
+@dataclass(frozen=True)
+class Family:
+    """Both as module:name."""
+
+    config: str
+    model: str
+
+
+FAMILIES = {
+    "qwen3_moe": Family("models.qwen3_moe.config:Qwen3MoeConfig", "models.qwen3_moe.model:Qwen3MoeForCausalLM"),
+}
+
+
+def config_class(model_name: str) -> Any:
+    return load(FAMILIES[model_name].config)
+
+
+def model_class(model_name: str) -> Any:
+    return load(FAMILIES[model_name].model)
 
 
 def load(place: str) -> Any:

@@ -11,7 +11,7 @@ from executor.config.offload_rules import check_offload
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
 from executor.parallel.partitions import GROUPS
-from models.registry import MODELS
+from models.registry import FAMILIES
 
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
@@ -54,6 +54,10 @@ class DataSettings:
     chunked_prefill_size: int = key(
         0, "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
         minimum=0,
+    )  # fmt: skip
+    mixed_prefill_size: int = key(
+        256, "the same for a step in which other sequences decode: the smaller, the less a long prompt slows them "
+        "down; 0: no limit", minimum=0,
     )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
@@ -192,7 +196,9 @@ class HcclSettings:
 class Case:
     name: str = ""  # the YAML file's name, not a key
     description: str = key("", "one line for `bash infer.sh --list`")
-    model_name: str = key("qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(MODELS))
+    model_name: str = key(
+        "qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(FAMILIES)
+    )
     model_path: str = key("", "folder of the checkpoint; a relative path starts at the project's root")
     platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS))
     exe_mode: str = key(

@@ -27,7 +27,7 @@ from executor.planning.memory import GB, cache_of, kind_of, sketch_of, weights_o
 from files import write_json
 from models.hf_config import read_json
 from models.layers import Piece, layers_of
-from models.registry import MODELS
+from models.registry import FAMILIES
 from ops.interface import Format
 
 IGNORED, UNKNOWN = "ignored", "unknown"
@@ -100,8 +100,8 @@ def model_type(folder: Path) -> str:
     if not config.is_file():
         raise UserError(f"{folder} is no checkpoint: it holds no config.json: name the folder that does")
     name = read_json(config).get("model_type")
-    if name not in tuple(MODELS):
-        raise UserError(f"{config}: model_type: {name!r:.80} is not supported, only {', '.join(MODELS)}")
+    if name not in tuple(FAMILIES):
+        raise UserError(f"{config}: model_type: {name!r:.80} is not supported, only {', '.join(FAMILIES)}")
     return str(name)
 
 

@@ -6,7 +6,6 @@ Every split of a model is even (`check_parallel`), so all ranks hold the same an
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from errors import UserError
 from executor.config.case import Case
 from executor.config.env import RankEnv
+from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
 from executor.engine.batching import graph_rows
 from executor.engine.building import bind_caches, build_of
-from executor.engine.scheduler import make_scheduler
-from executor.job.runners import make_runner
+from executor.engine.scheduler import Scheduler, limits_of
 from executor.parallel.groups import Parallel
 from executor.parallel.join import place_of
 from executor.parallel.partitions import partitions
@@ -27,7 +26,7 @@ from executor.planning.activations import Part, fullest, of_model, of_sampling, 
 from executor.platform.ascend.hccl import buffer_mb
 from models.build import Build, Shadows
 from models.layers import Experts, LMHead, PagedAttention, RMSNorm, RotaryTable, VocabEmbedding, layers_of
-from models.registry import load
+from models.registry import load, model_class
 from ops.ascend.layout import CAUSAL_MASK
 from ops.interface import Ops
 
@@ -99,14 +98,14 @@ def make_plan(case: Case) -> Plan:
 
 def sketch_of(case: Case, offload: Shadows | None = None) -> Sketch:
     ranks = RankEnv(rank=0, world_size=case.world_size, local_rank=0, local_world_size=1, error_file="")
-    runner = make_runner(case, Path(), ranks)
+    config = load_model_config(case)
     ops = cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = "q8" in PLATFORMS[case.platform].quantised  # which ascend has no products in
     build = build_of(case, ops, place_of(case, ranks.rank, {}), torch.device("meta"), quantised_head)
-    model = runner.build_model(dataclasses.replace(build, offload=offload))
-    module, pages = cast(nn.Module, model), make_scheduler(case).pages
+    model = model_class(case.model_name)(config, dataclasses.replace(build, offload=offload))
+    module, pages = cast(nn.Module, model), Scheduler(limits_of(case)).pages
     bind_caches(module, case, build, pages)
-    return Sketch(runner.config, build, module, model.ignored_weights(), pages)
+    return Sketch(config, build, module, model.ignored_weights(), pages)
 
 
 def weights_of(model: nn.Module) -> list[Part]:
@@ -170,7 +169,7 @@ def _graphs(case: Case, config: Any, build: Build) -> list[Part]:
 
 def _inputs(case: Case, ops: Ops, tokens: int, sequences: int) -> int:
     """Of one token ids, positions, slots; of one sequence a block table and its row of logits."""
-    pages = make_scheduler(case).table_width
+    pages = Scheduler(limits_of(case)).table_width
     slots, tables, *_ = ops.paging([0], [[0] * pages], [0, 1], [1], case.cache_config.page_size)
     number = torch.int64.itemsize
     return tokens * (2 * number + slots.nbytes) + sequences * (tables.nbytes + number)

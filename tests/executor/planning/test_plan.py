@@ -15,18 +15,18 @@ from torch import nn
 
 from errors import UserError
 from executor.config.case import Case
-from executor.config.load import load_case
+from executor.config.load import load_case, load_model_config
 from executor.engine.building import bind_caches, build_of
-from executor.engine.scheduler import make_scheduler
-from executor.job.runners import make_runner
+from executor.engine.scheduler import Scheduler, limits_of
 from executor.parallel.join import place_of
 from executor.planning.activations import StepShape, fullest, of_model, of_sampling
 from executor.planning.memory import GB, make_plan
 from executor.planning.report import check_fits, print_plan
 from files import ROOT
 from models.layers import layers_of
+from models.registry import model_class
 from ops.ascend.layout import AscendLayout
-from tests.tiny import ONE_RANK, save_tiny, tiny_case
+from tests.tiny import save_tiny, tiny_case
 
 VOCABULARY, DIM, EXPERTS, TOP_K = 151936, 128, 128, 8
 PAGES, BATCH, CHUNK, LONGEST = 4 * (4096 + 1024) // 128, 4, 4096, 4096 + 1024
@@ -123,8 +123,8 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
     build = build_of(
         case, cast(Any, AscendLayout(torch.bfloat16)), place_of(case, 0, {}), torch.device("cpu"), quantised_head=False
     )
-    model = cast(nn.Module, make_runner(case, tmp_path, ONE_RANK).build_model(build))
-    bind_caches(model, case, build, make_scheduler(case).pages)
+    model = cast(nn.Module, model_class(case.model_name)(load_model_config(case), build))
+    bind_caches(model, case, build, Scheduler(limits_of(case)).pages)
     tensors = [*model.parameters(), *model.buffers(), *(t for _, layer in layers_of(model) for t in layer.storages())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     plan = make_plan(case)
