@@ -72,7 +72,6 @@ IMPORTS_STILL = [
     "executor.config.ascend_rules",
     "executor.parallel.join",
     "executor.parallel.partitions",
-    "executor.planning.memory",
     "executor.platform.ascend.device",
     "executor.quantize.convert",
     "models.build",
