@@ -23,7 +23,7 @@ from cpu_offload.cost.choices import (
 )  # fmt: skip
 from cpu_offload.cost.model import Line, Planner, Shape
 from cpu_offload.cost.probe import made_up, measure, read_ms
-from cpu_offload.device import CpuDevice
+from cpu_offload.cpu import CpuDevice
 from cpu_offload.manager import layer_number, the_one
 from cpu_offload.memory.arena import extent_of
 from executor.config.case import Case

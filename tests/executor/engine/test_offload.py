@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_offload.device import CpuDevice
+from cpu_offload.cpu import CpuDevice
 from errors import UserError
 from executor.engine import shadows as offloading
 from executor.job.logits import collect_logits
@@ -84,7 +84,7 @@ def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert runner.offload is not None
     place = next(iter(runner.offload.slots))
     runner.offload.evict(place)
-    runner.offload._fetch(place)
+    runner.offload.fetch(place)
     runner.model_generate(PROMPTS[:2])
     report = offloading.write_offload(runner.offload, checkpoint.parent, Group(), torch.device("cpu"))
     assert report["steps"] == 23
@@ -141,6 +141,6 @@ def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(
     offload.evict(place)
     offload.device.copier.stop()
     with pytest.raises(UserError, match="the copier was stopped"):
-        offload._fetch(place)
+        offload.fetch(place)
     assert not offload.published[place]
     assert not offload.layers[place[0]].table[place[1]]
