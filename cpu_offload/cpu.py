@@ -7,14 +7,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from cpu_offload.device import Device, Place
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from cpu_offload.streaming import Streaming
-from ops.cpu.shadow import Copier, ShadowPool, join, resident_rows, submit
+from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, join, resident_rows, submit
 from ops.interface import Format
+
+ALIGNMENT = 64  # bytes, of slots
+
+
+def expert_slot(inner: int, hidden: int, format: Format, dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes, alignment) of one expert's slot: a block of the shadow store. `dtype` of activations plays no part."""
+    return ExpertBlocks(inner, hidden, format).block_bytes, ALIGNMENT
 
 
 class CpuExperts(ShadowedExperts):
@@ -50,7 +58,7 @@ class CpuExperts(ShadowedExperts):
 
 
 class CpuDevice(Device):
-    alignment: ClassVar[int] = 64
+    alignment: ClassVar[int] = ALIGNMENT
 
     def __init__(self, stream_tokens: int, decode_tokens: int):
         """`stream_tokens`: as `Streaming` takes it; `decode_tokens`: the most of a decode step."""

@@ -17,47 +17,42 @@ from executor.parallel.groups import Group
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
-KB = 60  # of the arena: all cache and few experts, or more experts and little cache
+MB = 60 / 1024  # of the arena: all cache and few experts, or more experts and little cache
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    save_tiny(tmp_path / "model", eos_token_id=None)
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("offload") / "model"
+    save_tiny(folder, eos_token_id=None)
+    return folder
 
 
-def runner_of(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, exe_mode: str = "graph", **offload: Any
-) -> ModelRunner:
-    """`arena_mb` counts kilobytes here: the model is tiny."""
-    monkeypatch.setattr(offloading, "MB", 1 << 10)
-    monkeypatch.setattr("cpu_offload.cost.probe.SECONDS", 0.01)
-    folder = checkpoint.parent
+def runner_of(model: Path, folder: Path, exe_mode: str = "graph", **offload: Any) -> ModelRunner:
+    """The runner of a case in `folder` that measures for a moment only."""
+    offload = ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
     data = {"batch_size": 3, "max_new_tokens": 24}
-    return make_runner(
-        tiny_case(folder, checkpoint, exe_mode=exe_mode, data_config=data, offload_config=offload), folder
-    )
+    return make_runner(tiny_case(folder, model, exe_mode=exe_mode, data_config=data, offload_config=offload), folder)
 
 
 MODES: list[dict[str, Any]] = [
     {"mode": "resident"},
     {"mode": "fixed", "slots": -1},
-    {"mode": "fixed", "arena_mb": 150},
+    {"mode": "fixed", "arena_mb": 150 / 1024},
     {"mode": "fixed", "slots": 5, "stream_tokens": 4},
     {"mode": "fixed", "slots": 5, "max_swaps": -1, "stream_tokens": -1},
-    {"mode": "elastic", "arena_mb": KB},
-    {"mode": "elastic", "arena_mb": KB, "interval": 3, "max_swaps": 8},
-    {"mode": "elastic", "arena_mb": KB, "start_layer": 1, "stream_tokens": 20},
+    {"mode": "elastic", "arena_mb": MB},
+    {"mode": "elastic", "arena_mb": MB, "interval": 3, "max_swaps": 8},
+    {"mode": "elastic", "arena_mb": MB, "start_layer": 1, "stream_tokens": 20},
 ]
 
 
 @pytest.mark.parametrize("exe_mode", ["eager", "graph"])
-def test_tokens_and_logits_are_those_without(checkpoint: Path, exe_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = runner_of(checkpoint, monkeypatch, exe_mode, mode="none")
+def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mode: str) -> None:
+    plain = runner_of(model, tmp_path, exe_mode, mode="none")
     expected = [s.ids for s in plain.model_generate(PROMPTS)]
     logits = collect_logits(plain, [ids for _, ids in PROMPTS[:3]], steps=6)
     for offload in MODES:
-        runner = runner_of(checkpoint, monkeypatch, exe_mode, **offload)
+        runner = runner_of(model, tmp_path, exe_mode, **offload)
         assert [s.ids for s in runner.model_generate(PROMPTS)] == expected, offload
         assert runner.offload
         assert runner.offload.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
@@ -65,8 +60,8 @@ def test_tokens_and_logits_are_those_without(checkpoint: Path, exe_mode: str, mo
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 
 
-def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="elastic", arena_mb=KB, max_swaps=8)
+def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="elastic", arena_mb=MB, max_swaps=8)
     for _ in range(4):
         runner.model_generate(PROMPTS)
     assert sorted(runner.decode.graphs) == [(2,), (3,)]  # type: ignore[attr-defined]
@@ -79,14 +74,14 @@ def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, m
     assert arena.frames - arena.free_frames - arena.slot_frames == 1  # the padding page: all others came back
 
 
-def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5)
+def test_what_a_run_leaves(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="fixed", slots=5)
     assert runner.offload is not None
     place = next(iter(runner.offload.slots))
     runner.offload.evict(place)
     runner.offload.fetch(place)
     runner.model_generate(PROMPTS[:2])
-    report = offloading.write_offload(runner.offload, checkpoint.parent, Group(), torch.device("cpu"))
+    report = offloading.write_offload(runner.offload, tmp_path, Group(), torch.device("cpu"))
     assert report["steps"] == 23
     assert 0 < report["hit_rate"] < 1
     layers = report["layers"]
@@ -94,18 +89,16 @@ def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("copies", "evictions"):
         assert sum(layer[name] for layer in layers) == report[name] > 0
     assert report["shadow_ms"] > 0
-    assert (checkpoint.parent / "offload.png").read_bytes()[1:4] == b"PNG"
-    events = json.loads((checkpoint.parent / "offload_trace.json").read_text())["traceEvents"]
+    assert (tmp_path / "offload.png").read_bytes()[1:4] == b"PNG"
+    events = json.loads((tmp_path / "offload_trace.json").read_text())["traceEvents"]
     lanes = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
     spans = {lane: sum(e["ph"] == "X" and e["tid"] == tid for e in events) for lane, tid in lanes.items()}
     assert spans["shadow pool"] > 20
     assert spans["device"] >= 23
 
 
-def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=-1, stream_tokens=-1)
+def test_a_stalled_pool_is_an_error_that_names_layer_and_step(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="fixed", slots=-1, stream_tokens=-1)
     assert runner.offload is not None
     runner.offload.pool.stop()
     with pytest.raises(UserError, match=r"shadow experts: layer 0, step 1: the shadow pool was stopped"):
@@ -120,19 +113,17 @@ def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
         ({"mode": "elastic", "slots": -1}, "offload_config.slots: -1 needs mode: fixed, not elastic"),
         ({"mode": "elastic", "stream_tokens": 3}, "stream_tokens: 3 must be above data_config.batch_size: 3"),
         ({"mode": "elastic", "stream_tokens": -2}, "offload_config.stream_tokens: -2"),
-        ({"mode": "elastic", "arena_mb": 3}, "have no room for one sequence of 18 pages"),
+        ({"mode": "elastic", "arena_mb": 3 / 1024}, "have no room for one sequence of 18 pages"),
         ({"mode": "elastic", "start_layer": 2}, "no layers with experts of one size"),
     ],
 )
-def test_refusals(checkpoint: Path, offload: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(model: Path, tmp_path: Path, offload: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        runner_of(checkpoint, monkeypatch, **offload)
+        runner_of(model, tmp_path, **offload)
 
 
-def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5, max_swaps=-1)
+def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="fixed", slots=5, max_swaps=-1)
     runner.model_generate(PROMPTS[:1])
     offload = runner.offload
     assert offload
