@@ -115,7 +115,7 @@ class Offload:
         # The part of `counts` that was read already; the routing of the interval so far.
         self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))
         self.step_number = 0
-        self.history.frames = arena.frames
+        self.forget()
         self._place_first()
 
     def begin(self) -> None:
@@ -188,7 +188,7 @@ class Offload:
 
     def forget(self) -> None:
         """Drops the history so far, such as a warm-up's. The policy keeps what it learned."""
-        self.history = History(frames=self.arena.frames)
+        self.history = History(frames=self.arena.frames, routed=np.zeros_like(self.counts))
 
     def _free_slots(self) -> int:
         """Number of slots that may be filled now."""
@@ -221,6 +221,7 @@ class Offload:
     def _record(self, seen: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> None:
         free, experts = self.arena.free_frames, self.arena.slot_frames
         hits = np.vecdot(seen, self.published)
+        self.history.routed += seen
         self.history.steps.append(
             Step(
                 start=self.started_at,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cpu_offload.cost.choices import Choices
+from cpu_offload.history import summary
 from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena, extent_of
 from errors import UserError
@@ -102,12 +103,5 @@ def write_offload(offload: Offload, folder: Path, world: Group, device: torch.de
         plot(offload.history, folder / "offload.png")
         trace = json.dumps(offload.history.trace()).encode()
         write_whole(folder / "offload_trace.json", lambda file: file.write(trace))
-    rate, exposed, streamed = report["hit_rate"], report["exposed_ms"], report["streamed"]
-    print(
-        f"shadow experts: hit rate {'-' if rate is None else f'{rate:.3f}'}, {report['shadow_ms']:.1f} ms on the CPU, "
-        f"{'' if exposed is None else f'of which {exposed:.1f} exposed, '}{report['copies']} copies, "
-        f"{report['evictions']} evictions ({report['evictions_for_cache']} for the cache)"
-        + (f", {streamed['bytes'] / 1e6:.1f} MB streamed" if streamed["bytes"] else "")
-        + f"; offload.png, offload_trace.json in {folder}"
-    )
+    print(f"{summary(report)}; offload.png, offload_trace.json in {folder}")
     return report
