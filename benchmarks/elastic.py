@@ -47,6 +47,7 @@ PROMPT, NEW = (16, 64), (32, 192)  # tokens, from .. to
 SPLITS = (25, 50, 75, 100)
 ARENA_MB = 8
 SWAP_COST, MAX_SWAPS = 0.7, 4  # of a copy, in misses, as the planner measured it for the demo; at one decision
+MEASURE_S = 0.1  # of the planner, whose choices are all given
 COLUMNS = (
     ("placement", "placement", 14, ""),
     ("seconds", "seconds", 9, ".2f"),
@@ -110,7 +111,7 @@ def settings(threads: int, instruction_set: str, **offload: object) -> Case:
         [
             *(f"offload_config.{key}={value}" for key, value in offload.items()),
             f"threads={threads}", f"shadow_threads={threads}", f"instruction_set={instruction_set}",
-            f"max_swaps={MAX_SWAPS}", "stream_tokens=-1",
+            f"max_swaps={MAX_SWAPS}", "stream_tokens=-1", f"measure_s={MEASURE_S}",
             f"batch_size={max(WAVES)}", f"input_max_len={PROMPT[1]}", f"max_new_tokens={NEW[1]}",
             "ignore_eos=true", "top_p=1",
         ],

@@ -24,7 +24,7 @@ import torch
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.routing_traces import made_up
 from cpu_offload.cost.choices import NONE
-from cpu_offload.device import CpuDevice
+from cpu_offload.cpu import CpuDevice
 from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena
 from ops.interface import FORMATS

@@ -1,1 +1,1 @@
-"""Experts that live on the CPU."""
+"""Shadow experts: all experts have their weights in host memory, and some are resident on the device as well."""

@@ -1,28 +1,28 @@
-"""One layer's experts with their shadows: the node that stands in the decode graph."""
+"""One layer's experts with shadows: the interface that every device implements.
+
+Each expert of the layer has a shadow: its weights in host memory, where the shadow pool can compute it. A resident
+expert has a copy of its weights in a slot on the device as well, and the device computes it.
+"""
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
+from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool
 from ops.cpu.store import ExpertStore
 from ops.interface import Format
 from ops.quantised import Quantised
-
-if TYPE_CHECKING:
-    from cpu_offload.streaming import Streaming
 
 INT = torch.int64
 
 
 class ShadowedExperts(ABC):
-    """`ops.interface.ExpertMatrices` in the shadow store, and their mixture wherever they are resident."""
+    """`ops.interface.ExpertMatrices` that keeps the weights in the shadow store, and computes the layer's mixture."""
 
     def __init__(self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format):
-        """`here`: of all experts, those of this rank."""
+        """`number` of the layer, which errors name; `here`: this rank's slice of the layer's experts."""
         self.pool, self.count = pool, here.stop - here.start
         self.blocks = ExpertBlocks(inner, hidden, format)
         self.store = ExpertStore(self.count, self.blocks, pool)
@@ -32,14 +32,14 @@ class ShadowedExperts(ABC):
             number, self.blocks, self.store.addresses, resident, counts, times, self.store, here.start,
             self.store.handles,
         )  # fmt: skip
-        self.table = resident.numpy()  # faster to write to, one by one
+        self.table = resident.numpy()  # a view; writing single elements is faster than through torch
 
     def share(self, counts: Tensor, times: Tensor) -> None:
-        """Writes there from now on, a row of what all layers have; before anything is captured."""
+        """Makes steps write their counts (experts) and times (4) to these tensors. To be called before any capture."""
         self.layer = dataclasses.replace(self.layer, counts=counts, times=times)
 
     def place(self, expert: int, address: int) -> None:
-        """Where the device finds it; 0: nowhere. Between two steps."""
+        """Sets where the expert is found on the device; 0: not resident. To be called between two steps."""
         self.table[expert] = address
 
     @property
@@ -49,31 +49,12 @@ class ShadowedExperts(ABC):
     @property
     @abstractmethod
     def slot_bytes(self) -> int:
-        """That an expert takes on the device."""
+        """Bytes that one expert takes on the device."""
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         self.store.fill(expert, which, part)
 
     @abstractmethod
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
-        """`ops.moe`: the shadow pool computes what is not resident, meanwhile the device the rest."""
-
-
-class CpuExperts(ShadowedExperts):
-    """The device has the same blocks; wherever experts are, `mixture` is `ops.moe` bit for bit."""
-
-    streaming: "Streaming"  # from the device, once it is open
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.blocks.block_bytes
-
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
-        streaming = self.streaming
-        return streaming.long_step(self, x, weights, ids) if streaming.is_long(x) else self.shadowed(x, weights, ids)
-
-    def shadowed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The shadow pool computes what is not resident, meanwhile the device the rest."""
-        job = submit(self.pool, self.layer, x, ids)
-        resident_rows(job)
-        return join(job, weights)
+        """What `ops.moe` returns. The device computes resident experts; meanwhile the shadow pool computes the others,
+        or their weights are streamed to the device."""

@@ -1,4 +1,4 @@
-"""What offloading did, step by step: for the report, the plots and the trace."""
+"""What shadow experts did, step by step: for the report, the plots and the trace."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,34 +12,37 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step. L layers with shadows, E experts; times in nanoseconds of one clock."""
+    """One decode step. L: layers with shadows, E: experts of each. Times are nanoseconds of one clock.
+
+    A hit is a (token, expert) pair whose expert is resident, a miss is any other pair.
+    """
 
     start: int
     end: int
-    hits: Counts  # (L) pairs of a token and an expert that was resident
+    hits: Counts  # (L)
     misses: Counts  # (L)
-    times: Counts  # (L, 4) when the shadow pool began, ended, when the device came to wait and went on; 0: no miss
-    packed: NDArray[np.uint8]  # (L, E / 8) `resident`, a bit each
-    experts: int
+    times: Counts  # (L, 4): the shadow pool began, it ended, the device began to wait for it, went on; 0: no miss
+    packed: NDArray[np.uint8]  # (L, E / 8): `resident`, one bit each
+    experts: int  # E
     kv_frames: int
     expert_frames: int
     free_frames: int
 
     @property
     def resident(self) -> NDArray[np.bool_]:
-        """(L, E) during the step"""
+        """Whether each expert was resident during the step. (L, E)"""
         return np.unpackbits(self.packed, axis=1, count=self.experts).astype(np.bool_)
 
 
 @dataclass(frozen=True)
 class LongLayer:
-    """One layer of a step with more tokens than a decode step has, a prefill."""
+    """One layer of a step with more tokens than a decode step has, such as a prefill."""
 
     step: int
     tokens: int
-    hits: int  # pairs of a token and an expert that was resident
+    hits: int
     misses: int
-    streamed: int  # bytes; 0: computed where the experts were
+    streamed: int  # bytes copied to the device; 0: the shadow pool computed the misses
     ms: float
 
     @property
@@ -50,29 +53,30 @@ class LongLayer:
 @dataclass
 class History:
     steps: list[Step] = field(default_factory=list)
+    routed: Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (L, E): pairs of all steps
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # start, end, layer, expert
-    evicted: list[int] = field(default_factory=list)  # the layer of each expert that left
-    for_cache: int = 0  # of these, for the KV cache
+    evicted: list[int] = field(default_factory=list)  # the layer of each evicted expert
+    for_cache: int = 0  # evictions that made room for the KV cache
     frames: int = 0  # of the arena
     long: list[LongLayer] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
-        """For report.json. Exposed: what the device waited for the shadow pool after its own part was done; None: it
-        does not tell."""
+        """The report's `offload`. `exposed_ms` is the time that the device, its own part done, waited for the shadow
+        pool; None: the device does not record it."""
         hits = sum((step.hits for step in self.steps), np.int64(0))
         misses = sum((step.misses for step in self.steps), np.int64(0))
         exposed = sum((exposed_ns(step) for step in self.steps), np.int64(0))
         busy = sum((busy_ns(step) for step in self.steps), np.int64(0))
-        told = all((step.times[step.times[:, 0] > 0, 2] > 0).all() for step in self.steps)
-        brought, left = Counter(layer for *_, layer, _ in self.copies), Counter(self.evicted)
+        timed = all((step.times[step.times[:, 0] > 0, 2] > 0).all() for step in self.steps)
+        copied, evicted = Counter(layer for *_, layer, _ in self.copies), Counter(self.evicted)
         columns = map(np.atleast_1d, (hits, misses, exposed, busy))
         layers = [
             {
                 "hit_rate": _share(h, m),
-                "exposed_ms": e / 1e6 if told else None,
+                "exposed_ms": e / 1e6 if timed else None,
                 "shadow_ms": b / 1e6,
-                "copies": brought[layer],
-                "evictions": left[layer],
+                "copies": copied[layer],
+                "evictions": evicted[layer],
             }
             for layer, (h, m, e, b) in enumerate(zip(*columns, strict=True))
         ]
@@ -82,7 +86,7 @@ class History:
         return {
             "steps": len(self.steps),
             "hit_rate": _share(np.sum(hits), np.sum(misses)),
-            "exposed_ms": float(np.sum(exposed)) / 1e6 if told else None,
+            "exposed_ms": float(np.sum(exposed)) / 1e6 if timed else None,
             "shadow_ms": float(np.sum(busy)) / 1e6,
             "copies": len(self.copies),
             "evictions": len(self.evicted),
@@ -95,13 +99,13 @@ class History:
         }
 
     def streamed(self) -> dict[str, int]:
-        """Layers of long steps whose missing experts came to the device."""
+        """Steps and layers whose missing experts were streamed to the device, and the bytes copied."""
         layers = [layer for layer in self.long if layer.streamed]
         steps, size = len({layer.step for layer in layers}), sum(layer.streamed for layer in layers)
         return {"steps": steps, "layers": len(layers), "bytes": size}
 
     def trace(self) -> dict[str, Any]:
-        """Lanes for Perfetto: the device's steps and waits, the shadow pool, copies into slots."""
+        """A trace for Perfetto with lanes for the device's steps and waits, the shadow pool, and copies into slots."""
         lanes = {"device": 1, "shadow pool": 2, "copies": 3}
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": name}}
@@ -123,13 +127,27 @@ class History:
         return {"traceEvents": events}
 
 
+def summary(report: dict[str, Any]) -> str:
+    """One line about `History.report()`."""
+    rate, busy, exposed, streamed = (report[key] for key in ("hit_rate", "shadow_ms", "exposed_ms", "streamed"))
+    line = f"shadow experts: hit rate {'-' if rate is None else f'{rate:.3f}'}, {busy:.1f} ms on the CPU, "
+    if exposed is not None and exposed <= busy:
+        line += f"of which {exposed:.1f} exposed, "
+    elif exposed is not None:
+        line += f"{exposed:.1f} ms exposed (waiting includes waking the threads and other work on their cores), "
+    line += (
+        f"{report['copies']} copies, {report['evictions']} evictions ({report['evictions_for_cache']} for the cache)"
+    )
+    return line + (f", {streamed['bytes'] / 1e6:.1f} MB streamed" if streamed["bytes"] else "")
+
+
 def exposed_ns(step: Step) -> Counts:
-    """(L)"""
+    """How long the device waited for the shadow pool. (L)"""
     return np.asarray(step.times[:, 3] - step.times[:, 2])
 
 
 def busy_ns(step: Step) -> Counts:
-    """(L)"""
+    """How long the shadow pool computed. (L)"""
     return np.asarray(step.times[:, 1] - step.times[:, 0])
 
 

@@ -1,11 +1,12 @@
-"""Runs the experts of all layers that have shadows: who is resident, copies between steps, memory for the KV cache.
+"""Runs the experts of all layers with shadows: which are resident, their copies between steps, memory for the KV cache.
 
-    begin() --- the step's ops read tables --- end()         one thread; tables change only outside of these two
+    begin() --- the step's ops read the tables --- end()     one thread; tables change only outside of these two
 
-An expert comes in two halves: at the end of a step its slot is taken and a copy begun, which runs beside the next
-steps; at the beginning of the first step after the copy is done its address is written into the device's table. It
-leaves in one: its address becomes 0, and from then on nobody reads the slot, since no op runs. So a slot that is in use
-is never written, and no step sees half of an expert. Captured steps read tables at fixed addresses and stay captured.
+An expert becomes resident in two halves. At the end of a step it is given a slot, and a copy begins that runs beside
+the next steps. At the beginning of the first step after the copy is complete it is published: the address of its slot
+is written into the device's table. It is evicted in one: its address becomes 0 while no op runs, so no later op reads
+the slot. So a slot in use is never written, and no step sees half of an expert. Captured steps read the tables at fixed
+addresses and stay valid.
 """
 
 import re
@@ -31,40 +32,42 @@ from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ShadowPool
 from ops.interface import Format
 
-PATIENCE = 8  # steps with much free memory before experts return
-LOW = 1  # frames kept free: an expert leaves by one write to a table, so that there is nothing to do ahead of demand
+PATIENCE = 8  # consecutive steps with much free memory before experts return
+LOW = 1  # frames kept free: evicting is one write to a table, so nothing needs to be done ahead of demand
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Settings:
     mode: str  # resident, fixed, elastic
-    start_layer: int
-    slots: int  # fixed: how many
+    start_layer: int  # the first layer with shadows
+    slots: int  # mode fixed: experts that are resident
     shadow_threads: int
-    interval: int
-    max_swaps: int
-    timeout_s: int
+    interval: int  # decode steps between two decisions
+    max_swaps: int  # copies at one decision
+    timeout_s: int  # seconds that a step waits for the shadow pool before it is an error
 
 
 def the_one(sizes: set[T], start_layer: int) -> T:
-    """Slots are interchangeable, so all layers with shadows have experts of one size."""
+    """The only element of `sizes`. Slots are interchangeable, so experts of all layers with shadows have one size."""
     if len(sizes) != 1:
         raise UserError(f"offload_config.start_layer: {start_layer}: no layers with experts of one size")
     return next(iter(sizes))
 
 
 def layer_number(path: str) -> int:
-    """Of the layer that a module is in."""
+    """The number of the layer that contains the module at `path`."""
     return int(re.findall(r"\.(\d+)\.", path)[0])
 
 
 @dataclass(frozen=True)
 class Copy:
+    """A copy of an expert into its slot that is in flight."""
+
     place: Place
     slot: int
     ticket: int
-    start: int
+    start: int  # ns
 
 
 class Offload:
@@ -75,7 +78,8 @@ class Offload:
         self.history = History()
 
     def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
-        """`here` of all of the layer that `path` is in; None: they stay on the device for good."""
+        """Experts with shadows for the module at `path`; `here`: this rank's slice of the layer's experts.
+        None: the layer has no shadows, all its experts stay on the device."""
         number = layer_number(path)
         if number < self.settings.start_layer:
             return None
@@ -88,31 +92,35 @@ class Offload:
 
     @property
     def most_slots(self) -> int:
-        """Experts that may be resident at once."""
+        """The most experts that may be resident at once."""
         return self.settings.slots if self.settings.mode == "fixed" else sum(layer.count for layer in self.layers)
 
     def open(self, arena: Arena, memory: Tensor, gather: Callable[[], object]) -> None:
-        """The shadow store is filled; `memory` (bytes) is the arena's buffer; `gather` moves KV pages together."""
+        """To be called once the shadow store is filled. `memory` (uint8) is the arena's buffer; `gather` moves
+        scattered KV pages together. Places the first experts."""
         self.arena = arena
         self.device.open(memory, arena.frames * arena.frame_bytes, lambda layer: self.history.long.append(layer))
-        counts = self.layers[0].count
-        self.residency = Residency(len(self.layers), counts, Policy(max_swaps=self.settings.max_swaps))
+        experts = self.layers[0].count
+        self.residency = Residency(len(self.layers), experts, Policy(max_swaps=self.settings.max_swaps))
         self.balance = Balance(arena, LOW, LOW + arena.extent_frames, PATIENCE, self.make_room, gather)
-        self.slots: dict[Place, int] = {}  # of residents and of those whose copy is under way
-        self.copies: dict[Place, Copy] = {}  # under way, in their order
-        shape = len(self.layers), counts
-        self.here = np.zeros(shape, np.bool_)  # who has a slot
-        self.published = np.zeros(shape, np.bool_)  # of them, whose copies are done
-        self.counts, self.times = (np.zeros((len(self.layers), n), np.int64) for n in (counts, 4))  # steps write there
+        self.slots: dict[Place, int] = {}  # of resident experts and of those whose copy is in flight
+        self.copies: dict[Place, Copy] = {}  # in flight, in order of their start
+        shape = len(self.layers), experts
+        self.here = np.zeros(shape, np.bool_)  # the expert has a slot
+        self.published = np.zeros(shape, np.bool_)  # and its copy is complete: it is resident
+        # Steps add to these tensors.
+        self.counts, self.times = (np.zeros((len(self.layers), n), np.int64) for n in (experts, 4))
         for layer, *rows in zip(self.layers, self.counts, self.times, strict=True):
             layer.share(*map(torch.from_numpy, rows))
-        self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))  # of `counts`; in the interval so far
+        # The part of `counts` that was read already; the routing of the interval so far.
+        self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))
         self.step_number = 0
-        self.history.frames = arena.frames
+        self.forget()
         self._place_first()
 
     def begin(self) -> None:
-        """Before a step's pages are taken: publishes experts whose copies are done, keeps frames ahead of demand."""
+        """To be called before a step takes its KV pages. Publishes experts whose copies are complete, and keeps frames
+        free ahead of demand."""
         self.pool.count_step()
         if self.settings.mode == "elastic":
             self.balance.step()
@@ -120,12 +128,14 @@ class Offload:
             self._publish(copy)
 
     def started(self, tokens: Sequence[int], live: Sequence[int]) -> None:
-        """The step's ops run from here on, for so many tokens of each data-parallel group, `live` ones and padding."""
+        """To be called before the step's ops run. `tokens`: of each data-parallel group, padding included; `live`:
+        without padding."""
         self.device.begin(int(self.pool.step), tokens, live)
         self.started_at = time.monotonic_ns()
 
     def end(self, decode: bool) -> None:
-        """After a step: records it, and at every `interval`-th decode step decides who comes and goes."""
+        """To be called after a step. Records a decode step, and after every `interval` of them decides which experts
+        are to be resident."""
         self.device.finish()
         seen = self.counts - self.seen
         self.seen += seen
@@ -143,40 +153,51 @@ class Offload:
                 if swap.expert_out not in self.slots:
                     continue
                 self.evict(swap.expert_out)
-            self._fetch((swap.layer, swap.expert_in))
+            self.fetch((swap.layer, swap.expert_in))
 
     def make_room(self, frames: int) -> None:
-        """The coldest experts leave until so many frames more are free, or nobody is left."""
+        """Evicts the coldest experts until `frames` more frames are free or no expert is left."""
         coldest = [self.slots[place] for place in self.residency.coldest(self.here, len(self.slots))]
         owner = {slot: place for place, slot in self.slots.items()}
         for slot in self.arena.leaving(coldest, frames):
             self.evict(owner[slot])
             self.history.for_cache += 1
 
+    def fetch(self, place: Place) -> None:
+        """Takes a slot and begins to copy the expert into it; does nothing if no slot is free."""
+        slot = self.arena.take_slot()
+        if slot is None:
+            return
+        self.slots[place], self.here[place] = slot, True
+        ticket = self.device.copy(place, self.arena.slot_offset(slot))
+        self.copies[place] = Copy(place, slot, ticket, time.monotonic_ns())
+
     def evict(self, place: Place) -> None:
+        """Makes the expert missing and frees its slot."""
         if copy := self.copies.pop(place, None):
-            self.device.wait(copy.ticket)  # somebody else will write there
+            self.device.wait(copy.ticket)  # the slot's next tenant writes there
         self.device.withdraw(place)
         self.here[place] = self.published[place] = False
         self.arena.give_slot(self.slots.pop(place))
         self.history.evicted.append(place[0])
 
     def value_copies(self, swap_cost: float, max_swaps: int) -> None:
-        """What one costs, in misses that it must save; how many may be made at one decision."""
+        """Sets what the policy takes a copy to cost, in misses that it must save, and the most copies at one
+        decision."""
         self.residency.settings = Policy(max_swaps=max_swaps, swap_cost=swap_cost)
 
     def forget(self) -> None:
-        """What was recorded so far, such as a warm-up; what was learned stays."""
-        self.history = History(frames=self.arena.frames)
+        """Drops the history so far, such as a warm-up's. The policy keeps what it learned."""
+        self.history = History(frames=self.arena.frames, routed=np.zeros_like(self.counts))
 
     def _free_slots(self) -> int:
-        """That may be filled now."""
+        """Number of slots that may be filled now."""
         if self.settings.mode == "elastic":
             return self.balance.room()
         return self.most_slots - len(self.slots)
 
     def _place_first(self) -> None:
-        """Before anything is known of the traffic: the first experts of each layer, as many as there is room for."""
+        """Before any routing was seen: the first experts of each layer become resident, as many as fit."""
         spared = self.balance.high if self.settings.mode == "elastic" else 0
         for expert in range(self.layers[0].count):
             for layer in range(len(self.layers)):
@@ -191,14 +212,6 @@ class Offload:
                 self.device.publish((layer, expert), start)
                 self.here[layer, expert] = self.published[layer, expert] = True
 
-    def _fetch(self, place: Place) -> None:
-        slot = self.arena.take_slot()
-        if slot is None:
-            return
-        self.slots[place], self.here[place] = slot, True
-        ticket = self.device.copy(place, self.arena.slot_offset(slot))
-        self.copies[place] = Copy(place, slot, ticket, time.monotonic_ns())
-
     def _publish(self, copy: Copy) -> None:
         self.device.publish(copy.place, self.arena.slot_offset(copy.slot))
         self.published[copy.place] = True
@@ -208,6 +221,7 @@ class Offload:
     def _record(self, seen: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> None:
         free, experts = self.arena.free_frames, self.arena.slot_frames
         hits = np.vecdot(seen, self.published)
+        self.history.routed += seen
         self.history.steps.append(
             Step(
                 start=self.started_at,

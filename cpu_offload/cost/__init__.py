@@ -1,1 +1,1 @@
-"""What a step with shadow experts costs: measured, predicted, and what to choose by it."""
+"""What a step with shadow experts costs, measured and predicted, and the choices that follow."""

@@ -1,7 +1,7 @@
-"""What the planner chooses where a case leaves it open, each with its reason. Arithmetic alone: `Planner` predicts.
+"""The planner's choices for what a case leaves open, each with its reason, from the times that `Planner` predicts.
 
-Hit rates are those of even traffic, every expert used alike: the share of experts that is resident. Real text hits
-more often, so this is a lower bound.
+Hit rates are those of even traffic, in which all experts are used equally often: the share of experts that is resident.
+Real text hits more often, so they are a lower bound.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from typing import Generic, TypeVar
 from cpu_offload.cost.model import Planner
 
 NONE = -1  # where 0 means: the planner's choice
-COPYING = 4  # copies may take one part in so many of a step
-MOST_SWAPS = 32  # what the policy is made for
-Threads = tuple[int, int]  # of the device's pool, of the shadow pool
+COPYING = 4  # copies may take 1 part in COPYING of a step
+MOST_SWAPS = 32  # copies at one decision; the policy is made for no more
+Threads = tuple[int, int]  # of the device, of the shadow pool
 T = TypeVar("T")
 
 
@@ -26,12 +26,12 @@ class Choice(Generic[T]):
 @dataclass(frozen=True)
 class Choices:
     threads: Choice[Threads]
-    slots: Choice[int]  # of mode fixed
-    max_swaps: Choice[int]
-    stream_tokens: Choice[int]  # NONE: never
+    slots: Choice[int]  # experts that may be resident at once
+    max_swaps: Choice[int]  # copies at one decision
+    stream_tokens: Choice[int]  # tokens from which on a step is streamed; NONE: never
 
     def table(self) -> list[str]:
-        """For people."""
+        """The lines that are printed."""
         device, shadow = self.threads.value
         never = self.stream_tokens.value == NONE
         return [
@@ -48,28 +48,29 @@ def given(value: int) -> Choice[int]:
 
 @dataclass(frozen=True)
 class Split:
-    """How an arena may be divided."""
+    """What decides how an arena can be divided between KV pages and slots."""
 
-    frames: int  # that pages and slots may have
+    frames: int  # for pages and slots
     extent_frames: int
     extent_slots: int
     longest: int  # pages of one sequence at its longest
-    sequences: int  # most at once
+    sequences: int  # the most that run at once
     experts: int  # of all layers with shadows
 
     def slots(self, pages: int) -> int:
-        """Experts that fit beside so many pages."""
+        """Number of experts that fit beside `pages` pages."""
         extents = max(0, self.frames - pages) // self.extent_frames
         return min(self.experts, extents * self.extent_slots)
 
     @property
     def usual_hit(self) -> float:
-        """With all sequences half as long as they may become."""
+        """The hit rate of even traffic while all sequences are half as long as they may become."""
         return self.slots(self.longest * self.sequences // 2) / self.experts
 
 
 def divisions(cores: int, device: int, device_given: bool, shadow: int) -> list[Threads]:
-    """Threads worth trying. `device`: as many as were given, or as read memory at full speed; `shadow` 0: not given."""
+    """Divisions of the cores worth measuring. `device`: the number of threads given or, if not `device_given`, the
+    number that read memory at full speed; `shadow`: the number given; 0: not given."""
     shadows = [shadow] if shadow else sorted({1, max(1, cores // 4), max(1, cores // 2)})
     if device_given:
         return [(device, each) for each in shadows]
@@ -77,7 +78,7 @@ def divisions(cores: int, device: int, device_given: bool, shadow: int) -> list[
 
 
 def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) -> Choice[Threads]:
-    """The division whose step is predicted to be shortest."""
+    """The division with the shortest predicted step."""
     if len(tried) == 1:
         return Choice(next(iter(tried)), "no other was tried")
     times = {threads: planner.step_ms(tokens, hit) for threads, planner in tried.items()}
@@ -88,7 +89,8 @@ def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) ->
 
 
 def choose_slots(planner: Planner, split: Split) -> Choice[int]:
-    """More slots, more hits; fewer slots, more sequences at once. For `split.sequences` at their longest, in turns."""
+    """The number of slots with the least predicted time per token, for `split.sequences` sequences at their longest.
+    More slots give more hits; fewer leave room for more sequences at once, so that all take fewer turns."""
 
     def per_token(at_once: int) -> float:
         hit = split.slots(at_once * split.longest) / split.experts
@@ -110,7 +112,7 @@ def choose_slots(planner: Planner, split: Split) -> Choice[int]:
 
 
 def choose_swaps(planner: Planner, tokens: int, hit: float, interval: int) -> Choice[int]:
-    """As many copies as the copier makes beside the steps without being in their way."""
+    """As many copies as the copier makes in a quarter of the time of an interval's steps, at least 1."""
     time, copy = interval * planner.step_ms(tokens, hit), planner.costs.copy
     value = min(max(int(time / COPYING / max(copy, 1e-9)), 1), MOST_SWAPS)
     why = f"copies of {copy:.3f} ms may take 1 part in {COPYING} of {time:.3f} ms, {interval} step(s)"
@@ -118,7 +120,7 @@ def choose_swaps(planner: Planner, tokens: int, hit: float, interval: int) -> Ch
 
 
 def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) -> Choice[int]:
-    """The fewest tokens, above those of a decode step, from which on a layer is faster streamed up to the `longest`."""
+    """The fewest tokens, above `decode`, such that from there to `longest` tokens a streamed layer is faster."""
     sizes = [decode + 1]
     while 2 * sizes[-1] < longest:
         sizes.append(1 << sizes[-1].bit_length())

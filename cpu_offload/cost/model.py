@@ -1,22 +1,22 @@
-"""Predicts a decode step's time from a few measured costs, and what follows from it: what a copy is worth.
-`cpu_offload/cost/choices.py` chooses by it.
+"""Predicts the time of a decode step from a few measured costs, and from that how many misses a copy must save.
 
-A layer with T tokens, of whose experts a share `hit` is resident:
+The time of a layer, if a share `hit` of the experts that its T tokens use is resident:
 
     layer  = base + max(device, shadow) + slip * min(device, shadow)
-    device = fixed * P(a resident is used) + expert * residents used + pair * their (token, expert) pairs
-    shadow = the same of the others, with costs of its own; its `fixed` is hand-over and join
+    device = fixed * P(a resident expert is used) + expert * resident experts used + pair * their (token, expert) pairs
+    shadow = the same for missing experts, with other costs; `fixed` is the hand-over to the shadow pool and the join
     step   = rest + layers * layer
 
-A layer of a long step may stream instead: every pair is the device's, missing experts come in copies beside that:
+If a layer of a long step is streamed, the device computes all pairs while missing experts are copied to it:
 
     layer  = base + max(device of all, copies) + slip * min(device of all, copies)
 
-`base`: the layer's node where no expert is used. `fixed`: waking threads, handing over. `slip`: how much of the shorter
-side is not hidden behind the longer: 0 on two real devices, more where both are threads that share cores and memory.
-Routing is taken as even: of E experts, T tokens that take k each use E (1 - (1 - k / E)^T). Milliseconds throughout.
+`base` is the time of a layer that uses no expert. `fixed` is waking threads and handing over. `slip` is the share of
+the shorter side that is not hidden behind the longer: 0 for two real devices, more where both are threads that share
+cores and memory. Routing is assumed to be even: T tokens with k of E experts each use E (1 - (1 - k / E)^T) of them.
+All times are milliseconds.
 
-Where the device is much faster, fewer misses are; two sides that are equally fast are fastest when both have work.
+If the device is much faster, fewer misses are faster; if both sides are equally fast, it is best that both have work.
 """
 
 import statistics
@@ -28,34 +28,34 @@ import numpy as np
 from cpu_offload.history import LongLayer
 from cpu_offload.streaming import CHUNK
 
-RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-LEAST_COST, MOST_COST = 0.02, 16.0  # of a copy, in misses: what the policy's horizon is made for
+RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # hit rates of the printed table
+LEAST_COST, MOST_COST = 0.02, 16.0  # of a copy, in misses: the range that the policy's horizon is made for
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A layer that used so many experts, all on one side, for so many pairs of a token and an expert."""
+    """A measured layer whose experts were all on one side."""
 
-    experts: int
-    pairs: int
+    experts: int  # that were used
+    pairs: int  # of a token and an expert
     ms: float
 
 
 @dataclass(frozen=True)
 class Line:
-    """One side of a layer: fixed + expert * experts + pair * pairs."""
+    """The time of one side of a layer: fixed + expert * experts + pair * pairs."""
 
     fixed: float
     expert: float
     pair: float
 
     def ms(self, experts: float, pairs: float, any_used: float = 1.0) -> float:
-        """`any_used`: how probable it is that the side has work at all."""
+        """Milliseconds for so many experts and pairs; `any_used`: the probability that the side has work at all."""
         return self.fixed * any_used + self.expert * experts + self.pair * pairs
 
 
 def fit(samples: Sequence[Sample]) -> Line:
-    """Least squares of the relative error; a coefficient that would be negative is 0."""
+    """The line with the least squared relative errors; a coefficient that would be negative is set to 0."""
     rows = np.array([(1.0, sample.experts, sample.pairs) for sample in samples])
     ms = np.array([sample.ms for sample in samples])
     kept, found = [0, 1, 2], np.zeros(3)
@@ -70,31 +70,33 @@ def fit(samples: Sequence[Sample]) -> Line:
 
 @dataclass(frozen=True)
 class Shape:
+    """One rank's experts."""
+
     layers: int  # with shadows
     experts: int  # of a layer
-    top_k: int
+    top_k: int  # experts of a token
 
     def used(self, tokens: float) -> float:
-        """Experts of a layer that so many tokens use."""
+        """Expected number of a layer's experts that `tokens` tokens use."""
         return self.experts * float(1 - (1 - self.top_k / self.experts) ** tokens)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured, milliseconds."""
+    """Measured costs, in milliseconds."""
 
     base: float
-    device: Line  # beside the base
+    device: Line  # without `base`
     shadow: Line
     slip: float  # 0..1
-    copy: float  # of one expert's block
-    block_bytes: int
-    threads: tuple[int, int]  # of device and shadow pool
-    seconds: float  # that measuring took
+    copy: float  # of copying one expert
+    block_bytes: int  # of one expert
+    threads: tuple[int, int]  # of the device, of the shadow pool
+    seconds: float  # that all measurements took
 
 
 def slip_of(device: float, shadow: float, both: float) -> float:
-    """How much of the shorter side was not hidden, where one after the other took `device` and `shadow`."""
+    """The share of the shorter side that is not hidden. Alone the sides took `device` and `shadow`, together `both`."""
     return min(max((both - max(device, shadow)) / max(min(device, shadow), 1e-9), 0.0), 1.0)
 
 
@@ -102,28 +104,29 @@ def slip_of(device: float, shadow: float, both: float) -> float:
 class Planner:
     shape: Shape
     costs: Costs
-    rest: float = 0.0  # of a step, beside the layers' experts
-    rest_from: str = "not counted"
+    rest: float = 0.0  # milliseconds of a step without the mixtures of layers with shadows
+    rest_from: str = "not counted"  # where `rest` comes from, for people
 
     @property
     def miss(self) -> float:
-        """What one of a token's experts costs on the CPU where all are, with its share of the hand-over."""
+        """Milliseconds of one expert of a token whose experts are all missing, its share of the hand-over included."""
         return self.costs.shadow.ms(1, 1, 1 / self.shape.top_k)
 
     @property
     def swap_cost(self) -> float:
-        """Of a copy, in misses: as much of its time as does not hide beside the steps. `max_swaps` sees to it that the
-        rest does; what fraction hides is taken to be as with the shadow pool's work."""
+        """What a copy costs, in misses: the part of its time that is not hidden beside the steps. That part is assumed
+        to be `slip`, as for the shadow pool's work; `max_swaps` keeps copies short enough to hide the rest."""
         return min(max(self.costs.slip * self.costs.copy / max(self.miss, 1e-9), LEAST_COST), MOST_COST)
 
     def layer_ms(self, tokens: float, hit: float) -> float:
+        """A layer whose missing experts the shadow pool computes."""
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
         device = costs.device.ms(used * hit, pairs * hit, 1 - (1 - hit) ** used)
         shadow = costs.shadow.ms(used * (1 - hit), pairs * (1 - hit), 1 - hit**used)
         return costs.base + max(device, shadow) + costs.slip * min(device, shadow)
 
     def stream_ms(self, tokens: float, hit: float) -> float:
-        """A layer whose missing experts are streamed, a chunk at a time."""
+        """A layer whose missing experts are streamed to the device, a chunk at a time."""
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
         missing = used * (1 - hit)
         device = costs.device.ms(used, pairs, 1 + missing / CHUNK)
@@ -131,15 +134,15 @@ class Planner:
         return costs.base + max(device, copies) + costs.slip * min(device, copies)
 
     def step_ms(self, tokens: float, hit: float) -> float:
-        """A step of `tokens` sequences: each gets one token, so this is its time per token."""
+        """A decode step of `tokens` sequences. Each gets one token, so this is also the time per token."""
         return self.rest + self.shape.layers * self.layer_ms(tokens, hit)
 
     def rest_of(self, steps: Sequence[tuple[float, float, float]]) -> float:
-        """From measured steps (tokens, hit rate, ms)."""
+        """The `rest` that explains measured steps (tokens, hit rate, ms): the median of what the model does not."""
         return max(0.0, statistics.median(ms - (self.step_ms(t, hit) - self.rest) for t, hit, ms in steps))
 
     def compare(self, steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
-        """Medians of measured steps (tokens, hit rate, ms) and of the predictions for them."""
+        """Medians of measured steps (tokens, hit rate, ms) and of what was predicted for each."""
         tokens, hits, times = zip(*steps, strict=True)
         predicted = statistics.median(self.step_ms(t, hit) for t, hit, _ in steps)
         measured = statistics.median(times)
@@ -152,7 +155,7 @@ class Planner:
         }
 
     def compare_long(self, layers: Sequence[LongLayer]) -> dict[str, float]:
-        """Medians of these layers of long steps: measured, and predicted for both ways."""
+        """Medians over these layers of long steps: measured, predicted if streamed, predicted if computed by both."""
         return {
             "layers": len(layers),
             "streamed_layers": sum(layer.streamed > 0 for layer in layers),
@@ -163,7 +166,7 @@ class Planner:
         }
 
     def table(self, tokens: int) -> list[str]:
-        """The reasoning, for people. `tokens`: sequences of a step."""
+        """The lines that are printed: costs, and times of a step of `tokens` sequences at several hit rates."""
         shape, costs = self.shape, self.costs
         rate = costs.block_bytes / 1e6 / max(costs.copy, 1e-9)
         size = f"{costs.block_bytes / 1e6:.2f} MB"

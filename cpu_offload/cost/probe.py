@@ -1,6 +1,8 @@
-"""Measures what the planner's model needs: one layer's node, replayed on a tape as in a captured step, with experts of
-all layers in turn, so that caches hold as little of them as in a step. Resident here means that the device reads the
-same block: on this platform device and shadows have the same memory."""
+"""Measures the costs of the planner's model on made-up experts: one layer's mixture, replayed on a tape as in a step.
+
+The blocks of several layers take turns, so that the CPU's caches hold as few of them as in a step. A resident expert is
+one whose block the device reads itself: on platform `cpu`, device and shadow pool share one memory.
+"""
 
 import time
 from collections.abc import Callable
@@ -14,16 +16,15 @@ from ops.cpu.engine import Tape, native
 from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
 
 INT = torch.int64
-SECONDS = 1.2  # for all measurements together, about
-LEAST, MOST = 2, 25  # of one kind; the first, which warms up, is not counted
+LEAST, MOST = 2, 25  # calls of one kind of measurement, without the first, which warms up
 QUEUED = 8  # copies at once
-BYTE = 0x3C  # made-up blocks are of it: a small, normal number in every format
-MADE_UP = 64 << 20  # bytes of made-up blocks: more than most caches
-LONG = 64  # tokens of a step that stands for prefills
+BYTE = 0x3C  # made-up blocks consist of it: a small, normal number in every format
+MADE_UP = 64 << 20  # bytes of made-up blocks: more than most caches hold
+LONG = 64  # tokens of the step that stands for prefills
 
 
 def made_up(blocks: ExpertBlocks, experts: int, layers: int) -> list[Tensor]:
-    """Stores as `measure` takes them: (experts, block bytes) of some layers."""
+    """Blocks of as many of the `layers` as MADE_UP bytes hold, of each a tensor (experts, block bytes)."""
     size = experts * blocks.block_bytes
     return [
         torch.frombuffer(native().Buffer(size, 0), dtype=torch.uint8).fill_(BYTE).view(experts, blocks.block_bytes)
@@ -32,7 +33,7 @@ def made_up(blocks: ExpertBlocks, experts: int, layers: int) -> list[Tensor]:
 
 
 class Probe:
-    """A layer of `tokens`, its experts from the next of `stores` each time."""
+    """One layer's mixture of `tokens` tokens; each call takes its experts from the next of `stores`."""
 
     def __init__(self, pool: ShadowPool, blocks: ExpertBlocks, stores: list[Tensor], tokens: int, top_k: int):
         self.pool, self.top_k = pool, top_k
@@ -41,20 +42,21 @@ class Probe:
         here, device, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 4))
         self.layer = ShadowLayer(0, blocks, here, device, counts, times, stores)
         self.layer.store.copy_(self.addresses[0])
-        self.ids = torch.full((tokens, top_k), count)  # of nobody
+        self.ids = torch.full((tokens, top_k), count)  # beyond the last expert: routed to none
         x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, top_k), 1 / top_k)
         self.tape, self.turn = Tape(), 0
         with self.tape.capture():
             job = submit(pool, self.layer, x, self.ids)
             resident_rows(job)
             out = join(job, weights)
-        self.kept = x, weights, job, out  # the tape has their addresses
+        self.kept = x, weights, job, out  # the tape uses their addresses
 
     def pairs(self, experts: int) -> int:
+        """Number of (token, expert) pairs where so many experts are used."""
         return len(self.ids) * min(self.top_k, experts)
 
     def __call__(self, resident: int, missing: int) -> float:
-        """Milliseconds with so many experts used of each kind."""
+        """Milliseconds of a replay that uses so many resident and missing experts."""
         count, used = len(self.layer.store), resident + missing
         self.layer.store.copy_(self.addresses[self.turn % len(self.addresses)])
         experts = (torch.arange(used) + self.turn * used) % count
@@ -73,10 +75,10 @@ class Probe:
 
 
 def measure(
-    pool: ShadowPool, threads: int, blocks: ExpertBlocks, stores: list[Tensor], shape: Shape, most: int, parts: int = 1
+    pool: ShadowPool, threads: int, blocks: ExpertBlocks, stores: list[Tensor], shape: Shape, most: int, seconds: float
 ) -> Costs:
-    """`threads` of `pool`; `stores`: (experts, block bytes) of some layers; `most` tokens of a decode step; in one of
-    `parts` of the time for all."""
+    """Measures for about `seconds`. `pool` has `threads` threads, `stores` comes from `made_up`, and a decode step has
+    at most `most` tokens."""
     start = time.perf_counter()
     numbers = sorted({1, most, LONG})
     kinds = [
@@ -85,7 +87,7 @@ def measure(
         for experts in sorted({*((1, 2) if tokens <= most else ()), shape.top_k, round(shape.used(tokens))})
         if 0 < experts <= shape.experts
     ]
-    budget = Budget(SECONDS / parts, 2 * len(kinds) + 2 * len(numbers) + 1)
+    budget = Budget(seconds, 2 * len(kinds) + 2 * len(numbers) + 1)
     probes = {tokens: Probe(pool, blocks, stores, tokens, shape.top_k) for tokens in numbers}
     base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
     sides: list[list[Sample]] = [[], []]
@@ -108,13 +110,13 @@ def measure(
 
 
 class Budget:
-    """Divides `seconds` over so many kinds of measurement; what one takes beyond its share the others lack."""
+    """Divides `seconds` over `kinds` kinds of measurement. One that exceeds its share leaves less for the others."""
 
     def __init__(self, seconds: float, kinds: int):
         self.end, self.kinds = time.perf_counter() + seconds, kinds
 
     def fastest(self, once: Callable[[], float]) -> float:
-        """The smallest of some calls: other processes only ever add."""
+        """The least of several calls: other processes can only make a call slower."""
         start = time.perf_counter()
         end = start + (self.end - start) / self.kinds
         self.kinds -= 1
@@ -126,7 +128,7 @@ class Budget:
 
 
 def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, budget: Budget) -> float:
-    """Half of the experts on each side, at the sizes where there is a half."""
+    """`slip` of `Costs`, measured with half of a token's experts on each side."""
     found = []
     for probe in probes.values():
         half = min(probe.top_k, len(probe.layer.store)) // 2
@@ -138,25 +140,25 @@ def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, bud
 
 
 def _copy(stores: list[Tensor], budget: Budget) -> float:
-    """Milliseconds of one block, of several in a queue: waking the thread does not hold up a step."""
+    """Milliseconds of copying one block, with several queued: no step waits while the copier's thread wakes up."""
     copier, turn = Copier(), 0
-    rooms = stores[0][:QUEUED].clone()  # written before, as an arena's slots are
+    slots = stores[0][:QUEUED].clone()  # memory that was written before, as an arena's is
 
     def once() -> float:
         nonlocal turn
         source = stores[turn % len(stores)]
-        first, turn = turn * len(rooms), turn + 1
+        first, turn = turn * len(slots), turn + 1
         start = time.perf_counter()
-        tickets = [copier.submit(room, source[(first + i) % len(source)]) for i, room in enumerate(rooms)]
+        tickets = [copier.submit(slot, source[(first + i) % len(source)]) for i, slot in enumerate(slots)]
         for ticket in tickets:
             copier.wait(ticket)
-        return 1e3 * (time.perf_counter() - start) / len(rooms)
+        return 1e3 * (time.perf_counter() - start) / len(slots)
 
     return budget.fastest(once)
 
 
-def read_ms(nbytes: int) -> float:
-    """Milliseconds in which the device reads so many bytes."""
+def read_ms(nbytes: int, seconds: float) -> float:
+    """Milliseconds in which the engine reads `nbytes` bytes, measured for about `seconds`."""
     probed = min(sum(team.threads for team in native().teams()), 32) * MADE_UP // 4
     probe = native().ReadProbe(probed)
 
@@ -165,4 +167,4 @@ def read_ms(nbytes: int) -> float:
         probe.run()
         return 1e3 * (time.perf_counter() - start)
 
-    return Budget(SECONDS / 12, 1).fastest(once) * nbytes / probed
+    return Budget(seconds, 1).fastest(once) * nbytes / probed

@@ -1,1 +1,1 @@
-"""The arena that experts and KV pages share."""
+"""The arena, memory that experts and KV pages share."""

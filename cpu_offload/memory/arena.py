@@ -1,32 +1,32 @@
-"""Who holds which part of the arena: KV pages or experts. Bookkeeping alone; knows no tensors.
+"""Which part of the arena KV pages hold and which part experts hold. Bookkeeping only, no tensors.
 
-The arena is one buffer that never moves, of `frames`. A frame has room for one KV page of all layers, 2 L units: the
-keys and the values of one layer each are a unit. Frames lie in extents, aligned runs of `extent_frames` frames.
-An extent belongs to nobody, to pages (one each frame) or to slots (`extent_slots`, one expert's matrices each):
+The arena is one buffer of `frames` that never moves. A frame has room for one KV page of all layers, 2 L units: the
+keys of one layer are a unit, and so are its values. Frames lie in extents, aligned runs of `extent_frames` frames. An
+extent is free, or holds pages (one in each frame), or holds slots (`extent_slots` of them, one expert in each):
 
     frames   | 0 1 2 3 4 | 5 6 7 8 9 | 10 11 ...        extents of 5 frames, 3 slots
-             | p . p p . | s0 s1 s2 -| . .              p: page, s: slot, -: lost between sizes
+             | p . p p . | s0 s1 s2 -| . .              p: page, s: slot, -: lost, since sizes do not divide
 
-Fragmentation. A page is one frame, so any free frame serves any page. A slot's place within an extent is fixed, and
-pages never stand in an extent of slots: a free extent always has room for `extent_slots` slots, whatever came and went
-before, so a slot is refused only if no extent is free and none of slots has a place left. What pages can do is hold
-extents that they hardly use. They open a new one only when all of theirs are full, so they hold no more extents than
-the most pages that ever were at once need; and they take from the fullest first, so that thinly used ones run empty
-instead of living on. Slots do likewise: experts that leave and return gather in few extents. What is still scattered
-when many sequences end at once can be gathered: `gather` empties an extent of pages, the one with the fewest.
+Fragmentation. A page is one frame, so any free frame serves any page. A slot's position in its extent is fixed, and
+pages never share an extent with slots. So a free extent always has room for `extent_slots` slots, whatever was taken
+and given back before, and a slot is refused only if no extent is free and no extent of slots has a free one. Pages can
+hold extents that they hardly use, but few: they open a new extent only when all of theirs are full, so they never hold
+more extents than the most pages at any time needed; and they are taken from the fullest extent, so that thinly used
+ones become empty. Slots are taken likewise, so that experts which return gather in few extents. When many sequences
+end at once, pages may be left scattered: `gather` empties the extent with the fewest.
 
-Ordering. All of this is called between two replays of the step by the one thread that prepares steps. What was given
-back is written by nobody any more: the step that used it has ended, an expert's copy is done before its slot is given,
-and tables stopped naming it before. So whoever takes it next may write at once.
+Ordering. The thread that prepares steps calls all of this, between two steps. Whatever was given back is no longer
+accessed: the step that used it has ended, and before a slot is given back, copies into it are complete and its address
+is out of the tables. So the next tenant may write at once.
 """
 
 from errors import UserError
 
-LOST = 8  # at most one part in so many of an extent of slots is to be lost between sizes
+LOST = 8  # at most 1 part in LOST of an extent of slots should be lost because sizes do not divide
 
 
 def extent_of(frame_bytes: int, slot_bytes: int) -> tuple[int, int]:
-    """(frames, slots) of an extent: the smallest that loses little, else the least wasteful of the small ones."""
+    """(frames, slots) of an extent: the smallest that loses at most 1 part in LOST, else the one that loses least."""
     fewest = -(-slot_bytes // frame_bytes)
     lost: dict[tuple[int, int], float] = {}
     for frames in range(fewest, fewest + LOST):
@@ -36,33 +36,36 @@ def extent_of(frame_bytes: int, slot_bytes: int) -> tuple[int, int]:
 
 
 class Tenant:
-    """The extents of one kind of tenant, each of `places` places. Takes from the fullest that is not full."""
+    """The extents of one kind of tenant, pages or slots, each with `places` places."""
 
     def __init__(self, places: int, free_extents: list[int]):
-        self.places, self.free_extents = places, free_extents  # the latter is shared by all tenants
-        self.used: dict[int, int] = {}  # extent -> bits, one a place
-        self.by_count: list[dict[int, None]] = [{} for _ in range(places + 1)]  # extents with so many places taken
-        self.free = 0  # places in its extents
+        self.places, self.free_extents = places, free_extents  # both tenants share the list of free extents
+        self.used: dict[int, int] = {}  # extent -> a bit for each place, set if it is taken
+        self.by_count: list[dict[int, None]] = [{} for _ in range(places + 1)]  # extents by number of taken places
+        self.free = 0  # free places in this tenant's extents
 
     def add(self, extent: int, used: int) -> None:
+        """Makes the extent this tenant's; `used`: bits of the places that count as taken."""
         self.used[extent] = used
         self.by_count[used.bit_count()][extent] = None
         self.free += self.places - used.bit_count()
 
     def take(self) -> int | None:
-        """-> extent * places + place"""
+        """Takes a place in the fullest extent that is not full, else in a free extent. -> extent * places + place;
+        None: there is none."""
         if not self.free:
             if not self.free_extents:
                 return None
             self.add(self.free_extents.pop(), 0)
         extent = next(next(iter(extents)) for extents in reversed(self.by_count[:-1]) if extents)
         used = self.used[extent]
-        place = (~used & (used + 1)).bit_length() - 1  # the lowest that is free
+        place = (~used & (used + 1)).bit_length() - 1  # the lowest free one
         self._change(extent, 1 << place)
         self.free -= 1
         return extent * self.places + place
 
     def give(self, number: int) -> None:
+        """Gives a place back; an extent without taken places becomes free."""
         extent, place = divmod(number, self.places)
         if not self.used.get(extent, 0) >> place & 1:
             raise ValueError(f"place {number} is not taken")
@@ -74,9 +77,10 @@ class Tenant:
             self.free_extents.append(extent)
 
     def empty(self, extent: int) -> list[tuple[int, int]]:
-        """Takes as many of the places in the other extents, which must have them. -> (place given, place taken)"""
+        """Frees the extent: for each of its taken places takes one in the other extents, which must have room.
+        -> (old place, new place) of each"""
         used = self.used[extent]
-        del self.by_count[used.bit_count()][extent]  # nobody takes there
+        del self.by_count[used.bit_count()][extent]  # so that `take` does not choose it
         self.free -= self.places - used.bit_count()
         moves = []
         for place in range(self.places):
@@ -97,7 +101,7 @@ class Tenant:
 
 class Arena:
     def __init__(self, frames: int, frame_bytes: int, slot_bytes: int, units: int, alignment: int = 64):
-        """`units` of a frame: 2 L; `alignment`: bytes, of a slot."""
+        """`units` of a frame: 2 L; `alignment`: of slots and frames, in bytes."""
         if frame_bytes % alignment:
             raise UserError(
                 f"cache_config.page_size: a page of all layers has {frame_bytes} bytes; beside experts it must be a "
@@ -110,26 +114,26 @@ class Arena:
         self.free_extents = list(range(self.extents - 1, -1, -1))  # taken from the end: low ones first
         self._pages = Tenant(self.extent_frames, self.free_extents)
         self._slots = Tenant(self.extent_slots, self.free_extents)
-        if rest:  # no whole extent: never free for slots, as its missing places count as taken
+        if rest:  # less than an extent: for pages only, with the places that do not exist counted as taken
             self._pages.add(self.extents, (1 << self.extent_frames) - (1 << rest))
 
     @property
     def free_frames(self) -> int:
-        """Pages that could be taken now."""
+        """Number of pages that could be taken now."""
         return self._pages.free + len(self.free_extents) * self.extent_frames
 
     @property
     def free_slots(self) -> int:
-        """Slots that could be taken now without an extent more."""
+        """Number of slots that could be taken now without opening another extent."""
         return self._slots.free
 
     @property
     def slot_frames(self) -> int:
-        """Frames that extents of slots hold."""
+        """Number of frames in extents of slots."""
         return len(self._slots.used) * self.extent_frames
 
     def take_page(self) -> int | None:
-        """The first unit of a free frame: the page's number in block tables."""
+        """Takes a frame. -> its first unit, the page's number in block tables; None: no frame is free"""
         frame = self._pages.take()
         return None if frame is None else frame * self.units
 
@@ -137,11 +141,11 @@ class Arena:
         self._pages.give(unit // self.units)
 
     def gather(self, stays: int) -> list[tuple[int, int]]:
-        """Moves of pages, (from, to), that make one extent free: the fewest; none where that cannot be.
-        `stays`: a page that may not move. The caller copies at once, before anybody takes what became free."""
+        """Frees the extent of pages that needs the fewest moves. -> the moves (from, to), which the caller must copy
+        before anything else is taken; empty if no extent can be freed. `stays`: a page that may not move."""
         if self._pages.free < self.extent_frames:
             return []
-        still = {self.extents, stays // self.units // self.extent_frames}  # the rest is no extent
+        still = {self.extents, stays // self.units // self.extent_frames}  # what is left behind the last extent is none
         thin = (e for extents in self._pages.by_count[1:] for e in extents if e not in still)
         extent = next(thin, None)
         if extent is None or self._pages.used[extent] == (1 << self.extent_frames) - 1:
@@ -155,13 +159,13 @@ class Arena:
         self._slots.give(slot)
 
     def slot_offset(self, slot: int) -> int:
-        """In bytes, from the arena's start."""
+        """The slot's distance from the arena's start, in bytes."""
         extent, place = divmod(slot, self.extent_slots)
         return extent * self.extent_frames * self.frame_bytes + place * self.slot_bytes
 
     def leaving(self, coldest_first: list[int], frames: int) -> list[int]:
-        """Which taken slots must leave for `frames` more free frames, or as many as can be: whole extents, the one
-        whose hottest expert is coldest first. Slots that are not listed may not leave, nor their extents be free."""
+        """The slots to give back for `frames` more free frames, or for as many as possible. Whole extents are emptied,
+        in order of the warmth of their warmest expert. Slots that are not listed stay, and so do their extents."""
         held = {extent: used.bit_count() for extent, used in self._slots.used.items()}
         leaving: dict[int, list[int]] = {extent: [] for extent in held}
         chosen: list[int] = []

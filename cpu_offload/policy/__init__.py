@@ -1,1 +1,1 @@
-"""Which experts are worth a slot on the device."""
+"""The policy that decides which experts are resident."""

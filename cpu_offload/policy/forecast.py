@@ -1,17 +1,18 @@
-"""Which experts the next interval will use, learned from the routing counts of the past ones.
+"""Forecasts how often each expert will be used in the next interval, from the routing counts of past intervals.
 
-The forecast of an expert, in uses an interval, is a sum of three parts:
+The forecast, in uses per interval, has three parts:
 
-    lasting  = slow + a * (fast - slow)    two decayed frequencies; they follow traffic that shifts
-    forecast = lasting + b * hint          the hint: what usually follows the experts used just now
+    lasting  = slow + a * (fast - slow)    two exponentially decayed frequencies, to follow traffic that shifts
+    forecast = lasting + b * hint          hint: what usually follows the experts that were used in the last interval
 
-`hint` is a linear model, one row of weights for each use of an expert of a few layers, updated where it erred by the
-delta rule (normalised LMS): what sequences decoded together will use adds up, each by what it used. A frequency alone
-cannot come near the optimum on real text: which token comes next, and so which experts, follows from the present one.
+The hint is a linear model. Each expert of a few layers has a row of weights, one for every expert; the rows of the
+experts used in the last interval are added up, so that several sequences decoded together each contribute. Weights are
+updated by the delta rule (normalised LMS). A frequency alone is far from optimal on real text, where the next token,
+and so its experts, depends on the present one.
 
-Each correction is believed as much as it has explained: `a` and `b` are the running least-squares slopes of the
-error against the correction, cut to 0..1. On traffic without structure both fall to 0 and leave the slow frequency,
-whose noise is small; so there is nothing for a policy to chase. Forecasts of all layers are comparable.
+`a` and `b`, in 0..1, scale each correction by how much of the error it has explained so far: they are running
+least-squares slopes of error against correction. On traffic without structure both fall to 0, which leaves the slow
+frequency with its small noise, so that a policy does not follow noise. Forecasts of different layers are comparable.
 """
 
 import numpy as np
@@ -21,10 +22,10 @@ Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.integer]
 
 FAST, SLOW = 32, 512  # half-lives of the frequencies, in intervals
-PRIOR = 16  # intervals that the first guess, every expert alike, counts for
-STEP = 0.03  # of an error is corrected at the next like occasion
-SOURCES = 5  # layers that give hints: the last, and others evenly spread
-WEIGHTS = 1 << 17  # most that are added up to a hint, those of the most used experts; bounds the time
+PRIOR = 16  # intervals that the first guess, all experts alike, counts for
+STEP = 0.03  # the part of an error that one update corrects
+SOURCES = 5  # layers whose experts have rows of weights: the last, and others evenly spread
+WEIGHTS = 1 << 17  # the most that a hint adds up, those of the most used experts first; bounds the time
 
 
 class Forecast:
@@ -35,19 +36,19 @@ class Forecast:
         self._sources = np.unique(np.linspace(layers - 1, 0, min(layers, SOURCES)).round().astype(np.int64))
         self._weights = np.zeros((len(self._sources) * experts, size), np.float32)
         self._most_rows = max(1, WEIGHTS // size)
-        self._rows = np.zeros(0, np.int64)  # experts of the sources used in the last interval
-        self._uses = np.zeros(0, np.float32)  # how often each
+        self._rows = np.zeros(0, np.int64)  # rows of the experts that were used in the last interval
+        self._uses = np.zeros(0, np.float32)  # how often each was
         self._hint = np.zeros(size, np.float32)
         self._trend_slope, self._hint_slope = Slope(), Slope()
         self.lasting = self._slow.copy()  # (layers * experts)
 
     @property
     def next(self) -> Floats:
-        """Uses in the next interval. (layers * experts)"""
+        """Forecast uses in the next interval. (layers * experts)"""
         return self.lasting + self._hint_slope.value * self._hint
 
     def learn(self, counts: Counts) -> None:
-        """The routing of one interval. (layers, experts)"""
+        """Updates the forecast with one interval's routing counts. (layers, experts)"""
         seen = counts.reshape(-1).astype(np.float32)
         if not self.intervals:
             self._slow[:] = self._fast[:] = self.lasting = np.full_like(seen, seen.mean())
@@ -56,7 +57,7 @@ class Forecast:
         if len(self._rows):
             self._hint_slope.learn(error, self._hint)
             step = STEP / float(self._uses.dot(self._uses)) * (error - self._hint)
-            for uses in set(self._uses.tolist()):  # one or two, of few sequences
+            for uses in set(self._uses.tolist()):  # few different values, if there are few sequences
                 self._weights[self._rows[self._uses == uses]] += uses * step
         self.intervals += 1
         for frequency, half_life in ((self._slow, SLOW), (self._fast, FAST)):
@@ -73,14 +74,14 @@ class Forecast:
 
 
 class Slope:
-    """How much of a correction is to be believed: least squares through 0, the past decayed."""
+    """How much of a correction to apply: a least-squares slope through 0, with the past decayed."""
 
     def __init__(self) -> None:
         self.value = 0.0  # 0..1
         self._product, self._square = 0.0, 0.0
 
     def learn(self, error: Floats, correction: Floats) -> None:
-        """`error` is what the correction should have been."""
+        """Updates the slope with one interval; `error` is what the correction should have been."""
         decay = 0.5 ** (1 / SLOW)
         self._product = decay * self._product + float(error.dot(correction))
         self._square = decay * self._square + float(correction.dot(correction))

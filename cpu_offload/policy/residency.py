@@ -1,25 +1,26 @@
-"""Which experts stay on the device: learns from routing counts, proposes swaps, judges its own proposals.
+"""Decides which experts are resident: learns from routing counts, proposes swaps, and judges its own proposals.
 
-Between two replays, after every interval of one or more steps, the caller does
+Between two steps, after every interval of one or more steps, the caller runs
 
     residency.observe(counts)                         # (layers, experts): the routing of the interval
     for swap in residency.swaps(resident, free): ...  # at most max_swaps copies
 
-Slots are one pool over all layers. An expert is worth what it will save, in misses, over the next `horizon`
-intervals: forecast.next for the first and forecast.lasting for the others. A swap's gain is the worth of the one that
-comes less that of the one that goes. It is done if its gain, as far as gains are to be trusted, exceeds `swap_cost`,
-what a copy costs in misses. A swap that two experts of like worth would cause is never worth its cost: the hysteresis.
-Where copies are dear the horizon is long and residents change as slowly as the traffic; where they are nearly free
-(0.02) the horizon is one interval and experts are fetched ahead on the forecast of the very next step.
+All layers share one pool of slots. An expert's worth is the number of misses it is forecast to save over the next
+`horizon` intervals: `forecast.next` for the first and `forecast.lasting` for each of the others. A swap's gain is the
+worth of the expert that comes minus that of the expert that goes. A swap is done if its gain times `trust` exceeds
+`swap_cost`, the cost of a copy in misses. This is also the hysteresis: two experts of similar worth are never swapped.
+If copies are expensive the horizon is long and residents change as slowly as the traffic. If they are nearly free
+(0.02) it is one interval, and experts are fetched ahead by the forecast of the next step alone.
 
-Own benefit. Routing counts tell what every expert was used for, resident or not; so a proposal can be judged whether it
-was done or not. One batch of proposals at a time (those whose gain exceeds the cost) is kept on paper; `horizon`
-intervals later its uses (of those that would have come, less those that would have gone) are added to what was seen,
-and its gains to what was predicted. `trust` = (seen - 2 standard errors) / predicted, 0..1, the past decayed. It
-starts at 0: no swap before proposals have proved right; it falls to 0 on traffic that nothing predicts, and rises again
-without any copy when there is something to gain. Free slots are filled at any trust: an empty slot saves nothing.
+Trust. Routing counts have the use of every expert, resident or not, so a proposal can be judged whether it was done or
+not. One batch of proposals at a time, those whose gain exceeds the cost, is kept on paper. After `horizon` intervals,
+the uses of the experts that would have come, minus those of the experts that would have gone, are added to `seen`, and
+the gains to `predicted`; `trust` = (seen - 2 standard errors) / predicted, within 0..1, with the past decayed. It
+starts at 0, so nothing is swapped before proposals have proved right; it falls to 0 on traffic that cannot be
+predicted, and rises again without any copy once there is something to gain. Free slots are filled whatever the trust:
+an empty slot saves nothing.
 
-Everything follows from the calls alone: the same calls give the same swaps.
+The result depends on the calls alone: the same calls give the same swaps.
 """
 
 from dataclasses import dataclass
@@ -32,15 +33,15 @@ from cpu_offload.policy.forecast import Counts, Floats, Forecast
 Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]  # layer * experts + expert
 
-PAYBACK = 24  # intervals in which a swap whose cost is one miss must have paid
-ERRORS = 2  # standard errors that what was seen may owe to chance
-JUDGED = 64  # batches of proposals: half-life of the trust
+PAYBACK = 24  # intervals in which a swap that costs one miss must have saved it
+ERRORS = 2  # standard errors that are subtracted from what was seen, as it may be chance
+JUDGED = 64  # batches of proposals: half-life of what `trust` is computed from
 
 
 @dataclass(frozen=True)
 class Settings:
-    max_swaps: int = 32  # copies an interval, into free slots or others'
-    swap_cost: float = 0.02  # of one copy, in misses that it must save
+    max_swaps: int = 32  # copies at one decision, those into free slots included
+    swap_cost: float = 0.02  # what one copy costs, in misses that it must save
 
     def __post_init__(self) -> None:
         if self.max_swaps < 0 or self.swap_cost < 0:
@@ -48,7 +49,7 @@ class Settings:
 
     @property
     def horizon(self) -> int:
-        """Intervals that a swap has to pay for itself."""
+        """Intervals in which a swap has to save what it costs."""
         return max(1, round(PAYBACK * self.swap_cost))
 
 
@@ -56,31 +57,31 @@ class Settings:
 class Swap:
     layer: int
     expert_in: int
-    expert_out: tuple[int, int] | None  # (layer, expert) that gives its slot; None: a free slot
+    expert_out: tuple[int, int] | None  # (layer, expert) whose slot it takes; None: a free slot
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """Swaps on paper."""
+    """Swaps on paper, done or not, that are judged later."""
 
     due: int  # interval after which they are judged
     come: Indices
     go: Indices
     gains: Floats
-    uses_before: npt.NDArray[np.int64]  # of those that come less those that go
+    uses_before: npt.NDArray[np.int64]  # uses so far of each expert that comes, minus those of the one that goes
 
 
 class Residency:
     def __init__(self, layers: int, experts: int, settings: Settings = Settings()):
         self.experts, self.settings = experts, settings
         self.forecast = Forecast(layers, experts)
-        self.trust = 0.0  # 0..1: how much of a predicted gain comes true
+        self.trust = 0.0  # 0..1: the part of a predicted gain to count on
         self._uses = np.zeros(layers * experts, np.int64)
         self._paper: Proposals | None = None
         self._seen, self._predicted, self._variance = 0.0, 0.0, 0.0
 
     def observe(self, counts: Counts) -> None:
-        """Routing of one interval, decode steps only. (layers, experts)"""
+        """Learns from the routing counts of an interval of decode steps. (layers, experts)"""
         self.forecast.learn(counts)
         self._uses += counts.reshape(-1)
         if self._paper and self.forecast.intervals >= self._paper.due:
@@ -88,9 +89,9 @@ class Residency:
             self._paper = None
 
     def swaps(self, resident: Bools, free_slots: int) -> list[Swap]:
-        """What to copy before the next interval; `resident` (layers, experts) as it will be after copies under way.
+        """The copies to begin before the next interval. `resident` (layers, experts) counts copies in flight as done.
 
-        Experts for free slots come first, the most valuable before others, then swaps, best gain first.
+        Experts for free slots come first, in order of worth, then swaps, in order of gain.
         """
         worth, here = self._worth(), resident.reshape(-1)
         inside, outside = np.flatnonzero(here), np.flatnonzero(~here)
@@ -112,30 +113,32 @@ class Residency:
         return free + [Swap(*self._place(i), self._place(o)) for i, o in pairs]
 
     def coldest(self, resident: Bools, n: int) -> list[tuple[int, int]]:
-        """(layer, expert) of the n residents worth least, the least first: who leaves when memory is needed."""
+        """(layer, expert) of the n resident experts of least worth, the least first: to be evicted for memory."""
         return [self._place(i) for i in highest(-self._worth(), np.flatnonzero(resident), n).tolist()]
 
     def _worth(self) -> Floats:
-        """Misses that each expert saves over the horizon. (layers * experts)"""
+        """Misses that each expert would save over the horizon. (layers * experts)"""
         return self.forecast.next + (self.settings.horizon - 1) * self.forecast.lasting
 
     def _worth_swapping(self, worth: Floats, inside: Indices, outside: Indices) -> tuple[Indices, Indices]:
-        """Of those, who could be part of a swap that is done or kept on paper: a few of many, or nobody."""
+        """The few experts inside and outside that can be part of a swap that is done or kept on paper."""
         if not len(inside) or not len(outside):
             return inside[:0], outside[:0]
-        ours, others, cost = worth[inside], worth[outside], self.settings.swap_cost
-        least, most = ours.min(), others.max()
+        kept, others, cost = worth[inside], worth[outside], self.settings.swap_cost
+        least, most = kept.min(), others.max()
         if self._paper and self.trust * (most - least) <= cost:
             return inside[:0], outside[:0]
-        return inside[most - ours > cost], outside[others - least > cost]
+        return inside[most - kept > cost], outside[others - least > cost]
 
     def _propose(self, come: Indices, go: Indices, gains: Floats) -> None:
+        """Keeps the swaps whose gain exceeds the cost, to judge them after the horizon."""
         kept = gains > self.settings.swap_cost
         if kept.any():
             come, go, due = come[kept], go[kept], self.forecast.intervals + self.settings.horizon
             self._paper = Proposals(due, come, go, gains[kept], self._uses[come] - self._uses[go])
 
     def _judge(self, paper: Proposals) -> None:
+        """Updates `trust` by what the swaps on paper would have saved."""
         seen = self._uses[paper.come] - self._uses[paper.go] - paper.uses_before
         decay = 0.5 ** (1 / JUDGED)
         self._seen = decay * self._seen + float(seen.sum())
@@ -149,7 +152,7 @@ class Residency:
 
 
 def highest(worth: Floats, among: Indices, n: int) -> Indices:
-    """The n of `among` that are worth most, the best first."""
+    """The n indices in `among` with the highest worth, the highest first."""
     if n < len(among):
         among = among[np.argpartition(-worth[among], n)[:n]]
     return among[np.argsort(-worth[among], kind="stable")]

@@ -145,6 +145,9 @@ class OffloadSettings:
         0, "a step of so many tokens or more has missing experts copied to the device, which computes all of them; "
         "0: the planner's choice; -1: never", minimum=-1,
     )  # fmt: skip
+    measure_s: float = key(
+        1.2, "seconds, about, in which the planner measures made-up experts before weights are loaded", minimum=0
+    )
     timeout_s: int = key(30, "a step whose shadow experts take longer than this ends in an error", minimum=1)
 
 

@@ -10,7 +10,10 @@ class PlatformEntry:
     exe_modes: tuple[str, ...]
     page_size: int  # of the KV cache, where a case does not say
     quantised: tuple[str, ...]  # the kinds of quantised matrices that its ops multiply with
+    expert_slot: str  # of the function (inner, hidden, format, dtype) -> (bytes, alignment) of an expert's slot
     plugin: str = ""  # the package that brings the device to PyTorch
+    is_host: bool = False  # the device is the CPU itself: one memory, one pool of threads
+    plans_memory: bool = False  # `--plan` counts the memory of one rank against the device's
 
 
 PLATFORMS = {
@@ -20,6 +23,8 @@ PLATFORMS = {
         ("eager", "graph"),
         page_size=16,
         quantised=("q8", "q4"),
+        expert_slot="cpu_offload.cpu:expert_slot",
+        is_host=True,
     ),
     "ascend": PlatformEntry(
         "executor.platform.ascend.device:AscendPlatform",
@@ -27,6 +32,8 @@ PLATFORMS = {
         ("eager", "ge_graph", "acl_graph", "npugraph_ex"),
         page_size=128,
         quantised=("q4",),
+        expert_slot="ops.ascend.vector_core.blocks:expert_slot",
         plugin="torch_npu",
+        plans_memory=True,
     ),
 }

@@ -1,4 +1,4 @@
-"""Shadow experts of a case: settings, the arena that they share with the KV cache, what a run leaves of them."""
+"""Shadow experts of a case: settings, the arena that they share with the KV cache."""
 
 from typing import Any
 
@@ -16,7 +16,6 @@ from executor.platform.base import Platform
 from models.build import Build
 
 MB = 1 << 20
-TOTALS = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions", "evictions_for_cache")
 
 
 def make_offload(case: Case, choices: Choices, platform: Platform, config: Any) -> Offload:

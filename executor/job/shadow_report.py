@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cpu_offload.history import summary
 from cpu_offload.manager import Offload
 from executor.parallel.groups import Group
 from files import write_whole
@@ -22,17 +23,10 @@ def write_offload(offload: Offload, folder: Path, world: Group, device: torch.de
     if world.rank > 0:
         return report
     if offload.history.steps:
-        from executor.job.plots import plot  # matplotlib takes a second to import
+        from executor.job.plots import plot
 
         plot(offload.history, folder / "offload.png")
         trace = json.dumps(offload.history.trace()).encode()
         write_whole(folder / "offload_trace.json", lambda file: file.write(trace))
-    rate, exposed, streamed = report["hit_rate"], report["exposed_ms"], report["streamed"]
-    print(
-        f"shadow experts: hit rate {'-' if rate is None else f'{rate:.3f}'}, {report['shadow_ms']:.1f} ms on the CPU, "
-        f"{'' if exposed is None else f'of which {exposed:.1f} exposed, '}{report['copies']} copies, "
-        f"{report['evictions']} evictions ({report['evictions_for_cache']} for the cache)"
-        + (f", {streamed['bytes'] / 1e6:.1f} MB streamed" if streamed["bytes"] else "")
-        + f"; offload.png, offload_trace.json in {folder}"
-    )
+    print(f"{summary(report)}; offload.png, offload_trace.json in {folder}")
     return report

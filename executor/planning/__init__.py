@@ -1,1 +1,1 @@
-"""Predicts without running: memory of a rank, milliseconds of a step, and the settings that follow."""
+"""Predicts without a run: the memory of a rank, the time of a step, and the settings that follow."""

@@ -1,4 +1,4 @@
-"""The planner of a case with shadow experts: `--plan`, and around a run."""
+"""The planner of a case with shadow experts: what `--plan` prints, what a run predicts and then compares."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,19 +13,20 @@ from cpu_offload.memory.arena import Arena
 from errors import UserError
 from executor.config.case import Case
 from executor.config.env import RankEnv
+from executor.config.platforms import PLATFORMS
 from executor.engine.shadows import make_arena
 from executor.parallel.groups import Group
-from executor.planning.choices import choose, survey_of, swaps_of
+from executor.planning.choices import choose, sizes_of, swaps_of
 from executor.planning.memory import GB
 from executor.platform import load_platform
 from executor.platform.base import Platform
 
-WARM_UP_TOKENS = 9  # of a warm-up that the rest of a step is measured in; the first step captures
+WARM_UP_TOKENS = 9  # tokens of each sequence of a warm-up; its first decode step captures and is not measured
 Steps = list[tuple[float, float, float]]  # tokens, hit rate, milliseconds
 
 
 def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
-    """Decode steps as the planner sees them; `seconds` of each, all of it."""
+    """The decode steps of `history` as `Planner` compares them; `seconds`: each step's whole time."""
     steps: Steps = []
     for step, time in zip(history.steps, seconds, strict=True):
         hits, misses = int(step.hits.sum()), int(step.misses.sum())
@@ -35,19 +36,19 @@ def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
 
 
 class PlannedRun:
-    """Chooses before weights are loaded, tells what is to be expected, and afterwards how it was."""
+    """Chooses before weights are loaded, prints what is expected of the run, and compares it with what was measured."""
 
     def __init__(self, case: Case, ranks: RankEnv, world: Group, platform: Platform):
         self.case = case
-        self.planner, choices = choose(case, survey_of(case), ranks, platform.copy_ms)
-        # Slots decide who is admitted, so all ranks have rank 0's number; the rest is each rank's own affair.
-        slots = world.gather_rows(torch.tensor([[choices.slots.value]], device=platform.device), (1,) * world.size)[
-            0, 0
-        ]
-        self.choices = dataclasses.replace(choices, slots=dataclasses.replace(choices.slots, value=int(slots)))
+        self.planner, choices = choose(case, sizes_of(case), ranks, platform.copy_ms)
+        # The number of slots decides which sequences are admitted, so all ranks take rank 0's; the rest may differ.
+        own = torch.tensor([[choices.slots.value]], device=platform.device)
+        slots = int(world.gather_rows(own, (1,) * world.size)[0, 0])
+        self.choices = dataclasses.replace(choices, slots=dataclasses.replace(choices.slots, value=slots))
 
     def begin(self, offload: Offload, warm_up: Sequence[float]) -> None:
-        """`warm_up`: seconds of its decode steps. Now that the rest of a step is known, copies have their budget."""
+        """To be called after the warm-up; `warm_up`: seconds of each of its decode steps. They give the rest of a step,
+        which decides how many copies fit beside it."""
         steps = steps_of(offload.history, warm_up, self.planner.shape)[1:]
         if steps:
             rest = self.planner.rest_of(steps)
@@ -60,7 +61,8 @@ class PlannedRun:
         print("\n".join(self.planner.table(self.case.data_config.batch_size) + self.choices.table()))
 
     def end(self, offload: Offload, seconds: Sequence[float]) -> dict[str, Any] | None:
-        """For the report; None where no step was decoded."""
+        """To be called after the run; `seconds`: of each of its decode steps. -> the report's `offload.plan`; None if
+        there were no decode steps."""
         prefill = None
         if long := offload.history.long:
             prefill = self.planner.compare_long(long)
@@ -84,10 +86,11 @@ class PlannedRun:
 
 
 def show_offload_plan(case: Case) -> None:
-    """Memory counted, times of made-up experts measured; nothing is loaded."""
-    sizes = survey_of(case)
+    """Prints how memory would be divided and how long steps would take; counts memory and measures made-up experts,
+    but loads no weights."""
+    sizes, platform = sizes_of(case), PLATFORMS[case.platform]
     ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
-    if case.platform == "cpu":  # whose engine measures
+    if platform.is_host:  # measured with the platform's own engine
         load_platform(case.platform)(case, ranks)
     planner, choices = choose(case, sizes, ranks)
     longest, experts, most_slots = sizes.sketch.pages, sizes.split.experts, max(choices.slots.value, 0)
@@ -99,9 +102,9 @@ def show_offload_plan(case: Case) -> None:
     pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
     print(
         f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows"
-        + (pinned_gb if case.platform != "cpu" else "")
+        + ("" if platform.is_host else pinned_gb)
     )
-    if case.platform == "ascend" and beside > case.ascend_config.memory_gb * GB:
+    if platform.plans_memory and beside > case.ascend_config.memory_gb * GB:
         raise UserError(
             f"case {case.name}: {beside / GB:.2f} GB of weights and arena are more than ascend_config.memory_gb: "
             f"{case.ascend_config.memory_gb}: lower offload_config.arena_mb, or raise world_size"
@@ -111,8 +114,9 @@ def show_offload_plan(case: Case) -> None:
 
 
 def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots: int, experts: int) -> list[str]:
-    """For people. `longest`: pages of all sequences at their longest."""
-    frames, each = arena.frames - 1, arena.extent_frames  # one is the padding page's
+    """The lines that `--plan` prints of the arena. `pinned`: frames of experts that may not be evicted; `longest`:
+    pages of all sequences at their longest; `experts`: of all layers with shadows."""
+    frames, each = arena.frames - 1, arena.extent_frames  # without the frame of the page that padding is written to
     pages = frames - pinned
     lines = [
         f"arena: {arena.frames * arena.frame_bytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes, "

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from cpu_offload.device import CpuDevice, Device
+from cpu_offload.cpu import CpuDevice
+from cpu_offload.device import Device
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step

@@ -114,7 +114,7 @@ def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
     assert device.nodes.bridge.seen(node.payload) == int(offload.pool.step)
     with device_log() as log:
         for place in here:
-            offload._fetch(place)
+            offload.fetch(place)
     assert log.lines == ["memcpy async H2D 32768", "memcpy async H2D 16384"] * len(here)
     assert not offload.published[0].any()
     assert step_log(runner, running)[0] == table
@@ -200,7 +200,7 @@ def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, m
     running = prefilled(runner)
     step_log(runner, running)
     offload.evict((0, 0))
-    offload._fetch((0, 0))
+    offload.fetch((0, 0))
 
     def failed(self: object) -> bool:
         raise RuntimeError("ACL stream synchronize failed, error code:507899")

@@ -1,5 +1,6 @@
 """The residency policy: rules of every swap, what it learns, when it leaves things alone; the policies beside it."""
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -19,6 +20,7 @@ DEFAULT, DEAR = Settings(), Settings(swap_cost=1.0)  # copies that are nearly fr
 DEMO = Path(__file__).parents[1] / "data" / "demo_routing.npz"
 
 
+@functools.cache
 def small(kind: str, steps: int, seed: int = 0) -> Trace:
     return made_up(kind, steps, layers=8, experts=32, k=4, seed=seed)
 

@@ -1,4 +1,4 @@
-"""Long steps whose missing experts come to the device: the same bits, the same counts, what is written down."""
+"""Long steps whose missing experts are streamed to the device: the same bits, the same counts, what is recorded."""
 
 import random
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpu_offload.experts import CpuExperts
+from cpu_offload.cpu import CpuExperts
 from cpu_offload.history import History, LongLayer
 from cpu_offload.streaming import CHUNK, RING, Streaming
 from errors import UserError
@@ -23,14 +23,14 @@ COUNT, INNER, HIDDEN, DECODE = 21, 64, 96, 2
 
 
 class Layer:
-    """The same experts as ops.moe takes them and as shadows, with a slot for each."""
+    """The same experts twice, as `ops.moe` takes them and with shadows, and a slot for each."""
 
     def __init__(self, format: Format, stream_tokens: int):
         self.native = NativeExperts(COUNT, INNER, HIDDEN, format, torch.device("cpu"))
         self.history, self.pool = History(), shadow.ShadowPool([native().Team(-1, 1, [])])
         self.shadowed = CpuExperts(self.pool, 3, slice(0, COUNT), INNER, HIDDEN, format)
         note = self.history.long.append
-        self.shadowed.streaming = Streaming(stream_tokens, DECODE, self.shadowed.slot_bytes, note)
+        self.shadowed.open(Streaming(stream_tokens, self.shadowed.slot_bytes), DECODE, note)
         for expert in range(COUNT):
             for which, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
                 part = torch.randn(shape) / shape[1] ** 0.5
@@ -46,7 +46,7 @@ class Layer:
 
 
 def routing(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Some of nobody, some repeated."""
+    """(x, weights, ids); some ids are of no expert, some are repeated."""
     ids = torch.stack([torch.randperm(COUNT + 2)[:4] for _ in range(tokens)]) - 1
     ids[0, 0] = ids[0, 1]
     return torch.randn(tokens, HIDDEN), torch.rand(tokens, 4), ids

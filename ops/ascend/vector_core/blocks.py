@@ -81,6 +81,11 @@ class BlockLayout:
         return offsets, end
 
 
+def expert_slot(inner: int, hidden: int, format: Format, dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes, alignment) of one expert's slot."""
+    return BlockLayout.of(inner, hidden, format, dtype).block_bytes, PLACE
+
+
 def _bytes(plane: Plane) -> int:
     shape, dtype = plane
     return prod(shape) * dtype.itemsize

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpu_offload.device import CpuDevice
+from cpu_offload.cpu import CpuDevice
 from errors import UserError
 from executor.job.logits import collect_logits
 from executor.job.runner import ModelRunner
@@ -17,24 +17,21 @@ from executor.parallel.groups import Group
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
-ARENA_MB = 60 / 1024  # of the arena: all cache and few experts, or more experts and little cache
+MB = 60 / 1024  # of the arena: all cache and few experts, or more experts and little cache
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    save_tiny(tmp_path / "model", eos_token_id=None)
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("offload") / "model"
+    save_tiny(folder, eos_token_id=None)
+    return folder
 
 
-def runner_of(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, exe_mode: str = "graph", **offload: Any
-) -> ModelRunner:
-    monkeypatch.setattr("cpu_offload.cost.probe.SECONDS", 0.01)
-    folder = checkpoint.parent
+def runner_of(model: Path, folder: Path, exe_mode: str = "graph", **offload: Any) -> ModelRunner:
+    """The runner of a case in `folder` that measures for a moment only."""
+    offload = ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
     data = {"batch_size": 3, "max_new_tokens": 24}
-    return make_runner(
-        tiny_case(folder, checkpoint, exe_mode=exe_mode, data_config=data, offload_config=offload), folder
-    )
+    return make_runner(tiny_case(folder, model, exe_mode=exe_mode, data_config=data, offload_config=offload), folder)
 
 
 MODES: list[dict[str, Any]] = [
@@ -43,19 +40,19 @@ MODES: list[dict[str, Any]] = [
     {"mode": "fixed", "arena_mb": 150 / 1024},
     {"mode": "fixed", "slots": 5, "stream_tokens": 4},
     {"mode": "fixed", "slots": 5, "max_swaps": -1, "stream_tokens": -1},
-    {"mode": "elastic", "arena_mb": ARENA_MB},
-    {"mode": "elastic", "arena_mb": ARENA_MB, "interval": 3, "max_swaps": 8},
-    {"mode": "elastic", "arena_mb": ARENA_MB, "start_layer": 1, "stream_tokens": 20},
+    {"mode": "elastic", "arena_mb": MB},
+    {"mode": "elastic", "arena_mb": MB, "interval": 3, "max_swaps": 8},
+    {"mode": "elastic", "arena_mb": MB, "start_layer": 1, "stream_tokens": 20},
 ]
 
 
 @pytest.mark.parametrize("exe_mode", ["eager", "graph"])
-def test_tokens_and_logits_are_those_without(checkpoint: Path, exe_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = runner_of(checkpoint, monkeypatch, exe_mode, mode="none")
+def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mode: str) -> None:
+    plain = runner_of(model, tmp_path, exe_mode, mode="none")
     expected = [s.ids for s in plain.model_generate(PROMPTS)]
     logits = collect_logits(plain, [ids for _, ids in PROMPTS[:3]], steps=6)
     for offload in MODES:
-        runner = runner_of(checkpoint, monkeypatch, exe_mode, **offload)
+        runner = runner_of(model, tmp_path, exe_mode, **offload)
         assert [s.ids for s in runner.model_generate(PROMPTS)] == expected, offload
         assert runner.engine.offload
         assert runner.engine.offload.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
@@ -63,8 +60,8 @@ def test_tokens_and_logits_are_those_without(checkpoint: Path, exe_mode: str, mo
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 
 
-def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="elastic", arena_mb=ARENA_MB, max_swaps=8)
+def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="elastic", arena_mb=MB, max_swaps=8)
     for _ in range(4):
         runner.model_generate(PROMPTS)
     assert sorted(runner.engine.decode_step.graphs) == [(2,), (3,)]  # type: ignore[attr-defined]
@@ -77,14 +74,14 @@ def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, m
     assert arena.frames - arena.free_frames - arena.slot_frames == 1  # the padding page: all others came back
 
 
-def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5)
+def test_what_a_run_leaves(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="fixed", slots=5)
     assert runner.engine.offload is not None
     place = next(iter(runner.engine.offload.slots))
     runner.engine.offload.evict(place)
-    runner.engine.offload._fetch(place)
+    runner.engine.offload.fetch(place)
     runner.model_generate(PROMPTS[:2])
-    report = write_offload(runner.engine.offload, checkpoint.parent, Group(), torch.device("cpu"))
+    report = write_offload(runner.engine.offload, tmp_path, Group(), torch.device("cpu"))
     assert report["steps"] == 23
     assert 0 < report["hit_rate"] < 1
     layers = report["layers"]
@@ -92,18 +89,16 @@ def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("copies", "evictions"):
         assert sum(layer[name] for layer in layers) == report[name] > 0
     assert report["shadow_ms"] > 0
-    assert (checkpoint.parent / "offload.png").read_bytes()[1:4] == b"PNG"
-    events = json.loads((checkpoint.parent / "offload_trace.json").read_text())["traceEvents"]
+    assert (tmp_path / "offload.png").read_bytes()[1:4] == b"PNG"
+    events = json.loads((tmp_path / "offload_trace.json").read_text())["traceEvents"]
     lanes = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
     spans = {lane: sum(e["ph"] == "X" and e["tid"] == tid for e in events) for lane, tid in lanes.items()}
     assert spans["shadow pool"] > 20
     assert spans["device"] >= 23
 
 
-def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=-1, stream_tokens=-1)
+def test_a_stalled_pool_is_an_error_that_names_layer_and_step(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="fixed", slots=-1, stream_tokens=-1)
     assert runner.engine.offload is not None
     runner.engine.offload.pool.stop()
     with pytest.raises(UserError, match=r"shadow experts: layer 0, step 1: the shadow pool was stopped"):
@@ -122,15 +117,13 @@ def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
         ({"mode": "elastic", "start_layer": 2}, "no layers with experts of one size"),
     ],
 )
-def test_refusals(checkpoint: Path, offload: dict[str, Any], complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(model: Path, tmp_path: Path, offload: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        runner_of(checkpoint, monkeypatch, **offload)
+        runner_of(model, tmp_path, **offload)
 
 
-def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5, max_swaps=-1)
+def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="fixed", slots=5, max_swaps=-1)
     runner.model_generate(PROMPTS[:1])
     offload = runner.engine.offload
     assert offload
@@ -139,6 +132,6 @@ def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(
     offload.evict(place)
     offload.device.copier.stop()
     with pytest.raises(UserError, match="the copier was stopped"):
-        offload._fetch(place)
+        offload.fetch(place)
     assert not offload.published[place]
     assert not offload.layers[place[0]].table[place[1]]

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runner_of(model: Path, **offload: object) -> ModelRunner:
     data = {"input_max_len": PROMPT[1], "max_new_tokens": NEW[1], "batch_size": BATCH}
     sampling = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
-    offload = {"max_swaps": 4, "shadow_threads": 1} | offload
+    offload = {"max_swaps": 4, "shadow_threads": 1, "measure_s": 0.01} | offload
     sections = {"data_config": data, "sampling_config": sampling, "offload_config": offload, "threads": 1}
     return make_runner(tiny_case(model.parent, model, exe_mode="graph", **sections), model.parent)
 
@@ -79,7 +79,6 @@ class Watch:
 
 
 def test_waves_pass_through_a_small_arena(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpu_offload.cost.probe.SECONDS", 0.01)
     expected = [s.generated for s in serve(runner_of(model, mode="resident"), requests())]
     runner = runner_of(model, mode="elastic", arena_mb=ARENA_MB)
     offload = runner.engine.offload

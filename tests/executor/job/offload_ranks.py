@@ -14,7 +14,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 import torch
 
-from cpu_offload.device import CpuDevice
+from cpu_offload.cpu import CpuDevice
 from cpu_offload.manager import Offload
 from cpu_offload.policy.residency import Swap
 from executor.config.case import Case, OffloadSettings

@@ -3,6 +3,7 @@ asserted on: real measurements are only run, not judged."""
 
 import dataclasses
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 from cpu_offload.cost.model import LEAST_COST, MOST_COST, RATES, Costs, Line, Planner, Sample, Shape, fit, slip_of
 from cpu_offload.history import History, Step
 from errors import UserError
+from executor.config.case import Case
 from executor.job.runner import ModelRunner, make_runner
-from executor.planning import choices as offload_choices
 from executor.planning.report import show_plan
 from executor.planning.times import steps_of
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
@@ -120,15 +121,17 @@ def test_the_table() -> None:
     assert 5 <= len(lines) <= 12
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("cpu_offload.cost.probe.SECONDS", 0.01)
-    save_tiny(tmp_path / "model", eos_token_id=None)
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planner") / "model"
+    save_tiny(folder, eos_token_id=None)
+    return folder
 
 
-def case_of(checkpoint: Path, **offload: Any) -> Any:
-    return tiny_case(checkpoint.parent, checkpoint, exe_mode="graph", offload_config=offload)
+def case_of(model: Path, folder: Path, arena_kb: int = 0, **offload: Any) -> Case:
+    """A case, written to `folder`, that measures for a moment only."""
+    settings = {"arena_mb": arena_kb / 1024} | ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
+    return tiny_case(folder, model, exe_mode="graph", offload_config=settings)
 
 
 # frames of 2 layers x (keys, values) x 4 tokens x 2 heads x 8 float32 = 1024 bytes; blocks of 3 x 32 x 32 float32, as
@@ -136,7 +139,7 @@ def case_of(checkpoint: Path, **offload: Any) -> Any:
 @pytest.mark.parametrize(
     ("offload", "wanted"),
     [
-        ({"mode": "elastic", "arena_mb": 100 / 1024}, [
+        ({"mode": "elastic", "arena_kb": 100}, [
             "100 frames of 1024 bytes, each a page of 4 tokens or part of 1 slots in 12 frames",
             "16 with shadows, 12288 bytes each; 16 may be resident",
             "KV pages: 56 for 4 sequence(s) at their longest, 99 can be had\n",
@@ -148,15 +151,13 @@ def case_of(checkpoint: Path, **offload: Any) -> Any:
             "half as long       28 pages,      5 slots:  31%",
             "the longest        56 pages,      3 slots:  19%",
         ]),
-        ({"mode": "fixed", "slots": 5, "start_layer": 1, "arena_mb": 100 / 1024}, [
+        ({"mode": "fixed", "slots": 5, "start_layer": 1, "arena_kb": 100}, [
             "8 with shadows, 12288 bytes each; 5 may be resident",
             "56 for 4 sequence(s) at their longest, 39 can be had: not all sequences run at once",
             "no sequence         0 pages,      5 slots:  62%",
             "slots             5 of 8: given",
         ]),
-        ({"mode": "fixed", "arena_mb": 100 / 1024}, [
-            " of 16: ", "ms a token of even traffic with ", "sequence(s) at once",
-        ]),
+        ({"mode": "fixed", "arena_kb": 100}, [" of 16: ", "ms a token of even traffic with ", "sequence(s) at once"]),
         ({"mode": "fixed", "slots": -1, "max_swaps": -1, "stream_tokens": 9, "shadow_threads": 2}, [
             "16 with shadows, 12288 bytes each; 0 may be resident",
             "slots             0 of 16: given",
@@ -174,12 +175,10 @@ def case_of(checkpoint: Path, **offload: Any) -> Any:
     ],
 )  # fmt: skip
 def test_plan_counts_memory_and_predicts_without_the_checkpoint(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], offload: dict[str, Any], wanted: list[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], offload: dict[str, Any], wanted: list[str]
 ) -> None:
-    case = case_of(checkpoint, **offload)
-    for file in checkpoint.glob("*.safetensors"):
-        file.unlink()
-    show_plan(case)
+    shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    show_plan(case_of(tmp_path / "model", tmp_path, **offload))
     out = capsys.readouterr().out
     assert all(line in out for line in wanted), out
     assert "hit rate                0%      25%      50%" in out
@@ -187,11 +186,11 @@ def test_plan_counts_memory_and_predicts_without_the_checkpoint(
     assert "the time to read" in out
 
 
-def test_plan_agrees_with_what_a_run_makes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = case_of(checkpoint, mode="elastic", arena_mb=100 / 1024)
+def test_plan_agrees_with_what_a_run_makes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = case_of(model, tmp_path, mode="elastic", arena_kb=100)
     show_plan(case)
     planned = capsys.readouterr().out
-    runner = make_runner(case, checkpoint.parent, ONE_RANK)
+    runner = make_runner(case, tmp_path, ONE_RANK)
     runner.setup()
     arena = runner.engine.offload.arena if runner.engine.offload else None
     assert arena is not None
@@ -204,30 +203,33 @@ def test_plan_agrees_with_what_a_run_makes(checkpoint: Path, capsys: pytest.Capt
     [
         ({"mode": "none"}, "--plan: platform: cpu has no memory plan, only ascend has"),
         ({"mode": "elastic", "start_layer": 2}, "offload_config.start_layer: 2: no layers with experts of one size"),
-        ({"mode": "elastic", "arena_mb": 3 / 1024}, "have no room for one sequence of 14 pages"),
+        ({"mode": "elastic", "arena_kb": 3}, "have no room for one sequence of 14 pages"),
     ],
 )
-def test_plan_refusals(checkpoint: Path, offload: dict[str, Any], complaint: str) -> None:
+def test_plan_refusals(model: Path, tmp_path: Path, offload: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        show_plan(case_of(checkpoint, **offload))
+        show_plan(case_of(model, tmp_path, **offload))
 
 
-def run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> tuple[ModelRunner, dict[str, Any]]:
-    case = case_of(checkpoint, mode="fixed", slots=5)
+def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> tuple[ModelRunner, dict[str, Any]]:
+    case = case_of(model, folder, mode="fixed", slots=5)
     data = {"prompts": [], "input_max_len": 6, "max_new_tokens": 12} | data
     case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, **data))
-    monkeypatch.setattr(offload_choices, "measure", lambda *_: COSTS)
-    runner = make_runner(case, checkpoint.parent, ONE_RANK)
+    monkeypatch.setattr("executor.job.runner.open_tokenizer", lambda *_: None)
+    runner = make_runner(case, folder, ONE_RANK)
     return runner, runner.run()
 
 
 def test_a_run_values_copies_and_compares(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner, report = run(checkpoint, monkeypatch)
+    runner, report = run(model, tmp_path, monkeypatch)
     assert runner.engine.offload is not None
-    assert runner.engine.offload.residency.settings.swap_cost == Planner(Shape(2, 8, 3), COSTS).swap_cost
     plan = json.loads(json.dumps(report["offload"]["plan"]))
+    measured = plan["costs"]
+    sides = {side: Line(**measured[side]) for side in ("device", "shadow")}
+    planner = Planner(Shape(2, 8, 3), Costs(**measured | sides))
+    assert runner.engine.offload.residency.settings.swap_cost == planner.swap_cost
     assert runner.engine.offload.residency.settings.max_swaps == plan["choices"]["max_swaps"]
     assert plan["ratio"] == pytest.approx(plan["predicted_ms"] / plan["measured_ms"])
     assert plan["hit_rate"] == pytest.approx(report["offload"]["hit_rate"])
@@ -242,10 +244,10 @@ def test_a_run_values_copies_and_compares(
     assert "  threads           " in out
 
 
-def test_a_run_of_one_token_or_without_warm_up(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, report = run(checkpoint, monkeypatch, max_new_tokens=1)
+def test_a_run_of_one_token_or_without_warm_up(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, report = run(model, tmp_path, monkeypatch, max_new_tokens=1)
     assert report["offload"]["plan"] is None
-    runner, report = run(checkpoint, monkeypatch, warm_up=False)
+    runner, report = run(model, tmp_path, monkeypatch, warm_up=False)
     assert runner.planned is not None
     assert report["offload"]["plan"]["rest_ms"] == runner.planned.planner.rest > 0
     assert runner.planned.planner.rest_from.startswith("the time to read")

@@ -1,0 +1,104 @@
+"""The CPU as the device of shadow experts: the engine's own thread pool, whose slots hold the shadow store's blocks.
+
+Wherever experts are, the mixture has the bits of `ops.moe`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cpu_offload.device import Device, Place
+from cpu_offload.experts import ShadowedExperts
+from cpu_offload.history import LongLayer
+from cpu_offload.streaming import Streaming
+from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, join, resident_rows, submit
+from ops.interface import Format
+
+ALIGNMENT = 64  # bytes, of slots
+
+
+def expert_slot(inner: int, hidden: int, format: Format, dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes, alignment) of one expert's slot: a block of the shadow store. `dtype` of activations plays no part."""
+    return ExpertBlocks(inner, hidden, format).block_bytes, ALIGNMENT
+
+
+class CpuExperts(ShadowedExperts):
+    def open(self, streaming: Streaming, decode_tokens: int, note: Callable[[LongLayer], None]) -> None:
+        """Before the first step. Steps of more than `decode_tokens` tokens are long: they are never captured, some are
+        streamed, and `note` is called with each."""
+        self.streaming, self.decode_tokens, self.note = streaming, decode_tokens, note
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.blocks.block_bytes
+
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
+        if len(x) <= self.decode_tokens:
+            return self._by_both(x, weights, ids)
+        layer, start = self.layer, time.perf_counter()
+        before, resident, streamed = layer.counts.clone(), layer.device != 0, 0
+        if 0 < self.streaming.tokens <= len(x):
+            out, streamed = self.streaming.mixture(self.pool, layer, self.store, x, weights, ids)
+        else:
+            out = self._by_both(x, weights, ids)
+        ms = 1e3 * (time.perf_counter() - start)
+        routed = layer.counts - before
+        hits, step = int(routed[resident].sum()), int(self.pool.step)
+        self.note(LongLayer(step, len(x), hits, int(routed.sum()) - hits, streamed, ms))
+        return out
+
+    def _by_both(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The shadow pool computes the missing experts while the engine computes the resident ones."""
+        job = submit(self.pool, self.layer, x, ids)
+        resident_rows(job)
+        return join(job, weights)
+
+
+class CpuDevice(Device):
+    alignment: ClassVar[int] = ALIGNMENT
+
+    def __init__(self, stream_tokens: int, decode_tokens: int):
+        """`stream_tokens`: as `Streaming` takes it; `decode_tokens`: the most of a decode step."""
+        self.stream_tokens, self.decode_tokens = stream_tokens, decode_tokens
+        self.layers: list[CpuExperts] = []
+
+    def experts(
+        self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
+    ) -> ShadowedExperts:
+        self.layers.append(CpuExperts(pool, number, here, inner, hidden, format))
+        return self.layers[-1]
+
+    def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
+        self.memory, self.copier = memory, Copier()
+        self.streaming = Streaming(self.stream_tokens, self.layers[0].slot_bytes)
+        for layer in self.layers:
+            layer.open(self.streaming, self.decode_tokens, note)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.streaming.ring.nbytes
+
+    def copy(self, place: Place, start: int) -> int:
+        layer = self.layers[place[0]]
+        return self.copier.submit(self.memory[start : start + layer.slot_bytes], layer.store[place[1]])
+
+    def done(self, ticket: int) -> bool:
+        return self.copier.done(ticket)
+
+    def wait(self, ticket: int) -> None:
+        self.copier.wait(ticket)
+
+    def publish(self, place: Place, start: int) -> None:
+        self.layers[place[0]].place(place[1], self.memory.data_ptr() + start)
+
+    def withdraw(self, place: Place) -> None:
+        self.layers[place[0]].place(place[1], 0)
+
+    def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
+        pass  # ops read the step's number from the pool
+
+    def finish(self) -> None:
+        pass  # `join` has waited for the shadow pool
