@@ -29,7 +29,7 @@ from executor.config.load import load_case
 from executor.engine.building import build_of
 from executor.job.runners import make_runner
 from executor.parallel.groups import Parallel
-from models.layers import Piece, layers_of
+from models.layers.base import Piece, layers_of
 from ops.cpu.layout import CpuLayout
 from ops.interface import Ops
 

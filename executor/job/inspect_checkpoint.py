@@ -26,7 +26,7 @@ from executor.config.platforms import PLATFORMS
 from executor.planning.memory import GB, cache_of, kind_of, sketch_of, weights_of
 from files import write_json
 from models.hf_config import read_json
-from models.layers import Piece, layers_of
+from models.layers.base import Piece, layers_of
 from models.registry import MODELS
 from ops.interface import Format
 

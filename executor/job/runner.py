@@ -35,7 +35,7 @@ from executor.planning.times import WARM_UP_TOKENS, PlannedRun
 from executor.platform import load_platform
 from models.batch import Batch
 from models.build import Build
-from models.layers import layers_of
+from models.layers.base import layers_of
 
 Step = Callable[[Batch], Tensor]
 

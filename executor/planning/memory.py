@@ -26,7 +26,12 @@ from executor.parallel.partitions import partitions
 from executor.planning.activations import Part, fullest, of_model, of_sampling, product, step_shape
 from executor.platform.ascend.hccl import buffer_mb
 from models.build import Build, Shadows
-from models.layers import Experts, LMHead, PagedAttention, RMSNorm, RotaryTable, VocabEmbedding, layers_of
+from models.layers.attention import PagedAttention
+from models.layers.base import layers_of
+from models.layers.embedding import LMHead, VocabEmbedding
+from models.layers.experts import Experts
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryTable
 from models.registry import load
 from ops.ascend.layout import CAUSAL_MASK
 from ops.interface import Ops

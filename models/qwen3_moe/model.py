@@ -9,18 +9,12 @@ from torch import Tensor, nn
 from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
-from models.layers import (
-    HEAD,
-    Experts,
-    LMHead,
-    MergedLinear,
-    PagedAttention,
-    RMSNorm,
-    RotaryTable,
-    RowLinear,
-    Source,
-    VocabEmbedding,
-)
+from models.layers.attention import PagedAttention
+from models.layers.embedding import HEAD, LMHead, VocabEmbedding
+from models.layers.experts import Experts
+from models.layers.linear import MergedLinear, RowLinear, Source
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryTable
 from models.qwen3_moe.config import Qwen3MoeConfig
 
 

@@ -24,7 +24,7 @@ from executor.planning.activations import StepShape, fullest, of_model, of_sampl
 from executor.planning.memory import GB, make_plan
 from executor.planning.report import check_fits, print_plan
 from files import ROOT
-from models.layers import layers_of
+from models.layers.base import layers_of
 from ops.ascend.layout import AscendLayout
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 
