@@ -1,19 +1,42 @@
-"""The architectures by `model_type`: a lazily importing registry; reading a model's config needs no torch."""
+"""The model families by `model_type`. Their modules are imported on demand: reading a config needs no torch."""
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from models.config import ModelConfig
+
 if TYPE_CHECKING:
-    from models.qwen3_moe.config import Qwen3MoeConfig
+    from models.build import Build
+    from models.causal_lm import CausalLM
 
-MODELS = {"qwen3_moe": "models.qwen3_moe.config:Qwen3MoeConfig"}
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family's classes are, each as `module:name`."""
+
+    config: str  # a models.config.ModelConfig
+    model: str  # a models.causal_lm.CausalLM
 
 
-def config_class(model_name: str) -> "type[Qwen3MoeConfig]":
-    return load(MODELS[model_name])
+FAMILIES = {
+    "qwen3_moe": Family("models.qwen3_moe.config:Qwen3MoeConfig", "models.qwen3_moe.model:Qwen3MoeForCausalLM"),
+}
+
+
+def config_class(model_type: str) -> type[ModelConfig]:
+    config: type[ModelConfig] = load(FAMILIES[model_type].config)
+    return config
+
+
+def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":
+    """The model's class; it takes the family's own config."""
+    model: Callable[[ModelConfig, Build], CausalLM] = load(FAMILIES[model_type].model)
+    return model
 
 
 def load(place: str) -> Any:
-    """The object at `module:name`, imported only now."""
+    """The object at `module:name`, importing its module."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -11,7 +11,7 @@ from executor.config.offload_rules import check_offload
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
 from executor.parallel.partitions import GROUPS
-from models.registry import MODELS
+from models.registry import FAMILIES
 
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
@@ -192,7 +192,9 @@ class HcclSettings:
 class Case:
     name: str = ""  # the YAML file's name, not a key
     description: str = key("", "one line for `bash infer.sh --list`")
-    model_name: str = key("qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(MODELS))
+    model_name: str = key(
+        "qwen3_moe", "the architecture; must be the checkpoint's `model_type`", choices=tuple(FAMILIES)
+    )
     model_path: str = key("", "folder of the checkpoint; a relative path starts at the project's root")
     platform: str = key("cpu", "where the model runs", choices=tuple(PLATFORMS))
     exe_mode: str = key(

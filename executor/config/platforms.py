@@ -12,6 +12,11 @@ class PlatformEntry:
     quantised: tuple[str, ...]  # the kinds of quantised matrices that its ops multiply with
     plugin: str = ""  # the package that brings the device to PyTorch
 
+    @property
+    def quantised_head(self) -> bool:
+        """Whether the output head gets 8 bits where linear layers are quantised."""
+        return "q8" in self.quantised
+
 
 PLATFORMS = {
     "cpu": PlatformEntry(

@@ -76,7 +76,7 @@ def survey_of(case: Case) -> Surveyed:
     count, inner, hidden, format = the_one(set(survey.layers), survey.start_layer)
     blocks = ExpertBlocks(inner, hidden, format)
     config = sketch.config  # `count` of a layer's experts are on this rank, and so are on average as many of a token's
-    here = max(1, round(config.num_experts_per_tok * count / config.num_experts))
+    here = max(1, round(config.experts_per_token * count / config.expert_count))
     shape = Shape(len(survey.layers), count, here)
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
     experts, size, alignment = shape.layers * count, blocks.block_bytes, CpuDevice.alignment

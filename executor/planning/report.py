@@ -2,8 +2,9 @@
 
 from errors import UserError
 from executor.config.case import Case
-from executor.planning.activations import Part
-from executor.planning.memory import CACHE, GB, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from executor.config.units import GB
+from executor.planning.memory import CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from executor.planning.parts import Part
 
 REMEDIES = {
     WEIGHTS: "raise world_size, or --set quantization.method=q4",

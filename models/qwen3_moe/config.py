@@ -77,6 +77,14 @@ class Qwen3MoeConfig:
         stretched = int(yarn.original_length * yarn.factor) if yarn else 0
         return max(self.max_position_embeddings, stretched)
 
+    @property
+    def expert_count(self) -> int:
+        return self.num_experts if any(self.sparse_layers) else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
     def check_parallel(
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
+from models.causal_lm import CausalLM
 from models.layers.attention import PagedAttention
 from models.layers.embedding import HEAD, LMHead, VocabEmbedding
 from models.layers.experts import Experts
@@ -115,7 +116,7 @@ class Decoder(nn.Module):
         return self.norm.add(x, residual)[0]
 
 
-class Qwen3MoeForCausalLM(nn.Module):
+class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
         super().__init__()
         self.model = Decoder(config, build)
@@ -123,14 +124,11 @@ class Qwen3MoeForCausalLM(nn.Module):
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
 
     def prefill(self, batch: Batch) -> Tensor:
-        """New tokens of sequences of any length. -> logits (rows wanted, vocabulary)"""
         x = self.model(batch)
         return self.lm_head(x if batch.logit_rows is None else x[batch.logit_rows])
 
     def decode(self, batch: Batch) -> Tensor:
-        """One new token of each sequence: the step that graphs are made of. -> logits (S, vocabulary)"""
         return self.lm_head(self.model(batch))
 
     def ignored_weights(self) -> frozenset[str]:
-        """Checkpoint tensors that may be there without being used: a tied head that was saved all the same."""
-        return frozenset({HEAD} - {self.lm_head.source})
+        return frozenset({HEAD} - {self.lm_head.source})  # some checkpoints with a tied head hold it all the same
