@@ -118,11 +118,10 @@ class AscendShapes(AscendLayout):
         return self._finalized(x, self._experts(rows, experts))
 
     def _fusion_v2(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
-        rows, _back = (
-            self.made("rows in expert order", x, *ids.shape, x.shape[1]),
-            self.made("order back", ids, *ids.shape),
-        )
+        rows = self.made("rows in expert order", x, *ids.shape, x.shape[1])
+        _back = self.made("order back", ids, *ids.shape)
         _counts = self.made("rows of each expert", ids, experts.count, dtype=torch.int64)
+        _scales = self.made("unused scales", ids, *ids.shape, dtype=torch.float32)
         return self._finalized(x, self._experts(rows, experts))
 
     def _finalized(self, x: Tensor, rows: Tensor) -> Tensor:
