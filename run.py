@@ -12,7 +12,7 @@ from executor.config import env
 from executor.config.load import load_case, load_model_config
 from executor.job.preflight import check_ready
 from executor.job.rank import run_rank
-from executor.job.runners import make_runner
+from executor.job.runner import make_runner
 from executor.platform.ascend.compile_cache import clear_cache
 from executor.platform.ascend.environment import ascend_environment
 from files import write_json

@@ -18,18 +18,19 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError, run_main
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Needed
 from executor.checkpoint.load import stored_as
 from executor.config.env import RankEnv
-from executor.config.load import load_case
+from executor.config.load import load_case, load_model_config
 from executor.engine.building import build_of
-from executor.job.runners import make_runner
+from executor.job.runner import make_runner
 from executor.parallel.groups import Parallel
 from models.layers.base import Piece, layers_of
+from models.registry import model_class
 from ops.cpu.layout import CpuLayout
 from ops.interface import Ops
 
@@ -62,7 +63,7 @@ def write(folder: Path, format: str, **shape: int) -> None:
                                       "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n")  # fmt: skip
     case = load_case(str(folder / "case.yaml"))
     build = build_of(case, cast(Ops, CpuLayout(torch.bfloat16)), Parallel(), torch.device("meta"), False)
-    model = cast(nn.Module, make_runner(case, folder, RankEnv(0, 1, 0, 1, "")).build_model(build))
+    model = model_class(case.model_name)(load_model_config(case), build)
     scheme, tensors = read_scheme(folder), {}
     for path, layer in layers_of(model):
         for piece in layer.pieces(path):
@@ -92,7 +93,7 @@ def loaded(folder: Path) -> tuple[float, int, int]:
     start = time.perf_counter()
     runner.setup()
     seconds = time.perf_counter() - start
-    kept = sum(layer.nbytes for _, layer in layers_of(cast(nn.Module, runner.model)))
+    kept = sum(layer.nbytes for _, layer in layers_of(runner.engine.model))
     return seconds, kept, peak_bytes() - before
 
 

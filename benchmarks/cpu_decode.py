@@ -126,7 +126,7 @@ def measure(engine: Umbra, limits: Limits, context: int, seconds: float) -> Iter
     for batch in BATCHES:
         engine.begin(engine.random_prompts(batch, context, generator))
         with Routed(model) as routed:
-            engine.runner.compile_model()  # captured anew, where it is seen
+            engine.capture_again()  # captured anew, where it is seen
 
             def decode(batch: int = batch) -> None:
                 engine.step([row[0] for row in engine.random_prompts(batch, 1, generator)])

@@ -34,11 +34,10 @@ from errors import UserError
 from executor.config.case import Case
 from executor.config.env import rank_env
 from executor.config.load import load_case, model_folder
-from executor.engine.request import Sequence
+from executor.engine.sequence import Sequence, new_sequence
+from executor.engine.timings import Timings
 from executor.job.plots import plot
-from executor.job.report import Timings
-from executor.job.runner import ModelRunner
-from executor.job.runners import make_runner
+from executor.job.runner import ModelRunner, make_runner
 from executor.job.tokenizer import Tokenizer
 from files import ROOT
 
@@ -78,18 +77,18 @@ def serve(
 ) -> list[Sequence]:
     """Runs all requests to their ends, a wave after the other; `each` is called after every step. In their order."""
     coming, sequences = list(waves), list[Sequence]()
-    runner.timings = Timings()
+    runner.loop.timings = Timings()
+    scheduler = runner.loop.scheduler
     while True:
-        left = len(runner.scheduler.waiting) + len(runner.scheduler.running)
+        left = len(scheduler.waiting) + len(scheduler.running)
         if coming and left <= LEFT:
             for request in coming.pop(0):
-                sequence = runner.new_sequence(len(sequences), "", request.ids)
-                sequence.max_new_tokens = request.new_tokens
-                sequences.append(sequence)
-                runner.scheduler.add(sequence)
+                index = len(sequences)
+                sequences.append(new_sequence(index, runner.request(index, request.ids, request.new_tokens)))
+                runner.loop.add(sequences[-1])
         elif not left:
             return sequences
-        runner.advance()
+        runner.loop.step()
         each()
 
 
@@ -133,22 +132,22 @@ class Placement:
     def __init__(self, case: Case):
         self.runner = make_runner(case, ROOT / "results", rank_env())
         self.runner.setup()
-        if self.runner.offload:
-            self.runner.offload.value_copies(SWAP_COST, MAX_SWAPS)
+        if self.runner.engine.offload:
+            self.runner.engine.offload.value_copies(SWAP_COST, MAX_SWAPS)
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self.most_running = 0
 
     @property
     def history(self) -> History:
-        if not self.runner.offload:
+        if not self.runner.engine.offload:
             raise ValueError("a case without shadows")
-        return self.runner.offload.history
+        return self.runner.engine.offload.history
 
     def round(self, waves: list[list[Request]]) -> list[list[int]]:
         """-> the tokens of each sequence"""
-        if self.runner.offload:
-            self.runner.offload.forget()
+        if self.runner.engine.offload:
+            self.runner.engine.offload.forget()
         start, worked = time.perf_counter(), time.process_time()
         sequences = serve(self.runner, waves, self._look)
         self.seconds.append(time.perf_counter() - start)
@@ -156,7 +155,7 @@ class Placement:
         return [s.generated for s in sequences if s.finish_reason]
 
     def _look(self) -> None:
-        self.most_running = max(self.most_running, len(self.runner.scheduler.running))
+        self.most_running = max(self.most_running, len(self.runner.loop.scheduler.running))
 
     def row(self, name: str, tokens: list[list[int]], best: list[float]) -> Row:
         report, seconds = self.history.report(), statistics.median(self.seconds)
@@ -181,7 +180,7 @@ def main() -> None:
     args = parser.parse_args()
     threads, instructions = args.threads, args.instruction_set
     placements = {"unconstrained": Placement(settings(threads, instructions, mode="resident", arena_mb=0))}
-    if not (offload := placements["unconstrained"].runner.offload):
+    if not (offload := placements["unconstrained"].runner.engine.offload):
         raise ValueError("demo_offload has shadows")
     arena, refused = offload.arena, dict[str, str]()
     extents = (ARENA_MB << 20) // arena.frame_bytes // arena.extent_frames

@@ -17,7 +17,7 @@ from executor.config.load import load_case
 from executor.job.evaluate import read_windows
 from executor.job.logits import prefill_logits, with_room
 from executor.job.rank import run_rank
-from executor.job.runners import make_runner
+from executor.job.runner import make_runner
 from files import write_whole
 from models.qwen3_moe.model import SparseMoeBlock
 
@@ -93,7 +93,7 @@ def record_demo(results: Path, steps: int | None) -> Trace:
         runner = make_runner(case, results, ranks)
         runner.setup()
         kept: list[npt.NDArray[np.uint8]] = []
-        blocks = [m for m in runner._module().modules() if isinstance(m, SparseMoeBlock)]
+        blocks = [m for m in runner.engine.model.modules() if isinstance(m, SparseMoeBlock)]
         for block in blocks:
             block.ops = Recorder(block.ops, kept)  # type: ignore[assignment]
         windows = read_windows(case, runner.folder / "held_out.txt", WINDOW)

@@ -13,9 +13,11 @@ from torch import Tensor
 from errors import UserError
 from executor.config.env import rank_env
 from executor.config.load import load_case
-from executor.engine.request import Sequence
-from executor.job.runners import make_runner
+from executor.engine.forced import ForcedRun
+from executor.job.runner import make_runner
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
+
+ROOM = 2  # tokens behind a context
 
 
 class Umbra:
@@ -26,7 +28,7 @@ class Umbra:
         """`layers`: None for as many as the case's checkpoint has; room for `sequences` of `longest` tokens."""
         settings = dict(
             with_ckpt="false", exe_mode="graph", world_size=1, method=format, threads=threads,
-            instruction_set=instruction_set, batch_size=sequences, input_max_len=longest, max_new_tokens=2,
+            instruction_set=instruction_set, batch_size=sequences, input_max_len=longest, max_new_tokens=ROOM,
             ignore_eos="true",
         )  # fmt: skip
         case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])
@@ -41,10 +43,10 @@ class Umbra:
             config, num_hidden_layers=layers, sparse_layers=(True,) * layers
         )
         self.runner.setup()
-        if not isinstance(self.runner.model, Qwen3MoeForCausalLM):
+        if not isinstance(self.runner.engine.model, Qwen3MoeForCausalLM):
             raise UserError(f"{case_name}: these benchmarks know only qwen3_moe")
-        self.model = self.runner.model
-        self.running: list[Sequence] = []
+        self.model = self.runner.engine.model
+        self.forced = ForcedRun(self.runner.engine)
 
     def random_prompts(self, count: int, length: int, generator: torch.Generator) -> list[list[int]]:
         """Each its own: sequences with the same tokens would be routed to the same experts."""
@@ -53,33 +55,23 @@ class Umbra:
 
     def prefill(self, prompt: list[int]) -> Tensor:
         """(1, vocabulary) of its last token; nothing stays behind, what was cached before is gone."""
-        self._retire()
-        logits = self._admit(prompt)
-        self._retire()
+        self.forced.close()
+        (logits,) = self.forced.add([prompt], ROOM)
+        self.forced.close()
         return logits
 
     def begin(self, contexts: list[list[int]]) -> None:
         """Cache `contexts`; from now on each `step` decodes one token behind them."""
-        self._retire()
-        for context in contexts:
-            self._admit(context)
-        self.running = list(self.runner.scheduler.running)
-        self.runner.append_tokens(self.running, [0] * len(contexts))
+        self.forced.close()
+        for context in contexts:  # one prompt a step, so that room for activations does not grow with their number
+            self.forced.add([context], ROOM)
+        self.forced.extend([0] * len(contexts))
 
     def step(self, tokens: list[int]) -> Tensor:
         """(sequences, vocabulary), overwritten by the next step."""
-        for sequence, token in zip(self.running, tokens, strict=True):
-            sequence.ids[-1] = token
-        batch = self.runner.model_input_prepare(self.running, is_prefill=False)
-        return self.runner.model_inference(batch, is_prefill=False)
+        self.forced.replace(tokens)
+        return self.forced.decode_in_place()
 
-    def _admit(self, prompt: list[int]) -> Tensor:
-        """One prompt a step, so that room for activations does not grow with their number."""
-        self.runner.scheduler.add(self.runner.new_sequence(0, "", prompt))
-        ((_, logits),) = self.runner.prefill_steps(self.runner.scheduler.admit())
-        return logits
-
-    def _retire(self) -> None:
-        for sequence in self.runner.scheduler.running:
-            sequence.finish_reason = "length"
-        self.runner.scheduler.retire()
+    def capture_again(self) -> None:
+        """The next decode step is captured anew."""
+        self.runner.engine.decode_step = self.runner.graph_compile()

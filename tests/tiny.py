@@ -12,7 +12,7 @@ from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.job.runner import ModelRunner
-from executor.job.runners import make_runner as new_runner
+from executor.job.runner import make_runner as new_runner
 
 TINY = dict(
     vocab_size=96,

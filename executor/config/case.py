@@ -55,6 +55,10 @@ class DataSettings:
         0, "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
         minimum=0,
     )  # fmt: skip
+    mixed_prefill_size: int = key(
+        256, "the same for a step in which other sequences decode: the smaller, the less a long prompt slows them "
+        "down; 0: no limit", minimum=0,
+    )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
 

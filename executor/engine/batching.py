@@ -5,7 +5,7 @@ from collections.abc import Sequence as ListOf
 import torch
 
 from executor.engine.pages import Pages
-from executor.engine.request import Sequence
+from executor.engine.sequence import Sequence
 from models.batch import Batch
 from ops.interface import Ops
 

@@ -13,7 +13,7 @@ from executor.config.case import Case
 from executor.config.load import model_folder
 from executor.config.platforms import PLATFORMS
 from executor.parallel.groups import Parallel
-from models.build import Build, Formats
+from models.build import Build, Formats, Shadows
 from models.layers.attention import PagedAttention
 from ops.interface import FORMATS, Format, Ops
 
@@ -31,7 +31,14 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
     return Formats(plain, Format(wanted.method, wanted.group_size, wanted.zero_points), head)
 
 
-def build_of(case: Case, ops: Ops, parallel: Parallel, device: torch.device, quantised_head: bool) -> Build:
+def build_of(
+    case: Case,
+    ops: Ops,
+    parallel: Parallel,
+    device: torch.device,
+    quantised_head: bool,
+    offload: Shadows | None = None,
+) -> Build:
     return Build(
         ops=ops,
         parallel=parallel,
@@ -39,6 +46,7 @@ def build_of(case: Case, ops: Ops, parallel: Parallel, device: torch.device, qua
         dtype=getattr(torch, case.model_config.dtype),
         device=device,
         max_positions=case.max_sequence_length,
+        offload=offload,
     )
 
 

@@ -1,41 +1,60 @@
-"""One prompt on its way to a completion."""
+"""What a user asks of the engine, and what it answers step by step."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
-import torch
+from errors import UserError
+
+LARGEST_SEED = (1 << 63) - 1
 
 
-@dataclass(eq=False)
-class Sequence:
-    index: int  # place among the prompts
-    prompt: str
-    ids: list[int]  # prompt and generated tokens
-    prompt_len: int
-    max_new_tokens: int
-    generator: torch.Generator
-    group: int = 0  # data-parallel group that runs it
-    cached: int = 0  # how many of `ids` have their keys and values in the cache
-    pages: list[int] = field(default_factory=list)
-    finish_reason: str = ""  # "stop", "length", or empty while it runs
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen, and when it ends.
 
-    @property
-    def generated(self) -> list[int]:
-        return self.ids[self.prompt_len :]
+    The token at position p of a request is drawn from (seed, p) alone: neither the other requests of a batch nor
+    preemption nor the number of ranks changes it.
+    """
 
-    @property
-    def longest(self) -> int:
-        """Tokens that it may become."""
-        return self.prompt_len + self.max_new_tokens
+    max_tokens: int = 32
+    temperature: float = 0.0  # 0: greedy
+    top_k: int | None = None  # sample among the k most probable tokens; None: among all
+    top_p: float = 1.0  # sample among the fewest tokens whose probabilities add up to p
+    seed: int | None = None  # None: the request's id is its seed
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence tokens
+    ignore_eos: bool = False  # the model's end-of-sequence tokens do not end the request
 
-    most: int = 0  # tokens the next step may take, 0: all; a long prompt is prefilled in several steps
+    def __post_init__(self) -> None:
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
+            raise UserError(f"max_tokens: {self.max_tokens!r:.40} must be an integer of at least 1")
+        if not (_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature: {self.temperature!r:.40} must be a number of at least 0")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise UserError(f"top_k: {self.top_k!r:.40} must be an integer of at least 1, or None for all tokens")
+        if not (_number(self.top_p) and 0 <= self.top_p <= 1):
+            raise UserError(f"top_p: {self.top_p!r:.40} must be a number from 0 to 1")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed <= LARGEST_SEED):
+            raise UserError(f"seed: {self.seed!r:.40} must be an integer from 0 to {LARGEST_SEED}, or None")
+        if not all(type(token) is int for token in self.stop_token_ids):
+            raise UserError(f"stop_token_ids: {self.stop_token_ids!r:.80} must be integers")
 
-    @property
-    def new_tokens(self) -> int:
-        """Tokens of the next step: the prompt or a chunk of it at first, then one at a time."""
-        waiting = len(self.ids) - self.cached
-        return min(self.most, waiting) if self.most else waiting
 
-    @property
-    def end(self) -> int:
-        """How many of `ids` the cache holds after the next step."""
-        return self.cached + self.new_tokens
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids, and how to go on from it."""
+
+    ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a step brought to one request."""
+
+    id: int
+    tokens: tuple[int, ...]  # the new ones; a token that ends the request is among them
+    finish_reason: str  # "stop", "length" or "abort"; empty while the request runs

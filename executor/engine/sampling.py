@@ -1,37 +1,82 @@
 """Chooses the next token of each sequence from its logits."""
 
+import math
 from collections.abc import Sequence as ListOf
 
 import torch
 from torch import Tensor
 
-from executor.config.case import SamplingSettings
+from executor.engine.request import SamplingParams
+from executor.engine.sequence import Sequence
 from ops.interface import Ops
 
-
-def choose(ops: Ops, logits: Tensor, settings: SamplingSettings, generators: ListOf[torch.Generator]) -> Tensor:
-    """logits (S, V), one generator a sequence. -> token ids (S)"""
-    if settings.temperature == 0:
-        return ops.argmax(logits)
-    probabilities = filtered_probabilities(logits.float().cpu(), settings)
-    rows = zip(probabilities, generators, strict=True)
-    chosen = [torch.multinomial(row, 1, generator=generator) for row, generator in rows]
-    ids = torch.cat(chosen) if chosen else torch.empty(0, dtype=torch.int64)
-    return ids.to(logits.device)
+MASK = (1 << 64) - 1
 
 
-def filtered_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Temperature, then top-k, then top-p on what top-k left; rows sum to one. (S, V)"""
-    logits = logits / settings.temperature
-    if 0 < settings.top_k < logits.shape[-1]:
-        floor = logits.topk(settings.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < floor, float("-inf"))
+def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
+    """logits (S, V), a row for each of `sequences`. -> token ids (S)"""
+    chosen = ops.argmax(logits)
+    drawn = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
+    if drawn:
+        places = torch.tensor(drawn, device=logits.device)
+        params = [sequences[row].request.sampling for row in drawn]
+        draws = [uniform(seed_of(sequences[row]), len(sequences[row].ids)) for row in drawn]
+        tokens = draw(filtered_probabilities(logits[places].float().cpu(), params), draws)
+        chosen = chosen.index_copy(0, places, tokens.to(logits.device))
+    return chosen
+
+
+def seed_of(sequence: Sequence) -> int:
+    seed = sequence.request.sampling.seed
+    return sequence.id if seed is None else seed
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number from [0, 1) for each (seed, position), the same on every machine: SplitMix64's mixer, applied twice."""
+    bits = _mixed((_mixed(seed) + position) & MASK)
+    return (bits >> 11) / (1 << 53)
+
+
+def _mixed(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def draw(probabilities: Tensor, draws: ListOf[float]) -> Tensor:
+    """probabilities (S, V) with rows that sum to one, and a number from [0, 1) for each row. -> token ids (S)
+
+    A token is drawn where the cumulative sum of its row first exceeds the number, so one of probability 0 never is.
+    """
+    cumulated = probabilities.double().cumsum(-1)  # (S, V)
+    total = cumulated[:, -1:]
+    wanted = torch.tensor(draws, dtype=torch.float64)[:, None] * total
+    # The product can round up to the total itself, which no cumulative sum exceeds.
+    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, wanted, right=True).squeeze(-1)
+
+
+def filtered_probabilities(logits: Tensor, params: ListOf[SamplingParams]) -> Tensor:
+    """Temperature, then top-k, then top-p on what top-k left, of each row's own `params`. (S, V), rows sum to one"""
+    vocabulary = logits.shape[-1]
+    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64)[:, None]
+    # The largest logit becomes 0 first, so that the smallest temperature does not overflow.
+    logits = ((logits - logits.amax(-1, keepdim=True)) / temperatures).float()
+    most = [min(p.top_k or vocabulary, vocabulary) for p in params]
+    if min(most) < vocabulary:
+        largest = max(k for k in most if k < vocabulary)
+        top = logits.topk(largest, dim=-1).values
+        floor = top.gather(-1, torch.tensor([[min(k, largest) - 1] for k in most]))
+        floor = floor.masked_fill(torch.tensor([[k == vocabulary] for k in most]), -math.inf)
+        logits = logits.masked_fill(logits < floor, -math.inf)
     probabilities = logits.softmax(-1)
-    if settings.top_p < 1:
+    if any(p.top_p < 1 for p in params):
+        bounds = torch.tensor([[p.top_p if p.top_p < 1 else math.inf] for p in params])
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        # A token stays if those before it have not reached p yet; the likeliest always stays.
+        # A token stays if those before it have not reached p yet; the most probable one always stays.
         before = ordered.cumsum(-1) - ordered
-        ordered = ordered.masked_fill((before >= settings.top_p) & (before > 0), 0.0)
+        ordered = ordered.masked_fill((before >= bounds) & (before > 0), 0.0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return probabilities

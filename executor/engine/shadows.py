@@ -1,9 +1,5 @@
 """Shadow experts of a case: settings, the arena that they share with the KV cache, what a run leaves of them."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -15,9 +11,7 @@ from executor.config.case import Case
 from executor.config.units import MB
 from executor.engine.building import bind_arena, frame_of
 from executor.engine.pages import ElasticPages, Pages
-from executor.parallel.groups import Group
 from executor.platform.base import Platform
-from files import write_whole
 from models.build import Build
 from models.config import ModelConfig
 
@@ -87,28 +81,3 @@ def expert_frames(frame_bytes: int, slot_bytes: int, most_slots: int) -> int:
 def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
     """Of the arena; `experts`: frames of theirs."""
     return case.offload_config.arena_mb * MB // frame_bytes or experts + longest + 1
-
-
-def write_offload(offload: Offload, folder: Path, world: Group, device: torch.device) -> dict[str, Any]:
-    """Rank 0's plots and trace beside the report. -> what the report says of them; called on all ranks"""
-    report = offload.history.report()
-    row = torch.tensor([[report[key] or 0 for key in TOTALS]], dtype=torch.float32, device=device)
-    rows = world.gather_rows(row, (1,) * world.size).tolist()  # each rank has its own residents
-    report["ranks"] = [dict(zip(TOTALS, each, strict=True)) for each in rows]
-    if world.rank > 0:
-        return report
-    if offload.history.steps:
-        from executor.job.plots import plot
-
-        plot(offload.history, folder / "offload.png")
-        trace = json.dumps(offload.history.trace()).encode()
-        write_whole(folder / "offload_trace.json", lambda file: file.write(trace))
-    rate, exposed, streamed = report["hit_rate"], report["exposed_ms"], report["streamed"]
-    print(
-        f"shadow experts: hit rate {'-' if rate is None else f'{rate:.3f}'}, {report['shadow_ms']:.1f} ms on the CPU, "
-        f"{'' if exposed is None else f'of which {exposed:.1f} exposed, '}{report['copies']} copies, "
-        f"{report['evictions']} evictions ({report['evictions_for_cache']} for the cache)"
-        + (f", {streamed['bytes'] / 1e6:.1f} MB streamed" if streamed["bytes"] else "")
-        + f"; offload.png, offload_trace.json in {folder}"
-    )
-    return report

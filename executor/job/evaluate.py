@@ -33,8 +33,7 @@ from executor.job.divergence import Divergence, LogitsWriter
 from executor.job.launch import launch
 from executor.job.logits import prefill_logits, with_room
 from executor.job.rank import run_rank
-from executor.job.runner import ModelRunner
-from executor.job.runners import make_runner
+from executor.job.runner import ModelRunner, make_runner
 from executor.job.tokenizer import Tokenizer
 from files import write_json
 

@@ -18,11 +18,10 @@ from errors import UserError, run_main
 from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
 from executor.config.load import load_case, load_model_config
-from executor.engine.request import Sequence
+from executor.engine.forced import ForcedRun
 from executor.job.launch import launch
 from executor.job.rank import run_rank
-from executor.job.runner import ModelRunner
-from executor.job.runners import make_runner
+from executor.job.runner import ModelRunner, make_runner
 from files import write_whole
 
 
@@ -54,47 +53,29 @@ def with_room(case: Case, sequences: int, longest: int, new_tokens: int) -> Case
 
 def collect_logits(runner: ModelRunner, ids: list[list[int]], steps: int) -> dict[str, np.ndarray]:
     """The arrays to be written; every rank gets all of them."""
-    running, prefill = _prefill(runner, ids)
-    decode: list[list[torch.Tensor]] = [[] for _ in ids]
+    forced, tokens = ForcedRun(runner.engine), [list(row) for row in ids]
+    prefill = forced.add(ids, steps + 1, all_logits=True)
+    last, decode = prefill, [logits[:0] for logits in prefill]
     for _ in range(steps):
-        for sequence, logits in zip(running, _step(runner, running, is_prefill=False), strict=True):
-            decode[sequence.index].append(logits)
+        chosen = [int(logits[-1].argmax()) for logits in last]
+        for row, token in zip(tokens, chosen, strict=True):
+            row.append(token)
+        forced.extend(chosen)
+        last = forced.decode()
+        decode = [torch.cat(parts) for parts in zip(decode, last, strict=True)]
+    forced.close()
     arrays: dict[str, np.ndarray] = {}
-    for sequence, logits in zip(running, prefill, strict=True):
-        i = sequence.index
-        arrays[f"prefill_{i}"] = logits.numpy()
-        arrays[f"decode_{i}"] = torch.cat(decode[i]).numpy() if steps else logits[:0].numpy()
-        arrays[f"ids_{i}"] = np.array(sequence.ids[: sequence.prompt_len + steps])
+    for i, (before, after, row) in enumerate(zip(prefill, decode, tokens, strict=True)):
+        arrays |= {f"prefill_{i}": before.numpy(), f"decode_{i}": after.numpy(), f"ids_{i}": np.array(row)}
     return arrays
 
 
 def prefill_logits(runner: ModelRunner, ids: list[list[int]]) -> list[torch.Tensor]:
     """(tokens, vocabulary) of each sequence, in the order of `ids`; nothing stays behind in the cache."""
-    running, logits = _prefill(runner, ids)
-    for sequence in running:
-        sequence.finish_reason = "length"
-    runner.scheduler.retire()
-    return [part for _, part in sorted(zip([s.index for s in running], logits, strict=True), key=lambda pair: pair[0])]
-
-
-def _prefill(runner: ModelRunner, ids: list[list[int]]) -> tuple[list[Sequence], list[torch.Tensor]]:
-    for i, row in enumerate(ids):
-        runner.scheduler.add(runner.new_sequence(i, "", row))
-    running = runner.scheduler.admit()  # all of them, ordered by group
-    return running, _step(runner, running, is_prefill=True)
-
-
-def _step(runner: ModelRunner, running: list[Sequence], is_prefill: bool) -> list[torch.Tensor]:
-    """One step with the logits of every new token, then the greedy choice. -> a matrix for each sequence"""
-    rows = [s.new_tokens for s in running]
-    batch = runner.model_input_prepare(running, all_logits=True, is_prefill=is_prefill)
-    logits = runner.model_inference(batch, is_prefill)
-    dp = runner.parallel.attn_dp
-    counts = tuple(sum(s.new_tokens for s in running if s.group == g) for g in range(dp.size))
-    everyone = dp.gather_rows(logits[: counts[dp.rank]].float(), counts).cpu().clone()
-    each = list(everyone.split(rows))
-    runner.append_tokens(running, [int(part[-1].argmax()) for part in each])
-    return each
+    forced = ForcedRun(runner.engine)
+    logits = forced.add(ids, 1, all_logits=True)
+    forced.close()
+    return logits
 
 
 def main(argv: list[str]) -> None:

@@ -2,13 +2,14 @@
 
 import platform
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from executor.config.case import Case
+from executor.engine.timings import Timings
 
 
 @dataclass(frozen=True)
@@ -17,25 +18,6 @@ class Completion:
     text: str
     tokens: list[int]
     finish_reason: str
-
-
-@dataclass
-class Timings:
-    """Seconds of each step, everything from packing to the chosen token included."""
-
-    first_token: list[float] = field(default_factory=list)  # one entry a sequence: from its admission
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_steps: list[float] = field(default_factory=list)
-
-    def add_prefill(self, tokens: int, seconds: float) -> None:
-        self.prefill_tokens += tokens
-        self.prefill_seconds += seconds
-
-    def add_decode(self, tokens: int, seconds: float) -> None:
-        self.decode_tokens += tokens
-        self.decode_steps.append(seconds)
 
 
 def make_report(

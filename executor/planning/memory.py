@@ -4,7 +4,6 @@ have shapes and no memory, with the layouts of the platform's ops.
 Every split of a model is even (`check_parallel`), so all ranks hold the same and rank 0 stands for all.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,7 +17,7 @@ from executor.config.platforms import PLATFORMS
 from executor.config.units import GB, MB
 from executor.engine.batching import graph_rows
 from executor.engine.building import bind_caches, build_of
-from executor.engine.scheduler import make_scheduler
+from executor.engine.scheduler import Scheduler, limits_of
 from executor.parallel.join import place_of
 from executor.parallel.partitions import partitions
 from executor.planning.activations import Ledger, batch_of, counted, sampling, shorten
@@ -110,9 +109,9 @@ def sketch_of(case: Case, offload: Shadows | None = None, ops: Ops | None = None
     config = load_model_config(case)
     ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = PLATFORMS[case.platform].quantised_head
-    build = build_of(case, ops, counted(place_of(case, 0, {})), torch.device("meta"), quantised_head)
-    model = model_class(case.model_name)(config, dataclasses.replace(build, offload=offload))
-    pages = make_scheduler(case).pages
+    build = build_of(case, ops, counted(place_of(case, 0, {})), torch.device("meta"), quantised_head, offload)
+    model = model_class(case.model_name)(config, build)
+    pages = Scheduler(limits_of(case)).pages
     bind_caches(model, case, build, pages)
     return Sketch(config, build, model, pages)
 
@@ -178,7 +177,7 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 
 def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
-    width, page_size = make_scheduler(case).table_width, case.cache_config.page_size
+    width, page_size = Scheduler(limits_of(case)).table_width, case.cache_config.page_size
     return batch_of(sketch.build.ops, tokens, sequences, width, page_size, groups)
 
 

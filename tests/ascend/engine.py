@@ -8,8 +8,7 @@ from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.request import Sequence
 from executor.job.report import Timings
-from executor.job.runner import ModelRunner
-from executor.job.runners import make_runner
+from executor.job.runner import ModelRunner, make_runner
 from executor.platform.ascend.compile_cache import CompileCache
 from tests.tiny import ONE_RANK, save_tiny, write_case
 
@@ -48,9 +47,9 @@ def generate(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Se
 
 def prefilled(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:
     """Sequences after their first token, ready to decode."""
-    runner.timings = Timings()
+    runner.loop.timings = Timings()
     for i, ids in enumerate(prompts):
-        runner.scheduler.add(runner.new_sequence(i, "", ids))
-    running = runner.scheduler.admit()
+        runner.loop.scheduler.add(runner.new_sequence(i, "", ids))
+    running = runner.loop.scheduler.admit()
     runner._prefill(running)
     return running

@@ -46,7 +46,7 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
         assert all(f"ints({lengths},2)" in line for line in updates if line.startswith("update"))
         # Nothing waits before the tokens are read.
         assert after == ["aclnnArgMax (3,96)bfloat16 (3)int64", "synchronize stream", "memcpy D2H 24"]
-    assert runner.decode.compiles == 1  # type: ignore[attr-defined]
+    assert runner.engine.decode_step.compiles == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", CAPTURES)
@@ -73,7 +73,7 @@ def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> t
         runner = ascend_runner(case, folder)
         generate(runner)
     lines = [line for line in said.getvalue().splitlines() if line.startswith("compile cache")]
-    return lines, runner.decode.compiles  # type: ignore[attr-defined]
+    return lines, runner.engine.decode_step.compiles  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["ge_graph", *CAPTURES])

@@ -13,7 +13,7 @@ from torch import Tensor, multiprocessing
 
 from errors import UserError
 from executor.config.env import RankEnv
-from executor.job.runners import make_runner
+from executor.job.runner import make_runner
 from ops.ascend import vector_core
 from ops.ascend.vector_core import calls
 from ops.interface import Format
@@ -251,7 +251,7 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str, half_sums: bool) 
         with device_log() as log:
             runner._decode(running)
         assert (len(log.find("replay graph")), log.find("Umbra")) == (1, [])
-    assert runner.decode.compiles == 1  # type: ignore[attr-defined]
+    assert runner.engine.decode_step.compiles == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("on_npu")
@@ -283,4 +283,4 @@ def test_on_with_other_weights_is_refused(tmp_path: Path, loaded: list[str]) -> 
 def test_kept_graphs_are_of_the_package_that_made_them(tmp_path: Path, loaded: list[str]) -> None:
     case = ascend_case(tmp_path, "method=q4", "exe_mode=ge_graph", "enable_cache_compile=true")
     runner = ascend_runner(case, tmp_path)
-    assert runner.decode.cache.facts["kernels_built"] == 1  # type: ignore[attr-defined]
+    assert runner.engine.decode_step.cache.facts["kernels_built"] == 1  # type: ignore[attr-defined]

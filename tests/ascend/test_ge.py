@@ -76,7 +76,7 @@ def test_four_bit_experts(tmp_path: Path) -> None:
 def test_one_graph_serves_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths differ at every step; as sequences end, the batch is padded to a size that has a graph, or gets one."""
     runner = ascend_runner(ascend_case(tmp_path, "exe_mode=ge_graph", "strict=true"), tmp_path)
-    decode: Any = runner.decode
+    decode: Any = runner.engine.decode_step
     with ge_programs() as programs:
         generate(runner, [*PROMPTS, [1, 2]])
         generate(runner)  # three sequences, padded to four

@@ -12,7 +12,7 @@ from torch import Tensor, multiprocessing
 from executor.config.env import RankEnv
 from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
-from executor.job.runners import make_runner
+from executor.job.runner import make_runner
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import Plane, pack, quantise
 from ops.interface import Format

@@ -44,9 +44,9 @@ def runner_of(folder: Path, *overrides: str, mode: str = "fixed") -> ModelRunner
 
 
 def parts(runner: ModelRunner) -> tuple[Offload, AscendDevice]:
-    assert runner.offload
-    assert isinstance(runner.offload.device, AscendDevice)
-    return runner.offload, runner.offload.device
+    assert runner.engine.offload
+    assert isinstance(runner.engine.offload.device, AscendDevice)
+    return runner.engine.offload, runner.engine.offload.device
 
 
 def step_log(runner: ModelRunner, running: list[Any]) -> list[str]:
@@ -123,7 +123,7 @@ def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
     assert step_log(runner, running)[0] == table
     assert [line.split()[0] for line in step_log(runner, running)] == usual
     assert offload.published[0].sum() == len(here)
-    assert runner.decode.compiles == 1  # type: ignore[attr-defined]
+    assert runner.engine.decode_step.compiles == 1  # type: ignore[attr-defined]
 
 
 def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_experts_leave_for_the_cache_and_return(tmp_path: Path, monkeypatch: pyt
     assert report["most_kv_frames"] + min(step.expert_frames for step in offload.history.steps) <= 14
     generate(runner, [[5]])
     assert len(offload.slots) > at_first - report["evictions_for_cache"]
-    assert runner.decode.compiles == len(runner.decode.graphs)  # type: ignore[attr-defined]
+    assert runner.engine.decode_step.compiles == len(runner.engine.decode_step.graphs)  # type: ignore[attr-defined]
 
 
 def everyone_to_expert_0(

@@ -15,8 +15,7 @@ from executor.config.env import RankEnv
 from executor.engine import shadows as offloading
 from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
-from executor.job.runner import ModelRunner
-from executor.job.runners import make_runner
+from executor.job.runner import ModelRunner, make_runner
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.ascend.workers import close_nodes
@@ -53,9 +52,9 @@ def runner_of(
 def used(runner: ModelRunner) -> tuple[int, int]:
     """Pairs of a token and an expert that the host was told of, and those that it computed: residents do not change
     here."""
-    assert runner.offload
-    counts = runner.offload.counts
-    return int(counts.sum()), int(counts[~runner.offload.published].sum())
+    assert runner.engine.offload
+    counts = runner.engine.offload.counts
+    return int(counts.sum()), int(counts[~runner.engine.offload.published].sum())
 
 
 PLACEMENTS: list[dict[str, Any]] = [ELASTIC, {"mode": "fixed", "slots": -1}, {"mode": "fixed", "slots": 5}]

@@ -1,7 +1,6 @@
 """Quantised checkpoints: what is read is what the format means, in floats and kept as it is."""
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -22,9 +21,9 @@ from benchmarks.checkpoint_loading import loaded, write
 from errors import UserError
 from executor.checkpoint.formats.detect import SCHEMES, read_scheme
 from executor.checkpoint.load import load_checkpoint
+from executor.config.load import load_model_config
 from executor.engine.building import build_of
 from executor.job.logits import prefill_logits
-from executor.job.runners import make_runner as new_runner
 from executor.parallel.join import place_of
 from executor.quantize.convert import convert
 from executor.quantize.source import Source
@@ -32,11 +31,12 @@ from models.hf_config import HfConfig
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
+from models.registry import model_class
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
 from tests.quantised import awq_meaning, quantise_tiny
-from tests.tiny import ONE_RANK, make_runner, save_tiny, tiny_case
+from tests.tiny import make_runner, save_tiny, tiny_case
 
 SIZES = dict(
     hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=128,
@@ -95,8 +95,7 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
     case = tiny_case(checkpoint.parent, checkpoint, **sections)
     engine.start(1, "auto")
     build = build_of(case, load_ops("cpu"), place_of(case, rank, {}), torch.device("cpu"), True)
-    runner = new_runner(case, checkpoint.parent, dataclasses.replace(ONE_RANK, rank=rank, world_size=case.world_size))
-    model = cast(Any, runner.build_model(build))
+    model = cast(Any, model_class(case.model_name)(load_model_config(case), build))
     load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignored_weights(), progress=False)
     return cast(nn.Module, model)
 

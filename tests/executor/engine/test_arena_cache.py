@@ -13,10 +13,11 @@ from cpu_offload.memory.arena import Arena
 from errors import UserError
 from executor.config.case import Case
 from executor.engine.building import attentions, bind_arena, build_of, frame_of
+from executor.engine.loop import Loop
 from executor.engine.pages import ElasticPages
-from executor.engine.scheduler import make_scheduler
 from executor.job.runner import ModelRunner
 from models.batch import Batch
+from tests.spy import spy_on
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8]), ("f", [6])]
@@ -24,25 +25,17 @@ NAN = 0xFF  # every byte: not a number in each float type, scales of int8 among 
 SLOT = 3000  # bytes, of a made-up expert
 
 
-def watch(runner: ModelRunner, before: Callable[[Batch], None] = lambda batch: None) -> list[Tensor]:
-    """The logits of every step, from now on; `before` is called ahead of each."""
+def watch(runner: ModelRunner, **hooks: Callable[[Any], object]) -> list[Tensor]:
+    """The logits of every step, from now on; `hooks` as `spy_on` takes them."""
     logits: list[Tensor] = []
-    infer = runner.model_inference
-
-    def inference(batch: Batch, is_prefill: bool) -> Tensor:
-        before(batch)
-        out = infer(batch, is_prefill)
-        logits.append(out.clone())
-        return out
-
-    runner.model_inference = inference  # type: ignore[method-assign]
+    spy_on(runner, **hooks, after=lambda out: logits.append(out.clone()))
     return logits
 
 
 def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -> tuple[Arena, Tensor]:
     """`slots`: which are taken, and leave from the first on."""
-    build = build_of(case, runner.platform.ops, runner.parallel, runner.platform.device, True)
-    model = runner._module()
+    build = build_of(case, runner.engine.platform.ops, runner.engine.parallel, runner.engine.platform.device, True)
+    model = runner.engine.module
     units, frame_bytes = frame_of(model, case, build)
     arena = Arena(frames, frame_bytes, SLOT, units)
     buffer = bind_arena(model, case, build, frames)
@@ -60,7 +53,8 @@ def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -
         raw[new // units].copy_(raw[old // units])
 
     pool = ElasticPages(arena, case.cache_config.page_size, 0, make_room, copy)
-    runner.scheduler = make_scheduler(case, pool)
+    runner.engine.pages = pool
+    runner.loop = Loop(runner.engine, runner.loop.stop_ids)
     return arena, buffer
 
 
@@ -89,29 +83,27 @@ def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mod
         while dice.random() < 0.7 and (slot := arena.take_slot()) is not None:
             slots.append(slot)
             raw[arena.slot_offset(slot) :][: arena.slot_bytes] = NAN
-        held = {page // arena.units for s in runner.scheduler.running for page in s.pages}
+        held = {page // arena.units for s in runner.loop.scheduler.running for page in s.pages}
         for frame in set(range(arena.frames)) - held:
             raw[frame * arena.frame_bytes :][: arena.frame_bytes] = NAN
         used.append(held)
 
-    moves, prepare = list[tuple[int, int]](), runner.model_input_prepare
+    moves = list[tuple[int, int]]()
 
     def anywhere(stays: int) -> list[tuple[int, int]]:
         """Some page of some sequence to some frame that is free: more than the arena itself would ask for."""
-        held = [page for s in runner.scheduler.running for page in s.pages]
+        held = [page for s in runner.loop.scheduler.running for page in s.pages]
         if not held or (new := arena.take_page()) is None:
             return []
         moves.append((dice.choice(held), new))
         arena.give_page(moves[-1][0])
         return moves[-1:]
 
-    def gathered(*args: Any, **named: Any) -> Batch:
-        runner.scheduler.pools[0].gather()  # type: ignore[attr-defined]
-        return prepare(*args, **named)
+    def gather(sequences: list[Any]) -> None:
+        runner.loop.scheduler.pools[0].gather()  # type: ignore[attr-defined]
 
     arena.gather = anywhere  # type: ignore[method-assign]
-    runner.model_input_prepare = gathered  # type: ignore[method-assign]
-    logits = watch(runner, garbage)
+    logits = watch(runner, before_pack=gather, before=garbage)
     assert [s.generated for _ in range(2) for s in runner.model_generate(PROMPTS)] == expected
     assert len(logits) == len(expected_logits)
     assert all(torch.equal(*pair) for pair in zip(logits, expected_logits, strict=True))
@@ -125,7 +117,7 @@ def test_layers_lie_beside_each_other_in_a_frame(tmp_path: Path) -> None:
     case = tiny_case(tmp_path, tmp_path / "model")
     runner = make_runner(case, tmp_path)
     arena, buffer = with_arena(case, runner, 5, [])
-    for index, layer in enumerate(attentions(runner._module())):
+    for index, layer in enumerate(attentions(runner.engine.module)):
         for kind, cache in enumerate((layer.k_cache, layer.v_cache)):
             assert cache[2 * arena.units].data_ptr() == buffer[2 * arena.units + 2 * index + kind].data_ptr()
             assert cache.is_contiguous()
@@ -135,7 +127,7 @@ def test_layers_of_different_shapes_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     case = tiny_case(tmp_path, tmp_path / "model")
     runner = make_runner(case, tmp_path)
-    attentions(runner._module())[1].kv_heads = 1
+    attentions(runner.engine.module)[1].kv_heads = 1
     with pytest.raises(UserError, match="caches of different"):
         with_arena(case, runner, 5, [])
 

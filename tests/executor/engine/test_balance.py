@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given, settings
 
 from cpu_offload.memory.arena import Arena
@@ -13,11 +12,16 @@ from cpu_offload.memory.balance import Balance
 from errors import UserError
 from executor.engine.batching import pack
 from executor.engine.pages import ElasticPages
-from executor.engine.request import Sequence
-from executor.engine.scheduler import Scheduler
+from executor.engine.request import Request, SamplingParams
+from executor.engine.scheduler import Limits, Scheduler
+from executor.engine.sequence import Sequence, new_sequence
 from ops import load_ops
 
 FRAME, PAGE = 256, 4  # bytes, tokens
+
+
+def sequence_of(index: int, prompt_len: int, new: int) -> Sequence:
+    return new_sequence(index, Request((0,) * prompt_len, SamplingParams(max_tokens=new)))
 
 
 class Host:
@@ -85,7 +89,7 @@ def run(host: Host, scheduler: Scheduler, arrivals: list[tuple[int, int, int]]) 
     for step in range(5000):
         while coming and coming[0][0] <= step:
             _, length, new = coming.pop(0)
-            scheduler.add(Sequence(len(coming), "", [0] * length, length, new, torch.Generator()))
+            scheduler.add(sequence_of(len(coming), length, new))
         scheduler.admit()
         host.step()
         host.pages.gather() if step % 3 == 0 else None
@@ -94,7 +98,7 @@ def run(host: Host, scheduler: Scheduler, arrivals: list[tuple[int, int, int]]) 
         for s in scheduler.running:
             s.cached = len(s.ids)
             s.ids.append(0)
-            s.finish_reason = "length" if len(s.generated) == s.max_new_tokens else ""
+            s.finish_reason = "length" if len(s.generated) == s.request.sampling.max_tokens else ""
         done += scheduler.retire()
         host.write(scheduler.running)
         if not (coming or scheduler.waiting or scheduler.running):
@@ -117,7 +121,7 @@ def test_sequences_never_fail_while_experts_hold_memory(
     probe = Arena(frames, FRAME, slot_bytes, units=4)
     pinned = min(pinned, (frames - 14) // probe.extent_frames * probe.extent_slots)
     host = Host(frames, slot_bytes, low, low + gap, patience, pinned)
-    scheduler = Scheduler(8, 50, PAGE, 1, host.pages)
+    scheduler = Scheduler(Limits(8, 64, PAGE), (), host.pages)
     done = run(host, scheduler, arrivals)
     assert len(done) == len(arrivals)
     host.turns()
@@ -206,10 +210,10 @@ def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
     """Experts that may not leave: sequences share the rest, and one that is too long for it is refused by name."""
     host = Host(40, 2 * FRAME, low=0, high=1, patience=0, pinned_slots=12)
     assert host.pages.pages == 40 - 24 - 1
-    scheduler = Scheduler(8, 50, PAGE, 1, host.pages)
+    scheduler = Scheduler(Limits(8, 64, PAGE), (), host.pages)
     most = 0
     for i in range(6):
-        scheduler.add(Sequence(i, "", [0] * 20, 20, 8, torch.Generator()))  # 7 pages at its longest: two at once
+        scheduler.add(sequence_of(i, 20, 8))  # 7 pages at its longest: two at once
     while scheduler.waiting or scheduler.running:
         scheduler.admit()
         most = max(most, len(scheduler.running))
@@ -217,12 +221,11 @@ def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
         for s in scheduler.running:
             s.ids.append(0)
             s.cached = len(s.ids) - 1
-            s.finish_reason = "length" if len(s.generated) == s.max_new_tokens else ""
+            s.finish_reason = "length" if len(s.generated) == s.request.sampling.max_tokens else ""
         scheduler.retire()
     assert most == 2
-    scheduler.add(Sequence(9, "", [0] * 50, 50, 14, torch.Generator()))
     with pytest.raises(UserError, match="prompt 9 may need 16 pages of 4 tokens, sequences can have 15"):
-        scheduler.admit()
+        scheduler.add(sequence_of(9, 50, 14))
     held: list[int] = []
     with pytest.raises(UserError, match="KV cache: 16 more pages of 4 tokens needed, 15 free"):
         host.pages.extend(held, 16 * PAGE)

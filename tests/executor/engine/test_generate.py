@@ -11,14 +11,16 @@ import torch
 from hypothesis import given
 
 from errors import UserError
-from executor.config.case import SamplingSettings
 from executor.config.load import load_case
+from executor.engine.request import Request, SamplingParams
 from executor.engine.sampling import choose, filtered_probabilities
-from executor.job import runners
+from executor.engine.sequence import Sequence, new_sequence
 from executor.job.results import create_results
+from executor.job.runner import make_runner as new_runner
 from executor.job.tokenizer import Tokenizer, encode_prompts, stop_ids
 from files import ROOT, write_json
 from ops import load_ops
+from tests.spy import spy_on
 from tests.tiny import ONE_RANK, make_runner, oracle_logits, save_tiny, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
@@ -38,7 +40,7 @@ def test_greedy_equals_transformers_whatever_runs_beside(tmp_path: Path, batch_s
     for sequence in runner.model_generate(PROMPTS):
         assert sequence.generated == greedy(oracle, sequence.ids[: sequence.prompt_len], 8)
         assert sequence.finish_reason == "length"
-    assert all(len(pool.free) == runner.scheduler.pages for pool in runner.scheduler.pools)
+    assert all(len(pool.free) == runner.loop.scheduler.pages for pool in runner.loop.scheduler.pools)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 64])
@@ -48,21 +50,19 @@ def test_chunked_prefill_changes_nothing(tmp_path: Path, chunk: int, mode: str) 
     data = {"batch_size": 3, "chunked_prefill_size": chunk}
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", data_config=data, exe_mode=mode), tmp_path)
     most: list[int] = []
-    prepare = runner.model_input_prepare
 
-    def spy(sequences: Any, **how: Any) -> Any:
-        batch = prepare(sequences, **how)
-        if any(s.cached < s.prompt_len for s in sequences):
-            most.append(len(batch.token_ids))
-        return batch
+    def spy(sequences: list[Sequence]) -> None:
+        prompt_tokens = sum(s.new_tokens for s in sequences if s.cached < s.prompt_len)
+        if prompt_tokens:
+            most.append(prompt_tokens)
 
-    runner.model_input_prepare = spy  # type: ignore[method-assign]
+    spy_on(runner, before_pack=spy)
     for sequence in runner.model_generate(PROMPTS):
         assert sequence.generated == greedy(oracle, sequence.ids[: sequence.prompt_len], 8)
     assert max(most) == min(chunk, 3 + 1 + 23)
     assert sum(most) == sum(len(ids) for _, ids in PROMPTS)
-    assert runner.timings.prefill_tokens == sum(most)
-    assert len(runner.timings.first_token) == len(PROMPTS)
+    assert runner.loop.timings.prefill_tokens == sum(most)
+    assert len(runner.loop.timings.first_token) == len(PROMPTS)
 
 
 def test_each_sequence_stops_by_itself_at_any_of_several_ids(tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_stop_ids_come_from_generation_config_then_config(tmp_path: Path) -> Non
 @given(st.integers(0, 10000), st.integers(0, 12), st.floats(0.0, 1.0), st.floats(0.05, 5.0))
 def test_filters_keep_the_right_tokens(seed: int, top_k: int, top_p: float, temperature: float) -> None:
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(seed))
-    settings = SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p)
-    kept = filtered_probabilities(logits, settings)
+    settings = SamplingParams(temperature=temperature, top_k=top_k or None, top_p=top_p)
+    kept = filtered_probabilities(logits, [settings] * 3)
     torch.testing.assert_close(kept.sum(-1), torch.ones(3))
     for row, probabilities in zip(logits, kept, strict=True):
         order = row.argsort(descending=True)
@@ -115,23 +115,30 @@ def test_filters_keep_the_right_tokens(seed: int, top_k: int, top_p: float, temp
         torch.testing.assert_close(probabilities[order[:alive]], base[:alive] / base[:alive].sum())
 
 
+def seeded_sequence(seed: int) -> Sequence:
+    return new_sequence(0, Request((1, 2), SamplingParams(temperature=1.0, seed=seed)))
+
+
 def test_each_prompt_draws_from_its_own_seed() -> None:
     logits = torch.zeros(4, 1000)
-    settings = SamplingSettings(temperature=1.0)
-    seeded = [torch.Generator().manual_seed(s) for s in (1, 2, 3, 1)]
-    together = choose(load_ops("cpu"), logits, settings, seeded).tolist()
+    seeded = [seeded_sequence(seed) for seed in (1, 2, 3, 1)]
+    together = choose(load_ops("cpu"), logits, seeded).tolist()
     assert together[0] == together[3]
     assert len(set(together)) == 3
-    alone = choose(load_ops("cpu"), logits[:1], settings, [torch.Generator().manual_seed(2)]).tolist()
+    alone = choose(load_ops("cpu"), logits[:1], [seeded_sequence(2)]).tolist()
     assert alone == [together[1]]
 
 
 def test_sampling_follows_the_probabilities() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    generator, settings = torch.Generator().manual_seed(0), SamplingSettings(temperature=0.8, top_k=3)
-    drawn = torch.cat([choose(load_ops("cpu"), logits, settings, [generator]) for _ in range(4000)])
-    share = torch.bincount(drawn, minlength=4) / 4000
-    torch.testing.assert_close(share, filtered_probabilities(logits, settings)[0], atol=0.03, rtol=0)
+    settings = SamplingParams(temperature=0.8, top_k=3, seed=0)
+    sequence = new_sequence(0, Request((1,), settings))
+    drawn = []
+    for _ in range(4000):  # positions of one seed
+        drawn.append(choose(load_ops("cpu"), logits, [sequence]))
+        sequence.ids.append(1)
+    share = torch.bincount(torch.cat(drawn), minlength=4) / 4000
+    torch.testing.assert_close(share, filtered_probabilities(logits, [settings])[0], atol=0.03, rtol=0)
     assert share[3] == 0
 
 
@@ -173,7 +180,7 @@ def test_report_counts_what_happened(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", eos_token_id=None)
     data = {"prompts": [], "batch_size": 3, "input_max_len": 10, "max_new_tokens": 6}
     case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config={"with_ckpt": False})
-    report = runners.make_runner(case, tmp_path, ONE_RANK).run()
+    report = new_runner(case, tmp_path, ONE_RANK).run()
     assert report["prefill_tokens"] == 3 * 10
     assert report["decode_tokens"] == 3 * 5
     assert [len(c["tokens"]) for c in report["completions"]] == [6, 6, 6]
@@ -189,7 +196,7 @@ def test_one_new_token_leaves_no_decode_times(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", eos_token_id=None)
     data = {"prompts": [], "batch_size": 1, "max_new_tokens": 1}
     case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config={"with_ckpt": False})
-    report = runners.make_runner(case, tmp_path, ONE_RANK).run()
+    report = new_runner(case, tmp_path, ONE_RANK).run()
     assert report["tpot_ms_p50"] is None
     assert len(report["completions"][0]["tokens"]) == 1
 
@@ -199,7 +206,7 @@ def test_profiler_writes_traces_of_both_phases(tmp_path: Path) -> None:
     data = {"prompts": [], "batch_size": 1, "max_new_tokens": 9}
     settings = {"with_ckpt": False, "enable_profiler": True}
     case = tiny_case(tmp_path, tmp_path / "model", data_config=data, model_config=settings)
-    runners.make_runner(case, tmp_path, ONE_RANK).run()
+    new_runner(case, tmp_path, ONE_RANK).run()
     names = sorted(p.name for p in tmp_path.glob("trace_*.json"))
     assert names == ["trace_decode0_rank0.json", "trace_decode1_rank0.json", "trace_decode2_rank0.json",
                      "trace_decode3_rank0.json", "trace_prefill0_rank0.json"]  # fmt: skip

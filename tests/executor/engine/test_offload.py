@@ -59,8 +59,8 @@ def test_tokens_and_logits_are_those_without(checkpoint: Path, exe_mode: str, mo
     for offload in MODES:
         runner = runner_of(checkpoint, monkeypatch, exe_mode, **offload)
         assert [s.ids for s in runner.model_generate(PROMPTS)] == expected, offload
-        assert runner.offload
-        assert runner.offload.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
+        assert runner.engine.offload
+        assert runner.engine.offload.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
         found = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 
@@ -69,8 +69,8 @@ def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, m
     runner = runner_of(checkpoint, monkeypatch, mode="elastic", arena_mb=KB, max_swaps=8)
     for _ in range(4):
         runner.model_generate(PROMPTS)
-    assert sorted(runner.decode.graphs) == [(2,), (3,)]  # type: ignore[attr-defined]
-    offload = runner.offload
+    assert sorted(runner.engine.decode_step.graphs) == [(2,), (3,)]  # type: ignore[attr-defined]
+    offload = runner.engine.offload
     assert offload is not None
     steps, arena = offload.history.steps, offload.arena
     assert len({step.resident.tobytes() for step in steps}) > 3
@@ -81,12 +81,12 @@ def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, m
 
 def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5)
-    assert runner.offload is not None
-    place = next(iter(runner.offload.slots))
-    runner.offload.evict(place)
-    runner.offload._fetch(place)
+    assert runner.engine.offload is not None
+    place = next(iter(runner.engine.offload.slots))
+    runner.engine.offload.evict(place)
+    runner.engine.offload._fetch(place)
     runner.model_generate(PROMPTS[:2])
-    report = offloading.write_offload(runner.offload, checkpoint.parent, Group(), torch.device("cpu"))
+    report = offloading.write_offload(runner.engine.offload, checkpoint.parent, Group(), torch.device("cpu"))
     assert report["steps"] == 23
     assert 0 < report["hit_rate"] < 1
     layers = report["layers"]
@@ -106,8 +106,8 @@ def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=-1, stream_tokens=-1)
-    assert runner.offload is not None
-    runner.offload.pool.stop()
+    assert runner.engine.offload is not None
+    runner.engine.offload.pool.stop()
     with pytest.raises(UserError, match=r"shadow experts: layer 0, step 1: the shadow pool was stopped"):
         runner.model_generate(PROMPTS)
 
@@ -134,7 +134,7 @@ def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(
 ) -> None:
     runner = runner_of(checkpoint, monkeypatch, mode="fixed", slots=5, max_swaps=-1)
     runner.model_generate(PROMPTS[:1])
-    offload = runner.offload
+    offload = runner.engine.offload
     assert offload
     assert isinstance(offload.device, CpuDevice)
     place = next(iter(offload.slots))

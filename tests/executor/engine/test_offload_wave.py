@@ -48,25 +48,25 @@ class Watch:
     """Looks at the arena after every step: who is where, and that what experts take is beyond the pages' reserve."""
 
     def __init__(self, runner: ModelRunner):
-        assert runner.offload
-        self.runner, self.offload = runner, runner.offload
+        assert runner.engine.offload
+        self.runner, self.offload = runner, runner.engine.offload
         self.end, self.offload.end = self.offload.end, self.ended  # type: ignore[method-assign]
         self.sizes: set[int] = set()  # of decode batches
 
     def ended(self, decode: bool) -> None:
         arena = self.offload.arena
         before = arena.slot_frames
-        self.sizes |= {len(self.runner.scheduler.running)} if decode else set()
+        self.sizes |= {len(self.runner.loop.scheduler.running)} if decode else set()
         self.end(decode)
         if arena.slot_frames > before:
             assert arena.free_frames >= self.offload.balance.high
 
     def __call__(self) -> None:
         """Each byte has at most one owner, and that is in the arena."""
-        offload, pool = self.offload, self.runner.scheduler.pools[0]
+        offload, pool = self.offload, self.runner.loop.scheduler.pools[0]
         arena, memory = offload.arena, offload.device.memory
         begin, frame = memory.data_ptr(), arena.frame_bytes
-        units = [page for s in self.runner.scheduler.running for page in s.pages] + [pool.padding]
+        units = [page for s in self.runner.loop.scheduler.running for page in s.pages] + [pool.padding]
         owned = [(begin + unit // arena.units * frame, frame) for unit in units]
         owned += [(begin + arena.slot_offset(slot), offload.slot_bytes) for slot in offload.slots.values()]
         owned.sort()
@@ -82,7 +82,7 @@ def test_waves_pass_through_a_small_arena(model: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("cpu_offload.cost.probe.SECONDS", 0.01)
     expected = [s.generated for s in serve(runner_of(model, mode="resident"), requests())]
     runner = runner_of(model, mode="elastic", arena_mb=ARENA_MB)
-    offload = runner.offload
+    offload = runner.engine.offload
     assert offload
     offload.value_copies(1.0, 4)
     watch, captured, capture = Watch(runner), list[object](), DecodeGraph.__init__

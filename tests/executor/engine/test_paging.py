@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from errors import UserError
 from executor.engine.batching import pack
 from executor.engine.pages import PagePool
-from executor.engine.request import Sequence
-from executor.engine.scheduler import Scheduler
+from executor.engine.request import Request, SamplingParams
+from executor.engine.scheduler import Limits, Scheduler
+from executor.engine.sequence import Sequence, new_sequence
 from ops import load_ops
 
 reference = load_ops("reference")
 
 
 def sequence(index: int, prompt_len: int, new: int) -> Sequence:
-    ids = [100 * index + i for i in range(prompt_len)]
-    return Sequence(index, "", ids, prompt_len, new, torch.Generator())
+    ids = tuple(100 * index + i for i in range(prompt_len))
+    return new_sequence(index, Request(ids, SamplingParams(max_tokens=new)))
 
 
 @given(st.data(), st.integers(1, 30), st.integers(1, 7))
@@ -49,14 +50,14 @@ def test_every_prompt_runs_to_its_end_within_the_worst_case(
     prompts: list[tuple[int, int]], page_size: int, sizes: tuple[int, int]
 ) -> None:
     batch_size, groups = sizes
-    scheduler = Scheduler(batch_size, 20 + 9, page_size, groups)
+    scheduler = Scheduler(Limits(batch_size, 20 + 9, page_size, groups))
     sequences = [sequence(i, n, new) for i, (n, new) in enumerate(prompts)]
     for s in sequences:
         scheduler.add(s)
     order: list[int] = []
     while scheduler.waiting or scheduler.running:
         admitted = scheduler.admit()
-        order += sorted(s.index for s in admitted)
+        order += sorted(s.id for s in admitted)
         assert len(scheduler.running) <= batch_size
         assert [s.group for s in scheduler.running] == sorted(s.group for s in scheduler.running)
         for g in range(groups):
@@ -67,7 +68,7 @@ def test_every_prompt_runs_to_its_end_within_the_worst_case(
         for s in scheduler.running:
             s.cached = len(s.ids)
             s.ids.append(0)
-            s.finish_reason = "length" if len(s.generated) == s.max_new_tokens else ""
+            s.finish_reason = "length" if len(s.generated) == s.request.sampling.max_tokens else ""
         scheduler.retire()
     assert order == list(range(len(prompts)))  # first come, first served
     assert [len(s.generated) for s in sequences] == [new for _, new in prompts]
@@ -84,20 +85,20 @@ def test_ranks_of_all_groups_decide_alike(
     for group in range(groups):
         own = PagePool(-(-29 // page_size) + more, page_size)
         own.free.reverse()
-        ranks.append(Scheduler(3 * groups, 29, page_size, groups, own, group))
+        ranks.append(Scheduler(Limits(3 * groups, 29, page_size, groups), (), own, group))
         assert ranks[-1].pools[group] is own
         for i, (n, new) in enumerate(prompts):
             ranks[-1].add(sequence(i, n, new))
     while ranks[0].waiting or ranks[0].running:
-        admitted = [[(s.index, s.group) for s in rank.admit()] for rank in ranks]
+        admitted = [[(s.id, s.group) for s in rank.admit()] for rank in ranks]
         assert admitted == [admitted[0]] * groups
         for rank in ranks:
             rank.reserve(rank.running)  # never runs out of pages
             for s in rank.running:
                 s.cached = len(s.ids)
                 s.ids.append(0)
-                s.finish_reason = "length" if len(s.generated) == s.max_new_tokens else ""
-        retired = [[(s.index, s.group) for s in rank.retire()] for rank in ranks]
+                s.finish_reason = "length" if len(s.generated) == s.request.sampling.max_tokens else ""
+        retired = [[(s.id, s.group) for s in rank.retire()] for rank in ranks]
         assert retired == [retired[0]] * groups
 
 
@@ -114,12 +115,12 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
     whole = [[torch.randn(n, h, dim) for h in (heads, kv_heads, kv_heads)] for n in lens]
     got: list[list[torch.Tensor]] = [[] for _ in lens]
     while any(s.cached < n for s, n in zip(sequences, lens, strict=True)):
-        active = [s for s in sequences if s.cached < lens[s.index]]
+        active = [s for s in sequences if s.cached < lens[s.id]]
         for s in active:
-            s.ids = s.ids[:0] + list(range(data.draw(st.integers(s.cached + 1, lens[s.index]))))
+            s.ids = s.ids[:0] + list(range(data.draw(st.integers(s.cached + 1, lens[s.id]))))
             pool.extend(s.pages, len(s.ids))
         batch = pack(reference, active, pool, (sum(s.new_tokens for s in active),), 12, all_logits=True)
-        q, k, v = (torch.cat([whole[s.index][t][s.cached : len(s.ids)] for s in active]) for t in range(3))
+        q, k, v = (torch.cat([whole[s.id][t][s.cached : len(s.ids)] for s in active]) for t in range(3))
         assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.cached :]]
         assert batch.positions.tolist() == batch.token_ids.tolist()  # ids were chosen to be positions
         reference.write_kv(k, v, caches[0], caches[1], batch.places)
@@ -127,7 +128,7 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
             q, caches[0], caches[1], batch.block_tables, batch.query_starts, batch.kv_lens, dim**-0.5
         )
         for s, part in zip(active, out.split([s.new_tokens for s in active]), strict=True):
-            got[s.index].append(part)
+            got[s.id].append(part)
             s.cached = len(s.ids)
     for (q, k, v), parts in zip(whole, got, strict=True):
         plain = torch.nn.functional.scaled_dot_product_attention(

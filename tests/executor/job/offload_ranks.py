@@ -24,8 +24,7 @@ from executor.engine import shadows as offloading
 from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
 from executor.job.rank import run_rank
-from executor.job.runner import ModelRunner
-from executor.job.runners import make_runner
+from executor.job.runner import ModelRunner, make_runner
 from executor.platform import cpu
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
@@ -51,10 +50,10 @@ def outcome(
 ) -> tuple[ModelRunner, list[list[int]], dict[str, Any]]:
     runner = make_runner(case, results, ranks)
     runner.setup()
-    if runner.offload and stop:
-        runner.offload.pool.stop()
-    if runner.offload:
-        runner.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
+    if runner.engine.offload and stop:
+        runner.engine.offload.pool.stop()
+    if runner.engine.offload:
+        runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
     tokens = [s.ids for s in runner.model_generate(PROMPTS)]
     return runner, tokens, collect_logits(runner, [ids for _, ids in PROMPTS[: case.data_config.batch_size]], 2)
 
@@ -94,8 +93,8 @@ def main() -> None:
                 runner, tokens, found = outcome(own, results, ranks, stop)
                 if tokens != expected or not all(np.array_equal(found[name], logits[name]) for name in logits):
                     raise AssertionError(f"{exe_mode}, {settings}: {tokens}, not {expected}, or other logits")
-                if runner.offload:
-                    rows.append(done_by(runner.offload))
+                if runner.engine.offload:
+                    rows.append(done_by(runner.engine.offload))
         # Not gathered over torch's default group: gloo ends a process that closes it while another still reads.
         (args.out / f"rank{ranks.rank}.json").write_text(json.dumps(rows))
 

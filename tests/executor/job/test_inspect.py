@@ -16,16 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from errors import UserError
-from executor.config.load import load_case
+from executor.config.load import load_case, load_model_config
 from executor.engine.building import bind_caches, build_of
-from executor.engine.scheduler import make_scheduler
+from executor.engine.scheduler import Scheduler, limits_of
 from executor.job.inspect_checkpoint import inspect, inspect_rank, main
-from executor.job.runners import make_runner as new_runner
+from executor.job.runner import make_runner as new_runner
 from executor.parallel.join import place_of
 from executor.planning.memory import kind_of, make_plan
 from files import ROOT
 from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
+from models.registry import model_class
 from ops import load_ops
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, make_runner, save_tiny, write_case
@@ -117,7 +118,7 @@ def test_quantised_formats_and_what_they_leave_out(
         assert by_name(facts)["experts"][2] == {"I32": 2 * 2 * 4 * 3, "F16": 2 * 4 * 3}
     told = capsys.readouterr().out
     assert "not quantised: model.layers.*.mlp.gate (2 of 2)\n" in told
-    assert counted(facts["rank"]) == kept(make_runner(load_case(str(case)), tmp_path).model)
+    assert counted(facts["rank"]) == kept(make_runner(load_case(str(case)), tmp_path).engine.module)
 
 
 def damaged(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -192,14 +193,14 @@ def test_a_real_rank_keeps_what_was_counted(tmp_path: Path, overrides: list[str]
     case = load_case("demo", [*overrides, "keep_packed=false", "threads=1"])
     runner = new_runner(case, tmp_path, ONE_RANK)
     runner.setup()
-    assert counted(inspect_rank(case)) == kept(cast(nn.Module, runner.model))
+    assert counted(inspect_rank(case)) == kept(runner.engine.module)
 
 
 def test_one_of_many_ranks_keeps_what_was_counted() -> None:
     case = load_case("demo_tp8", ["moe_tp_size=4"])
     build = build_of(case, load_ops("cpu"), place_of(case, 0, {}), torch.device("cpu"), quantised_head=True)
-    model = cast(nn.Module, new_runner(case, Path(), ONE_RANK).build_model(build))
-    bind_caches(model, case, build, make_scheduler(case).pages)
+    model = cast(nn.Module, model_class(case.model_name)(load_model_config(case), build))
+    bind_caches(model, case, build, Scheduler(limits_of(case)).pages)
     assert counted(inspect_rank(case)) == kept(model)
 
 

@@ -14,8 +14,7 @@ from cpu_offload.cost.model import LEAST_COST, MOST_COST, RATES, Costs, Line, Pl
 from cpu_offload.history import History, Step
 from errors import UserError
 from executor.engine import shadows as offloading
-from executor.job.runner import ModelRunner
-from executor.job.runners import make_runner
+from executor.job.runner import ModelRunner, make_runner
 from executor.planning import choices as offload_choices
 from executor.planning.report import show_plan
 from executor.planning.times import steps_of
@@ -195,7 +194,7 @@ def test_plan_agrees_with_what_a_run_makes(checkpoint: Path, capsys: pytest.Capt
     planned = capsys.readouterr().out
     runner = make_runner(case, checkpoint.parent, ONE_RANK)
     runner.setup()
-    arena = runner.offload.arena if runner.offload else None
+    arena = runner.engine.offload.arena if runner.engine.offload else None
     assert arena is not None
     assert f"{arena.frames} frames of {arena.frame_bytes} bytes" in planned
     assert f"part of {arena.extent_slots} slots in {arena.extent_frames} frames" in planned
@@ -228,10 +227,10 @@ def test_a_run_values_copies_and_compares(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner, report = run(checkpoint, monkeypatch)
-    assert runner.offload is not None
-    assert runner.offload.residency.settings.swap_cost == Planner(Shape(2, 8, 3), COSTS).swap_cost
+    assert runner.engine.offload is not None
+    assert runner.engine.offload.residency.settings.swap_cost == Planner(Shape(2, 8, 3), COSTS).swap_cost
     plan = json.loads(json.dumps(report["offload"]["plan"]))
-    assert runner.offload.residency.settings.max_swaps == plan["choices"]["max_swaps"]
+    assert runner.engine.offload.residency.settings.max_swaps == plan["choices"]["max_swaps"]
     assert plan["ratio"] == pytest.approx(plan["predicted_ms"] / plan["measured_ms"])
     assert plan["hit_rate"] == pytest.approx(report["offload"]["hit_rate"])
     assert plan["tokens"] == 4

@@ -53,7 +53,7 @@ def test_sequences_come_and_go_under_graphs_of_every_size(tmp_path: Path) -> Non
         assert [s.generated for s in runner.model_generate(PROMPTS)] == first  # a second life of the same graphs
         tokens.append(first)
     assert tokens[0] == tokens[1]
-    assert max(runner.decode.graphs) == (3,)
+    assert max(runner.engine.decode_step.graphs) == (3,)
 
 
 def test_replay_reads_inputs_in_place() -> None:

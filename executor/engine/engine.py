@@ -1,0 +1,116 @@
+"""One rank's model on its device, with its KV cache: turns batches into logits. Requests are the scheduler's."""
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListOf
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from cpu_offload.cost.choices import Choices
+from executor.config.case import Case
+from executor.config.load import model_folder
+from executor.engine.batching import pack
+from executor.engine.building import bind_caches, build_of
+from executor.engine.pages import PagePool, Pages
+from executor.engine.profiler import Profiler
+from executor.engine.sampling import choose
+from executor.engine.scheduler import Scheduler, limits_of
+from executor.engine.sequence import Sequence
+from executor.engine.shadows import make_offload, open_arena
+from executor.engine.weights import fill_weights
+from executor.parallel.groups import Parallel
+from executor.platform.base import Platform
+from models.batch import Batch
+from models.config import ModelConfig
+from models.layers.base import layers_of
+from models.registry import model_class
+
+ForwardStep = Callable[[Batch], Tensor]
+
+
+class Engine:
+    """`config`: the model's. `choices`: what the planner of shadow experts chose, for a case that has any."""
+
+    def __init__(
+        self,
+        case: Case,
+        platform: Platform,
+        parallel: Parallel,
+        config: ModelConfig,
+        choices: Choices | None = None,
+        profiler: Profiler | None = None,
+    ):
+        start, rank = time.perf_counter(), parallel.world.rank
+        self.case, self.platform, self.parallel, self.config = case, platform, parallel, config
+        self.profiler = profiler
+        self.offload = make_offload(case, choices, platform, config) if choices else None
+        build = build_of(case, platform.ops, parallel, platform.device, platform.quantised_head, self.offload)
+        self.model = model_class(case.model_name)(config, build)
+        self.kernels = platform.kernels(self.model)
+        for what, kernel in self.kernels.items() if rank == 0 else ():
+            print(f"{what}: {kernel}")
+        fill_weights(case, model_folder(case), self.model, self.model.ignored_weights(), rank)
+        most_pages = Scheduler(limits_of(case)).pages
+        if self.offload:
+            self.pages: Pages = open_arena(case, build, self.model, self.offload, most_pages)
+        else:
+            bind_caches(self.model, case, build, most_pages)
+            self.pages = PagePool(most_pages, case.cache_config.page_size)
+        self.decode_step: ForwardStep = self.eager_step
+        size = sum(layer.nbytes for _, layer in layers_of(self.model))
+        print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
+
+    def eager_step(self, batch: Batch) -> Tensor:
+        """A decode step op by op."""
+        return self.model.decode(batch.to(self.platform.device))
+
+    def graph_step(self) -> ForwardStep:
+        """A decode step as the static graphs that the case's `exe_mode` names, one for each number of sequences."""
+        return self.platform.compile(self.model.decode, self.config)
+
+    def pack(self, scheduler: Scheduler, sequences: ListOf[Sequence], decode: bool, all_logits: bool = False) -> Batch:
+        """Reserve the cache pages that the step of all groups' `sequences` writes to, and pack those of this rank's
+        group."""
+        scheduler.reserve(sequences)
+        group, pools = self.parallel.attn_dp.rank, scheduler.pools
+        live = tokens = tuple(sum(s.new_tokens for s in sequences if s.group == g) for g in range(len(pools)))
+        mine = [s for s in sequences if s.group == group]
+        rows = self.platform.padded_rows(max(tokens)) if decode else 0
+        if rows:
+            tokens = (rows,) * len(pools)
+        batch = pack(self.platform.ops, mine, pools[group], tokens, scheduler.table_width, all_logits, rows)
+        if self.offload:
+            self.offload.started(tokens, live)
+        return batch
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, decode: bool) -> Tensor:
+        """Logits of this rank's group, perhaps still being computed: reading the chosen tokens waits for them."""
+        if self.profiler is None:
+            return self._forward(batch, decode)
+        with self.profiler.step("decode" if decode else "prefill"):
+            return self._forward(batch, decode)
+
+    def choose(self, logits: Tensor, sequences: ListOf[Sequence]) -> list[int]:
+        """The next token of each of all groups' `sequences`; `logits` has a row for each of this rank's group."""
+        dp = self.parallel.attn_dp
+        mine = [s for s in sequences if s.group == dp.rank]
+        chosen = choose(self.platform.ops, logits[: len(mine)], mine)
+        counts = tuple(sum(s.group == g for s in sequences) for g in range(dp.size))
+        tokens: list[int] = dp.gather_rows(chosen, counts).tolist()
+        return tokens
+
+    @contextmanager
+    def step(self, decode: bool) -> Iterator[None]:
+        """Stands around a step, from before its pages are reserved until its tokens are known: shadow experts move
+        between two steps."""
+        if self.offload:
+            self.offload.begin()
+        yield
+        if self.offload:
+            self.offload.end(decode)
+
+    def _forward(self, batch: Batch, decode: bool) -> Tensor:
+        return self.decode_step(batch) if decode else self.model.prefill(batch.to(self.platform.device))

@@ -1,0 +1,77 @@
+"""Runs given token ids through the engine and returns logits: no sampling, no end of sequence. For comparisons with
+other engines, for perplexity, for benchmarks."""
+
+from collections.abc import Sequence as ListOf
+
+import torch
+from torch import Tensor
+
+from executor.engine.engine import Engine
+from executor.engine.request import Request, SamplingParams
+from executor.engine.scheduler import Scheduler, limits_of
+from executor.engine.sequence import Sequence, new_sequence
+
+
+class ForcedRun:
+    """Sequences in the cache of `engine`, which nothing else may use meanwhile. Every rank calls the same."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.scheduler = Scheduler(limits_of(engine.case), (), engine.pages, engine.parallel.attn_dp.rank)
+        self.sequences: list[Sequence] = []  # in the order in which they were added
+
+    def add(self, prompts: ListOf[ListOf[int]], room: int, all_logits: bool = False) -> list[Tensor]:
+        """Prefill `prompts` in one step, each with room for `room` tokens more. -> for each prompt the logits of its
+        last token (1, vocabulary), or of all its tokens (tokens, vocabulary); every rank gets all of them."""
+        sampling = SamplingParams(max_tokens=room)
+        added = [new_sequence(len(self.sequences) + i, Request(tuple(ids), sampling)) for i, ids in enumerate(prompts)]
+        for sequence in added:
+            self.scheduler.add(sequence)
+        self.scheduler.admit()
+        self.sequences += added
+        return self._run([s for s in self.scheduler.running if s in added], added, False, all_logits)
+
+    def extend(self, tokens: ListOf[int]) -> None:
+        """Append a token to each sequence, for `decode` to take."""
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.ids.append(token)
+
+    def replace(self, tokens: ListOf[int]) -> None:
+        """Put a token in place of each sequence's last one; a decode step then computes that position again."""
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.ids[-1] = token
+            sequence.cached = len(sequence.ids) - 1
+
+    def decode(self) -> list[Tensor]:
+        """One decode step of all sequences. -> the logits (1, vocabulary) of each; every rank gets all of them."""
+        return self._run(self.scheduler.running, self.sequences, True, True)
+
+    def decode_in_place(self) -> Tensor:
+        """As `decode`, for this rank's group alone: (sequences, vocabulary), overwritten by the next step."""
+        return self._forward(self.scheduler.running, True, True)
+
+    def close(self) -> None:
+        """Give back all pages."""
+        for sequence in self.scheduler.running:
+            sequence.finish_reason = "length"
+        self.scheduler.retire()
+        self.sequences = []
+
+    def _run(self, running: list[Sequence], order: list[Sequence], decode: bool, all_logits: bool) -> list[Tensor]:
+        rows = {s.id: s.new_tokens if all_logits else 1 for s in running}
+        dp = self.engine.parallel.attn_dp
+        counts = tuple(sum(rows[s.id] for s in running if s.group == g) for g in range(dp.size))
+        logits = self._forward(running, decode, all_logits)
+        everyone = dp.gather_rows(logits[: counts[dp.rank]].float(), counts).cpu().clone()
+        parts = everyone.split([rows[s.id] for s in running])
+        each = dict(zip((s.id for s in running), parts, strict=True))
+        return [each[s.id] for s in order]
+
+    @torch.inference_mode()
+    def _forward(self, running: list[Sequence], decode: bool, all_logits: bool) -> Tensor:
+        with self.engine.step(decode):
+            batch = self.engine.pack(self.scheduler, running, decode, all_logits)
+            logits = self.engine.forward(batch, decode)
+        for sequence in running:
+            sequence.cached = sequence.end
+        return logits

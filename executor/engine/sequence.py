@@ -1,0 +1,50 @@
+"""A request on its way through the engine."""
+
+from dataclasses import dataclass, field
+
+from executor.engine.request import Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    id: int
+    request: Request
+    ids: list[int]  # prompt and generated tokens
+    group: int = 0  # the data-parallel group that runs it
+    cached: int = 0  # how many of `ids` have their keys and values in the cache
+    limit: int | None = None  # most tokens of the next step; None: all that are not cached yet
+    pages: list[int] = field(default_factory=list)
+    finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.ids)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.ids[self.prompt_len :]
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens that the sequence can grow to."""
+        return self.prompt_len + self.request.sampling.max_tokens
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all but the newest generated token is cached, so that its next step takes one token."""
+        return len(self.ids) > self.prompt_len and self.cached == len(self.ids) - 1
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that the next step takes: one while decoding, else the prompt or a chunk of it."""
+        missing = len(self.ids) - self.cached
+        return missing if self.limit is None else min(self.limit, missing)
+
+    @property
+    def end(self) -> int:
+        """How many of `ids` are cached after the next step."""
+        return self.cached + self.new_tokens
+
+
+def new_sequence(id: int, request: Request) -> Sequence:
+    return Sequence(id, request, list(request.ids))

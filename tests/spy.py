@@ -1,0 +1,45 @@
+"""An engine whose steps a test looks at: it stands between the loop and the real engine, as any other engine could."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor
+
+from executor.engine.engine import Engine
+from executor.engine.loop import Loop
+from executor.job.runner import ModelRunner
+from models.batch import Batch
+
+
+class Spy:
+    def __init__(
+        self,
+        engine: Engine,
+        before_pack: Callable[[list[Any]], object],
+        before: Callable[[Batch], object],
+        after: Callable[[Tensor], object],
+    ):
+        self.engine, self.before_pack, self.before, self.after = engine, before_pack, before, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def pack(self, scheduler: Any, sequences: list[Any], *how: Any) -> Batch:
+        self.before_pack(sequences)
+        return self.engine.pack(scheduler, sequences, *how)
+
+    def forward(self, batch: Batch, decode: bool) -> Tensor:
+        self.before(batch)
+        logits = self.engine.forward(batch, decode)
+        self.after(logits)
+        return logits
+
+
+def spy_on(
+    runner: ModelRunner,
+    before_pack: Callable[[list[Any]], object] = lambda sequences: None,
+    before: Callable[[Batch], object] = lambda batch: None,
+    after: Callable[[Tensor], object] = lambda logits: None,
+) -> None:
+    """From now on the runner's loop calls these around every step; `before_pack` gets the step's sequences."""
+    runner.loop = Loop(cast(Engine, Spy(runner.engine, before_pack, before, after)), runner.loop.stop_ids)
