@@ -26,7 +26,7 @@ from ops.interface import Ops
 
 @dataclass(frozen=True)
 class CountedGroup(Group):
-    """A group whose other ranks do not exist: collectives only make their outputs."""
+    """A group of which only this rank runs: collectives allocate their outputs and exchange nothing."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -36,7 +36,7 @@ class CountedGroup(Group):
 
 
 def counted(parallel: Parallel) -> Parallel:
-    """The same splits with groups that need no other process."""
+    """The same place in the same splits, for a process that runs alone."""
     groups = {field.name: getattr(parallel, field.name) for field in dataclasses.fields(parallel)}
     return dataclasses.replace(
         parallel, **{name: CountedGroup(g.rank, g.size) for name, g in groups.items() if isinstance(g, Group)}
@@ -45,24 +45,24 @@ def counted(parallel: Parallel) -> Parallel:
 
 @dataclass
 class Made:
-    """A tensor with memory of its own, by whom it was made."""
+    """A tensor with memory of its own, and what made it."""
 
-    module: str  # path in the model
-    what: str
+    module: str  # path of the innermost module that was running
+    what: str  # the tensor's meaning in the ops, or the name of the PyTorch op that made it
     shape: tuple[int, ...]
     itemsize: int
     nbytes: int
 
     @property
     def name(self) -> str:
-        """Without the number of the layer, which all layers of a kind share."""
+        """`module: what`, the same in all layers: only the path inside a layer is named."""
         inner = re.sub(r".*\.\d+(\.|$)", "", self.module)
         return f"{inner or 'a layer'}: {self.what}"
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When the most bytes are alive: the name of what was just made, and everything alive."""
+    """A moment of a step: the name of the tensor made last, and all tensors alive then."""
 
     name: str
     parts: list[Part]
@@ -73,12 +73,12 @@ class Moment:
 
 
 class Ledger(TorchDispatchMode):
-    """Keeps the books of all memory that tensors made under it hold; views and results written in place hold none of
-    their own. Memory ends with the last tensor that shares it, as on a device."""
+    """While active, records the memory of every tensor that is made, from its allocation until the last tensor that
+    shares it is gone. Views and results written in place have no memory of their own."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else PyTorch imports its compiler here, which takes seconds
+        return False  # otherwise PyTorch imports its compiler at the first op, which takes seconds
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self._fullest: list[Made] = []
 
     def note(self, tensor: Tensor, what: str) -> None:
-        """Gives `tensor`, made just now, a better name than that of PyTorch's op."""
+        """Records that `tensor`, which was just made, is `what`."""
         if made := self._live.get(tensor.untyped_storage()._cdata):
             made.what = what
 
@@ -116,7 +116,8 @@ class Ledger(TorchDispatchMode):
         self._total -= self._live.pop(key).nbytes
 
     def fullest(self, model: nn.Module, step: Callable[[Batch], Tensor], batch: Batch) -> Moment:
-        """Runs `step`, a method of `model` on meta. `batch` is not counted."""
+        """Runs `step`, a method of `model`, which is on meta. -> the moment at which the tensors alive hold the most
+        memory; those of `model` and `batch` are not counted"""
         self._most, self._fullest = 0, []
         with self._paths_of(model), self, torch.inference_mode():
             step(batch)
@@ -124,19 +125,25 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def _paths_of(self, model: nn.Module) -> Iterator[None]:
-        """Meanwhile what is made is known by the module that runs."""
+        """Keeps `_modules` up to date while a step runs."""
+
+        def leave(*_: object) -> None:
+            self._modules.pop()
+
         hooks = []
         for path, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self._modules.append(path)))
-            hooks.append(module.register_forward_hook(lambda *_: self._modules.pop() and None))
-        yield
-        for hook in hooks:
-            hook.remove()
+            hooks.append(module.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def shorten(model: nn.Module) -> None:
-    """Removes layers of `model` that are like others: of each kind in an nn.ModuleList two stay, as the second holds
-    what the first handed on. The fullest moment of a step stays the same and is found sooner."""
+    """Removes layers of `model` that repeat others, so that a step runs sooner with the same fullest moment. Two of
+    each kind in an nn.ModuleList stay: the second runs beside the outputs of a layer before it, the first may not."""
     for module in list(model.modules()):
         for name, layers in module.named_children():
             if isinstance(layers, nn.ModuleList):
@@ -150,13 +157,13 @@ def shorten(model: nn.Module) -> None:
 
 
 def _kind_of(module: nn.Module) -> object:
-    """Equal for modules of the same classes with weights of the same shapes."""
+    """A value that is equal for modules of the same classes with weights of the same shapes."""
     shapes = [(path, *(tuple(t.shape) for t in layer.storages())) for path, layer in layers_of(module)]
     return tuple(shapes), tuple(type(child) for child in module.modules())
 
 
 def parts_of(tensors: Sequence[Made]) -> list[Part]:
-    """One part for all tensors of a name, with the arithmetic of their shapes."""
+    """A part for each name, with the arithmetic of the shapes of all tensors that have it."""
     parts: dict[str, list[Made]] = {}
     for made in tensors:
         parts.setdefault(made.name, []).append(made)
@@ -173,7 +180,8 @@ def _arithmetic(group: Sequence[Made]) -> str:
 
 
 def sampling(vocabulary: int, sequences: int, itemsize: int) -> Moment:
-    """After the model: the logits, those of finished prompts, and these once more to choose from."""
+    """The choice of tokens after a prefill: the model's logits, those rows that belong to finished prompts, and these
+    in float32."""
     rows = dict(sequences=sequences, columns=vocabulary)
     logits, floats = product("logits", copies=2, **rows, B=itemsize), product("float32", **rows, B=4)
     return Moment("the choice of tokens", [logits, floats])
@@ -181,7 +189,7 @@ def sampling(vocabulary: int, sequences: int, itemsize: int) -> Moment:
 
 def batch_of(ops: Ops, tokens: int, sequences: int, table_width: int, page_size: int, groups: int | None) -> Batch:
     """A step's batch on meta: `tokens` new tokens of `sequences` sequences with block tables of `table_width` pages.
-    `groups`: data-parallel groups with as many tokens each, whose numbers the batch names; None: it does not."""
+    With `groups`, each of so many data-parallel groups has `tokens`, as a prefill's batch says; None: as in a graph."""
     places, tables, *_ = ops.paging([0], [[0] * table_width], [0, 1], [1], page_size)
     number = partial(torch.empty, dtype=torch.int64, device="meta")
     each = tokens // sequences

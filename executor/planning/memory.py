@@ -1,7 +1,7 @@
-"""The memory of one rank of a case, by arithmetic: `--plan`. No device is needed: the model is built of tensors that
-have shapes and no memory, with the layouts of the platform's ops.
+"""Counts the memory that one rank of a case needs, for `--plan`. No device is needed: the model is built on meta, of
+tensors that have shapes but no memory, in the layouts of the platform's ops.
 
-Every split of a model is even (`check_parallel`), so all ranks hold the same and rank 0 stands for all.
+Every split of a model is even (`check_parallel`), so all ranks hold equally much, and rank 0 is counted.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
     "weights", "KV cache", "prefill step", "decode graphs", "HCCL buffers", "allowance",
 )  # fmt: skip
 EXPERTS = ("experts", "experts' scales")
-ROWS = ("embedding", "rotary")  # read one row a token
-# A tenth of 64 GB, what serving engines leave alone, rounded down.
+ROWS = ("embedding", "rotary")  # tables of which a step reads one row for each token
+# A tenth of 64 GB, rounded down: serving engines usually leave as much free.
 ALLOWANCE = Part(
     "CANN, operators, tiles", 6 * GB, "an allowance, not measured: driver, runtime, operators' workspaces, compiled "
     "code, padding of tiles, fragmentation",
@@ -52,20 +52,22 @@ ALLOWANCE = Part(
 
 @dataclass(frozen=True)
 class Sketch:
-    """What rank 0 keeps, of tensors that have shapes and no memory."""
+    """Rank 0's model with its caches, on meta."""
 
     config: ModelConfig
     build: Build
     model: CausalLM
-    pages: int  # of the KV cache that are handed out
+    pages: int  # KV pages that sequences may hold
 
 
 @dataclass(frozen=True)
 class Plan:
+    """What one rank needs, by sections of memory."""
+
     case: Case
     sections: dict[str, list[Part]]
-    page_nbytes: int  # of the KV cache, all layers
-    decode: list[Part]  # what a decode step reads
+    page_nbytes: int  # of one KV page in all layers
+    decode: list[Part]  # what a decode step reads from memory
 
     @property
     def total(self) -> int:
@@ -77,14 +79,16 @@ class Plan:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens of whole KV pages that what is left has room for."""
+        """How many more tokens of KV cache, in whole pages, fit into the memory that is left."""
         return max(self.left, 0) // self.page_nbytes * self.case.cache_config.page_size
 
     def of(self, section: str) -> int:
+        """Bytes of all parts of a section."""
         return sum(part.nbytes for part in self.sections[section])
 
 
 def make_plan(case: Case) -> Plan:
+    """The plan of an Ascend case; UserError for other platforms."""
     if case.platform != "ascend":
         raise UserError(f"case {case.name}: --plan: platform: {case.platform} has no memory plan, only ascend has")
     ledger = Ledger()
@@ -105,7 +109,8 @@ def make_plan(case: Case) -> Plan:
 
 
 def sketch_of(case: Case, offload: Shadows | None = None, ops: Ops | None = None) -> Sketch:
-    """The model with its caches on meta. `ops`: by default what the platform's ops keep, with which no step runs."""
+    """The model and its caches on meta. The default `ops` are the platform's layouts, which can build a model but not
+    run a step."""
     config = load_model_config(case)
     ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = PLATFORMS[case.platform].quantised_head
@@ -117,6 +122,7 @@ def sketch_of(case: Case, offload: Shadows | None = None, ops: Ops | None = None
 
 
 def weights_of(model: nn.Module) -> list[Part]:
+    """The memory of all weights, by kinds of layers."""
     names = ("embedding", "attention", "router", "experts", "experts' scales", "dense MLP", "norms", "head", "rotary")
     sizes = dict.fromkeys(names, 0)
     for path, layer in layers_of(model):
@@ -132,7 +138,7 @@ def weights_of(model: nn.Module) -> list[Part]:
 
 
 def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
-    """What a layer is by its class, or a plain matrix by its neighbours."""
+    """The kind of a layer as the plan names it: by its class or, for a plain matrix, by the modules beside it."""
     kinds = {VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", Experts: "experts"}
     if type(layer) in kinds:
         return kinds[type(layer)]
@@ -141,6 +147,7 @@ def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
 
 
 def cache_of(model: nn.Module, page_size: int) -> Part:
+    """The memory of the KV cache that is bound to `model`."""
     layers = [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
     caches: list[Tensor] = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
     pages, values = len(caches[0]), caches[0][0].numel() // page_size
@@ -149,7 +156,7 @@ def cache_of(model: nn.Module, page_size: int) -> Part:
 
 
 def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
-    """The largest step: every place of a group is taken by a longest prompt, or as much of that as a chunk holds."""
+    """The largest prefill step: the longest prompt for every sequence of a group, limited by the chunk size."""
     data, sequences = case.data_config, case.data_config.batch_size // case.attn_dp_size
     tokens = min(sequences * data.input_max_len, data.chunked_prefill_size or 1 << 62)
     batch = _batch(case, sketch, tokens, sequences, case.attn_dp_size)
@@ -164,7 +171,7 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 
 def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
-    """Each size of graph has inputs and tensors of its own."""
+    """Graphs of different sizes share no memory: each has its own inputs and tensors."""
     if case.exe_mode == "eager":
         return []
     most = case.data_config.batch_size // case.attn_dp_size
@@ -186,7 +193,7 @@ def _inputs(batch: Batch) -> int:
 
 
 def _hccl(case: Case) -> list[Part]:
-    """A rank is in one group of each kind; kinds with the same ranks are one group, a group of one rank has none."""
+    """The buffers of this rank's groups. Groups with equal ranks are one group; a group of one rank has no buffers."""
     shared: dict[tuple[int, ...], list[str]] = {}
     for name, members in partitions(case).items():
         shared.setdefault(members[0], []).append(name)
@@ -198,7 +205,7 @@ def _hccl(case: Case) -> list[Part]:
 
 
 def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -> list[Part]:
-    """What a step of a whole batch reads at its longest: of the experts, those that are expected to be chosen."""
+    """What a decode step of a full batch of longest sequences reads, with the expected number of different experts."""
     batch = case.data_config.batch_size
     own = batch // case.attn_dp_size
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))

@@ -6,7 +6,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Part:
-    """`how`: where the bytes come from, in words."""
+    """One line; `how` is the arithmetic behind `nbytes`."""
 
     name: str
     nbytes: int

@@ -1,4 +1,4 @@
-"""Prints a memory plan, and refuses what does not fit."""
+"""Prints a memory plan and refuses a case that does not fit."""
 
 from errors import UserError
 from executor.config.case import Case
@@ -17,6 +17,7 @@ REMEDIES = {
 
 
 def show_plan(case: Case) -> None:
+    """`--plan`: prints what the case needs; UserError if that is more than a device has."""
     if case.offload_config.mode != "none":
         from executor.planning.times import show_offload_plan
 

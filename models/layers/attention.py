@@ -7,7 +7,7 @@ from models.build import Build, fixed
 
 
 class PagedAttention(nn.Module):
-    """Attention over a paged cache that the runner gives it with `bind`."""
+    """Attention over the paged KV cache. The engine allocates the cache and passes it to `bind`."""
 
     k_cache: Tensor  # ops.kv_cache(...)
     v_cache: Tensor

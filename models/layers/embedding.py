@@ -12,7 +12,8 @@ HEAD = "lm_head.weight"  # the checkpoint tensor of an output head that is not t
 
 
 class VocabEmbedding(Layer):
-    """The embedding table, split by vocabulary."""
+    """The embedding table, split by vocabulary over `embed_tp`. A rank yields zeros for ids outside its part, and the
+    ranks sum."""
 
     def __init__(self, build: Build, vocabulary: int, hidden: int):
         super().__init__()
@@ -30,7 +31,8 @@ class VocabEmbedding(Layer):
 
 
 class LMHead(Layer):
-    """Logits over the whole vocabulary, each rank computing its part; `source` is the checkpoint tensor."""
+    """Logits over the whole vocabulary: each rank of `lmhead_tp` computes its part of the columns, then all gather.
+    `source` is the name of the checkpoint tensor."""
 
     def __init__(self, build: Build, vocabulary: int, hidden: int, source: str):
         super().__init__()

@@ -13,7 +13,7 @@ from models.layers.base import ALL, Layer, Piece
 
 @dataclass(frozen=True)
 class Source:
-    """One checkpoint matrix of `rows` output rows, of which this rank keeps `part`."""
+    """A checkpoint matrix of `rows` output rows, of which this rank keeps the range `part`."""
 
     name: str
     rows: int
@@ -25,7 +25,7 @@ class Source:
 
 
 class MergedLinear(Layer):
-    """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. Fully local."""
+    """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. Needs no other rank."""
 
     def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, router: bool = False):
         super().__init__()
@@ -54,7 +54,7 @@ class MergedLinear(Layer):
 
 
 class RowLinear(Layer):
-    """A matrix split by input columns; every rank's partial result is summed over the group, then the bias added."""
+    """A matrix split by input columns over the ranks of `group`, which sum their partial products."""
 
     def __init__(self, build: Build, name: str, group: Group, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
@@ -66,7 +66,7 @@ class RowLinear(Layer):
         self.nbytes = self.weight.nbytes
 
     def forward(self, x: Tensor) -> Tensor:
-        # The bias belongs to the sum: one rank of the group adds it.
+        # The bias is added once to the sum, so one rank of the group adds it.
         return self.group.all_reduce(self.ops.linear(x, self.weight, self.bias if self.group.rank == 0 else None))
 
     def pieces(self, path: str) -> Iterator[Piece]:

@@ -19,7 +19,7 @@ class RMSNorm(Layer):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(normalised sum, sum); the first layer has no residual yet."""
+        """(norm of the sum, sum) of `x` and `residual`; `residual` is None in the first layer, whose sum is `x`."""
         if residual is None:
             return self(x), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -8,7 +8,7 @@ from models.rope import RopeConfig
 
 
 def rotary_angles(config: RopeConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the first `positions`, each (positions, dim) float32."""
+    """cos and sin of the angles at positions 0 .. `positions` - 1, each (positions, dim) float32."""
     scale = config.yarn.attention_factor if config.yarn else 1.0
     frequencies = torch.tensor(config.inverse_frequencies(), dtype=torch.float32)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies.repeat(2)
@@ -16,7 +16,7 @@ def rotary_angles(config: RopeConfig, positions: int) -> tuple[Tensor, Tensor]:
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position the case can reach, each (positions, dim)."""
+    """cos and sin for each position that a sequence of the case can reach, each (positions, dim)."""
 
     def __init__(self, build: Build, config: RopeConfig):
         super().__init__()

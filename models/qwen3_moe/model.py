@@ -1,7 +1,7 @@
 """Qwen3-MoE (arXiv 2505.09388): grouped-query attention with per-head QK-norm, and a softmax-routed mixture of experts.
 
-T tokens of all sequences are packed; H hidden size; D head_dim. Devices, splits over ranks and weight formats are the
-layers' business.
+Shapes: T tokens of all sequences, packed; H hidden size; D head_dim. Devices, splits over ranks and weight formats are
+handled by the layers.
 """
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class Attention(nn.Module):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
         super().__init__()
         dim, tp, bias = config.head_dim, build.parallel.attn_tp, config.attention_bias
-        # With more ranks than KV heads, neighbouring ranks hold copies of the same head.
+        # If there are more ranks than KV heads, neighbouring ranks hold copies of the same head.
         kv_split = min(tp.size, config.num_key_value_heads)
         kv_shard = Shard(tp.rank * kv_split // tp.size, kv_split)
         q_rows, kv_rows = config.num_attention_heads * dim, config.num_key_value_heads * dim

@@ -1,8 +1,8 @@
-"""The ops of `ops.ascend.ops` without a device: each makes tensors on meta with the shapes and types of the outputs and
-temporaries that its namesake makes around torch_npu's calls, and keeps them alive for as long. A model that runs on
-them shows what a step takes. What torch_npu's operators allocate for themselves is not known here.
+"""The ops of `ops.ascend.ops` without a device or torch_npu: each makes its outputs and temporaries as tensors on meta,
+with the shapes, types and lifetimes that they have there, so that a model that runs on these ops shows what a step
+takes. `tests/ascend/test_shapes.py` compares the two. Workspaces inside torch_npu's operators are not counted.
 
-Where the kernels of ops/ascend/vector_core are built, decode steps make fewer temporaries than counted here.
+With the kernels of ops/ascend/vector_core a decode step makes fewer temporaries than are counted here.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ops.interface import Lengths
 
 class AscendShapes(AscendLayout):
     def __init__(self, dtype: torch.dtype, routing: str, note: Callable[[Tensor, str], None]):
-        """`routing` as AscendOps has it; `note(tensor, what)` is called with everything that is made."""
+        """`routing` is one of ops.ascend.moe.ROUTINGS; `note(tensor, what)` is called for every tensor made."""
         super().__init__(dtype)
         self.routing, self.note = routing, note
 
@@ -76,9 +76,8 @@ class AscendShapes(AscendLayout):
         ids = self.made("ids", biased, len(logits), top_k, dtype=torch.int64)
         del biased
         weights = self.made("weights", scores, *ids.shape)
-        return (self._renormalised(weights) if renormalise else weights), self.made(
-            "ids", ids, *ids.shape, dtype=torch.int32
-        )
+        weights = self._renormalised(weights) if renormalise else weights
+        return weights, self.made("ids", ids, *ids.shape, dtype=torch.int32)
 
     def _renormalised(self, weights: Tensor) -> Tensor:
         _ = self.made("sums of weights", weights, len(weights), 1)
@@ -91,9 +90,8 @@ class AscendShapes(AscendLayout):
         if first_expert is not None:
             weights = self.made("weights of experts here", weights, *weights.shape)
             ids = self.made("ids of experts here", ids, *ids.shape)
-        return {"tp": self._tp, "fusion_v1": self._fusion_v1, "fusion_v2": self._fusion_v2}[self.routing](
-            x, weights, ids, experts
-        )
+        route = {"tp": self._tp, "fusion_v1": self._fusion_v1, "fusion_v2": self._fusion_v2}[self.routing]
+        return route(x, weights, ids, experts)
 
     def _tp(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
         shape = *ids.shape, x.shape[1]

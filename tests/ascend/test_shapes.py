@@ -27,12 +27,13 @@ SPLIT = Parallel(TWO, CountedGroup(), TWO, Shard(), Shard(0, 2), TWO, TWO)  # da
 
 
 @pytest.mark.parametrize("parallel", [WHOLE, SPLIT], ids=["whole", "split"])
-@pytest.mark.parametrize("format", [None, Format("q4", 32)], ids=["bf16", "q4"])
+@pytest.mark.parametrize(("format", "top_k"), [(None, 8), (Format("q4", 32), 2)], ids=["bf16", "q4"])
 @pytest.mark.parametrize("routing", moe.ROUTINGS)
 def test_as_much_is_alive_at_the_fullest_moment(
-    tmp_path: Path, routing: str, format: Format | None, parallel: Parallel
+    tmp_path: Path, routing: str, format: Format | None, top_k: int, parallel: Parallel
 ) -> None:
-    save_tiny(tmp_path / "model", **SIZES, mlp_only_layers=[0], intermediate_size=64, attention_bias=True)
+    sizes = dict(mlp_only_layers=[0], intermediate_size=64, attention_bias=True, num_experts_per_tok=top_k)
+    save_tiny(tmp_path / "model", **SIZES, **sizes)
     config = Qwen3MoeConfig.from_folder(tmp_path / "model")
     plain = FORMATS["bfloat16"]
     formats = Formats(plain, format or plain, plain)
