@@ -12,7 +12,6 @@ from executor.config import env
 from executor.config.load import load_case, load_model_config
 from executor.job.preflight import check_ready
 from executor.job.rank import run_rank
-from executor.job.runner import make_runner
 from executor.platform.ascend.compile_cache import clear_cache
 from executor.platform.ascend.environment import ascend_environment
 from files import write_json
@@ -42,6 +41,7 @@ def main(argv: list[str]) -> None:
 
     def generate(results: Path, ranks: env.RankEnv) -> None:
         from executor.job.report import print_report
+        from executor.job.runner import make_runner
 
         report = make_runner(case, results, ranks).run()
         if ranks.rank == 0:

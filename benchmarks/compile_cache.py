@@ -20,12 +20,12 @@ from tests.ascend.ranks import run_ranks
 def steps(rank: int, folder: Path, mode: str) -> tuple[float, float]:
     keep_graphs_in(folder)
     runner = ascend_runner(ascend_case(folder, f"exe_mode={mode}", "enable_cache_compile=true"), folder)
-    running = prefilled(runner)
+    prefilled(runner)
     times = []
     with ge_programs(), contextlib.redirect_stdout(None):
         for _ in range(2):
             start = time.perf_counter()
-            runner._decode(running)
+            runner.loop.step()
             torch.npu.synchronize()
             times.append(time.perf_counter() - start)
     return times[0], times[1]

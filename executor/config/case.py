@@ -128,9 +128,9 @@ class OffloadSettings:
         0, "fixed: experts that are resident on each rank, of all layers together; 0: the planner's choice; -1: none, "
         "all are on the CPU", minimum=-1,
     )  # fmt: skip
-    arena_mb: int = key(
-        0, "the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for `slots`) and "
-        "for the longest sequences", minimum=0, maximum=1 << 24,
+    arena_mb: float = key(
+        0.0, "MB of the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for "
+        "`slots`) and for the longest sequences", minimum=0, maximum=1 << 24,
     )  # fmt: skip
     shadow_threads: int = key(
         0, "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`; "

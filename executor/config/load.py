@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,30 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_case(name: str, overrides: Sequence[str] = ()) -> Case:
-    """The case `name` with `section.key=value` overrides applied, checked, sizes filled in."""
+def load_case(name: str, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None) -> Case:
+    """The case `name` with its keys overridden, checked, sizes filled in."""
     path = _find(name)
     data = _parse(path.read_text(encoding="utf-8", errors="replace"), str(path.name))
     if not isinstance(data, dict):
         raise UserError(f"{path.name}: a case is a mapping of keys to values, not {data!r:.60}")
+    return make_case(data, path.stem, path.name, overrides, settings)
+
+
+def make_case(
+    data: dict[str, Any], name: str, where: str, overrides: Sequence[str] = (),
+    settings: Mapping[str, object] | None = None,
+) -> Case:  # fmt: skip
+    """A case from what YAML gave, which `overrides` ("section.key=value") and `settings` (a value for each key or
+    section.key) change. `where` names its source in every complaint."""
+    for key, value in (settings or {}).items():
+        override(Case, data, key, list(value) if isinstance(value, tuple) else value)
     for pair in overrides:
         key, equals, value = pair.partition("=")
         if not equals:
             raise UserError(f"--set {pair}: write key=value or section.key=value")
         override(Case, data, key, _parse(value, f"--set {pair}"))
-    case = _fill_sizes(dataclasses.replace(read(Case, data, path.name), name=path.stem))
-    check(case, path.name)
+    case = _fill_sizes(dataclasses.replace(read(Case, data, where), name=name))
+    check(case, where)
     return case
 
 

@@ -24,6 +24,7 @@ from executor.job.tokenizer import encode_prompts, open_tokenizer, stop_ids
 from executor.parallel.join import init_parallel
 from executor.planning.times import WARM_UP_TOKENS, PlannedRun
 from executor.platform import load_platform
+from executor.platform.base import Platform
 
 
 class ModelRunner:
@@ -32,10 +33,11 @@ class ModelRunner:
         self.folder = model_folder(case)
         self.config: Any = load_model_config(case)
 
-    def setup(self) -> None:
-        """Make the device this process's own, plan, load the model, and prepare its decode step."""
+    def setup(self, platform_class: type[Platform] | None = None) -> None:
+        """Make the device this process's own, plan, load the model, and prepare its decode step. `platform_class`: in
+        place of the one that the case names."""
         case, ranks = self.case, self.ranks
-        platform = load_platform(case.platform)(case, ranks)
+        platform = (platform_class or load_platform(case.platform))(case, ranks)
         parallel = init_parallel(case, ranks, platform)
         print(
             f"rank {ranks.rank}/{ranks.world_size} on {platform.name}: "

@@ -1,5 +1,6 @@
 """Text to token ids and back, with the checkpoint's own tokenizer, chat template and end-of-sequence ids."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from errors import UserError
@@ -21,19 +22,48 @@ class Tokenizer:
             raise UserError(f"{folder}: tokenizer not readable: {' '.join(str(error).split())[:300]}") from None
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
-        if not chat:
-            return list(self.hf(prompt)["input_ids"])
+        """`chat`: as the first message of a conversation."""
+        return self.encode_chat([{"role": "user", "content": prompt}]) if chat else list(self.hf(prompt)["input_ids"])
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """A conversation through the checkpoint's chat template, up to where the next answer begins."""
         if not self.hf.chat_template:
             raise UserError("model_config.tokenizer_mode: chat: this checkpoint's tokenizer has no chat template")
-        turns = [{"role": "user", "content": prompt}]
         try:
-            text = self.hf.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program of the checkpoint's author, run in jinja2's sandbox
             raise UserError(f"the checkpoint's chat template failed: {' '.join(str(error).split())[:300]}") from None
         return list(self.hf(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
         return str(self.hf.decode(ids, skip_special_tokens=True))
+
+    def detokenizer(self) -> "Detokenizer":
+        return Detokenizer(self)
+
+
+class Detokenizer:
+    """Text piece by piece as tokens come: a piece is given once no later token can change it."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        from tokenizers.decoders import DecodeStream
+
+        self.tokenizer, self.stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        self.tokens: list[int] = []
+        self.given = ""
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that is certain after `tokens`, beyond what was given before; often empty."""
+        piece = ""
+        for token in tokens:
+            self.tokens.append(token)
+            piece += self.stream.step(self.tokenizer.hf.backend_tokenizer, token) or ""
+        self.given += piece
+        return piece
+
+    def rest(self) -> str:
+        """What is left at the end, such as half of a character."""
+        return self.tokenizer.decode(self.tokens).removeprefix(self.given)
 
 
 def open_tokenizer(folder: Path, case: Case) -> Tokenizer | None:

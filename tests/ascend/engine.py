@@ -6,8 +6,7 @@ from typing import Any
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine.request import Sequence
-from executor.job.report import Timings
+from executor.engine.sequence import Sequence, new_sequence
 from executor.job.runner import ModelRunner, make_runner
 from executor.platform.ascend.compile_cache import CompileCache
 from tests.tiny import ONE_RANK, save_tiny, write_case
@@ -47,9 +46,10 @@ def generate(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Se
 
 def prefilled(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:
     """Sequences after their first token, ready to decode."""
-    runner.loop.timings = Timings()
     for i, ids in enumerate(prompts):
-        runner.loop.scheduler.add(runner.new_sequence(i, "", ids))
-    running = runner.loop.scheduler.admit()
-    runner._prefill(running)
+        runner.loop.add(new_sequence(i, runner.request(i, ids, runner.case.data_config.max_new_tokens)))
+    running = runner.loop.scheduler.running
+    while not running or not all(s.decoding for s in running):
+        runner.loop.step()
+        running = runner.loop.scheduler.running
     return running

@@ -1,6 +1,5 @@
 """The Ascend ops as a platform on the CPU, and the reference ops beside it: the same runner, model and checkpoints."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -40,7 +39,7 @@ class ReferenceOnCpu(OnCpu):
         self.ops = load_ops("reference")
 
 
-def ascend_on_cpu(routing: str, gemv_tokens: int = 0) -> Callable[[Case, RankEnv], Platform]:
+def ascend_on_cpu(routing: str, gemv_tokens: int = 0) -> type[Platform]:
     class AscendOnCpu(OnCpu):
         ops: AscendOps
 

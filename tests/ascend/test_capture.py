@@ -25,7 +25,7 @@ def as_in_ci() -> Iterator[None]:
 
 def step_log(runner: Any, running: list[Any]) -> list[str]:
     with device_log() as log:
-        runner._decode(running)
+        runner.loop.step()
     return log.lines
 
 

@@ -240,16 +240,16 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str, half_sums: bool) 
     overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}", f"gemv_half_sums={half_sums}"]
     runner = ascend_runner(ascend_case(tmp_path, *overrides), tmp_path)
     with device_log() as prefill:
-        running = prefilled(runner)
+        prefilled(runner)
     assert not prefill.find("Umbra")  # more than eight tokens
     with device_log() as first:
-        runner._decode(running)
+        runner.loop.step()
     products = [line for line in first.lines if any(word in line for word in PRODUCTS)]
     layer = [" true (".join(line.rsplit(" (", 1)) for line in LAYER] if half_sums else LAYER
     assert products == [f"captured {line}" for line in [*layer, *layer, HEAD]]
     for _ in range(2):
         with device_log() as log:
-            runner._decode(running)
+            runner.loop.step()
         assert (len(log.find("replay graph")), log.find("Umbra")) == (1, [])
     assert runner.engine.decode_step.compiles == 1  # type: ignore[attr-defined]
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, multiprocessing
 
 from executor.config.env import RankEnv
-from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
 from executor.job.runner import make_runner
 from ops.ascend.moe import ROUTINGS
@@ -33,10 +32,8 @@ def logits(
         folder, folder / model, cache_config={"page_size": 16}, exe_mode="eager",
         data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "load_platform", lambda name: platform)
-        runner = make_runner(case, folder, ranks)
-        runner.setup()
+    runner = make_runner(case, folder, ranks)
+    runner.setup(platform)
     return collect_logits(runner, IDS, steps=5)
 
 

@@ -11,7 +11,6 @@ import torch
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.manager import Offload
 from errors import UserError
-from executor.engine import shadows as offloading
 from executor.job.runner import ModelRunner
 from executor.planning.times import show_offload_plan
 from executor.platform.ascend.device import AscendPlatform
@@ -29,9 +28,7 @@ FORK = ["memcpy async D2H 768", "memcpy async D2H 36", "memcpy async D2H 18", "h
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`arena_mb` counts kilobytes: the model is tiny."""
-    monkeypatch.setattr(offloading, "MB", 1 << 10)
+def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     close_nodes()
@@ -51,7 +48,7 @@ def parts(runner: ModelRunner) -> tuple[Offload, AscendDevice]:
 
 def step_log(runner: ModelRunner, running: list[Any]) -> list[str]:
     with device_log() as log:
-        runner._decode(running)
+        runner.loop.step()
     return log.lines
 
 
@@ -148,7 +145,7 @@ def spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_leave_for_the_cache_and_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena with room for all experts or for all pages, not for both. Nothing is captured anew."""
     spread_evenly(monkeypatch)
-    sizes = ("exe_mode=acl_graph", f"arena_mb={14 * 128 + 1}", "page_size=128", "max_new_tokens=90")
+    sizes = ("exe_mode=acl_graph", f"arena_mb={(14 * 128 + 1) / 1024}", "page_size=128", "max_new_tokens=90")
     runner = runner_of(tmp_path, *sizes, "input_max_len=150", "max_swaps=4", mode="elastic")
     offload, _ = parts(runner)
     at_first = len(offload.slots)
@@ -180,7 +177,7 @@ def test_a_stopped_pool_is_an_error_that_names_layer_and_step(tmp_path: Path, mo
     assert counts.tolist() == [3 * 3, 0, 0, 0, 0, 0, 0, 0]
     offload.pool.stop()
     with pytest.raises(BridgeError, match=f"layer 0, step {int(offload.pool.step) + 1}: the shadow pool failed"):
-        runner._decode(running)
+        runner.loop.step()
 
 
 def test_no_pinned_memory_for_shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +207,7 @@ def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, m
 
     monkeypatch.setattr(torch.npu.Event, "query", failed)
     with pytest.raises(RuntimeError, match="507899"):
-        runner._decode(running)
+        runner.loop.step()
     assert not offload.layers[0].layer.device[0]
 
 
@@ -221,9 +218,7 @@ def test_the_plan_counts_slots_in_the_devices_layout(tmp_path: Path, capsys: pyt
     assert f"16 with shadows, {SLOT} bytes each; 5 may be resident" in said
     assert "rest of a step    0.000 ms: not known before a run" in said
     assert "20.0 GB/s" in said  # no device to ask
-    large = ascend_case(
-        tmp_path, "offload_config.mode=elastic", "arena_mb=1200000", "memory_gb=1", "exe_mode=acl_graph"
-    )
+    large = ascend_case(tmp_path, "offload_config.mode=elastic", "arena_mb=1200", "memory_gb=1", "exe_mode=acl_graph")
     with pytest.raises(UserError, match=r"more than ascend_config\.memory_gb: 1: lower offload_config\.arena_mb"):
         show_offload_plan(large)
 

@@ -12,8 +12,6 @@ import torch
 from torch import multiprocessing
 
 from executor.config.env import RankEnv
-from executor.engine import shadows as offloading
-from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
 from executor.job.runner import ModelRunner, make_runner
 from tests.ascend.on_cpu import ascend_on_cpu
@@ -24,7 +22,7 @@ from tests.tiny import ONE_RANK, save_tiny, tiny_case
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
-ELASTIC = {"mode": "elastic", "arena_mb": 400}
+ELASTIC = {"mode": "elastic", "arena_mb": 400 / 1024}
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +34,12 @@ def closed() -> Iterator[None]:
 def runner_of(
     folder: Path, model: str = "model", gemv_tokens: int = 0, ranks: RankEnv = ONE_RANK, **sections: Any
 ) -> ModelRunner:
-    """`arena_mb` counts kilobytes here: the model is tiny."""
     case = tiny_case(
         folder, folder / model, cache_config={"page_size": 16}, exe_mode="eager",
         data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloading, "MB", 1 << 10)
-        patch.setattr(model_runner, "load_platform", lambda name: ascend_on_cpu("fusion_v2", gemv_tokens))
-        runner = make_runner(case, folder, ranks)
-        runner.setup()
+    runner = make_runner(case, folder, ranks)
+    runner.setup(ascend_on_cpu("fusion_v2", gemv_tokens))
     return runner
 
 

@@ -10,14 +10,14 @@ import torch
 
 from cpu_offload.device import CpuDevice
 from errors import UserError
-from executor.engine import shadows as offloading
 from executor.job.logits import collect_logits
 from executor.job.runner import ModelRunner
+from executor.job.shadow_report import write_offload
 from executor.parallel.groups import Group
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
-KB = 60  # of the arena: all cache and few experts, or more experts and little cache
+ARENA_MB = 60 / 1024  # of the arena: all cache and few experts, or more experts and little cache
 
 
 @pytest.fixture
@@ -29,8 +29,6 @@ def checkpoint(tmp_path: Path) -> Path:
 def runner_of(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, exe_mode: str = "graph", **offload: Any
 ) -> ModelRunner:
-    """`arena_mb` counts kilobytes here: the model is tiny."""
-    monkeypatch.setattr(offloading, "MB", 1 << 10)
     monkeypatch.setattr("cpu_offload.cost.probe.SECONDS", 0.01)
     folder = checkpoint.parent
     data = {"batch_size": 3, "max_new_tokens": 24}
@@ -42,12 +40,12 @@ def runner_of(
 MODES: list[dict[str, Any]] = [
     {"mode": "resident"},
     {"mode": "fixed", "slots": -1},
-    {"mode": "fixed", "arena_mb": 150},
+    {"mode": "fixed", "arena_mb": 150 / 1024},
     {"mode": "fixed", "slots": 5, "stream_tokens": 4},
     {"mode": "fixed", "slots": 5, "max_swaps": -1, "stream_tokens": -1},
-    {"mode": "elastic", "arena_mb": KB},
-    {"mode": "elastic", "arena_mb": KB, "interval": 3, "max_swaps": 8},
-    {"mode": "elastic", "arena_mb": KB, "start_layer": 1, "stream_tokens": 20},
+    {"mode": "elastic", "arena_mb": ARENA_MB},
+    {"mode": "elastic", "arena_mb": ARENA_MB, "interval": 3, "max_swaps": 8},
+    {"mode": "elastic", "arena_mb": ARENA_MB, "start_layer": 1, "stream_tokens": 20},
 ]
 
 
@@ -66,7 +64,7 @@ def test_tokens_and_logits_are_those_without(checkpoint: Path, exe_mode: str, mo
 
 
 def test_residents_change_under_one_capture_within_the_arena(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(checkpoint, monkeypatch, mode="elastic", arena_mb=KB, max_swaps=8)
+    runner = runner_of(checkpoint, monkeypatch, mode="elastic", arena_mb=ARENA_MB, max_swaps=8)
     for _ in range(4):
         runner.model_generate(PROMPTS)
     assert sorted(runner.engine.decode_step.graphs) == [(2,), (3,)]  # type: ignore[attr-defined]
@@ -86,7 +84,7 @@ def test_what_a_run_leaves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
     runner.engine.offload.evict(place)
     runner.engine.offload._fetch(place)
     runner.model_generate(PROMPTS[:2])
-    report = offloading.write_offload(runner.engine.offload, checkpoint.parent, Group(), torch.device("cpu"))
+    report = write_offload(runner.engine.offload, checkpoint.parent, Group(), torch.device("cpu"))
     assert report["steps"] == 23
     assert 0 < report["hit_rate"] < 1
     layers = report["layers"]
@@ -120,7 +118,7 @@ def test_a_stalled_pool_is_an_error_that_names_layer_and_step(
         ({"mode": "elastic", "slots": -1}, "offload_config.slots: -1 needs mode: fixed, not elastic"),
         ({"mode": "elastic", "stream_tokens": 3}, "stream_tokens: 3 must be above data_config.batch_size: 3"),
         ({"mode": "elastic", "stream_tokens": -2}, "offload_config.stream_tokens: -2"),
-        ({"mode": "elastic", "arena_mb": 3}, "have no room for one sequence of 18 pages"),
+        ({"mode": "elastic", "arena_mb": 3 / 1024}, "have no room for one sequence of 18 pages"),
         ({"mode": "elastic", "start_layer": 2}, "no layers with experts of one size"),
     ],
 )

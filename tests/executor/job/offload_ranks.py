@@ -20,7 +20,6 @@ from cpu_offload.policy.residency import Swap
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine import shadows as offloading
 from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
 from executor.job.rank import run_rank
@@ -75,13 +74,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     case = load_case(args.case, args.overrides)
-    offloading.MB = 1 << 10  # the model is tiny
-    modes = OffloadSettings(mode="elastic", arena_mb=args.arena_kb), OffloadSettings(mode="fixed", slots=3)
+    modes = OffloadSettings(mode="elastic", arena_mb=args.arena_kb / 1024), OffloadSettings(mode="fixed", slots=3)
 
     def body(results: Path, ranks: RankEnv) -> None:
         random.seed(ranks.rank)
         parallel = model_runner.init_parallel(case, ranks, cpu.CpuPlatform(case, ranks))
-        model_runner.init_parallel = lambda *_: parallel  # several runs, groups made once
+        model_runner.init_parallel = lambda *_: parallel  # type: ignore[assignment]  # several runs, groups made once
         if ranks.rank % 2:
             cpu.CpuDevice = SlowDevice  # type: ignore[misc]
         rows, stop = [], args.stop and ranks.rank == 1

@@ -13,7 +13,6 @@ import pytest
 from cpu_offload.cost.model import LEAST_COST, MOST_COST, RATES, Costs, Line, Planner, Sample, Shape, fit, slip_of
 from cpu_offload.history import History, Step
 from errors import UserError
-from executor.engine import shadows as offloading
 from executor.job.runner import ModelRunner, make_runner
 from executor.planning import choices as offload_choices
 from executor.planning.report import show_plan
@@ -123,8 +122,6 @@ def test_the_table() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`arena_mb` counts kilobytes here: the model is tiny."""
-    monkeypatch.setattr(offloading, "MB", 1 << 10)
     monkeypatch.setattr("cpu_offload.cost.probe.SECONDS", 0.01)
     save_tiny(tmp_path / "model", eos_token_id=None)
     return tmp_path / "model"
@@ -139,7 +136,7 @@ def case_of(checkpoint: Path, **offload: Any) -> Any:
 @pytest.mark.parametrize(
     ("offload", "wanted"),
     [
-        ({"mode": "elastic", "arena_mb": 100}, [
+        ({"mode": "elastic", "arena_mb": 100 / 1024}, [
             "100 frames of 1024 bytes, each a page of 4 tokens or part of 1 slots in 12 frames",
             "16 with shadows, 12288 bytes each; 16 may be resident",
             "KV pages: 56 for 4 sequence(s) at their longest, 99 can be had\n",
@@ -151,13 +148,15 @@ def case_of(checkpoint: Path, **offload: Any) -> Any:
             "half as long       28 pages,      5 slots:  31%",
             "the longest        56 pages,      3 slots:  19%",
         ]),
-        ({"mode": "fixed", "slots": 5, "start_layer": 1, "arena_mb": 100}, [
+        ({"mode": "fixed", "slots": 5, "start_layer": 1, "arena_mb": 100 / 1024}, [
             "8 with shadows, 12288 bytes each; 5 may be resident",
             "56 for 4 sequence(s) at their longest, 39 can be had: not all sequences run at once",
             "no sequence         0 pages,      5 slots:  62%",
             "slots             5 of 8: given",
         ]),
-        ({"mode": "fixed", "arena_mb": 100}, [" of 16: ", "ms a token of even traffic with ", "sequence(s) at once"]),
+        ({"mode": "fixed", "arena_mb": 100 / 1024}, [
+            " of 16: ", "ms a token of even traffic with ", "sequence(s) at once",
+        ]),
         ({"mode": "fixed", "slots": -1, "max_swaps": -1, "stream_tokens": 9, "shadow_threads": 2}, [
             "16 with shadows, 12288 bytes each; 0 may be resident",
             "slots             0 of 16: given",
@@ -189,7 +188,7 @@ def test_plan_counts_memory_and_predicts_without_the_checkpoint(
 
 
 def test_plan_agrees_with_what_a_run_makes(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = case_of(checkpoint, mode="elastic", arena_mb=100)
+    case = case_of(checkpoint, mode="elastic", arena_mb=100 / 1024)
     show_plan(case)
     planned = capsys.readouterr().out
     runner = make_runner(case, checkpoint.parent, ONE_RANK)
@@ -205,7 +204,7 @@ def test_plan_agrees_with_what_a_run_makes(checkpoint: Path, capsys: pytest.Capt
     [
         ({"mode": "none"}, "--plan: platform: cpu has no memory plan, only ascend has"),
         ({"mode": "elastic", "start_layer": 2}, "offload_config.start_layer: 2: no layers with experts of one size"),
-        ({"mode": "elastic", "arena_mb": 3}, "have no room for one sequence of 14 pages"),
+        ({"mode": "elastic", "arena_mb": 3 / 1024}, "have no room for one sequence of 14 pages"),
     ],
 )
 def test_plan_refusals(checkpoint: Path, offload: dict[str, Any], complaint: str) -> None:
@@ -217,7 +216,6 @@ def run(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> tuple
     case = case_of(checkpoint, mode="fixed", slots=5)
     data = {"prompts": [], "input_max_len": 6, "max_new_tokens": 12} | data
     case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, **data))
-    monkeypatch.setattr("executor.job.runner.open_tokenizer", lambda *_: None)
     monkeypatch.setattr(offload_choices, "measure", lambda *_: COSTS)
     runner = make_runner(case, checkpoint.parent, ONE_RANK)
     return runner, runner.run()

@@ -1,0 +1,61 @@
+"""Settings for a checkpoint that no case names."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from errors import UserError
+from executor.checkpoint.formats.detect import read_scheme
+from executor.config.case import Case
+from executor.config.load import make_case
+from models.hf_config import read_json
+from models.registry import FAMILIES, config_class
+
+SEQUENCES, PROMPT, NEW = 4, 4096, 1024  # at once; tokens, if the model has as many positions
+SHARE = 0.7  # of the machine's free memory that weights may take; the rest is for the KV cache and activations
+
+
+def case_of_checkpoint(folder: Path, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> Case:
+    """A case on this machine's CPU for the checkpoint in `folder`, with the user's settings over what is chosen here.
+    Prints what was chosen."""
+    name = read_json(folder / "config.json").get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(
+            f"{folder / 'config.json'}: model_type: {name!r:.80} is not supported, only {', '.join(FAMILIES)}"
+        )
+    positions = config_class(name).from_folder(folder).max_positions
+    new = min(NEW, max(positions // 2, 1))
+    data: dict[str, Any] = {
+        "model_name": name,
+        "model_path": str(folder.resolve()),
+        "platform": "cpu",
+        "exe_mode": "graph",
+        "quantization": {"method": _method(folder)},
+        "data_config": {
+            "prompts": ["Hello"],
+            "batch_size": SEQUENCES,
+            "input_max_len": min(PROMPT, positions - new),
+            "max_new_tokens": new,
+            "warm_up": False,
+        },
+    }
+    case = make_case(data, folder.resolve().name, str(folder), overrides, settings)
+    chosen = yaml.safe_dump({key: value for key, value in data.items() if key != "model_path"}, default_flow_style=True)
+    print(f"no case for {folder}: settings are {' '.join(chosen.split())}")
+    return case
+
+
+def _method(folder: Path) -> str:
+    """auto, which keeps the checkpoint's own quantisation, or else its floats; q8 or q4 where those do not fit."""
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if read_scheme(folder).format is not None:
+        return "auto"
+    room = SHARE * _free_bytes()
+    return "auto" if size <= room else "q8" if size / 2 <= room else "q4"
+
+
+def _free_bytes() -> int:
+    text = Path("/proc/meminfo").read_text()
+    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:"))) * 1024

@@ -1,0 +1,150 @@
+"""Text in, text out, on one rank of this process: requests of a driver that lives as long as its user wants."""
+
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from errors import UserError
+from executor.config.case import Case
+from executor.config.env import rank_env
+from executor.config.load import load_case, model_folder
+from executor.engine.request import Event, Request, SamplingParams
+from executor.job.defaults import case_of_checkpoint
+from executor.job.preflight import check_ready
+from executor.job.report import Completion
+from executor.job.runner import make_runner
+from executor.job.tokenizer import Tokenizer
+from files import ROOT
+
+Message = dict[str, str]  # role, content
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class Session:
+    """Steps only while a caller waits for tokens; requests of all callers run together."""
+
+    def __init__(self, case: Case):
+        if case.world_size != 1:
+            raise UserError(
+                f"case {case.name}: world_size: {case.world_size}: this runs on one rank: choose another case, or "
+                f"start all ranks with bash infer.sh {case.name}"
+            )
+        check_ready(case)
+        self.case, self.tokenizer = case, Tokenizer(model_folder(case))
+        self.runner = make_runner(case, ROOT / "results", rank_env())
+        self.runner.setup()
+        self.loop = self.runner.loop
+        self._events: dict[int, deque[Event]] = {}  # of requests whose callers have not taken them yet
+
+    @classmethod
+    def open(cls, model: str, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> "Session":
+        """For a case by its name or path, or for a checkpoint's folder."""
+        if not model.endswith(".yaml") and Path(model).expanduser().is_dir():
+            return cls(case_of_checkpoint(Path(model).expanduser(), settings, overrides))
+        return cls(load_case(model, overrides, settings))
+
+    def default_sampling(self) -> SamplingParams:
+        """What the case's `sampling_config` and `max_new_tokens` say."""
+        return self.runner.request(0, [], self.case.data_config.max_new_tokens).sampling
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """One completion for each prompt, in their order. If any prompt cannot run, none does."""
+        if isinstance(prompts, str):
+            raise UserError(f"prompts: {prompts!r:.40} is one text: give a list of prompts")
+        each = (
+            list(sampling) if isinstance(sampling, Sequence) else [sampling or self.default_sampling()] * len(prompts)
+        )
+        if len(each) != len(prompts):
+            raise UserError(f"sampling: {len(each)} settings for {len(prompts)} prompts: give one for each, or one")
+        ids = []
+        try:
+            for prompt, params in zip(prompts, each, strict=True):
+                ids.append(self._submit(prompt, params))
+        except UserError:
+            for id in ids:
+                self._end(id)
+            raise
+        completions = []
+        try:
+            for prompt, id in zip(prompts, ids, strict=True):
+                events = list(self._follow(id))
+                tokens = [token for event in events for token in event.tokens]
+                text = self.tokenizer.decode(tokens)
+                completions.append(Completion(_shown(prompt), text, tokens, events[-1].finish_reason))
+        finally:
+            for id in ids:
+                self._end(id)
+        return completions
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
+        """The completion piece by piece; closing the iterator aborts the request."""
+        id = self._submit(prompt, sampling or self.default_sampling())
+        return self._pieces(id)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a text, a chat, or of themselves."""
+        chat = self.case.model_config.tokenizer_mode == "chat"
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, chat)
+        if all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
+            return list(cast(Sequence[int], prompt))
+        if all(isinstance(part, dict) for part in prompt):
+            return self.tokenizer.encode_chat(list(cast(Sequence[Message], prompt)))
+        raise UserError(f"prompt: {prompt!r:.60} is neither a text nor token ids nor a list of messages")
+
+    def check_chat(self) -> None:
+        """Refuses a model without a chat template."""
+        self.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+
+    def shortened(self, messages: list[Message]) -> list[Message]:
+        """The messages without the oldest turns that do not fit `input_max_len`; the last one always stays."""
+        while len(messages) > 1 and len(self.encode(messages)) > self.case.data_config.input_max_len:
+            print("(the oldest turn is forgotten: the conversation is longer than input_max_len)")
+            messages = messages[2:]
+        return messages
+
+    def _submit(self, prompt: Prompt, sampling: SamplingParams) -> int:
+        ids = self.encode(prompt)
+        room = self.case.max_sequence_length - len(ids)
+        if 0 < room < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=room)  # it ends with finish_reason "length", as its user expects
+        id = self.loop.submit(Request(tuple(ids), sampling))
+        self._events[id] = deque()
+        return id
+
+    def _follow(self, id: int) -> Iterator[Event]:
+        """The events of a request as they come, until it has ended."""
+        events = self._events[id]
+        while True:
+            while not events:
+                for event in self.loop.step():
+                    if event.id in self._events:
+                        self._events[event.id].append(event)
+            event = events.popleft()
+            yield event
+            if event.finish_reason:
+                return
+
+    def _pieces(self, id: int) -> Generator[str, None, None]:
+        detokenizer = self.tokenizer.detokenizer()
+        try:
+            for event in self._follow(id):
+                if piece := detokenizer.push(event.tokens):
+                    yield piece
+            if piece := detokenizer.rest():
+                yield piece
+        finally:
+            self._end(id)
+
+    def _end(self, id: int) -> None:
+        """Abort a request if it still runs; nobody follows it any more."""
+        self.loop.abort(id)
+        self._events.pop(id, None)
+
+
+def _shown(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else ""

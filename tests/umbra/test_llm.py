@@ -1,0 +1,148 @@
+"""`import umbra`: what a script or a notebook gets."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from files import ROOT
+from umbra import LLM, Completion, SamplingParams
+
+PROMPTS = ["Emma was", "It is a truth", "She"]
+DRAWN = SamplingParams(max_tokens=20, temperature=0.8, seed=1)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", max_new_tokens=40, keep_packed=False)
+
+
+def test_generate_answers_in_order_and_again_the_same(llm: LLM) -> None:
+    outs = llm.generate(PROMPTS, DRAWN)
+    assert [out.prompt for out in outs] == PROMPTS
+    assert all(isinstance(out, Completion) and 0 < len(out.tokens) <= 20 for out in outs)
+    assert [llm.generate([prompt], DRAWN)[0] for prompt in PROMPTS] == outs  # alone as together
+    many = llm.generate(PROMPTS * 3, DRAWN)  # more than run at once
+    assert many == outs * 3
+    assert len({out.text for out in llm.generate(PROMPTS[:1] * 3, SamplingParams(temperature=1.0))}) == 3  # own seeds
+    assert llm.generate([], DRAWN) == []
+
+
+def test_what_the_case_says_holds_where_nothing_else_is_said(llm: LLM) -> None:
+    (out,) = llm.generate(PROMPTS[:1])
+    assert len(out.tokens) == 40 or out.finish_reason == "stop"
+    each = llm.generate(PROMPTS, [SamplingParams(max_tokens=n) for n in (1, 2, 3)])
+    assert [len(out.tokens) for out in each] == [1, 2, 3]
+
+
+def test_a_stream_is_the_same_text_in_pieces(llm: LLM) -> None:
+    for prompt in PROMPTS:
+        pieces = list(llm.stream(prompt, DRAWN))
+        assert "".join(pieces) == llm.generate([prompt], DRAWN)[0].text
+        assert len(pieces) > 3
+        assert all(pieces)
+
+
+def test_streams_run_together_and_end_when_closed(llm: LLM) -> None:
+    expected = [llm.generate([prompt], DRAWN)[0].text for prompt in PROMPTS]
+    streams = [llm.stream(prompt, DRAWN) for prompt in PROMPTS]
+    texts = ["", "", ""]
+    for _ in range(4):
+        for i, stream in enumerate(streams):
+            texts[i] += next(stream)
+    assert len(llm.session.loop.scheduler.running) == 3
+    streams[0].close()
+    assert len(llm.session.loop.scheduler.running) == 2
+    assert [text + "".join(rest) for text, rest in zip(texts[1:], streams[1:], strict=True)] == expected[1:]
+    assert expected[0].startswith(texts[0])
+    llm.session.loop.step()  # returns the event of the abort
+    assert llm.session.loop.idle
+
+
+def test_prompts_may_be_ids_or_a_chat(llm: LLM) -> None:
+    ids = llm.session.tokenizer.encode(PROMPTS[0], chat=False)
+    assert llm.generate([ids], DRAWN)[0].tokens == llm.generate(PROMPTS[:1], DRAWN)[0].tokens
+    messages = [{"role": "user", "content": "Who is Emma?"}]
+    (chat,) = llm.generate([messages], DRAWN)
+    assert chat.tokens == llm.generate([llm.session.encode(messages)], DRAWN)[0].tokens
+    assert chat.tokens != llm.generate(["Who is Emma?"], DRAWN)[0].tokens
+
+
+def test_text_of_several_bytes_comes_whole(llm: LLM) -> None:
+    """Pieces never end within a character, and what is half at the end comes all the same."""
+    text = "naïve — déjà vu “Ω” 你好 🙂"
+    ids = llm.session.tokenizer.encode(text, chat=False)
+    assert len(ids) > len(text.encode()) / 4
+    for end in range(1, len(ids) + 1):
+        detokenizer = llm.session.tokenizer.detokenizer()
+        pieces = [detokenizer.push([token]) for token in ids[:end]]
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) + detokenizer.rest() == llm.session.tokenizer.decode(ids[:end])
+
+
+def test_a_prompt_that_cannot_run_stops_all_of_its_call_and_nothing_else(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], DRAWN)
+    first = next(stream)
+    with pytest.raises(UserError, match=r"prompt \d+: token 100000 is outside the vocabulary"):
+        llm.generate([PROMPTS[1], [100000]])
+    with pytest.raises(UserError, match="has no tokens"):
+        llm.generate([""])
+    with pytest.raises(UserError, match="are more than the"):
+        llm.generate([[1] * 3000])
+    with pytest.raises(UserError, match="is one text: give a list"):
+        llm.generate("Emma")
+    with pytest.raises(UserError, match="2 settings for 1 prompts"):
+        llm.generate(["Emma"], [DRAWN, DRAWN])
+    with pytest.raises(UserError, match="temperature: -1"):
+        SamplingParams(temperature=-1)
+    assert first + "".join(stream) == llm.generate(PROMPTS[:1], DRAWN)[0].text
+
+
+def test_a_request_ends_where_the_context_does(llm: LLM) -> None:
+    most = llm.session.case.max_sequence_length
+    (out,) = llm.generate([[5] * (most - 3)], SamplingParams(max_tokens=1000, ignore_eos=True))
+    assert (len(out.tokens), out.finish_reason) == (3, "length")
+
+
+def test_a_checkpoint_without_a_case_gets_settings_and_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(ROOT / "checkpoints" / "austen_moe", batch_size=2, **{"quantization.method": "none"})
+    out = capsys.readouterr().out
+    assert "no case for" in out
+    for setting in ("platform: cpu", "exe_mode: graph", "batch_size: 2", "method: none", "input_max_len: "):
+        assert setting in out
+    assert llm.session.case.data_config.batch_size == 2
+    assert llm.session.case.name == "austen_moe"
+    assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4))[0].text
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "complaint"),
+    [
+        ("demo", {"batchsize": 3}, "unknown key, did you mean 'batch_size'"),
+        ("demo", {"batch_size": "x"}, "batch_size: 'x' is not an integer"),
+        ("demo_tp8", {}, "world_size: 8: this runs on one rank"),
+        ("dmo", {}, "no case 'dmo'"),
+        ("tests", {}, "config.json does not exist"),
+    ],
+)
+def test_what_cannot_be_opened_is_one_line(model: str, settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint) as raised:
+        LLM(model, **settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_documented_lines_work_in_a_script_of_another_folder(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+from umbra import LLM, SamplingParams
+llm = LLM("demo")
+for out in llm.generate(["Emma was"], SamplingParams(max_tokens=20, temperature=0.8, seed=1)): print(out.text)
+for piece in llm.stream("Emma was"): print(piece, end="")
+""")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 100

@@ -1,0 +1,20 @@
+"""The front door: `from umbra import LLM, SamplingParams` and `python -m umbra` (cli.py); only calls into executor/."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from executor.engine.request import SamplingParams
+    from executor.job.report import Completion
+    from umbra.llm import LLM
+
+__all__ = ["LLM", "Completion", "SamplingParams"]
+HOMES = {"LLM": "umbra.llm", "Completion": "executor.job.report", "SamplingParams": "executor.engine.request"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported at first use: `python -m umbra --help` needs no torch."""
+    if name not in HOMES:
+        raise AttributeError(f"module 'umbra' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(HOMES[name]), name)

@@ -1,0 +1,62 @@
+"""A chat at the terminal: `bash infer.sh --chat CASE`."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from executor.job.session import Message, Session
+
+HELP = "Ctrl-C stops an answer; /new forgets the conversation; Ctrl-D or /quit ends."
+
+
+def chat(case_name: str, overrides: list[str]) -> None:
+    """Talk to the model of a case until the user ends it; every answer is given the conversation so far."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (arrow keys and history for `input`)
+    session = Session.open(case_name, {}, overrides)
+    session.check_chat()
+    print(f"\n{HELP}\n")
+    history: list[Message] = []
+    while (line := _read()) is not None:
+        if line == "/new":
+            history = []
+        elif line:
+            history = session.shortened([*history, {"role": "user", "content": line}])
+            history.append({"role": "assistant", "content": _answer(session, history)})
+
+
+def _read() -> str | None:
+    """The user's next line; None where the user ends the chat."""
+    try:
+        line = input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+    return None if line == "/quit" else line
+
+
+def _answer(session: Session, history: list[Message]) -> str:
+    """Print the answer as it comes and return it."""
+    pieces = []
+    with _interrupts() as interrupted:
+        stream = session.stream(history)
+        for piece in stream:
+            print(piece, end="", flush=True)
+            pieces.append(piece)
+            if interrupted:
+                stream.close()
+                print(" [stopped]", end="")
+                break
+    print("\n")
+    return "".join(pieces)
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects Ctrl-C instead of raising it, so that no step of the engine is cut off half-way."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)

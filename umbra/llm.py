@@ -1,0 +1,39 @@
+"""A model in this process: text in, text out, on one rank.
+
+from umbra import LLM, SamplingParams
+llm = LLM("demo")
+for out in llm.generate(["Emma was"], SamplingParams(max_tokens=20, temperature=0.8, seed=1)):
+    print(out.text)
+for piece in llm.stream("Emma was"):
+    print(piece, end="")
+"""
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+from executor.engine.request import SamplingParams
+from executor.job.report import Completion
+from executor.job.session import Prompt, Session
+
+
+class LLM:
+    def __init__(self, model: str | Path, **settings: object):
+        """`model`: the name of a case in yaml_configs/, the path of a case, or the folder of a checkpoint, for which
+        sensible settings are chosen and printed. `settings` override keys of the case (docs/config.md), by their names
+        or as `**{"section.key": value}`."""
+        self.session = Session.open(str(model), settings)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """One completion for each prompt, in their order; as many run together as the case's `batch_size` says.
+
+        A prompt is a text, token ids, or a chat as messages {"role": ..., "content": ...}. `sampling` is for all
+        prompts or one for each; None: as the case says. If any prompt cannot run, none does.
+        """
+        return self.session.generate(prompts, sampling)
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
+        """The completion piece by piece, as its tokens are made. Closing the iterator ends the request. Several streams
+        of one LLM run together."""
+        return self.session.stream(prompt, sampling)
