@@ -29,7 +29,7 @@ from executor.config.load import load_case, load_model_config
 from executor.engine.building import build_of
 from executor.job.runner import make_runner
 from executor.parallel.groups import Parallel
-from models.layers import Piece, layers_of
+from models.layers.base import Piece, layers_of
 from models.registry import model_class
 from ops.cpu.layout import CpuLayout
 from ops.interface import Ops
@@ -93,7 +93,7 @@ def loaded(folder: Path) -> tuple[float, int, int]:
     start = time.perf_counter()
     runner.setup()
     seconds = time.perf_counter() - start
-    kept = sum(layer.nbytes for _, layer in layers_of(runner.engine.module))
+    kept = sum(layer.nbytes for _, layer in layers_of(runner.engine.model))
     return seconds, kept, peak_bytes() - before
 
 

@@ -29,7 +29,11 @@ from benchmarks.machine import Limits, alternate
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from benchmarks.umbra import Umbra
 from errors import UserError, run_main
-from models.layers import Experts, LMHead, PagedAttention, RMSNorm, VocabEmbedding, layers_of
+from models.layers.attention import PagedAttention
+from models.layers.base import layers_of
+from models.layers.embedding import LMHead, VocabEmbedding
+from models.layers.experts import Experts
+from models.layers.norm import RMSNorm
 
 BATCHES, PROMPTS = (1, 4, 8), (128, 512, 2048)
 COLUMNS = (

@@ -93,7 +93,7 @@ def record_demo(results: Path, steps: int | None) -> Trace:
         runner = make_runner(case, results, ranks)
         runner.setup()
         kept: list[npt.NDArray[np.uint8]] = []
-        blocks = [m for m in runner.engine.module.modules() if isinstance(m, SparseMoeBlock)]
+        blocks = [m for m in runner.engine.model.modules() if isinstance(m, SparseMoeBlock)]
         for block in blocks:
             block.ops = Recorder(block.ops, kept)  # type: ignore[assignment]
         windows = read_windows(case, runner.folder / "held_out.txt", WINDOW)

@@ -43,9 +43,9 @@ class Umbra:
             config, num_hidden_layers=layers, sparse_layers=(True,) * layers
         )
         self.runner.setup()
-        if not isinstance(self.runner.engine.module, Qwen3MoeForCausalLM):
+        if not isinstance(self.runner.engine.model, Qwen3MoeForCausalLM):
             raise UserError(f"{case_name}: these benchmarks know only qwen3_moe")
-        self.model = self.runner.engine.module
+        self.model = self.runner.engine.model
         self.forced = ForcedRun(self.runner.engine)
 
     def random_prompts(self, count: int, length: int, generator: torch.Generator) -> list[list[int]]:

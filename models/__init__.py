@@ -1,1 +1,1 @@
-"""What is computed: the layers shared by all architectures, and one folder for each architecture."""
+"""What is computed: layers that all model families share, and one folder for each family."""

@@ -1,4 +1,4 @@
-"""The only thing that passes from the scheduler to a model: one step's tokens and where their keys and values lie."""
+"""`Batch`: the tokens of one step and where their keys and values lie, all that the scheduler passes to a model."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from ops.interface import Lengths
 
 @dataclass(frozen=True)
 class Batch:
-    """T new tokens of S sequences, packed one sequence after another. Decode: T = S."""
+    """T new tokens of S sequences, packed one sequence after another. In a decode step T = S."""
 
     token_ids: Tensor  # (T) int64
     positions: Tensor  # (T) int64
-    slots: Tensor  # (T) or as Ops.paging has it: page * page_size + offset of each new token
+    places: Tensor  # page places of the new tokens: (T) page * page_size + offset, or as `Ops.paging` makes them
     block_tables: Tensor  # (S, pages of the longest possible sequence)
     query_starts: Lengths  # (S + 1)
     kv_lens: Lengths  # (S), the new tokens included
-    logit_rows: Tensor | None  # rows of T whose logits are wanted; None: all
-    tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all have as many as this one
+    logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
+    tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: every group has T of this one
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors: what changes from step to step in a graph."""
+        """The fields that are tensors: what differs from step to step in a captured graph."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 

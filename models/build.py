@@ -1,66 +1,74 @@
-"""What layers are made with: ops, this rank's place, how matrices are kept."""
+"""`Build`: everything that layers are made from, from ops and formats to this rank's place in the splits."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from errors import UserError
 from executor.parallel.groups import Parallel
-from ops.interface import Format, Matrix, Ops
+from ops.interface import ExpertMatrices, Format, Matrix, Ops
 
-if TYPE_CHECKING:
-    from cpu_offload.experts import ShadowedExperts
-
-GROUPS = (128, 64, 32)
+GROUPS = (128, 64, 32)  # sizes of quantisation groups, in columns
 
 
 @dataclass(frozen=True)
 class Formats:
-    """How matrices are kept. The router and the embedding stay in `plain`: small, or read one row a token."""
+    """The formats that weights are kept in: `linear` for linear modules and experts, `head` for the output head, and
+    `plain` for routers and the embedding, which are small or of which a token reads one row."""
 
     plain: Format
     linear: Format
     head: Format
-    # `linear` is the checkpoint's own quantisation, kept as it is by the modules that this says have it.
+    # Where `linear` is the checkpoint's own quantisation: whether the module at a path is quantised in the checkpoint.
+    # Those modules keep their quantised weights as they are, all others become `plain`.
     own: Callable[[str], bool] | None = None
 
 
-class Shadows(Protocol):
-    """Whoever keeps shadows of experts."""
+class ShadowedExperts(ExpertMatrices, Protocol):
+    """One layer's experts, of which some are in the device's memory and all in the host's."""
 
-    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> "ShadowedExperts | None":
-        """`here` of all of the layer that `path` is in; None: they stay on the device for good."""
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
+        """`Ops.moe` over experts wherever they are."""
+
+
+class Shadows(Protocol):
+    """Makes the experts of layers that have shadows."""
+
+    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
+        """The experts `here`, a range of all, of the layer at `path`. None: the layer has no shadows, and its experts
+        stay in the device's memory."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """What layers need to know to be made."""
+    """What layers are made from."""
 
     ops: Ops
     parallel: Parallel
     formats: Formats
     dtype: torch.dtype  # of the embedding and the KV cache
     device: torch.device
-    max_positions: int  # longest sequence that the case allows
+    max_positions: int  # tokens of the longest sequence that the case allows
     offload: Shadows | None = None
     path: str = ""  # of the module that is being made, as in the checkpoint
 
     def at(self, name: str) -> "Build":
+        """The same for the child module `name`."""
         return dataclasses.replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     def linear(self, names: Sequence[str], *columns: tuple[int, int]) -> Format:
-        """The format of a matrix, or of several kept as one, made of the linear modules `names`, whose `columns` are
-        divided: (how many, into how many parts)."""
+        """The format of a matrix that holds the linear modules `names`. Each of `columns` is (input columns of one of
+        them, ranks that they are split over): quantisation groups must not cross the borders between ranks."""
         format = self.formats.linear
         if self.formats.own is None:
             return format
         if not all(self.formats.own(f"{self.path}.{name}") for name in names):
             return dataclasses.replace(self.formats.plain, tiled=True)
-        for group in GROUPS:  # a part of a group is a smaller group with the same scale
+        for group in GROUPS:  # part of a quantisation group is a smaller group with the same scale
             if format.group % group == 0 and all(count // parts % group == 0 for count, parts in columns):
                 return dataclasses.replace(format, group=group)
         count, parts = next((count, parts) for count, parts in columns if count // parts % GROUPS[-1])
@@ -74,13 +82,14 @@ class Build:
         return self.ops.matrix(rows, columns, format, self.device)
 
     def table(self, *shape: int) -> Tensor:
+        """Memory for a table of which a token reads one row."""
         return fixed(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def vector(self, size: int) -> Tensor:
-        """Norms and biases: few, and added to what is wide."""
+        """Memory for a norm's weight or a bias, in the type that the ops want for these."""
         return fixed(torch.empty(size, dtype=self.ops.vector_type(self.dtype), device=self.device))
 
 
 def fixed(tensor: Tensor) -> nn.Parameter:
-    """A tensor that stays where it is: graphs take Parameters by their address."""
+    """`tensor` as a Parameter: graphs take Parameters by their address, which therefore must not change."""
     return nn.Parameter(tensor, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's config.json: untrusted, and written by two generations of transformers."""
+"""Reads a checkpoint's config.json, which is untrusted input and comes from two generations of transformers."""
 
 import json
 import reprlib
@@ -11,20 +11,20 @@ from errors import UserError
 
 LARGEST_FILE = 64 << 20  # an index of 200,000 tensors has 20 MB
 LONGEST_NAME = 300
-LARGEST_SIZE = 1 << 24  # no dimension of a real model comes near
-SMALLEST, LARGEST = 1e-30, 1e30  # of numbers: what is computed from them neither vanishes nor overflows
+LARGEST_SIZE = 1 << 24  # far above any dimension of a real model
+SMALLEST, LARGEST = 1e-30, 1e30  # bounds of numbers, so that products of them neither vanish nor overflow
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = 80
 
 
 def short(value: object) -> str:
-    """`value` for an error line: a few of its items, however many and however deep they lie."""
+    """`value` abbreviated for an error line, however long or deeply nested it is."""
     return _REPR.repr(value)
 
 
 class HfConfig:
-    """Typed, bounded access to the keys of one config.json; `where` names the file in every complaint."""
+    """Typed, bounded access to the keys of one config.json; `where` names the file in error messages."""
 
     def __init__(self, data: Mapping[str, Any], where: str):
         self.data = data
@@ -34,7 +34,7 @@ class HfConfig:
         return UserError(f"{self.where}: {key}: {short(self.data.get(key))} {rule}")
 
     def value(self, *names: str, default: Any = None) -> Any:
-        """The first of `names` that is there and not null: the same key under its older and newer name."""
+        """The value of the first of `names` that is present and not null: names of one key, older and newer."""
         return next((self.data[n] for n in names if self.data.get(n) is not None), default)
 
     def size(self, *names: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_SIZE) -> int:
@@ -72,31 +72,32 @@ class HfConfig:
         return tuple(values)
 
     def one_of(self, *names: str, allowed: tuple[Any, ...]) -> Any:
-        """A key that must be there, under one of its names, with one of the values `allowed`."""
+        """The value of a required key that has several names; it must be one of `allowed`."""
         value = self.value(*names)
         if not any(type(value) is type(a) and value == a for a in allowed):
             raise UserError(f"{self.where}: {names[0]}: {short(value)} must be one of {', '.join(map(str, allowed))}")
         return value
 
     def inner(self, name: str) -> "HfConfig":
-        """A key that holds a mapping."""
+        """Access to the mapping that the key holds."""
         value = self.value(name)
         if not isinstance(value, dict):
             raise self.error(name, "must be a mapping")
         return HfConfig(value, f"{self.where}: {name}")
 
     def one_or_more(self, name: str) -> tuple[int, ...]:
-        """A key that holds nothing, one number, or a list of them."""
+        """The sizes under a key that holds one number, a list of them, or nothing."""
         value = self.value(name, default=[])
         return HfConfig({name: value if isinstance(value, list) else [value]}, self.where).sizes(name)
 
     def refuse(self, name: str, *allowed: Any) -> None:
-        """`name` may be absent, null or one of `allowed`; anything else is not implemented."""
+        """Raises unless `name` is absent, null or one of `allowed`: other values are not implemented."""
         if self.data.get(name) not in (None, *allowed):
             raise self.error(name, "is not implemented")
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`; UserError if there is none or it is unreasonably large."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -114,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_hf_config(folder: Path, model_type: str) -> HfConfig:
-    """config.json of `folder`, which must be of `model_type`."""
+    """The config.json in `folder`, whose `model_type` must be the one given."""
     if not folder.is_dir():
         raise UserError(f"model_path: {folder} is not a folder: put the checkpoint there, or --set model_path=FOLDER")
     data = read_json(folder / "config.json")

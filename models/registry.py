@@ -1,16 +1,23 @@
-"""The model families by `model_type`: a lazily importing registry; reading a model's config needs no torch."""
+"""The model families by `model_type`. Their modules are imported on demand: reading a config needs no torch."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from models.build import Build
+    from models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
 class Family:
-    """Both as module:name."""
+    """Where a family's classes are, each as `module:name`."""
 
-    config: str
-    model: str
+    config: str  # a models.config.ModelConfig
+    model: str  # a models.causal_lm.CausalLM
 
 
 FAMILIES = {
@@ -18,15 +25,18 @@ FAMILIES = {
 }
 
 
-def config_class(model_name: str) -> Any:
-    return load(FAMILIES[model_name].config)
+def config_class(model_type: str) -> type[ModelConfig]:
+    config: type[ModelConfig] = load(FAMILIES[model_type].config)
+    return config
 
 
-def model_class(model_name: str) -> Any:
-    return load(FAMILIES[model_name].model)
+def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":
+    """The model's class; it takes the family's own config."""
+    model: Callable[[ModelConfig, Build], CausalLM] = load(FAMILIES[model_type].model)
+    return model
 
 
 def load(place: str) -> Any:
-    """The object at `module:name`, imported only now."""
+    """The object at `module:name`, importing its module."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

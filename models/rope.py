@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain, or YaRN (arXiv 2309.00071), which Qwen3 uses beyond its trained length."""
+"""Settings of rotary position embedding: plain, or YaRN (arXiv 2309.00071), which extends the trained length."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class RopeConfig:
     yarn: YarnConfig | None
 
     def inverse_frequencies(self) -> list[float]:
-        """Angle per position of each of the dim / 2 pairs."""
+        """The angle per position of each of the dim / 2 pairs of columns."""
         plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
         if self.yarn is None:
             return plain
@@ -34,17 +34,17 @@ class RopeConfig:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
         width = max(high - low, 0.001)
-        # Fast pairs keep their angle, slow pairs are stretched by `factor`, a ramp lies between.
+        # Fast pairs keep their frequency, slow pairs' is divided by `factor`, with a linear ramp between.
         stretched = [min(max((i - low) / width, 0.0), 1.0) for i in range(self.dim // 2)]
         return [f * (1 - s) + f / yarn.factor * s for f, s in zip(plain, stretched, strict=True)]
 
     def _pair_that_turns(self, turns: float, yarn: YarnConfig) -> float:
-        """Index of the pair that makes `turns` full rotations within the original length."""
+        """The (fractional) index of the pair that makes `turns` full rotations within the original length."""
         return self.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 def read_rope(config: HfConfig, dim: int, max_positions: int) -> RopeConfig:
-    """From `rope_theta` + `rope_scaling` (hub) or `rope_parameters` (transformers 5)."""
+    """Reads `rope_theta` and `rope_scaling` (hub) or `rope_parameters` (transformers 5)."""
     key = "rope_parameters" if config.value("rope_parameters") is not None else "rope_scaling"
     scaling = config.value(key, default={})
     if not isinstance(scaling, dict):

@@ -48,9 +48,12 @@ class Matrix(Protocol):
 class ExpertMatrices(Protocol):
     """The gate, up (inner, hidden) and down (hidden, inner) matrices of `count` experts."""
 
-    count: int
-    nbytes: int
-    storages: list[Tensor]
+    @property
+    def count(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def storages(self) -> list[Tensor]: ...
 
     def fill(self, expert: int, which: str, part: "Tensor | Quantised") -> None:
         """Put all of "gate", "up" or "down" of one expert."""
@@ -66,7 +69,7 @@ class Ops(Protocol):
 
     def paging(
         self,
-        slots: list[int],
+        places: list[int],
         block_tables: list[list[int]],
         query_starts: list[int],
         kv_lens: list[int],
@@ -104,8 +107,8 @@ class Ops(Protocol):
         """Zeroed room for the keys or the values of one layer, in the implementation's own layout.
         int8: each token's head has a scale of its own, max / 127."""
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Put k, v (T, kv_heads, D) into the caches, in place, at `slots`: page * page_size + place in the page."""
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+        """Put k, v (T, kv_heads, D) into the caches, in place, at `places`: page * page_size + offset in the page."""
 
     def attention(
         self,

@@ -74,8 +74,6 @@ IMPORTS_STILL = [
     "executor.parallel.partitions",
     "executor.platform.ascend.device",
     "executor.quantize.convert",
-    "models.build",
-    "models.layers",
 ]
 CASE_STILL = [
     "executor.checkpoint.packed",

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from errors import UserError, listed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.scheme import Scheme, Stored, plain
-from models.layers import Piece, layers_of
+from models.layers.base import Piece, layers_of
 from ops.quantised import Quantised
 
 SIGNS = {  # tensors that only one format has

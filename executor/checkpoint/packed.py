@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from executor.config.case import Case
 from files import ROOT
-from models.layers import layers_of
+from models.layers.base import layers_of
 
 CACHE = ROOT / "packed_cache"
 MANIFEST = "manifest.json"

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -13,10 +13,8 @@ from executor.config.case import Case, check
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import override, read
 from files import ROOT
+from models.config import ModelConfig
 from models.registry import config_class
-
-if TYPE_CHECKING:
-    from models.qwen3_moe.config import Qwen3MoeConfig
 
 CASES = ROOT / "yaml_configs"
 
@@ -76,7 +74,7 @@ def model_folder(case: Case) -> Path:
     return ROOT / Path(case.model_path).expanduser()
 
 
-def load_model_config(case: Case) -> "Qwen3MoeConfig":
+def load_model_config(case: Case) -> ModelConfig:
     """The checkpoint's configuration, checked against what the case asks of it."""
     config = config_class(case.model_name).from_folder(model_folder(case))
     sizes = case.parallel_config

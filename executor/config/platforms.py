@@ -15,6 +15,11 @@ class PlatformEntry:
     is_host: bool = False  # the device is the CPU itself: one memory, one pool of threads
     plans_memory: bool = False  # `--plan` counts the memory of one rank against the device's
 
+    @property
+    def quantised_head(self) -> bool:
+        """Whether the output head gets 8 bits where linear layers are quantised."""
+        return "q8" in self.quantised
+
 
 PLATFORMS = {
     "cpu": PlatformEntry(

@@ -33,23 +33,23 @@ def pack(
     """
     ids: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
+    places: list[int] = []
     starts = [0]
     for s in sequences:
         ids += s.ids[s.cached : s.end]
         positions += range(s.cached, s.end)
-        slots += pool.slots(s.pages, s.cached, s.end)
+        places += pool.slots(s.pages, s.cached, s.end)
         starts.append(len(ids))
     tables = [s.pages + [0] * (table_width - len(s.pages)) for s in sequences]
     lengths = [s.end for s in sequences]
     for _ in range(rows - len(sequences)):
         ids.append(0)
         positions.append(0)
-        slots.append(pool.padding * pool.page_size)
+        places.append(pool.padding * pool.page_size)
         starts.append(len(ids))
         tables.append([pool.padding] * table_width)
         lengths.append(PADDING_LENGTH)
-    paged = ops.paging(slots, tables, starts, lengths, pool.page_size)
+    paged = ops.paging(places, tables, starts, lengths, pool.page_size)
     return Batch(
         torch.tensor(ids, dtype=torch.int64),
         torch.tensor(positions, dtype=torch.int64),

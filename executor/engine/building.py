@@ -14,7 +14,7 @@ from executor.config.load import model_folder
 from executor.config.platforms import PLATFORMS
 from executor.parallel.groups import Parallel
 from models.build import Build, Formats, Shadows
-from models.layers import PagedAttention
+from models.layers.attention import PagedAttention
 from ops.interface import FORMATS, Format, Ops
 
 

@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cpu_offload.cost.choices import Choices
 from executor.config.case import Case
@@ -24,18 +23,11 @@ from executor.engine.weights import fill_weights
 from executor.parallel.groups import Parallel
 from executor.platform.base import Platform
 from models.batch import Batch
-from models.layers import layers_of
+from models.config import ModelConfig
+from models.layers.base import layers_of
 from models.registry import model_class
 
 ForwardStep = Callable[[Batch], Tensor]
-
-
-class CausalLM(Protocol):
-    """What the engine needs of a model; it is also an nn.Module."""
-
-    def prefill(self, batch: Batch) -> Tensor: ...
-    def decode(self, batch: Batch) -> Tensor: ...
-    def ignored_weights(self) -> frozenset[str]: ...
 
 
 class Engine:
@@ -46,7 +38,7 @@ class Engine:
         case: Case,
         platform: Platform,
         parallel: Parallel,
-        config: Any,
+        config: ModelConfig,
         choices: Choices | None = None,
         profiler: Profiler | None = None,
     ):
@@ -55,20 +47,19 @@ class Engine:
         self.profiler = profiler
         self.offload = make_offload(case, choices, platform, config) if choices else None
         build = build_of(case, platform.ops, parallel, platform.device, platform.quantised_head, self.offload)
-        self.module = cast(nn.Module, model_class(case.model_name)(config, build))
-        self.model = cast(CausalLM, self.module)
-        self.kernels = platform.kernels(self.module)
+        self.model = model_class(case.model_name)(config, build)
+        self.kernels = platform.kernels(self.model)
         for what, kernel in self.kernels.items() if rank == 0 else ():
             print(f"{what}: {kernel}")
-        fill_weights(case, model_folder(case), self.module, self.model.ignored_weights(), rank)
+        fill_weights(case, model_folder(case), self.model, self.model.ignored_weights(), rank)
         most_pages = Scheduler(limits_of(case)).pages
         if self.offload:
-            self.pages: Pages = open_arena(case, build, self.module, self.offload, most_pages)
+            self.pages: Pages = open_arena(case, build, self.model, self.offload, most_pages)
         else:
-            bind_caches(self.module, case, build, most_pages)
+            bind_caches(self.model, case, build, most_pages)
             self.pages = PagePool(most_pages, case.cache_config.page_size)
         self.decode_step: ForwardStep = self.eager_step
-        size = sum(layer.nbytes for _, layer in layers_of(self.module))
+        size = sum(layer.nbytes for _, layer in layers_of(self.model))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
     def eager_step(self, batch: Batch) -> Tensor:

@@ -1,7 +1,5 @@
 """Shadow experts of a case: settings, the arena that they share with the KV cache."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -10,15 +8,15 @@ from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena, extent_of
 from errors import UserError
 from executor.config.case import Case
+from executor.config.units import MB
 from executor.engine.building import bind_arena, frame_of
 from executor.engine.pages import ElasticPages, Pages
 from executor.platform.base import Platform
 from models.build import Build
+from models.config import ModelConfig
 
-MB = 1 << 20
 
-
-def make_offload(case: Case, choices: Choices, platform: Platform, config: Any) -> Offload:
+def make_offload(case: Case, choices: Choices, platform: Platform, config: ModelConfig) -> Offload:
     """`config`: the model's."""
     wanted = case.offload_config
     settings = Settings(
@@ -30,7 +28,7 @@ def make_offload(case: Case, choices: Choices, platform: Platform, config: Any) 
         max_swaps=max(choices.max_swaps.value, 0),
         timeout_s=wanted.timeout_s,
     )
-    return Offload(settings, platform.shadow_device(config.num_experts_per_tok, choices.stream_tokens.value))
+    return Offload(settings, platform.shadow_device(config.experts_per_token, choices.stream_tokens.value))
 
 
 def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:

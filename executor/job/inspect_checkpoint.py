@@ -23,10 +23,11 @@ from executor.checkpoint.load import problems_of, stored_as, wanted_by
 from executor.config.case import CacheSettings, Case, DataSettings, ParallelSettings, QuantizationSettings
 from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
-from executor.planning.memory import GB, cache_of, kind_of, sketch_of, weights_of
+from executor.config.units import GB
+from executor.planning.memory import cache_of, kind_of, sketch_of, weights_of
 from files import write_json
 from models.hf_config import read_json
-from models.layers import Piece, layers_of
+from models.layers.base import Piece, layers_of
 from models.registry import FAMILIES
 from ops.interface import Format
 
@@ -56,11 +57,11 @@ def inspect(folder: Path) -> dict[str, Any]:
     sketch, scheme, files = sketch_of(plain_case(folder)), read_scheme(folder), CheckpointFiles(folder)
     wanted = wanted_by(sketch.model)
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
-    kinds = dict.fromkeys(sketch.ignored, IGNORED)
+    kinds = dict.fromkeys(sketch.model.ignored_weights(), IGNORED)
     for path, layer in reversed(layers_of(sketch.model)):  # of a tied embedding and head, the embedding names it
         for piece in layer.pieces(path):
             kinds |= dict.fromkeys(stored[piece.name].tensors, kind_of(sketch.model, path, layer))
-    problems = problems_of(files, stored, scheme, sketch.ignored)
+    problems = problems_of(files, stored, scheme, sketch.model.ignored_weights())
     components = components_of(files, kinds)
     paths = set(files.place.values())
     parameters = sum(prod(pieces[0].shape) for pieces in wanted.values())

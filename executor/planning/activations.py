@@ -1,152 +1,205 @@
-"""What a step's tensors take, counted: which of them are alive at once in the model's code, at each moment that could
-be the fullest. What the device's operators take for themselves is not known here.
+"""Counts what the tensors of a step take by running the model on meta. Tensors there have shapes but no memory: all
+that the model's own code makes and holds is seen, and nothing is allocated.
 """
 
+import dataclasses
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
-from executor.config.case import Case
-from executor.parallel.groups import Parallel
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-if TYPE_CHECKING:
-    from models.qwen3_moe.config import Qwen3MoeConfig
-
-ID_BYTES = 4  # of an expert's id and of a row's place
-
-
-@dataclass(frozen=True)
-class Part:
-    """`how`: where the bytes come from, in words."""
-
-    name: str
-    nbytes: int
-    how: str = ""
-
-
-def product(name: str, **factors: int) -> Part:
-    """A part that is the product of what `factors` names."""
-    how = " x ".join(f"{value:,} {factor.replace('_', ' ')}" for factor, value in factors.items())
-    return Part(name, prod(factors.values()), how)
+from executor.parallel.groups import Group, Parallel
+from executor.planning.parts import Part, product
+from models.batch import Batch
+from models.layers.base import layers_of
+from ops.interface import Ops
 
 
 @dataclass(frozen=True)
-class StepShape:
-    """Sizes of one rank's step."""
+class CountedGroup(Group):
+    """A group of which only this rank runs: collectives allocate their outputs and exchange nothing."""
 
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    head_split: int  # ranks that share the output head
-    top_k: int
-    inner: int  # an expert's intermediate size here; 0: no layer has experts
-    dense_inner: int  # a dense layer's; 0: there is none
-    groups: int  # data-parallel groups, whose tokens meet in the experts
-    expert_rows: int  # tensors of a row for each token and expert that are alive while these are summed
-    itemsize: int
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.size, *x.shape)
 
 
-def step_shape(case: Case, config: "Qwen3MoeConfig", parallel: Parallel, itemsize: int) -> StepShape:
-    attn_tp = parallel.attn_tp.size
-    return StepShape(
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads // attn_tp,
-        kv_heads=max(config.num_key_value_heads // attn_tp, 1),
-        head_dim=config.head_dim,
-        vocabulary=config.vocab_size,
-        head_split=parallel.lmhead_tp.size,
-        top_k=config.num_experts_per_tok,
-        inner=config.moe_intermediate_size // parallel.moe_tp.size if any(config.sparse_layers) else 0,
-        dense_inner=0 if all(config.sparse_layers) else config.intermediate_size // attn_tp,
-        groups=parallel.attn_dp.size,
-        expert_rows=3 if case.ascend_config.moe_routing == "tp" else 2,  # it reorders and weighs them apart
-        itemsize=itemsize,
+def counted(parallel: Parallel) -> Parallel:
+    """The same place in the same splits, for a process that runs alone."""
+    groups = {field.name: getattr(parallel, field.name) for field in dataclasses.fields(parallel)}
+    return dataclasses.replace(
+        parallel, **{name: CountedGroup(g.rank, g.size) for name, g in groups.items() if isinstance(g, Group)}
     )
 
 
-Moments = dict[str, list[Part]]
+@dataclass
+class Made:
+    """A tensor with memory of its own, and what made it."""
+
+    module: str  # path of the innermost module that was running
+    what: str  # the tensor's meaning in the ops, or the name of the PyTorch op that made it
+    shape: tuple[int, ...]
+    itemsize: int
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """`module: what`, the same in all layers: only the path inside a layer is named."""
+        inner = re.sub(r".*\.\d+(\.|$)", "", self.module)
+        return f"{inner or 'a layer'}: {self.what}"
 
 
-def fullest(moments: Moments) -> tuple[str, list[Part]]:
-    return max(moments.items(), key=lambda moment: sum(part.nbytes for part in moment[1]))
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a step: the name of the tensor made last, and all tensors alive then."""
+
+    name: str
+    parts: list[Part]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
-def of_model(shape: StepShape, tokens: int, sequences: int) -> Moments:
-    return _attention(shape, tokens) | _experts(shape, tokens) | _dense(shape, tokens) | _head(shape, tokens, sequences)
+class Ledger(TorchDispatchMode):
+    """While active, records the memory of every tensor that is made, from its allocation until the last tensor that
+    shares it is gone. Views and results written in place have no memory of their own."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise PyTorch imports its compiler at the first op, which takes seconds
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._modules: list[str] = []
+        self._live: dict[int, Made] = {}
+        self._total = self._most = 0
+        self._fullest: list[Made] = []
+
+    def note(self, tensor: Tensor, what: str) -> None:
+        """Records that `tensor`, which was just made, is `what`."""
+        if made := self._live.get(tensor.untyped_storage()._cdata):
+            made.what = what
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._add(tensor, func.overloadpacket.__name__)
+        return result
+
+    def _add(self, tensor: Tensor, what: str) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._live:
+            return
+        path = self._modules[-1] if self._modules else ""
+        made = Made(path, what, tuple(tensor.shape), tensor.itemsize, storage.nbytes())
+        self._live[storage._cdata] = made
+        self._total += made.nbytes
+        weakref.finalize(storage, self._end, storage._cdata).atexit = False
+        if self._total > self._most:
+            self._most, self._fullest = self._total, list(self._live.values())
+
+    def _end(self, key: int) -> None:
+        self._total -= self._live.pop(key).nbytes
+
+    def fullest(self, model: nn.Module, step: Callable[[Batch], Tensor], batch: Batch) -> Moment:
+        """Runs `step`, a method of `model`, which is on meta. -> the moment at which the tensors alive hold the most
+        memory; those of `model` and `batch` are not counted"""
+        self._most, self._fullest = 0, []
+        with self._paths_of(model), self, torch.inference_mode():
+            step(batch)
+        return Moment(self._fullest[-1].name, parts_of(self._fullest))
+
+    @contextmanager
+    def _paths_of(self, model: nn.Module) -> Iterator[None]:
+        """Keeps `_modules` up to date while a step runs."""
+
+        def leave(*_: object) -> None:
+            self._modules.pop()
+
+        hooks = []
+        for path, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self._modules.append(path)))
+            hooks.append(module.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
-def of_sampling(s: StepShape, sequences: int) -> Moments:
-    """After the model: the logits, those of finished prompts, and these once more to choose from."""
-    rows = dict(sequences=sequences, columns=s.vocabulary)
-    return {
-        "the choice of tokens": [product("logits", copies=2, **rows, B=s.itemsize), product("float32", **rows, B=4)]
-    }
+def shorten(model: nn.Module) -> None:
+    """Removes layers of `model` that repeat others, so that a step runs sooner with the same fullest moment. Two of
+    each kind in an nn.ModuleList stay: the second runs beside the outputs of a layer before it, the first may not."""
+    for module in list(model.modules()):
+        for name, layers in module.named_children():
+            if isinstance(layers, nn.ModuleList):
+                seen: Counter[object] = Counter()
+                kept = nn.ModuleList()
+                for layer in layers:
+                    seen[kind := _kind_of(layer)] += 1
+                    if seen[kind] <= 2:
+                        kept.append(layer)
+                setattr(module, name, kept)
 
 
-def _stream(s: StepShape, tokens: int) -> list[Part]:
-    """What is alive throughout a layer."""
-    return [
-        # x and residual of the model's loop, and those of the layer
-        product("hidden states, residuals", tensors=4, tokens=tokens, hidden=s.hidden, B=s.itemsize),
-        product("cos, sin", tensors=2, tokens=tokens, head_dim=s.head_dim, B=s.itemsize),
-    ]
+def _kind_of(module: nn.Module) -> object:
+    """A value that is equal for modules of the same classes with weights of the same shapes."""
+    shapes = [(path, *(tuple(t.shape) for t in layer.storages())) for path, layer in layers_of(module)]
+    return tuple(shapes), tuple(type(child) for child in module.modules())
 
 
-def _attention(s: StepShape, tokens: int) -> Moments:
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    parts = [
-        product("q, k, v", tokens=tokens, columns=q + 2 * kv, B=s.itemsize),
-        product("q, k after norms", tokens=tokens, columns=q + kv, B=s.itemsize),
-        product("attention's result", tokens=tokens, columns=q, B=s.itemsize),
-        product("o_proj's result", tokens=tokens, hidden=s.hidden, B=s.itemsize),
-    ]
-    return {"attention's o_proj": _stream(s, tokens) + parts}
+def parts_of(tensors: Sequence[Made]) -> list[Part]:
+    """A part for each name, with the arithmetic of the shapes of all tensors that have it."""
+    parts: dict[str, list[Made]] = {}
+    for made in tensors:
+        parts.setdefault(made.name, []).append(made)
+    return [Part(name, sum(made.nbytes for made in group), _arithmetic(group)) for name, group in parts.items()]
 
 
-def _experts(s: StepShape, tokens: int) -> Moments:
-    if not s.inner:
-        return {}
-    width, tokens_here = s.itemsize, tokens * s.groups
-    common = _stream(s, tokens)
-    if s.groups > 1:
-        common.append(product("hidden states of all groups", tokens=tokens_here, hidden=s.hidden, B=width))
-    common.append(product("weights, ids, places", tokens=tokens_here, experts=s.top_k, B=width + 2 * ID_BYTES))
-    rows = dict(tokens=tokens_here, experts=s.top_k)
-    routed = product("rows in expert order", **rows, hidden=s.hidden, B=width)
-    gate_up = product("gate and up", **rows, columns=2 * s.inner, B=width)
-    act = product("silu(gate) * up", **rows, columns=s.inner, B=width)
-    down = product("down's result", **rows, hidden=s.hidden, B=width)
-    summed = [
-        product("rows of experts", tensors=s.expert_rows, **rows, hidden=s.hidden, B=width),
-        product("their sums", tokens=tokens_here, hidden=s.hidden, B=width),
-    ]
-    return {
-        "the experts' gate and up": [*common, routed, gate_up, act],
-        "the experts' down": [*common, routed, act, down],
-        "the sum over experts": [*common, *summed],
-    }
+def _arithmetic(group: Sequence[Made]) -> str:
+    shapes = Counter((*made.shape, made.itemsize) for made in group)
+    terms = []
+    for (*shape, itemsize), count in shapes.items():
+        factors = [f"{count} tensors"] * (count > 1) + [f"{size:,}" for size in shape] + [f"{itemsize} B"]
+        terms.append(" x ".join(factors))
+    return " + ".join(terms)
 
 
-def _dense(s: StepShape, tokens: int) -> Moments:
-    if not s.dense_inner:
-        return {}
-    gate_up = product("gate and up", tokens=tokens, columns=2 * s.dense_inner, B=s.itemsize)
-    act = product("silu(gate) * up", tokens=tokens, columns=s.dense_inner, B=s.itemsize)
-    down = product("down's result", tokens=tokens, hidden=s.hidden, B=s.itemsize)
-    return {
-        "a dense layer's gate and up": [*_stream(s, tokens), gate_up, act],
-        "a dense layer's down": [*_stream(s, tokens), act, down],
-    }
+def sampling(vocabulary: int, sequences: int, itemsize: int) -> Moment:
+    """The choice of tokens after a prefill: the model's logits, those rows that belong to finished prompts, and these
+    in float32."""
+    rows = dict(sequences=sequences, columns=vocabulary)
+    logits, floats = product("logits", copies=2, **rows, B=itemsize), product("float32", **rows, B=4)
+    return Moment("the choice of tokens", [logits, floats])
 
 
-def _head(s: StepShape, tokens: int, sequences: int) -> Moments:
-    parts = [
-        product("hidden states", tokens=tokens, hidden=s.hidden, B=s.itemsize),
-        product("rows for the head", sequences=sequences, hidden=s.hidden, B=s.itemsize),
-        product("logits here", sequences=sequences, columns=s.vocabulary // s.head_split, B=s.itemsize),
-    ]
-    if s.head_split > 1:  # as they come from the ranks, and in order
-        parts.append(product("all logits", copies=2, sequences=sequences, columns=s.vocabulary, B=s.itemsize))
-    return {"the head's logits": parts}
+def batch_of(ops: Ops, tokens: int, sequences: int, table_width: int, page_size: int, groups: int | None) -> Batch:
+    """A step's batch on meta: `tokens` new tokens of `sequences` sequences with block tables of `table_width` pages.
+    With `groups`, each of so many data-parallel groups has `tokens`, as a prefill's batch says; None: as in a graph."""
+    places, tables, *_ = ops.paging([0], [[0] * table_width], [0, 1], [1], page_size)
+    number = partial(torch.empty, dtype=torch.int64, device="meta")
+    each = tokens // sequences
+    return Batch(
+        token_ids=number(tokens),
+        positions=number(tokens),
+        places=torch.empty(tokens, *places.shape[1:], dtype=places.dtype, device="meta"),
+        block_tables=torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
+        query_starts=tuple(range(0, each * sequences + 1, each)),
+        kv_lens=(each,) * sequences,
+        logit_rows=number(sequences),
+        tokens_per_group=None if groups is None else (tokens,) * groups,
+    )

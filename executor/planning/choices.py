@@ -80,7 +80,7 @@ def sizes_of(case: Case) -> Sizes:
     blocks = ExpertBlocks(inner, hidden, format)
     config = sketch.config
     # This rank has `count` of a layer's experts, and so on average the same share of the experts of a token.
-    top_k = max(1, round(config.num_experts_per_tok * count / config.num_experts))
+    top_k = max(1, round(config.experts_per_token * count / config.expert_count))
     shape = Shape(len(found.layers), count, top_k)
     frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
     slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, sketch.build.dtype)

@@ -1,42 +1,49 @@
-"""The memory of one rank of a case, by arithmetic: `--plan`. No device is needed: the model is built of tensors that
-have shapes and no memory, with the layouts of the platform's ops.
+"""Counts the memory that one rank of a case needs, for `--plan`. No device is needed: the model is built on meta, of
+tensors that have shapes but no memory, in the layouts of the platform's ops.
 
-Every split of a model is even (`check_parallel`), so all ranks hold the same and rank 0 stands for all.
+Every split of a model is even (`check_parallel`), so all ranks hold equally much, and rank 0 is counted.
 """
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from errors import UserError
 from executor.config.case import Case
-from executor.config.env import RankEnv
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
+from executor.config.units import GB, MB
 from executor.engine.batching import graph_rows
 from executor.engine.building import bind_caches, build_of
 from executor.engine.scheduler import Scheduler, limits_of
-from executor.parallel.groups import Parallel
 from executor.parallel.join import place_of
 from executor.parallel.partitions import partitions
-from executor.planning.activations import Part, fullest, of_model, of_sampling, product, step_shape
+from executor.planning.activations import Ledger, batch_of, counted, sampling, shorten
+from executor.planning.parts import Part, product
 from executor.platform.ascend.hccl import buffer_mb
+from models.batch import Batch
 from models.build import Build, Shadows
-from models.layers import Experts, LMHead, PagedAttention, RMSNorm, RotaryTable, VocabEmbedding, layers_of
+from models.causal_lm import CausalLM
+from models.config import ModelConfig
+from models.layers.attention import PagedAttention
+from models.layers.base import layers_of
+from models.layers.embedding import LMHead, VocabEmbedding
+from models.layers.experts import Experts
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryTable
 from models.registry import load, model_class
 from ops.ascend.layout import CAUSAL_MASK
+from ops.ascend.shapes import AscendShapes
 from ops.interface import Ops
 
-MB, GB = 1 << 20, 1 << 30
 WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
     "weights", "KV cache", "prefill step", "decode graphs", "HCCL buffers", "allowance",
 )  # fmt: skip
 EXPERTS = ("experts", "experts' scales")
-ROWS = ("embedding", "rotary")  # read one row a token
-# A tenth of 64 GB, what serving engines leave alone, rounded down.
+ROWS = ("embedding", "rotary")  # tables of which a step reads one row for each token
+# A tenth of 64 GB, rounded down: serving engines usually leave as much free.
 ALLOWANCE = Part(
     "CANN, operators, tiles", 6 * GB, "an allowance, not measured: driver, runtime, operators' workspaces, compiled "
     "code, padding of tiles, fragmentation",
@@ -45,21 +52,22 @@ ALLOWANCE = Part(
 
 @dataclass(frozen=True)
 class Sketch:
-    """What rank 0 keeps, of tensors that have shapes and no memory."""
+    """Rank 0's model with its caches, on meta."""
 
-    config: Any
+    config: ModelConfig
     build: Build
-    model: nn.Module
-    ignored: frozenset[str]  # checkpoint tensors that may be there without being used
-    pages: int  # of the KV cache that are handed out
+    model: CausalLM
+    pages: int  # KV pages that sequences may hold
 
 
 @dataclass(frozen=True)
 class Plan:
+    """What one rank needs, by sections of memory."""
+
     case: Case
     sections: dict[str, list[Part]]
-    page_nbytes: int  # of the KV cache, all layers
-    decode: list[Part]  # what a decode step reads
+    page_nbytes: int  # of one KV page in all layers
+    decode: list[Part]  # what a decode step reads from memory
 
     @property
     def total(self) -> int:
@@ -71,44 +79,50 @@ class Plan:
 
     @property
     def tokens_left(self) -> int:
-        """Tokens of whole KV pages that what is left has room for."""
+        """How many more tokens of KV cache, in whole pages, fit into the memory that is left."""
         return max(self.left, 0) // self.page_nbytes * self.case.cache_config.page_size
 
     def of(self, section: str) -> int:
+        """Bytes of all parts of a section."""
         return sum(part.nbytes for part in self.sections[section])
 
 
 def make_plan(case: Case) -> Plan:
+    """The plan of an Ascend case; UserError for other platforms."""
     if case.platform != "ascend":
         raise UserError(f"case {case.name}: --plan: platform: {case.platform} has no memory plan, only ascend has")
-    sketch = sketch_of(case)
-    config, build = sketch.config, sketch.build
+    ledger = Ledger()
+    shapes = AscendShapes(getattr(torch, case.model_config.dtype), case.ascend_config.moe_routing, ledger.note)
+    sketch = sketch_of(case, ops=cast(Ops, shapes))
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
+    shorten(sketch.model)
     sections = {
         WEIGHTS: weights,
         CACHE: [cache],
-        PREFILL: _prefill(case, config, build),
-        GRAPHS: _graphs(case, config, build),
+        PREFILL: _prefill(case, sketch, ledger),
+        GRAPHS: _graphs(case, sketch, ledger),
         HCCL: _hccl(case),
         REST: [ALLOWANCE],
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
-    return Plan(case, sections, page_nbytes, _decode(case, config, build.parallel, weights, page_nbytes))
+    return Plan(case, sections, page_nbytes, _decode(case, sketch, weights, page_nbytes))
 
 
-def sketch_of(case: Case, offload: Shadows | None = None) -> Sketch:
-    ranks = RankEnv(rank=0, world_size=case.world_size, local_rank=0, local_world_size=1, error_file="")
+def sketch_of(case: Case, offload: Shadows | None = None, ops: Ops | None = None) -> Sketch:
+    """The model and its caches on meta. The default `ops` are the platform's layouts, which can build a model but not
+    run a step."""
     config = load_model_config(case)
-    ops = cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
-    quantised_head = "q8" in PLATFORMS[case.platform].quantised  # which ascend has no products in
-    build = build_of(case, ops, place_of(case, ranks.rank, {}), torch.device("meta"), quantised_head)
-    model = model_class(case.model_name)(config, dataclasses.replace(build, offload=offload))
-    module, pages = cast(nn.Module, model), Scheduler(limits_of(case)).pages
-    bind_caches(module, case, build, pages)
-    return Sketch(config, build, module, model.ignored_weights(), pages)
+    ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
+    quantised_head = PLATFORMS[case.platform].quantised_head
+    build = build_of(case, ops, counted(place_of(case, 0, {})), torch.device("meta"), quantised_head, offload)
+    model = model_class(case.model_name)(config, build)
+    pages = Scheduler(limits_of(case)).pages
+    bind_caches(model, case, build, pages)
+    return Sketch(config, build, model, pages)
 
 
 def weights_of(model: nn.Module) -> list[Part]:
+    """The memory of all weights, by kinds of layers."""
     names = ("embedding", "attention", "router", "experts", "experts' scales", "dense MLP", "norms", "head", "rotary")
     sizes = dict.fromkeys(names, 0)
     for path, layer in layers_of(model):
@@ -124,7 +138,7 @@ def weights_of(model: nn.Module) -> list[Part]:
 
 
 def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
-    """What a layer is by its class, or a plain matrix by its neighbours."""
+    """The kind of a layer as the plan names it: by its class or, for a plain matrix, by the modules beside it."""
     kinds = {VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", Experts: "experts"}
     if type(layer) in kinds:
         return kinds[type(layer)]
@@ -133,6 +147,7 @@ def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
 
 
 def cache_of(model: nn.Module, page_size: int) -> Part:
+    """The memory of the KV cache that is bound to `model`."""
     layers = [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
     caches: list[Tensor] = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
     pages, values = len(caches[0]), caches[0][0].numel() // page_size
@@ -140,43 +155,45 @@ def cache_of(model: nn.Module, page_size: int) -> Part:
     return Part("pages", sum(cache.nbytes for cache in caches), how)
 
 
-def _prefill(case: Case, config: Any, build: Build) -> list[Part]:
-    """The largest step: every place of a group is taken by a longest prompt, or as much of that as a chunk holds."""
+def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
+    """The largest prefill step: the longest prompt for every sequence of a group, limited by the chunk size."""
     data, sequences = case.data_config, case.data_config.batch_size // case.attn_dp_size
     tokens = min(sequences * data.input_max_len, data.chunked_prefill_size or 1 << 62)
-    shape = step_shape(case, config, build.parallel, build.dtype.itemsize)
-    moment, parts = fullest(of_model(shape, tokens, sequences) | of_sampling(shape, sequences))
+    batch = _batch(case, sketch, tokens, sequences, case.attn_dp_size)
+    in_model = ledger.fullest(sketch.model, sketch.model.prefill, batch)
+    after = sampling(sketch.config.vocab_size, sequences, sketch.build.dtype.itemsize)
+    moment = max(in_model, after, key=lambda moment: moment.nbytes)
     fixed = [
-        Part("inputs", _inputs(case, build.ops, tokens, sequences)),
+        Part("inputs", _inputs(batch)),
         product("causal mask", rows=CAUSAL_MASK, columns=CAUSAL_MASK, B=1),
     ]
-    return [Part(f"{moment}:", 0), *parts, *fixed]
+    return [Part(f"fullest at {moment.name}", 0), *moment.parts, *fixed]
 
 
-def _graphs(case: Case, config: Any, build: Build) -> list[Part]:
-    """Each size has inputs and tensors of its own."""
+def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
+    """Graphs of different sizes share no memory: each has its own inputs and tensors."""
     if case.exe_mode == "eager":
         return []
-    shape = step_shape(case, config, build.parallel, build.dtype.itemsize)
     most = case.data_config.batch_size // case.attn_dp_size
     parts = []
     for rows in sorted({graph_rows(rows, most) for rows in range(1, most + 1)}):
-        moment, tensors = fullest(of_model(shape, rows, rows))
-        size = sum(part.nbytes for part in tensors) + _inputs(case, build.ops, rows, rows)
-        parts.append(Part(f"{rows} sequence(s)", size, f"inputs and {moment}"))
+        batch = _batch(case, sketch, rows, rows, None)
+        moment = ledger.fullest(sketch.model, sketch.model.decode, batch)
+        parts.append(Part(f"{rows} sequence(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
     return parts
 
 
-def _inputs(case: Case, ops: Ops, tokens: int, sequences: int) -> int:
-    """Of one token ids, positions, slots; of one sequence a block table and its row of logits."""
-    pages = Scheduler(limits_of(case)).table_width
-    slots, tables, *_ = ops.paging([0], [[0] * pages], [0, 1], [1], case.cache_config.page_size)
-    number = torch.int64.itemsize
-    return tokens * (2 * number + slots.nbytes) + sequences * (tables.nbytes + number)
+def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
+    width, page_size = Scheduler(limits_of(case)).table_width, case.cache_config.page_size
+    return batch_of(sketch.build.ops, tokens, sequences, width, page_size, groups)
+
+
+def _inputs(batch: Batch) -> int:
+    return sum(tensor.nbytes for tensor in batch.tensors().values())
 
 
 def _hccl(case: Case) -> list[Part]:
-    """A rank is in one group of each kind; kinds with the same ranks are one group, a group of one rank has none."""
+    """The buffers of this rank's groups. Groups with equal ranks are one group; a group of one rank has no buffers."""
     shared: dict[tuple[int, ...], list[str]] = {}
     for name, members in partitions(case).items():
         shared.setdefault(members[0], []).append(name)
@@ -187,18 +204,19 @@ def _hccl(case: Case) -> list[Part]:
     ]
 
 
-def _decode(case: Case, config: Any, parallel: Parallel, weights: list[Part], page_nbytes: int) -> list[Part]:
-    """What a step of a whole batch reads at its longest: of the experts, those that are expected to be chosen."""
+def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -> list[Part]:
+    """What a decode step of a full batch of longest sequences reads, with the expected number of different experts."""
     batch = case.data_config.batch_size
     own = batch // case.attn_dp_size
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
     parts = [Part("all but embedding, experts", rest)]
-    if any(config.sparse_layers):
-        here = config.num_experts // parallel.moe_ep.size
-        share = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** batch
+    experts, chosen = sketch.config.expert_count, sketch.config.experts_per_token
+    if experts:
+        here = experts // sketch.build.parallel.moe_ep.size
+        share = 1 - (1 - chosen / experts) ** batch
         size = sum(part.nbytes for part in weights if part.name in EXPERTS)
-        how = f"{here * share:.1f} of {here} a layer: {here} x (1 - (1 - {config.num_experts_per_tok} / "
-        parts.append(Part("experts hit", round(size * share), how + f"{config.num_experts}) ^ {batch})"))
+        how = f"{here * share:.1f} of {here} a layer: {here} x (1 - (1 - {chosen} / {experts}) ^ {batch})"
+        parts.append(Part("experts hit", round(size * share), how))
     tokens, page_size = own * case.max_sequence_length, case.cache_config.page_size
     parts.append(product("KV of longest sequences", tokens=tokens, B_a_token=page_nbytes // page_size))
     return parts

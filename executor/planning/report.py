@@ -1,9 +1,10 @@
-"""Prints a memory plan, and refuses what does not fit."""
+"""Prints a memory plan and refuses a case that does not fit."""
 
 from errors import UserError
 from executor.config.case import Case
-from executor.planning.activations import Part
-from executor.planning.memory import CACHE, GB, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from executor.config.units import GB
+from executor.planning.memory import CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from executor.planning.parts import Part
 
 REMEDIES = {
     WEIGHTS: "raise world_size, or --set quantization.method=q4",
@@ -16,6 +17,7 @@ REMEDIES = {
 
 
 def show_plan(case: Case) -> None:
+    """`--plan`: prints what the case needs; UserError if that is more than a device has."""
     if case.offload_config.mode != "none":
         from executor.planning.times import show_offload_plan
 

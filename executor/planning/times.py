@@ -14,10 +14,10 @@ from errors import UserError
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
+from executor.config.units import GB
 from executor.engine.shadows import make_arena
 from executor.parallel.groups import Group
 from executor.planning.choices import choose, sizes_of, swaps_of
-from executor.planning.memory import GB
 from executor.platform import load_platform
 from executor.platform.base import Platform
 

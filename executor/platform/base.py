@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from cpu_offload.device import Device
 from executor.config.case import Case
 from executor.config.env import RankEnv
+from executor.config.platforms import PLATFORMS
 from models.batch import Batch
+from models.config import ModelConfig
 from ops.interface import Ops
 
 Step = Callable[[Batch], Tensor]
@@ -20,16 +22,20 @@ Step = Callable[[Batch], Tensor]
 class Platform(ABC):
     name: ClassVar[str]
     collectives: ClassVar[str]  # torch.distributed's backend
-    quantised_head: ClassVar[bool]  # the output head gets 8 bits where linear layers are quantised
     device: torch.device
     ops: Ops
+
+    @property
+    def quantised_head(self) -> bool:
+        """Whether the output head gets 8 bits where linear layers are quantised."""
+        return PLATFORMS[self.name].quantised_head
 
     @abstractmethod
     def __init__(self, case: Case, ranks: RankEnv):
         """Make this rank's device the process's own."""
 
     @abstractmethod
-    def compile(self, step: Step, model_config: object) -> Step:
+    def compile(self, step: Step, model_config: ModelConfig) -> Step:
         """`step`, a model's method, as the graphs that the case's `exe_mode` names; takes batches on the host."""
 
     def kernels(self, model: nn.Module) -> dict[str, str]:

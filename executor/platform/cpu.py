@@ -11,6 +11,7 @@ from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step
 from executor.platform.cpu_graph import GraphStep
+from models.config import ModelConfig
 from ops import load_ops
 from ops.cpu.engine import placement, start
 
@@ -18,8 +19,6 @@ from ops.cpu.engine import placement, start
 class CpuPlatform(Platform):
     name: ClassVar[str] = "cpu"
     collectives: ClassVar[str] = "gloo"
-
-    quantised_head: ClassVar[bool] = True
 
     def __init__(self, case: Case, ranks: RankEnv):
         torch.set_num_threads(1)  # the native pool has the cores
@@ -29,7 +28,7 @@ class CpuPlatform(Platform):
         _, chosen = start(case.threads, case.instruction_set, ranks.local_rank, ranks.local_world_size, shadow)
         print(f"native CPU kernels: {chosen}, {placement()}")
 
-    def compile(self, step: Step, model_config: object) -> Step:
+    def compile(self, step: Step, model_config: ModelConfig) -> Step:
         return GraphStep(step)
 
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:

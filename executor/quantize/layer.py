@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.layers import rotary_angles
+from models.layers.rotary import rotary_angles
 from models.qwen3_moe.config import Qwen3MoeConfig
 from ops.reference import rms_norm, rope, route_softmax
 

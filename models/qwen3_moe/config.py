@@ -7,7 +7,7 @@ from errors import UserError
 from models.hf_config import read_hf_config
 from models.rope import RopeConfig, read_rope
 
-LARGEST_DEPTH = 4096  # each layer is built as objects, before any weight is looked for
+LARGEST_DEPTH = 4096  # bounds what an untrusted config can allocate: layers are built before weights are read
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,23 @@ class Qwen3MoeConfig:
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence the position embedding is made for; YaRN stretches the original length."""
+        """Tokens of the longest sequence that the position embedding is made for, which YaRN lengthens."""
         yarn = self.rope.yarn
         stretched = int(yarn.original_length * yarn.factor) if yarn else 0
         return max(self.max_position_embeddings, stretched)
 
+    @property
+    def expert_count(self) -> int:
+        return self.num_experts if any(self.sparse_layers) else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.num_experts_per_tok
+
     def check_parallel(
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:
-        """Every split must come out even; KV heads may instead be replicated."""
+        """UserError unless all splits are even; ranks may hold copies of KV heads instead of splitting them."""
         rules = [
             ("attn_tp_size", attn_tp_size, "num_attention_heads", self.num_attention_heads),
             ("embed_tp_size", embed_tp_size, "vocab_size", self.vocab_size),

@@ -1,7 +1,7 @@
 """Qwen3-MoE (arXiv 2505.09388): grouped-query attention with per-head QK-norm, and a softmax-routed mixture of experts.
 
-T tokens of all sequences are packed; H hidden size; D head_dim. Devices, splits over ranks and weight formats are the
-layers' business.
+Shapes: T tokens of all sequences, packed; H hidden size; D head_dim. Devices, splits over ranks and weight formats are
+handled by the layers.
 """
 
 from torch import Tensor, nn
@@ -9,18 +9,13 @@ from torch import Tensor, nn
 from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
-from models.layers import (
-    HEAD,
-    Experts,
-    LMHead,
-    MergedLinear,
-    PagedAttention,
-    RMSNorm,
-    RotaryTable,
-    RowLinear,
-    Source,
-    VocabEmbedding,
-)
+from models.causal_lm import CausalLM
+from models.layers.attention import PagedAttention
+from models.layers.embedding import HEAD, LMHead, VocabEmbedding
+from models.layers.experts import Experts
+from models.layers.linear import MergedLinear, RowLinear, Source
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryTable
 from models.qwen3_moe.config import Qwen3MoeConfig
 
 
@@ -28,7 +23,7 @@ class Attention(nn.Module):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
         super().__init__()
         dim, tp, bias = config.head_dim, build.parallel.attn_tp, config.attention_bias
-        # With more ranks than KV heads, neighbouring ranks hold copies of the same head.
+        # If there are more ranks than KV heads, neighbouring ranks hold copies of the same head.
         kv_split = min(tp.size, config.num_key_value_heads)
         kv_shard = Shard(tp.rank * kv_split // tp.size, kv_split)
         q_rows, kv_rows = config.num_attention_heads * dim, config.num_key_value_heads * dim
@@ -121,7 +116,7 @@ class Decoder(nn.Module):
         return self.norm.add(x, residual)[0]
 
 
-class Qwen3MoeForCausalLM(nn.Module):
+class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
         super().__init__()
         self.model = Decoder(config, build)
@@ -129,14 +124,11 @@ class Qwen3MoeForCausalLM(nn.Module):
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
 
     def prefill(self, batch: Batch) -> Tensor:
-        """New tokens of sequences of any length. -> logits (rows wanted, vocabulary)"""
         x = self.model(batch)
         return self.lm_head(x if batch.logit_rows is None else x[batch.logit_rows])
 
     def decode(self, batch: Batch) -> Tensor:
-        """One new token of each sequence: the step that graphs are made of. -> logits (S, vocabulary)"""
         return self.lm_head(self.model(batch))
 
     def ignored_weights(self) -> frozenset[str]:
-        """Checkpoint tensors that may be there without being used: a tied head that was saved all the same."""
-        return frozenset({HEAD} - {self.lm_head.source})
+        return frozenset({HEAD} - {self.lm_head.source})  # some checkpoints with a tied head hold it all the same

@@ -9,6 +9,7 @@ from cpu_offload.device import Device
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step
+from models.config import ModelConfig
 from ops import load_ops
 from ops.ascend.ops import AscendOps
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
@@ -22,7 +23,7 @@ class OnCpu(Platform):
     def __init__(self, case: Case, ranks: RankEnv):
         self.device = torch.device("cpu")
 
-    def compile(self, step: Step, model_config: object) -> Step:
+    def compile(self, step: Step, model_config: ModelConfig) -> Step:
         raise NotImplementedError
 
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:

@@ -134,9 +134,9 @@ def test_the_only_thing_read_back_is_the_chosen_tokens(tmp_path: Path) -> None:
     assert [line for line in decode_log(tmp_path) if "D2H" in line] == ["memcpy D2H 24"]
 
 
-def with_copy(self: AscendOps, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def with_copy(self: AscendOps, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
     for x, cache in ((k, k_cache), (v, v_cache)):
-        torch_npu.npu_scatter_nd_update_(input=cache, indices=slots, updates=x.flatten(1).contiguous())
+        torch_npu.npu_scatter_nd_update_(input=cache, indices=places, updates=x.flatten(1).contiguous())
 
 
 def with_cast(self: AscendOps, x: Tensor, weight: Tensor, eps: float) -> Tensor:

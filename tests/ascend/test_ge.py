@@ -96,8 +96,8 @@ def test_options_that_reach_ge(tmp_path: Path) -> None:
     assert "0" not in options["frozenInput"].split(",")[4:11]  # a layer's weights and caches
 
 
-def flat_view(self: AscendOps, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    flat = (slots[:, 0] * 128 + slots[:, 1])[:, None]
+def flat_view(self: AscendOps, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+    flat = (places[:, 0] * 128 + places[:, 1])[:, None]
     for x, cache in ((k, k_cache), (v, v_cache)):
         torch_npu.npu_scatter_nd_update_(input=cache.view(-1, cache.shape[2]), indices=flat, updates=x.flatten(1))
 

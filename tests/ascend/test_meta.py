@@ -21,7 +21,7 @@ from executor.engine.request import Sequence
 from executor.parallel.groups import Parallel
 from models.batch import Batch
 from models.build import Build, Formats
-from models.layers import PagedAttention
+from models.layers.attention import PagedAttention
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from ops.ascend import moe

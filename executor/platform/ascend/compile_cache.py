@@ -35,6 +35,7 @@ from executor.platform.ascend.trusted_files import (
 )
 from executor.platform.ascend.versions import Versions
 from files import ROOT
+from models.config import ModelConfig
 
 CACHE = ROOT / "compile_cache"
 MANIFEST, GRAPH = "manifest.json", "graph"
@@ -46,7 +47,7 @@ Facts: TypeAlias = dict[str, Json]
 
 
 def compile_facts(
-    case: Case, config: Any, versions: Versions, torchair: str, sources: str, kernels_built: int
+    case: Case, config: ModelConfig, versions: Versions, torchair: str, sources: str, kernels_built: int
 ) -> Facts:
     """All that a compiled graph depends on but its rank and shapes; `config` is the model's, `sources` a digest of the
     code that was traced, `kernels_built` when our own kernels were. Prompts and the description are left out: they

@@ -20,6 +20,7 @@ from executor.platform.ascend.hccl import group_options
 from executor.platform.ascend.kernels import chosen_kernels, gemv_tokens
 from executor.platform.ascend.versions import check_versions, read_versions
 from executor.platform.base import Platform, Step
+from models.config import ModelConfig
 from ops.ascend import vector_core
 from ops.ascend.ops import AscendOps
 from ops.interface import Ops
@@ -30,7 +31,6 @@ COPIES = 5  # to measure one
 class AscendPlatform(Platform):
     name: ClassVar[str] = "ascend"
     collectives: ClassVar[str] = "hccl"
-    quantised_head: ClassVar[bool] = False
 
     def __init__(self, case: Case, ranks: RankEnv):
         self.case, self.ranks = case, ranks
@@ -52,7 +52,7 @@ class AscendPlatform(Platform):
         self.own = AscendOps(dtype, self.device, settings.moe_routing, tokens, settings.gemv_half_sums)
         self.ops = cast(Ops, self.own)
 
-    def compile(self, step: Step, model_config: object) -> Step:
+    def compile(self, step: Step, model_config: ModelConfig) -> Step:
         return AscendGraphs(step, self.case, self.ranks, self.device, model_config)
 
     def kernels(self, model: nn.Module) -> dict[str, str]:

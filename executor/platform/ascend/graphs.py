@@ -32,6 +32,7 @@ from executor.platform.ascend.versions import read_versions
 from executor.platform.base import Step
 from files import ROOT
 from models.batch import Batch
+from models.config import ModelConfig
 from ops.ascend import (
     lowering,  # noqa: F401 (registers)
     vector_core,
@@ -77,7 +78,7 @@ class AscendGraph:
 class AscendGraphs:
     """A drop-in for the eager step."""
 
-    def __init__(self, step: Step, case: Case, ranks: RankEnv, device: torch.device, model_config: object):
+    def __init__(self, step: Step, case: Case, ranks: RankEnv, device: torch.device, model_config: ModelConfig):
         if not isinstance(step, types.MethodType):
             raise TypeError("a graph is made from a method of a model")
         self.step, self.case, self.device = step, case, device

@@ -10,7 +10,9 @@ from torch import nn
 
 from errors import UserError
 from executor.config.case import Case
-from models.layers import Experts, MergedLinear, RowLinear, layers_of
+from models.layers.base import layers_of
+from models.layers.experts import Experts
+from models.layers.linear import MergedLinear, RowLinear
 from ops.ascend import vector_core
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendMatrix, Bank

@@ -28,7 +28,9 @@ from executor.parallel.join import place_of
 from executor.quantize.convert import convert
 from executor.quantize.source import Source
 from models.hf_config import HfConfig
-from models.layers import Experts, MergedLinear, RowLinear, layers_of
+from models.layers.base import layers_of
+from models.layers.experts import Experts
+from models.layers.linear import MergedLinear, RowLinear
 from models.registry import model_class
 from ops import load_ops
 from ops.cpu import engine

@@ -123,7 +123,7 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
         q, k, v = (torch.cat([whole[s.id][t][s.cached : len(s.ids)] for s in active]) for t in range(3))
         assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.cached :]]
         assert batch.positions.tolist() == batch.token_ids.tolist()  # ids were chosen to be positions
-        reference.write_kv(k, v, caches[0], caches[1], batch.slots)
+        reference.write_kv(k, v, caches[0], caches[1], batch.places)
         out = reference.attention(
             q, caches[0], caches[1], batch.block_tables, batch.query_starts, batch.kv_lens, dim**-0.5
         )

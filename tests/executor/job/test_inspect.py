@@ -24,7 +24,8 @@ from executor.job.runner import make_runner as new_runner
 from executor.parallel.join import place_of
 from executor.planning.memory import kind_of, make_plan
 from files import ROOT
-from models.layers import PagedAttention, layers_of
+from models.layers.attention import PagedAttention
+from models.layers.base import layers_of
 from models.registry import model_class
 from ops import load_ops
 from tests.quantised import quantise_tiny

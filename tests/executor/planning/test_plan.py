@@ -11,21 +11,28 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
 
 from errors import UserError
 from executor.config.case import Case
 from executor.config.load import load_case, load_model_config
-from executor.engine.building import bind_caches, build_of
+from executor.config.units import GB
+from executor.engine.building import attentions, bind_caches, build_of
 from executor.engine.scheduler import Scheduler, limits_of
+from executor.parallel.groups import Parallel
 from executor.parallel.join import place_of
-from executor.planning.activations import StepShape, fullest, of_model, of_sampling
-from executor.planning.memory import GB, make_plan
+from executor.planning.activations import Ledger, batch_of, sampling, shorten
+from executor.planning.memory import make_plan, sketch_of
 from executor.planning.report import check_fits, print_plan
 from files import ROOT
-from models.layers import layers_of
+from models.build import Build, Formats
+from models.layers.base import layers_of
+from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from models.registry import model_class
+from models.rope import RopeConfig
 from ops.ascend.layout import AscendLayout
+from ops.ascend.shapes import AscendShapes
+from ops.interface import FORMATS
 from tests.tiny import save_tiny, tiny_case
 
 VOCABULARY, DIM, EXPERTS, TOP_K = 151936, 128, 128, 8
@@ -55,20 +62,28 @@ def by_hand(tp: int, layers: int, hidden: int, heads: int, inner: int, q4: bool)
         "rotary": 2 * LONGEST * DIM * 2,
     }
     prefill = {
-        "hidden states, residuals": 4 * CHUNK * hidden * 2,
-        "cos, sin": 2 * CHUNK * DIM * 2,
-        "weights, ids, places": CHUNK * TOP_K * (2 + 4 + 4),
-        "rows of experts": 2 * CHUNK * TOP_K * hidden * 2,
-        "their sums": CHUNK * hidden * 2,
+        "model.rotary: rows": 2 * CHUNK * DIM * 2,
+        "a layer: residual sum": 2 * CHUNK * hidden * 2,  # this layer's and the one before's
+        "a layer: normalised": CHUNK * hidden * 2,
+        "mlp: weights": CHUNK * TOP_K * 2,
+        "mlp: ids": CHUNK * TOP_K * 4,
+        "mlp.experts: rows in expert order": CHUNK * TOP_K * hidden * 2,
+        "mlp.experts: order back": CHUNK * TOP_K * 4,
+        "mlp.experts: rows of each expert": EXPERTS * 8,
+        "mlp.experts: unused scales": CHUNK * TOP_K * 4,  # npu_moe_init_routing_v2 returns them all the same
+        "mlp.experts: down's result": CHUNK * TOP_K * hidden * 2,
+        "mlp.experts: sums over experts": 2 * CHUNK * hidden * 2,  # this layer's and the one before's
         "inputs": CHUNK * (8 + 8 + 16) + BATCH * (40 * 4 + 8),
         "causal mask": 4 * MIB,
     }
-    in_head = hidden * 2 + hidden * 2 + VOCABULARY // tp * 2 + 2 * VOCABULARY * 2
+    # Hidden states, from which a decode step takes every row without a copy; this rank's logits; those of all ranks as
+    # they come and, of more than one sequence, in order.
+    in_head = {n: hidden * 2 + VOCABULARY // tp * 2 + (1 + (n > 1)) * VOCABULARY * 2 for n in (1, 2, 4)}
     return {
         "weights": {name: size for name, size in weights.items() if size},
         "KV cache": {"pages": layers * 2 * (PAGES + 1) * 128 * one_head * 2},
-        "prefill step": {"the sum over experts:": 0, **prefill},
-        "decode graphs": {f"{n} sequence(s)": n * (in_head + 8 + 8 + 16 + 40 * 4 + 8) for n in (1, 2, 4)},
+        "prefill step": {"fullest at mlp.experts: sums over experts": 0, **prefill},
+        "decode graphs": {f"{n} sequence(s)": n * (in_head[n] + 8 + 8 + 16 + 40 * 4 + 8) for n in (1, 2, 4)},
         "HCCL buffers": {"world, attn_tp, embed_tp, lmhead_tp": 2 * 200 * MIB},
         "allowance": {"CANN, operators, tiles": 6 * 1024 * MIB},
     }
@@ -123,7 +138,7 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
     build = build_of(
         case, cast(Any, AscendLayout(torch.bfloat16)), place_of(case, 0, {}), torch.device("cpu"), quantised_head=False
     )
-    model = cast(nn.Module, model_class(case.model_name)(load_model_config(case), build))
+    model = model_class(case.model_name)(load_model_config(case), build)
     bind_caches(model, case, build, Scheduler(limits_of(case)).pages)
     tensors = [*model.parameters(), *model.buffers(), *(t for _, layer in layers_of(model) for t in layer.storages())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -143,21 +158,44 @@ def test_groups_of_different_ranks_have_buffers_of_their_own(tmp_path: Path) -> 
 
 
 def test_the_fullest_moment_depends_on_the_shape() -> None:
-    usual = dict(
-        hidden=64, heads=1, kv_heads=1, head_dim=16, vocabulary=100, head_split=1, top_k=2, inner=16, dense_inner=0,
-        groups=1, expert_rows=2, itemsize=2,
-    )  # fmt: skip
+    ledger, bf16, meta = Ledger(), torch.bfloat16, torch.device("meta")
+    shapes: Any = AscendShapes(bf16, "fusion_v2", ledger.note)
+    plain = FORMATS["bfloat16"]
+    build = Build(shapes, Parallel(), Formats(plain, plain, plain), bf16, meta, max_positions=128)
 
-    def moment(**sizes: int) -> str:
-        shape = StepShape(**usual | sizes)
-        return fullest(of_model(shape, 10, 2) | of_sampling(shape, 2))[0]
+    def moment(heads: int = 1, vocabulary: int = 100, top_k: int = 2, inner: int = 16, dense_inner: int = 0) -> str:
+        config = Qwen3MoeConfig(
+            vocab_size=vocabulary, hidden_size=64, intermediate_size=dense_inner, num_hidden_layers=3,
+            num_attention_heads=heads, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6,
+            rope=RopeConfig(10000.0, 16, None), max_position_embeddings=128, attention_bias=False,
+            tie_word_embeddings=False, num_experts=8, num_experts_per_tok=top_k, moe_intermediate_size=inner,
+            norm_topk_prob=True, sparse_layers=(inner > 0,) * 3, eos_token_ids=(),
+        )  # fmt: skip
+        model = Qwen3MoeForCausalLM(config, build)
+        for attention in attentions(model):
+            attention.bind(*(shapes.kv_cache(1, 128, 1, 16, bf16, meta) for _ in "kv"))
+        batch = batch_of(shapes, tokens=10, sequences=2, table_width=1, page_size=128, groups=1)
+        moments = ledger.fullest(model, model.prefill, batch), sampling(vocabulary, 2, itemsize=2)
+        return max(moments, key=lambda moment: moment.nbytes).name
 
-    assert moment() == "the sum over experts"
-    assert moment(inner=31, top_k=4) == "the experts' down"
-    assert moment(inner=300) == "the experts' gate and up"
-    assert moment(heads=64) == "attention's o_proj"
-    assert moment(inner=0, dense_inner=1000) == "a dense layer's gate and up"
+    assert moment() == "mlp.experts: sums over experts"
+    assert moment(inner=31, top_k=4) == "mlp.experts: down's result"
+    assert moment(inner=300) == "mlp.experts: silu(gate) * up"
+    assert moment(heads=64) == "self_attn.o_proj: product"
+    assert moment(inner=0, dense_inner=1000) == "mlp: silu(gate) * up"
     assert moment(vocabulary=100_000) == "the choice of tokens"
+
+
+def test_a_shortened_model_has_the_same_fullest_moment(tmp_path: Path) -> None:
+    config = dict(num_hidden_layers=6, mlp_only_layers=[0, 3], intermediate_size=64)
+    case, ledger = tiny(tmp_path, config=config), Ledger()
+    shapes: Any = AscendShapes(torch.bfloat16, "fusion_v2", ledger.note)
+    model = sketch_of(case, ops=shapes).model
+    batch = batch_of(shapes, tokens=100, sequences=4, table_width=2, page_size=128, groups=1)
+    whole = ledger.fullest(model, model.prefill, batch)
+    shorten(model)
+    assert len(attentions(model)) == 4  # two dense layers, two with experts
+    assert ledger.fullest(model, model.prefill, batch).parts == whole.parts
 
 
 def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,28 @@
+"""Attention over the paged KV cache."""
+
+from torch import Tensor, nn
+
+from models.batch import Batch
+from models.build import Build, fixed
+
+
+class PagedAttention(nn.Module):
+    """Attention over the paged KV cache. The engine allocates the cache and passes it to `bind`."""
+
+    k_cache: Tensor  # ops.kv_cache(...)
+    v_cache: Tensor
+
+    def __init__(self, build: Build, kv_heads: int, head_dim: int):
+        super().__init__()
+        self.ops, self.kv_heads, self.head_dim = build.ops, kv_heads, head_dim
+
+    def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        self.k_cache, self.v_cache = fixed(k_cache), fixed(v_cache)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """q (T, heads, D), k and v (T, kv_heads, D). -> (T, heads * D)"""
+        self.ops.write_kv(k, v, self.k_cache, self.v_cache, batch.places)
+        out = self.ops.attention(
+            q, self.k_cache, self.v_cache, batch.block_tables, batch.query_starts, batch.kv_lens, self.head_dim**-0.5
+        )
+        return out.flatten(1)

@@ -1,0 +1,63 @@
+"""What a layer is: a module that owns weights and names the checkpoint tensors that fill them.
+
+A layer also takes its shard of a split model and sums or gathers what the split leaves on different ranks, so that
+a model file contains none of that.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A checkpoint tensor of `shape`. This rank keeps the range `part` of it and stores that by calling `fill`; `fill`
+    is None where other ranks keep the tensor.
+
+    `linear`: it is the weight of a linear module, which a checkpoint may hold quantised; `fill` then takes a
+    `Quantised` as well as a tensor. `router`: it is a router's weight, which quantised checkpoints usually leave in
+    floating point even where their config does not say so.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[slice, ...] = ()
+    fill: Callable[[Any], object] | None = None
+    linear: bool = False
+    router: bool = False
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        sizes = zip(self.part, self.shape, strict=True)
+        return tuple(len(range(*part.indices(size))) for part, size in sizes)
+
+    @property
+    def kept_elements(self) -> int:
+        return prod(self.kept_shape) if self.fill else 0
+
+
+class Layer(nn.Module):
+    """A module with weights of its own: `elements` values, which its pieces fill exactly, in `nbytes` of memory."""
+
+    elements: int
+    nbytes: int
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        """The checkpoint tensors that fill this layer, whose path in the model and the checkpoint is `path`."""
+        raise NotImplementedError
+
+    def storages(self) -> Iterator[Tensor]:
+        """Every tensor that holds weights of this layer, in the layout of the ops implementation."""
+        yield from self.parameters(recurse=False)
+        for value in vars(self).values():
+            yield from getattr(value, "storages", ())
+
+
+def layers_of(model: nn.Module) -> list[tuple[str, Layer]]:
+    """(path, layer) of every layer of `model`, in the order in which the model defines them."""
+    return [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Layer)]

@@ -1,0 +1,49 @@
+"""The two tables over the vocabulary: the embedding of token ids and the output head."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from models.build import Build
+from models.layers.base import ALL, Layer, Piece
+
+HEAD = "lm_head.weight"  # the checkpoint tensor of an output head that is not tied to the embedding
+
+
+class VocabEmbedding(Layer):
+    """The embedding table, split by vocabulary over `embed_tp`. A rank yields zeros for ids outside its part, and the
+    ranks sum."""
+
+    def __init__(self, build: Build, vocabulary: int, hidden: int):
+        super().__init__()
+        self.ops, self.group, self.vocabulary = build.ops, build.parallel.embed_tp, vocabulary
+        self.part = self.group.part(vocabulary)
+        self.table = build.table(self.part.stop - self.part.start, hidden)
+        self.elements, self.nbytes = self.table.numel(), self.table.nbytes
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        first = self.part.start if self.group.size > 1 else None
+        return self.group.all_reduce(self.ops.embedding(token_ids, self.table, first))
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        yield Piece(f"{path}.weight", (self.vocabulary, self.table.shape[1]), (self.part, ALL), self.table.copy_)
+
+
+class LMHead(Layer):
+    """Logits over the whole vocabulary: each rank of `lmhead_tp` computes its part of the columns, then all gather.
+    `source` is the name of the checkpoint tensor."""
+
+    def __init__(self, build: Build, vocabulary: int, hidden: int, source: str):
+        super().__init__()
+        self.ops, self.group, self.vocabulary, self.source = build.ops, build.parallel.lmhead_tp, vocabulary, source
+        self.part = self.group.part(vocabulary)
+        self.weight = build.matrix(self.part.stop - self.part.start, hidden, build.formats.head)
+        self.elements, self.nbytes = self.weight.rows * hidden, self.weight.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.gather_columns(self.ops.linear(x, self.weight, None))
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        shape = (self.vocabulary, self.weight.columns)
+        yield Piece(self.source, shape, (self.part, ALL), partial(self.weight.fill, 0), linear=self.source == HEAD)

@@ -1,0 +1,57 @@
+"""The experts of a mixture-of-experts layer."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from models.batch import Batch
+from models.build import Build
+from models.layers.base import ALL, Layer, Piece
+from ops.interface import ExpertMatrices
+
+
+class Experts(Layer):
+    """All routed experts of one layer, split over `moe_ep` by expert and over `moe_tp` along the intermediate size.
+
+    `forward` gathers the tokens of all data-parallel groups; one all-reduce over all ranks then sums over both splits.
+    With `build.offload` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
+    """
+
+    def __init__(self, build: Build, experts: int, hidden: int, intermediate: int):
+        super().__init__()
+        self.ops, self.world, self.dp = build.ops, build.parallel.world, build.parallel.attn_dp
+        self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
+        self.here = build.parallel.moe_ep.part(experts)
+        self.part = build.parallel.moe_tp.part(intermediate)
+        count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
+        self.first = self.here.start if count < experts else None
+        names = [f"{expert}.{which}_proj" for expert in range(experts) for which in ("gate", "up", "down")]
+        format = build.at("experts").linear(names, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
+        sizes = inner, hidden, format
+        self.shadowed = build.offload.experts(build.path, self.here, *sizes) if build.offload else None
+        self.weights: ExpertMatrices = self.shadowed or build.ops.expert_matrices(count, *sizes, build.device)
+        self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
+        x, weights, ids = (self.dp.gather_rows(t, batch.tokens_per_group) for t in (x, weights, ids))
+        if self.shadowed is None:
+            y = self.ops.moe(x, weights, ids, self.weights, self.first)
+        else:
+            y = self.shadowed.mixture(x, weights, ids, self.first)
+        return self.dp.own_rows(self.world.all_reduce(y), batch.tokens_per_group)
+
+    def storages(self) -> Iterator[Tensor]:
+        yield from self.weights.storages
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        for expert in range(self.experts):
+            for which in ("gate", "up", "down"):
+                name = f"{path}.{expert}.{which}_proj.weight"
+                shape, part = (tall, (ALL, self.part)) if which == "down" else (wide, (self.part, ALL))
+                if self.here.start <= expert < self.here.stop:
+                    fill = partial(self.weights.fill, expert - self.here.start, which)
+                    yield Piece(name, shape, part, fill, linear=True)
+                else:
+                    yield Piece(name, shape, linear=True)

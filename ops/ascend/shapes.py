@@ -1,0 +1,133 @@
+"""The ops of `ops.ascend.ops` without a device or torch_npu: each makes its outputs and temporaries as tensors on meta,
+with the shapes, types and lifetimes that they have there, so that a model that runs on these ops shows what a step
+takes. `tests/ascend/test_shapes.py` compares the two. Workspaces inside torch_npu's operators are not counted.
+
+With the kernels of ops/ascend/vector_core a decode step makes fewer temporaries than are counted here.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ops.ascend.layout import AscendLayout
+from ops.ascend.weights import AscendExperts, AscendMatrix
+from ops.interface import Lengths
+
+
+class AscendShapes(AscendLayout):
+    def __init__(self, dtype: torch.dtype, routing: str, note: Callable[[Tensor, str], None]):
+        """`routing` is one of ops.ascend.moe.ROUTINGS; `note(tensor, what)` is called for every tensor made."""
+        super().__init__(dtype)
+        self.routing, self.note = routing, note
+
+    def made(self, what: str, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = like.new_empty(shape, dtype=dtype or like.dtype)
+        self.note(tensor, what)
+        return tensor
+
+    def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+        rows = self.made("rows", table, len(ids), table.shape[1])
+        return rows if first_id is None else self.made("masked rows", rows, *rows.shape)
+
+    def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
+        return self.made("product", x, len(x), weight.rows)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, _ = self.made("normalised", x, *x.shape), self.made("rstd", x, *x.shape[:-1], dtype=torch.float32)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = self.made("residual sum", x, *x.shape)
+        return self.rms_norm(x, weight, eps), total
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k  # rotated in place
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+        pass  # views of k and v are written
+
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Lengths,
+        kv_lens: Lengths,
+        scale: float,
+    ) -> Tensor:
+        return self.made("attention", q, *q.shape)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        return self.made("silu(gate) * up", x, *x.shape[:-1], x.shape[-1] // 2)
+
+    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        shape = len(logits), top_k
+        weights, ids = self.made("weights", logits, *shape), self.made("ids", logits, *shape, dtype=torch.int32)
+        _ = self.made("row index", ids, *shape)
+        return (self._renormalised(weights) if renormalise else weights), ids
+
+    def route_sigmoid(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
+    ) -> tuple[Tensor, Tensor]:
+        scores = self.made("scores", logits, *logits.shape)
+        biased = scores if bias is None else self.made("biased scores", scores, *scores.shape)
+        ids = self.made("ids", biased, len(logits), top_k, dtype=torch.int64)
+        del biased
+        weights = self.made("weights", scores, *ids.shape)
+        weights = self._renormalised(weights) if renormalise else weights
+        return weights, self.made("ids", ids, *ids.shape, dtype=torch.int32)
+
+    def _renormalised(self, weights: Tensor) -> Tensor:
+        _ = self.made("sums of weights", weights, len(weights), 1)
+        return self.made("weights", weights, *weights.shape)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return self.made("argmax", x, len(x), dtype=torch.int64)
+
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, first_expert: int | None) -> Tensor:
+        if first_expert is not None:
+            weights = self.made("weights of experts here", weights, *weights.shape)
+            ids = self.made("ids of experts here", ids, *ids.shape)
+        route = {"tp": self._tp, "fusion_v1": self._fusion_v1, "fusion_v2": self._fusion_v2}[self.routing]
+        return route(x, weights, ids, experts)
+
+    def _tp(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+        shape = *ids.shape, x.shape[1]
+        order = self.made("order", ids, *ids.shape, dtype=torch.int64)
+        each = self.made("expert numbers", ids, experts.count)
+        _ = self.made("rows of each expert", each, experts.count, dtype=torch.int64)
+        rows = self._experts(self.made("rows in expert order", x, *shape), experts)
+        back = self.made("order back", order, *order.shape)
+        weighted = self._weighted(rows, back)
+        return self.made("sums over experts", weighted, len(x), x.shape[1])
+
+    def _weighted(self, rows: Tensor, back: Tensor) -> Tensor:
+        _ = self.made("rows in token order", rows, *rows.shape)
+        return self.made("weighted rows", rows, *rows.shape)
+
+    def _fusion_v1(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+        _places = self.made("row index", ids, *ids.shape)
+        rows = self.made("rows in expert order", x, *ids.shape, x.shape[1])
+        _back, _ids = self.made("order back", ids, *ids.shape), self.made("sorted ids", ids, *ids.shape)
+        _ends = self.made("ends of experts", ids, experts.count)
+        _wide = self.made("ends of experts", ids, experts.count, dtype=torch.int64)
+        return self._finalized(x, self._experts(rows, experts))
+
+    def _fusion_v2(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+        rows = self.made("rows in expert order", x, *ids.shape, x.shape[1])
+        _back = self.made("order back", ids, *ids.shape)
+        _counts = self.made("rows of each expert", ids, experts.count, dtype=torch.int64)
+        _scales = self.made("unused scales", ids, *ids.shape, dtype=torch.float32)
+        return self._finalized(x, self._experts(rows, experts))
+
+    def _finalized(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.made("sums over experts", x, *x.shape)
+
+    def _experts(self, rows: Tensor, experts: AscendExperts) -> Tensor:
+        """rows (T, K, H)"""
+        gate_up = self.made("gate and up", rows, *rows.shape[:2], 2 * experts.inner)
+        act = self.silu_mul(gate_up)
+        del gate_up
+        return self.made("down's result", act, *rows.shape)
