@@ -8,7 +8,7 @@ from torch import Tensor
 from errors import UserError, listed
 from executor.checkpoint.formats.scheme import FLOATS
 from executor.checkpoint.header import check_header
-from executor.job.preflight import INDEX, SINGLE
+from executor.checkpoint.names import INDEX, SINGLE
 from models.hf_config import read_json
 
 MAPPED = 256 << 20  # bytes that are read before all maps are dropped: mapped pages count as our memory

@@ -8,7 +8,6 @@ memory maps: the peak is what the rank keeps plus one weight.
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -73,29 +72,6 @@ def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quan
     if len(stored.tensors) > 1 and not (part.scales if isinstance(part, Quantised) else part).isfinite().all():
         raise UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
     return part
-
-
-def random_weights(model: nn.Module, seed: int) -> None:
-    """Fill every weight for benchmarks: zero-mean, with the scale of a trained model, at the speed of memory.
-
-    All matrices are cut from one block of random numbers whose length shares no factor with a row, so that no two
-    rows or experts are equal; norms are ones.
-    """
-    block = torch.randn((1 << 22) - 3, generator=torch.Generator().manual_seed(seed)) * 0.02
-    offset = 0
-    for path, layer in layers_of(model):
-        for piece in layer.pieces(path):
-            if piece.fill is None:
-                continue
-            if len(piece.shape) == 1:
-                piece.fill(torch.ones(piece.kept_shape))
-                continue
-            parts, missing = [], piece.kept_elements
-            while missing:
-                parts.append(block[offset : offset + missing])
-                offset = (offset + len(parts[-1])) % len(block)
-                missing -= len(parts[-1])
-            piece.fill(torch.cat(parts).view(piece.kept_shape))
 
 
 def problems_of(

@@ -1,17 +1,15 @@
-"""The rules between keys that only hold on, or only away from, platform: ascend; `config.check` calls them."""
+"""The rules between keys that hold on platform: ascend, and those about its keys on other platforms."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
 
 from errors import UserError
-from executor.platform.ascend.hccl import check_buffers
-
-if TYPE_CHECKING:
-    from executor.config.case import Case
+from executor.config.case import Case
+from executor.parallel.partitions import names_sharing, partitions
 
 
-def check_ascend(case: "Case", where: str) -> None:
-    """What the fused kernels and HCCL take."""
+def check_ascend(case: Case, where: str) -> None:
+    """Refuse what the fused kernels and HCCL cannot do."""
     page_size, hccl, port = case.cache_config.page_size, case.hccl_config, case.ascend_config.base_port
     if page_size % 128 or page_size > 512:
         raise UserError(
@@ -42,10 +40,11 @@ def check_ascend(case: "Case", where: str) -> None:
             f"{where}: hccl_config.deterministic: true and hccl_config.aiv_group: {hccl.aiv_group} exclude each other "
             "(HCCL leaves the vector cores to be deterministic): set aiv_group: none"
         )
-    check_buffers(case, where)
+    _check_buffers(case, where)
 
 
-def check_not_ascend(case: "Case", where: str) -> None:
+def check_not_ascend(case: Case, where: str) -> None:
+    """Refuse keys that only platform: ascend has a use for."""
     if case.model_config.enable_cache_compile:
         raise UserError(
             f"{where}: model_config.enable_cache_compile: true has nothing to keep on platform: {case.platform}"
@@ -56,4 +55,17 @@ def check_not_ascend(case: "Case", where: str) -> None:
             if getattr(settings, field.name) != field.default:
                 raise UserError(
                     f"{where}: {name}.{field.name}: has no meaning on platform: {case.platform}: leave it out"
+                )
+
+
+def _check_buffers(case: Case, where: str) -> None:
+    """Groups of the same ranks are one HCCL group, so they cannot have buffers of different sizes."""
+    sizes = case.parallel_sizes
+    for name, ranks in partitions(sizes).items():
+        own = case.hccl_config.own_buffers(names_sharing(sizes, name))
+        for (key, size), (other, other_size) in itertools.pairwise(own):
+            if size != other_size:
+                raise UserError(
+                    f"{where}: hccl_config.{key}: {size} and hccl_config.{other}: {other_size}: both are the group "
+                    f"of the same {len(ranks[0])} ranks: give them one size"
                 )

@@ -1,16 +1,14 @@
-"""Every key a case may have, with its default and meaning, and the rules between keys.
+"""Every key that a case may have, with its default and meaning; `rules.py` has the rules between keys.
 
 Imports nothing heavy: the launcher checks a case in milliseconds. `docs/config.md` is generated from this file.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from errors import UserError
-from executor.config.ascend_rules import check_ascend, check_not_ascend
-from executor.config.offload_rules import check_offload
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
-from executor.parallel.partitions import GROUPS
+from executor.parallel.partitions import GROUPS, ParallelSizes
 from models.registry import MODELS
 
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
@@ -187,6 +185,11 @@ class HcclSettings:
     embed_tp_buffer_mb: int = key(0, "of embed_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
     lmhead_tp_buffer_mb: int = key(0, "of lmhead_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
 
+    def own_buffers(self, groups: Iterable[str]) -> list[tuple[str, int]]:
+        """(key, MB) of those of `groups` that have a buffer size of their own."""
+        keys = [f"{group}_buffer_mb" for group in groups]
+        return [(key, size) for key in keys if (size := getattr(self, key))]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -229,43 +232,12 @@ class Case:
         return self.data_config.input_max_len + self.data_config.max_new_tokens
 
     @property
-    def attn_dp_size(self) -> int:
-        return self.world_size // self.parallel_config.attn_tp_size
-
-
-def check(case: Case, where: str) -> None:
-    """The rules that need more than one key; the sizes' defaults are filled in already."""
-    parallel, data = case.parallel_config, case.data_config
-    for name in ("attn_tp_size", "moe_tp_size"):
-        size = getattr(parallel, name)
-        if case.world_size % size:
-            raise UserError(f"{where}: parallel_config.{name}: {size} does not divide world_size: {case.world_size}")
-    for name in ("embed_tp_size", "lmhead_tp_size"):
-        size = getattr(parallel, name)
-        if parallel.attn_tp_size % size:
-            raise UserError(
-                f"{where}: parallel_config.{name}: {size} does not divide attn_tp_size: {parallel.attn_tp_size} "
-                "(ranks that share this table must hold the same tokens)"
-            )
-    if data.batch_size % case.attn_dp_size:
-        raise UserError(
-            f"{where}: data_config.batch_size: {data.batch_size} is not divisible by attn_dp: {case.attn_dp_size} "
-            f"(world_size {case.world_size} / attn_tp_size {parallel.attn_tp_size})"
+    def parallel_sizes(self) -> ParallelSizes:
+        sizes = self.parallel_config
+        return ParallelSizes(
+            self.world_size, sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size
         )
-    modes = PLATFORMS[case.platform].exe_modes
-    if case.exe_mode not in modes:
-        raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")
-    if case.platform == "ascend":
-        check_ascend(case, where)
-    else:
-        check_not_ascend(case, where)
-    check_offload(case, where)
-    wanted = case.quantization
-    if wanted.group_size not in (32, 64, 128):
-        raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
-    if wanted.zero_points and wanted.method != "q4":
-        raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")
-    if not case.model_path:
-        raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
-    if not data.prompts and case.model_config.with_ckpt:
-        raise UserError(f"{where}: data_config.prompts is empty: give at least one prompt")
+
+    @property
+    def attn_dp_size(self) -> int:
+        return self.parallel_sizes.attn_dp

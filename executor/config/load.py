@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from errors import UserError
-from executor.config.case import Case, check
+from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
+from executor.config.rules import check
 from executor.config.schema import override, read
 from files import ROOT
 from models.registry import config_class
@@ -68,9 +69,8 @@ def model_folder(case: Case) -> Path:
 def load_model_config(case: Case) -> "Qwen3MoeConfig":
     """The checkpoint's configuration, checked against what the case asks of it."""
     config = config_class(case.model_name).from_folder(model_folder(case))
-    sizes = case.parallel_config
-    moe_ep_size = case.world_size // sizes.moe_tp_size
-    config.check_parallel(sizes.attn_tp_size, sizes.moe_tp_size, moe_ep_size, sizes.embed_tp_size, sizes.lmhead_tp_size)
+    sizes = case.parallel_sizes
+    config.check_parallel(sizes.attn_tp, sizes.moe_tp, sizes.moe_ep, sizes.embed_tp, sizes.lmhead_tp)
     if case.max_sequence_length > config.max_positions:
         raise UserError(
             f"case {case.name}: input_max_len + max_new_tokens: {case.max_sequence_length} exceed the model's "

@@ -1,15 +1,13 @@
-"""The rules of `offload_config`; `config.check` calls them."""
+"""The rules between `offload_config` and other keys."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from errors import UserError
-
-if TYPE_CHECKING:
-    from executor.config.case import Case
+from executor.config.case import Case
 
 
-def check_offload(case: "Case", where: str) -> None:
+def check_offload(case: Case, where: str) -> None:
+    """Refuse settings of shadow experts that contradict each other or the rest of the case."""
     wanted = case.offload_config
     mode = f"offload_config.mode: {wanted.mode}"
     if wanted.mode == "none":

@@ -5,12 +5,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlatformEntry:
-    place: str
-    layout: str  # what its ops keep, without the device: for counts of memory
+    place: str  # of its class, `module:name`
+    layout: str  # of the class with the tensor shapes of its ops, without the device: for counts of memory
     exe_modes: tuple[str, ...]
-    page_size: int  # of the KV cache, where a case does not say
+    page_size: int  # of the KV cache, where a case leaves it open
     quantised: tuple[str, ...]  # the kinds of quantised matrices that its ops multiply with
+    environment: str = ""  # of the function that says which environment variables a rank is started with
     plugin: str = ""  # the package that brings the device to PyTorch
+    is_host: bool = False  # the device is the CPU itself: one memory, one pool of threads
+    keeps_packed: bool = False  # quantised weights are kept in `packed_cache/`
+    plans_memory: bool = False  # `--plan` counts the memory of one rank against the device's
+
+    @property
+    def quantised_head(self) -> bool:
+        """Whether the output head gets 8 bits where linear layers are quantised."""
+        return "q8" in self.quantised
 
 
 PLATFORMS = {
@@ -20,6 +29,8 @@ PLATFORMS = {
         ("eager", "graph"),
         page_size=16,
         quantised=("q8", "q4"),
+        is_host=True,
+        keeps_packed=True,
     ),
     "ascend": PlatformEntry(
         "executor.platform.ascend.device:AscendPlatform",
@@ -27,6 +38,8 @@ PLATFORMS = {
         ("eager", "ge_graph", "acl_graph", "npugraph_ex"),
         page_size=128,
         quantised=("q4",),
+        environment="executor.platform.ascend.environment:ascend_environment",
         plugin="torch_npu",
+        plans_memory=True,
     ),
 }

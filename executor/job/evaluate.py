@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from errors import UserError, run_main
+from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
 from executor.config.load import load_case, load_model_config, model_folder
@@ -35,7 +36,6 @@ from executor.job.logits import prefill_logits, with_room
 from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner
 from executor.job.runners import make_runner
-from executor.job.tokenizer import Tokenizer
 from files import write_json
 
 LOGITS, FIGURES = "logits.f32", "figures.json"  # what the first pass leaves in the temporary folder

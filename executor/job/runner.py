@@ -16,21 +16,24 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.load import load_checkpoint, random_weights
+from executor.checkpoint.load import load_checkpoint
 from executor.checkpoint.packed import PackedCache
+from executor.checkpoint.random import random_weights
+from executor.checkpoint.tokenizer import open_tokenizer, stop_ids
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_model_config, model_folder
+from executor.config.platforms import PLATFORMS
 from executor.engine.batching import pack
-from executor.engine.building import bind_caches, build_of
+from executor.engine.building import bind_caches, build_of, init_parallel, packed_facts
 from executor.engine.profiler import Profiler
 from executor.engine.request import Sequence
 from executor.engine.sampling import choose
 from executor.engine.scheduler import make_scheduler
+from executor.engine.settings import platform_settings
 from executor.engine.shadows import make_offload, open_arena, write_offload
+from executor.job.prompts import encode_prompts
 from executor.job.report import Completion, Timings, make_report
-from executor.job.tokenizer import encode_prompts, open_tokenizer, stop_ids
-from executor.parallel.join import init_parallel
 from executor.planning.times import WARM_UP_TOKENS, PlannedRun
 from executor.platform import load_platform
 from models.batch import Batch
@@ -55,6 +58,7 @@ class ModelRunner(ABC):
         self.config: Any = load_model_config(case)
         self.profiler = self.define_profiler()
         self.timings = Timings()
+        self.packed_cache: Callable[..., PackedCache] = PackedCache
 
     @abstractmethod
     def build_model(self, build: Build) -> CausalLM:
@@ -66,7 +70,7 @@ class ModelRunner(ABC):
         self.compile_model()
 
     def init_device(self) -> None:
-        self.platform = load_platform(self.case.platform)(self.case, self.ranks)
+        self.platform = load_platform(self.case.platform)(platform_settings(self.case), self.ranks)
         self.parallel = init_parallel(self.case, self.ranks, self.platform)
         print(
             f"rank {self.ranks.rank}/{self.ranks.world_size} on {self.platform.name}: "
@@ -180,7 +184,7 @@ class ModelRunner(ABC):
 
     def run(self) -> dict[str, Any]:
         """Set up, generate every prompt of the case, and report."""
-        tokenizer = open_tokenizer(self.folder, self.case)
+        tokenizer = open_tokenizer(self.folder, bool(self.case.data_config.prompts))
         if self.case.data_config.prompts and tokenizer:
             prompts = list(zip(self.case.data_config.prompts, encode_prompts(self.case, tokenizer), strict=True))
         else:
@@ -214,8 +218,8 @@ class ModelRunner(ABC):
         if not self.case.model_config.with_ckpt:
             return random_weights(module, seed=self.ranks.rank)
         cache = None
-        if settings.method in ("q8", "q4") and settings.keep_packed and self.case.platform == "cpu":
-            cache = PackedCache(self.case, self.folder, self.ranks.rank, module)
+        if settings.method in ("q8", "q4") and settings.keep_packed and PLATFORMS[self.case.platform].keeps_packed:
+            cache = self.packed_cache(packed_facts(self.case), self.folder, self.ranks.rank, module)
             if cache.load(progress):
                 return None
         start, scheme = time.perf_counter(), read_scheme(self.folder)

@@ -16,7 +16,6 @@ from errors import UserError
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
-from executor.engine.batching import graph_rows
 from executor.engine.building import bind_caches, build_of
 from executor.engine.scheduler import make_scheduler
 from executor.job.runners import make_runner
@@ -25,6 +24,7 @@ from executor.parallel.join import place_of
 from executor.parallel.partitions import partitions
 from executor.planning.activations import Part, fullest, of_model, of_sampling, product, step_shape
 from executor.platform.ascend.hccl import buffer_mb
+from executor.platform.base import graph_rows
 from models.build import Build, Shadows
 from models.layers import Experts, LMHead, PagedAttention, RMSNorm, RotaryTable, VocabEmbedding, layers_of
 from models.registry import load
@@ -101,8 +101,8 @@ def sketch_of(case: Case, offload: Shadows | None = None) -> Sketch:
     ranks = RankEnv(rank=0, world_size=case.world_size, local_rank=0, local_world_size=1, error_file="")
     runner = make_runner(case, Path(), ranks)
     ops = cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
-    quantised_head = "q8" in PLATFORMS[case.platform].quantised  # which ascend has no products in
-    build = build_of(case, ops, place_of(case, ranks.rank, {}), torch.device("meta"), quantised_head)
+    quantised_head = PLATFORMS[case.platform].quantised_head
+    build = build_of(case, ops, place_of(case.parallel_sizes, ranks.rank, {}), torch.device("meta"), quantised_head)
     model = runner.build_model(dataclasses.replace(build, offload=offload))
     module, pages = cast(nn.Module, model), make_scheduler(case).pages
     bind_caches(module, case, build, pages)
@@ -179,10 +179,10 @@ def _inputs(case: Case, ops: Ops, tokens: int, sequences: int) -> int:
 def _hccl(case: Case) -> list[Part]:
     """A rank is in one group of each kind; kinds with the same ranks are one group, a group of one rank has none."""
     shared: dict[tuple[int, ...], list[str]] = {}
-    for name, members in partitions(case).items():
+    for name, members in partitions(case.parallel_sizes).items():
         shared.setdefault(members[0], []).append(name)
     return [
-        product(", ".join(names), buffers=2, MB=buffer_mb(case, names[0]), B=MB)
+        product(", ".join(names), buffers=2, MB=buffer_mb(case.hccl_config, case.parallel_sizes, names[0]), B=MB)
         for ids, names in shared.items()
         if len(ids) > 1
     ]

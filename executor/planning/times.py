@@ -13,6 +13,7 @@ from cpu_offload.memory.arena import Arena
 from errors import UserError
 from executor.config.case import Case
 from executor.config.env import RankEnv
+from executor.engine.settings import platform_settings
 from executor.engine.shadows import make_arena
 from executor.parallel.groups import Group
 from executor.planning.choices import choose, survey_of, swaps_of
@@ -88,7 +89,7 @@ def show_offload_plan(case: Case) -> None:
     sizes = survey_of(case)
     ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
     if case.platform == "cpu":  # whose engine measures
-        load_platform(case.platform)(case, ranks)
+        load_platform(case.platform)(platform_settings(case), ranks)
     planner, choices = choose(case, sizes, ranks)
     longest, experts, most_slots = sizes.sketch.pages, sizes.split.experts, max(choices.slots.value, 0)
     arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)

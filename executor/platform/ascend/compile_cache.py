@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from errors import UserError
-from executor.config.case import Case
 from executor.platform.ascend.trusted_files import (
     Untrusted,
     check_own,
@@ -46,17 +45,17 @@ Facts: TypeAlias = dict[str, Json]
 
 
 def compile_facts(
-    case: Case, config: Any, versions: Versions, torchair: str, sources: str, kernels_built: int
+    case: Facts, config: Any, versions: Versions, torchair: str, sources: str, kernels_built: int
 ) -> Facts:
-    """All that a compiled graph depends on but its rank and shapes; `config` is the model's, `sources` a digest of the
-    code that was traced, `kernels_built` when our own kernels were. Prompts and the description are left out: they
-    change often, and no graph sees them."""
-    settings = dataclasses.asdict(case)
-    del settings["description"], settings["data_config"]["prompts"]
+    """Everything that a compiled graph depends on except its rank and its shapes.
+
+    `case` has every setting that can change a graph, `config` is the model's, `sources` a digest of the code that was
+    traced, `kernels_built` the time at which the kernels of ops/ascend/vector_core were built (0: never).
+    """
     python = platform.python_version()  # its byte code is kept too
     made_by = dict(torch=versions.torch, torch_npu=versions.torch_npu, torchair=torchair, cann=versions.cann)
     made_by |= dict(python=python, sources=sources)
-    return made_by | dict(kernels_built=kernels_built, model=dataclasses.asdict(config), case=settings)
+    return made_by | dict(kernels_built=kernels_built, model=dataclasses.asdict(config), case=case)
 
 
 class CompileCache:

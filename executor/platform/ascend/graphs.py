@@ -23,13 +23,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torchair.inference._cache_compiler import CompiledModel
 
-from executor.config.case import Case
 from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.compile_cache import CompileCache, compile_facts
 from executor.platform.ascend.fallbacks import tell
 from executor.platform.ascend.trusted_files import source_digest
 from executor.platform.ascend.versions import read_versions
 from executor.platform.base import Step
+from executor.platform.settings import PlatformSettings
 from files import ROOT
 from models.batch import Batch
 from ops.ascend import (
@@ -75,12 +75,14 @@ class AscendGraph:
 
 
 class AscendGraphs:
-    """A drop-in for the eager step."""
+    """The decode step as graphs, one for each number of sequences."""
 
-    def __init__(self, step: Step, case: Case, ranks: RankEnv, device: torch.device, model_config: object):
+    def __init__(
+        self, step: Step, settings: PlatformSettings, ranks: RankEnv, device: torch.device, model_config: object
+    ):
         if not isinstance(step, types.MethodType):
             raise TypeError("a graph is made from a method of a model")
-        self.step, self.case, self.device = step, case, device
+        self.step, self.settings, self.device = step, settings, device
         self.graphs: dict[int, AscendGraph] = {}
         self.compiles = 0
         self.cache: CompileCache | None = None
@@ -88,13 +90,18 @@ class AscendGraphs:
             # torchair captures the rotary op in place, which torch has set out to forbid: so far where `CI` is set.
             functorch_config.error_on_custom_op_aliasing = False
         callback_handler.register_start_callback(self._count)
-        if case.model_config.enable_cache_compile:
+        if settings.keeps_graphs:
             traced = source_digest(ROOT, [ROOT / folder for folder in TRACED])
             torchair_is = f"{torch_npu.version.git_version}, cache {CompiledModel.VERSION}"  # has no version of its own
             facts = compile_facts(
-                case, model_config, read_versions(cann_home()), torchair_is, traced, vector_core.built()
+                settings.graph_facts,
+                model_config,
+                read_versions(cann_home()),
+                torchair_is,
+                traced,
+                vector_core.built(),
             )
-            self.cache = CompileCache(case.name, ranks.rank, ranks.world_size, facts)
+            self.cache = CompileCache(settings.case, ranks.rank, ranks.world_size, facts)
 
     def __call__(self, batch: Batch) -> Tensor:
         rows = len(batch.token_ids)
@@ -103,7 +110,7 @@ class AscendGraphs:
         before = self.compiles
         logits = self.graphs[rows](batch)
         if self.compiles != before:
-            tell(f"the graph of {rows} sequences was compiled again", self.case.strict)
+            tell(f"the graph of {rows} sequences was compiled again", self.settings.strict)
         return logits
 
     def _first(self, rows: int, batch: Batch) -> Tensor:
@@ -113,12 +120,12 @@ class AscendGraphs:
             told = str(error.inner_exception)
             op = re.search(r"target=torch\.ops\.([\w.]+)", told)
             reason = (f"{op[1]}: " if op else "") + told.strip().splitlines()[0]
-            tell(f"decode runs op by op in place of {self.case.exe_mode}: {reason}", self.case.strict)
+            tell(f"decode runs op by op in place of {self.settings.exe_mode}: {reason}", self.settings.strict)
             self.graphs[rows] = AscendGraph(self.step, batch, self.device)
             return self.graphs[rows](batch)
 
     def _compile(self, rows: int, batch: Batch) -> Tensor:
-        step, config = named(self.step, rows), compiler_config(self.case.exe_mode)
+        step, config = named(self.step, rows), compiler_config(self.settings.exe_mode)
         if self.cache is None:
             backend = torchair.get_npu_backend(compiler_config=config)
             compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
@@ -131,7 +138,7 @@ class AscendGraphs:
                 config=config,
                 dynamic=True,
                 cache_dir=str(entry.folder),
-                ge_cache=self.case.exe_mode == "ge_graph",
+                ge_cache=self.settings.exe_mode == "ge_graph",
             )
             self.graphs[rows] = AscendGraph(compiled, batch, self.device)
             logits = self.graphs[rows](batch)

@@ -92,7 +92,7 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
     """This rank's model with its weights, without the other ranks."""
     case = tiny_case(checkpoint.parent, checkpoint, **sections)
     engine.start(1, "auto")
-    build = build_of(case, load_ops("cpu"), place_of(case, rank, {}), torch.device("cpu"), True)
+    build = build_of(case, load_ops("cpu"), place_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
     runner = new_runner(case, checkpoint.parent, dataclasses.replace(ONE_RANK, rank=rank, world_size=case.world_size))
     model = cast(Any, runner.build_model(build))
     load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignored_weights(), progress=False)

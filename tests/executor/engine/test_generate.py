@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 
 from errors import UserError
+from executor.checkpoint.tokenizer import Tokenizer, stop_ids
 from executor.config.case import SamplingSettings
 from executor.config.load import load_case
 from executor.engine.sampling import choose, filtered_probabilities
 from executor.job import runners
+from executor.job.prompts import encode_prompts
 from executor.job.results import create_results
-from executor.job.tokenizer import Tokenizer, encode_prompts, stop_ids
 from files import ROOT, write_json
 from ops import load_ops
 from tests.tiny import ONE_RANK, make_runner, oracle_logits, save_tiny, tiny_case

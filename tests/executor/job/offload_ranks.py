@@ -21,6 +21,7 @@ from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine import shadows as offloading
+from executor.engine.settings import platform_settings
 from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
 from executor.job.rank import run_rank
@@ -81,7 +82,7 @@ def main() -> None:
 
     def body(results: Path, ranks: RankEnv) -> None:
         random.seed(ranks.rank)
-        parallel = model_runner.init_parallel(case, ranks, cpu.CpuPlatform(case, ranks))
+        parallel = model_runner.init_parallel(case, ranks, cpu.CpuPlatform(platform_settings(case), ranks))
         model_runner.init_parallel = lambda *_: parallel  # several runs, groups made once
         if ranks.rank % 2:
             cpu.CpuDevice = SlowDevice  # type: ignore[misc]

@@ -196,7 +196,9 @@ def test_a_real_rank_keeps_what_was_counted(tmp_path: Path, overrides: list[str]
 
 def test_one_of_many_ranks_keeps_what_was_counted() -> None:
     case = load_case("demo_tp8", ["moe_tp_size=4"])
-    build = build_of(case, load_ops("cpu"), place_of(case, 0, {}), torch.device("cpu"), quantised_head=True)
+    build = build_of(
+        case, load_ops("cpu"), place_of(case.parallel_sizes, 0, {}), torch.device("cpu"), quantised_head=True
+    )
     model = cast(nn.Module, new_runner(case, Path(), ONE_RANK).build_model(build))
     bind_caches(model, case, build, make_scheduler(case).pages)
     assert counted(inspect_rank(case)) == kept(model)

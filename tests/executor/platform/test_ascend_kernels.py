@@ -6,6 +6,7 @@ import torch
 from errors import UserError
 from executor.config.case import Case
 from executor.config.load import load_case
+from executor.engine.settings import platform_settings
 from executor.planning.memory import make_plan, sketch_of
 from executor.platform.ascend.kernels import chosen_kernels, gemv_tokens
 from ops.ascend import vector_core
@@ -22,7 +23,7 @@ def ascend(*overrides: str) -> Case:
 
 
 def kernels(case: Case) -> dict[str, str]:
-    return chosen_kernels(sketch_of(case).model, case)
+    return chosen_kernels(sketch_of(case).model, platform_settings(case))
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_why_they_are_not_taken_is_told(override: str, linear: str, reason: str)
 
 @pytest.mark.usefixtures("not_built")
 def test_auto_without_the_package_goes_the_other_way() -> None:
-    assert gemv_tokens(ascend()) == 0
+    assert gemv_tokens(platform_settings(ascend())) == 0
     assert kernels(ascend()) == {
         LINEAR: f"npu_weight_quant_batchmatmul ({NOT_BUILT})",
         EXPERTS: f"npu_grouped_matmul ({NOT_BUILT})",
@@ -73,7 +74,7 @@ def test_on_without_the_package_says_how_to_build_it() -> None:
     with pytest.raises(
         UserError, match=r"^case demo: .*decode_gemv: on: .* not built: run bash ops/ascend/vector_core/build\.sh$"
     ):
-        gemv_tokens(ascend("decode_gemv=on"))
+        gemv_tokens(platform_settings(ascend("decode_gemv=on")))
 
 
 def test_on_with_other_weights_names_the_first() -> None:
@@ -84,7 +85,7 @@ def test_on_with_other_weights_names_the_first() -> None:
 
 @pytest.mark.parametrize(("wanted", "tokens"), [("auto", 8), ("on", 8), ("off", 0)])
 def test_off_is_off_although_they_are_built(wanted: str, tokens: int) -> None:
-    assert gemv_tokens(ascend(f"decode_gemv={wanted}")) == tokens
+    assert gemv_tokens(platform_settings(ascend(f"decode_gemv={wanted}"))) == tokens
 
 
 def test_layers_that_differ_are_told_apart() -> None:
@@ -94,7 +95,7 @@ def test_layers_that_differ_are_told_apart() -> None:
     experts = model.get_submodule("model.layers.1.mlp.experts")
     meta, bf16 = torch.device("meta"), torch.bfloat16
     experts.weights = AscendExperts(4, 64, 128, Format("bfloat16"), bf16, meta)  # type: ignore[assignment]
-    lines = chosen_kernels(model, case)
+    lines = chosen_kernels(model, platform_settings(case))
     assert lines["mlp.experts of layers 0, 2-4, 1 to 8 tokens"] == "fused_moe_w4a16 on the vector cores"
     assert lines["mlp.experts of layers 1"] == "npu_grouped_matmul (the weights do not have 4 bits)"
 

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 from errors import UserError
-from executor.config.case import Case
+from executor.checkpoint.names import TOKENIZER_FILES
 from models.hf_config import HfConfig, read_json
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class Tokenizer:
@@ -36,36 +34,18 @@ class Tokenizer:
         return str(self.hf.decode(ids, skip_special_tokens=True))
 
 
-def open_tokenizer(folder: Path, case: Case) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None where random prompts make do without."""
-    if case.data_config.prompts or all((folder / name).is_file() for name in TOKENIZER_FILES):
+def open_tokenizer(folder: Path, needed: bool) -> Tokenizer | None:
+    """The tokenizer of the checkpoint in `folder`; None where it has no tokenizer and none is `needed`."""
+    if needed or all((folder / name).is_file() for name in TOKENIZER_FILES):
         return Tokenizer(folder)
     return None
 
 
 def stop_ids(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:
-    """End-of-sequence ids: generation_config.json's, or else config.json's."""
+    """End-of-sequence ids: those of generation_config.json, or else `from_config`, those of config.json."""
     path = folder / "generation_config.json"
     if path.is_file():
         ids = HfConfig(read_json(path), str(path)).one_or_more("eos_token_id")
         if ids:
             return frozenset(ids)
     return frozenset(from_config)
-
-
-def encode_prompts(case: Case, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of every prompt of the case, none empty and none too long."""
-    data, encoded = case.data_config, []
-    for i, prompt in enumerate(data.prompts):
-        ids = tokenizer.encode(prompt, case.model_config.tokenizer_mode == "chat")
-        if not ids:
-            raise UserError(f"data_config.prompts: prompt {i} ({prompt!r:.40}) has no tokens")
-        if len(ids) > data.input_max_len:
-            if data.long_prompts == "error":
-                raise UserError(
-                    f"data_config.prompts: prompt {i} ({prompt!r:.40}) has {len(ids)} tokens, input_max_len is "
-                    f"{data.input_max_len}: raise it, or set long_prompts: truncate"
-                )
-            ids = ids[-data.input_max_len :]
-        encoded.append(ids)
-    return encoded
