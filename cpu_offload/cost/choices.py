@@ -68,8 +68,8 @@ class Split:
         return self.slots(self.longest * self.sequences // 2) / self.experts
 
 
-def divisions(cores: int, device: int, device_given: bool, shadow: int) -> list[Threads]:
-    """Threads worth trying. `device`: as many as were given, or as read memory at full speed; `shadow` 0: not given."""
+def divisions(cores: int, device: int, device_given: bool, shadow: int | None) -> list[Threads]:
+    """Threads worth trying. `device`: as many as were given, or as read memory at full speed; `shadow`: given, or None."""
     shadows = [shadow] if shadow else sorted({1, max(1, cores // 4), max(1, cores // 2)})
     if device_given:
         return [(device, each) for each in shadows]

@@ -33,7 +33,7 @@ def check_ascend(case: Case, where: str) -> None:
             f"{where}: model_config.enable_cache_compile: true has nothing to keep with exe_mode: eager: choose a "
             "graph mode"
         )
-    if 0 < port < 1024:
+    if port is not None and port < 1024:
         raise UserError(f"{where}: ascend_config.base_port: {port} is the system's: choose 1024 or more, or 0")
     if hccl.deterministic and hccl.aiv_group != "none":
         raise UserError(

@@ -5,12 +5,15 @@ Imports nothing heavy: the launcher checks a case in milliseconds. `docs/config.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
 from executor.parallel.partitions import GROUPS, ParallelSizes
 from models.registry import MODELS
 
+# Numbers with a meaning of their own in a file. In a Case, None is "chosen for you" or "no limit"; 0 is none at all.
+OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
 
@@ -49,9 +52,10 @@ class DataSettings:
         1, "most sequences that run together; a waiting prompt takes the place of a finished one", minimum=1,
         maximum=4096,
     )  # fmt: skip
-    chunked_prefill_size: int = key(
-        0, "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
-        minimum=0,
+    chunked_prefill_size: int | None = key(
+        None,
+        "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
+        means=OPEN, minimum=0,
     )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
@@ -59,7 +63,7 @@ class DataSettings:
 @dataclass(frozen=True)
 class SamplingSettings:
     temperature: float = key(0.0, "0: greedy", minimum=0.0, maximum=100.0)
-    top_k: int = key(0, "sample among the k likeliest tokens; 0: all", minimum=0)
+    top_k: int | None = key(None, "sample among the k likeliest tokens; 0: all", means=OPEN, minimum=0)
     top_p: float = key(1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0)
     seed: int = key(0, "prompt i draws from its own stream, seeded with seed + i", minimum=0, maximum=1 << 62)
     ignore_eos: bool = key(False, "generate `max_new_tokens` whatever comes, for benchmarks")
@@ -118,26 +122,31 @@ class OffloadSettings:
         "elastic: as many as the KV cache leaves room for", choices=("none", "resident", "fixed", "elastic"),
     )  # fmt: skip
     start_layer: int = key(0, "experts of earlier layers stay on the device, outside the arena", minimum=0)
-    slots: int = key(
-        0, "fixed: experts that are resident on each rank, of all layers together; 0: the planner's choice; -1: none, "
-        "all are on the CPU", minimum=-1,
+    slots: int | None = key(
+        None,
+        "fixed: experts that are resident on each rank, of all layers together; 0: the planner's choice; -1: none, "
+        "all are on the CPU", means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
-    arena_mb: int = key(
-        0, "the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for `slots`) and "
-        "for the longest sequences", minimum=0, maximum=1 << 24,
+    arena_mb: int | None = key(
+        None,
+        "the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for `slots`) and "
+        "for the longest sequences", means=OPEN, minimum=0, maximum=1 << 24,
     )  # fmt: skip
-    shadow_threads: int = key(
-        0, "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`; "
-        "0: the planner's choice, together with `threads` where that is 0 too", minimum=0, maximum=1024,
+    shadow_threads: int | None = key(
+        None,
+        "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`; "
+        "0: the planner's choice, together with `threads` where that is 0 too", means=OPEN, minimum=0, maximum=1024,
     )  # fmt: skip
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
-    max_swaps: int = key(
-        0, "most experts that come in at one decision; 0: the planner's choice; -1: none, the first placement stays",
-        minimum=-1,
+    max_swaps: int | None = key(
+        None,
+        "most experts that come in at one decision; 0: the planner's choice; -1: none, the first placement stays",
+        means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
-    stream_tokens: int = key(
-        0, "a step of so many tokens or more has missing experts copied to the device, which computes all of them; "
-        "0: the planner's choice; -1: never", minimum=-1,
+    stream_tokens: int | None = key(
+        None,
+        "a step of so many tokens or more has missing experts copied to the device, which computes all of them; "
+        "0: the planner's choice; -1: never", means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
     timeout_s: int = key(30, "a step whose shadow experts take longer than this ends in an error", minimum=1)
 
@@ -161,10 +170,18 @@ class AscendSettings:
     )
     memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
     cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
-    base_port: int = key(
-        0, "first of the 16 host ports HCCL uses (HCCL_IF_BASE_PORT); 0: HCCL's own choice", minimum=0, maximum=65520
+    base_port: int | None = key(
+        None,
+        "first of the 16 host ports HCCL uses (HCCL_IF_BASE_PORT); 0: HCCL's own choice",
+        means=OPEN,
+        minimum=0,
+        maximum=65520,
     )
     socket_ifname: str = key("", "network interface HCCL's ranks meet on (HCCL_SOCKET_IFNAME); empty: HCCL's choice")
+
+
+def _own_buffer(of: str) -> Any:
+    return key(None, f"of {of}; 0: buffer_mb", means=OPEN, minimum=0, maximum=65536)
 
 
 @dataclass(frozen=True)
@@ -179,16 +196,16 @@ class HcclSettings:
         200, "HCCL's buffer of each group; a group holds two, and is slow with data larger than one", minimum=1,
         maximum=65536,
     )  # fmt: skip
-    world_buffer_mb: int = key(0, "of the group of all ranks; 0: buffer_mb", minimum=0, maximum=65536)
-    attn_tp_buffer_mb: int = key(0, "of attn_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
-    attn_dp_buffer_mb: int = key(0, "of attn_dp groups; 0: buffer_mb", minimum=0, maximum=65536)
-    embed_tp_buffer_mb: int = key(0, "of embed_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
-    lmhead_tp_buffer_mb: int = key(0, "of lmhead_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
+    world_buffer_mb: int | None = _own_buffer("the group of all ranks")
+    attn_tp_buffer_mb: int | None = _own_buffer("attn_tp groups")
+    attn_dp_buffer_mb: int | None = _own_buffer("attn_dp groups")
+    embed_tp_buffer_mb: int | None = _own_buffer("embed_tp groups")
+    lmhead_tp_buffer_mb: int | None = _own_buffer("lmhead_tp groups")
 
     def own_buffers(self, groups: Iterable[str]) -> list[tuple[str, int]]:
         """(key, MB) of those of `groups` that have a buffer size of their own."""
         keys = [f"{group}_buffer_mb" for group in groups]
-        return [(key, size) for key in keys if (size := getattr(self, key))]
+        return [(key, size) for key in keys if (size := getattr(self, key)) is not None]
 
 
 @dataclass(frozen=True)
@@ -207,11 +224,12 @@ class Case:
         "auto", "of the CPU's kernels; auto: the best this machine has",
         choices=("auto", "generic", "avx2", "avx512_vnni", "neon_dotprod", "neon_i8mm"),
     )  # fmt: skip
-    threads: int = key(
-        0, "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
+    threads: int | None = key(
+        None,
+        "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
         "measured at start; with several ranks on a machine, its physical cores divided by them; the planner of "
         "`offload_config` may leave some to the shadow pool",
-        minimum=0, maximum=1024,
+        means=OPEN, minimum=0, maximum=1024,
     )  # fmt: skip
     strict: bool = key(
         False, "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "

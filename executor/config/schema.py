@@ -1,4 +1,4 @@
-"""Reads a mapping into a tree of frozen dataclasses, strictly; knows nothing about which keys there are.
+"""Reads a mapping into a tree of frozen dataclasses, strictly; which keys there are is declared elsewhere.
 
 A leaf is declared with `key(default, doc, ...)`; a section is a field whose type is another such dataclass.
 """
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One key of the tree: where it stands, what it may hold."""
+    """One key of the tree: its path and the values that it may have."""
 
     path: str
     type: Any
@@ -27,10 +27,20 @@ class Leaf:
     choices: tuple[str, ...]
     minimum: float | None
     maximum: float | None
+    means: Mapping[int, int | None]
 
     @property
     def name(self) -> str:
         return self.path.rpartition(".")[2]
+
+    @property
+    def written_default(self) -> Any:
+        """The default as a file would have it."""
+        return next((written for written, value in self.means.items() if value == self.default), self.default)
+
+    @property
+    def type_name(self) -> str:
+        return type_name(typing.get_args(self.type)[0] if self.means else self.type)
 
 
 def key(
@@ -40,9 +50,13 @@ def key(
     choices: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    means: Mapping[int, int | None] = types.MappingProxyType({}),
 ) -> Any:
+    """A leaf. `means` has the numbers that stand for something else in a file, and the values that they become:
+    `{0: None, -1: 0}` for "0: chosen for you, -1: none"."""
     return dataclasses.field(
-        default=default, metadata=dict(doc=doc, choices=tuple(choices), minimum=minimum, maximum=maximum)
+        default=default,
+        metadata=dict(doc=doc, choices=tuple(choices), minimum=minimum, maximum=maximum, means=means),
     )
 
 
@@ -81,7 +95,7 @@ def override(kind: type, data: dict[str, Any], name: str, value: object) -> None
     for part in sections:
         below = data.setdefault(part, {})
         if not isinstance(below, dict):
-            return  # the section is not a mapping: read() will say so
+            return  # the section is not a mapping: read() raises
         data = below
     data[last] = value
 
@@ -113,7 +127,7 @@ def _leaf(leaf: Leaf, value: object, where: str) -> object:
     try:
         converted = _convert(leaf.type, value)
     except (TypeError, ValueError):
-        raise UserError(f"{where}: {leaf.path}: {value!r:.80} is not {type_name(leaf.type)}") from None
+        raise UserError(f"{where}: {leaf.path}: {value!r:.80} is not {leaf.type_name}") from None
     if leaf.choices and converted not in leaf.choices:
         near = _nearest(str(converted), list(leaf.choices))
         raise UserError(f"{where}: {leaf.path}: {converted!r} is not one of {', '.join(leaf.choices)}{near}")
@@ -122,7 +136,7 @@ def _leaf(leaf: Leaf, value: object, where: str) -> object:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at least {leaf.minimum}")
         if leaf.maximum is not None and not converted <= leaf.maximum:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at most {leaf.maximum}")
-    return converted
+    return leaf.means[converted] if type(converted) is int and converted in leaf.means else converted
 
 
 def _convert(wanted: Any, value: object) -> object:

@@ -23,7 +23,7 @@ def choose(ops: Ops, logits: Tensor, settings: SamplingSettings, generators: Lis
 def filtered_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """Temperature, then top-k, then top-p on what top-k left; rows sum to one. (S, V)"""
     logits = logits / settings.temperature
-    if 0 < settings.top_k < logits.shape[-1]:
+    if settings.top_k and settings.top_k < logits.shape[-1]:
         floor = logits.topk(settings.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, float("-inf"))
     probabilities = logits.softmax(-1)

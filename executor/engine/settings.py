@@ -18,7 +18,7 @@ def platform_settings(case: Case) -> PlatformSettings:
         comm_timeout_s=case.parallel_config.comm_timeout_s,
         threads=case.threads,
         instruction_set=case.instruction_set,
-        shadow_threads=offload.shadow_threads if offload.mode != "none" else 0,
+        shadow_threads=offload.shadow_threads if offload.mode != "none" else None,
         shadow_timeout_s=offload.timeout_s,
         keeps_graphs=case.model_config.enable_cache_compile,
         ascend=case.ascend_config,

@@ -85,7 +85,7 @@ def expert_frames(frame_bytes: int, slot_bytes: int, most_slots: int) -> int:
 
 def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
     """Of the arena; `experts`: frames of theirs."""
-    return case.offload_config.arena_mb * MB // frame_bytes or experts + longest + 1
+    return (case.offload_config.arena_mb or 0) * MB // frame_bytes or experts + longest + 1
 
 
 def write_offload(offload: Offload, folder: Path, world: Group, device: torch.device) -> dict[str, Any]:

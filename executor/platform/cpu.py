@@ -31,11 +31,11 @@ class CpuPlatform(Platform):
         self.device, self.batch_size = torch.device("cpu"), settings.batch_size
         self.ops = load_ops("cpu")
         _, chosen = start(
-            settings.threads,
+            settings.threads or 0,
             settings.instruction_set,
             ranks.local_rank,
             ranks.local_world_size,
-            settings.shadow_threads,
+            settings.shadow_threads or 0,
         )
         print(f"native CPU kernels: {chosen}, {placement()}")
 

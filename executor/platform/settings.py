@@ -15,9 +15,9 @@ class PlatformSettings:
     sizes: ParallelSizes
     batch_size: int  # sequences that run together, of all data-parallel groups
     comm_timeout_s: int
-    threads: int  # of the CPU engine; 0: as many as it finds worth having
+    threads: int | None  # of the CPU engine; None: as many as it finds worth having
     instruction_set: str  # of the CPU engine
-    shadow_threads: int  # of the pool for shadow experts; 0: none, or the planner will choose
+    shadow_threads: int | None  # of the pool for shadow experts; None: no pool, or the planner chooses later
     shadow_timeout_s: int
     keeps_graphs: bool  # compiled graphs are kept for the next start
     ascend: AscendSettings

@@ -38,7 +38,7 @@ def ascend_environment(settings: PlatformSettings, given: Mapping[str, str]) -> 
         wanted["HCCL_OP_EXPANSION_MODE"] = "AIV"
     if hccl.deterministic:
         wanted["HCCL_DETERMINISTIC"] = "true"
-    if ascend.base_port:
+    if ascend.base_port is not None:
         wanted["HCCL_IF_BASE_PORT"] = str(ascend.base_port)
     if ascend.socket_ifname:
         wanted["HCCL_SOCKET_IFNAME"] = ascend.socket_ifname

@@ -114,6 +114,21 @@ def test_the_page_size_defaults_to_the_platforms() -> None:
     assert load_case("demo", ["page_size=32"]).cache_config.page_size == 32
 
 
+def test_numbers_with_a_meaning_become_none_or_zero() -> None:
+    shadows = ["offload_config.mode=fixed", "exe_mode=graph"]
+    for written, read in {"0": None, "null": None, "-1": 0, "7": 7}.items():
+        case = load_case("demo", [*shadows, f"slots={written}", f"max_swaps={written}", f"stream_tokens={written}"])
+        offload = case.offload_config
+        assert (offload.slots, offload.max_swaps, offload.stream_tokens) == (read, read, read)
+    open_ = load_case("demo", ["threads=0", "top_k=0", "chunked_prefill_size=0"])
+    assert (open_.threads, open_.sampling_config.top_k, open_.data_config.chunked_prefill_size) == (None, None, None)
+    assert open_ == load_case("demo")
+    with pytest.raises(UserError, match=r"offload_config\.slots: -2 must be at least -1"):
+        load_case("demo", ["slots=-2"])
+    with pytest.raises(UserError, match="threads: 'many' is not an integer$"):
+        load_case("demo", ["threads=many"])
+
+
 def test_every_shipped_case_is_valid() -> None:
     assert {name for name, _ in list_cases()} == {p.stem for p in CASES.glob("*.yaml")}
     for name, description in list_cases():
