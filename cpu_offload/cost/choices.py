@@ -69,7 +69,7 @@ class Split:
 
 
 def divisions(cores: int, device: int, device_given: bool, shadow: int | None) -> list[Threads]:
-    """Threads worth trying. `device`: as many as were given, or as read memory at full speed; `shadow`: given, or None."""
+    """Threads worth trying. `device`: as many as were given, or as read memory at full speed; `shadow`: if given."""
     shadows = [shadow] if shadow else sorted({1, max(1, cores // 4), max(1, cores // 2)})
     if device_given:
         return [(device, each) for each in shadows]

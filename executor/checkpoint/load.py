@@ -5,9 +5,10 @@ there with the right shape, the pieces cover every parameter. Only then is data 
 memory maps: the peak is what the rank keeps plus one weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -32,15 +33,21 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: fro
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
     for problem, names in problems_of(files, stored, scheme, ignored):
         raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
+    strange: list[str] = []  # tensors with values that are not finite
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
     with bar:
         # In the files' order: where the first of its tensors lies.
         for name in sorted(wanted, key=lambda name: str(files.place[next(iter(stored[name].tensors))])):
             for piece in wanted[name]:
                 if piece.fill is not None:
-                    piece.fill(_part(files, stored[name], piece))
+                    part = _part(files, stored[name], piece)
+                    if isinstance(part, Tensor) and not _finite(part) and name not in strange:
+                        strange.append(name)
+                    piece.fill(part)
             files.relieve()
             bar.update()
+    if strange:
+        print(f"warning: {folder}: {len(strange)} tensors hold NaN or infinite values: {listed(strange)}")
     return files.read
 
 
@@ -74,6 +81,17 @@ def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quan
     return part
 
 
+def _finite(part: Tensor) -> bool:
+    """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
+    return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())
+
+
+def ignorable(names: Iterable[str], ignored: frozenset[str]) -> set[str]:
+    """Those of `names` that a checkpoint may hold although no weight is read from them: the model's `ignored`, and the
+    rotary frequencies that older tools wrote, which the config determines."""
+    return {name for name in names if name in ignored or name.endswith(".rotary_emb.inv_freq")}
+
+
 def problems_of(
     files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignored: frozenset[str]
 ) -> list[tuple[str, list[str]]]:
@@ -100,7 +118,7 @@ def problems_of(
     problems = [
         (f"weights that are not stored as the config says ({scheme.title})", sorted(otherwise)),
         ("tensors missing", sorted(missing)),
-        ("tensors that the model does not know", sorted(there - needed - ignored)),
+        ("tensors that the model does not know", sorted(there - needed - ignorable(there, ignored))),
         ("tensors that do not fit", wrong),
     ]
     return [(problem, names) for problem, names in problems if names]

@@ -8,7 +8,9 @@ from models.hf_config import HfConfig, read_json
 
 
 class Tokenizer:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, vocabulary: int | None = None):
+        """The tokenizer in `folder`. Ids from `vocabulary` on are refused: the model has no embedding for them."""
+        self.folder, self.vocabulary = folder, vocabulary
         from transformers import AutoTokenizer  # a second to import: only where text is used
         from transformers.utils import logging
 
@@ -20,7 +22,7 @@ class Tokenizer:
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
         if not chat:
-            return list(self.hf(prompt)["input_ids"])
+            return self._checked(self.hf(prompt)["input_ids"])
         if not self.hf.chat_template:
             raise UserError("model_config.tokenizer_mode: chat: this checkpoint's tokenizer has no chat template")
         turns = [{"role": "user", "content": prompt}]
@@ -28,16 +30,24 @@ class Tokenizer:
             text = self.hf.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program of the checkpoint's author, run in jinja2's sandbox
             raise UserError(f"the checkpoint's chat template failed: {' '.join(str(error).split())[:300]}") from None
-        return list(self.hf(text, add_special_tokens=False)["input_ids"])
+        return self._checked(self.hf(text, add_special_tokens=False)["input_ids"])
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if self.vocabulary is not None and ids and max(ids) >= self.vocabulary:
+            raise UserError(
+                f"{self.folder}: its tokenizer gives {max(ids)}, outside vocab_size {self.vocabulary}: tokenizer and "
+                "config.json are not of one checkpoint"
+            )
+        return list(ids)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.hf.decode(ids, skip_special_tokens=True))
 
 
-def open_tokenizer(folder: Path, needed: bool) -> Tokenizer | None:
+def open_tokenizer(folder: Path, vocabulary: int, needed: bool) -> Tokenizer | None:
     """The tokenizer of the checkpoint in `folder`; None where it has no tokenizer and none is `needed`."""
     if needed or all((folder / name).is_file() for name in TOKENIZER_FILES):
-        return Tokenizer(folder)
+        return Tokenizer(folder, vocabulary)
     return None
 
 

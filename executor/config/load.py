@@ -14,6 +14,7 @@ from executor.config.platforms import PLATFORMS
 from executor.config.rules import check
 from executor.config.schema import override, read
 from files import ROOT
+from models.hf_config import short
 from models.registry import config_class
 
 if TYPE_CHECKING:
@@ -22,12 +23,24 @@ if TYPE_CHECKING:
 CASES = ROOT / "yaml_configs"
 
 
+LARGEST_FILE = 8 << 20  # bytes of a case
+MOST_VALUES = 100_000  # of a case, with every alias written out
+
+
 class StrictLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys in silence; here that is an error."""
+    """YAML of bounded size. PyYAML keeps the last of two equal keys in silence; here that is an error."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _count_values(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names: list[object] = []
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "found unhashable key", key.start_mark)
             name = self.construct_object(key, deep=True)
             if name in names:
                 raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", key.start_mark)
@@ -38,9 +51,11 @@ class StrictLoader(yaml.SafeLoader):
 def load_case(name: str, overrides: Sequence[str] = ()) -> Case:
     """The case `name` with `section.key=value` overrides applied, checked, sizes filled in."""
     path = _find(name)
+    if path.stat().st_size > LARGEST_FILE:
+        raise UserError(f"{path.name}: larger than {LARGEST_FILE >> 20} MB, not a case")
     data = _parse(path.read_text(encoding="utf-8", errors="replace"), str(path.name))
     if not isinstance(data, dict):
-        raise UserError(f"{path.name}: a case is a mapping of keys to values, not {data!r:.60}")
+        raise UserError(f"{path.name}: a case is a mapping of keys to values, not {short(data):.60}")
     for pair in overrides:
         key, equals, value = pair.partition("=")
         if not equals:
@@ -88,9 +103,23 @@ def _find(name: str) -> Path:
     raise UserError(f"no case {name!r} ({path} does not exist); nearest: {', '.join(close)}; all: bash infer.sh --list")
 
 
+def _count_values(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+    """The values below `node`, an alias as many as what it stands for; more than MOST_VALUES are an error."""
+    if node not in counted:
+        counted[node] = 1  # of a node inside itself
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        if not isinstance(node, yaml.ScalarNode):
+            counted[node] += sum(_count_values(part, counted) for part in parts)
+        if counted[node] > MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES:,} values", node.start_mark)
+    return counted[node]
+
+
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, StrictLoader)
+    except RecursionError:
+        raise UserError(f"{where}: not valid YAML: values are nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -6,6 +6,8 @@ from executor.config.case import Case
 from executor.config.offload_rules import check_offload
 from executor.config.platforms import PLATFORMS
 
+LEAST_TEMPERATURE = 1e-6
+
 
 def check(case: Case, where: str) -> None:
     """Refuse a case whose keys contradict each other; sizes that were left open are filled in already. `where` names
@@ -40,6 +42,12 @@ def check(case: Case, where: str) -> None:
         raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
     if wanted.zero_points and wanted.method != "q4":
         raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")
+    temperature = case.sampling_config.temperature
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise UserError(
+            f"{where}: sampling_config.temperature: {temperature} must be 0 or at least {LEAST_TEMPERATURE}: logits "
+            "divided by less overflow"
+        )
     if not case.model_path:
         raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
     if not data.prompts and case.model_config.with_ckpt:

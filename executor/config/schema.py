@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from errors import UserError
+from models.hf_config import short
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ def override(kind: type, data: dict[str, Any], name: str, value: object) -> None
 def _read(kind: type[T], data: object, where: str, prefix: str) -> T:
     if not isinstance(data, Mapping):
         at = f"key {prefix[:-1]}" if prefix else "the file"
-        raise UserError(f"{where}: {at} must be a mapping of keys to values, not {data!r:.60}")
+        raise UserError(f"{where}: {at} must be a mapping of keys to values, not {short(data):.60}")
     known = {leaf.path: leaf for leaf in leaves(kind, prefix)}
     hints = typing.get_type_hints(kind)
     sections = {f.name: hints[f.name] for f in dataclasses.fields(typing.cast(Any, kind)) if not f.metadata}
@@ -126,8 +127,10 @@ def _leaf(leaf: Leaf, value: object, where: str) -> object:
         value = "on" if value else "off"
     try:
         converted = _convert(leaf.type, value)
-    except (TypeError, ValueError):
-        raise UserError(f"{where}: {leaf.path}: {value!r:.80} is not {leaf.type_name}") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: {leaf.path}: {short(value):.80} has half of a surrogate pair: not text") from None
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{where}: {leaf.path}: {short(value):.80} is not {leaf.type_name}") from None
     if leaf.choices and converted not in leaf.choices:
         near = _nearest(str(converted), list(leaf.choices))
         raise UserError(f"{where}: {leaf.path}: {converted!r} is not one of {', '.join(leaf.choices)}{near}")
@@ -150,6 +153,8 @@ def _convert(wanted: Any, value: object) -> object:
         return float(typing.cast(Any, value))  # YAML reads 1e-3 as a string
     if type(value) is not wanted:
         raise TypeError
+    if isinstance(value, str):
+        value.encode()  # raises for half of a surrogate pair, which YAML can write and no tokenizer takes
     return value
 
 

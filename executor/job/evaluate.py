@@ -70,7 +70,7 @@ def read_windows(case: Case, path: Path, size: int) -> list[list[int]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {path}: not readable: {error}") from None
-    ids = Tokenizer(model_folder(case)).encode(text, chat=False)
+    ids = Tokenizer(model_folder(case), load_model_config(case).vocab_size).encode(text, chat=False)
     if len(ids) < 2:
         raise UserError(f"--text {path}: fewer than two tokens")
     return [ids[i : i + size] for i in range(0, len(ids), size) if i + 1 < len(ids)]

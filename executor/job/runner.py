@@ -34,6 +34,7 @@ from executor.engine.settings import platform_settings
 from executor.engine.shadows import make_offload, open_arena, write_offload
 from executor.job.prompts import encode_prompts
 from executor.job.report import Completion, Timings, make_report
+from executor.planning.host_memory import check_host_memory
 from executor.planning.times import WARM_UP_TOKENS, PlannedRun
 from executor.platform import load_platform
 from models.batch import Batch
@@ -82,6 +83,8 @@ class ModelRunner(ABC):
 
     def init_model(self) -> None:
         case, start = self.case, time.perf_counter()
+        if PLATFORMS[case.platform].is_host and not case.model_config.with_ckpt:
+            check_host_memory(case, self.ranks.local_world_size)
         self.planned = None
         if case.offload_config.mode != "none":
             self.planned = PlannedRun(case, self.ranks, self.parallel.world, self.platform)
@@ -184,7 +187,7 @@ class ModelRunner(ABC):
 
     def run(self) -> dict[str, Any]:
         """Set up, generate every prompt of the case, and report."""
-        tokenizer = open_tokenizer(self.folder, bool(self.case.data_config.prompts))
+        tokenizer = open_tokenizer(self.folder, self.config.vocab_size, bool(self.case.data_config.prompts))
         if self.case.data_config.prompts and tokenizer:
             prompts = list(zip(self.case.data_config.prompts, encode_prompts(self.case, tokenizer), strict=True))
         else:

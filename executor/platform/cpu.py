@@ -5,6 +5,7 @@ the collectives are host nodes between the native ops.
 """
 
 import dataclasses
+import os
 import resource
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cpu_offload.device import CpuDevice, Device
+from errors import UserError
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
 from executor.platform.base import Platform, Step
@@ -19,6 +21,8 @@ from executor.platform.settings import PlatformSettings
 from models.batch import Batch
 from ops import load_ops
 from ops.cpu.engine import Tape, placement, start
+
+MOST_THREADS = 16  # for each CPU; more than one never helps, and threads wait for each other without sleeping
 
 
 class CpuPlatform(Platform):
@@ -28,6 +32,13 @@ class CpuPlatform(Platform):
 
     def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         torch.set_num_threads(1)  # the native pool has the cores
+        cpus = len(os.sched_getaffinity(0))
+        for key, threads in (("threads", settings.threads), ("shadow_threads", settings.shadow_threads)):
+            if threads and threads > MOST_THREADS * cpus:
+                raise UserError(
+                    f"case {settings.case}: {key}: {threads} are more than {MOST_THREADS} for each of the {cpus} CPUs "
+                    "that this process may use"
+                )
         self.device, self.batch_size = torch.device("cpu"), settings.batch_size
         self.ops = load_ops("cpu")
         _, chosen = start(

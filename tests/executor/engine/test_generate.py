@@ -163,6 +163,15 @@ def test_long_and_empty_prompts_follow_the_policy() -> None:
         encode_prompts(load_case("demo", ['prompts=["a", ""]']), tokenizer)
 
 
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    folder = ROOT / load_case("demo").model_path
+    largest = max(Tokenizer(folder).encode("Emma Woodhouse", chat=False))
+    assert Tokenizer(folder, largest + 1).encode("Emma Woodhouse", chat=False)
+    for chat in (False, True):
+        with pytest.raises(UserError, match=r"its tokenizer gives \d+, outside vocab_size 5: tokenizer and config"):
+            Tokenizer(folder, 5).encode("Emma Woodhouse", chat)
+
+
 def test_unreadable_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{not json")
     with pytest.raises(UserError, match="tokenizer not readable") as raised:
