@@ -109,7 +109,7 @@ DEEP = 100_000
         ("a: &a\n  <<: *a\n", "bad.yaml: "),
         (
             "data_config: {prompts: &a [*a, *a]}\n",
-            "bad.yaml: data_config.prompts: [[...], [...]] is not a list, each a str",
+            "is not a list, each a string",
         ),
         (f"a: {'[' * DEEP}", "bad.yaml: not valid YAML: values are nested too deeply"),
         (f"a: {'{a: ' * DEEP}", "bad.yaml: not valid YAML: values are nested too deeply"),
