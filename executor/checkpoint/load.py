@@ -1,8 +1,8 @@
-"""Streams a safetensors checkpoint into a model, this rank's share only, and proves that nothing is left over.
+"""Streams this rank's shards of a safetensors checkpoint into a model, and proves that nothing is missing or left over.
 
-The proof comes first, from the files' headers: every tensor is wanted or known to be ignorable, every wanted tensor is
-there with the right shape, the pieces cover every parameter. Only then is data read, one weight at a time, through
-memory maps: the peak is what the rank keeps plus one weight.
+The proof comes first, from the files' headers: every tensor is wanted or ignorable, every wanted tensor is present with
+the right shape and type, and the pieces cover every parameter. Only then is data read, one weight at a time, through
+memory maps: peak memory is what the rank keeps plus one weight.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from executor.checkpoint.formats.scheme import Scheme, Stored, plain
 from models.layers import Piece, layers_of
 from ops.quantised import Quantised
 
-SIGNS = {  # tensors that only one format has
+SIGNS = {  # endings of tensor names that only one format uses
     "weight_packed": "compressed-tensors' pack-quantized",
     "weight_scale": "compressed-tensors' int-quantized or float-quantized",
     "qweight": "AWQ's or GPTQ's",
@@ -28,7 +28,8 @@ SIGNS = {  # tensors that only one format has
 
 
 def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: frozenset[str], progress: bool) -> int:
-    """Returns how many bytes were read."""
+    """Fills every weight of `model`; returns the number of bytes read. `ignored`: tensors that the checkpoint may hold
+    without the model using them. Values that are not finite are a warning that names their tensors."""
     wanted, files = wanted_by(model), CheckpointFiles(folder)
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
     for problem, names in problems_of(files, stored, scheme, ignored):
@@ -36,7 +37,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: fro
     strange: list[str] = []  # tensors with values that are not finite
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
     with bar:
-        # In the files' order: where the first of its tensors lies.
+        # In the order of the files, by the first tensor of each weight.
         for name in sorted(wanted, key=lambda name: str(files.place[next(iter(stored[name].tensors))])):
             for piece in wanted[name]:
                 if piece.fill is not None:
@@ -52,7 +53,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: fro
 
 
 def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
-    """The pieces of every weight by its name; a tied one has two."""
+    """The pieces of the model that each weight of the checkpoint fills, by the weight's name; a tied weight has two."""
     wanted: dict[str, list[Piece]] = {}
     for place, layer in layers_of(model):
         pieces = list(layer.pieces(place))
@@ -64,7 +65,8 @@ def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
 
 
 def stored_as(pieces: list[Piece], scheme: Scheme, in_floats: Callable[[str], bool]) -> Stored:
-    """Where the tensor that all these are pieces of lies. Many a config forgets to say that routers stay in floats."""
+    """How the checkpoint stores the weight that `pieces` are parts of. Routers may be stored in floats although the
+    config does not say so: many configs omit it."""
     first = pieces[0]
     module = first.name.removesuffix(".weight")
     if first.linear and scheme.quantised(module) and not (first.router and in_floats(first.name)):
@@ -95,7 +97,8 @@ def ignorable(names: Iterable[str], ignored: frozenset[str]) -> set[str]:
 def problems_of(
     files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignored: frozenset[str]
 ) -> list[tuple[str, list[str]]]:
-    """What is wrong, by the files' headers, and the names of all that it is wrong with; the likeliest cause first."""
+    """(problem, names of the tensors or modules that have it) for everything that the files' headers show to be wrong,
+    the likeliest cause first."""
     there, needed = files.place.keys(), {name for weight in stored.values() for name in weight.tensors}
     wrong, missing, otherwise = [], [], []
     for name, weight in stored.items():

@@ -1,10 +1,9 @@
-"""Keeps a model's weights as this rank packed them, in `packed_cache/`, so that the next start copies instead of
-quantising again.
+"""Keeps a rank's quantised weights in `packed_cache/`, so that the next start copies them instead of quantising again.
 
-One folder for each checkpoint, rank and set of settings; its `manifest.json` says what it was made from. It is used
-only when all of that is unchanged, else made anew in its place. A folder appears whole or not at all: it is written
-under another name, then renamed. The files are mapped into memory a shard at a time and copied into the weights' own
-memory, which has huge pages and lies on the right NUMA node; a map of the file itself would have neither.
+Each checkpoint, rank and set of settings has a folder, whose `manifest.json` says what it was made from. The folder is
+used only while all of that is unchanged; otherwise a new one replaces it. A folder appears whole or not at all: it is
+written under another name, then renamed. The files are mapped one at a time and copied into the memory of the weights,
+which has huge pages and lies on the right NUMA node; a map of the file would have neither.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ from models.layers import layers_of
 
 CACHE = ROOT / "packed_cache"
 MANIFEST = "manifest.json"
-LAYOUT = 2  # raised whenever packed bytes change their meaning
+LAYOUT = 2  # raised whenever the meaning of packed bytes changes
 
 
 class PackedCache:
@@ -57,7 +56,7 @@ class PackedCache:
         }
 
     def load(self, progress: bool) -> bool:
-        """Fill the model if what is kept fits it; prints what came of it."""
+        """Fill the model from the folder and return True, or return False and print why the folder cannot be used."""
         reason = self._mismatch()
         if not reason:
             try:
@@ -68,7 +67,7 @@ class PackedCache:
         return not reason
 
     def save(self) -> None:
-        """Keep the model's weights; a failure costs the next start its speed, not this one its result."""
+        """Write the model's weights to the folder. A failure is only printed: it makes the next start slower."""
         temporary = self.folder.with_name(f"{self.folder.name}.{os.getpid()}.tmp")
         try:
             for left in self.folder.parent.glob(f"{self.folder.name}.*.tmp"):
@@ -87,7 +86,7 @@ class PackedCache:
             print(f"packed weights: not kept in {self.folder}: {error}")
 
     def _mismatch(self) -> str:
-        """Why what is kept cannot be used; empty when it can."""
+        """The reason why the folder cannot be used; empty if it can be."""
         try:
             kept = json.loads((self.folder / MANIFEST).read_text())
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the checkpoint's own tokenizer, chat template and end-of-sequence ids."""
+"""Text to token ids and back, with the tokenizer, chat template and end-of-sequence ids of the checkpoint."""
 
 from pathlib import Path
 
@@ -21,6 +21,7 @@ class Tokenizer:
             raise UserError(f"{folder}: tokenizer not readable: {' '.join(str(error).split())[:300]}") from None
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
+        """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn."""
         if not chat:
             return self._checked(self.hf(prompt)["input_ids"])
         if not self.hf.chat_template:
@@ -41,6 +42,7 @@ class Tokenizer:
         return list(ids)
 
     def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, without special tokens."""
         return str(self.hf.decode(ids, skip_special_tokens=True))
 
 
