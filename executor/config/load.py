@@ -1,4 +1,4 @@
-"""Finds cases: `yaml_configs/NAME.yaml`, or any path that ends in .yaml."""
+"""Finds and reads cases: `yaml_configs/NAME.yaml`, or any path that ends in .yaml."""
 
 import dataclasses
 import difflib
@@ -49,7 +49,7 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def load_case(name: str, overrides: Sequence[str] = ()) -> Case:
-    """The case `name` with `section.key=value` overrides applied, checked, sizes filled in."""
+    """The case `name` with `section.key=value` overrides applied, checked and with its open sizes filled in."""
     path = _find(name)
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(f"{path.name}: larger than {LARGEST_FILE >> 20} MB, not a case")
@@ -67,7 +67,7 @@ def load_case(name: str, overrides: Sequence[str] = ()) -> Case:
 
 
 def list_cases() -> list[tuple[str, str]]:
-    """(name, description) of every case, or what is wrong with it."""
+    """(name, description) of every case; the description of a broken case says what is wrong with it."""
     cases = []
     for path in sorted(CASES.glob("*.yaml")):
         try:
@@ -78,11 +78,12 @@ def list_cases() -> list[tuple[str, str]]:
 
 
 def model_folder(case: Case) -> Path:
+    """The folder of the case's checkpoint."""
     return ROOT / Path(case.model_path).expanduser()
 
 
 def load_model_config(case: Case) -> "Qwen3MoeConfig":
-    """The checkpoint's configuration, checked against what the case asks of it."""
+    """The configuration of the case's checkpoint; raises where the case asks for more than the model can do."""
     config = config_class(case.model_name).from_folder(model_folder(case))
     sizes = case.parallel_sizes
     config.check_parallel(sizes.attn_tp, sizes.moe_tp, sizes.moe_ep, sizes.embed_tp, sizes.lmhead_tp)

@@ -77,12 +77,12 @@ def leaves(kind: type, prefix: str = "") -> Iterator[Leaf]:
 
 
 def read(kind: type[T], data: object, where: str) -> T:
-    """`data` (what YAML gave) as a `kind`; `where` names the file in every complaint."""
+    """`data`, a mapping read from YAML, as a `kind`; `where` names the file in every error."""
     return _read(kind, data, where, "")
 
 
 def override(kind: type, data: dict[str, Any], name: str, value: object) -> None:
-    """Set one key in `data` by its full path, or by its bare name where only one section has it."""
+    """Set one key of `data` by its full path, or by its bare name if only one section has it."""
     paths = [leaf.path for leaf in leaves(kind)]
     if name not in paths:
         named = [p for p in paths if p.rpartition(".")[2] == name]

@@ -26,8 +26,8 @@ def covering(part: slice, count: int) -> tuple[slice, slice]:
 
 
 def groups_of(inputs: slice, group: int) -> tuple[slice, Callable[[Tensor], Tensor]]:
-    """(the quantisation groups that hold the columns `inputs`, a function from the (m, groups) scales of those groups to
-    the scales of `inputs`). Where `inputs` begins or ends inside a group, its groups are smaller ones with the same
+    """(the quantisation groups that hold the columns `inputs`, a function from the (m, groups) scales of them to the
+    scales of `inputs`). Where `inputs` begins or ends inside a group, its groups are smaller ones with the same
     scales."""
     unit = gcd(group, inputs.start, inputs.stop)
     held, within = covering(slice(inputs.start // unit, inputs.stop // unit), group // unit)

@@ -14,9 +14,9 @@ from ops.ascend import vector_core
 CAPTURE_MODES = ("acl_graph", "npugraph_ex")
 CONNECT_TIMEOUT_S = (120, 7200)  # the range HCCL takes
 ALLOCATOR = "expandable_segments:True"  # segments that grow: less memory lost between tensors of changing sizes
-# Mode 1 keeps all of a rank's threads on a range of cores; without npu_affine that is the n-th equal part of the
-# cores, whatever the NUMA node; with it, the cores the driver calls near to the NPU. A driver that cannot tell (CANN
-# documents it for Atlas A2) makes torch_npu go back to equal parts.
+# Mode 1 keeps all threads of a rank on a range of cores. Without npu_affine the range is the n-th equal part of the
+# cores, whatever their NUMA node; with it, the cores that the driver reports as near to the NPU. If the driver does not
+# report them (CANN documents it for Atlas A2), torch_npu uses equal parts.
 AFFINITY = "1,npu_affine:1"
 
 
@@ -27,7 +27,7 @@ def ascend_environment(settings: PlatformSettings, given: Mapping[str, str]) -> 
     shortest, longest = CONNECT_TIMEOUT_S
     wanted = {
         "PYTORCH_NPU_ALLOC_CONF": ALLOCATOR,
-        "TASK_QUEUE_ENABLE": "1" if settings.exe_mode in CAPTURE_MODES else "2",  # 2 cannot be captured
+        "TASK_QUEUE_ENABLE": "1" if settings.exe_mode in CAPTURE_MODES else "2",  # level 2 cannot be captured
         "HCCL_CONNECT_TIMEOUT": str(min(max(timeout, shortest), longest)),
         "HCCL_EXEC_TIMEOUT": str(timeout),
         "HCCL_BUFFSIZE": str(hccl.buffer_mb),

@@ -54,7 +54,7 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings) -> dict[str, st
 
 
 def _kernels(weights: AscendMatrix | Bank) -> tuple[str, str]:
-    """(for few tokens by 4-bit weights, for all else)"""
+    """(the kernel for few tokens by 4-bit weights, the kernel for everything else)"""
     if not isinstance(weights, AscendMatrix):
         return "fused_moe_w4a16", "npu_grouped_matmul"
     return "gemv_w4a16", "mm" if weights.scales is None else "npu_weight_quant_batchmatmul"
