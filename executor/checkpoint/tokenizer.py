@@ -22,6 +22,10 @@ class Tokenizer:
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
         """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"the prompt {prompt!r:.40} has half of a surrogate pair: not text") from None
         if not chat:
             return self._checked(self.hf(prompt)["input_ids"])
         if not self.hf.chat_template:

@@ -5,6 +5,7 @@ import itertools
 
 from errors import UserError
 from executor.config.case import Case
+from executor.config.platforms import PLATFORMS
 from executor.parallel.partitions import names_sharing, partitions
 
 
@@ -16,13 +17,16 @@ def check_ascend(case: Case, where: str) -> None:
             f"{where}: cache_config.page_size: {page_size} must be 128, 256, 384 or 512 on platform: ascend "
             "(blocks of paged attention)"
         )
-    refused = [
-        ("model_config.dtype", case.model_config.dtype, "float32", "choose bfloat16 or float16"),
-        ("quantization.method", case.quantization.method, "q8", "choose q4 or none"),
-    ]
-    for name, value, without, instead in refused:
-        if value == without:
-            raise UserError(f"{where}: {name}: {value} has no fused kernels on platform: ascend: {instead}")
+    if case.model_config.dtype == "float32":
+        raise UserError(
+            f"{where}: model_config.dtype: float32 has no fused kernels on platform: ascend: choose bfloat16 or float16"
+        )
+    method, kinds = case.quantization.method, PLATFORMS[case.platform].quantised
+    if method not in ("auto", "none", *kinds):
+        raise UserError(
+            f"{where}: quantization.method: {method} has no fused kernels on platform: ascend: choose "
+            f"{' or '.join(kinds)} or none"
+        )
     if case.cache_config.kv_dtype != "auto":
         raise UserError(
             f"{where}: cache_config.kv_dtype: {case.cache_config.kv_dtype} is not supported on platform: ascend: "

@@ -45,7 +45,7 @@ class AscendPlatform(Platform):
         torch_npu.npu.set_device(self.device)
         torch_npu.npu.config.allow_internal_format = True  # FRACTAL_NZ weights
         dtype: torch.dtype = getattr(torch, settings.dtype)
-        tokens = gemv_tokens(settings)
+        tokens = gemv_tokens(settings, bool(vector_core.built()))
         if tokens:
             vector_core.load()
         self.own = AscendOps(dtype, self.device, settings.ascend.moe_routing, tokens, settings.ascend.gemv_half_sums)
@@ -55,7 +55,7 @@ class AscendPlatform(Platform):
         return AscendGraphs(step, self.settings, self.ranks, self.device, model_config)
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
-        return chosen_kernels(model, self.settings)
+        return chosen_kernels(model, self.settings, bool(vector_core.built()))
 
     def group_options(self, group: str) -> Any:
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()

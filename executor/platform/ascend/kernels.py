@@ -11,25 +11,25 @@ from torch import nn
 from errors import UserError
 from executor.platform.settings import PlatformSettings
 from models.layers import Experts, MergedLinear, RowLinear, layers_of
-from ops.ascend import vector_core
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendMatrix, Bank
 
 BUILD = "bash ops/ascend/vector_core/build.sh"
 
 
-def gemv_tokens(settings: PlatformSettings) -> int:
-    """Most tokens of a step whose products run on the vector cores; 0: no products do."""
+def gemv_tokens(settings: PlatformSettings, built: bool) -> int:
+    """Most tokens of a step whose products run on the vector cores; 0: no products do. `built`: ops/ascend/vector_core
+    has been built."""
     wanted = settings.ascend.decode_gemv
-    if wanted == "on" and not vector_core.built():
+    if wanted == "on" and not built:
         raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: the kernels are not built: run {BUILD}")
-    return settings.ascend.gemv_max_tokens if wanted != "off" and vector_core.built() else 0
+    return settings.ascend.gemv_max_tokens if wanted != "off" and built else 0
 
 
-def chosen_kernels(model: nn.Module, settings: PlatformSettings) -> dict[str, str]:
+def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) -> dict[str, str]:
     """The kernels of equal parts of layers, under names such as `mlp.experts of layers 0-47, 1 to 8 tokens`. Left
     out are routers and the output head, which are always floats."""
-    tokens = gemv_tokens(settings)
+    tokens = gemv_tokens(settings, built)
     found: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # (few, more, why not) -> part of a layer -> layers
     for path, layer in layers_of(model):
         place = re.search(r"\.(\d+)\.(.+)", path)
@@ -38,7 +38,7 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings) -> dict[str, st
             why = unfit(weights)
             if why and settings.ascend.decode_gemv == "on":
                 raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
-            kernels = (*_kernels(weights), why or _why_none(settings))
+            kernels = (*_kernels(weights), why or _why_none(settings, built))
             found.setdefault(kernels, {}).setdefault(place[2], []).append(int(place[1]))
     lines = {}
     for (few, more, why), parts in found.items():
@@ -60,10 +60,10 @@ def _kernels(weights: AscendMatrix | Bank) -> tuple[str, str]:
     return "gemv_w4a16", "mm" if weights.scales is None else "npu_weight_quant_batchmatmul"
 
 
-def _why_none(settings: PlatformSettings) -> str:
+def _why_none(settings: PlatformSettings, built: bool) -> str:
     if settings.ascend.decode_gemv == "off":
         return "decode_gemv: off"
-    return "" if vector_core.built() else f"decode_gemv: the kernels are not built: {BUILD}"
+    return "" if built else f"decode_gemv: the kernels are not built: {BUILD}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -172,6 +172,11 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
             Tokenizer(folder, 5).encode("Emma Woodhouse", chat)
 
 
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(UserError, match="has half of a surrogate pair: not text"):
+        Tokenizer(ROOT / load_case("demo").model_path).encode("Emma \ud800", chat=False)
+
+
 def test_unreadable_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{not json")
     with pytest.raises(UserError, match="tokenizer not readable") as raised:
