@@ -10,10 +10,11 @@ from pathlib import Path
 from errors import UserError, run_main
 from executor.config import env
 from executor.config.load import load_case, load_model_config
+from executor.engine.settings import platform_settings
 from executor.job.preflight import check_ready
 from executor.job.rank import run_rank
+from executor.platform import start_environment
 from executor.platform.ascend.compile_cache import clear_cache
-from executor.platform.ascend.environment import ascend_environment
 from files import write_json
 
 
@@ -37,7 +38,8 @@ def main(argv: list[str]) -> None:
 
         return show_plan(case)
     check_ready(case)
-    os.environ.update(ascend_environment(case, os.environ))  # nothing to add where the launcher has started this
+    # Nothing to add where the launcher has started this.
+    os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
 
     def generate(results: Path, ranks: env.RankEnv) -> None:
         from executor.job.report import print_report

@@ -31,6 +31,7 @@ from pathlib import Path
 from benchmarks.output import Row, flags, printed, write_rows
 from cpu_offload.history import History
 from errors import UserError
+from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.env import rank_env
 from executor.config.load import load_case, model_folder
@@ -38,7 +39,6 @@ from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
 from executor.job.plots import plot
 from executor.job.runner import ModelRunner, make_runner
-from executor.job.tokenizer import Tokenizer
 from files import ROOT
 
 WAVES = (16, 4, 12)

@@ -68,9 +68,9 @@ class Split:
         return self.slots(self.longest * self.sequences // 2) / self.experts
 
 
-def divisions(cores: int, device: int, device_given: bool, shadow: int) -> list[Threads]:
+def divisions(cores: int, device: int, device_given: bool, shadow: int | None) -> list[Threads]:
     """Divisions of the cores worth measuring. `device`: the number of threads given or, if not `device_given`, the
-    number that read memory at full speed; `shadow`: the number given; 0: not given."""
+    number that read memory at full speed; `shadow`: the number given; None: not given."""
     shadows = [shadow] if shadow else sorted({1, max(1, cores // 4), max(1, cores // 2)})
     if device_given:
         return [(device, each) for each in shadows]

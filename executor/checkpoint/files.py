@@ -1,4 +1,7 @@
-"""The safetensors files of a checkpoint: which tensors they hold, and parts of them through memory maps. Untrusted."""
+"""The safetensors files of a checkpoint: which tensors they hold, and parts of them through memory maps.
+
+The files are untrusted: everything that is wrong with them is a UserError that names the file.
+"""
 
 from pathlib import Path
 
@@ -8,16 +11,18 @@ from torch import Tensor
 from errors import UserError, listed
 from executor.checkpoint.formats.scheme import FLOATS
 from executor.checkpoint.header import check_header
-from executor.job.preflight import INDEX, SINGLE
+from executor.checkpoint.names import INDEX, SINGLE
 from models.hf_config import read_json
 
-MAPPED = 256 << 20  # bytes that are read before all maps are dropped: mapped pages count as our memory
+MAPPED = 256 << 20  # bytes read before all maps are dropped: mapped pages count as memory of this process
 
 
 class CheckpointFiles:
+    """The tensors of the checkpoint in `folder`; an instance called with a name and slices reads that part."""
+
     def __init__(self, folder: Path):
         self.folder = folder
-        self.read = 0  # bytes, in all
+        self.read = 0  # bytes in total
         self._maps: dict[Path, safe_open] = {}
         self._mapped = 0
         single, index = folder / SINGLE, folder / INDEX
@@ -32,11 +37,12 @@ class CheckpointFiles:
         return name in self.place
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """(shape, type in safetensors' words)"""
+        """(shape, name of the type in safetensors) of a tensor"""
         header = self._map(self.place[name]).get_slice(name)
         return tuple(header.get_shape()), header.get_dtype()
 
     def in_floats(self, name: str) -> bool:
+        """Whether the checkpoint has this tensor, in a type of floats."""
         return name in self and self.header(name)[1] in FLOATS
 
     def __call__(self, name: str, *part: slice) -> Tensor:
@@ -49,7 +55,7 @@ class CheckpointFiles:
         return tensor
 
     def relieve(self) -> None:
-        """Between tensors: drops the maps if many bytes were read through them."""
+        """Drops the maps if many bytes were read through them; called between tensors."""
         if self._mapped > MAPPED:
             self._maps.clear()
             self._mapped = 0

@@ -1,4 +1,4 @@
-"""Checks a safetensors file's header before the library maps the file, so that what is wrong is told with the tensor.
+"""Checks a safetensors file's header before the library maps the file, so that an error names the tensor.
 
 The layout: 8 bytes n, little-endian; n bytes of JSON, {name: {dtype, shape, data_offsets: [begin, end]}}; then the
 tensors' bytes, one after the other without gaps. Nothing but the header is read, and of that a bounded number of bytes.
@@ -23,7 +23,8 @@ BITS = {
 
 
 def check_header(path: Path) -> None:
-    """Every tensor is of a known type, as large as its shape says, and together they fill the file, none twice."""
+    """Refuse a file unless every tensor has a known type and the size that its shape gives, no two have the same name,
+    and together they fill the file without gaps or overlaps."""
     try:
         if not path.is_file():
             raise UserError(f"{path} does not exist, but the checkpoint's index names it")
@@ -43,7 +44,7 @@ def check_header(path: Path) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], int]:
-    """The header and the number of bytes behind it."""
+    """(the header, the number of bytes that follow it)"""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -65,7 +66,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _extent(name: str, entry: Any) -> tuple[int, int]:
-    """Where the tensor's bytes begin and end."""
+    """(first byte, byte after the last) of a tensor, counted from the end of the header."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name:.200} must have dtype, shape and data_offsets, not {short(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -1,11 +1,11 @@
-"""Streams a safetensors checkpoint into a model, this rank's share only, and proves that nothing is left over.
+"""Streams this rank's shards of a safetensors checkpoint into a model, and proves that nothing is missing or left over.
 
-The proof comes first, from the files' headers: every tensor is wanted or known to be ignorable, every wanted tensor is
-there with the right shape, the pieces cover every parameter. Only then is data read, one weight at a time, through
-memory maps: the peak is what the rank keeps plus one weight.
+The proof comes first, from the files' headers: every tensor is wanted or ignorable, every wanted tensor is present with
+the right shape and type, and the pieces cover every parameter. Only then is data read, one weight at a time, through
+memory maps: peak memory is what the rank keeps plus one weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from executor.checkpoint.formats.scheme import Scheme, Stored, plain
 from models.layers.base import Piece, layers_of
 from ops.quantised import Quantised
 
-SIGNS = {  # tensors that only one format has
+SIGNS = {  # endings of tensor names that only one format uses
     "weight_packed": "compressed-tensors' pack-quantized",
     "weight_scale": "compressed-tensors' int-quantized or float-quantized",
     "qweight": "AWQ's or GPTQ's",
@@ -28,25 +28,32 @@ SIGNS = {  # tensors that only one format has
 
 
 def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: frozenset[str], progress: bool) -> int:
-    """Returns how many bytes were read."""
+    """Fills every weight of `model`; returns the number of bytes read. `ignored`: tensors that the checkpoint may hold
+    without the model using them. Values that are not finite are a warning that names their tensors."""
     wanted, files = wanted_by(model), CheckpointFiles(folder)
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
     for problem, names in problems_of(files, stored, scheme, ignored):
         raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
+    strange: list[str] = []  # tensors with values that are not finite
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
     with bar:
-        # In the files' order: where the first of its tensors lies.
+        # In the order of the files, by the first tensor of each weight.
         for name in sorted(wanted, key=lambda name: str(files.place[next(iter(stored[name].tensors))])):
             for piece in wanted[name]:
                 if piece.fill is not None:
-                    piece.fill(_part(files, stored[name], piece))
+                    part = _part(files, stored[name], piece)
+                    if isinstance(part, Tensor) and not _finite(part) and name not in strange:
+                        strange.append(name)
+                    piece.fill(part)
             files.relieve()
             bar.update()
+    if strange:
+        print(f"warning: {folder}: {len(strange)} tensors hold NaN or infinite values: {listed(strange)}")
     return files.read
 
 
 def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
-    """The pieces of every weight by its name; a tied one has two."""
+    """The pieces of the model that each weight of the checkpoint fills, by the weight's name; a tied weight has two."""
     wanted: dict[str, list[Piece]] = {}
     for place, layer in layers_of(model):
         pieces = list(layer.pieces(place))
@@ -58,7 +65,8 @@ def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
 
 
 def stored_as(pieces: list[Piece], scheme: Scheme, in_floats: Callable[[str], bool]) -> Stored:
-    """Where the tensor that all these are pieces of lies. Many a config forgets to say that routers stay in floats."""
+    """How the checkpoint stores the weight that `pieces` are parts of. Routers may be stored in floats although the
+    config does not say so: many configs omit it."""
     first = pieces[0]
     module = first.name.removesuffix(".weight")
     if first.linear and scheme.quantised(module) and not (first.router and in_floats(first.name)):
@@ -75,33 +83,22 @@ def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quan
     return part
 
 
-def random_weights(model: nn.Module, seed: int) -> None:
-    """Fill every weight for benchmarks: zero-mean, with the scale of a trained model, at the speed of memory.
+def _finite(part: Tensor) -> bool:
+    """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
+    return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())
 
-    All matrices are cut from one block of random numbers whose length shares no factor with a row, so that no two
-    rows or experts are equal; norms are ones.
-    """
-    block = torch.randn((1 << 22) - 3, generator=torch.Generator().manual_seed(seed)) * 0.02
-    offset = 0
-    for path, layer in layers_of(model):
-        for piece in layer.pieces(path):
-            if piece.fill is None:
-                continue
-            if len(piece.shape) == 1:
-                piece.fill(torch.ones(piece.kept_shape))
-                continue
-            parts, missing = [], piece.kept_elements
-            while missing:
-                parts.append(block[offset : offset + missing])
-                offset = (offset + len(parts[-1])) % len(block)
-                missing -= len(parts[-1])
-            piece.fill(torch.cat(parts).view(piece.kept_shape))
+
+def ignorable(names: Iterable[str], ignored: frozenset[str]) -> set[str]:
+    """Those of `names` that a checkpoint may hold although no weight is read from them: the model's `ignored`, and the
+    rotary frequencies that older tools wrote, which the config determines."""
+    return {name for name in names if name in ignored or name.endswith(".rotary_emb.inv_freq")}
 
 
 def problems_of(
     files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignored: frozenset[str]
 ) -> list[tuple[str, list[str]]]:
-    """What is wrong, by the files' headers, and the names of all that it is wrong with; the likeliest cause first."""
+    """(problem, names of the tensors or modules that have it) for everything that the files' headers show to be wrong,
+    the likeliest cause first."""
     there, needed = files.place.keys(), {name for weight in stored.values() for name in weight.tensors}
     wrong, missing, otherwise = [], [], []
     for name, weight in stored.items():
@@ -124,7 +121,7 @@ def problems_of(
     problems = [
         (f"weights that are not stored as the config says ({scheme.title})", sorted(otherwise)),
         ("tensors missing", sorted(missing)),
-        ("tensors that the model does not know", sorted(there - needed - ignored)),
+        ("tensors that the model does not know", sorted(there - needed - ignorable(there, ignored))),
         ("tensors that do not fit", wrong),
     ]
     return [(problem, names) for problem, names in problems if names]

@@ -1,18 +1,16 @@
-"""Keeps a model's weights as this rank packed them, in `packed_cache/`, so that the next start copies instead of
-quantising again.
+"""Keeps a rank's quantised weights in `packed_cache/`, so that the next start copies them instead of quantising again.
 
-One folder for each checkpoint, rank and set of settings; its `manifest.json` says what it was made from. It is used
-only when all of that is unchanged, else made anew in its place. A folder appears whole or not at all: it is written
-under another name, then renamed. The files are mapped into memory a shard at a time and copied into the weights' own
-memory, which has huge pages and lies on the right NUMA node; a map of the file itself would have neither.
+Each checkpoint, rank and set of settings has a folder, whose `manifest.json` says what it was made from. The folder is
+used only while all of that is unchanged; otherwise a new one replaces it. A folder appears whole or not at all: it is
+written under another name, then renamed. The files are mapped one at a time and copied into the memory of the weights,
+which has huge pages and lies on the right NUMA node; a map of the file would have neither.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from executor.config.case import Case
 from files import ROOT
 from models.layers.base import layers_of
 
 CACHE = ROOT / "packed_cache"
 MANIFEST = "manifest.json"
-LAYOUT = 2  # raised whenever packed bytes change their meaning
-SHARD = 1 << 30
+LAYOUT = 2  # raised whenever the meaning of packed bytes changes
 
 
 class PackedCache:
-    def __init__(self, case: Case, checkpoint: Path, rank: int, model: nn.Module):
+    def __init__(
+        self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE,
+        shard_bytes: int = 1 << 30,
+    ):  # fmt: skip
+        """`facts`: everything beside the checkpoint and the rank that decides the packed bytes. Files have at most
+        `shard_bytes`, as far as single tensors allow."""
+        self.shard_bytes = shard_bytes
         self.storages = {
             f"{path}.{i}": storage.flatten().view(torch.uint8)
             for path, layer in layers_of(model)
@@ -43,14 +45,10 @@ class PackedCache:
             "layout": LAYOUT,
             "checkpoint": str(checkpoint.resolve()),
             "rank": rank,
-            "world_size": case.world_size,
-            "dtype": case.model_config.dtype,
-            "parallel": dataclasses.asdict(case.parallel_config),
-            "quantization": dataclasses.asdict(case.quantization),
-            "shadows": case.offload_config.start_layer if case.offload_config.mode != "none" else None,
+            **facts,
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        self.folder = CACHE / f"{checkpoint.name}-{digest}"
+        self.folder = root / f"{checkpoint.name}-{digest}"
         self.manifest: dict[str, Any] = {
             "settings": settings,
             "sources": {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in _sources(checkpoint)},
@@ -58,7 +56,7 @@ class PackedCache:
         }
 
     def load(self, progress: bool) -> bool:
-        """Fill the model if what is kept fits it; prints what came of it."""
+        """Fill the model from the folder and return True, or return False and print why the folder cannot be used."""
         reason = self._mismatch()
         if not reason:
             try:
@@ -69,14 +67,14 @@ class PackedCache:
         return not reason
 
     def save(self) -> None:
-        """Keep the model's weights; a failure costs the next start its speed, not this one its result."""
+        """Write the model's weights to the folder. A failure is only printed: it makes the next start slower."""
         temporary = self.folder.with_name(f"{self.folder.name}.{os.getpid()}.tmp")
         try:
             for left in self.folder.parent.glob(f"{self.folder.name}.*.tmp"):
                 if not Path("/proc", left.name.split(".")[-2]).exists():  # its writer was killed
                     shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir(parents=True)
-            for i, shard in enumerate(_shards(self.storages)):
+            for i, shard in enumerate(_shards(self.storages, self.shard_bytes)):
                 save_file(shard, temporary / f"{i}.safetensors")
             (temporary / MANIFEST).write_text(json.dumps(self.manifest, indent=1))
             if (self.folder / MANIFEST).is_file():
@@ -88,7 +86,7 @@ class PackedCache:
             print(f"packed weights: not kept in {self.folder}: {error}")
 
     def _mismatch(self) -> str:
-        """Why what is kept cannot be used; empty when it can."""
+        """The reason why the folder cannot be used; empty if it can be."""
         try:
             kept = json.loads((self.folder / MANIFEST).read_text())
         except FileNotFoundError:
@@ -115,11 +113,10 @@ def _sources(checkpoint: Path) -> list[Path]:
     return sorted(p for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".json"))
 
 
-def _shards(storages: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """At most SHARD bytes each, as far as single tensors allow."""
+def _shards(storages: dict[str, Tensor], most: int) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     for name, storage in storages.items():
-        if shard and sum(s.numel() for s in shard.values()) + storage.numel() > SHARD:
+        if shard and sum(s.numel() for s in shard.values()) + storage.numel() > most:
             yield shard
             shard = {}
         shard[name] = storage

@@ -1,1 +1,1 @@
-"""What a case is: its keys, the rules between them, where cases are found, and static facts about platforms."""
+"""Cases: their keys, the rules between keys, finding and reading them, and static facts about platforms."""

@@ -1,30 +1,32 @@
-"""The rules between keys that only hold on, or only away from, platform: ascend; `config.check` calls them."""
+"""The rules between keys that hold on platform: ascend, and those about its keys on other platforms."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+import itertools
 
 from errors import UserError
-from executor.platform.ascend.hccl import check_buffers
+from executor.config.case import Case
+from executor.config.platforms import PLATFORMS
+from executor.parallel.partitions import names_sharing, partitions
 
-if TYPE_CHECKING:
-    from executor.config.case import Case
 
-
-def check_ascend(case: "Case", where: str) -> None:
-    """What the fused kernels and HCCL take."""
+def check_ascend(case: Case, where: str) -> None:
+    """Refuse what the fused kernels and HCCL cannot do."""
     page_size, hccl, port = case.cache_config.page_size, case.hccl_config, case.ascend_config.base_port
     if page_size % 128 or page_size > 512:
         raise UserError(
             f"{where}: cache_config.page_size: {page_size} must be 128, 256, 384 or 512 on platform: ascend "
             "(blocks of paged attention)"
         )
-    refused = [
-        ("model_config.dtype", case.model_config.dtype, "float32", "choose bfloat16 or float16"),
-        ("quantization.method", case.quantization.method, "q8", "choose q4 or none"),
-    ]
-    for name, value, without, instead in refused:
-        if value == without:
-            raise UserError(f"{where}: {name}: {value} has no fused kernels on platform: ascend: {instead}")
+    if case.model_config.dtype == "float32":
+        raise UserError(
+            f"{where}: model_config.dtype: float32 has no fused kernels on platform: ascend: choose bfloat16 or float16"
+        )
+    method, kinds = case.quantization.method, PLATFORMS[case.platform].quantised
+    if method not in ("auto", "none", *kinds):
+        raise UserError(
+            f"{where}: quantization.method: {method} has no fused kernels on platform: ascend: choose "
+            f"{' or '.join(kinds)} or none"
+        )
     if case.cache_config.kv_dtype != "auto":
         raise UserError(
             f"{where}: cache_config.kv_dtype: {case.cache_config.kv_dtype} is not supported on platform: ascend: "
@@ -35,17 +37,18 @@ def check_ascend(case: "Case", where: str) -> None:
             f"{where}: model_config.enable_cache_compile: true has nothing to keep with exe_mode: eager: choose a "
             "graph mode"
         )
-    if 0 < port < 1024:
+    if port is not None and port < 1024:
         raise UserError(f"{where}: ascend_config.base_port: {port} is the system's: choose 1024 or more, or 0")
     if hccl.deterministic and hccl.aiv_group != "none":
         raise UserError(
             f"{where}: hccl_config.deterministic: true and hccl_config.aiv_group: {hccl.aiv_group} exclude each other "
             "(HCCL leaves the vector cores to be deterministic): set aiv_group: none"
         )
-    check_buffers(case, where)
+    _check_buffers(case, where)
 
 
-def check_not_ascend(case: "Case", where: str) -> None:
+def check_not_ascend(case: Case, where: str) -> None:
+    """Refuse keys that only platform: ascend has a use for."""
     if case.model_config.enable_cache_compile:
         raise UserError(
             f"{where}: model_config.enable_cache_compile: true has nothing to keep on platform: {case.platform}"
@@ -56,4 +59,17 @@ def check_not_ascend(case: "Case", where: str) -> None:
             if getattr(settings, field.name) != field.default:
                 raise UserError(
                     f"{where}: {name}.{field.name}: has no meaning on platform: {case.platform}: leave it out"
+                )
+
+
+def _check_buffers(case: Case, where: str) -> None:
+    """Groups of the same ranks are one HCCL group, so they cannot have buffers of different sizes."""
+    sizes = case.parallel_sizes
+    for name, ranks in partitions(sizes).items():
+        own = case.hccl_config.own_buffers(names_sharing(sizes, name))
+        for (key, size), (other, other_size) in itertools.pairwise(own):
+            if size != other_size:
+                raise UserError(
+                    f"{where}: hccl_config.{key}: {size} and hccl_config.{other}: {other_size}: both are the group "
+                    f"of the same {len(ranks[0])} ranks: give them one size"
                 )

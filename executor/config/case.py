@@ -1,18 +1,19 @@
-"""Every key a case may have, with its default and meaning, and the rules between keys.
+"""Every key that a case may have, with its default and meaning; `rules.py` has the rules between keys.
 
 Imports nothing heavy: the launcher checks a case in milliseconds. `docs/config.md` is generated from this file.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from errors import UserError
-from executor.config.ascend_rules import check_ascend, check_not_ascend
-from executor.config.offload_rules import check_offload
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
-from executor.parallel.partitions import GROUPS
+from executor.parallel.partitions import GROUPS, ParallelSizes
 from models.registry import FAMILIES
 
+# Numbers with a meaning of their own in a file. In a Case, None is "chosen for you" or "no limit"; 0 is none at all.
+OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
 
@@ -51,13 +52,14 @@ class DataSettings:
         1, "most sequences that run together; a waiting prompt takes the place of a finished one", minimum=1,
         maximum=4096,
     )  # fmt: skip
-    chunked_prefill_size: int = key(
-        0, "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
-        minimum=0,
+    chunked_prefill_size: int | None = key(
+        None,
+        "most prompt tokens of one prefill step of a data-parallel group; longer prompts take several; 0: no limit",
+        means=OPEN, minimum=0,
     )  # fmt: skip
-    mixed_prefill_size: int = key(
+    mixed_prefill_size: int | None = key(
         256, "the same for a step in which other sequences decode: the smaller, the less a long prompt slows them "
-        "down; 0: no limit", minimum=0,
+        "down; 0: no limit", means=OPEN, minimum=0,
     )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
@@ -65,7 +67,7 @@ class DataSettings:
 @dataclass(frozen=True)
 class SamplingSettings:
     temperature: float = key(0.0, "0: greedy", minimum=0.0, maximum=100.0)
-    top_k: int = key(0, "sample among the k likeliest tokens; 0: all", minimum=0)
+    top_k: int | None = key(None, "sample among the k likeliest tokens; 0: all", means=OPEN, minimum=0)
     top_p: float = key(1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0)
     seed: int = key(0, "prompt i draws from its own stream, seeded with seed + i", minimum=0, maximum=1 << 62)
     ignore_eos: bool = key(False, "generate `max_new_tokens` whatever comes, for benchmarks")
@@ -124,26 +126,31 @@ class OffloadSettings:
         "elastic: as many as the KV cache leaves room for", choices=("none", "resident", "fixed", "elastic"),
     )  # fmt: skip
     start_layer: int = key(0, "experts of earlier layers stay on the device, outside the arena", minimum=0)
-    slots: int = key(
-        0, "fixed: experts that are resident on each rank, of all layers together; 0: the planner's choice; -1: none, "
-        "all are on the CPU", minimum=-1,
+    slots: int | None = key(
+        None,
+        "fixed: experts that are resident on each rank, of all layers together; 0: the planner's choice; -1: none, "
+        "all are on the CPU", means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
-    arena_mb: float = key(
-        0.0, "MB of the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for "
-        "`slots`) and for the longest sequences", minimum=0, maximum=1 << 24,
+    arena_mb: float | None = key(
+        None,
+        "MB of the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for "
+        "`slots`) and for the longest sequences", means=OPEN, minimum=0, maximum=1 << 24,
     )  # fmt: skip
-    shadow_threads: int = key(
-        0, "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`; "
-        "0: the planner's choice, together with `threads` where that is 0 too", minimum=0, maximum=1024,
+    shadow_threads: int | None = key(
+        None,
+        "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`; "
+        "0: the planner's choice, together with `threads` where that is 0 too", means=OPEN, minimum=0, maximum=1024,
     )  # fmt: skip
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
-    max_swaps: int = key(
-        0, "most experts that come in at one decision; 0: the planner's choice; -1: none, the first placement stays",
-        minimum=-1,
+    max_swaps: int | None = key(
+        None,
+        "most experts that come in at one decision; 0: the planner's choice; -1: none, the first placement stays",
+        means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
-    stream_tokens: int = key(
-        0, "a step of so many tokens or more has missing experts copied to the device, which computes all of them; "
-        "0: the planner's choice; -1: never", minimum=-1,
+    stream_tokens: int | None = key(
+        None,
+        "a step of so many tokens or more has missing experts copied to the device, which computes all of them; "
+        "0: the planner's choice; -1: never", means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
     measure_s: float = key(
         1.2, "seconds, about, in which the planner measures made-up experts before weights are loaded", minimum=0
@@ -170,10 +177,18 @@ class AscendSettings:
     )
     memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
     cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
-    base_port: int = key(
-        0, "first of the 16 host ports HCCL uses (HCCL_IF_BASE_PORT); 0: HCCL's own choice", minimum=0, maximum=65520
+    base_port: int | None = key(
+        None,
+        "first of the 16 host ports HCCL uses (HCCL_IF_BASE_PORT); 0: HCCL's own choice",
+        means=OPEN,
+        minimum=0,
+        maximum=65520,
     )
     socket_ifname: str = key("", "network interface HCCL's ranks meet on (HCCL_SOCKET_IFNAME); empty: HCCL's choice")
+
+
+def _own_buffer(of: str) -> Any:
+    return key(None, f"of {of}; 0: buffer_mb", means=OPEN, minimum=0, maximum=65536)
 
 
 @dataclass(frozen=True)
@@ -188,11 +203,16 @@ class HcclSettings:
         200, "HCCL's buffer of each group; a group holds two, and is slow with data larger than one", minimum=1,
         maximum=65536,
     )  # fmt: skip
-    world_buffer_mb: int = key(0, "of the group of all ranks; 0: buffer_mb", minimum=0, maximum=65536)
-    attn_tp_buffer_mb: int = key(0, "of attn_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
-    attn_dp_buffer_mb: int = key(0, "of attn_dp groups; 0: buffer_mb", minimum=0, maximum=65536)
-    embed_tp_buffer_mb: int = key(0, "of embed_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
-    lmhead_tp_buffer_mb: int = key(0, "of lmhead_tp groups; 0: buffer_mb", minimum=0, maximum=65536)
+    world_buffer_mb: int | None = _own_buffer("the group of all ranks")
+    attn_tp_buffer_mb: int | None = _own_buffer("attn_tp groups")
+    attn_dp_buffer_mb: int | None = _own_buffer("attn_dp groups")
+    embed_tp_buffer_mb: int | None = _own_buffer("embed_tp groups")
+    lmhead_tp_buffer_mb: int | None = _own_buffer("lmhead_tp groups")
+
+    def own_buffers(self, groups: Iterable[str]) -> list[tuple[str, int]]:
+        """(key, MB) of those of `groups` that have a buffer size of their own."""
+        keys = [f"{group}_buffer_mb" for group in groups]
+        return [(key, size) for key in keys if (size := getattr(self, key)) is not None]
 
 
 @dataclass(frozen=True)
@@ -213,11 +233,12 @@ class Case:
         "auto", "of the CPU's kernels; auto: the best this machine has",
         choices=("auto", "generic", "avx2", "avx512_vnni", "neon_dotprod", "neon_i8mm"),
     )  # fmt: skip
-    threads: int = key(
-        0, "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
+    threads: int | None = key(
+        None,
+        "CPU threads of each rank, spread over its NUMA nodes; 0: the fewest that read memory at nearly full speed, "
         "measured at start; with several ranks on a machine, its physical cores divided by them; the planner of "
         "`offload_config` may leave some to the shadow pool",
-        minimum=0, maximum=1024,
+        means=OPEN, minimum=0, maximum=1024,
     )  # fmt: skip
     strict: bool = key(
         False, "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "
@@ -238,43 +259,12 @@ class Case:
         return self.data_config.input_max_len + self.data_config.max_new_tokens
 
     @property
-    def attn_dp_size(self) -> int:
-        return self.world_size // self.parallel_config.attn_tp_size
-
-
-def check(case: Case, where: str) -> None:
-    """The rules that need more than one key; the sizes' defaults are filled in already."""
-    parallel, data = case.parallel_config, case.data_config
-    for name in ("attn_tp_size", "moe_tp_size"):
-        size = getattr(parallel, name)
-        if case.world_size % size:
-            raise UserError(f"{where}: parallel_config.{name}: {size} does not divide world_size: {case.world_size}")
-    for name in ("embed_tp_size", "lmhead_tp_size"):
-        size = getattr(parallel, name)
-        if parallel.attn_tp_size % size:
-            raise UserError(
-                f"{where}: parallel_config.{name}: {size} does not divide attn_tp_size: {parallel.attn_tp_size} "
-                "(ranks that share this table must hold the same tokens)"
-            )
-    if data.batch_size % case.attn_dp_size:
-        raise UserError(
-            f"{where}: data_config.batch_size: {data.batch_size} is not divisible by attn_dp: {case.attn_dp_size} "
-            f"(world_size {case.world_size} / attn_tp_size {parallel.attn_tp_size})"
+    def parallel_sizes(self) -> ParallelSizes:
+        sizes = self.parallel_config
+        return ParallelSizes(
+            self.world_size, sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size
         )
-    modes = PLATFORMS[case.platform].exe_modes
-    if case.exe_mode not in modes:
-        raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")
-    if case.platform == "ascend":
-        check_ascend(case, where)
-    else:
-        check_not_ascend(case, where)
-    check_offload(case, where)
-    wanted = case.quantization
-    if wanted.group_size not in (32, 64, 128):
-        raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
-    if wanted.zero_points and wanted.method != "q4":
-        raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")
-    if not case.model_path:
-        raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
-    if not data.prompts and case.model_config.with_ckpt:
-        raise UserError(f"{where}: data_config.prompts is empty: give at least one prompt")
+
+    @property
+    def attn_dp_size(self) -> int:
+        return self.parallel_sizes.attn_dp

@@ -1,4 +1,4 @@
-"""The environment variables that Umbra reads; every read is here, every value is checked here."""
+"""The environment variables that Umbra reads: every one is read and checked in this file."""
 
 import os
 from dataclasses import dataclass
@@ -9,22 +9,23 @@ from errors import UserError
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Where this process stands in the job; set by torchrun, all zeros and ones without it."""
+    """This process's place in the job, as torchrun sets it; without torchrun, the only rank of a job of one."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    error_file: str  # where torchrun's engine, if it started us, looks for the reason of a failure
+    error_file: str  # where torchrun, if it started this process, reads the reason of a failure; else empty
 
     @property
     def launched(self) -> bool:
+        """Whether torchrun started this process."""
         return bool(self.error_file)
 
 
 @dataclass(frozen=True)
 class NodeEnv:
-    """Multi-node start, in torchrun's own variables."""
+    """A start on several nodes, by torchrun's own variables."""
 
     nnodes: int
     node_rank: int
@@ -33,11 +34,12 @@ class NodeEnv:
 
 
 def case_name() -> str | None:
+    """The case that run.py runs."""
     return os.environ.get("CASE_NAME")
 
 
 def cann_home() -> Path | None:
-    """Where CANN is installed; its set_env.sh says so."""
+    """The folder that CANN is installed in, as its set_env.sh sets it; None: unknown."""
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
     return Path(home) if home else None
 

@@ -1,4 +1,4 @@
-"""Finds cases: `yaml_configs/NAME.yaml`, or any path that ends in .yaml."""
+"""Finds and reads cases: `yaml_configs/NAME.yaml`, or any path that ends in .yaml."""
 
 import dataclasses
 import difflib
@@ -9,22 +9,36 @@ from typing import Any
 import yaml
 
 from errors import UserError
-from executor.config.case import Case, check
+from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
+from executor.config.rules import check
 from executor.config.schema import override, read
 from files import ROOT
 from models.config import ModelConfig
+from models.hf_config import short
 from models.registry import config_class
 
 CASES = ROOT / "yaml_configs"
 
 
+LARGEST_FILE = 8 << 20  # bytes of a case
+MOST_VALUES = 100_000  # of a case, with every alias written out
+
+
 class StrictLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys in silence; here that is an error."""
+    """YAML of bounded size. PyYAML keeps the last of two equal keys in silence; here that is an error."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _count_values(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names: list[object] = []
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "found unhashable key", key.start_mark)
             name = self.construct_object(key, deep=True)
             if name in names:
                 raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", key.start_mark)
@@ -35,9 +49,11 @@ class StrictLoader(yaml.SafeLoader):
 def load_case(name: str, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None) -> Case:
     """The case `name` with its keys overridden, checked, sizes filled in."""
     path = _find(name)
+    if path.stat().st_size > LARGEST_FILE:
+        raise UserError(f"{path.name}: larger than {LARGEST_FILE >> 20} MB, not a case")
     data = _parse(path.read_text(encoding="utf-8", errors="replace"), str(path.name))
     if not isinstance(data, dict):
-        raise UserError(f"{path.name}: a case is a mapping of keys to values, not {data!r:.60}")
+        raise UserError(f"{path.name}: a case is a mapping of keys to values, not {short(data):.60}")
     return make_case(data, path.stem, path.name, overrides, settings)
 
 
@@ -60,7 +76,7 @@ def make_case(
 
 
 def list_cases() -> list[tuple[str, str]]:
-    """(name, description) of every case, or what is wrong with it."""
+    """(name, description) of every case; the description of a broken case says what is wrong with it."""
     cases = []
     for path in sorted(CASES.glob("*.yaml")):
         try:
@@ -71,15 +87,15 @@ def list_cases() -> list[tuple[str, str]]:
 
 
 def model_folder(case: Case) -> Path:
+    """The folder of the case's checkpoint."""
     return ROOT / Path(case.model_path).expanduser()
 
 
 def load_model_config(case: Case) -> ModelConfig:
-    """The checkpoint's configuration, checked against what the case asks of it."""
+    """The configuration of the case's checkpoint; raises where the case asks for more than the model can do."""
     config = config_class(case.model_name).from_folder(model_folder(case))
-    sizes = case.parallel_config
-    moe_ep_size = case.world_size // sizes.moe_tp_size
-    config.check_parallel(sizes.attn_tp_size, sizes.moe_tp_size, moe_ep_size, sizes.embed_tp_size, sizes.lmhead_tp_size)
+    sizes = case.parallel_sizes
+    config.check_parallel(sizes.attn_tp, sizes.moe_tp, sizes.moe_ep, sizes.embed_tp, sizes.lmhead_tp)
     if case.max_sequence_length > config.max_positions:
         raise UserError(
             f"case {case.name}: input_max_len + max_new_tokens: {case.max_sequence_length} exceed the model's "
@@ -97,9 +113,23 @@ def _find(name: str) -> Path:
     raise UserError(f"no case {name!r} ({path} does not exist); nearest: {', '.join(close)}; all: bash infer.sh --list")
 
 
+def _count_values(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+    """The values below `node`, an alias as many as what it stands for; more than MOST_VALUES are an error."""
+    if node not in counted:
+        counted[node] = 1  # of a node inside itself
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        if not isinstance(node, yaml.ScalarNode):
+            counted[node] += sum(_count_values(part, counted) for part in parts)
+        if counted[node] > MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES:,} values", node.start_mark)
+    return counted[node]
+
+
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, StrictLoader)
+    except RecursionError:
+        raise UserError(f"{where}: not valid YAML: values are nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -1,15 +1,13 @@
-"""The rules of `offload_config`; `config.check` calls them."""
+"""The rules between `offload_config` and other keys."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from errors import UserError
-
-if TYPE_CHECKING:
-    from executor.config.case import Case
+from executor.config.case import Case
 
 
-def check_offload(case: "Case", where: str) -> None:
+def check_offload(case: Case, where: str) -> None:
+    """Refuse settings of shadow experts that contradict each other or the rest of the case."""
     wanted = case.offload_config
     mode = f"offload_config.mode: {wanted.mode}"
     if wanted.mode == "none":
@@ -24,10 +22,11 @@ def check_offload(case: "Case", where: str) -> None:
             f"{where}: {mode} needs a callback to the host, which a GE graph takes from CANN 9 on, in an operator that "
             "Umbra does not have yet: choose exe_mode: acl_graph or npugraph_ex"
         )
-    if 0 < wanted.stream_tokens <= case.data_config.batch_size:
+    if wanted.stream_tokens and wanted.stream_tokens <= case.data_config.batch_size:
         raise UserError(
             f"{where}: offload_config.stream_tokens: {wanted.stream_tokens} must be above data_config.batch_size: "
             f"{case.data_config.batch_size}: decode steps are captured, and have no experts streamed"
         )
-    if wanted.slots and wanted.mode != "fixed":
-        raise UserError(f"{where}: offload_config.slots: {wanted.slots} needs mode: fixed, not {wanted.mode}")
+    if wanted.slots is not None and wanted.mode != "fixed":
+        written = wanted.slots or -1  # none at all
+        raise UserError(f"{where}: offload_config.slots: {written} needs mode: fixed, not {wanted.mode}")

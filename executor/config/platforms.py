@@ -5,14 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlatformEntry:
-    place: str
-    layout: str  # what its ops keep, without the device: for counts of memory
+    place: str  # of its class, `module:name`
+    layout: str  # of the class with the tensor shapes of its ops, without the device: for counts of memory
     exe_modes: tuple[str, ...]
-    page_size: int  # of the KV cache, where a case does not say
+    page_size: int  # of the KV cache, where a case leaves it open
     quantised: tuple[str, ...]  # the kinds of quantised matrices that its ops multiply with
     expert_slot: str  # of the function (inner, hidden, format, dtype) -> (bytes, alignment) of an expert's slot
+    environment: str = ""  # of the function that says which environment variables a rank is started with
     plugin: str = ""  # the package that brings the device to PyTorch
     is_host: bool = False  # the device is the CPU itself: one memory, one pool of threads
+    keeps_packed: bool = False  # quantised weights are kept in `packed_cache/`
     plans_memory: bool = False  # `--plan` counts the memory of one rank against the device's
 
     @property
@@ -30,6 +32,7 @@ PLATFORMS = {
         quantised=("q8", "q4"),
         expert_slot="cpu_offload.cpu:expert_slot",
         is_host=True,
+        keeps_packed=True,
     ),
     "ascend": PlatformEntry(
         "executor.platform.ascend.device:AscendPlatform",
@@ -38,6 +41,7 @@ PLATFORMS = {
         page_size=128,
         quantised=("q4",),
         expert_slot="ops.ascend.vector_core.blocks:expert_slot",
+        environment="executor.platform.ascend.environment:ascend_environment",
         plugin="torch_npu",
         plans_memory=True,
     ),

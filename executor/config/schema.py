@@ -1,4 +1,4 @@
-"""Reads a mapping into a tree of frozen dataclasses, strictly; knows nothing about which keys there are.
+"""Reads a mapping into a tree of frozen dataclasses, strictly; which keys there are is declared elsewhere.
 
 A leaf is declared with `key(default, doc, ...)`; a section is a field whose type is another such dataclass.
 """
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from errors import UserError
+from models.hf_config import short
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One key of the tree: where it stands, what it may hold."""
+    """One key of the tree: its path and the values that it may have."""
 
     path: str
     type: Any
@@ -27,10 +28,20 @@ class Leaf:
     choices: tuple[str, ...]
     minimum: float | None
     maximum: float | None
+    means: Mapping[int, int | None]
 
     @property
     def name(self) -> str:
         return self.path.rpartition(".")[2]
+
+    @property
+    def written_default(self) -> Any:
+        """The default as a file would have it."""
+        return next((written for written, value in self.means.items() if value == self.default), self.default)
+
+    @property
+    def type_name(self) -> str:
+        return type_name(typing.get_args(self.type)[0] if self.means else self.type)
 
 
 def key(
@@ -40,9 +51,13 @@ def key(
     choices: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    means: Mapping[int, int | None] = types.MappingProxyType({}),
 ) -> Any:
+    """A leaf. `means` has the numbers that stand for something else in a file, and the values that they become:
+    `{0: None, -1: 0}` for "0: chosen for you, -1: none"."""
     return dataclasses.field(
-        default=default, metadata=dict(doc=doc, choices=tuple(choices), minimum=minimum, maximum=maximum)
+        default=default,
+        metadata=dict(doc=doc, choices=tuple(choices), minimum=minimum, maximum=maximum, means=means),
     )
 
 
@@ -62,12 +77,12 @@ def leaves(kind: type, prefix: str = "") -> Iterator[Leaf]:
 
 
 def read(kind: type[T], data: object, where: str) -> T:
-    """`data` (what YAML gave) as a `kind`; `where` names the file in every complaint."""
+    """`data`, a mapping read from YAML, as a `kind`; `where` names the file in every error."""
     return _read(kind, data, where, "")
 
 
 def override(kind: type, data: dict[str, Any], name: str, value: object) -> None:
-    """Set one key in `data` by its full path, or by its bare name where only one section has it."""
+    """Set one key of `data` by its full path, or by its bare name if only one section has it."""
     paths = [leaf.path for leaf in leaves(kind)]
     if name not in paths:
         named = [p for p in paths if p.rpartition(".")[2] == name]
@@ -81,7 +96,7 @@ def override(kind: type, data: dict[str, Any], name: str, value: object) -> None
     for part in sections:
         below = data.setdefault(part, {})
         if not isinstance(below, dict):
-            return  # the section is not a mapping: read() will say so
+            return  # the section is not a mapping: read() raises
         data = below
     data[last] = value
 
@@ -89,7 +104,7 @@ def override(kind: type, data: dict[str, Any], name: str, value: object) -> None
 def _read(kind: type[T], data: object, where: str, prefix: str) -> T:
     if not isinstance(data, Mapping):
         at = f"key {prefix[:-1]}" if prefix else "the file"
-        raise UserError(f"{where}: {at} must be a mapping of keys to values, not {data!r:.60}")
+        raise UserError(f"{where}: {at} must be a mapping of keys to values, not {short(data):.60}")
     known = {leaf.path: leaf for leaf in leaves(kind, prefix)}
     hints = typing.get_type_hints(kind)
     sections = {f.name: hints[f.name] for f in dataclasses.fields(typing.cast(Any, kind)) if not f.metadata}
@@ -112,8 +127,10 @@ def _leaf(leaf: Leaf, value: object, where: str) -> object:
         value = "on" if value else "off"
     try:
         converted = _convert(leaf.type, value)
-    except (TypeError, ValueError):
-        raise UserError(f"{where}: {leaf.path}: {value!r:.80} is not {type_name(leaf.type)}") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: {leaf.path}: {short(value):.80} has half of a surrogate pair: not text") from None
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{where}: {leaf.path}: {short(value):.80} is not {leaf.type_name}") from None
     if leaf.choices and converted not in leaf.choices:
         near = _nearest(str(converted), list(leaf.choices))
         raise UserError(f"{where}: {leaf.path}: {converted!r} is not one of {', '.join(leaf.choices)}{near}")
@@ -122,7 +139,7 @@ def _leaf(leaf: Leaf, value: object, where: str) -> object:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at least {leaf.minimum}")
         if leaf.maximum is not None and not converted <= leaf.maximum:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at most {leaf.maximum}")
-    return converted
+    return leaf.means[converted] if type(converted) is int and converted in leaf.means else converted
 
 
 def _convert(wanted: Any, value: object) -> object:
@@ -136,6 +153,8 @@ def _convert(wanted: Any, value: object) -> object:
         return float(typing.cast(Any, value))  # YAML reads 1e-3 as a string
     if type(value) is not wanted:
         raise TypeError
+    if isinstance(value, str):
+        value.encode()  # raises for half of a surrogate pair, which YAML can write and no tokenizer takes
     return value
 
 

@@ -12,12 +12,6 @@ from ops.interface import Ops
 PADDING_LENGTH = 2  # not 0 or 1: compilers take those for constants
 
 
-def graph_rows(rows: int, most: int) -> int:
-    """The size of graph that `rows` sequences run in: the next power of two, or a whole batch of `most`. Few graphs, so
-    few of a device's streams and tasks."""
-    return min(1 << (rows - 1).bit_length(), most)
-
-
 def pack(
     ops: Ops,
     sequences: ListOf[Sequence],

@@ -1,6 +1,7 @@
 """What one rank's model is made with: weight formats, `Build`, cache. A run and the memory plan share it."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,26 @@ from errors import UserError
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Scheme
 from executor.config.case import Case
+from executor.config.env import RankEnv
 from executor.config.load import model_folder
 from executor.config.platforms import PLATFORMS
 from executor.parallel.groups import Parallel
+from executor.parallel.join import join
+from executor.platform.base import Platform
 from models.build import Build, Formats, Shadows
 from models.layers.attention import PagedAttention
 from ops.interface import FORMATS, Format, Ops
+
+
+def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:
+    """This rank's place in every split of the case; returns when all ranks have joined."""
+    if ranks.world_size != case.world_size:
+        raise UserError(
+            f"case {case.name}: world_size: {case.world_size}, but this process is one of {ranks.world_size}: "
+            f"start all ranks with bash infer.sh {case.name}"
+        )
+    timeout_s = case.parallel_config.comm_timeout_s
+    return join(case.parallel_sizes, ranks.rank, timeout_s, platform.collectives, platform.group_options)
 
 
 def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
@@ -48,6 +63,17 @@ def build_of(
         max_positions=case.max_sequence_length,
         offload=offload,
     )
+
+
+def packed_facts(case: Case) -> dict[str, Any]:
+    """Everything but the checkpoint and the rank that decides how this rank's weights are packed."""
+    return {
+        "world_size": case.world_size,
+        "dtype": case.model_config.dtype,
+        "parallel": dataclasses.asdict(case.parallel_config),
+        "quantization": dataclasses.asdict(case.quantization),
+        "shadows": case.offload_config.start_layer if case.offload_config.mode != "none" else None,
+    }
 
 
 def cache_type(case: Case, build: Build) -> torch.dtype:

@@ -188,6 +188,6 @@ def limits_of(case: Case) -> Limits:
         max_sequence_length=case.max_sequence_length,
         page_size=case.cache_config.page_size,
         groups=case.attn_dp_size,
-        prefill_tokens=data.chunked_prefill_size or None,
+        prefill_tokens=data.chunked_prefill_size,
         mixed_tokens=min(sizes, default=None),
     )

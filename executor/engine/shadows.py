@@ -78,4 +78,4 @@ def expert_frames(frame_bytes: int, slot_bytes: int, most_slots: int) -> int:
 
 def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
     """Of the arena; `experts`: frames of theirs."""
-    return int(case.offload_config.arena_mb * MB) // frame_bytes or experts + longest + 1
+    return int((case.offload_config.arena_mb or 0) * MB) // frame_bytes or experts + longest + 1

@@ -6,9 +6,12 @@ from pathlib import Path
 from torch import nn
 
 from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.load import load_checkpoint, random_weights
+from executor.checkpoint.load import load_checkpoint
 from executor.checkpoint.packed import PackedCache
+from executor.checkpoint.random import random_weights
 from executor.config.case import Case
+from executor.config.platforms import PLATFORMS
+from executor.engine.building import packed_facts
 
 
 def fill_weights(case: Case, folder: Path, model: nn.Module, ignored: frozenset[str], rank: int) -> None:
@@ -17,8 +20,8 @@ def fill_weights(case: Case, folder: Path, model: nn.Module, ignored: frozenset[
     if not case.model_config.with_ckpt:
         return random_weights(model, seed=rank)
     cache = None
-    if settings.method in ("q8", "q4") and settings.keep_packed and case.platform == "cpu":
-        cache = PackedCache(case, folder, rank, model)
+    if settings.method in ("q8", "q4") and settings.keep_packed and PLATFORMS[case.platform].keeps_packed:
+        cache = PackedCache(packed_facts(case), folder, rank, model)
         if cache.load(rank == 0):
             return None
     start, scheme = time.perf_counter(), read_scheme(folder)

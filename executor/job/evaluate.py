@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from errors import UserError, run_main
+from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
 from executor.config.load import load_case, load_model_config, model_folder
@@ -34,7 +35,6 @@ from executor.job.launch import launch
 from executor.job.logits import prefill_logits, with_room
 from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
-from executor.job.tokenizer import Tokenizer
 from files import write_json
 
 LOGITS, FIGURES = "logits.f32", "figures.json"  # what the first pass leaves in the temporary folder
@@ -69,7 +69,7 @@ def read_windows(case: Case, path: Path, size: int) -> list[list[int]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--text {path}: not readable: {error}") from None
-    ids = Tokenizer(model_folder(case)).encode(text, chat=False)
+    ids = Tokenizer(model_folder(case), load_model_config(case).vocab_size).encode(text, chat=False)
     if len(ids) < 2:
         raise UserError(f"--text {path}: fewer than two tokens")
     return [ids[i : i + size] for i in range(0, len(ids), size) if i + 1 < len(ids)]

@@ -19,7 +19,7 @@ from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Scheme
 from executor.checkpoint.header import BITS
-from executor.checkpoint.load import problems_of, stored_as, wanted_by
+from executor.checkpoint.load import ignorable, problems_of, stored_as, wanted_by
 from executor.config.case import CacheSettings, Case, DataSettings, ParallelSettings, QuantizationSettings
 from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
@@ -57,7 +57,7 @@ def inspect(folder: Path) -> dict[str, Any]:
     sketch, scheme, files = sketch_of(plain_case(folder)), read_scheme(folder), CheckpointFiles(folder)
     wanted = wanted_by(sketch.model)
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
-    kinds = dict.fromkeys(sketch.model.ignored_weights(), IGNORED)
+    kinds = dict.fromkeys(ignorable(files.place, sketch.model.ignored_weights()), IGNORED)
     for path, layer in reversed(layers_of(sketch.model)):  # of a tied embedding and head, the embedding names it
         for piece in layer.pieces(path):
             kinds |= dict.fromkeys(stored[piece.name].tensors, kind_of(sketch.model, path, layer))

@@ -16,10 +16,11 @@ from errors import EXIT_STATUS, UserError, run_main
 from executor.config.case import Case
 from executor.config.env import node_env
 from executor.config.load import list_cases, load_case, load_model_config
+from executor.engine.settings import platform_settings
 from executor.job.preflight import check_ready
 from executor.job.results import create_results, discard_results
+from executor.platform import start_environment
 from executor.platform.ascend.compile_cache import clear_cache
-from executor.platform.ascend.environment import ascend_environment
 from files import ROOT
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 def launch(case: Case, program: list[str]) -> None:
     """Run the Python `program` as every rank of `case`; returns only when all have succeeded."""
-    os.environ.update(ascend_environment(case, os.environ))
+    os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
     if case.world_size == 1:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *program])

@@ -4,11 +4,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from errors import UserError
+from executor.checkpoint.names import INDEX, SINGLE
 from executor.config.case import Case
 from executor.config.load import model_folder
 from executor.config.platforms import PLATFORMS
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def check_ready(case: Case) -> None:

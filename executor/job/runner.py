@@ -9,19 +9,23 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from executor.checkpoint.tokenizer import open_tokenizer, stop_ids
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_model_config, model_folder
+from executor.config.platforms import PLATFORMS
+from executor.engine.building import init_parallel
 from executor.engine.engine import Engine, ForwardStep
 from executor.engine.loop import Loop
 from executor.engine.profiler import Profiler
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence, new_sequence
+from executor.engine.settings import platform_settings
 from executor.engine.timings import Timings
+from executor.job.prompts import encode_prompts
 from executor.job.report import Completion, make_report
 from executor.job.shadow_report import write_offload
-from executor.job.tokenizer import encode_prompts, open_tokenizer, stop_ids
-from executor.parallel.join import init_parallel
+from executor.planning.host_memory import check_host_memory
 from executor.planning.times import WARM_UP_TOKENS, PlannedRun
 from executor.platform import load_platform
 from executor.platform.base import Platform
@@ -37,7 +41,7 @@ class ModelRunner:
         """Make the device this process's own, plan, load the model, and prepare its decode step. `platform_class`: in
         place of the one that the case names."""
         case, ranks = self.case, self.ranks
-        platform = (platform_class or load_platform(case.platform))(case, ranks)
+        platform = (platform_class or load_platform(case.platform))(platform_settings(case), ranks)
         parallel = init_parallel(case, ranks, platform)
         print(
             f"rank {ranks.rank}/{ranks.world_size} on {platform.name}: "
@@ -46,6 +50,8 @@ class ModelRunner:
             f"moe_tp {parallel.moe_tp.rank}/{parallel.moe_tp.size}, "
             f"moe_ep {parallel.moe_ep.rank}/{parallel.moe_ep.size}"
         )
+        if PLATFORMS[case.platform].is_host and not case.model_config.with_ckpt:
+            check_host_memory(case, ranks.local_world_size)
         self.planned = None
         if case.offload_config.mode != "none":
             self.planned = PlannedRun(case, ranks, parallel.world, platform)
@@ -85,7 +91,7 @@ class ModelRunner:
         params = SamplingParams(
             max_tokens=min(most, self.case.data_config.max_new_tokens),
             temperature=sampling.temperature,
-            top_k=sampling.top_k or None,
+            top_k=sampling.top_k,
             top_p=sampling.top_p,
             seed=sampling.seed + index,
             ignore_eos=sampling.ignore_eos,
@@ -94,7 +100,7 @@ class ModelRunner:
 
     def run(self) -> dict[str, Any]:
         """Set up, generate every prompt of the case, and report."""
-        tokenizer = open_tokenizer(self.folder, self.case)
+        tokenizer = open_tokenizer(self.folder, self.config.vocab_size, bool(self.case.data_config.prompts))
         if self.case.data_config.prompts and tokenizer:
             prompts = list(zip(self.case.data_config.prompts, encode_prompts(self.case, tokenizer), strict=True))
         else:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from errors import UserError
+from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.env import rank_env
 from executor.config.load import load_case, model_folder
@@ -15,7 +16,6 @@ from executor.job.defaults import case_of_checkpoint
 from executor.job.preflight import check_ready
 from executor.job.report import Completion
 from executor.job.runner import make_runner
-from executor.job.tokenizer import Tokenizer
 from files import ROOT
 
 Message = dict[str, str]  # role, content
@@ -32,8 +32,8 @@ class Session:
                 f"start all ranks with bash infer.sh {case.name}"
             )
         check_ready(case)
-        self.case, self.tokenizer = case, Tokenizer(model_folder(case))
-        self.runner = make_runner(case, ROOT / "results", rank_env())
+        self.case, self.runner = case, make_runner(case, ROOT / "results", rank_env())
+        self.tokenizer = Tokenizer(model_folder(case), self.runner.config.vocab_size)
         self.runner.setup()
         self.loop = self.runner.loop
         self._events: dict[int, deque[Event]] = {}  # of requests whose callers have not taken them yet

@@ -1,1 +1,1 @@
-"""Which ranks work together: the partitions of a world, the groups a model talks to, how processes join."""
+"""Which ranks share what: the sizes of every split, the rank groups they make, and how processes join them."""

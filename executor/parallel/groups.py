@@ -1,4 +1,4 @@
-"""How a model is split over ranks, as its layers see it: a shard to cut by, a group to talk to."""
+"""What a layer sees of a split over ranks: the shard that this rank holds, and the rank group that holds all shards."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Before torch 2.13 it had another name.
+# torch names it so from 2.13 on.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -18,32 +18,35 @@ class Shard:
     size: int = 1
 
     def part(self, total: int) -> slice:
-        """This part's range of `total`; the configuration has checked that it divides."""
+        """The range of this part in a dimension of `total` elements, which `size` must divide."""
         each = total // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
 
 @dataclass(frozen=True)
 class Group(Shard):
-    """Ranks that hold the parts of one thing. Of one rank: every collective is the identity."""
+    """The ranks that hold the shards of one thing. In a group of one rank every collective is the identity."""
 
     handle: dist.ProcessGroup | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the group, in place."""
+        """Sums `x` over the group, in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(x, group=self.handle)
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """(T, N / size) of every rank side by side. -> (T, N)"""
+        """Puts the (T, N / size) of all ranks side by side. -> (T, N)"""
         if self.size == 1:
             return x
         parts = self._gather(x)  # (size, T, N / size)
         return parts.movedim(0, 1).flatten(1)
 
     def gather_rows(self, x: Tensor, counts: tuple[int, ...] | None) -> Tensor:
-        """`counts[r]` rows of each rank r, or of each as many as here, one after another. -> (sum of counts, ...)"""
+        """Concatenates the rows of all ranks. -> (sum of counts, ...)
+
+        Rank r contributes `counts[r]` rows; None means that all ranks have as many rows as this one.
+        """
         if self.size == 1:
             return x
         if counts is None:
@@ -54,7 +57,7 @@ class Group(Shard):
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def own_rows(self, x: Tensor, counts: tuple[int, ...] | None) -> Tensor:
-        """This rank's rows of what `gather_rows` gave."""
+        """The inverse of `gather_rows`: the rows of `x` that this rank contributed."""
         if self.size == 1:
             return x
         return x.split(len(x) // self.size if counts is None else list(counts))[self.rank]
@@ -67,7 +70,7 @@ class Group(Shard):
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank's place in every split. Ranks that follow each other share an attention layer or an expert."""
+    """One rank's place in every split. Consecutive ranks share an attention layer or an expert."""
 
     world: Group = Group()
     attn_tp: Group = Group()

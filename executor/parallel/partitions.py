@@ -1,26 +1,49 @@
-"""Which ranks stand together: every group of a case as plain rank numbers, before any communicator exists."""
+"""How a world of ranks is split into rank groups, as plain rank numbers, before any communicator exists."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from executor.config.case import Case
+from dataclasses import dataclass
 
 GROUPS = ("world", "attn_tp", "attn_dp", "embed_tp", "lmhead_tp")
 
 Partition = tuple[tuple[int, ...], ...]
 
 
-def partitions(case: "Case") -> dict[str, Partition]:
-    """For each of GROUPS, in that order, the world split into its groups. Equal groups are made once and shared."""
-    world, sizes = case.world_size, case.parallel_config
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How many ranks share one attention layer, one expert, the embedding table and the output head."""
+
+    world: int = 1
+    attn_tp: int = 1
+    moe_tp: int = 1
+    embed_tp: int = 1
+    lmhead_tp: int = 1
+
+    @property
+    def attn_dp(self) -> int:
+        """Number of data-parallel groups, each with its own sequences."""
+        return self.world // self.attn_tp
+
+    @property
+    def moe_ep(self) -> int:
+        """Number of parts that the experts are divided into."""
+        return self.world // self.moe_tp
+
+
+def partitions(sizes: ParallelSizes) -> dict[str, Partition]:
+    """The rank groups that the world is split into under each name of GROUPS, in that order."""
 
     def neighbours(size: int) -> Partition:
-        return tuple(tuple(range(start, start + size)) for start in range(0, world, size))
+        return tuple(tuple(range(start, start + size)) for start in range(0, sizes.world, size))
 
     return {
-        "world": neighbours(world),
-        "attn_tp": neighbours(sizes.attn_tp_size),
-        "attn_dp": tuple(tuple(range(first, world, sizes.attn_tp_size)) for first in range(sizes.attn_tp_size)),
-        "embed_tp": neighbours(sizes.embed_tp_size),
-        "lmhead_tp": neighbours(sizes.lmhead_tp_size),
+        "world": neighbours(sizes.world),
+        "attn_tp": neighbours(sizes.attn_tp),
+        "attn_dp": tuple(tuple(range(first, sizes.world, sizes.attn_tp)) for first in range(sizes.attn_tp)),
+        "embed_tp": neighbours(sizes.embed_tp),
+        "lmhead_tp": neighbours(sizes.lmhead_tp),
     }
+
+
+def names_sharing(sizes: ParallelSizes, name: str) -> list[str]:
+    """The names of all splits whose rank groups are the same as those of `name`, itself included."""
+    ranks = partitions(sizes)
+    return [other for other in ranks if ranks[other] == ranks[name]]

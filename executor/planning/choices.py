@@ -109,7 +109,9 @@ def choose(case: Case, sizes: Sizes, ranks: RankEnv, copy_ms: CopyMs = None) -> 
     local, on_host = (ranks.local_rank, ranks.local_world_size), PLATFORMS[case.platform].is_host
     stores = made_up(sizes.blocks, sizes.shape.experts, sizes.shape.layers)
     engine_threads = sum(team.threads for team in native().teams()) if on_host else 1
-    candidates = divisions(cores_of(*local), engine_threads, case.threads > 0 or not on_host, wanted.shadow_threads)
+    candidates = divisions(
+        cores_of(*local), engine_threads, case.threads is not None or not on_host, wanted.shadow_threads
+    )
     tried: dict[Threads, Planner] = {}
     for device, shadow in candidates:
         start(device, case.instruction_set, *local, shadow if on_host else 0)
@@ -127,9 +129,10 @@ def choose(case: Case, sizes: Sizes, ranks: RankEnv, copy_ms: CopyMs = None) -> 
         hit = max(slots.value, 0) / split.experts
     data = case.data_config
     longest = min(batch * data.input_max_len, data.chunked_prefill_size or 1 << 62)
-    streaming = given(wanted.stream_tokens)
-    if not wanted.stream_tokens:
+    if wanted.stream_tokens is None:
         streaming = choose_streaming(planner, hit, batch, longest)
+    else:
+        streaming = given(wanted.stream_tokens or NONE)
     return planner, Choices(threads, slots, swaps_of(case, planner, hit), streaming)
 
 
@@ -138,7 +141,7 @@ def swaps_of(case: Case, planner: Planner, hit: float) -> Choice[int]:
     wanted = case.offload_config
     if wanted.mode == "resident":
         return Choice(NONE, "all experts stay")
-    if wanted.max_swaps:
+    if wanted.max_swaps is not None:
         return given(wanted.max_swaps)
     return choose_swaps(planner, case.data_config.batch_size, hit, wanted.interval)
 
@@ -148,8 +151,8 @@ def _usual_hit(case: Case, split: Split) -> float:
     wanted = case.offload_config
     if wanted.mode == "resident":
         return 1.0
-    if wanted.mode == "fixed" and wanted.slots:
-        return max(wanted.slots, 0) / split.experts
+    if wanted.mode == "fixed" and wanted.slots is not None:
+        return wanted.slots / split.experts
     return split.usual_hit
 
 
@@ -157,10 +160,10 @@ def _slots(case: Case, planner: Planner, split: Split) -> Choice[int]:
     wanted = case.offload_config
     if wanted.mode == "elastic":
         return Choice(split.experts, "as many as the KV cache leaves room for")
-    if wanted.mode == "resident" or not (wanted.slots or wanted.arena_mb):
+    if wanted.mode == "resident" or (wanted.slots is None and wanted.arena_mb is None):
         return Choice(split.experts, f"all {split.experts}")
-    if wanted.slots:
-        return Choice(wanted.slots, f"{max(wanted.slots, 0)} of {split.experts}: given")
+    if wanted.slots is not None:
+        return Choice(wanted.slots, f"{wanted.slots} of {split.experts}: given")
     return choose_slots(planner, split)
 
 

@@ -15,7 +15,6 @@ from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB, MB
-from executor.engine.batching import graph_rows
 from executor.engine.building import bind_caches, build_of
 from executor.engine.scheduler import Scheduler, limits_of
 from executor.parallel.join import place_of
@@ -23,6 +22,7 @@ from executor.parallel.partitions import partitions
 from executor.planning.activations import Ledger, batch_of, counted, sampling, shorten
 from executor.planning.parts import Part, product
 from executor.platform.ascend.hccl import buffer_mb
+from executor.platform.base import graph_rows
 from models.batch import Batch
 from models.build import Build, Shadows
 from models.causal_lm import CausalLM
@@ -114,7 +114,9 @@ def sketch_of(case: Case, offload: Shadows | None = None, ops: Ops | None = None
     config = load_model_config(case)
     ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = PLATFORMS[case.platform].quantised_head
-    build = build_of(case, ops, counted(place_of(case, 0, {})), torch.device("meta"), quantised_head, offload)
+    build = build_of(
+        case, ops, counted(place_of(case.parallel_sizes, 0, {})), torch.device("meta"), quantised_head, offload
+    )
     model = model_class(case.model_name)(config, build)
     pages = Scheduler(limits_of(case)).pages
     bind_caches(model, case, build, pages)
@@ -195,10 +197,10 @@ def _inputs(batch: Batch) -> int:
 def _hccl(case: Case) -> list[Part]:
     """The buffers of this rank's groups. Groups with equal ranks are one group; a group of one rank has no buffers."""
     shared: dict[tuple[int, ...], list[str]] = {}
-    for name, members in partitions(case).items():
+    for name, members in partitions(case.parallel_sizes).items():
         shared.setdefault(members[0], []).append(name)
     return [
-        product(", ".join(names), buffers=2, MB=buffer_mb(case, names[0]), B=MB)
+        product(", ".join(names), buffers=2, MB=buffer_mb(case.hccl_config, case.parallel_sizes, names[0]), B=MB)
         for ids, names in shared.items()
         if len(ids) > 1
     ]

@@ -15,6 +15,7 @@ from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
+from executor.engine.settings import platform_settings
 from executor.engine.shadows import make_arena
 from executor.parallel.groups import Group
 from executor.planning.choices import choose, sizes_of, swaps_of
@@ -91,7 +92,7 @@ def show_offload_plan(case: Case) -> None:
     sizes, platform = sizes_of(case), PLATFORMS[case.platform]
     ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
     if platform.is_host:  # measured with the platform's own engine
-        load_platform(case.platform)(case, ranks)
+        load_platform(case.platform)(platform_settings(case), ranks)
     planner, choices = choose(case, sizes, ranks)
     longest, experts, most_slots = sizes.sketch.pages, sizes.split.experts, max(choices.slots.value, 0)
     arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)

@@ -1,5 +1,6 @@
-"""A platform is a device with its memory, collectives, graphs and ops."""
+"""A platform is a device with its memory, collectives, graphs and ops. Its libraries are imported when it is used."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from executor.config.platforms import PLATFORMS
@@ -7,9 +8,17 @@ from models.registry import load
 
 if TYPE_CHECKING:
     from executor.platform.base import Platform
+    from executor.platform.settings import PlatformSettings
 
 
 def load_platform(name: str) -> "type[Platform]":
-    """The class of the platform `name`; its libraries are imported only now."""
+    """The class of the platform `name`."""
     platform: type[Platform] = load(PLATFORMS[name].place)
     return platform
+
+
+def start_environment(name: str, settings: "PlatformSettings", given: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that ranks on platform `name` need in addition to those `given`."""
+    place = PLATFORMS[name].environment
+    added: dict[str, str] = load(place)(settings, given) if place else {}
+    return added

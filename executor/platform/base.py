@@ -1,4 +1,4 @@
-"""What a platform is: a device, its memory, its clock, its collectives and its ops."""
+"""The interface of a platform: a device, its memory, its collectives, its graphs and its ops."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from cpu_offload.device import Device
-from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
+from executor.platform.settings import PlatformSettings
 from models.batch import Batch
 from models.config import ModelConfig
 from ops.interface import Ops
@@ -31,38 +31,45 @@ class Platform(ABC):
         return PLATFORMS[self.name].quantised_head
 
     @abstractmethod
-    def __init__(self, case: Case, ranks: RankEnv):
-        """Make this rank's device the process's own."""
+    def __init__(self, settings: PlatformSettings, ranks: RankEnv):
+        """Take this rank's device for the whole process."""
 
     @abstractmethod
     def compile(self, step: Step, model_config: ModelConfig) -> Step:
-        """`step`, a model's method, as the graphs that the case's `exe_mode` names; takes batches on the host."""
+        """`step`, a method of a model, run through graphs as `exe_mode` says. The result takes batches on the host."""
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
-        """What multiplies which weights of `model`, where that was a choice; refuses what the case cannot have."""
+        """The kernel that multiplies each part of `model`, where there was a choice; raises if the case asks for one
+        that its weights cannot have."""
         return {}
 
     def group_options(self, group: str) -> Any:
-        """What the collectives' backend wants to know of a group, by its name in `Parallel`."""
+        """Options of the collectives' backend for a rank group, by the group's name in `Parallel`."""
         return None
 
     def padded_rows(self, rows: int) -> int:
-        """How many sequences a decode step of `rows` is padded to; 0: it is not."""
+        """Number of sequences that a decode step of `rows` sequences is padded to; 0: it is not padded."""
         return 0
 
     def watched(self) -> AbstractContextManager[None]:
-        """Around the steps of a run: what goes another way than the case says is told, or is an error."""
+        """Context of the steps of a run: a fallback to a slower way is printed, or with `strict` raised."""
         return nullcontext()
 
     def copy_ms(self, nbytes: int) -> float:
-        """Milliseconds of a copy of so many bytes from the host, where that is other memory than the device's."""
+        """Measured milliseconds of a copy of `nbytes` from the host, on devices with memory of their own."""
         raise NotImplementedError
 
     @abstractmethod
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-        """For a case with shadow experts, `top_k` a token; `stream_tokens`: of a step from which on those that are not
-        resident are streamed, -1: never."""
+        """The device side of shadow experts, for models with `top_k` experts a token. Steps of `stream_tokens` tokens
+        or more stream the experts that are not resident; -1: no step does."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:
-        """Most memory this process has held so far."""
+        """Most memory that this process has held so far."""
+
+
+def graph_rows(rows: int, most: int) -> int:
+    """Number of sequences in the decode graph that runs `rows` of them: the next power of two, at most `most`, a whole
+    batch. Few sizes, because each graph takes streams and tasks of the device."""
+    return min(1 << (rows - 1).bit_length(), most)

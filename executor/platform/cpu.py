@@ -1,38 +1,96 @@
-"""The CPU: the newcomer's default, and where everything is tested."""
+"""The CPU: the default for newcomers, and the platform on which everything is tested.
 
+`exe_mode: graph` captures the decode step once for each number of sequences and replays it natively; on several ranks
+the collectives are host nodes between the native ops.
+"""
+
+import dataclasses
+import os
 import resource
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.device import Device
-from executor.config.case import Case
+from errors import UserError
 from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step
-from executor.platform.cpu_graph import GraphStep
+from executor.platform.settings import PlatformSettings
+from models.batch import Batch
 from models.config import ModelConfig
 from ops import load_ops
-from ops.cpu.engine import placement, start
+from ops.cpu.engine import Tape, placement, start
+
+MOST_THREADS = 16  # for each CPU; more than one never helps, and threads wait for each other without sleeping
 
 
 class CpuPlatform(Platform):
     name: ClassVar[str] = "cpu"
     collectives: ClassVar[str] = "gloo"
 
-    def __init__(self, case: Case, ranks: RankEnv):
+    def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         torch.set_num_threads(1)  # the native pool has the cores
-        self.device, self.decode_tokens = torch.device("cpu"), case.data_config.batch_size
+        cpus = len(os.sched_getaffinity(0))
+        for key, threads in (("threads", settings.threads), ("shadow_threads", settings.shadow_threads)):
+            if threads and threads > MOST_THREADS * cpus:
+                raise UserError(
+                    f"case {settings.case}: {key}: {threads} are more than {MOST_THREADS} for each of the {cpus} CPUs "
+                    "that this process may use"
+                )
+        self.device, self.batch_size = torch.device("cpu"), settings.batch_size
         self.ops = load_ops("cpu")
-        shadow = case.offload_config.shadow_threads if case.offload_config.mode != "none" else 0
-        _, chosen = start(case.threads, case.instruction_set, ranks.local_rank, ranks.local_world_size, shadow)
+        _, chosen = start(
+            settings.threads or 0,
+            settings.instruction_set,
+            ranks.local_rank,
+            ranks.local_world_size,
+            settings.shadow_threads or 0,
+        )
         print(f"native CPU kernels: {chosen}, {placement()}")
 
     def compile(self, step: Step, model_config: ModelConfig) -> Step:
         return GraphStep(step)
 
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-        return CpuDevice(stream_tokens, self.decode_tokens)
+        return CpuDevice(stream_tokens, self.batch_size)
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class DecodeGraph:
+    """One captured decode step. Its inputs and its logits have fixed addresses; `replay` overwrites both in place."""
+
+    def __init__(self, step: Step, batch: Batch):
+        self.inputs = {name: t.clone() for name, t in batch.tensors().items()}
+        fixed = dataclasses.replace(batch, **self.inputs)  # type: ignore[arg-type]
+        self.tape = Tape()
+        with self.tape.capture():
+            self.logits = step(fixed)
+
+    def replay(self, batch: Batch) -> Tensor:
+        for name, tensor in batch.tensors().items():
+            self.inputs[name].copy_(tensor)
+        self.tape.replay()
+        return self.logits
+
+
+class GraphStep:
+    """The decode step as graphs, one for each number of sequences in each data-parallel group.
+
+    Capturing also computes, so the first step of a size costs one eager step. The logits are overwritten by the next
+    call with as many sequences.
+    """
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.graphs: dict[tuple[int, ...], DecodeGraph] = {}
+
+    def __call__(self, batch: Batch) -> Tensor:
+        size = batch.tokens_per_group or ()  # the same on every rank, so all capture together
+        if size not in self.graphs:
+            self.graphs[size] = DecodeGraph(self.step, batch)
+            return self.graphs[size].logits
+        return self.graphs[size].replay(batch)

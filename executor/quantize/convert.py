@@ -20,8 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
-from executor.job.preflight import INDEX
-from executor.job.tokenizer import Tokenizer
+from executor.checkpoint.names import INDEX
+from executor.checkpoint.tokenizer import Tokenizer
 from executor.quantize.layer import LayerMath, linear_shapes
 from executor.quantize.pack import BITS, packed_linear
 from executor.quantize.search import Fold, fold, search_layer

@@ -41,7 +41,7 @@ class Qwen3MoeConfig:
         head_dim = hf.size("head_dim", default=max(hidden // heads, 1))
         max_positions = hf.size("max_position_embeddings", default=32768)
         dense, step = set(hf.sizes("mlp_only_layers")), hf.size("decoder_sparse_step", default=1)
-        experts = hf.size("num_experts", "num_local_experts", default=128, minimum=0)
+        experts = hf.size("num_experts", "num_local_experts", default=128, minimum=0, maximum=1 << 16)
         config = cls(
             vocab_size=hf.size("vocab_size", default=151936),
             hidden_size=hidden,

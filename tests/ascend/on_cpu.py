@@ -6,9 +6,9 @@ import torch
 
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.device import Device
-from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step
+from executor.platform.settings import PlatformSettings
 from models.config import ModelConfig
 from ops import load_ops
 from ops.ascend.ops import AscendOps
@@ -18,9 +18,8 @@ from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 class OnCpu(Platform):
     name: ClassVar[str] = "on_cpu"
     collectives: ClassVar[str] = "gloo"
-    quantised_head: ClassVar[bool] = False
 
-    def __init__(self, case: Case, ranks: RankEnv):
+    def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         self.device = torch.device("cpu")
 
     def compile(self, step: Step, model_config: ModelConfig) -> Step:
@@ -34,8 +33,8 @@ class OnCpu(Platform):
 
 
 class ReferenceOnCpu(OnCpu):
-    def __init__(self, case: Case, ranks: RankEnv):
-        super().__init__(case, ranks)
+    def __init__(self, settings: PlatformSettings, ranks: RankEnv):
+        super().__init__(settings, ranks)
         self.ops = load_ops("reference")
 
 
@@ -43,13 +42,13 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0) -> type[Platform]:
     class AscendOnCpu(OnCpu):
         ops: AscendOps
 
-        def __init__(self, case: Case, ranks: RankEnv):
-            super().__init__(case, ranks)
-            self.ops = AscendOps(getattr(torch, case.model_config.dtype), self.device, routing, gemv_tokens)
-            self.case = case
+        def __init__(self, settings: PlatformSettings, ranks: RankEnv):
+            super().__init__(settings, ranks)
+            self.ops = AscendOps(getattr(torch, settings.dtype), self.device, routing, gemv_tokens)
+            self.settings = settings
 
         def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-            most = self.case.data_config.batch_size + 3 * self.case.attn_dp_size  # padded below
+            most = self.settings.batch_size + 3 * self.settings.sizes.attn_dp  # padded below
             return AscendDevice(self.ops, self.device, top_k, most, timeout_s=10, cann=None)
 
         def padded_rows(self, rows: int) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from errors import UserError
+from executor.engine.settings import platform_settings
 from executor.platform.ascend.environment import ascend_environment
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from ops.ascend.ops import AscendOps
@@ -49,7 +50,7 @@ def test_an_op_without_converter(
 def on_the_cpu(rank: int, folder: Path, strict: bool) -> str:
     """The error of a model with an op that has no NPU kernel."""
     case = ascend_case(folder, "exe_mode=eager", f"strict={str(strict).lower()}")
-    os.environ.update(ascend_environment(case, {}))
+    os.environ.update(ascend_environment(platform_settings(case), {}))
     real: Any = AscendOps.linear
     AscendOps.linear = lambda *args: real(*args) + torch.lgamma(args[1])[:, :1] * 0  # type: ignore[method-assign]
     try:

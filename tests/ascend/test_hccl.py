@@ -12,8 +12,9 @@ import torch
 
 from executor.config.case import Case
 from executor.config.env import RankEnv
+from executor.engine.building import init_parallel
+from executor.engine.settings import platform_settings
 from executor.parallel.groups import Group
-from executor.parallel.join import init_parallel
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
 from tests.ascend.engine import ascend_case, ascend_runner, generate, keep_graphs_in
@@ -54,7 +55,7 @@ class Seen:
 def started(rank: int, world_size: int, folder: Path, *overrides: str) -> tuple[Case, RankEnv]:
     """As the launcher starts a rank."""
     case = ascend_case(folder, f"world_size={world_size}", "strict=true", *overrides)
-    os.environ.update(ascend_environment(case, {}))
+    os.environ.update(ascend_environment(platform_settings(case), {}))
     return case, RankEnv(rank, world_size, rank, world_size, "")
 
 
@@ -107,7 +108,7 @@ def test_a_sum_left_out_is_seen(tmp_path: Path) -> None:
 def communicators(rank: int, folder: Path, *overrides: str) -> tuple[dict[str, str], str]:
     """(group -> the communicator that it opens, HCCL_OP_EXPANSION_MODE) of one of four ranks."""
     case, ranks = started(rank, 4, folder, *overrides)
-    platform = AscendPlatform(case, ranks)
+    platform = AscendPlatform(platform_settings(case), ranks)
     parallel = init_parallel(case, ranks, platform)
     opened = {}
     for name in ("world", "attn_tp", "attn_dp", "embed_tp"):

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, multiprocessing
 
+from executor.config.case import Case, ModelSettings
 from executor.config.env import RankEnv
+from executor.engine.settings import platform_settings
 from executor.job.logits import collect_logits
 from executor.job.runner import make_runner
+from executor.platform.settings import PlatformSettings
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import Plane, pack, quantise
 from ops.interface import Format
@@ -125,7 +128,7 @@ def test_four_bits_come_back(group: int, zeros: bool) -> None:
 
 def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor, Tensor]:
     """(a linear layer and a mixture of experts of `format`, the same of the values that it holds)"""
-    ops: Any = ascend_on_cpu(routing, gemv_tokens)(tiny_stub(), ONE_RANK).ops  # type: ignore[arg-type]
+    ops: Any = ascend_on_cpu(routing, gemv_tokens)(tiny_stub(), ONE_RANK).ops
     reference: Any = ReferenceOnCpu(None, ONE_RANK).ops  # type: ignore[arg-type]
     cpu, dense = torch.device("cpu"), Format("float32")
     matrix, plain = ops.matrix(48, 64, format, cpu), reference.matrix(48, 64, dense, cpu)
@@ -150,10 +153,8 @@ def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor
     return torch.cat([t.flatten() for t in ours]), torch.cat([t.flatten() for t in theirs])
 
 
-def tiny_stub() -> Any:
-    from executor.config.case import Case, ModelSettings
-
-    return Case(model_config=ModelSettings(dtype="float32"))
+def tiny_stub() -> PlatformSettings:
+    return platform_settings(Case(model_config=ModelSettings(dtype="float32")))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -165,7 +166,7 @@ def test_four_bit_products(format: Format, routing: str) -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_nothing_resident_adds_nothing(routing: str) -> None:
-    ops: Any = ascend_on_cpu(routing)(tiny_stub(), ONE_RANK).ops  # type: ignore[arg-type]
+    ops: Any = ascend_on_cpu(routing)(tiny_stub(), ONE_RANK).ops
     experts = ops.expert_matrices(2, 32, 64, Format("float32"), torch.device("cpu"))
     for e in range(2):
         for which, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):

@@ -1,1 +1,1 @@
-"""Checkpoint formats: where a matrix lies in the files, and how it is read."""
+"""Checkpoint formats: which tensors store a matrix, and how parts of it are read from them."""

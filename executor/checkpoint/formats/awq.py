@@ -41,7 +41,7 @@ class Awq(Scheme):
         self.format = Format("q4", self.group, zeros=True)
 
     def quantised(self, module: str) -> bool:
-        """All of the decoder but what is named: each name is a run of whole parts of a module's path."""
+        """Every module of the decoder except those that `modules_to_not_convert` names by whole parts of a path."""
         inside = f".{module}."
         return ".layers." in inside and not any(f".{name.strip('.')}." in inside for name in self.excluded)
 

@@ -1,4 +1,4 @@
-"""Levels of 4 or 8 bits packed into int32, first in the lowest bits; and parts of what is packed or grouped."""
+"""Levels of 4 or 8 bits packed into int32, the first in the lowest bits, and parts of packed or grouped dimensions."""
 
 from collections.abc import Callable
 from math import gcd
@@ -20,14 +20,15 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def covering(part: slice, count: int) -> tuple[slice, slice]:
-    """The words that hold elements `part` of a packed dimension, and where those elements stand in them."""
+    """(the words of a packed dimension that hold the elements `part`, the place of those elements within the words)"""
     first, end = part.start // count, -(-part.stop // count)
     return slice(first, end), slice(part.start - first * count, part.stop - first * count)
 
 
 def groups_of(inputs: slice, group: int) -> tuple[slice, Callable[[Tensor], Tensor]]:
-    """The groups that hold columns `inputs`, and what makes of their (m, groups) scales those of `inputs` alone: where
-    the part begins or ends inside a group, smaller groups with copies."""
+    """(the quantisation groups that hold the columns `inputs`, a function from the (m, groups) scales of them to the
+    scales of `inputs`). Where `inputs` begins or ends inside a group, its groups are smaller ones with the same
+    scales."""
     unit = gcd(group, inputs.start, inputs.stop)
     held, within = covering(slice(inputs.start // unit, inputs.stop // unit), group // unit)
     return held, lambda scales: scales.repeat_interleave(group // unit, dim=1)[:, within]

@@ -1,4 +1,4 @@
-"""A checkpoint's format, told by its own config."""
+"""Finds out the format of a checkpoint from its config.json."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +19,7 @@ SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
 
 
 def read_scheme(folder: Path) -> Scheme:
+    """The format of the checkpoint in `folder`."""
     config = HfConfig(read_json(folder / "config.json"), str(folder / "config.json"))
     for key in ("quantization_config", "compression_config"):
         if config.value(key) is not None:

@@ -1,4 +1,4 @@
-"""FP8 in blocks, as DeepSeek's and Qwen's FP8 checkpoints have it.
+"""FP8 in blocks, the format of DeepSeek's and Qwen's FP8 checkpoints.
 
 weight float8_e4m3 (N, K), weight_scale_inv (ceil(N / 128), ceil(K / 128)); w = weight * scale of its block
 """
@@ -24,7 +24,7 @@ class Fp8(Scheme):
         self.excluded = config.names("modules_to_not_convert")
 
     def quantised(self, module: str) -> bool:
-        """Every linear module but the head and what is named, with all that is inside it."""
+        """Every linear module except the head and those inside a module that `modules_to_not_convert` names."""
         inside = f".{module}."
         return module != "lm_head" and not any(f".{name.strip('.')}." in inside for name in self.excluded)
 

@@ -34,7 +34,7 @@ class Gptq(Scheme):
         self.format = kept_as(self.bits, self.group, self.zeros)
 
     def quantised(self, module: str) -> bool:
-        """All of the decoder but what `dynamic` takes out; the head where the checkpoint says so."""
+        """Every module of the decoder except those that `dynamic` excludes; the head if the config says so."""
         if any(matches(module) for matches in self.excluded):
             return False
         return ".layers." in module or (self.with_head and module == "lm_head")
@@ -78,7 +78,7 @@ class Gptq(Scheme):
 
 
 def _excluded(config: HfConfig) -> list[Matches]:
-    """`dynamic`: "-:" and a pattern takes modules out; "+:" gives them settings of their own, which we have not."""
+    """The patterns of `dynamic`: "-:" excludes modules; "+:" gives them settings of their own, which is refused."""
     if config.value("dynamic") is None:
         return []
     rules = config.inner("dynamic")

@@ -1,4 +1,4 @@
-"""What a format says of a matrix: the tensors that hold it, and how to read a part of it from them."""
+"""The interface of a checkpoint format: which tensors store a matrix, and how to read a part of it from them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,7 +15,7 @@ FLOATS = ("BF16", "F16", "F32")
 
 
 class Fetch(Protocol):
-    """Parts of a checkpoint's tensors by name."""
+    """Reads parts of a checkpoint's tensors by name."""
 
     def __call__(self, name: str, *part: slice) -> Tensor: ...
 
@@ -24,7 +24,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class Needed:
-    """A tensor of the checkpoint by its shape and the types that it may have, in safetensors' words."""
+    """The shape that a tensor of the checkpoint must have, and the types that it may have, by safetensors' names."""
 
     shape: tuple[int, ...]
     types: tuple[str, ...] = FLOATS
@@ -33,19 +33,20 @@ class Needed:
 
 @dataclass(frozen=True)
 class Stored:
-    """One weight of the model: `read(fetch, *part)` gives a part of it."""
+    """How the checkpoint stores one weight of the model: `read(fetch, *part)` returns a part of the weight."""
 
     tensors: dict[str, Needed]
     read: Callable[..., Tensor | Quantised] = field(repr=False)
 
 
 def plain(name: str, shape: tuple[int, ...]) -> Stored:
-    """A float tensor under its own name."""
+    """A weight that is stored as a tensor of floats under its own name."""
     return Stored({name: Needed(shape)}, lambda fetch, *part: fetch(name, *part))
 
 
 def check_sizes(module: str, *rules: tuple[str, int, str, int]) -> None:
-    """(what, its size, of what it must be a multiple, that size)"""
+    """Refuse sizes of `module` that break a rule: (name of the size, size, name of its unit, size of the unit), where
+    the first size must be a multiple of the second."""
     for what, size, unit, multiple in rules:
         if size % multiple:
             raise UserError(f"{module}: {size} {what} are no multiple of {unit}: {multiple}")
@@ -54,23 +55,24 @@ def check_sizes(module: str, *rules: tuple[str, int, str, int]) -> None:
 class Scheme(ABC):
     """How a checkpoint is quantised."""
 
-    title: str  # for people
-    format: Format | None  # keeps its weights as they are; None: nothing does, they become floats
+    title: str  # for messages
+    format: Format | None  # that keeps the weights bit for bit; None: there is none, they become floats
     bits: int  # of a weight; 0: unquantised
     group: int  # columns that share a scale; -1: all of a row
     zeros: bool  # whether it has zero points
 
     @abstractmethod
     def quantised(self, module: str) -> bool:
-        """Whether this linear module, such as "model.layers.0.self_attn.q_proj", is."""
+        """Whether the linear module of this path, such as "model.layers.0.self_attn.q_proj", is quantised."""
 
     @abstractmethod
     def stored(self, module: str, rows: int, columns: int) -> Stored:
-        """Where the weight (rows, columns) of a quantised module lies."""
+        """How the weight (rows, columns) of a quantised module is stored."""
 
 
 def kept_as(bits: int, group: int, zeros: bool) -> Format | None:
-    """The format that keeps integers of 4 or 8 bits; `group` -1: one scale a row, which all smaller groups have too."""
+    """The format that keeps integers of 4 or 8 bits unchanged. `group` -1: a row has one scale, which smaller groups
+    then share."""
     if zeros and bits == 8:
         return None
     return Format({4: "q4", 8: "q8"}[bits], group if group > 0 else 128, zeros)

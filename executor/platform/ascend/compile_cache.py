@@ -1,14 +1,15 @@
-"""Guards the graphs that torchair keeps for the next start: used only when nothing they were made from has changed.
+"""Guards the graphs that torchair keeps for the next start: they are used only if nothing they depend on has changed.
 
-torchair itself compares little more than how a module prints, and what it loads can run code. So each of its folders
-lies beside a manifest with all the facts of its making and the hash of every file:
+torchair itself compares little more than the printed form of a module, and the files that it loads can run code. So
+beside each of its folders there is a manifest with everything that the graph was made from and the hash of every file:
 
     compile_cache/<case>/rank<r>of<w>/tokens<n>.lock      held from open to close
     compile_cache/<case>/rank<r>of<w>/tokens<n>/manifest.json   facts; files: null until the compile has succeeded
-    compile_cache/<case>/rank<r>of<w>/tokens<n>/graph/    torchair's
+    compile_cache/<case>/rank<r>of<w>/tokens<n>/graph/    written by torchair
 
-Facts that differ make it compile anew. Anything that is not as this file leaves it (a missing manifest, a changed or
-unknown file, one that others could write) is refused and stays where it is: it may be someone else's. Knows no torch.
+If a fact differs, the graph is compiled again. Anything that this file does not leave behind (a missing manifest, a
+changed or unknown file, one that others could write) is refused and left alone, because it may belong to someone else.
+Does not import torch.
 """
 
 import contextlib
@@ -24,7 +25,6 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from errors import UserError
-from executor.config.case import Case
 from executor.platform.ascend.trusted_files import (
     Untrusted,
     check_own,
@@ -47,32 +47,32 @@ Facts: TypeAlias = dict[str, Json]
 
 
 def compile_facts(
-    case: Case, config: ModelConfig, versions: Versions, torchair: str, sources: str, kernels_built: int
+    case: Facts, config: ModelConfig, versions: Versions, torchair: str, sources: str, kernels_built: int
 ) -> Facts:
-    """All that a compiled graph depends on but its rank and shapes; `config` is the model's, `sources` a digest of the
-    code that was traced, `kernels_built` when our own kernels were. Prompts and the description are left out: they
-    change often, and no graph sees them."""
-    settings = dataclasses.asdict(case)
-    del settings["description"], settings["data_config"]["prompts"]
+    """Everything that a compiled graph depends on except its rank and its shapes.
+
+    `case` has every setting that can change a graph, `config` is the model's, `sources` a digest of the code that was
+    traced, `kernels_built` the time at which the kernels of ops/ascend/vector_core were built (0: never).
+    """
     python = platform.python_version()  # its byte code is kept too
     made_by = dict(torch=versions.torch, torch_npu=versions.torch_npu, torchair=torchair, cann=versions.cann)
     made_by |= dict(python=python, sources=sources)
-    return made_by | dict(kernels_built=kernels_built, model=dataclasses.asdict(config), case=settings)
+    return made_by | dict(kernels_built=kernels_built, model=dataclasses.asdict(config), case=case)
 
 
 class CompileCache:
-    """One rank's graphs of one case."""
+    """The compiled graphs of one rank of one case."""
 
     def __init__(
         self, case_name: str, rank: int, world_size: int, facts: Facts, root: Path = CACHE, patience_s: float = 900
     ):
         self.root, self.place = root.resolve(), Path(case_name, f"rank{rank}of{world_size}")
         self.facts = dict(layout=LAYOUT) | facts | dict(rank=rank, world_size=world_size)
-        self.patience_s = patience_s  # bounded, or two jobs whose ranks wait for each other's would wait for ever
+        self.patience_s = patience_s  # bounded: ranks of two jobs that wait for each other would never end
 
     def open(self, tokens: int, shapes: Json) -> "Entry":
-        """The graph for `tokens` tokens and inputs of these shapes and types; seal it once it is compiled, close it in
-        any case. Waits while another process has it open."""
+        """The entry for steps of `tokens` tokens and inputs of these shapes and types. The caller seals it once the
+        graph is compiled, and closes it in any case. Waits while another process has the entry open."""
         parent = self.root
         _make_own(parent)
         for part in self.place.parts:
@@ -86,12 +86,13 @@ class CompileCache:
 
 
 class Entry:
-    """One compiled graph. `hit`: torchair will find it in `folder`; else torchair fills `folder`, for `reason`."""
+    """One compiled graph. If `hit`, torchair loads it from `folder`; otherwise torchair compiles it into `folder`, and
+    `reason` says why."""
 
     def __init__(self, home: Path, facts: Facts, lock: int):
         self.home, self.lock = home, lock
         self.folder = home / GRAPH
-        self.facts: Facts = json.loads(json.dumps(facts))  # as they will be read: tuples are lists
+        self.facts: Facts = json.loads(json.dumps(facts))  # as they are read back: tuples become lists
         try:
             self.reason = _reason_to_compile(home, self.facts)
         except (Untrusted, OSError) as error:
@@ -103,14 +104,14 @@ class Entry:
         print(f"compile cache: miss ({self.reason}), compiling into {home}")
         try:
             home.mkdir(mode=0o700, exist_ok=True)
-            _write_manifest(home, self.facts, None)  # before anything of the old goes or of the new comes
+            _write_manifest(home, self.facts, None)  # before old files are removed and new ones written
             _remove(self.folder)
             self.folder.mkdir(mode=0o700)
         except OSError as error:
             raise UserError(f"{home}: cannot be written: {error.strerror}") from None
 
     def seal(self) -> None:
-        """What torchair has written is complete: the next start may use it."""
+        """Record the files that torchair has written, so that the next start uses them."""
         if self.hit:
             return
         try:
@@ -119,7 +120,7 @@ class Entry:
             if not files:
                 raise Untrusted("torchair wrote nothing")
             _write_manifest(self.home, self.facts, files)
-        except (Untrusted, OSError) as error:  # costs the next start its speed, not this one its result
+        except (Untrusted, OSError) as error:  # the next start compiles again
             print(f"compile cache: not kept in {self.home}: {error}")
 
     def close(self) -> None:
@@ -138,14 +139,16 @@ class Entry:
 
 
 def clear_cache(case_name: str, root: Path = CACHE) -> int:
-    """Remove the case's compiled graphs, of all ranks; returns how many. Folders without our manifest stay."""
+    """Remove the compiled graphs of all ranks of a case; returns their number. Folders without our manifest stay."""
     removed = 0
     for home in sorted((root / case_name).glob("rank*of*/tokens*")):
         if home.is_symlink() or not home.is_dir():
             continue
         lock = _lock(home.with_name(f"{home.name}.lock"), 0)
         try:
-            _write_manifest(home, _read_manifest(home)[0], None)  # if this is cut off: an interrupted compile
+            _write_manifest(
+                home, _read_manifest(home)[0], None
+            )  # if this is interrupted, it looks like an interrupted compile
             for path in home.iterdir():
                 if path.name != MANIFEST:
                     _remove(path)
@@ -160,7 +163,7 @@ def clear_cache(case_name: str, root: Path = CACHE) -> int:
 
 
 def _reason_to_compile(home: Path, facts: Facts) -> str:
-    """Empty when the graph in `home` can be used; raises Untrusted where `home` is not as we leave it."""
+    """Why the graph in `home` cannot be used, empty if it can be; raises Untrusted if others could have changed it."""
     if not os.path.lexists(home):
         return "no cache yet"
     check_own(home, home.lstat())
@@ -205,7 +208,7 @@ def _short(value: Json) -> str:
 
 
 def _read_manifest(home: Path) -> tuple[Facts, dict[str, list[int | str]] | None]:
-    """(facts, [bytes, SHA-256] of each file, or None of an interrupted compile)"""
+    """(facts, [bytes, SHA-256] of each file, or None after an interrupted compile)"""
     try:
         kept = json.loads(read_own(home / MANIFEST, LIMIT))
     except (OSError, ValueError, RecursionError) as error:
@@ -217,7 +220,7 @@ def _read_manifest(home: Path) -> tuple[Facts, dict[str, list[int | str]] | None
 
 
 def _write_manifest(home: Path, facts: Facts, files: dict[str, list[int | str]] | None) -> None:
-    """Whole or not at all; under the lock, so the temporary name is ours."""
+    """Writes the whole manifest or nothing. The caller holds the lock, so the temporary name is free."""
     temporary = home.with_name(f"{home.name}.manifest.tmp")
     _remove(temporary)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -243,7 +246,7 @@ def _make_own(folder: Path) -> None:
 
 
 def _lock(path: Path, patience_s: float) -> int:
-    """The descriptor that holds the lock; the file stays, for whoever else waits at it."""
+    """A descriptor that holds the lock. The file is never removed, because other processes may be waiting for it."""
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         check_own(path, os.fstat(lock))

@@ -1,4 +1,4 @@
-"""Huawei Ascend: one NPU die a rank, collectives over HCCL, decode in static graphs (ascend_graph.py)."""
+"""Huawei Ascend: one NPU die a rank, collectives over HCCL, decode in static graphs (graphs.py)."""
 
 import sys
 import time
@@ -11,65 +11,62 @@ from torch import nn
 
 from cpu_offload.device import Device
 from errors import UserError
-from executor.config.case import Case
 from executor.config.env import RankEnv, cann_home
-from executor.engine.batching import graph_rows
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from executor.platform.ascend.graphs import AscendGraphs
 from executor.platform.ascend.hccl import group_options
 from executor.platform.ascend.kernels import chosen_kernels, gemv_tokens
 from executor.platform.ascend.versions import check_versions, read_versions
-from executor.platform.base import Platform, Step
+from executor.platform.base import Platform, Step, graph_rows
+from executor.platform.settings import PlatformSettings
 from models.config import ModelConfig
 from ops.ascend import vector_core
 from ops.ascend.ops import AscendOps
 from ops.interface import Ops
 
-COPIES = 5  # to measure one
+COPIES = 5  # the fastest of so many is taken as the time of one
 
 
 class AscendPlatform(Platform):
     name: ClassVar[str] = "ascend"
     collectives: ClassVar[str] = "hccl"
 
-    def __init__(self, case: Case, ranks: RankEnv):
-        self.case, self.ranks = case, ranks
-        for warning in check_versions(read_versions(cann_home()), case.strict):
+    def __init__(self, settings: PlatformSettings, ranks: RankEnv):
+        self.settings, self.ranks = settings, ranks
+        for warning in check_versions(read_versions(cann_home()), settings.strict):
             print(f"warning: {warning}")
         devices = torch_npu.npu.device_count()
         if ranks.local_rank >= devices:
             raise UserError(
-                f"case {case.name}: rank {ranks.rank} needs NPU {ranks.local_rank}, this machine has {devices}"
+                f"case {settings.case}: rank {ranks.rank} needs NPU {ranks.local_rank}, this machine has {devices}"
             )
         self.device = torch.device("npu", ranks.local_rank)
         torch_npu.npu.set_device(self.device)
         torch_npu.npu.config.allow_internal_format = True  # FRACTAL_NZ weights
-        dtype: torch.dtype = getattr(torch, case.model_config.dtype)
-        tokens = gemv_tokens(case)
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        tokens = gemv_tokens(settings, bool(vector_core.built()))
         if tokens:
             vector_core.load()
-        settings = case.ascend_config
-        self.own = AscendOps(dtype, self.device, settings.moe_routing, tokens, settings.gemv_half_sums)
+        self.own = AscendOps(dtype, self.device, settings.ascend.moe_routing, tokens, settings.ascend.gemv_half_sums)
         self.ops = cast(Ops, self.own)
 
     def compile(self, step: Step, model_config: ModelConfig) -> Step:
-        return AscendGraphs(step, self.case, self.ranks, self.device, model_config)
+        return AscendGraphs(step, self.settings, self.ranks, self.device, model_config)
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
-        return chosen_kernels(model, self.case)
+        return chosen_kernels(model, self.settings, bool(vector_core.built()))
 
     def group_options(self, group: str) -> Any:
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-        options.hccl_config = group_options(self.case, group, torch_npu.npu.get_device_name(self.device))
+        soc = torch_npu.npu.get_device_name(self.device)
+        options.hccl_config = group_options(self.settings.hccl, self.settings.sizes, group, soc)
         return options
 
     def padded_rows(self, rows: int) -> int:
-        if self.case.exe_mode == "eager":
-            return 0
-        return graph_rows(rows, self.case.data_config.batch_size // self.case.attn_dp_size)
+        return 0 if self.settings.exe_mode == "eager" else graph_rows(rows, self.settings.group_batch)
 
     def watched(self) -> AbstractContextManager[None]:
-        return loud_fallbacks(self.case.strict)
+        return loud_fallbacks(self.settings.strict)
 
     def copy_ms(self, nbytes: int) -> float:
         from ops.ascend.shadow import pinned
@@ -87,10 +84,10 @@ class AscendPlatform(Platform):
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         from cpu_offload.ascend import AscendDevice
 
-        case, groups = self.case, self.case.attn_dp_size
-        most = case.data_config.batch_size // groups * groups if stream_tokens > 0 else sys.maxsize
+        settings = self.settings
+        most = settings.group_batch * settings.sizes.attn_dp if stream_tokens > 0 else sys.maxsize
         most, cann = max(most, stream_tokens - 1), read_versions(cann_home()).cann
-        return AscendDevice(self.own, self.device, top_k, most, case.offload_config.timeout_s, cann)
+        return AscendDevice(self.own, self.device, top_k, most, settings.shadow_timeout_s, cann)
 
     def peak_memory_bytes(self) -> int:
         return torch_npu.npu.max_memory_allocated(self.device)

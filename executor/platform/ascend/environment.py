@@ -1,46 +1,44 @@
-"""Every environment variable that a case on ascend is started with; the launcher sets them before any rank begins.
+"""Every environment variable that ranks on ascend are started with; the launcher sets them before any rank begins.
 
-A variable the user has set already stays as it is, unless it contradicts the case: then it is refused, because the
-case would claim one thing and HCCL do another. The list of custom operators is added to.
+A variable that the user has set stays as it is. One that contradicts the case is refused, because the case would claim
+one thing and HCCL do another. To the list of custom operators ours are added.
 """
 
 from collections.abc import Mapping
 
 from errors import UserError
-from executor.config.case import Case
 from executor.platform.ascend.hccl import uses_aiv
+from executor.platform.settings import PlatformSettings
 from ops.ascend import vector_core
 
 CAPTURE_MODES = ("acl_graph", "npugraph_ex")
 CONNECT_TIMEOUT_S = (120, 7200)  # the range HCCL takes
 ALLOCATOR = "expandable_segments:True"  # segments that grow: less memory lost between tensors of changing sizes
-# Mode 1 keeps all of a rank's threads on a range of cores; without npu_affine that is the n-th equal part of the
-# cores, whatever the NUMA node; with it, the cores the driver calls near to the NPU. A driver that cannot tell (CANN
-# documents it for Atlas A2) makes torch_npu go back to equal parts.
+# Mode 1 keeps all threads of a rank on a range of cores. Without npu_affine the range is the n-th equal part of the
+# cores, whatever their NUMA node; with it, the cores that the driver reports as near to the NPU. If the driver does not
+# report them (CANN documents it for Atlas A2), torch_npu uses equal parts.
 AFFINITY = "1,npu_affine:1"
 
 
-def ascend_environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment `given`."""
-    if case.platform != "ascend":
-        return {}
-    _refuse_contradictions(case, given)
-    ascend, hccl, timeout = case.ascend_config, case.hccl_config, case.parallel_config.comm_timeout_s
+def ascend_environment(settings: PlatformSettings, given: Mapping[str, str]) -> dict[str, str]:
+    """The variables to add to the environment `given`."""
+    _refuse_contradictions(settings, given)
+    ascend, hccl, timeout = settings.ascend, settings.hccl, settings.comm_timeout_s
     shortest, longest = CONNECT_TIMEOUT_S
     wanted = {
         "PYTORCH_NPU_ALLOC_CONF": ALLOCATOR,
-        "TASK_QUEUE_ENABLE": "1" if case.exe_mode in CAPTURE_MODES else "2",  # 2 cannot be captured
+        "TASK_QUEUE_ENABLE": "1" if settings.exe_mode in CAPTURE_MODES else "2",  # level 2 cannot be captured
         "HCCL_CONNECT_TIMEOUT": str(min(max(timeout, shortest), longest)),
         "HCCL_EXEC_TIMEOUT": str(timeout),
         "HCCL_BUFFSIZE": str(hccl.buffer_mb),
     }
-    if case.strict:
+    if settings.strict:
         wanted["TORCH_NPU_FALLBACK_CPU_DISABLE"] = "1"  # an op that has no NPU kernel is an error (torch_npu 2.13)
-    if uses_aiv(case):
+    if uses_aiv(hccl, settings.sizes):
         wanted["HCCL_OP_EXPANSION_MODE"] = "AIV"
     if hccl.deterministic:
         wanted["HCCL_DETERMINISTIC"] = "true"
-    if ascend.base_port:
+    if ascend.base_port is not None:
         wanted["HCCL_IF_BASE_PORT"] = str(ascend.base_port)
     if ascend.socket_ifname:
         wanted["HCCL_SOCKET_IFNAME"] = ascend.socket_ifname
@@ -52,8 +50,8 @@ def ascend_environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
     return added
 
 
-def _refuse_contradictions(case: Case, given: Mapping[str, str]) -> None:
-    hccl, aiv = case.hccl_config, uses_aiv(case)
+def _refuse_contradictions(settings: PlatformSettings, given: Mapping[str, str]) -> None:
+    hccl, aiv = settings.hccl, uses_aiv(settings.hccl, settings.sizes)
     deterministic = given.get("HCCL_DETERMINISTIC", "").lower()
     if deterministic in ("true", "strict") and aiv:
         raise UserError(
@@ -61,7 +59,7 @@ def _refuse_contradictions(case: Case, given: Mapping[str, str]) -> None:
             f"that hccl_config.aiv_group: {hccl.aiv_group} asks for: unset it, or --set aiv_group=none"
         )
     refused = given.get("TORCH_NPU_FALLBACK_CPU_DISABLE", "1")
-    if case.strict and refused != "1":
+    if settings.strict and refused != "1":
         raise UserError(
             f"environment variable TORCH_NPU_FALLBACK_CPU_DISABLE={refused} lets ops run on the CPU, which strict: "
             "true forbids: unset it"

@@ -1,9 +1,8 @@
-"""Makes silent fallbacks loud: a warning with the op's name, an error in a case with `strict: true`.
+"""Reports fallbacks that would be silent: a warning with the op's name, an error in a case with `strict: true`.
 
-torchair warns of a graph that is given up   told from here
-torch_npu warns of an op run on the CPU      by itself, once an op, past Python: no handler hears it. A strict case is
-                                             started with TORCH_NPU_FALLBACK_CPU_DISABLE=1, and then the op raises;
-                                             that becomes one line here
+- torchair issues a Python warning when it gives a graph up; it is caught here.
+- torch_npu warns once for each op that runs on the CPU, but not through Python, so nothing here sees it. A strict case
+  is started with TORCH_NPU_FALLBACK_CPU_DISABLE=1: the op then raises, and the error becomes one line here.
 """
 
 import contextlib
@@ -21,7 +20,8 @@ REFUSED = re.compile(r"operator '([\w:.]+)'.*CPU fallback is disabled", re.DOTAL
 ABOUT_STRICT = "--set strict=true makes this an error"
 
 
-def tell(fallback: str, strict: bool) -> None:
+def report(fallback: str, strict: bool) -> None:
+    """Print the fallback, or raise it if `strict`."""
     if strict:
         raise UserError(f"strict: true: {fallback}")
     print(f"WARNING: {fallback} ({ABOUT_STRICT})", flush=True)
@@ -29,12 +29,13 @@ def tell(fallback: str, strict: bool) -> None:
 
 @contextlib.contextmanager
 def loud_fallbacks(strict: bool) -> Iterator[None]:
+    """Context in which fallbacks are printed, or raised if `strict`."""
     shown = warnings.showwarning
 
     def show(message: Warning | str, *where: Any) -> None:
         text = " ".join(str(message).split())
         if FALLBACK.search(text):
-            tell(text, strict)
+            report(text, strict)
         else:
             shown(message, *where)
 

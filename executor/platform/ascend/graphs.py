@@ -4,9 +4,9 @@ ge_graph     torch.compile into a GE graph (torchair's `max-autotune`)
 acl_graph    captured on the device and replayed (torchair's `reduce-overhead`)
 npugraph_ex  the same with torchair's newer backend
 
-Every tensor input has a fixed address and is copied into; KV lengths are host integers that the graph takes as symbols:
-`Data` nodes in GE, updated launches in a captured graph. So a step changes neither shapes nor constants, compiles
-nothing anew and reads nothing back.
+Every tensor input has a fixed address, to which each step copies its data. KV lengths are host integers that the graph
+takes as symbols: `Data` nodes in GE, updated launches in a captured graph. So a step changes neither shapes nor
+constants, compiles nothing again and reads nothing back.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torchair.inference._cache_compiler import CompiledModel
 
-from executor.config.case import Case
 from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.compile_cache import CompileCache, compile_facts
-from executor.platform.ascend.fallbacks import tell
+from executor.platform.ascend.fallbacks import report
 from executor.platform.ascend.trusted_files import source_digest
 from executor.platform.ascend.versions import read_versions
 from executor.platform.base import Step
+from executor.platform.settings import PlatformSettings
 from files import ROOT
 from models.batch import Batch
 from models.config import ModelConfig
@@ -40,7 +40,8 @@ from ops.ascend import (
 from ops.ascend.vector_core import converters  # noqa: F401 (registers)
 
 MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
-TRACED = ("models", "ops", "executor/platform")  # a graph is made from this code
+# Folders of the code that graphs are made from.
+TRACED = ("models", "ops", "cpu_offload", "executor/parallel", "executor/platform")
 
 
 def compiler_config(exe_mode: str) -> Any:
@@ -55,7 +56,7 @@ def compiler_config(exe_mode: str) -> Any:
 
 
 class AscendGraph:
-    """The step for one number of sequences."""
+    """The decode step for one number of sequences: a compiled function and its inputs at fixed addresses."""
 
     def __init__(self, compiled: Step, batch: Batch, device: torch.device):
         self.compiled = compiled
@@ -66,36 +67,44 @@ class AscendGraph:
             torch._dynamo.mark_static_address(tensor)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Copies from pinned memory do not make the host wait; the step before has ended, its tokens were read."""
+        """The host does not wait for the copies from pinned memory. They cannot overwrite inputs in use: the tokens
+        of the step before have been read, so that step has ended."""
         for name, tensor in batch.tensors().items():
             self.host[name].copy_(tensor)
             self.inputs[name].copy_(self.host[name], non_blocking=True)
-        # Every group's batch is padded to the same size: which, the graph knows from the tensors.
+        # All data-parallel groups are padded to one size, which the graph takes from the shapes of the tensors.
         fixed: dict[str, Any] = dict(self.inputs, tokens_per_group=None)
         return self.compiled(dataclasses.replace(batch, **fixed))
 
 
 class AscendGraphs:
-    """A drop-in for the eager step."""
+    """The decode step as graphs, one for each number of sequences."""
 
-    def __init__(self, step: Step, case: Case, ranks: RankEnv, device: torch.device, model_config: ModelConfig):
+    def __init__(
+        self, step: Step, settings: PlatformSettings, ranks: RankEnv, device: torch.device, model_config: ModelConfig
+    ):
         if not isinstance(step, types.MethodType):
             raise TypeError("a graph is made from a method of a model")
-        self.step, self.case, self.device = step, case, device
+        self.step, self.settings, self.device = step, settings, device
         self.graphs: dict[int, AscendGraph] = {}
         self.compiles = 0
         self.cache: CompileCache | None = None
         if hasattr(functorch_config, "error_on_custom_op_aliasing"):
-            # torchair captures the rotary op in place, which torch has set out to forbid: so far where `CI` is set.
+            # torchair captures the in-place rotary op, which newer versions of torch forbid where `CI` is set.
             functorch_config.error_on_custom_op_aliasing = False
         callback_handler.register_start_callback(self._count)
-        if case.model_config.enable_cache_compile:
+        if settings.keeps_graphs:
             traced = source_digest(ROOT, [ROOT / folder for folder in TRACED])
             torchair_is = f"{torch_npu.version.git_version}, cache {CompiledModel.VERSION}"  # has no version of its own
             facts = compile_facts(
-                case, model_config, read_versions(cann_home()), torchair_is, traced, vector_core.built()
+                settings.graph_facts,
+                model_config,
+                read_versions(cann_home()),
+                torchair_is,
+                traced,
+                vector_core.built(),
             )
-            self.cache = CompileCache(case.name, ranks.rank, ranks.world_size, facts)
+            self.cache = CompileCache(settings.case, ranks.rank, ranks.world_size, facts)
 
     def __call__(self, batch: Batch) -> Tensor:
         rows = len(batch.token_ids)
@@ -104,22 +113,22 @@ class AscendGraphs:
         before = self.compiles
         logits = self.graphs[rows](batch)
         if self.compiles != before:
-            tell(f"the graph of {rows} sequences was compiled again", self.case.strict)
+            report(f"the graph of {rows} sequences was compiled again", self.settings.strict)
         return logits
 
     def _first(self, rows: int, batch: Batch) -> Tensor:
         try:
             return self._compile(rows, batch)
         except BackendCompilerFailed as error:  # such as an op without a converter, which it names
-            told = str(error.inner_exception)
-            op = re.search(r"target=torch\.ops\.([\w.]+)", told)
-            reason = (f"{op[1]}: " if op else "") + told.strip().splitlines()[0]
-            tell(f"decode runs op by op in place of {self.case.exe_mode}: {reason}", self.case.strict)
+            text = str(error.inner_exception)
+            op = re.search(r"target=torch\.ops\.([\w.]+)", text)
+            reason = (f"{op[1]}: " if op else "") + text.strip().splitlines()[0]
+            report(f"decode runs op by op in place of {self.settings.exe_mode}: {reason}", self.settings.strict)
             self.graphs[rows] = AscendGraph(self.step, batch, self.device)
             return self.graphs[rows](batch)
 
     def _compile(self, rows: int, batch: Batch) -> Tensor:
-        step, config = named(self.step, rows), compiler_config(self.case.exe_mode)
+        step, config = named(self.step, rows), compiler_config(self.settings.exe_mode)
         if self.cache is None:
             backend = torchair.get_npu_backend(compiler_config=config)
             compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
@@ -132,7 +141,7 @@ class AscendGraphs:
                 config=config,
                 dynamic=True,
                 cache_dir=str(entry.folder),
-                ge_cache=self.case.exe_mode == "ge_graph",
+                ge_cache=self.settings.exe_mode == "ge_graph",
             )
             self.graphs[rows] = AscendGraph(compiled, batch, self.device)
             logits = self.graphs[rows](batch)
@@ -144,8 +153,8 @@ class AscendGraphs:
 
 
 def named(step: types.MethodType, rows: int) -> types.MethodType:
-    """The method as code of its own name: dynamo and torchair's cache tell compiled functions apart by their code, and
-    of two sizes with the same code the cache would keep neither."""
+    """A copy of the method whose code has a name of its own. Dynamo and torchair's cache distinguish compiled functions
+    by their code; of two sizes with the same code the cache would keep neither."""
     function: Any = step.__func__
     name = f"{function.__name__}_{rows}"
     copy = types.FunctionType(

@@ -1,5 +1,5 @@
-"""Which of Ascend's kernels multiply with a model's weights: our own (ops/ascend/vector_core) where tokens
-are few and weights have 4 bits, else torch_npu's. Imports neither torch_npu nor torchair."""
+"""Which of Ascend's kernels multiply with a model's weights: those of ops/ascend/vector_core where tokens are few and
+weights have 4 bits, else torch_npu's. Imports neither torch_npu nor torchair."""
 
 import re
 from collections.abc import Sequence
@@ -9,38 +9,38 @@ from typing import Any
 from torch import nn
 
 from errors import UserError
-from executor.config.case import Case
+from executor.platform.settings import PlatformSettings
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
-from ops.ascend import vector_core
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendMatrix, Bank
 
 BUILD = "bash ops/ascend/vector_core/build.sh"
 
 
-def gemv_tokens(case: Case) -> int:
-    """Most tokens of a step whose products run on the vector cores; 0: none do."""
-    wanted = case.ascend_config.decode_gemv
-    if wanted == "on" and not vector_core.built():
-        raise UserError(f"case {case.name}: ascend_config.decode_gemv: on: the kernels are not built: run {BUILD}")
-    return case.ascend_config.gemv_max_tokens if wanted != "off" and vector_core.built() else 0
+def gemv_tokens(settings: PlatformSettings, built: bool) -> int:
+    """Most tokens of a step whose products run on the vector cores; 0: no products do. `built`: ops/ascend/vector_core
+    has been built."""
+    wanted = settings.ascend.decode_gemv
+    if wanted == "on" and not built:
+        raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: the kernels are not built: run {BUILD}")
+    return settings.ascend.gemv_max_tokens if wanted != "off" and built else 0
 
 
-def chosen_kernels(model: nn.Module, case: Case) -> dict[str, str]:
-    """The kernels of equal parts of layers, such as `mlp.experts of layers 0-47, 1 to 8 tokens`. Routers and the output
-    head are left out: they are always floats."""
-    tokens = gemv_tokens(case)
+def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) -> dict[str, str]:
+    """The kernels of equal parts of layers, under names such as `mlp.experts of layers 0-47, 1 to 8 tokens`. Left
+    out are routers and the output head, which are always floats."""
+    tokens = gemv_tokens(settings, built)
     found: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # (few, more, why not) -> part of a layer -> layers
     for path, layer in layers_of(model):
         place = re.search(r"\.(\d+)\.(.+)", path)
         if place and isinstance(layer, (Experts, MergedLinear, RowLinear)) and not getattr(layer, "router", False):
             weights: Any = layer.weights if isinstance(layer, Experts) else layer.weight
             why = unfit(weights)
-            if why and case.ascend_config.decode_gemv == "on":
-                raise UserError(f"case {case.name}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
-            kernels = (*_kernels(weights), why or _why_none(case))
+            if why and settings.ascend.decode_gemv == "on":
+                raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
+            kernels = (*_kernels(weights), why or _why_none(settings, built))
             found.setdefault(kernels, {}).setdefault(place[2], []).append(int(place[1]))
     lines = {}
     for (few, more, why), parts in found.items():
@@ -56,16 +56,16 @@ def chosen_kernels(model: nn.Module, case: Case) -> dict[str, str]:
 
 
 def _kernels(weights: AscendMatrix | Bank) -> tuple[str, str]:
-    """(for few tokens by 4-bit weights, for all else)"""
+    """(the kernel for few tokens by 4-bit weights, the kernel for everything else)"""
     if not isinstance(weights, AscendMatrix):
         return "fused_moe_w4a16", "npu_grouped_matmul"
     return "gemv_w4a16", "mm" if weights.scales is None else "npu_weight_quant_batchmatmul"
 
 
-def _why_none(case: Case) -> str:
-    if case.ascend_config.decode_gemv == "off":
+def _why_none(settings: PlatformSettings, built: bool) -> str:
+    if settings.ascend.decode_gemv == "off":
         return "decode_gemv: off"
-    return "" if vector_core.built() else f"decode_gemv: the kernels are not built: {BUILD}"
+    return "" if built else f"decode_gemv: the kernels are not built: {BUILD}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""Files that nobody else can have touched: ours, not links, writable by us alone, inside folders of the same kind.
+"""Checks that files belong to this user, are not links and are writable by this user alone, and so are their folders.
 
-What is loaded from a cache can run code, so all this is checked before a byte of it is used.
+Files that are loaded from a cache can run code, so all of this is checked before any byte of them is used.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ class Untrusted(Exception):
 
 
 def check_own(path: Path, status: os.stat_result) -> None:
-    """`status` is `path`'s own, not that of what a link points to."""
+    """Raise Untrusted if others could have changed `path`. `status` is its own, not that of a link's target."""
     if stat.S_ISLNK(status.st_mode):
         raise Untrusted(f"{path.name} is a symbolic link")
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
@@ -28,7 +28,7 @@ def check_own(path: Path, status: os.stat_result) -> None:
 
 
 def own_files(folder: Path) -> list[Path]:
-    """Every file below `folder`, sorted, all of them and all folders checked."""
+    """Every file below `folder`, sorted. All of them and all folders are checked."""
     found = []
     for path in sorted(folder.iterdir()):
         check_own(path, status := path.lstat())
@@ -37,14 +37,14 @@ def own_files(folder: Path) -> list[Path]:
 
 
 def close_to_others(folder: Path) -> None:
-    """Take from group and others the right to write below `folder`, which a generous umask may have given."""
+    """Take away the write permission of group and others below `folder`, which the umask may have given."""
     for path in [folder, *folder.rglob("*")]:
         if not path.is_symlink():
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
 
 
 def read_own(path: Path, limit: int) -> bytes:
-    """A file of at most `limit` bytes, checked on the descriptor that is read."""
+    """The bytes of a file of at most `limit` bytes; the checks are made on the descriptor that is read."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         check_own(path, status := os.fstat(file.fileno()))
         if status.st_size > limit:
@@ -63,7 +63,7 @@ def fingerprint(path: Path) -> list[int | str]:
 
 
 def source_digest(root: Path, places: list[Path]) -> str:
-    """One SHA-256 over the Python files among and below `places`, by their names under `root` and their text."""
+    """One SHA-256 over the names (relative to `root`) and texts of the Python files in `places`, files or folders."""
     files = {f for place in places for f in ([place] if place.is_file() else place.rglob("*.py"))}
     digest = hashlib.sha256()
     for path in sorted(files):

@@ -1,7 +1,7 @@
 """Which versions of torch, torch_npu, CANN and the driver belong together, and what is installed here.
 
-The pairs are those that the torch_npu wheels require and the compatibility tables of torch_npu and CANN publish
-("claimed"); "tested" is only what this project's own tests run against.
+"claimed" are the pairs that the torch_npu wheels require and that the compatibility tables of torch_npu and CANN
+publish; "tested" are only those that the tests of this project run against.
 """
 
 import importlib.metadata
@@ -17,7 +17,7 @@ DRIVER_INFO = Path("/usr/local/Ascend/driver/version.info")
 
 @dataclass(frozen=True)
 class Versions:
-    """What was found; None: could not be read."""
+    """The installed versions; None: could not be read."""
 
     torch: str | None
     torch_npu: str | None
@@ -27,7 +27,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class Row:
-    """One release of torch_npu, which needs torch of the same number; its .postN releases follow it."""
+    """One release of torch_npu, which needs torch of the same number. Its .postN releases count as the release."""
 
     release: str
     cann: tuple[str, ...]  # the series published for it; none: not published yet
@@ -47,13 +47,14 @@ OLDEST_DRIVER = {"9.1": "25.2", "9.0": "25.0", "8.5": "25.0"}  # for a series of
 
 
 def read_versions(cann_home: Path | None, cann: str | None = None, driver_info: Path = DRIVER_INFO) -> Versions:
-    """`cann_home`: where CANN is installed; `cann`: what its runtime said, for when the files there do not tell."""
+    """The versions installed here. `cann_home`: where CANN is installed; `cann`: the version that its runtime reports,
+    used if no file there has it."""
     driver = _first(driver_info, r"package_version=(\S+)", r"Version=(\S+)")
     return Versions(_package("torch"), _package("torch_npu"), _read_cann(cann_home) or cann, driver)
 
 
 def check_versions(found: Versions, strict: bool) -> list[str]:
-    """Warnings about what could not be checked or was never tested; `strict` makes the latter errors as well."""
+    """Warnings about versions that could not be checked or are not tested together; with `strict` the latter raise."""
     unread = [field.name for field in fields(found) if getattr(found, field.name) is None]
     warnings = [f"the version of {name} could not be read, so it is not checked" for name in unread]
     row = _row(found)
@@ -71,7 +72,7 @@ def check_versions(found: Versions, strict: bool) -> list[str]:
 
 
 def _row(found: Versions) -> Row | None:
-    """The row of the torch_npu found; refuses a torch_npu without one and a torch that is not its own."""
+    """The row of the torch_npu found. Refuses a torch_npu without a row, and a torch that does not belong to it."""
     if not found.torch_npu:
         return None
     row = next((row for row in ROWS if _belongs(found.torch_npu, row.release)), None)
@@ -133,7 +134,7 @@ def _read_cann(home: Path | None) -> str | None:
 
 
 def _first(path: Path, *patterns: str) -> str | None:
-    """What the first of `patterns` that any line of the file starts with has in its group."""
+    """The group of the first of `patterns` that any line of the file begins with."""
     try:
         text = path.read_text(errors="replace")
     except OSError:

@@ -43,6 +43,51 @@ def test_extra_tensors_are_named(tmp_path: Path) -> None:
     assert "1 tensors that the model does not know: model.layers.9.surprise" in load_error(tmp_path)
 
 
+def test_rotary_frequencies_of_older_tools_are_ignored(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    resave(tmp_path / "model", lambda t: t.update({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_named_once(
+    tmp_path: Path, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "model", tie_word_embeddings=True)
+    make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path)
+    assert "warning" not in capsys.readouterr().out
+    resave(tmp_path / "model", lambda t: [t[EXPERT][3].fill_(value), t["model.embed_tokens.weight"][:, 1].fill_(value)])
+    make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(lines) == 1
+    assert "model: 2 tensors hold NaN or infinite values: " in lines[0]
+    assert EXPERT in lines[0]
+    assert "model.embed_tokens.weight" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "complaint"),
+    [
+        (
+            {"hidden_size": 1 << 23},
+            r"GB of weights and .* GB of KV cache on each of 1 rank\(s\) .* do not fit into its",
+        ),
+        ({"moe_intermediate_size": 1 << 24}, "do not fit into its"),
+        ({"num_experts": 1 << 16, "moe_intermediate_size": 1 << 20}, "do not fit into its"),
+        ({"num_experts": 10**7}, "num_experts: 10000000 must be an integer from 0 to 65536"),
+    ],
+)
+def test_random_weights_of_absurd_sizes_are_refused_by_count(
+    tmp_path: Path, size: dict[str, int], complaint: str
+) -> None:
+    save_tiny(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | size))
+    case = tiny_case(tmp_path, tmp_path / "model", model_config={"dtype": "float32", "with_ckpt": False})
+    with pytest.raises(UserError, match=complaint):
+        make_runner(case, tmp_path)
+
+
 def test_wrong_shapes_are_named(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     resave(tmp_path / "model", lambda t: t.update({EXPERT: torch.zeros(16, 31)}))

@@ -94,7 +94,7 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
     """This rank's model with its weights, without the other ranks."""
     case = tiny_case(checkpoint.parent, checkpoint, **sections)
     engine.start(1, "auto")
-    build = build_of(case, load_ops("cpu"), place_of(case, rank, {}), torch.device("cpu"), True)
+    build = build_of(case, load_ops("cpu"), place_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
     model = cast(Any, model_class(case.model_name)(load_model_config(case), build))
     load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignored_weights(), progress=False)
     return cast(nn.Module, model)

@@ -2,23 +2,23 @@
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from executor.job.runners import make_runner
 
-from executor.checkpoint import packed as packed_cache
+from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
 from executor.job.logits import collect_logits
-from tests.tiny import make_runner, save_tiny, tiny_case
+from tests.tiny import ONE_RANK, save_tiny, tiny_case
 
 IDS = [[5, 17, 3], list(range(30, 53))]
 
 
 @pytest.fixture
-def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
-    monkeypatch.setattr(packed_cache, "CACHE", tmp_path / "kept")
-    monkeypatch.setattr(packed_cache, "SHARD", 20_000)  # several files
+def case(tmp_path: Path) -> Case:
     save_tiny(tmp_path / "model", moe_intermediate_size=32, attention_bias=True)
     return case_of(tmp_path)
 
@@ -31,7 +31,10 @@ def case_of(folder: Path, **quantization: object) -> Case:
 def start(case: Case, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, np.ndarray]]:
     """(what was said of the packed weights, logits)"""
     capsys.readouterr()
-    arrays = collect_logits(make_runner(case, folder), IDS, steps=2)
+    runner = make_runner(case, folder, ONE_RANK)
+    runner.packed_cache = partial(PackedCache, root=folder / "kept", shard_bytes=20_000)  # several files
+    runner.setup()
+    arrays = collect_logits(runner, IDS, steps=2)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("packed weights:")]
     return "; ".join(said), arrays
 

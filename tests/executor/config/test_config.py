@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ RANKS_8 = ["exe_mode=eager", "world_size=8"]
         (["prompts=hello"], "data_config.prompts: 'hello' is not a list, each a string"),
         (["prompts=[1]"], "data_config.prompts: [1] is not a list, each a string"),
         (["data_config=5"], "--set data_config: unknown key"),
+        (["prompts=[\"\\ud800\"]"], "data_config.prompts: ['\\ud800'] has half of a surrogate pair: not text"),
+        (["temperature=1e-320"], "temperature: 1e-320 must be 0 or at least 1e-06: logits divided by less overflow"),
         (["prompts=[a"], "--set prompts=[a: line 1, column 3 not valid YAML"),
         (["model_path="], "model_path"),
         (["model_path=nowhere"], "nowhere is not a folder"),
@@ -90,6 +93,38 @@ def test_bad_yaml_is_one_line(tmp_path: Path, text: str, complaint: str) -> None
     assert complaint in error_of(str(tmp_path / "bad.yaml"))
 
 
+BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (f"a0: &a0 [x, x]\n{BOMB}data_config: {{prompts: *a9}}\n", "not valid YAML: more than 100,000 values"),
+        (
+            f"a0: &a0 {{k: x}}\n{BOMB.replace('[', '{<<: [').replace(']', ']}')}",
+            "not valid YAML: more than 100,000 values",
+        ),
+        ("data_config: {prompts: [" + "x, " * 100_001 + "]}\n", "not valid YAML: more than 100,000 values"),
+        ("a: &a\n  <<: *a\n", "bad.yaml: "),
+        (
+            "data_config: {prompts: &a [*a, *a]}\n",
+            "is not a list, each a string",
+        ),
+        (f"a: {'[' * DEEP}", "bad.yaml: not valid YAML: values are nested too deeply"),
+        (f"a: {'{a: ' * DEEP}", "bad.yaml: not valid YAML: values are nested too deeply"),
+        (f"description: {'[' * 3000}{']' * 3000}", "bad.yaml: not valid YAML: values are nested too deeply"),
+        (f"description: {'[' * 200}{']' * 200}", "bad.yaml: description: [[[[[[[...]]]]]]] is not a string"),
+        ("description: " + "x" * (9 << 20), "bad.yaml: larger than 8 MB, not a case"),
+    ],
+)
+def test_hostile_yaml_is_one_line_in_seconds(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    start = time.process_time()
+    assert complaint in error_of(str(tmp_path / "bad.yaml"))
+    assert time.process_time() - start < 20
+
+
 def test_unknown_case_names_the_nearest() -> None:
     assert "no case 'demo_tp'" in error_of("demo_tp")
     assert "nearest: demo_tp8, demo" in error_of("demo_tp")
@@ -112,6 +147,21 @@ def test_the_page_size_defaults_to_the_platforms() -> None:
     assert load_case("demo").cache_config.page_size == 16
     assert load_case("demo", ["platform=ascend", "exe_mode=eager", "method=none"]).cache_config.page_size == 128
     assert load_case("demo", ["page_size=32"]).cache_config.page_size == 32
+
+
+def test_numbers_with_a_meaning_become_none_or_zero() -> None:
+    shadows = ["offload_config.mode=fixed", "exe_mode=graph"]
+    for written, read in {"0": None, "null": None, "-1": 0, "7": 7}.items():
+        case = load_case("demo", [*shadows, f"slots={written}", f"max_swaps={written}", f"stream_tokens={written}"])
+        offload = case.offload_config
+        assert (offload.slots, offload.max_swaps, offload.stream_tokens) == (read, read, read)
+    open_ = load_case("demo", ["threads=0", "top_k=0", "chunked_prefill_size=0"])
+    assert (open_.threads, open_.sampling_config.top_k, open_.data_config.chunked_prefill_size) == (None, None, None)
+    assert open_ == load_case("demo")
+    with pytest.raises(UserError, match=r"offload_config\.slots: -2 must be at least -1"):
+        load_case("demo", ["slots=-2"])
+    with pytest.raises(UserError, match=r"threads: 'many' is not an integer$"):
+        load_case("demo", ["threads=many"])
 
 
 def test_every_shipped_case_is_valid() -> None:

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given
 
 from errors import UserError
+from executor.checkpoint.tokenizer import Tokenizer, stop_ids
 from executor.config.load import load_case
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sampling import choose, filtered_probabilities
 from executor.engine.sequence import Sequence, new_sequence
+from executor.job.prompts import encode_prompts
 from executor.job.results import create_results
 from executor.job.runner import make_runner as new_runner
-from executor.job.tokenizer import Tokenizer, encode_prompts, stop_ids
 from files import ROOT, write_json
 from ops import load_ops
 from tests.spy import spy_on
@@ -167,6 +168,20 @@ def test_long_and_empty_prompts_follow_the_policy() -> None:
     assert encode_prompts(cut, tokenizer)[0] == whole[-4:]
     with pytest.raises(UserError, match=r"prompt 1 .* has no tokens"):
         encode_prompts(load_case("demo", ['prompts=["a", ""]']), tokenizer)
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    folder = ROOT / load_case("demo").model_path
+    largest = max(Tokenizer(folder).encode("Emma Woodhouse", chat=False))
+    assert Tokenizer(folder, largest + 1).encode("Emma Woodhouse", chat=False)
+    for chat in (False, True):
+        with pytest.raises(UserError, match=r"its tokenizer gives \d+, outside vocab_size 5: tokenizer and config"):
+            Tokenizer(folder, 5).encode("Emma Woodhouse", chat)
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(UserError, match="has half of a surrogate pair: not text"):
+        Tokenizer(ROOT / load_case("demo").model_path).encode("Emma \ud800", chat=False)
 
 
 def test_unreadable_tokenizer_is_one_line(tmp_path: Path) -> None:

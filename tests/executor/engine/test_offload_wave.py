@@ -12,7 +12,7 @@ from benchmarks import elastic
 from benchmarks.elastic import Request, serve, swings
 from errors import UserError
 from executor.job.runner import ModelRunner
-from executor.platform.cpu_graph import DecodeGraph
+from executor.platform.cpu import DecodeGraph
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 WAVES, BATCH, PROMPT, NEW = (16, 4, 12), 16, (4, 16), (8, 40)

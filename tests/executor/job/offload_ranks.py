@@ -20,6 +20,7 @@ from cpu_offload.policy.residency import Swap
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
+from executor.engine.settings import platform_settings
 from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
 from executor.job.rank import run_rank
@@ -78,7 +79,7 @@ def main() -> None:
 
     def body(results: Path, ranks: RankEnv) -> None:
         random.seed(ranks.rank)
-        parallel = model_runner.init_parallel(case, ranks, cpu.CpuPlatform(case, ranks))
+        parallel = model_runner.init_parallel(case, ranks, cpu.CpuPlatform(platform_settings(case), ranks))
         model_runner.init_parallel = lambda *_: parallel  # type: ignore[assignment]  # several runs, groups made once
         if ranks.rank % 2:
             cpu.CpuDevice = SlowDevice  # type: ignore[misc]

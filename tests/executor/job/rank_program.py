@@ -10,8 +10,9 @@ import torch
 from errors import UserError
 from executor.config.env import RankEnv
 from executor.config.load import load_case
+from executor.engine.building import init_parallel
+from executor.engine.settings import platform_settings
 from executor.job.rank import run_rank
-from executor.parallel.join import init_parallel
 from executor.platform import load_platform
 
 
@@ -23,7 +24,8 @@ def main() -> None:
     case = load_case("demo_tp8")
 
     def body(results: Path, ranks: RankEnv) -> None:
-        world = init_parallel(case, ranks, load_platform(case.platform)(case, ranks)).world
+        platform = load_platform(case.platform)(platform_settings(case), ranks)
+        world = init_parallel(case, ranks, platform).world
         world.all_reduce(torch.ones(1))
         if ranks.rank == 3:
             if args.how == "kill":

@@ -198,7 +198,9 @@ def test_a_real_rank_keeps_what_was_counted(tmp_path: Path, overrides: list[str]
 
 def test_one_of_many_ranks_keeps_what_was_counted() -> None:
     case = load_case("demo_tp8", ["moe_tp_size=4"])
-    build = build_of(case, load_ops("cpu"), place_of(case, 0, {}), torch.device("cpu"), quantised_head=True)
+    build = build_of(
+        case, load_ops("cpu"), place_of(case.parallel_sizes, 0, {}), torch.device("cpu"), quantised_head=True
+    )
     model = cast(nn.Module, model_class(case.model_name)(load_model_config(case), build))
     bind_caches(model, case, build, Scheduler(limits_of(case)).pages)
     assert counted(inspect_rank(case)) == kept(model)

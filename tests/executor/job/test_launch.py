@@ -131,7 +131,7 @@ def test_run_py_alone_says_what_it_needs() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_path: Path, ranks: int) -> None:
-    save_tiny(tmp_path / "model")
+    save_tiny(tmp_path / "model", vocab_size=4096)  # the tokenizer's
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     case = write_case(

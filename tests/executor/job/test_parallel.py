@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.load import load_case
 from executor.job.logits import collect_logits, sized_for
-from executor.job.tokenizer import Tokenizer, encode_prompts
+from executor.job.prompts import encode_prompts
 from files import ROOT
 from tests.tiny import make_runner, save_tiny, tiny_case, write_case
 

@@ -136,7 +136,11 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
     wanted = {"method": method, "zero_points": method == "q4"}
     case = tiny(tmp_path, config=config, world_size=ranks, quantization=wanted)
     build = build_of(
-        case, cast(Any, AscendLayout(torch.bfloat16)), place_of(case, 0, {}), torch.device("cpu"), quantised_head=False
+        case,
+        cast(Any, AscendLayout(torch.bfloat16)),
+        place_of(case.parallel_sizes, 0, {}),
+        torch.device("cpu"),
+        quantised_head=False,
     )
     model = model_class(case.model_name)(load_model_config(case), build)
     bind_caches(model, case, build, Scheduler(limits_of(case)).pages)

@@ -4,16 +4,18 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
 from executor.config.case import Case
 from executor.config.load import load_case
+from executor.engine.settings import platform_settings
 from executor.parallel.partitions import GROUPS, partitions
-from executor.platform.ascend.environment import ascend_environment
+from executor.platform import start_environment
 from executor.platform.ascend.hccl import AI_CPU, AIV, HOST, group_options
 from files import ROOT
 
@@ -89,9 +91,13 @@ def test_keys_of_ascend_are_refused_elsewhere(override: str) -> None:
         load_case("demo", [override])
 
 
+def environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
+    return start_environment(case.platform, platform_settings(case), given)
+
+
 def options(case: Case, soc: str) -> dict[str, tuple[int, int]]:
     """(MB, mode) of each group."""
-    made = {name: group_options(case, name, soc) for name in GROUPS}
+    made = {name: group_options(case.hccl_config, case.parallel_sizes, name, soc) for name in GROUPS}
     return {name: (o["hccl_buffer_size"], o["hccl_op_expansion_mode"]) for name, o in made.items()}
 
 
@@ -117,9 +123,10 @@ def test_a_shared_group_has_the_buffer_that_any_of_its_names_gives() -> None:
 def test_one_key_switches_the_vector_cores_off(soc: str, mode: int) -> None:
     case = ascend("world_size=8", "aiv_group=none")
     assert {m for _, m in options(case, soc).values()} == {mode}
-    assert "HCCL_OP_EXPANSION_MODE" not in ascend_environment(case, {})
+    assert "HCCL_OP_EXPANSION_MODE" not in environment(case, {})
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_rank_is_ever_in_two_aiv_groups(data: st.DataObject) -> None:
     world, divisors = 16, [1, 2, 4, 8, 16]
@@ -128,28 +135,29 @@ def test_no_rank_is_ever_in_two_aiv_groups(data: st.DataObject) -> None:
     overrides = [f"world_size={world}", f"attn_tp_size={attn}", f"embed_tp_size={data.draw(below)}"]
     overrides += [f"lmhead_tp_size={data.draw(below)}", f"aiv_group={data.draw(st.sampled_from(['none', *GROUPS]))}"]
     case = ascend(*overrides)
-    groups, seen = partitions(case), 0
+    groups, seen = partitions(case.parallel_sizes), 0
     for rank in range(world):
         own = {name: next(ids for ids in groups[name] if rank in ids) for name in GROUPS}
-        fast = {ids for name, ids in own.items() if group_options(case, name, A3)["hccl_op_expansion_mode"] == AIV}
+        made = {name: group_options(case.hccl_config, case.parallel_sizes, name, A3) for name in GROUPS}
+        fast = {ids for name, ids in own.items() if made[name]["hccl_op_expansion_mode"] == AIV}
         seen = max(seen, len(fast))
         for one, other in itertools.combinations(GROUPS, 2):  # made once, so described once
             if own[one] == own[other] and len(own[one]) > 1:
-                assert group_options(case, one, A3) == group_options(case, other, A3)
+                assert made[one] == made[other]
     chosen = case.hccl_config.aiv_group
     assert seen == (chosen != "none" and len(groups[chosen][0]) > 1)
 
 
 def test_every_partition_covers_the_world_once() -> None:
     case = ascend("world_size=8", "attn_tp_size=4", "embed_tp_size=2", "lmhead_tp_size=1")
-    for name, groups in partitions(case).items():
+    for name, groups in partitions(case.parallel_sizes).items():
         assert sorted(itertools.chain(*groups)) == list(range(8)), name
-    assert partitions(case)["attn_dp"] == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert partitions(case)["embed_tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert partitions(case.parallel_sizes)["attn_dp"] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert partitions(case.parallel_sizes)["embed_tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 def test_the_environment_of_a_plain_case() -> None:
-    assert ascend_environment(ascend("world_size=8"), {"PATH": "x"}) == {
+    assert environment(ascend("world_size=8"), {"PATH": "x"}) == {
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
         "TASK_QUEUE_ENABLE": "2",
         "HCCL_CONNECT_TIMEOUT": "1800",
@@ -177,14 +185,14 @@ def test_the_environment_of_a_plain_case() -> None:
     ],
 )  # fmt: skip
 def test_keys_reach_the_environment(overrides: list[str], wanted: dict[str, str | None]) -> None:
-    made = ascend_environment(ascend("world_size=8", *overrides), {})
+    made = environment(ascend("world_size=8", *overrides), {})
     assert {name: made.get(name) for name in wanted} == wanted
 
 
 def test_what_the_user_has_set_stays() -> None:
     own = {"TASK_QUEUE_ENABLE": "0", "CPU_AFFINITY_CONF": "2", "HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_BUFFSIZE": "1"}
-    assert not own.keys() & ascend_environment(ascend("world_size=8"), own).keys()
-    assert ascend_environment(load_case("demo"), {}) == {}
+    assert not own.keys() & environment(ascend("world_size=8"), own).keys()
+    assert environment(load_case("demo"), {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +208,7 @@ def test_what_the_user_has_set_stays() -> None:
 )
 def test_contradicting_variables_are_refused(overrides: list[str], own: dict[str, str], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
-        ascend_environment(ascend("world_size=8", *overrides), own)
+        environment(ascend("world_size=8", *overrides), own)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ def test_contradicting_variables_are_refused(overrides: list[str], own: dict[str
     ],
 )
 def test_variables_that_agree_are_accepted(overrides: list[str], own: dict[str, str]) -> None:
-    assert not own.keys() & ascend_environment(ascend("world_size=8", *overrides), own).keys()
+    assert not own.keys() & environment(ascend("world_size=8", *overrides), own).keys()
 
 
 def test_the_launcher_sets_it_before_the_rank_starts() -> None:

@@ -1,4 +1,4 @@
-"""Which kernels a case on ascend gets for its weights: chosen, told and refused without an NPU or torch_npu."""
+"""Which kernels a case on ascend gets for its weights: chosen, reported and refused without an NPU or torch_npu."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from errors import UserError
 from executor.config.case import Case
 from executor.config.load import load_case
+from executor.engine.settings import platform_settings
 from executor.planning.memory import make_plan, sketch_of
 from executor.platform.ascend.kernels import chosen_kernels, gemv_tokens
 from ops.ascend import vector_core
@@ -21,18 +22,8 @@ def ascend(*overrides: str) -> Case:
     return load_case("demo", ["platform=ascend", "exe_mode=ge_graph", "method=q4", *overrides])
 
 
-def kernels(case: Case) -> dict[str, str]:
-    return chosen_kernels(sketch_of(case).model, case)
-
-
-@pytest.fixture(autouse=True)
-def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_core, "built", lambda: 1)
-
-
-@pytest.fixture
-def not_built(monkeypatch: pytest.MonkeyPatch, built: None) -> None:
-    monkeypatch.setattr(vector_core, "built", lambda: 0)
+def kernels(case: Case, built: bool = True) -> dict[str, str]:
+    return chosen_kernels(sketch_of(case).model, platform_settings(case), built)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "on"])
@@ -52,28 +43,26 @@ def test_few_tokens_by_four_bits_go_to_the_vector_cores(wanted: str) -> None:
         ("method=none", "mm", "the weights do not have 4 bits"),
     ],
 )
-def test_why_they_are_not_taken_is_told(override: str, linear: str, reason: str) -> None:
+def test_the_reason_for_other_kernels_is_reported(override: str, linear: str, reason: str) -> None:
     assert kernels(ascend(override)) == {
         LINEAR: f"{linear} ({reason})",
         EXPERTS: f"npu_grouped_matmul ({reason})",
     }
 
 
-@pytest.mark.usefixtures("not_built")
 def test_auto_without_the_package_goes_the_other_way() -> None:
-    assert gemv_tokens(ascend()) == 0
-    assert kernels(ascend()) == {
+    assert gemv_tokens(platform_settings(ascend()), built=False) == 0
+    assert kernels(ascend(), built=False) == {
         LINEAR: f"npu_weight_quant_batchmatmul ({NOT_BUILT})",
         EXPERTS: f"npu_grouped_matmul ({NOT_BUILT})",
     }
 
 
-@pytest.mark.usefixtures("not_built")
 def test_on_without_the_package_says_how_to_build_it() -> None:
     with pytest.raises(
         UserError, match=r"^case demo: .*decode_gemv: on: .* not built: run bash ops/ascend/vector_core/build\.sh$"
     ):
-        gemv_tokens(ascend("decode_gemv=on"))
+        gemv_tokens(platform_settings(ascend("decode_gemv=on")), built=False)
 
 
 def test_on_with_other_weights_names_the_first() -> None:
@@ -84,17 +73,17 @@ def test_on_with_other_weights_names_the_first() -> None:
 
 @pytest.mark.parametrize(("wanted", "tokens"), [("auto", 8), ("on", 8), ("off", 0)])
 def test_off_is_off_although_they_are_built(wanted: str, tokens: int) -> None:
-    assert gemv_tokens(ascend(f"decode_gemv={wanted}")) == tokens
+    assert gemv_tokens(platform_settings(ascend(f"decode_gemv={wanted}")), built=True) == tokens
 
 
-def test_layers_that_differ_are_told_apart() -> None:
+def test_layers_that_differ_have_lines_of_their_own() -> None:
     """As where a checkpoint leaves some modules unquantised."""
     case = ascend()
     model = sketch_of(case).model
     experts = model.get_submodule("model.layers.1.mlp.experts")
     meta, bf16 = torch.device("meta"), torch.bfloat16
     experts.weights = AscendExperts(4, 64, 128, Format("bfloat16"), bf16, meta)  # type: ignore[assignment]
-    lines = chosen_kernels(model, case)
+    lines = chosen_kernels(model, platform_settings(case), built=True)
     assert lines["mlp.experts of layers 0, 2-4, 1 to 8 tokens"] == "fused_moe_w4a16 on the vector cores"
     assert lines["mlp.experts of layers 1"] == "npu_grouped_matmul (the weights do not have 4 bits)"
 
@@ -105,12 +94,10 @@ def test_weights_that_the_kernels_cannot_read() -> None:
     assert unfit(AscendExperts(2, 64, 128, Format("q4", 64), bf16, meta)) == ""
 
 
-@pytest.mark.usefixtures("not_built")
 def test_a_memory_plan_needs_no_package() -> None:
     assert make_plan(ascend("decode_gemv=on")).total == make_plan(ascend("decode_gemv=off")).total
 
 
-@pytest.mark.usefixtures("not_built")
 def test_an_extension_that_cannot_be_loaded_is_one_line(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

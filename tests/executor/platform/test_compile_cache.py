@@ -12,6 +12,7 @@ import pytest
 
 from errors import UserError
 from executor.config.load import load_case, load_model_config
+from executor.engine.settings import platform_settings
 from executor.platform.ascend.compile_cache import (
     LIMIT,
     CompileCache,
@@ -277,7 +278,9 @@ def test_facts_name_everything_a_graph_depends_on(tmp_path: Path) -> None:
 
     def facts(*overrides: str, built: int = 0) -> dict[str, Any]:
         case = load_case("demo", overrides)
-        return compile_facts(case, load_model_config(case), versions, "1.0", "f00", built)
+        return compile_facts(
+            platform_settings(case).graph_facts, load_model_config(case), versions, "1.0", "f00", built
+        )
 
     made_by = {"torch", "torch_npu", "torchair", "cann", "python", "sources", "kernels_built"}
     assert facts().keys() == made_by | {"model", "case"}

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from executor.config.load import load_case
-from executor.platform.ascend.environment import ascend_environment
+from executor.engine.settings import platform_settings
+from executor.platform import start_environment
 from files import ROOT
 from ops.ascend import vector_core
 from ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
@@ -184,13 +185,14 @@ def test_a_failed_install_leaves_no_extension(copy: Path, cann: dict[str, str]) 
 
 def test_the_launcher_tells_cann_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, name = load_case("qwen3_30b_a3b_bf16_tp8"), "ASCEND_CUSTOM_OPP_PATH"
+    ascend, demo = platform_settings(case), platform_settings(load_case("demo"))
     package = tmp_path / "umbra"
     monkeypatch.setattr(vector_core, "PACKAGE", package)
-    assert name not in ascend_environment(case, {})
+    assert name not in start_environment("ascend", ascend, {})
     package.mkdir()
     for given, wanted in {"": package, "/a:/b": f"{package}:/a:/b", f"/a:{package}": f"{package}:/a"}.items():
-        assert ascend_environment(case, {name: given})[name] == str(wanted)
-    assert name not in ascend_environment(load_case("demo"), {})
+        assert start_environment("ascend", ascend, {name: given})[name] == str(wanted)
+    assert name not in start_environment("cpu", demo, {})
 
 
 def test_the_launcher_needs_no_torch() -> None:

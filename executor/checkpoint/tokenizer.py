@@ -1,17 +1,17 @@
-"""Text to token ids and back, with the checkpoint's own tokenizer, chat template and end-of-sequence ids."""
+"""Text to token ids and back, with the tokenizer, chat template and end-of-sequence ids of the checkpoint."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from errors import UserError
-from executor.config.case import Case
+from executor.checkpoint.names import TOKENIZER_FILES
 from models.hf_config import HfConfig, read_json
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class Tokenizer:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, vocabulary: int | None = None):
+        """The tokenizer in `folder`. Ids from `vocabulary` on are refused: the model has no embedding for them."""
+        self.folder, self.vocabulary = folder, vocabulary
         from transformers import AutoTokenizer  # a second to import: only where text is used
         from transformers.utils import logging
 
@@ -22,8 +22,14 @@ class Tokenizer:
             raise UserError(f"{folder}: tokenizer not readable: {' '.join(str(error).split())[:300]}") from None
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
-        """`chat`: as the first message of a conversation."""
-        return self.encode_chat([{"role": "user", "content": prompt}]) if chat else list(self.hf(prompt)["input_ids"])
+        """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"the prompt {prompt!r:.40} has half of a surrogate pair: not text") from None
+        if not chat:
+            return self._checked(self.hf(prompt)["input_ids"])
+        return self.encode_chat([{"role": "user", "content": prompt}])
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """A conversation through the checkpoint's chat template, up to where the next answer begins."""
@@ -33,9 +39,18 @@ class Tokenizer:
             text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program of the checkpoint's author, run in jinja2's sandbox
             raise UserError(f"the checkpoint's chat template failed: {' '.join(str(error).split())[:300]}") from None
-        return list(self.hf(text, add_special_tokens=False)["input_ids"])
+        return self._checked(self.hf(text, add_special_tokens=False)["input_ids"])
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if self.vocabulary is not None and ids and max(ids) >= self.vocabulary:
+            raise UserError(
+                f"{self.folder}: its tokenizer gives {max(ids)}, outside vocab_size {self.vocabulary}: tokenizer and "
+                "config.json are not of one checkpoint"
+            )
+        return list(ids)
 
     def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, without special tokens."""
         return str(self.hf.decode(ids, skip_special_tokens=True))
 
     def detokenizer(self) -> "Detokenizer":
@@ -66,36 +81,18 @@ class Detokenizer:
         return self.tokenizer.decode(self.tokens).removeprefix(self.given)
 
 
-def open_tokenizer(folder: Path, case: Case) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None where random prompts make do without."""
-    if case.data_config.prompts or all((folder / name).is_file() for name in TOKENIZER_FILES):
-        return Tokenizer(folder)
+def open_tokenizer(folder: Path, vocabulary: int, needed: bool) -> Tokenizer | None:
+    """The tokenizer of the checkpoint in `folder`; None where it has no tokenizer and none is `needed`."""
+    if needed or all((folder / name).is_file() for name in TOKENIZER_FILES):
+        return Tokenizer(folder, vocabulary)
     return None
 
 
 def stop_ids(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:
-    """End-of-sequence ids: generation_config.json's, or else config.json's."""
+    """End-of-sequence ids: those of generation_config.json, or else `from_config`, those of config.json."""
     path = folder / "generation_config.json"
     if path.is_file():
         ids = HfConfig(read_json(path), str(path)).one_or_more("eos_token_id")
         if ids:
             return frozenset(ids)
     return frozenset(from_config)
-
-
-def encode_prompts(case: Case, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of every prompt of the case, none empty and none too long."""
-    data, encoded = case.data_config, []
-    for i, prompt in enumerate(data.prompts):
-        ids = tokenizer.encode(prompt, case.model_config.tokenizer_mode == "chat")
-        if not ids:
-            raise UserError(f"data_config.prompts: prompt {i} ({prompt!r:.40}) has no tokens")
-        if len(ids) > data.input_max_len:
-            if data.long_prompts == "error":
-                raise UserError(
-                    f"data_config.prompts: prompt {i} ({prompt!r:.40}) has {len(ids)} tokens, input_max_len is "
-                    f"{data.input_max_len}: raise it, or set long_prompts: truncate"
-                )
-            ids = ids[-data.input_max_len :]
-        encoded.append(ids)
-    return encoded

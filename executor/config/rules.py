@@ -1,0 +1,54 @@
+"""The rules between the keys of a case; each file of rules raises a UserError that names the keys and the rule."""
+
+from errors import UserError
+from executor.config.ascend_rules import check_ascend, check_not_ascend
+from executor.config.case import Case
+from executor.config.offload_rules import check_offload
+from executor.config.platforms import PLATFORMS
+
+LEAST_TEMPERATURE = 1e-6
+
+
+def check(case: Case, where: str) -> None:
+    """Refuse a case whose keys contradict each other; sizes that were left open are filled in already. `where` names
+    the file."""
+    parallel, data = case.parallel_config, case.data_config
+    for name in ("attn_tp_size", "moe_tp_size"):
+        size = getattr(parallel, name)
+        if case.world_size % size:
+            raise UserError(f"{where}: parallel_config.{name}: {size} does not divide world_size: {case.world_size}")
+    for name in ("embed_tp_size", "lmhead_tp_size"):
+        size = getattr(parallel, name)
+        if parallel.attn_tp_size % size:
+            raise UserError(
+                f"{where}: parallel_config.{name}: {size} does not divide attn_tp_size: {parallel.attn_tp_size} "
+                "(ranks that share this table must hold the same tokens)"
+            )
+    if data.batch_size % case.attn_dp_size:
+        raise UserError(
+            f"{where}: data_config.batch_size: {data.batch_size} is not divisible by attn_dp: {case.attn_dp_size} "
+            f"(world_size {case.world_size} / attn_tp_size {parallel.attn_tp_size})"
+        )
+    modes = PLATFORMS[case.platform].exe_modes
+    if case.exe_mode not in modes:
+        raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")
+    if case.platform == "ascend":
+        check_ascend(case, where)
+    else:
+        check_not_ascend(case, where)
+    check_offload(case, where)
+    wanted = case.quantization
+    if wanted.group_size not in (32, 64, 128):
+        raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
+    if wanted.zero_points and wanted.method != "q4":
+        raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")
+    temperature = case.sampling_config.temperature
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise UserError(
+            f"{where}: sampling_config.temperature: {temperature} must be 0 or at least {LEAST_TEMPERATURE}: logits "
+            "divided by less overflow"
+        )
+    if not case.model_path:
+        raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
+    if not data.prompts and case.model_config.with_ckpt:
+        raise UserError(f"{where}: data_config.prompts is empty: give at least one prompt")

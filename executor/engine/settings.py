@@ -1,0 +1,34 @@
+"""What a case asks of the platform that runs it. Imports nothing heavy: the launcher uses it too."""
+
+import dataclasses
+
+from executor.config.case import Case
+from executor.platform.settings import PlatformSettings
+
+
+def platform_settings(case: Case) -> PlatformSettings:
+    data, offload = case.data_config, case.offload_config
+    return PlatformSettings(
+        case=case.name,
+        exe_mode=case.exe_mode,
+        dtype=case.model_config.dtype,
+        strict=case.strict,
+        sizes=case.parallel_sizes,
+        batch_size=data.batch_size,
+        comm_timeout_s=case.parallel_config.comm_timeout_s,
+        threads=case.threads,
+        instruction_set=case.instruction_set,
+        shadow_threads=offload.shadow_threads if offload.mode != "none" else None,
+        shadow_timeout_s=offload.timeout_s,
+        keeps_graphs=case.model_config.enable_cache_compile,
+        ascend=case.ascend_config,
+        hccl=case.hccl_config,
+        graph_facts=_graph_facts(case),
+    )
+
+
+def _graph_facts(case: Case) -> dict[str, object]:
+    """All settings but the description and the prompts: those change often, and no graph sees them."""
+    settings = dataclasses.asdict(case)
+    del settings["description"], settings["data_config"]["prompts"]
+    return settings
