@@ -9,7 +9,8 @@ from errors import UserError
 from ops.ascend import vector_core
 from ops.ascend.vector_core import calls
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
-from tests.ascend.extension import BUILT, load_extension
+from tests.ascend.extension import built as built_extension
+from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log
 
 SMALL = Shape(hidden=128, inner=64, experts=8, top_k=2, group=32, layers=16, dtype="bfloat16")
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> None:
     load_extension()
-    monkeypatch.setattr(vector_core, "EXTENSION", BUILT)
+    monkeypatch.setattr(vector_core, "EXTENSION", built_extension())
 
 
 @pytest.mark.usefixtures("built")

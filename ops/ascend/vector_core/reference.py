@@ -11,19 +11,6 @@ from torch.nn.functional import silu
 from ops.ascend.vector_core.blocks import PLACE, WORD, BlockLayout
 
 
-def grouped_gemv_w4a16(
-    x: Tensor,
-    w: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    ids: Tensor,
-    half_sums: bool = False,
-    precise: bool = False,
-) -> Tensor:
-    y = _grouped(x.to(_inside(precise)), w, scales, zeros, ids)
-    return y if precise else y.to(x.dtype)
-
-
 def fused_moe_w4a16(
     x: Tensor,
     w13: Tensor,
