@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.output import printed, write_rows
 from errors import UserError, run_main
+from executor.config.env import custom_operators
 from ops.ascend import vector_core
 
 COLUMNS = (
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> None:
     if not vector_core.built():
         raise UserError("the vector-core kernels are not built: run bash ops/ascend/vector_core/build.sh")
     # Before torch_npu is loaded, which may be when torch is.
-    os.environ["ASCEND_CUSTOM_OPP_PATH"] = vector_core.package_path(os.environ.get("ASCEND_CUSTOM_OPP_PATH", ""))
+    os.environ["ASCEND_CUSTOM_OPP_PATH"] = vector_core.package_path(custom_operators())
     try:
         from benchmarks import npu_layers
     except ImportError as error:

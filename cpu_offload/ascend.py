@@ -28,8 +28,9 @@ from ops.ascend.shadow import ShadowNodes, pinned
 from ops.ascend.slots import Slots
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import AscendExperts, Stored, fixed
+from ops.ascend.weights import AscendExperts, Stored
 from ops.cpu.shadow import ShadowPool, Worker
+from ops.fixed import fixed
 from ops.interface import Format
 from ops.quantised import Quantised
 

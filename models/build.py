@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError
 from executor.parallel.groups import Parallel
+from ops.fixed import fixed
 from ops.interface import Format, Matrix, Ops
 
 if TYPE_CHECKING:
@@ -79,8 +80,3 @@ class Build:
     def vector(self, size: int) -> Tensor:
         """Norms and biases: few, and added to what is wide."""
         return fixed(torch.empty(size, dtype=self.ops.vector_type(self.dtype), device=self.device))
-
-
-def fixed(tensor: Tensor) -> nn.Parameter:
-    """A tensor that stays where it is: graphs take Parameters by their address."""
-    return nn.Parameter(tensor, requires_grad=False)

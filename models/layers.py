@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from cpu_offload.experts import ShadowedExperts
 from executor.parallel.groups import Group
 from models.batch import Batch
-from models.build import Build, fixed
+from models.build import Build
 from models.rope import RopeConfig
+from ops.fixed import fixed
 
 ALL = slice(None)
 HEAD = "lm_head.weight"  # where it is not the embedding

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError
+from ops.fixed import fixed
 from ops.interface import Format
 from ops.quantised import Quantised, floats
 
@@ -155,11 +156,6 @@ class AscendExperts:
 
 def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return fixed(torch.empty(shape, dtype=dtype, device=device))
-
-
-def fixed(tensor: Tensor) -> Tensor:
-    """A Parameter: graphs take those by their address."""
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Tensor]:
