@@ -118,14 +118,14 @@ def run_each(rank: int) -> list[str]:
 @pytest.mark.parametrize("mode", ["0", "1", "2"])
 def test_every_mode_of_the_task_queue(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", mode)
-    (kernels,) = run_ranks(run_each, 1)
+    (kernels,) = run_ranks(run_each, 1, fresh=True)
     assert [name for name in kernels if "Umbra" in name] == [kernel for _, kernel, _ in OPS.values()]
 
 
 def test_without_the_package_of_operators_the_op_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH")
     with pytest.raises(AssertionError, match=r"aclnnUmbraFusedMoeW4a16.* not in"):
-        run_ranks(run_each, 1)
+        run_ranks(run_each, 1, fresh=True)
 
 
 def other(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
