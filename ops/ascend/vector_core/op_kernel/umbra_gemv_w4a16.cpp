@@ -7,7 +7,8 @@ constexpr uint32_t kSlice = 256; // columns that are summed up together
 
 // `parts` (t.parts, rows, N): workspace for the sums of parts of K.
 template <typename T, bool kHalfSums>
-__aicore__ inline void Gemv(Room& room, const Bank& bank, GM_ADDR xAt, GM_ADDR yAt, GM_ADDR partsAt, const UmbraGemvTiling& t) {
+__aicore__ inline void Gemv(
+    Room& room, const Bank& bank, GM_ADDR xAt, GM_ADDR yAt, GM_ADDR partsAt, const UmbraGemvTiling& t) {
     GlobalTensor<T> x, y;
     GlobalTensor<float> parts;
     x.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(xAt));
