@@ -1,7 +1,7 @@
-"""What the ops of `schemas.py` mean, under the same names, in plain PyTorch.
+"""The ops of `schemas.py` in plain PyTorch, under the same names.
 
-float32 inside and the type of x outside, whatever `half_sums` says; `precise`: float64 inside and outside, what errors
-are measured from.
+They compute in float32 and return the type of x; `half_sums` has no effect. With `precise` they compute and return
+float64, from which errors are measured.
 """
 
 import torch

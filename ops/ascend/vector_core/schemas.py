@@ -1,18 +1,18 @@
-"""The ops of the vector cores, `torch.ops.umbra.*`: what they take, and the shapes that they give. Needs no torch_npu.
+"""Schemas and Meta functions of the vector-core ops, `torch.ops.umbra.*`. Needs no torch_npu.
 
 T tokens (1 to 8), k experts a token, E experts, group G of 32, 64 or 128 that divides K, K % 32 == 0, N % 8 == 0.
-Activations, scales, zeros and experts' weights are all float16 or all bfloat16. Matrices, as weights.py has them:
-signed nibbles, eight outputs to an int32, and a value is (nibble + zero) * scale; without zeros, nibble * scale.
+Activations, scales, zeros and experts' weights are all float16 or all bfloat16. Matrices have the layout of weights.py:
+signed nibbles, eight outputs to an int32; a value is (nibble + zero) * scale, or nibble * scale without zeros.
 
 fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); gate: the first I columns of w13, up: the others
 fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, k), weights (T, k) -> (T, H)
-                     as fused_moe_w4a16, of experts in an arena (blocks.py): the sum over those that are resident, where
-                     places has their first byte / 512, not -1; the others, and ids below 0 or from E on, add nothing
+                     as fused_moe_w4a16, with experts in an arena (blocks.py): places holds an expert's first byte
+                     / 512, or -1 if not resident; experts not resident, and ids below 0 or from E on, add nothing
 gemv_w4a16           x (T, K), w (K, N / 8), scales, zeros (K / G, N) -> (T, N)
 
-half_sums: products and the sums of eight rows are float16, not float32: faster by CANN's tables, and inexact where sums
-cancel each other (docs/vector_core.md).
+half_sums: products and the sums of eight rows are float16, not float32: faster by CANN's tables, but less exact if sums
+cancel each other (docs/vector_core.md, "Precision").
 """
 
 import torch
