@@ -26,7 +26,7 @@ def steps(rank: int, folder: Path, mode: str) -> tuple[float, float]:
         for _ in range(2):
             start = time.perf_counter()
             runner.loop.step()
-            torch.npu.synchronize()
+            torch.npu.synchronize()  # type: ignore[attr-defined]
             times.append(time.perf_counter() - start)
     return times[0], times[1]
 

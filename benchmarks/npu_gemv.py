@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.output import printed, write_rows
 from errors import UserError, run_main
+from executor.config.env import custom_operators
 from ops.ascend import vector_core
 
 COLUMNS = (
@@ -42,17 +43,17 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], extension: Path = vector_core.EXTENSION) -> None:
     args = arguments(argv)
-    if not vector_core.built():
+    if not vector_core.built(extension):
         raise UserError("the vector-core kernels are not built: run bash ops/ascend/vector_core/build.sh")
     # Before torch_npu is loaded, which may be when torch is.
-    os.environ["ASCEND_CUSTOM_OPP_PATH"] = vector_core.package_path(os.environ.get("ASCEND_CUSTOM_OPP_PATH", ""))
+    os.environ["ASCEND_CUSTOM_OPP_PATH"] = vector_core.package_path(custom_operators())
     try:
         from benchmarks import npu_layers
     except ImportError as error:
         raise UserError(f"no NPU can be used: {error}") from None
-    npu_layers.start()
+    npu_layers.start(extension)
     sizes = args.hidden, args.inner, args.experts, args.top_k, args.group, args.layers
     shape = npu_layers.Shape(*sizes, args.dtype, args.half_sums)
     rows = npu_layers.measure(shape, args.batches, args.rounds, args.read_mb << 20)

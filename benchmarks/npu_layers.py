@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch_npu
@@ -48,10 +49,10 @@ class Layer:
         return moe.infer_fusion_v2(self.x, self.weights, self.ids, self.experts)
 
 
-def start() -> None:
+def start(extension: Path) -> None:
     if not torch_npu.npu.is_available():
         raise UserError("no NPU can be used: torch_npu finds none")
-    vector_core.load()
+    vector_core.load(extension)
 
 
 def computes() -> bool:

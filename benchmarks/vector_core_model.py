@@ -25,7 +25,7 @@ KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
 BFLOAT16 = torch.bfloat16
 SEED_US = {1: (43.42, 199.43), 2: (60.49, 266.82), 4: (96.18, 515.69), 8: (174.35, 936.17)}  # kernel, grouped matmul
 RATED = 1600  # GB/s
-NIBBLES, SCALES = ("w", "w13", "w2"), ("scales", "s13", "s2")
+NIBBLES, SCALES = ("w13", "w2"), ("s13", "s2")
 MODELS = (("Qwen3-30B-A3B", 2048, 768), ("Qwen3-235B-A22B", 4096, 1536))  # H, I
 SHOWN = ("memory", "mte2", "vector", "repeats", "barriers", "scalar")
 
@@ -190,16 +190,6 @@ def fused(shape: Shape, routed: bool = False, half_sums: bool = False) -> Counts
     return count("fused_moe_w4a16", inputs, half_sums)
 
 
-def grouped(shape: Shape, down: bool, half_sums: bool = False) -> Counts:
-    """Gate and up, or, for a row of its own an expert, down."""
-    experts, ids = shape.experts(routed=False)
-    k, n = (shape.inner, shape.hidden) if down else (shape.hidden, 2 * shape.inner)
-    ids = ids.view(-1, 1) if down else ids
-    w, scales = bank(experts, k, n, shape.group)
-    x = torch.ones(len(ids), k, dtype=BFLOAT16)
-    return count("grouped_gemv_w4a16", dict(x=x, w=w, scales=scales, zeros=None, ids=ids), half_sums)
-
-
 def weight_bytes(counts: Counts) -> int:
     return sum(moved["read"] for name, moved in counts.buffers.items() if name in NIBBLES + SCALES)
 
@@ -242,10 +232,6 @@ def print_model(half_sums: bool) -> None:
             cells += [between(slow, fast, 0), between(slow / RATED, fast / RATED, 2)]
             cells += [] if routed else [f"{us:.2f}" for us in measured]
             print(f"{batch:5} {size / 1e6:7.1f} " + " ".join(f"{cell:>12}" for cell in cells))
-    print("\ngrouped_gemv_w4a16, all experts different: gate and up; down")
-    for batch in SEED_US:
-        both = [grouped(Shape("", 2048, 768, batch), down, half_sums) for down in (False, True)]
-        print(f"{batch:5} ", *(between(microseconds(c, LOW), microseconds(c, HIGH)) for c in both))
     print("\nfused_moe_w4a16, all experts different: the slowest core's pipes by phase")
     print("batch phase cores   " + "  ".join(f"{name:>11}" for name in (*SHOWN, "bound")))
     for batch in SEED_US:
@@ -268,18 +254,11 @@ def print_traffic() -> None:
         for over in (1, 8):
             for batch in (1, 8):
                 shape = Shape(name + (" / 8" if over == 8 else ""), hidden, inner // over, batch)
-                print_bytes(shape.name, shape, fused(shape), 2 * batch * hidden * 2)
-    print("grouped_gemv_w4a16")
-    for name, hidden, inner in MODELS:
-        for batch in (1, 8):
-            shape = Shape(name, hidden, inner, batch)
-            pairs = batch * shape.top_k
-            print_bytes(f"{name} gate, up", shape, grouped(shape, False), 2 * (batch * hidden + pairs * 2 * inner))
-            print_bytes(f"{name} down", shape, grouped(shape, True), 2 * pairs * (inner + hidden))
+                print_bytes(shape, fused(shape))
 
 
-def print_bytes(name: str, shape: Shape, counts: Counts, rows: int) -> None:
-    """`rows`: bytes of x and y, once."""
+def print_bytes(shape: Shape, counts: Counts) -> None:
+    rows = 2 * shape.batch * shape.hidden * 2  # bytes of x and y, once
     moved = {name: sum(both.values()) for name, both in counts.buffers.items()}
     nibbles = sum(moved.get(name, 0) for name in NIBBLES)
     weights = weight_bytes(counts)
@@ -289,7 +268,7 @@ def print_bytes(name: str, shape: Shape, counts: Counts, rows: int) -> None:
     cells += [f"{sum(moved.values()) / (weights + rows):.3f}"]
     cells += [f"{100 * moved['workspace'] / part:.2f}" for part in (weights, nibbles)]
     cells += [f"{large_moves(counts):.2f}", ", ".join(f"{sum(each) / max(each):.1f}" for each in work)]
-    print(f"{name:26} {shape.batch:5} " + " ".join(f"{cell:>12}" for cell in cells))
+    print(f"{shape.name:26} {shape.batch:5} " + " ".join(f"{cell:>12}" for cell in cells))
 
 
 if __name__ == "__main__":

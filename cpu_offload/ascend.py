@@ -1,10 +1,10 @@
 """Shadow experts of an NPU: slots in the device's layout, residents found through a table on the device.
 
-    decode    shadow_submit | residents' sums, out of their slots | shadow_join          ops/ascend/shadow.py
-    prefill   a bank of all: residents gathered from their slots, the others streamed from the host; the usual products
+    decode    shadow_submit | residents' sums, from their slots | shadow_join            ops/ascend/shadow.py
+    prefill   a bank of all experts: residents gathered from their slots, the others streamed from the host
 
-Of every expert the host keeps two copies: blocks that its own kernels compute and, in pinned memory, the device's
-layout, for promotion. Nothing here was run on an NPU.
+The host keeps two copies of every expert: blocks for its own kernels and, in pinned memory, the device's layout, from
+which experts are copied to slots. Nothing here was run on an NPU.
 """
 
 import atexit
@@ -28,8 +28,9 @@ from ops.ascend.shadow import ShadowNodes, pinned
 from ops.ascend.slots import Slots
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import AscendExperts, Stored, fixed
+from ops.ascend.weights import AscendExperts, Stored
 from ops.cpu.shadow import ShadowPool, Worker
+from ops.fixed import fixed
 from ops.interface import Format
 from ops.quantised import Quantised
 
@@ -73,7 +74,7 @@ class NpuExperts(ShadowedExperts):
         self.image.fill(expert, which, part)
 
     def planes(self, expert: int) -> dict[str, Tensor]:
-        """Of the pinned copy, by their names in a block."""
+        """The planes of the expert's pinned copy, by their names in a block."""
         w13, w2 = self.image.w13, self.image.w2
         named = {
             "w13": w13.data,
@@ -94,8 +95,8 @@ class NpuExperts(ShadowedExperts):
         return torch.ops.umbra.shadow_join(sums, own, self.number, nodes)
 
     def _own(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
-        """The residents' part: out of their slots; else of a bank, with one expert for each pair of token and expert
-        or, where there are more pairs, with all of them."""
+        """The weighted sums of the resident experts, which the vector cores read from their slots and other kernels from a
+        gathered bank. A bank has one expert for each pair of token and expert or, if there are more pairs, all experts."""
         device, ops = self.device, self.device.ops
         if ops.on_vector_cores(x, self):
             here = device.here[self.index]
@@ -117,7 +118,8 @@ class NpuExperts(ShadowedExperts):
 
 
 class AscendDevice(Device):
-    """`most`: tokens of a step whose missing experts the CPU computes; those of longer steps are streamed."""
+    """In steps of at most `most` tokens the CPU computes the experts that are not resident; in longer steps these are
+    streamed to the device."""
 
     alignment: ClassVar[int] = PLACE
 
@@ -127,7 +129,7 @@ class AscendDevice(Device):
         self.layers: list[NpuExperts] = []
         self.tickets = itertools.count()
         self.under_way: dict[int, torch_npu.npu.Event] = {}
-        self.orders: dict[int, Tensor] = {}  # by tokens: each pair's own number
+        self.orders: dict[int, Tensor] = {}  # by tokens: the number of each pair
         self.side = torch_npu.npu.Stream()
 
     def experts(
@@ -138,12 +140,13 @@ class AscendDevice(Device):
         return self.layers[-1]
 
     def spare(self, slot_bytes: int) -> int:
-        return slot_bytes  # of zeros
+        return slot_bytes  # a block of zeros
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, first = memory, self.layers[0]
         self.slots = Slots(memory, end, first.layout, first.format)
-        # Each expert's first row, twice: who is not resident has -1 here, for kernels that look, and there the zeros.
+        # Two tables of each expert's first row. An expert that is not resident has -1 in the first, for kernels that
+        # skip it, and the row of the zeros in the second.
         self.on_host = pinned((2, len(self.layers), first.count), torch.int32, "table of experts")
         self.on_host[0], self.on_host[1] = -1, self.slots.nowhere
         self.on_device = torch.empty(self.on_host.shape, dtype=torch.int32, device=self.device)
@@ -156,11 +159,11 @@ class AscendDevice(Device):
             self.timeout_s, self.cann,
         )  # fmt: skip
         print(self.nodes.bridge.how)
-        atexit.register(self.close)  # and so what callbacks may touch lives as long as they may come
+        atexit.register(self.close)  # keeps what callbacks may touch alive until none can come
 
     @property
     def staging_bytes(self) -> int:
-        return self.layers[0].count * self.layers[0].slot_bytes  # a bank of a layer's
+        return self.layers[0].count * self.layers[0].slot_bytes  # a bank of one layer
 
     def streams(self, tokens: int) -> bool:
         return tokens > self.most
@@ -194,7 +197,7 @@ class AscendDevice(Device):
 
     def _tell(self, place: Place, rows: tuple[int, int]) -> None:
         layer, expert = place
-        self.layers[layer].place(expert, rows[0] + 1)  # for the host: 0 if it is not resident
+        self.layers[layer].place(expert, rows[0] + 1)  # the host's table has 0 if it is not resident
         self.on_host[:, layer, expert] = torch.tensor(rows)
         self.changed = True
 
@@ -214,7 +217,7 @@ class AscendDevice(Device):
         self.nodes.begin(step, total)
 
     def _prepare(self, tokens: int) -> None:
-        """What a step of so many tokens needs and cannot make while it is captured."""
+        """Makes what a step of `tokens` needs and cannot allocate during a capture."""
         if tokens in self.orders:
             return
         pairs = tokens * self.top_k

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError
 from executor.parallel.groups import Parallel
+from ops.fixed import fixed
 from ops.interface import ExpertMatrices, Format, Matrix, Ops
 
 GROUPS = (128, 64, 32)  # sizes of quantisation groups, in columns
@@ -88,8 +89,3 @@ class Build:
     def vector(self, size: int) -> Tensor:
         """Memory for a norm's weight or a bias, in the type that the ops want for these."""
         return fixed(torch.empty(size, dtype=self.ops.vector_type(self.dtype), device=self.device))
-
-
-def fixed(tensor: Tensor) -> nn.Parameter:
-    """`tensor` as a Parameter: graphs take Parameters by their address, which therefore must not change."""
-    return nn.Parameter(tensor, requires_grad=False)

@@ -44,6 +44,11 @@ def cann_home() -> Path | None:
     return Path(home) if home else None
 
 
+def custom_operators() -> str:
+    """ASCEND_CUSTOM_OPP_PATH: folders of CANN's custom operators, with ":" between them."""
+    return os.environ.get("ASCEND_CUSTOM_OPP_PATH", "")
+
+
 def rank_env() -> RankEnv:
     return RankEnv(
         rank=_integer("RANK", 0, minimum=0),

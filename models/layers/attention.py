@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 
 from models.batch import Batch
-from models.build import Build, fixed
+from models.build import Build
+from ops.fixed import fixed
 
 
 class PagedAttention(nn.Module):

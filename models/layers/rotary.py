@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from models.build import Build, fixed
+from models.build import Build
 from models.rope import RopeConfig
+from ops.fixed import fixed
 
 
 def rotary_angles(config: RopeConfig, positions: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""csrc/bridge.cpp for Python; that has the drawing and the ordering argument. Needs neither torch nor CANN to build."""
+"""Python bindings of csrc/bridge.cpp, which has the drawing and the ordering argument. Building it needs neither torch
+nor CANN."""
 
 import ctypes
 import functools
@@ -13,11 +14,11 @@ from errors import UserError
 SOURCE = Path(__file__).parent / "csrc" / "bridge.cpp"
 JOB = Path(__file__).parents[1] / "cpu" / "csrc" / "job.h"
 BUILT = Path(__file__).parent / "build" / "umbra_bridge.so"
-HOST_FUNC_SINCE = (8, 5)  # before, CANN forbids aclrtLaunchHostFunc while a graph is captured
+HOST_FUNC_SINCE = (8, 5)  # earlier versions of CANN forbid aclrtLaunchHostFunc during a capture
 
 
 class Job(ctypes.Structure):
-    """What a worker gets; shapes are in job.h."""
+    """The job that a worker receives; job.h has the shapes."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "ids", "weights", "slots", "sums")),
@@ -31,11 +32,11 @@ DONE = ctypes.CFUNCTYPE(None, ctypes.POINTER(Job), ctypes.c_int)
 
 
 class BridgeError(RuntimeError):
-    """An expert's part of a step is missing: the text names layer and step. The bridge cannot be used any more."""
+    """The sums of a layer did not arrive; the text names layer and step. The bridge cannot be used any more."""
 
 
 def build(out: Path = BUILT) -> Path:
-    """Compiles it, if that was not done since it was written. Ranks that come at once do not disturb each other."""
+    """The path of the compiled bridge, compiled if its sources are newer. Ranks may call it at the same time."""
     if out.is_file() and out.stat().st_mtime_ns >= max(SOURCE.stat().st_mtime_ns, JOB.stat().st_mtime_ns):
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -74,15 +75,16 @@ def _native() -> ctypes.CDLL:
 
 
 def can_capture_host_func(cann: str | None) -> bool:
-    """`cann`: such as 8.3.RC1, None: not known."""
+    """Whether a capture may contain aclrtLaunchHostFunc. `cann` is a version such as 8.3.RC1, None if unknown."""
     series = re.match(r"(\d+)\.(\d+)", cann or "")
     return series is not None and (int(series[1]), int(series[2])) >= HOST_FUNC_SINCE
 
 
 class Bridge:
-    """`submit`: a C function int(void *context, Job *), see job.h; it and `context` must outlive the bridge.
+    """Calls `submit`, a C function int(void *context, Job *) (job.h), from streams. It and `context` must outlive the
+    bridge.
 
-    Which of CANN's two ways of calling the host is used is chosen once, from its version, and told in `how`.
+    CANN has two ways of calling the host. Its version decides once which of them is used; `how` says which.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Bridge:
         self._done(_native().umbra_bridge_subscribe(self.handle, stream))
 
     def payload(self, job: Job, sum_bytes: int) -> int:
-        """Lives until the bridge is closed; so must the buffers that `job` points to."""
+        """A payload for `launch`, freed when the bridge is closed. The buffers of `job` must live as long."""
         made: int = _native().umbra_payload_new(self.handle, ctypes.byref(job), sum_bytes)
         self.payloads.append(made)
         return made
@@ -113,28 +115,29 @@ class Bridge:
         _native().umbra_bridge_begin(self.handle, step)
 
     def idle(self, stream: int, wait_ms: int) -> bool:
-        """Waits for the stream, at most so long."""
+        """Waits at most `wait_ms` for the stream; returns whether it is idle."""
         status = _native().umbra_bridge_synchronize(self.handle, stream, wait_ms)
         if status < 0:
             self._done(status)
         return bool(status == 0)
 
     def events(self) -> int:
-        """Grows when a callback begins and when it ends: odd while one is under way."""
+        """A count that grows when a callback begins and when it ends: odd while one is running."""
         return int(_native().umbra_bridge_events(self.handle))
 
     def seen(self, payload: int) -> int:
-        """The last step whose callback has returned, -1: none has."""
+        """The last step whose callback has returned; -1 if none has."""
         return int(_native().umbra_payload_seen(payload))
 
     def check(self, otherwise: str | None = None) -> None:
-        """Raises what went wrong first, or else `otherwise`."""
+        """Raises the first error of the bridge as BridgeError; if there is none, raises `otherwise`, if given."""
         error = _native().umbra_bridge_error(self.handle, otherwise.encode() if otherwise else None)
         if error:
             raise BridgeError(error.decode())
 
     def close(self, within_s: float) -> bool:
-        """True: everything is freed. False: something is still under way, so nothing is, and nothing may be."""
+        """Waits at most `within_s` for work in flight. Returns True when everything is freed; False if work is still in
+        flight, in which case nothing is freed and the buffers of jobs must not be freed either."""
         if not self.handle:
             return True
         handle, self.handle = self.handle, None

@@ -1,4 +1,4 @@
-"""What the Ascend ops keep, and in which shapes: all that a memory plan needs, without a device."""
+"""The tensors that the Ascend ops store, with their shapes: all that a memory plan needs, without a device."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.interface import Format, Lengths
 
-CAUSAL_MASK = 2048  # rows and columns of bool, which prefill's attention repeats
+CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 MOST_PAGE = 512  # tokens; the attention op's own limit
 
 
@@ -15,7 +15,7 @@ class AscendLayout:
         self.dtype = dtype  # of activations
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype  # the fused norms want their weight in the type of their input
+        return dtype  # the fused norms need their weight in the type of their input
 
     def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> AscendMatrix:
         return AscendMatrix(rows, columns, format, self.dtype, device)
@@ -39,8 +39,8 @@ class AscendLayout:
         kv_lens: list[int],
         page_size: int,
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """Places (T, 2): page and offset in it, so that a cache is written without a flat view of it, for which a graph
-        would copy it. Lengths stay host integers: the attention op's launch takes them, no tensor need be read back."""
+        """Page places (T, 2): a page and a position in it; with a flat view of the cache a graph would copy the cache.
+        Lengths stay host integers, because the launch of the attention op takes integers."""
         pairs = [divmod(place, page_size) for place in places]
         return (
             torch.tensor(pairs, dtype=torch.int64).view(-1, 2),

@@ -1,4 +1,4 @@
-"""Where torchair's own way from a torch_npu op to a GE node costs a kernel too many; imported for its effect."""
+"""Converters that replace torchair's own where those add a kernel; imported for its effect."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ TORCHAIRS_ROTARY = ROTARY._ge_converter
 def rotary(
     query: Any, key: Any, cos: Any, sin: Any, layout: str = "BSND", rotary_mode: str = "half", meta_outputs: Any = None
 ) -> Any:
-    """The node rotates in place; torchair copies q and k first, which nothing here needs (AscendOps.rope): two kernels
-    a layer. Captured graphs and eager mode do not copy either. An argument that equals its default does not arrive."""
+    """The node rotates in place. torchair copies q and k first, two kernels a layer that AscendOps.rope does not need;
+    captured graphs and eager mode do not copy either. FX drops arguments that equal their defaults."""
     if layout != "BSND":
         raise NotImplementedError(f"layout {layout}: only BSND is lowered here")
     return ge.ApplyRotaryPosEmb(query, key, cos, sin, layout=BSND, rotary_mode=rotary_mode)

@@ -1,13 +1,13 @@
 """A mixture of experts on Ascend: rows in expert order, two grouped products with SwiGLU between, weighted sums.
 
-Three ways to bring the rows into order and back, the same result:
+Three ways to sort the rows by expert and back, with the same result:
 
 tp         sort and index with plain ops (the reference's `moe_infer_tp`)
 fusion_v1  init_routing, compute_expert_tokens, finalize_routing
 fusion_v2  init_routing_v2, which counts as well, and finalize_routing
 
-T tokens, K experts a token, E experts here. The grouped product wants every row in some group and no id below zero, so
-experts that are elsewhere become expert 0 with weight 0 (`resident`): their rows are computed and add nothing.
+T tokens, K experts a token, E experts on this rank. The grouped product needs every row in some group and no id below
+zero, so experts of other ranks become expert 0 with weight 0 (`resident`): their rows are computed and add nothing.
 """
 
 import torch
@@ -21,7 +21,7 @@ BY_COLUMN, BY_ROW = 0, 2  # drop_pad_mode of finalize_routing: row k T + t, or t
 
 
 def resident(weights: Tensor, ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Ids relative to `first`; those of experts that are not here: expert 0, weight 0."""
+    """Weights and ids relative to `first`; ids outside first .. first + count become expert 0 with weight 0."""
     local = ids - first
     here = (local >= 0) & (local < count)
     return torch.where(here, weights, 0), torch.where(here, local, 0)

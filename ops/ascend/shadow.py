@@ -3,10 +3,10 @@
     main    .. x, ids, weights | submit    resident experts    join | own + sums ..
     side                       |->  D2H, callback, H2D         ->|
 
-The callback (bridge.py) hands the job to the shadow pool, for which ops/cpu/shadow.py has a Worker, and holds up the
-side stream alone. Back come each token's weighted sums over the experts that are not resident, in the model's type, so
-`join` is one Add. Works in eager and in captured graphs (acl_graph, npugraph_ex), whose replays find other values in
-the same buffers. A host runs each step as
+The callback (bridge.py) hands the job to the shadow pool (Worker in ops/cpu/shadow.py) and blocks the side stream only.
+It returns each token's weighted sum over the experts that are not resident, in the model's type, so `join` is one Add.
+This works in eager mode and in captured graphs (acl_graph, npugraph_ex), whose replays read new values from the same
+buffers. The host runs each step as
 
     nodes.begin(step, tokens); logits = decode(..); nodes.finish()
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from errors import UserError
 from ops.ascend.bridge import Bridge, Job
 
-SLICES = 8  # in which the host waits, to see whether callbacks come
+SLICES = 8  # the host waits in so many parts of the timeout and checks callbacks between them
 
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
 LIBRARY.define("shadow_submit(Tensor x, Tensor ids, Tensor weights, int layer, int nodes) -> Tensor")
@@ -34,7 +34,7 @@ LIBRARY.define("shadow_join(Tensor sums, Tensor own, int layer, int nodes) -> Te
 
 @dataclass
 class Node:
-    """One layer's buffers for one number of tokens. Graphs point to them: they never move and never go."""
+    """One layer's buffers for one number of tokens. Captured graphs hold their addresses, so they are never freed."""
 
     x: Tensor  # (tokens, hidden), the model's type; this and the next three are pinned
     ids: Tensor  # (tokens, top_k) int32
@@ -43,13 +43,14 @@ class Node:
     fork: torch_npu.npu.Event
     back: torch_npu.npu.Event
     payload: int
-    held: tuple[Tensor, ...] = ()  # between submit and join, so that the side stream's memory is not given away
+    held: tuple[Tensor, ...] = ()  # kept from submit to join, so that memory in use on the side stream is not reused
 
 
 class ShadowNodes:
-    """`slots`: by a layer's number, (experts) int64 on the host, written in place between steps; goes with each job."""
+    """The nodes of a model's layers. `slots` has for each layer number a table (experts) int64 on the host, which is
+    written in place between steps and passed with each job."""
 
-    alive: dict[int, "ShadowNodes"] = {}  # by the number that a graph holds  # noqa: RUF012
+    alive: dict[int, "ShadowNodes"] = {}  # by number, which graphs hold  # noqa: RUF012
     numbers = itertools.count()
 
     def __init__(
@@ -75,7 +76,7 @@ class ShadowNodes:
         self.alive[self.number] = self
 
     def prepare(self, tokens: int) -> None:
-        """Makes the buffers, which cannot be had while a graph is captured."""
+        """Allocates the buffers of steps of `tokens`; they cannot be allocated while a graph is captured."""
         for layer in self.slots:
             if (tokens, layer) not in self.nodes:
                 self.nodes[tokens, layer] = self._node(tokens, layer)
@@ -90,8 +91,8 @@ class ShadowNodes:
         return Node(x, ids, weights, sums, torch_npu.npu.Event(), torch_npu.npu.Event(), payload)
 
     def submit(self, x: Tensor, ids: Tensor, weights: Tensor, layer: int) -> Tensor:
-        """x (tokens, hidden), ids, weights (tokens, top_k) -> sums (tokens, hidden), not to be read before `join`.
-        All stays on the device for the main stream, which goes on at once."""
+        """x (tokens, hidden), ids, weights (tokens, top_k) -> sums (tokens, hidden), which are valid only after `join`.
+        The main stream does not wait."""
         node = self._of(len(x), layer)
         for name, given, wanted in (("x", x, node.x), ("ids", ids, node.ids), ("weights", weights, node.weights)):
             if given.shape != wanted.shape or given.dtype != wanted.dtype or not given.is_contiguous():
@@ -103,7 +104,7 @@ class ShadowNodes:
             node.x.copy_(x, non_blocking=True)
             node.ids.copy_(ids, non_blocking=True)
             node.weights.copy_(weights, non_blocking=True)
-            # `npu_stream` waits for torch_npu's own queue, so the callback stands behind the copies.
+            # Reading `npu_stream` drains torch_npu's own queue, so the callback is enqueued after the copies.
             self.bridge.launch(self.side.npu_stream, node.payload)
             sums.copy_(node.sums, non_blocking=True)
             node.back.record()
@@ -111,7 +112,7 @@ class ShadowNodes:
         return sums
 
     def join(self, sums: Tensor, own: Tensor, layer: int) -> Tensor:
-        """own (tokens, hidden): the resident experts' weighted sums, in the model's type."""
+        """own (tokens, hidden), the resident experts' weighted sums in the model's type -> own + sums."""
         node = self._of(len(sums), layer)
         if own.shape != sums.shape or own.dtype != sums.dtype:
             raise ValueError(f"layer {layer}: own is {own.dtype} {tuple(own.shape)}")
@@ -125,19 +126,19 @@ class ShadowNodes:
         return self.nodes[tokens, layer]
 
     def begin(self, step: int, tokens: int) -> None:
-        """Before a step's launches; the step before has finished."""
+        """Must be called before the launches of a step and after `finish` of the step before."""
         self.step, self.tokens = step, tokens
         self.bridge.begin(step)
 
     def finish(self) -> None:
-        """Waits for the main stream. BridgeError: a layer's experts on the CPU did not come within timeout_s."""
+        """Waits for the main stream. Raises BridgeError if a layer's sums did not arrive within timeout_s."""
         stream = torch_npu.npu.current_stream().npu_stream
         slice_ms = max(1, int(self.timeout_s * 1000 / SLICES))
         events, since = self.bridge.events(), time.monotonic()
         while not self.bridge.idle(stream, slice_ms):
             if self.bridge.events() != events:
                 events, since = self.bridge.events(), time.monotonic()
-            # A callback that is under way looks after its worker itself, unless that does not even take the job.
+            # A running callback times its worker out itself, unless the worker does not return from taking the job.
             limit = self.timeout_s * (2 if events % 2 else 1)
             layer = self._missing()
             if layer is not None and time.monotonic() - since >= limit:
@@ -147,17 +148,17 @@ class ShadowNodes:
         self.bridge.check()
 
     def _missing(self) -> int | None:
-        """The first layer that whose callback of this step has not returned."""
+        """The first layer whose callback of this step has not returned; None if all have."""
         layers = sorted(layer for tokens, layer in self.nodes if tokens == self.tokens)
         seen = (layer for layer in layers if self.bridge.seen(self.nodes[self.tokens, layer].payload) != self.step)
         return next(seen, None)
 
     def close(self) -> None:
-        """Also with callbacks pending: they return at once. No graph that was captured with these nodes may be replayed
-        afterwards."""
+        """Closes the bridge. Pending callbacks return at once. Graphs that were captured with these nodes must not be
+        replayed afterwards."""
         if self.alive.pop(self.number, None) is None:
             return
-        torch_npu.npu.current_stream().npu_stream  # noqa: B018 (torch_npu's own queue is empty then)
+        torch_npu.npu.current_stream().npu_stream  # noqa: B018 (drains torch_npu's own queue)
         if not self.bridge.close(self.timeout_s):
             LEFT.append(self)
             print("WARNING: experts on the CPU: closed with work under way; its buffers stay until the process ends")
@@ -167,7 +168,8 @@ LEFT: list[ShadowNodes] = []
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
-    """torch_npu 2.13.0 does not raise where CANN has none: it gives a tensor at address 0."""
+    """An uninitialised pinned tensor, or a UserError that begins with `what`: where CANN has no pinned memory left,
+    torch_npu 2.13.0 does not raise but returns a tensor at address 0."""
     made = torch.empty(shape, dtype=dtype, pin_memory=True)
     if made.numel() and not made.data_ptr():
         raise UserError(f"{what}: no pinned memory on the host for {dtype} {shape}")

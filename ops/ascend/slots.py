@@ -1,12 +1,12 @@
-"""Experts in slots of an arena, for products that want a bank of experts side by side.
+"""Gathers experts from slots of an arena into a bank, for products that need experts side by side.
 
 arena   | p | p | slot: w13 s13 w2 s2 | slot | p | .. | zeros |     rows of PLACE bytes; blocks: vector_core/blocks.py
                      |                    |              |
-bank    w13: | e0 | e1 | e2 | ..   s13: | e0 | e1 | ..   w2: ..      gathered by rows; who is missing is all zeros
+bank    w13: | e0 | e1 | e2 | ..   s13: | e0 | e1 | ..   w2: ..      gathered by rows; experts not resident are zeros
 
-`places` (n) int32: the first row of each expert's block, or of the zeros. It is read on the device, so a captured step
-finds residents wherever they are when it is replayed. A gathered expert is read, written and read again: three times
-the traffic of a product that reads slots as they are (ops/ascend/vector_core/calls.py, moe_slots).
+`places` (n) int32 holds the first row of each expert's block, or of the zeros. The device reads it, so a replay of a
+captured step finds the residents of that moment. A gathered expert is read, written and read again: three times the
+traffic of a product that reads the slots themselves (ops/ascend/vector_core/calls.py, moe_slots).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from errors import UserError
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import fixed
+from ops.fixed import fixed
 from ops.interface import Format
 
 ROW = PLACE // 4  # int32
@@ -25,7 +25,7 @@ ROW = PLACE // 4  # int32
 
 @dataclass
 class Gathered:
-    """ops.ascend.weights.Stored"""
+    """Matrices of a gathered bank; implements ops.ascend.weights.Stored."""
 
     data: Tensor
     scales: Tensor | None
@@ -35,24 +35,25 @@ class Gathered:
 
 @dataclass
 class SlotBank:
-    """ops.ascend.weights.Bank"""
+    """Gathered experts; implements ops.ascend.weights.Bank."""
 
     count: int
     w13: Gathered
     w2: Gathered
-    planes: dict[str, Tensor]  # (count, a plane's shape), by their names in a block
+    planes: dict[str, Tensor]  # by name in a block: (count, the plane's shape)
 
 
 class Slots:
-    """`memory`: the arena's bytes; from `zeros` on, a block of zeros, for experts that are nowhere."""
+    """Slots in `memory`, the arena's bytes. From byte `zeros` on lies a block of zeros, which stands for experts that
+    are not resident."""
 
     def __init__(self, memory: Tensor, zeros: int, layout: BlockLayout, format: Format):
         self.layout, self.format, self.nowhere = layout, format, zeros // PLACE
         memory[zeros : zeros + layout.block_bytes] = 0
-        # Of storage of their own, for caches lie in the same memory.
+        # Tensors with a storage of their own, because KV caches lie in the same memory.
         whole = memory[: len(memory) // PLACE * PLACE]
         self.memory, self.rows = fixed(from_dlpack(whole)), fixed(from_dlpack(whole).view(torch.int32).view(-1, ROW))
-        self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by experts of a bank
+        self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of experts in a bank
         sizes = {name: shape[0] * shape[1] * dtype.itemsize for name, (shape, dtype) in layout.planes.items()}
         for name, size in sizes.items():
             if size % PLACE:
@@ -63,7 +64,7 @@ class Slots:
         self.sizes = sizes
 
     def prepare(self, count: int) -> None:
-        """Makes the indices of banks of so many experts: which of them, and which row of its block, each row is."""
+        """Makes the indices that banks of `count` experts need: for each row, the expert and the row of its block."""
         if count in self.indices:
             return
         rows = {name: torch.arange(size // PLACE, dtype=torch.int32) for name, size in self.sizes.items()}
@@ -75,7 +76,7 @@ class Slots:
         self.indices[count] = fixed(each.to(device)), fixed(place.to(device))
 
     def bank(self, places: Tensor) -> SlotBank:
-        """The experts at `places` (n) int32, in that order."""
+        """A bank of the experts at `places` (n) int32, in that order; its indices must have been prepared."""
         count = len(places)
         each, row = self.indices[count]
         rows = self.rows.index_select(0, places.index_select(0, each) + row)  # (all rows, ROW)

@@ -1,11 +1,11 @@
-"""Weights as Ascend's matrix products take them: transposed, in FRACTAL_NZ tiles or packed to 4 bits along the outputs.
+"""Weights in the layout of Ascend's matrix products: transposed, in FRACTAL_NZ tiles or packed to 4 bits along outputs.
 
-kept       shape               a value is
+format     shape               a value is
 float      (K, N)              w
 q4         (K, N / 8) int32    (nibble + offset) * scale; nibble i of a word, low bits first, is output 8 n + i, signed
   scales   (K / group, N)      in the model's type, and offsets likewise where there are zero points
 
-Experts have one more dimension in front. Nothing here needs torch_npu but the change into tiles.
+Experts have one more dimension in front. Only the conversion into tiles needs torch_npu.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,21 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from errors import UserError
+from ops.fixed import fixed
 from ops.interface import Format
 from ops.quantised import Quantised, floats
 
 FRACTAL_NZ = 29
 NIBBLES = 8  # in an int32
 
-Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # where matrices are to lie
+Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # allocates the storage of matrices
 
 
 class Stored(Protocol):
-    """Matrices of one shape as the products take them, wherever they lie; none has scales where they are floats."""
+    """Matrices of one shape in the products' layout; float matrices have no scales."""
 
     data: Tensor
     scales: Tensor | None
@@ -35,7 +36,7 @@ class Stored(Protocol):
 
 
 class Bank(Protocol):
-    """Experts that one product takes together."""
+    """The experts of one mixture."""
 
     @property
     def count(self) -> int: ...
@@ -46,7 +47,7 @@ class Bank(Protocol):
 
 
 class Plane:
-    """Matrices of (rows, columns), `lead` of them; brought into tiles when every row of every one was put."""
+    """`lead` matrices of (rows, columns); converted into tiles when every row of every matrix was put."""
 
     def __init__(
         self,
@@ -157,13 +158,8 @@ def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return fixed(torch.empty(shape, dtype=dtype, device=device))
 
 
-def fixed(tensor: Tensor) -> Tensor:
-    """A Parameter: graphs take those by their address."""
-    return nn.Parameter(tensor, requires_grad=False)
-
-
 def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """As `quantise` has it; levels that are quantised alike already stay as they are."""
+    """Nibbles, scales and offsets as `quantise` returns them; levels already in this format are not rounded again."""
     if isinstance(part, Quantised) and part.fits(format):
         scales, zeros = part.in_groups(format.group)
         offsets = torch.zeros_like(scales) if zeros is None else 8 - zeros.to(scales.dtype)
@@ -191,7 +187,7 @@ def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Ten
 
 
 def pack(nibbles: Tensor) -> Tensor:
-    """(K, m) to (K, m / 8): the first of eight in the lowest bits."""
+    """Packs nibbles (K, m) into words (K, m / 8), the first of eight in the lowest bits."""
     words = torch.zeros(nibbles.shape[0], nibbles.shape[1] // NIBBLES, dtype=torch.int32)
     for i in range(NIBBLES):
         words |= (nibbles[:, i::NIBBLES] & 15) << (4 * i)

@@ -1,19 +1,30 @@
 """torch.ops.umbra.* on the fake NPU: the real extension, compiled against the real wheel."""
 
 import functools
+import hashlib
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 
 from ops.ascend.vector_core import extension, schemas  # noqa: F401 (declares the ops)
 
-BUILT = Path(sys.prefix) / "umbra_ascendc.so"
+
+@functools.cache
+def built() -> Path:
+    """The extension, compiled once for each content of its sources, whoever else compiles it at the same time."""
+    sources = extension.SOURCE.read_bytes() + Path(extension.__file__).read_bytes()
+    where = Path(sys.prefix) / f"umbra_ascendc-{hashlib.sha256(sources).hexdigest()[:16]}.so"
+    if not where.is_file():
+        with tempfile.TemporaryDirectory(dir=sys.prefix) as folder:
+            made = Path(folder) / where.name
+            extension.build(made)
+            os.replace(made, where)
+    return where
 
 
 @functools.cache
 def load_extension() -> None:
-    newest = max(Path(file).stat().st_mtime_ns for file in (extension.SOURCE, extension.__file__))
-    if not BUILT.is_file() or BUILT.stat().st_mtime_ns < newest:
-        extension.build(BUILT)
-    torch.ops.load_library(BUILT)
+    torch.ops.load_library(built())

@@ -7,6 +7,10 @@ def body(rank: int, size: int) -> list[str]:       # a module's own function, so
     return log.lines
 
 first, second = run_ranks(body, 2, 16)
+
+Importing torch_npu, torchair and transformers takes seconds, so ranks are forked from a server process that has
+imported them. It has touched no device and compiled nothing. Its environment, stdout and stderr are those of its own
+start, at the first use.
 """
 
 import multiprocessing
@@ -20,23 +24,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 import torch_npu
 
+multiprocessing.get_context("forkserver").set_forkserver_preload([
+    "pytest", "torch_npu", "executor.platform.ascend.device", "executor.platform.ascend.graphs", "tests.ascend.engine",
+    "tests.ascend.ge", "tests.ascend.log",
+])  # fmt: skip
 
-def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 120) -> list[Any]:
+
+def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 120, fresh: bool = False) -> list[Any]:
     """What body(rank, *args) returned on each rank; the environment is torchrun's, the device is set. A rank that
-    raises, dies or is late fails the test with its traceback, and the others are killed."""
-    spawn = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    raises, dies or is late fails the test with its traceback, and the others are killed. `fresh` ranks have the
+    environment, stdout and stderr of now, and import everything themselves."""
+    start = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    port = free_port()
     children, receivers = [], []
     results: dict[int, Any] = {}
     deadline = time.monotonic() + limit_s
     try:
         for rank in range(ranks):
-            receiver, sender = spawn.Pipe()
-            child = spawn.Process(target=run_rank, args=(sender, body, rank, ranks, port, args))
+            receiver, sender = start.Pipe()
+            child = start.Process(target=run_rank, args=(sender, body, rank, ranks, port, args))
             child.start()
             sender.close()  # or its end of file would never be seen here
             children.append(child)
@@ -58,6 +67,17 @@ def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float =
             child.kill()
             child.join()
     return [results[rank] for rank in range(ranks)]
+
+
+def run_gloo_ranks(body: Callable[..., None], ranks: int, *args: Any) -> None:
+    """Calls body(rank, port, *args) on each rank, without a device; a rank that raises fails the test."""
+    torch.multiprocessing.start_processes(body, (free_port(), *args), nprocs=ranks, start_method="forkserver")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def receive(rank: int, receiver: Connection, child: multiprocessing.process.BaseProcess) -> Any:

@@ -1,7 +1,6 @@
 """Our own kernels for the vector cores in the model: the numbers over the reference's ops (L2), the GE graph and the
 captures (L4), and what a run tells of it. The shapes and types (L1) are in test_meta.py."""
 
-import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from errors import UserError
 from executor.config.env import RankEnv
@@ -22,6 +21,7 @@ from tests.ascend.extension import load_extension
 from tests.ascend.ge import GeProgram
 from tests.ascend.log import device_log
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
+from tests.ascend.ranks import run_gloo_ranks
 from tests.ascend.test_ge import FUSED, decode_program
 from tests.ascend.test_numerics import SIZES, assert_same, logits, products
 from tests.ascend.umbra_on_cpu import CALLS
@@ -85,10 +85,7 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int]) -> No
 def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], fused: int) -> None:
     """Over ep2 half of the ids are of the other rank's experts."""
     checkpoint(tmp_path, "awq", 32, False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(rank_logits, (port, tmp_path, split), nprocs=2)
+    run_gloo_ranks(rank_logits, 2, tmp_path, split)
     expected = logits(tmp_path, ReferenceOnCpu, model="quantised-floats")
     for rank in range(2):
         with np.load(tmp_path / f"rank{rank}.npz") as arrays:

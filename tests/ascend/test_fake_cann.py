@@ -1,6 +1,7 @@
 """The fake CANN itself: what it must do for a test that runs on it to mean anything."""
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -207,6 +208,8 @@ def misbehave(rank: int, how: str) -> None:
         raise ValueError("the cup is empty")
     if rank == 1 and how == "die":
         os._exit(3)
+    if how == "wait":
+        time.sleep(60)
     join_hccl()  # needs both
     dist.barrier()
 

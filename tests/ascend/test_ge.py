@@ -31,6 +31,12 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> GeProgram:
+    """Compiled once for the tests that only look at it."""
+    return decode_program(tmp_path_factory.mktemp("two_layers"))
+
+
 def decode_program(folder: Path, *overrides: str, layers: int = 2, prompts: list[list[int]] = PROMPTS) -> GeProgram:
     runner = ascend_runner(ascend_case(folder, "exe_mode=ge_graph", *overrides, num_hidden_layers=layers), folder)
     with ge_programs() as programs:
@@ -57,13 +63,13 @@ def check(program: GeProgram, layers: int = 2) -> None:
         assert count[name] == each * layers + around, name
 
 
-def test_a_decode_step_is_fused_and_copies_nothing(tmp_path: Path) -> None:
-    check(decode_program(tmp_path))
+def test_a_decode_step_is_fused_and_copies_nothing(two_layers: GeProgram) -> None:
+    check(two_layers)
 
 
-def test_nodes_of_one_layer_more(tmp_path: Path) -> None:
-    two, three = (decode_program(tmp_path / str(n), layers=n).count() for n in (2, 3))
-    assert three - two == Counter(FUSED | VIEWS | FOLDED | {"Data": DATA})
+def test_nodes_of_one_layer_more(tmp_path: Path, two_layers: GeProgram) -> None:
+    three = decode_program(tmp_path, layers=3).count()
+    assert three - two_layers.count() == Counter(FUSED | VIEWS | FOLDED | {"Data": DATA})
 
 
 def test_four_bit_experts(tmp_path: Path) -> None:
@@ -88,8 +94,8 @@ def test_one_graph_serves_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert programs[1].runs == 5 + 5
 
 
-def test_options_that_reach_ge(tmp_path: Path) -> None:
-    options = decode_program(tmp_path).options
+def test_options_that_reach_ge(two_layers: GeProgram) -> None:
+    options = two_layers.options
     assert options["frozen_parameter"] == "1"
     assert options["ge.tiling_schedule_optimize"] == "1"
     assert options["ge.topoSortingMode"] == "3"  # StableRDFS

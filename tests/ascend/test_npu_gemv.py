@@ -6,10 +6,9 @@ import torch
 from benchmarks import npu_gemv, npu_layers
 from benchmarks.npu_layers import Layer, Shape, check, layer, random_experts
 from errors import UserError
-from ops.ascend import vector_core
 from ops.ascend.vector_core import calls
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
-from tests.ascend.extension import BUILT, load_extension
+from tests.ascend.extension import built, load_extension
 from tests.ascend.log import device_log
 
 SMALL = Shape(hidden=128, inner=64, experts=8, top_k=2, group=32, layers=16, dtype="bfloat16")
@@ -17,16 +16,9 @@ FLAGS = ["--hidden=128", "--inner=64", "--experts=8", "--top-k=2", "--read-mb=1"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_extension()
-    monkeypatch.setattr(vector_core, "EXTENSION", BUILT)
-
-
-@pytest.mark.usefixtures("built")
 def test_each_way_is_one_graph_of_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
     with device_log() as log:
-        npu_gemv.main(FLAGS)
+        npu_gemv.main(FLAGS, built())
     graphs: dict[str, list[str]] = {}  # what was captured, by graph
     for line in log.lines:
         if line.startswith("capture begin"):
@@ -53,11 +45,10 @@ def test_without_kernels_it_refuses() -> None:
         npu_gemv.main([])
 
 
-@pytest.mark.usefixtures("built")
 def test_without_an_npu_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.npu, "is_available", lambda: False)
     with pytest.raises(UserError, match="no NPU can be used: torch_npu finds none"):
-        npu_gemv.main([])
+        npu_gemv.main([], built())
 
 
 @pytest.fixture

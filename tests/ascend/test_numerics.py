@@ -1,13 +1,12 @@
 """L2: the Ascend model code computes what the reference computes, in plain CPU code under the real `npu::` schemas."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from executor.config.case import Case, ModelSettings
 from executor.config.env import RankEnv
@@ -21,6 +20,7 @@ from ops.interface import Format
 from ops.quantised import Quantised
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
+from tests.ascend.ranks import run_gloo_ranks
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 
@@ -79,10 +79,7 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], routi
 @pytest.mark.parametrize("split", [{}, {"moe_tp_size": 1}, {"attn_tp_size": 1}], ids=["tp2", "ep2", "dp2"])
 def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], routing: str) -> None:
     save_tiny(tmp_path / "model", **SIZES)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(rank_logits, (port, tmp_path, split, routing), nprocs=2)
+    run_gloo_ranks(rank_logits, 2, tmp_path, split, routing)
     expected = logits(tmp_path, ReferenceOnCpu)
     for rank in range(2):
         with np.load(tmp_path / f"rank{rank}.npz") as arrays:

@@ -1,7 +1,6 @@
 """Experts on the CPU beside the Ascend model code, which runs in plain CPU code under the real schemas."""
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import multiprocessing
 
 from executor.config.env import RankEnv
 from executor.job.logits import collect_logits
 from executor.job.runner import ModelRunner, make_runner
 from tests.ascend.on_cpu import ascend_on_cpu
+from tests.ascend.ranks import run_gloo_ranks
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
@@ -111,10 +110,7 @@ def test_two_ranks(tmp_path: Path, split: dict[str, int], gemv_tokens: int) -> N
     save_tiny(tmp_path / "model", **SIZES)
     if gemv_tokens:
         quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32, 4, symmetric=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(rank_logits, (port, tmp_path, split, gemv_tokens), nprocs=2)
+    run_gloo_ranks(rank_logits, 2, tmp_path, split, gemv_tokens)
     expected = collect_logits(runner_of(tmp_path, "quantised" if gemv_tokens else "model"), IDS, steps=5)
     told = 0
     for rank in range(2):

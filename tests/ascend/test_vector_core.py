@@ -15,8 +15,7 @@ from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 
-GROUPED, FUSED, GEMV = "grouped_gemv_w4a16", "fused_moe_w4a16", "gemv_w4a16"
-SLOTS = "fused_moe_slots_w4a16"
+FUSED, SLOTS, GEMV = "fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16"
 Arguments = dict[str, Any]  # tensors or None, and numbers
 BF16, INT = torch.bfloat16, torch.int32
 T, TOP_K, E, H, INNER = 2, 3, 4, 128, 96  # INNER: of Qwen3-30B-A3B at TP 8
@@ -29,12 +28,6 @@ def extension() -> None:
 
 def npu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device="npu")
-
-
-def grouped(zeros: bool = False) -> Arguments:
-    scales = npu(E, H // 32, 64)
-    w, ids = npu(E, H, 64 // 8, dtype=INT), npu(T, TOP_K, dtype=INT)
-    return dict(x=npu(T, H), w=w, scales=scales, zeros=scales if zeros else None, ids=ids)
 
 
 def fused(zeros: bool = False) -> Arguments:
@@ -58,7 +51,6 @@ def slots(zeros: bool = False) -> Arguments:
 
 
 OPS: dict[str, tuple[Callable[[bool], Arguments], str, tuple[int, ...]]] = {
-    GROUPED: (grouped, "aclnnUmbraGroupedGemvW4a16", (T, TOP_K, 64)),
     FUSED: (fused, "aclnnUmbraFusedMoeW4a16", (T, H)),
     SLOTS: (slots, "aclnnUmbraFusedMoeSlotsW4a16", (T, H)),
     GEMV: (gemv, "aclnnUmbraGemvW4a16", (T, 64)),
@@ -126,14 +118,14 @@ def run_each(rank: int) -> list[str]:
 @pytest.mark.parametrize("mode", ["0", "1", "2"])
 def test_every_mode_of_the_task_queue(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", mode)
-    (kernels,) = run_ranks(run_each, 1)
+    (kernels,) = run_ranks(run_each, 1, fresh=True)
     assert [name for name in kernels if "Umbra" in name] == [kernel for _, kernel, _ in OPS.values()]
 
 
 def test_without_the_package_of_operators_the_op_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH")
-    with pytest.raises(AssertionError, match=r"aclnnUmbraGroupedGemvW4a16.* not in"):
-        run_ranks(run_each, 1)
+    with pytest.raises(AssertionError, match=r"aclnnUmbraFusedMoeW4a16.* not in"):
+        run_ranks(run_each, 1, fresh=True)
 
 
 def other(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
@@ -162,13 +154,13 @@ def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arg
         (GEMV, other("scales", lambda s: s.expand(3, 64).clone()), r"scales: \[3, 64\]: must have 128 / G rows"),
         (GEMV, other("scales", lambda s: s[:0]), r"scales: \[0, 64\]: must have 128 / G rows"),
         (GEMV, lambda a: {**a, "zeros": npu(2, 64)}, r"zeros: \[2, 64\]: must be as scales \[1, 64\]"),
-        (GROUPED, other("scales", lambda s: s[:3]), r"scales: \[3, 4, 64\]: must be as w \[4, 128, 8\]"),
-        (GROUPED, other("w", lambda w: w[0]), r"w: \[128, 8\]: must have 3 dimensions"),
-        (GROUPED, other("ids", lambda i: i.long()), "ids: Long: must be int32"),
-        (GROUPED, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
-        (GROUPED, other("ids", lambda i: i[:, :0]), r"ids: \[2, 0\]: must be \(2, k\) with k of 1 or more"),
-        (GROUPED, other("ids", lambda i: i[:, :1].expand(T, 129)), r"ids: \[2, 129\]: must be 256 at most"),
-        (GROUPED, other("w", lambda w: npu(8193, H, 1, dtype=INT)), r"w: \[8193, 128, 1\]: must be 8192 experts"),
+        (FUSED, other("s13", lambda s: s[:3]), r"s13: \[3, 2, 192\]: must be as w13 \[4, 128, 24\]"),
+        (FUSED, other("w13", lambda w: w[0]), r"w13: \[128, 24\]: must have 3 dimensions"),
+        (FUSED, other("ids", lambda i: i.long()), "ids: Long: must be int32"),
+        (FUSED, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
+        (FUSED, other("ids", lambda i: i[:, :0]), r"ids: \[2, 0\]: must be \(2, k\) with k of 1 or more"),
+        (FUSED, other("ids", lambda i: i[:, :1].expand(T, 129)), r"ids: \[2, 129\]: must be 256 at most"),
+        (FUSED, other("w13", lambda w: npu(8193, H, 1, dtype=INT)), r"w13: \[8193, 128, 1\]: must be 8192 experts"),
         (FUSED, other("weights", lambda w: w.float()), "weights: Float: must be BFloat16"),
         (FUSED, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
         (SLOTS, other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),

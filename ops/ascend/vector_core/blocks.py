@@ -1,10 +1,10 @@
-"""Experts in an arena: one flat buffer of bytes on the device, which they share with KV pages.
+"""The layout of experts in an arena: one flat buffer of bytes on the device, which they share with KV pages.
 
-An expert is a block of planes. A block begins anywhere that is a multiple of PLACE bytes, so an int32 finds it: its
-first byte / PLACE, or -1 where the expert is not resident. Each plane begins at the next multiple of PLACE bytes of the
-block. H: hidden, I: inner, G, G2: group, group2; matrices as ops/ascend/weights.py has them.
+An expert is a block of planes. A block begins at a multiple of PLACE bytes, so an int32 addresses it: its first byte /
+PLACE, or -1 if the expert is not resident. Each plane begins at the next multiple of PLACE bytes of the block.
+H: hidden, I: inner, G, G2: group, group2; ops/ascend/weights.py has the layout of a matrix.
 
-w13   4 bits: (H, 2 I / 8) int32    else (H, 2 I) in the model's type, as all that follows but w2
+w13   4 bits: (H, 2 I / 8) int32    else (H, 2 I) in the model's type, as all planes below but w2
 s13           (H / G, 2 I)
 z13           (H / G, 2 I)          where there are zero points
 w2            (I, H / 8) int32           (I, H)
@@ -29,7 +29,8 @@ Plane = tuple[tuple[int, int], torch.dtype]
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """group, group2: rows of w13 and of w2 with one scale; 0: not quantised, so no scales and no zero points."""
+    """The planes of a block. `group` and `group2` are the rows of w13 and of w2 that share a scale; 0 if the matrices
+    are not quantised, so that there are no scales and no zero points."""
 
     inner: int
     hidden: int
@@ -44,7 +45,7 @@ class BlockLayout:
 
     @cached_property
     def planes(self) -> dict[str, Plane]:
-        """In their order."""
+        """Shape and type of each plane, in the order of the block."""
         first = self._matrix("13", self.hidden, 2 * self.inner, self.group)
         return first | self._matrix("2", self.inner, self.hidden, self.group2)
 
@@ -55,11 +56,11 @@ class BlockLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        """A multiple of PLACE."""
+        """Bytes of a block, a multiple of PLACE."""
         return self._placed[1]
 
     def views(self, block: Tensor) -> dict[str, Tensor]:
-        """The planes of `block` (bytes) uint8, in place."""
+        """Views of the planes of `block` (bytes) uint8."""
         return {
             name: block[self.offsets[name] :][: _bytes(plane)].view(plane[1]).view(plane[0])
             for name, plane in self.planes.items()

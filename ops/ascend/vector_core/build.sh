@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the custom operators for Ascend's vector cores, and the torch extension that calls them. --help tells more.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 KNOWN="ascend910b ascend910_93"
 BUILD=ops/ascend/vector_core/build # git ignores it; ops/ascend/vector_core/__init__.py looks here

@@ -1,4 +1,4 @@
-"""The products of few tokens by 4-bit weights on the vector cores, and the weights that they are for."""
+"""Calls of the vector-core operators with the weights of ops/ascend/weights.py."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from ops.ascend.weights import AscendMatrix, Bank, Stored
 
 
 def unfit(weight: AscendMatrix | Bank) -> str:
-    """Why the kernels cannot read these weights; empty: they can."""
+    """Why the kernels cannot read these weights; empty if they can."""
     planes: list[Stored] = [weight] if isinstance(weight, AscendMatrix) else [weight.w13, weight.w2]
     if any(plane.scales is None for plane in planes):
         return "the weights do not have 4 bits"
@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, half_sums: bool
 
 
 def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None, half_sums: bool) -> Tensor:
-    """One launch, with no rows to bring into order: ids of experts that are elsewhere add nothing."""
+    """A mixture of experts in one launch; ids of experts on other ranks add nothing."""
     w13, w2 = experts.w13, experts.w2
     return torch.ops.umbra.fused_moe_w4a16(
         x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
@@ -42,8 +42,8 @@ def moe_slots(
     first_expert: int | None,
     half_sums: bool,
 ) -> Tensor:
-    """Of experts in slots: arena (bytes) uint8, places (experts here) int32.
-    Experts that are not resident, or elsewhere, add nothing. Not in GE graphs, where shadow.py refuses to be."""
+    """The same with experts in slots: arena (bytes) uint8, places (experts of this rank) int32. Experts that are not
+    resident, or on other ranks, add nothing. Not for GE graphs, which refuse experts on the CPU."""
     return torch.ops.umbra.fused_moe_slots_w4a16(
         x, arena, places, ids if first_expert is None else ids - first_expert, weights,
         layout.inner, layout.group, layout.group2, layout.zeros, half_sums,

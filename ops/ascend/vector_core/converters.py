@@ -12,14 +12,6 @@ from torchair.ge import attr, custom_op
 from ops.ascend.vector_core import schemas  # noqa: F401 (declares them)
 
 
-@register_fx_node_ge_converter(torch.ops.umbra.grouped_gemv_w4a16.default)  # type: ignore[untyped-decorator]
-def grouped_gemv_w4a16(
-    x: Any, w: Any, scales: Any, zeros: Any, ids: Any, half_sums: Any = False, meta_outputs: Any = None
-) -> Any:
-    inputs = dict(x=x, w=w, scales=scales, zeros=zeros, ids=ids)
-    return custom_op("UmbraGroupedGemvW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])
-
-
 @register_fx_node_ge_converter(torch.ops.umbra.fused_moe_w4a16.default)  # type: ignore[untyped-decorator]
 def fused_moe_w4a16(
     x: Any,

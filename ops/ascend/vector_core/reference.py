@@ -1,7 +1,7 @@
-"""What the ops of `schemas.py` mean, under the same names, in plain PyTorch.
+"""The ops of `schemas.py` in plain PyTorch, under the same names.
 
-float32 inside and the type of x outside, whatever `half_sums` says; `precise`: float64 inside and outside, what errors
-are measured from.
+They compute in float32 and return the type of x; `half_sums` has no effect. With `precise` they compute and return
+float64, from which errors are measured.
 """
 
 import torch
@@ -9,19 +9,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ops.ascend.vector_core.blocks import PLACE, WORD, BlockLayout
-
-
-def grouped_gemv_w4a16(
-    x: Tensor,
-    w: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    ids: Tensor,
-    half_sums: bool = False,
-    precise: bool = False,
-) -> Tensor:
-    y = _grouped(x.to(_inside(precise)), w, scales, zeros, ids)
-    return y if precise else y.to(x.dtype)
 
 
 def fused_moe_w4a16(

@@ -1,20 +1,18 @@
-"""The ops of the vector cores, `torch.ops.umbra.*`: what they take, and the shapes that they give. Needs no torch_npu.
+"""Schemas and Meta functions of the vector-core ops, `torch.ops.umbra.*`. Needs no torch_npu.
 
 T tokens (1 to 8), k experts a token, E experts, group G of 32, 64 or 128 that divides K, K % 32 == 0, N % 8 == 0.
-Activations, scales, zeros and experts' weights are all float16 or all bfloat16. Matrices, as weights.py has them:
-signed nibbles, eight outputs to an int32, and a value is (nibble + zero) * scale; without zeros, nibble * scale.
+Activations, scales, zeros and experts' weights are all float16 or all bfloat16. Matrices have the layout of weights.py:
+signed nibbles, eight outputs to an int32; a value is (nibble + zero) * scale, or nibble * scale without zeros.
 
-grouped_gemv_w4a16   x (R, K), w (E, K, N / 8), scales, zeros (E, K / G, N), ids (R, k) int32 -> (R, k, N)
-                     an id below 0 or from E on gives a row of zeroes
 fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); gate: the first I columns of w13, up: the others
 fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, k), weights (T, k) -> (T, H)
-                     as fused_moe_w4a16, of experts in an arena (blocks.py): the sum over those that are resident, where
-                     places has their first byte / 512, not -1; the others, and ids below 0 or from E on, add nothing
+                     as fused_moe_w4a16, with experts in an arena (blocks.py): places holds an expert's first byte
+                     / 512, or -1 if not resident; experts not resident, and ids below 0 or from E on, add nothing
 gemv_w4a16           x (T, K), w (K, N / 8), scales, zeros (K / G, N) -> (T, N)
 
-half_sums: products and the sums of eight rows are float16, not float32: faster by CANN's tables, and inexact where sums
-cancel each other (docs/vector_core.md).
+half_sums: products and the sums of eight rows are float16, not float32: faster by CANN's tables, but less exact if sums
+cancel each other (docs/vector_core.md, "Precision").
 """
 
 import torch
@@ -25,11 +23,9 @@ from ops.ascend.vector_core.blocks import WORD
 MOST_TOKENS = 8
 GROUPS = (32, 64, 128)
 BLOCK = 32  # rows of weights that a kernel reads at once
-NAMES = ("w", "scales", "zeros")
 
 LIBRARY = torch.library.Library("umbra", "DEF")  # the ops live as long as this does
 for schema in (
-    "grouped_gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, Tensor ids, bool half_sums=False) -> Tensor",
     "fused_moe_w4a16(Tensor x, Tensor w13, Tensor s13, Tensor? z13, Tensor w2, Tensor s2, Tensor? z2, Tensor ids, "
     "Tensor weights, bool half_sums=False) -> Tensor",
     "fused_moe_slots_w4a16(Tensor x, Tensor arena, Tensor places, Tensor ids, Tensor weights, int inner, int group, "
@@ -37,15 +33,6 @@ for schema in (
     "gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, bool half_sums=False) -> Tensor",
 ):
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def grouped_gemv_w4a16(
-    x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, ids: Tensor, half_sums: bool = False
-) -> Tensor:
-    _check_activations(x, None)
-    outputs = _check_weights(NAMES, w, scales, zeros, 1, x, x.shape[1])
-    _check("ids", ids, torch.int32, x.shape[0], None)
-    return x.new_empty(x.shape[0], ids.shape[1], outputs)
 
 
 def fused_moe_w4a16(
@@ -60,7 +47,7 @@ def fused_moe_w4a16(
     weights: Tensor,
     half_sums: bool = False,
 ) -> Tensor:
-    _check_activations(x, MOST_TOKENS)
+    _check_activations(x)
     columns = _check_weights(("w13", "s13", "z13"), w13, s13, z13, 1, x, x.shape[1])
     outputs = _check_weights(("w2", "s2", "z2"), w2, s2, z2, 1, x, columns // 2)
     if columns % 2 or outputs != x.shape[1] or w2.shape[0] != w13.shape[0]:
@@ -84,7 +71,7 @@ def fused_moe_slots_w4a16(
     zeros: bool,
     half_sums: bool = False,
 ) -> Tensor:
-    _check_activations(x, MOST_TOKENS)
+    _check_activations(x)
     for name, given, dtype in (("arena", arena, torch.uint8), ("places", places, torch.int32)):
         if given.dtype != dtype or given.dim() != 1:
             raise RuntimeError(f"{name}: {tuple(given.shape)} {given.dtype}: must have one dimension, of {dtype}")
@@ -99,19 +86,19 @@ def fused_moe_slots_w4a16(
 
 
 def gemv_w4a16(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, half_sums: bool = False) -> Tensor:
-    _check_activations(x, MOST_TOKENS)
-    return x.new_empty(x.shape[0], _check_weights(NAMES, w, scales, zeros, 0, x, x.shape[1]))
+    _check_activations(x)
+    return x.new_empty(x.shape[0], _check_weights(("w", "scales", "zeros"), w, scales, zeros, 0, x, x.shape[1]))
 
 
-for function in (grouped_gemv_w4a16, fused_moe_w4a16, fused_moe_slots_w4a16, gemv_w4a16):
+for function in (fused_moe_w4a16, fused_moe_slots_w4a16, gemv_w4a16):
     LIBRARY.impl(function.__name__, function, "Meta")
 
 
-def _check_activations(x: Tensor, most: int | None) -> None:
+def _check_activations(x: Tensor) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise TypeError(f"x: {x.dtype}: must be float16 or bfloat16")
-    if x.dim() != 2 or (most is not None and x.shape[0] > most):
-        raise RuntimeError(f"x: {tuple(x.shape)}: must be (tokens, K){f' with {most} tokens at most' if most else ''}")
+    if x.dim() != 2 or x.shape[0] > MOST_TOKENS:
+        raise RuntimeError(f"x: {tuple(x.shape)}: must be (tokens, K) with {MOST_TOKENS} tokens at most")
     if x.shape[1] % BLOCK:
         raise RuntimeError(f"x: K of {x.shape[1]}: must be a multiple of {BLOCK}")
 

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 OP_HOST = ROOT / "ops/ascend/vector_core/op_host"
 CACHE = ROOT / ".venv" / "umbra-twin"
 LIBRARY_WORKSPACE = 16 << 20  # bytes at the start of a workspace that belong to CANN's library
-FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-Wall"]
+FLAGS = ["-std=c++17", "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall"]
 FLAGS += ["-Werror=narrowing"]  # clang, which the real compiler is, refuses it
 
 
@@ -40,26 +40,20 @@ def _load(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _digest(files: Sequence[Path], flags: Sequence[str]) -> str:
-    content = hashlib.sha256("\0".join(flags).encode())
-    for file in files:
-        content.update(file.name.encode() + b"\0" + file.read_bytes())
-    return content.hexdigest()[:24]
+def compile_shared(
+    sources: Sequence[Path],
+    watched: Sequence[Path],
+    options: Sequence[str],
+    search: Sequence[str],
+    optimise: str = "-O2",
+) -> Library:
+    """A shared library of `sources` (C++ files and objects), built once for each content of `sources` and `watched`.
 
-
-def compile_shared(sources: Sequence[Path], watched: Sequence[Path], flags: Sequence[str]) -> Library:
-    """A library of `sources`; it is built again when one of them, one of `watched` or a flag changes."""
-    files = sorted({file for file in [*sources, *watched] if file.is_file()})
-    where = CACHE / f"{sources[0].stem}-{_digest(files, [*FLAGS, *flags])}.so"
+    `search` are flags that only say where watched files lie: equal sources in another folder find the same library.
+    """
+    where = _cached(f"{sources[0].stem}.so", [*sources, *watched], [optimise, *options])
     if not where.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=CACHE, suffix=".so.part", delete=False) as part:
-            command = ["g++", *FLAGS, *flags, *map(str, sources), "-o", part.name, "-ldl"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            os.unlink(part.name)
-            raise TwinError(f"{sources[0].name} does not compile:\n{done.stderr}")
-        os.replace(part.name, where)  # whole or not at all, whoever else builds it
+        _compile([optimise, "-shared", *options, *search, *map(str, sources), "-ldl"], sources[0], where)
     return Library(where)
 
 
@@ -67,16 +61,48 @@ def build(
     sources: Path | Sequence[Path],
     tiling_header: Path = OP_HOST / "umbra_gemv_tiling.h",
     tiling_struct: str = "UmbraGemvTiling",
+    optimise: str = "-O2",
 ) -> Library:
-    """Kernels, unmodified. `tiling_header` defines `tiling_struct` with CANN's macros, as the host includes it."""
+    """A library of unmodified kernels. `tiling_header` defines `tiling_struct` with CANN's macros, as the host includes
+    it. `optimise`: -O0 compiles in a third of the time, for kernels that run once."""
     sources = [sources] if isinstance(sources, Path) else list(sources)
     beside = [file for source in sources for file in source.parent.iterdir() if file.suffix == ".h"]
-    twin = [HERE / "runner.cpp", *(HERE / "include").rglob("*.h")]
-    flags = [
+    twin = sorted((HERE / "include").rglob("*.h"))
+    search = [
         *(f"-I{folder}" for folder in [HERE / "include", *{source.parent for source in sources}]),
         f"-DTWIN_TILING_HEADER={str(tiling_header)!a}".replace("'", '"'),
-        f"-DTWIN_TILING_STRUCT={tiling_struct}",
         "-include",
         str(HERE / "include" / "kernel_tiling.h"),
     ]
-    return compile_shared([*sources, HERE / "runner.cpp"], [*beside, *twin, tiling_header], flags)
+    options = [f"-DTWIN_TILING_STRUCT={tiling_struct}"]
+    return compile_shared([*sources, _runner(twin)], [*beside, *twin, tiling_header], options, search, optimise)
+
+
+def _runner(twin: Sequence[Path]) -> Path:
+    """The object file of runner.cpp, which every library of kernels contains."""
+    source = HERE / "runner.cpp"
+    where = _cached("runner.o", [source, *twin], [])
+    if not where.exists():
+        _compile(["-O2", "-c", f"-I{HERE / 'include'}", str(source)], source, where)
+    return where
+
+
+def _cached(name: str, files: Sequence[Path], options: Sequence[str]) -> Path:
+    """Where the cache has what is made of `files`, by their names and contents, with `options`."""
+    content = hashlib.sha256("\0".join([*FLAGS, *options]).encode())
+    for file, text in sorted({(file.name, file.read_bytes()) for file in files if file.is_file()}):
+        content.update(file.encode() + b"\0" + text)
+    stem, _, suffix = name.partition(".")
+    return CACHE / f"{stem}-{content.hexdigest()[:24]}.{suffix}"
+
+
+def _compile(arguments: Sequence[str], source: Path, where: Path) -> None:
+    """Processes that make the same file at once each write their own and rename it: `where` is whole or absent."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=CACHE, suffix=f"{where.suffix}.part", delete=False) as part:
+        command = ["g++", *FLAGS, *arguments, "-o", part.name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        os.unlink(part.name)
+        raise TwinError(f"{source.name} does not compile:\n{done.stderr}")
+    os.replace(part.name, where)

@@ -51,8 +51,8 @@ def host(
     in the definition's order; optional ones that are left out have their defaults."""
     sources = sorted(folder.glob("*.cpp"))
     watched = [*folder.glob("*.h"), *(HERE / "host").rglob("*")]
-    flags = [f"-I{HERE / 'host'}", f"-I{folder}"]
-    library = compile_shared([*sources, HERE / "host" / "host.cpp"], watched, flags).load()
+    search = [f"-I{HERE / 'host'}", f"-I{folder}"]
+    library = compile_shared([*sources, HERE / "host" / "host.cpp"], watched, [], search).load()
     count = len(inputs)
     ranks = [-1 if entry is None else len(entry[0]) for entry in inputs]
     dims = [dim for entry in inputs if entry is not None for dim in entry[0]]

@@ -1,5 +1,6 @@
 """Runs an op as a caller would: its host side decides the launch, its kernel runs in the twin."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -10,13 +11,11 @@ from tests.fakes.ascend_c import Counts, build, host, run
 
 KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
 ARGUMENTS = {
-    "grouped_gemv": ("x", "w", "scales", "zeros", "ids"),
     "gemv": ("x", "w", "scales", "zeros"),
     "fused_moe_slots": ("x", "arena", "places", "ids", "weights"),
     "fused_moe": ("x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"),
 }
 OPS = {
-    "grouped_gemv": "UmbraGroupedGemvW4a16",
     "gemv": "UmbraGemvW4a16",
     "fused_moe": "UmbraFusedMoeW4a16",
     "fused_moe_slots": "UmbraFusedMoeSlotsW4a16",
@@ -31,11 +30,12 @@ def launch(
     half_sums: bool = False,
     attributes: tuple[int, ...] = (),
 ) -> tuple[Tensor, Counts]:
-    """`op` of ARGUMENTS, `inputs` in their order, on the kernels in `folder`; attributes: those before half_sums."""
+    """y and the counts of `op` of ARGUMENTS with `inputs` in their order, by the kernels in `folder`. `attributes` are
+    those before half_sums. Kernels of another folder are mutants, which run once: they are compiled fast."""
     shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in inputs]
     decided = host(OPS[op], shapes, cores, attributes=[*attributes, half_sums])
     given = dict(zip(ARGUMENTS[op], inputs, strict=True))
-    library = build(folder / f"umbra_{op}_w4a16.cpp")
+    library = build(folder / f"umbra_{op}_w4a16.cpp", optimise="-O2" if folder == KERNELS else "-O0")
     made, counts = run(
         library, f"umbra_{op}_w4a16", given, decided.outputs, decided.tiling, decided.workspace, decided.blocks,
         decided.key,
@@ -56,3 +56,13 @@ def random_weight(
 def distinct(tokens: int, top_k: int, experts: int) -> Tensor:
     """ids (T, k), as a router chooses: no expert twice for one token."""
     return torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
+
+
+def mutated(tmp_path: Path, file: str, right: str, wrong: str) -> Path:
+    """A copy of the kernels' folder in which the one `right` of `file` is `wrong`."""
+    folder = tmp_path / "op_kernel"
+    shutil.copytree(KERNELS, folder)
+    source = (folder / file).read_text()
+    assert source.count(right) == 1
+    (folder / file).write_text(source.replace(right, wrong))
+    return folder

@@ -16,7 +16,7 @@ Inputs = list[tuple[Shape, torch.dtype] | None]
 HALF, BF16, INT, FLOAT = torch.float16, torch.bfloat16, torch.int32, torch.float32
 FIELDS = ["tokens", "topK", "experts", "k", "n", "group", "group2", "zeros", "cores", "parts"]
 FIELDS += ["s13", "z13", "w2", "s2", "z2"]  # of blocks in an arena
-GROUPED, FUSED, GEMV = "UmbraGroupedGemvW4a16", "UmbraFusedMoeW4a16", "UmbraGemvW4a16"
+FUSED, GEMV = "UmbraFusedMoeW4a16", "UmbraGemvW4a16"
 BATCH_MODE = 1  # all cores of a kernel start together: they wait for each other
 
 
@@ -30,16 +30,6 @@ def floats(launch: Launch) -> int:
     left, rest = divmod(launch.workspace - LIBRARY_WORKSPACE, 4)
     assert rest == 0
     return left
-
-
-def grouped(
-    rows: int = 2, k: int = 256, n: int = 96, group: int = 32, top_k: int = 3, experts: int = 5,
-    zeros: bool = False, dtype: torch.dtype = BF16,
-) -> Inputs:  # fmt: skip
-    scales = ((experts, k // group, n), dtype)
-    return [
-        ((rows, k), dtype), ((experts, k, n // 8), INT), scales, scales if zeros else None, ((rows, top_k), INT),
-    ]  # fmt: skip
 
 
 def fused(
@@ -68,7 +58,6 @@ def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> Non
     same = dict(experts=5, k=256, n=96, zeros=int(zeros), cores=40, parts=2)  # K of 256 is two parts of 128 at most
     same |= dict(s13=0, z13=0, w2=0, s2=0, z2=0)
     expected = {
-        GROUPED: (grouped(zeros=zeros, dtype=dtype), (2, 3, 96), same | dict(tokens=2, topK=3, group=32, group2=0)),
         FUSED: (fused(zeros=zeros, dtype=dtype), (2, 256), same | dict(tokens=2, topK=3, group=64, group2=32)),
         GEMV: (gemv(zeros=zeros, dtype=dtype), (2, 96), same | dict(tokens=2, topK=1, experts=1, group=128, group2=0)),
     }
@@ -81,7 +70,7 @@ def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> Non
 
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 3), (BF16, 4)])
 def test_half_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: int) -> None:
-    for op, inputs in ((GROUPED, grouped(dtype=dtype)), (FUSED, fused(dtype=dtype)), (GEMV, gemv(dtype=dtype))):
+    for op, inputs in ((FUSED, fused(dtype=dtype)), (GEMV, gemv(dtype=dtype))):
         assert host(op, inputs, attributes=[True]) == replace(host(op, inputs), key=key)
         assert host(op, inputs, attributes=[False]) == host(op, inputs)
 
@@ -98,22 +87,17 @@ def test_parts_and_workspace_of_real_models(hidden: int, inner: int, parts: int)
 
 @settings(deadline=None)  # the first call compiles
 @given(
-    cores=st.integers(1, 64), rows=st.integers(1, 25), top_k=st.integers(1, 10),
-    blocks=st.integers(1, 64), words=st.integers(1, 600),
+    cores=st.integers(1, 64), rows=st.integers(1, 250), blocks=st.integers(1, 64), words=st.integers(1, 600),
 )  # fmt: skip
-def test_parts_and_workspace(cores: int, rows: int, top_k: int, blocks: int, words: int) -> None:
+def test_parts_and_workspace(cores: int, rows: int, blocks: int, words: int) -> None:
     """K is split only as far as there are idle cores, and not into parts below 128 rows."""
     k, n = 32 * blocks, 8 * words
     tiles = -(-n // 64)
-    for op, inputs, pairs in (
-        (GROUPED, grouped(rows, k, n, top_k=top_k), rows * top_k),
-        (GEMV, gemv(rows, k, n, group=32), rows),
-    ):
-        launch = host(op, inputs, cores)
-        parts = tiling(launch)["parts"]
-        assert parts == max(1, min(cores // tiles, k // 128))
-        assert parts == 1 or parts * tiles <= cores
-        assert floats(launch) == (pairs * n * parts if parts > 1 else 0)
+    launch = host(GEMV, gemv(rows, k, n, group=32), cores)
+    parts = tiling(launch)["parts"]
+    assert parts == max(1, min(cores // tiles, k // 128))
+    assert parts == 1 or parts * tiles <= cores
+    assert floats(launch) == (rows * n * parts if parts > 1 else 0)
 
 
 def test_one_part_of_a_fused_product_needs_no_room_for_parts() -> None:
@@ -150,12 +134,11 @@ def without_z2() -> Inputs:
         (GEMV, other(gemv, 2, (2, 100)), r"N, the columns of scales, must be 8 times those of w \(found 100\)"),
         (GEMV, other(gemv, 1, (256, 13), INT), r"N, the columns of scales, must be 8 times those of w \(found 96\)"),
         (GEMV, other(gemv, 3, (2, 88)), r"zeros must have as many values as scales, in the same shape \(found 176\)"),
-        (GROUPED, other(grouped, 1, (256, 12), INT), r"input 1 must have 3 dimensions \(found 2\)"),
-        (GROUPED, other(grouped, 2, (4, 8, 96)), r"as many experts, one or more \(found 4\)"),
-        (GROUPED, other(grouped, 4, (3, 3), INT), r"ids must have a row for each row of x \(found 3\)"),
-        (GROUPED, other(grouped, 4, (2, 0), INT), r"there must be a token and an expert for it"),
-        (GROUPED, grouped(rows=37, top_k=7), r"256 pairs of a token and an expert at most \(found 259\)"),
-        (GROUPED, grouped(experts=8193), r"8192 experts at most \(found 8193\)"),
+        (FUSED, other(fused, 1, (256, 24), INT), r"input 1 must have 3 dimensions \(found 2\)"),
+        (FUSED, other(fused, 2, (4, 4, 192)), r"as many experts, one or more \(found 4\)"),
+        (FUSED, fused(top_k=0), r"there must be a token and an expert for it"),
+        (FUSED, fused(tokens=37, top_k=7), r"256 pairs of a token and an expert at most \(found 259\)"),
+        (FUSED, fused(experts=8193), r"8192 experts at most \(found 8193\)"),
         (FUSED, other(fused, 0, (2, 128)), r"x, w13 and w2 must agree in H, the rows of w13 \(found 256\)"),
         (FUSED, fused(inner=80, group2=40), r"K must be a multiple of 32 \(found 80\)"),
         (FUSED, [*fused()[:4], ((5, 64, 32), INT), ((5, 2, 256), BF16), *fused()[6:]], "two columns for each row"),

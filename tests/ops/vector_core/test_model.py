@@ -10,16 +10,29 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.vector_core_model import BFLOAT16, HIGH, LOW, Machine, Phase, bank, count, microseconds, pipes, predict
+from benchmarks.vector_core_model import (
+    BFLOAT16,
+    HIGH,
+    LOW,
+    Machine,
+    Phase,
+    Shape,
+    bank,
+    count,
+    fused,
+    microseconds,
+    pipes,
+    predict,
+)
 from tests.fakes.ascend_c import Counts
 
 
 @cache
 def tiny(half_sums: bool = False) -> Counts:
     """128 rows of 64 columns: one task, which core 0 loads in one move."""
-    w, scales = bank(1, 128, 64, 32)
+    (w,), (scales,) = bank(1, 128, 64, 32)
     inputs = dict(x=torch.ones(1, 128, dtype=BFLOAT16), w=w, scales=scales, zeros=None)
-    return count("grouped_gemv_w4a16", inputs | {"ids": torch.zeros(1, 1, dtype=torch.int32)}, half_sums)
+    return count("gemv_w4a16", inputs, half_sums)
 
 
 def changed(**costs: Any) -> Machine:
@@ -32,12 +45,12 @@ def time(phases: list[Phase], **costs: Any) -> float:
 
 def test_counts_are_those_worked_out_by_hand() -> None:
     core, idle = tiny().cores[0][0], tiny().cores[1][0]
-    assert core["mte2"]["by_move"] == {"4": 1, "256": 1, "512": 1, "4096": 1}  # ids, x, scales (4, 64), nibbles
+    assert core["mte2"]["by_move"] == {"256": 1, "512": 1, "4096": 1}  # x, scales (4, 64), nibbles
     assert core["repeats"]["Cast<half,int4b_t>"] == 128 * 64 // 128
     assert core["repeats"]["MulAddDst<float,half>"] == 128  # a row of 64 columns each
     assert not {"Mul<half>", "Add<half>"} & core["repeats"].keys()
     assert core["mte3"]["bytes"] == 128  # y (64)
-    assert idle["mte2"]["by_move"] == {"4": 1}
+    assert idle["mte2"]["by_move"] == {}
     assert idle["mte3"]["count"] == 0
 
 
@@ -60,8 +73,10 @@ def test_every_cost_counts() -> None:
     for cost in ("barrier", "instruction", "conflict", "latency"):
         assert time([core], **{cost: 2 * getattr(LOW, cost)}) > time([core]), cost
     assert time([core, core], sync_all=9e5) - time([core, core], sync_all=0) == pytest.approx(9e5)  # one between two
-    for pipe, cost in (("mte2", "move"), ("mte2", "piece"), ("scalar", "issue"), ("scalar", "read")):
+    for pipe, cost in (("mte2", "move"), ("mte2", "piece"), ("scalar", "issue")):
         assert pipes(core, changed(**{cost: 1e4}))[pipe] > pipes(core, LOW)[pipe], cost
+    mixture = fused(Shape("", 64, 32, 1)).cores[0][0]  # which reads its ids one by one
+    assert pipes(mixture, changed(read=1e4))["scalar"] > pipes(mixture, LOW)["scalar"]
 
 
 def test_bandwidth_helps_only_where_it_is_missing() -> None:

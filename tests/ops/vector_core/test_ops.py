@@ -28,8 +28,6 @@ def good(op: str) -> dict[str, Any]:
     ids, weights = empty(T, TOP, dtype=torch.int32), empty(T, TOP)
     if op == "gemv_w4a16":
         return dict(x=empty(T, K), w=words(K, N), scales=empty(K // 32, N), zeros=None)
-    if op == "grouped_gemv_w4a16":
-        return dict(x=empty(T, K), w=words(E, K, N), scales=empty(E, 2, N), zeros=empty(E, 2, N), ids=ids)
     if op == SLOTS:
         arena, places = empty(9999, dtype=torch.uint8), empty(E, dtype=torch.int32)
         sizes = dict(inner=N, group=64, group2=32, zeros=True)
@@ -42,7 +40,6 @@ def good(op: str) -> dict[str, Any]:
 
 SHAPES = {
     "gemv_w4a16": (T, N),
-    "grouped_gemv_w4a16": (T, TOP, N),
     "fused_moe_w4a16": (T, K),
     SLOTS: (T, K),
 }
@@ -69,11 +66,11 @@ def test_shapes_and_types(op: str, dtype: torch.dtype) -> None:
         ("gemv_w4a16", "scales", empty(4, N, dtype=torch.bfloat16), r"scales: torch\.bfloat16: must be the type of x"),
         ("gemv_w4a16", "scales", empty(8, N), r"scales: \(8, 64\): must be one of \[\(4, 64\), \(2, 64\), \(1, 64\)\]"),
         ("gemv_w4a16", "zeros", empty(2, N), r"zeros: \(2, 64\) torch\.float16: must be as scales, \(4, 64\)"),
-        ("grouped_gemv_w4a16", "w", words(K, N), r"w: \(128, 8\): must be \(E, K, N / 8\)"),
-        ("grouped_gemv_w4a16", "scales", empty(2, 2, N), r"scales: \(2, 2, 64\): must be one of \[\(4, 4, 64\)"),
-        ("grouped_gemv_w4a16", "zeros", empty(E, 2, N, dtype=torch.int32), r"zeros: .* torch\.int32: must be as"),
-        ("grouped_gemv_w4a16", "ids", empty(T, TOP, dtype=torch.int64), r"ids: torch\.int64: must be torch\.int32"),
-        ("grouped_gemv_w4a16", "ids", empty(5, TOP, dtype=torch.int32), r"ids: \(5, 2\): must be \(3, k\)"),
+        ("fused_moe_w4a16", "w13", words(K, N), r"w13: \(128, 8\): must be \(E, K, N / 8\)"),
+        ("fused_moe_w4a16", "s13", empty(2, 2, 2 * N), r"s13: \(2, 2, 128\): must be one of \[\(4, 4, 128\)"),
+        ("fused_moe_w4a16", "z13", empty(E, 1, 2 * N, dtype=torch.int32), r"z13: .* torch\.int32: must be as"),
+        ("fused_moe_w4a16", "ids", empty(T, TOP, dtype=torch.int64), r"ids: torch\.int64: must be torch\.int32"),
+        ("fused_moe_w4a16", "ids", empty(5, TOP, dtype=torch.int32), r"ids: \(5, 2\): must be \(3, k\)"),
         ("fused_moe_w4a16", "x", empty(9, K), r"x: \(9, 128\): .* 8 tokens at most"),
         ("fused_moe_w4a16", "w2", words(E, K, K), r"w2: \(4, 128, 16\): must be \(E, K, N / 8\) with K of 64"),
         ("fused_moe_w4a16", "weights", words(T, TOP), r"weights: torch\.int32: must be torch\.float16"),
@@ -130,7 +127,6 @@ def test_the_reference_is_the_dense_product(group: int, zeros: bool) -> None:
 
     calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor | None, ...], Tensor]] = {
         "gemv": (reference.gemv_w4a16, (x, w13[1], s13[1], None if z13 is None else z13[1]), x.double() @ wide[1]),
-        "grouped": (reference.grouped_gemv_w4a16, (x, w13, s13, z13, ids), rows),
         "fused": (reference.fused_moe_w4a16, (x, w13, s13, z13, w2, s2, z2, ids, weights), moe),
     }
     for name, (op, given, expected) in calls.items():

@@ -20,7 +20,6 @@ from ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
 
 FOLDER = ROOT / "ops/ascend/vector_core"
 OPS = {
-    "UmbraGroupedGemvW4a16": "umbra_grouped_gemv_w4a16",
     "UmbraFusedMoeW4a16": "umbra_fused_moe_w4a16",
     "UmbraFusedMoeSlotsW4a16": "umbra_fused_moe_slots_w4a16",
     "UmbraGemvW4a16": "umbra_gemv_w4a16",

@@ -1,7 +1,6 @@
 """Experts in slots of an arena: the layout of a block, what the host tells the kernel, and the kernel in the twin."""
 
 import contextlib
-import shutil
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ from torch import Tensor
 from ops.ascend.vector_core import reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from tests.fakes.ascend_c import Counts, TwinError, build, host
-from tests.ops.vector_core.launch import KERNELS, distinct, launch, random_weight
+from tests.ops.vector_core.launch import KERNELS, distinct, launch, mutated, random_weight
 from tests.ops.vector_core.test_host import FIELDS
 from tests.ops.vector_core.test_kernels import BFLOAT, BOUND, HALF, worst_row
 
@@ -286,12 +285,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_seen(tmp_path: Path, mistake: str) -> None:
     file, right, wrong = MISTAKES[mistake]
-    folder = tmp_path / "op_kernel"
-    shutil.copytree(KERNELS, folder)
-    source = (folder / file).read_text()
-    assert source.count(right) == 1
-    (folder / file).write_text(source.replace(right, wrong))
-    build(folder / "umbra_fused_moe_slots_w4a16.cpp")  # it compiles
+    folder = mutated(tmp_path, file, right, wrong)
+    build(folder / "umbra_fused_moe_slots_w4a16.cpp", optimise="-O0")  # it compiles
     mixture = beyond_4_gb(tmp_path)
     with contextlib.suppress(TwinError):
         y, expected = mixture.run(folder)[0].double(), mixture.expected()

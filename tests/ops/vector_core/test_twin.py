@@ -116,7 +116,7 @@ RULES = {
 
 
 def probes(name: str) -> Library:
-    return build(PROBES / f"{name}.cpp", TILING, "ProbeTiling")
+    return build(PROBES / f"{name}.cpp", TILING, "ProbeTiling", optimise="-O0")
 
 
 def probe(library: Library, kernel: str) -> Counts:

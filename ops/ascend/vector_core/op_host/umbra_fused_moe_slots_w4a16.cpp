@@ -1,6 +1,6 @@
-// y (T, H) as of umbra_fused_moe_w4a16, of experts in slots of an arena: places (E) has their first byte / 512 there, -1 for
-// those that are not resident, which add nothing. I, the groups and whether there are zero points are attributes: a flat
-// arena does not say.
+// y (T, H) as umbra_fused_moe_w4a16 computes it, with experts in slots of an arena. places (E) holds each expert's first
+// byte / 512, or -1 if it is not resident; such experts add nothing. I, the groups and whether there are zero points are
+// attributes, because a flat arena does not show them.
 #include "umbra_w4a16.h"
 
 namespace optiling {
@@ -16,7 +16,8 @@ constexpr int64_t kPlace = 512; // bytes
 
 int64_t placed(int64_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
-// As ops/ascend/vector_core/blocks.py has it, which the host fills blocks by: w13 (H, 2I), w2 (I, H) in nibbles, and what follows each.
+// The layout of ops/ascend/vector_core/blocks.py, by which the host fills blocks: w13 (H, 2I) and w2 (I, H) in nibbles,
+// each followed by its scales and zero points.
 umbra::Block block_of(const umbra::Problem &problem) {
     const int64_t each = 2, nibbles = problem.k * problem.n; // bytes of a scale; nibbles of w2
     const int64_t scales = placed(problem.k / problem.group * 2 * problem.n * each);

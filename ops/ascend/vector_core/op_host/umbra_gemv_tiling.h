@@ -1,13 +1,12 @@
-// What the host tells a kernel: one struct for all ops. The kernel reads the fields in this order.
+// The tiling struct, one for all ops. The kernel reads the fields in this order.
 //
-//            tokens        topK  experts  k  n  group   group2  zeros: 1 if there are zero points
-//   grouped  rows of x, R  k     E        K  N  of w    0       parts: most parts that the products' K is split into;
-//   fused    rows of x, T  k     E        H  I  of w13  of w2          the workspace is sized for them
-//   gemv     rows of x, T  1     1        K  N  of w    0       cores: vector cores, as many as blocks are launched
+//          tokens        topK  experts  k  n  group   group2  zeros: 1 if there are zero points
+//   fused  rows of x, T  k     E        H  I  of w13  of w2   parts: most parts that a product's K is split into; the
+//   gemv   rows of x, T  1     1        K  N  of w    0              workspace has room for them
+//                                                             cores: vector cores, one for each block launched
 //
-//
-// fused in slots of an arena: as fused, and s13 .. z2, the first bytes of planes in an expert's block; elsewhere these are 0.
-// The tiling key has the rest: 1 half, 2 bfloat16, with float sums; 3, 4 the same with half sums (attribute half_sums).
+// s13 .. z2: first bytes of the planes in an expert's block, only for experts in slots of an arena; otherwise 0.
+// The tiling key: 1 half, 2 bfloat16, with float sums; 3, 4 the same with half sums (attribute half_sums).
 #pragma once
 #include "register/tilingdata_base.h"
 

@@ -1,8 +1,8 @@
-// What the ops share on the host: reading and checking shapes, the workspace, filling the tiling struct.
+// Shared by the ops on the host: reading and checking shapes, sizing the workspace, filling the tiling struct.
 //
-// C++11, which CANN's code generator compiles it with.
-// Inputs are found by their place in the op's definition (the GetOptional* calls): a place among those that are present
-// would move when zero points are absent.
+// C++11, because CANN's code generator compiles it so.
+// Inputs are found by their index in the op's definition (the GetOptional* calls); the index among the inputs that are
+// present would shift when zero points are absent.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -16,11 +16,11 @@ namespace umbra {
 
 constexpr int64_t kNibbles = 8;      // in an int32
 constexpr int64_t kStep = 32;        // rows of a weight that a kernel takes at once
-constexpr int64_t kTileColumns = 64; // of the narrowest tile that one core works on
-constexpr int64_t kLeastPart = 128;  // rows of a weight that are worth a part of their own
-constexpr int64_t kMostPairs = 256, kMostExperts = 8192; // that a kernel's plan has room for (umbra_plan.h)
+constexpr int64_t kTileColumns = 64; // columns of the narrowest tile
+constexpr int64_t kLeastPart = 128;  // least rows of a part of K
+constexpr int64_t kMostPairs = 256, kMostExperts = 8192; // the capacity of a kernel's plan (umbra_plan.h)
 constexpr uint64_t kHalf = 1, kBfloat16 = 2; // tiling keys
-constexpr uint64_t kHalfSums = 2;            // added to them
+constexpr uint64_t kHalfSums = 2;            // added to the key
 constexpr uint32_t kAllCoresAtOnce = 1;      // schedule mode: kernels wait for each other's cores (SyncAll)
 
 struct Weight {
@@ -28,7 +28,7 @@ struct Weight {
     bool zeros;
 };
 
-// What the tiling struct is made of; n of the fused op: I.
+// The sizes in the tiling struct; for a mixture n is I.
 struct Problem {
     int64_t tokens, topK, experts, k, n, group, group2;
     bool zeros;
@@ -44,7 +44,7 @@ template <class Context> bool fail(const Context *context, const char *rule, int
     return false;
 }
 
-// Shapes of a tiling context, and those of an infer-shape context, by place in the op's definition; null if absent.
+// An input's shape by its index in the op's definition; null if it is absent.
 inline const gert::Shape *shape_at(const gert::TilingContext *context, size_t place) {
     const gert::StorageShape *shape = context->GetOptionalInputShape(place);
     return shape ? &shape->GetStorageShape() : nullptr;
@@ -93,10 +93,10 @@ inline int64_t most_parts(int64_t cores, int64_t n, int64_t k) {
     return std::max<int64_t>(1, std::min(cores / tiles, k / kLeastPart));
 }
 
-// Our part of the workspace, in floats, which kernels lay out so; P = tokens * topK pairs of a token and an expert:
-//   grouped, gemv  sums of K's parts (parts, P, N) if parts > 1, else nothing
-//   fused          gate and up of each part (parts, P, 2 I) if parts > 1, then what W2 meets, in half with its powers
-//                  of two (P I floats hold it), then each pair's share of y (P, H)
+// Floats of our part of the workspace. The kernels' layout, with P = tokens * topK pairs of a token and an expert:
+//   gemv   sums of the parts of K (parts, P, N) if parts > 1, else nothing
+//   fused  gate and up of each part (parts, P, 2 I) if parts > 1; then the input of W2, in half with its powers of two,
+//          in P I floats; then each pair's share of y (P, H)
 inline int64_t workspace_floats(const Problem &problem, bool fused, int64_t parts) {
     const int64_t pairs = problem.tokens * problem.topK;
     if (fused)
@@ -104,8 +104,8 @@ inline int64_t workspace_floats(const Problem &problem, bool fused, int64_t part
     return parts > 1 ? parts * pairs * problem.n : 0;
 }
 
-// Everything a launch needs. Vector cores wait for each other in the kernel, so all of them must start together. `sums`: the
-// place of the attribute half_sums.
+// Fills in everything that a launch needs. The kernel's cores wait for each other, so all must start together. `sums` is
+// the index of the attribute half_sums.
 inline ge::graphStatus launch(gert::TilingContext *context, const Problem &problem, bool fused, size_t sums = 0,
                               const Block &block = Block()) {
     const ge::DataType type = context->GetInputDesc(0)->GetDataType();
@@ -154,7 +154,7 @@ inline ge::graphStatus launch(gert::TilingContext *context, const Problem &probl
     return ge::GRAPH_SUCCESS;
 }
 
-// Definitions: every parameter has two variants, half and bfloat16; half_sums: the first additions are in half, not float.
+// Definitions: every parameter has two variants, half and bfloat16.
 inline void variants(ops::OpParamDef &param, ops::Option presence, ge::DataType half, ge::DataType bfloat16) {
     param.ParamType(presence).DataType({half, bfloat16}).Format({ge::FORMAT_ND, ge::FORMAT_ND}).AutoContiguous();
 }

@@ -1,13 +1,13 @@
-// What a product reads, and how a core goes through it.
+// The weights that a product reads, and the order in which a core reads them.
 #pragma once
 #include "umbra_room.h"
 
 namespace umbra {
 
-constexpr uint32_t kPlace = 512; // bytes; where an expert lies in an arena counts in these
+constexpr uint32_t kPlace = 512; // bytes: the unit of an expert's place in an arena
 
-// A bank of matrices w (K, N / 8) int32 with scales and perhaps zeros (K / G, N): bytes on their way in. Those at a place
-// begin `place` times `apart` and `scalesApart` bytes after the first.
+// A bank of matrices w (K, N / 8) int32 with scales and perhaps zeros (K / G, N), addressed as bytes. The matrix at a
+// place begins place * apart bytes after the first, its scales and zeros place * scalesApart bytes.
 struct Bank {
     GlobalTensor<int8_t> w, scales, zeros;
     uint32_t k, n, group;
@@ -24,7 +24,7 @@ struct Bank {
             this->zeros.SetGlobalBuffer(reinterpret_cast<__gm__ int8_t*>(zeros));
     }
 
-    // In blocks of an arena: what is at a place is `apart` bytes from what is at the next, whatever it is.
+    // In blocks of an arena: all planes of neighbouring places are `apart` bytes apart.
     __aicore__ inline Bank(
         GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, bool hasZeros, uint32_t k, uint32_t n, uint32_t group, uint64_t apart)
         : Bank(w, scales, zeros, hasZeros, k, n, group) {
@@ -32,21 +32,21 @@ struct Bank {
     }
 };
 
-// One move of a task: rows k .. k + rows of the matrix, at most `step`. Global memory serves cores one after another that
-// ask for the same 512 bytes at a time, so tasks with neighbouring columns begin at different rows, and go round.
+// One move of a task: rows k .. k + rows of the matrix, at most `step`. Global memory serves cores that ask for the same
+// 512 bytes one after another, so tasks with neighbouring columns begin at different rows and wrap around.
 struct Move {
     uint32_t task, unit, part, column, width; // the task
     uint32_t begin, end, step, moves, shift;  // its rows, and how they are cut
     uint32_t index, k, rows;                  // the move
 };
 
-// What a task has summed up: a unit's rows of `width` columns from `column` on, in each range.
+// The sums of a task: a unit's rows of `width` columns from `column` on, in each range.
 struct Done {
     const Unit& unit;
     uint32_t part, column, width, pitch; // pitch: of a range in room.y
 };
 
-// Rows of half and the power of two that each run of `run` values of a row is to be multiplied with: eight floats, all the same.
+// Rows of half; each run of `run` values of a row is to be multiplied by a power of two, stored as eight equal floats.
 struct Powered {
     GlobalTensor<half> rows;
     GlobalTensor<float> powers; // (rows, K / run, 8)

@@ -1,4 +1,4 @@
-// What becomes of a task's sums in room.y (rows, ranges * pitch), and the sums of parts of K.
+// Storing a task's sums from room.y (rows, ranges * pitch), and adding up the parts of K.
 #pragma once
 #include "umbra_product.h"
 
@@ -26,7 +26,7 @@ template <typename T> __aicore__ inline void StoreRounded(Room& room, const Glob
     room.Store(out, Unit{0, 1, {0}}, 0, width, to, 0);
 }
 
-// As they are, into one of `parts` (parts, pairs, N).
+// As float, into one of `parts` (parts, pairs, N).
 struct Partial {
     Room& room;
     const GlobalTensor<float>& parts;
@@ -60,7 +60,8 @@ __aicore__ inline void SwiGlu(
     AscendC::PipeBarrier<PIPE_V>();
 }
 
-// Two ranges, gate and up, through SwiGLU into h (pairs, I): half, each row's `width` values of a tile divided by a power of two.
+// Applies SwiGLU to the two ranges, gate and up, and stores h (pairs, I): half, each row's `width` values of a tile divided
+// by a power of two.
 struct Gated {
     Room& room;
     const Powered& h;
@@ -91,7 +92,7 @@ struct Gated {
     }
 };
 
-// Times the pair's weight, into `shares` (pairs, N).
+// Multiplied by the pair's weight, into `shares` (pairs, N).
 struct Weighted {
     Room& room;
     const GlobalTensor<float>& shares;
@@ -107,7 +108,7 @@ struct Weighted {
     }
 };
 
-// Columns first .. first + width of `rows` rows of `from`, `stride` apart: summed up in `sum`.
+// sum (width) = the sum of `rows` rows of `from`, which are `stride` apart.
 __aicore__ inline void SumRows(
     Room& room, const LocalTensor<float>& sum, const GlobalTensor<float>& from, uint32_t rows, uint64_t stride,
     uint32_t width) {

@@ -4,8 +4,8 @@
 //   2  W2 times h, times the pair's weight                                      -> shares (pairs, H) float
 //   3  the shares of a token's experts, added up in the order of ids, rounded   -> y
 //
-// Between them all cores meet. Where there are too few tiles for the cores, 1 is cut along K and its parts are added up,
-// with SwiGLU, in a step of its own. The workspace, in floats: parts (parts, pairs, 2 I) if there are more than one,
+// Between them all cores synchronise. If there are too few tiles for the cores, 1 is cut along K, and its parts are added
+// up, with SwiGLU, in a step of its own. The workspace, in floats: parts (parts, pairs, 2 I) if there are more than one,
 // pairs * I for h and its powers, shares (pairs, H).
 #pragma once
 #include "umbra_finish.h"
@@ -49,7 +49,7 @@ __aicore__ inline void JoinParts(
     }
 }
 
-// y = sums of the shares of each token's pairs that are here.
+// y = for each token the sum of the shares of its pairs that are in some unit.
 template <typename T>
 __aicore__ inline void JoinShares(
     Room& room, const Units& units, const GlobalTensor<float>& shares, const GlobalTensor<T>& y, uint32_t tokens,
@@ -80,7 +80,7 @@ __aicore__ inline void JoinShares(
     }
 }
 
-// `units` and `weights` as the op has them; `up`: W13, `down`: W2.
+// `up` is W13, `down` is W2.
 template <typename T, bool kHalfSums>
 __aicore__ inline void FusedMoe(
     Room& room, const Units& units, const Weights& weights, const Bank& up, const Bank& down, GM_ADDR xAt, GM_ADDR yAt,
@@ -99,7 +99,7 @@ __aicore__ inline void FusedMoe(
     shares.SetGlobalBuffer(free + pairs * inner);
 
     Product<T, T, kHalfSums> first(room, units, up, x, t.topK, 2);
-    // A group of W2 meets values with the same power.
+    // All values for one group of W2 must have the same power.
     first.Cut(t.parts, t.group2 > kLanes ? t.group2 : kLanes, false);
     h.run = first.split.width;
     if (first.split.parts == 1) {

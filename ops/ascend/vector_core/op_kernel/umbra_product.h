@@ -6,12 +6,12 @@
 //
 // Sums are float from the first product on. With kHalfSums the products and the first three additions are half (Mul, Add),
 // then a Cast: less vector work by CANN's table for A2 and A3 (128 half or 64 float additions a cycle; a half product added
-// to a float sum, 32), but each addition rounds by up to 2^-11 of its result, and so does each product unless x is bfloat16:
-// sums that cancel each other lose their bits. Either way x is multiplied as half, so each row is first divided by the power
-// of two of its largest value in the move: products are below 16, sums of eight below 128. What a kernel has computed itself
-// (Gated in umbra_finish.h) is kept so, with its powers beside it. Shapes alone decide the order of sums: always equal bits.
+// to a float sum, 32), but each addition rounds by up to 2^-11 of its result, and so does each product unless x is
+// bfloat16: sums that cancel each other lose precision. In both cases x is multiplied as half, so each row is first divided by the
+// power of two of its largest value in the move: products are below 16, sums of eight below 128. The input of the second
+// product (Gated in umbra_finish.h) is stored so, with its powers beside it. The order of sums depends on shapes alone.
 //
-// No repeat of an instruction reads what another repeat of it has written, which is not promised to work.
+// No repeat of an instruction reads what another repeat of it has written: CANN does not promise that this works.
 #pragma once
 #include <type_traits>
 
@@ -19,8 +19,8 @@
 
 namespace umbra {
 
-// X, what x is in global memory: half, bfloat16_t or Powered rows of K values; pair p meets row p / sharing. T: the type of
-// scales. A tile has `ranges` equal runs of columns, N / ranges apart: gate and up side by side.
+// X is the form of x in global memory: half, bfloat16_t or Powered rows of K values; pair p uses row p / sharing. T is the
+// type of scales. A tile has `ranges` equal runs of columns, N / ranges apart: gate and up side by side.
 template <typename T, typename X, bool kHalfSums> class Product {
   public:
     static constexpr bool kPowered = std::is_same<X, Powered>::value;
@@ -38,7 +38,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
         split.Choose(units.count, bank.n / ranges, bank.k, cores, kWidest / ranges, narrowest, mostParts, sparing);
     }
 
-    // `finish` gets every task when its sums in room.y (rows, ranges * pitch) are complete.
+    // Calls finish.Store for every task once its sums in room.y (rows, ranges * pitch) are complete.
     template <typename Finish> __aicore__ inline void Run(const Finish& finish) {
         const uint32_t tasks = units.count * split.tiles * split.parts;
         Move load{}, work{};
@@ -63,7 +63,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
     const Given& x;
     const uint32_t sharing, ranges, cores;
 
-    // At most `most`: a power of two times 32, so whole groups of any size.
+    // The most rows, at most `most`, that are a power of two times 32: whole groups of any size.
     __aicore__ inline uint32_t Rows(uint32_t most) const {
         uint32_t rows = kMostStep;
         while (rows > most)
@@ -223,7 +223,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
         }
     }
 
-    // The same in half; room.weights become products.
+    // The same in half; the products overwrite room.weights.
     __aicore__ inline void HalfSums(const LocalTensor<half>& x, uint32_t count, uint32_t wide) {
         const LocalTensor<half> products = room.weights;
         const uint8_t row = wide / 16, sums = count / kSummed; // row: blocks of halves
@@ -237,7 +237,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
         AscendC::PipeBarrier<PIPE_V>();
         AddNext(products, 1, count, wide);
         AddNext(products, 2, count, wide);
-        // The last of the three leaves no gaps; nobody reads the spread x any more.
+        // The last of the three leaves no gaps; its sums overwrite the spread x, which is not read any more.
         for (uint32_t c = 0; c < wide; c += kHalfLanes)
             AscendC::Add(
                 room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c), sums,
@@ -247,7 +247,8 @@ template <typename T, typename X, bool kHalfSums> class Product {
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // room.scaled (wide) = room.sums, added up by group, + zero * sum of x, which stands at `own` in room.x, * scale.
+    // room.scaled (wide) = the sum over groups of (room.sums of the group + zero * sum of its x) * scale; x begins at `own`
+    // in room.x.
     __aicore__ inline void AddGroups(uint32_t own, uint32_t count, uint32_t group, uint32_t wide) {
         const uint32_t each = group / kSummed, groups = count / group; // sums in a group
         for (uint32_t span = each / 2; span; span /= 2) {
@@ -265,7 +266,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
         room.AddUp(room.scaled, groups, wide);
     }
 
-    // To every row k that 2 * apart divides, the row that is `apart` further on.
+    // Adds to every row whose index is a multiple of 2 * apart the row `apart` after it.
     __aicore__ inline void AddNext(const LocalTensor<half>& rows, uint32_t apart, uint32_t count, uint32_t wide) {
         const uint8_t stride = 2 * apart * wide / 16, repeats = count / (2 * apart);
         for (uint32_t c = 0; c < wide; c += kHalfLanes)

@@ -1,11 +1,11 @@
-// The unified buffer of one vector core (192 KB), and what is done with it whatever the op.
+// The unified buffer of one vector core (192 KB), and the operations on it that all ops share.
 //
-//   stream   2 x 42 KB   from global memory: 32 KB of weights, their scales and zero points, the rows of x that they meet
-//   weights      64 KB   half: up to half of a move, of which the products take the place, and sums of 8 rows each in float,
-//                        from the middle on: once the products are done with, or beside a quarter of a move
-//   y             8 KB   float: what a task has summed up so far, (rows, columns)
+//   stream   2 x 42 KB   from global memory: 32 KB of weights, their scales and zero points, the rows of x for them
+//   weights      64 KB   half: up to half of a move, later its products; the second half of the buffer then holds sums of 8
+//                        rows in float (float sums take only a quarter of a move at a time, so that both have room)
+//   y             8 KB   float: the sums of the task so far, (rows, columns)
 //   out           8 KB   on its way to global memory
-//   spread        8 KB   each value of a row of x sixteen times: a 32-byte block; later, sums of 8 rows in half, scaled sums
+//   spread        8 KB   each value of a row of x sixteen times (a 32-byte block); later sums of 8 rows in half, scaled sums
 //   x, xHalf      6 KB   the rows of x in float, and in half as they are multiplied
 //   scales, zeros 8 KB   in float
 #pragma once
@@ -23,17 +23,17 @@ using AscendC::TPosition;
 
 constexpr uint32_t kLanes = 64, kHalfLanes = 128; // floats, halves in a vector
 constexpr uint32_t kMoved = 65536;     // nibbles in a move: 32 KB
-constexpr uint32_t kBlock = kMoved / 2; // of them that are in half at a time, at most
+constexpr uint32_t kBlock = kMoved / 2; // nibbles that are in half at a time, at most
 constexpr uint32_t kSummed = 8;         // rows that are added up first
 constexpr uint32_t kMostStep = 256;     // rows in a move
 constexpr uint32_t kMostRepeats = 128;  // of one instruction here; 255 is the limit
-constexpr uint32_t kMostX = 1024;   // values of x that meet a move
+constexpr uint32_t kMostX = 1024;   // values of x for one move
 constexpr uint32_t kWidest = 256;   // columns of a tile
 constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 4096, kXAt = kZerosAt + 4096;
 constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + kMostX / kLanes * 32;
 constexpr uint32_t kDepth = 2;
 
-// What one pipe has done is there for another.
+// The second pipe of `event` waits until the first has finished its instructions so far.
 template <HardEvent event> __aicore__ inline void Hand(AscendC::TPipe& pipe) {
     const event_t id = static_cast<event_t>(pipe.FetchEventID(event));
     AscendC::SetFlag<event>(id);
@@ -76,9 +76,9 @@ struct Room {
         spreadSums = small[128];
         sumsOfX = small[192];
         exponent = small[224].ReinterpretCast<uint16_t>();
-        AscendC::Duplicate(small, 1.0f, 224); // spreading takes eight, also where fewer are meant
+        AscendC::Duplicate(small, 1.0f, 224); // Brcb always reads eight values, even if fewer are used
         AscendC::Duplicate(small[224].ReinterpretCast<uint32_t>(), 0x7f800000u, kLanes);
-        // Narrow tiles leave columns beyond them that are computed and never stored: let those be numbers.
+        // Columns beyond a narrow tile are computed and never stored; they must be numbers, not NaN.
         for (uint32_t i = 0; i < kDepth; ++i) {
             LocalTensor<float> in = stream.AllocTensor<float>();
             AscendC::Duplicate(in, 0.0f, kStream / sizeof(float));
@@ -87,14 +87,14 @@ struct Room {
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // `count` values that lie together.
+    // Copies `count` contiguous values.
     template <typename T>
     __aicore__ inline void Fetch(const LocalTensor<T>& to, const GlobalTensor<T>& from, uint32_t count) {
         AscendC::DataCopyPad(
             to, from, {1, static_cast<uint32_t>(count * sizeof(T)), 0, 0, 0}, AscendC::DataCopyPadExtParams<T>());
     }
 
-    // `count` numbers of global memory, given to `taker` one by one.
+    // Calls taker.Take(i, value) for `count` values of global memory.
     template <typename T, typename Taker>
     __aicore__ inline void ReadScalars(const GlobalTensor<T>& from, uint32_t count, Taker& taker) {
         LocalTensor<T> in = stream.AllocTensor<T>();
@@ -116,7 +116,8 @@ struct Room {
         }
     }
 
-    // Divides each row of x (rows, pitch) by the power of two of its largest value, of the first `count`; room.power: these.
+    // Divides each row of x (rows, pitch) by the power of two of the largest of its first `count` values, which goes to
+    // room.power.
     __aicore__ inline void Normalise(uint32_t rows, uint32_t pitch, uint32_t count) {
         // Largest magnitudes: of 32 values each, of a row, of all rows spread over a block each.
         AscendC::Abs(sums, x, rows * pitch);
@@ -140,7 +141,7 @@ struct Room {
         AscendC::PipeBarrier<PIPE_V>();
     }
 
-    // Row r of `rows` (unit.rows, pitch), the first `width` values of it, to row unit.pair[r] of `to` (pairs, stride).
+    // Stores the first `width` values of row r of `rows` (unit.rows, pitch) in row unit.pair[r] of `to` (pairs, stride).
     template <typename T>
     __aicore__ inline void Store(
         LocalTensor<T>& rows, const Unit& unit, uint32_t pitch, uint32_t width, const GlobalTensor<T>& to, uint32_t stride) {
@@ -154,7 +155,7 @@ struct Room {
     }
 };
 
-// All cores have written what the others read next.
+// Waits until every core has written what others read next.
 __aicore__ inline void Meet() {
     AscendC::PipeBarrier<PIPE_ALL>();
     AscendC::SyncAll<true>();

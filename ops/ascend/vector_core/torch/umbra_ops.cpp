@@ -16,11 +16,11 @@ using MaybeTensor = std::optional<Tensor>;
 
 constexpr int64_t kMostTokens = 8, kMostPairs = 256, kMostExperts = 8192, kStep = 32, kNibbles = 8;
 
-void check_rows(const Tensor &x, int64_t most) {
+void check_rows(const Tensor &x) {
     TORCH_CHECK_TYPE(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16, "x: ", x.scalar_type(),
                      ": must be float16 or bfloat16");
     TORCH_CHECK(x.dim() == 2 && x.size(0) >= 1, "x: ", x.sizes(), ": must be (tokens, K) with a token or more");
-    TORCH_CHECK(x.size(0) <= most, "x: ", x.sizes(), ": must be ", most, " tokens at most");
+    TORCH_CHECK(x.size(0) <= kMostTokens, "x: ", x.sizes(), ": must be ", kMostTokens, " tokens at most");
     TORCH_CHECK(x.size(1) % kStep == 0, "x: ", x.sizes(), ": K must be a multiple of ", kStep);
 }
 
@@ -57,35 +57,20 @@ int64_t check_weight(const Names &names, const Tensor &w, const Tensor &scales, 
     return n;
 }
 
-void check_ids(const Tensor &ids, int64_t rows) {
-    TORCH_CHECK_TYPE(ids.scalar_type() == at::kInt, "ids: ", ids.scalar_type(), ": must be int32");
-    TORCH_CHECK(ids.dim() == 2 && ids.size(0) == rows && ids.size(1) >= 1, "ids: ", ids.sizes(), ": must be (", rows,
-                ", k) with k of 1 or more");
-    TORCH_CHECK(ids.numel() <= kMostPairs, "ids: ", ids.sizes(), ": must be ", kMostPairs, " at most");
-}
-
 void check_routing(const Tensor &x, const Tensor &ids, const Tensor &weights) {
-    check_ids(ids, x.size(0));
+    TORCH_CHECK_TYPE(ids.scalar_type() == at::kInt, "ids: ", ids.scalar_type(), ": must be int32");
+    TORCH_CHECK(ids.dim() == 2 && ids.size(0) == x.size(0) && ids.size(1) >= 1, "ids: ", ids.sizes(), ": must be (",
+                x.size(0), ", k) with k of 1 or more");
+    TORCH_CHECK(ids.numel() <= kMostPairs, "ids: ", ids.sizes(), ": must be ", kMostPairs, " at most");
     TORCH_CHECK_TYPE(weights.scalar_type() == x.scalar_type(), "weights: ", weights.scalar_type(), ": must be ",
                      x.scalar_type());
     TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
 }
 
-Tensor grouped_gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros,
-                    const Tensor &ids, bool half_sums) {
-    check_rows(x, std::numeric_limits<int64_t>::max());
-    const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 3, x.scalar_type(), x.size(1));
-    check_ids(ids, x.size(0));
-    const at::OptionalDeviceGuard guard(at::device_of(x));
-    Tensor y = at::empty({x.size(0), ids.size(1), n}, x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraGroupedGemvW4a16, x, w, scales, zeros, ids, half_sums, y);
-    return y;
-}
-
 Tensor fused_moe(const Tensor &x, const Tensor &w13, const Tensor &s13, const MaybeTensor &z13, const Tensor &w2,
                  const Tensor &s2, const MaybeTensor &z2, const Tensor &ids, const Tensor &weights,
                  bool half_sums) {
-    check_rows(x, kMostTokens);
+    check_rows(x);
     const int64_t columns = check_weight({"w13", "s13", "z13"}, w13, s13, z13, 3, x.scalar_type(), x.size(1));
     const int64_t n = check_weight({"w2", "s2", "z2"}, w2, s2, z2, 3, x.scalar_type(), columns / 2);
     TORCH_CHECK(n == x.size(1) && w2.size(0) == w13.size(0), "w2: ", w2.sizes(), ": must be (E, I, H / 8) where w13 ",
@@ -107,7 +92,7 @@ void check_group(const char *name, int64_t group, int64_t rows) {
 Tensor fused_moe_slots(const Tensor &x, const Tensor &arena, const Tensor &places, const Tensor &ids,
                        const Tensor &weights, int64_t inner, int64_t group, int64_t group2, bool zeros,
                        bool half_sums) {
-    check_rows(x, kMostTokens);
+    check_rows(x);
     check_kept("arena", arena, at::kByte);
     check_kept("places", places, at::kInt);
     TORCH_CHECK(arena.dim() == 1, "arena: ", arena.sizes(), ": must have one dimension");
@@ -124,7 +109,7 @@ Tensor fused_moe_slots(const Tensor &x, const Tensor &arena, const Tensor &place
 }
 
 Tensor gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros, bool half_sums) {
-    check_rows(x, kMostTokens);
+    check_rows(x);
     const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 2, x.scalar_type(), x.size(1));
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty({x.size(0), n}, x.options());
@@ -135,7 +120,6 @@ Tensor gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeT
 } // namespace
 
 TORCH_LIBRARY_IMPL(umbra, PrivateUse1, ops) {
-    ops.impl("grouped_gemv_w4a16", grouped_gemv);
     ops.impl("fused_moe_w4a16", fused_moe);
     ops.impl("fused_moe_slots_w4a16", fused_moe_slots);
     ops.impl("gemv_w4a16", gemv);

@@ -1,0 +1,8 @@
+"""Tensors that stay where they are."""
+
+from torch import Tensor, nn
+
+
+def fixed(tensor: Tensor) -> nn.Parameter:
+    """`tensor` as a Parameter without a gradient: captured graphs take Parameters by their address."""
+    return nn.Parameter(tensor, requires_grad=False)
