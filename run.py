@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
 
         return show_plan(case)
     check_ready(case)
-    os.environ.update(ascend_environment(case, os.environ))  # nothing to add where the launcher has started this
+    os.environ.update(ascend_environment(case, os.environ))  # changes nothing where the launcher has started this rank
 
     def generate(results: Path, ranks: env.RankEnv) -> None:
         from executor.job.report import print_report
