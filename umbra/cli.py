@@ -53,7 +53,7 @@ def execute(argv: list[str]) -> None:
 def make_parser() -> Parser:
     parser = Parser(
         prog="umbra",
-        example="umbra run demo --set max_new_tokens=40        (umbra COMMAND --help has one for each command)",
+        example="umbra run demo --set max_new_tokens=40    (COMMAND --help has one for each command)",
         description="Runs Mixture-of-Experts language models on Huawei Ascend and on plain CPUs.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
