@@ -18,7 +18,7 @@ SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of output j: SHIFTS[j % 8]
 
 
 def quantise(weight: Tensor, group: int) -> Quantised:
-    """Round weights (out, in) to the nearest of 16 steps; none moves by more than half its group's scale."""
+    """Round weights (out, in) to the nearest of 16 steps; none moves more than half its group's scale."""
     groups = weight.float().unflatten(1, (-1, group))  # (out, in / group, group)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     exact = (high - low) / LARGEST
