@@ -18,11 +18,11 @@ SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of output j: SHIFTS[j % 8]
 
 
 def quantise(weight: Tensor, group: int) -> Quantised:
-    """Round weights (out, in) to the nearest of 16 steps; none moves more than half its group's scale."""
+    """Round weights (out, in) to the nearest of 16 steps, each by at most half its group's scale."""
     groups = weight.float().unflatten(1, (-1, group))  # (out, in / group, group)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     exact = (high - low) / LARGEST
-    # Round up to the next float16, so that 16 steps span the group even where float16 is coarse. Of positive floats, the
+    # Round up to the next float16, so that 16 steps span the group even where float16 is coarse: of positive floats, the
     # next larger one has the next larger bit pattern.
     near = exact.half()
     scales = (near.view(torch.int16) + (near.float() < exact)).view(torch.float16)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -47,6 +48,22 @@ def test_list_and_run_list_are_one() -> None:
         path.stem for path in (ROOT / "yaml_configs").glob("*.yaml")
     )
     assert umbra("run", "--list").stdout == shown.stdout
+
+
+def test_chat_gets_the_case_and_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, list[str]]] = []
+    module = ModuleType("umbra.chat")
+    module.chat = lambda case_name, overrides: calls.append((case_name, overrides))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "umbra.chat", module)
+    for command in (
+        ["chat", "demo"],
+        ["run", "--chat", "demo"],
+        ["run", "demo", "--chat"],
+        ["chat"],
+        ["run", "--chat"],
+    ):
+        assert umbra(*command, "--set", "threads=1", "seed=3").returncode == 0
+    assert calls == [(case, ["threads=1", "seed=3"]) for case in ("demo", "demo", "demo", "demo_chat", "demo_chat")]
 
 
 def test_bench_lists_what_can_run_and_passes_arguments_on() -> None:
