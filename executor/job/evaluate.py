@@ -49,7 +49,7 @@ class Evaluation:
     text: Path
     against: str | None = None
     against_overrides: list[str] = field(default_factory=list)
-    window: int = 256  # tokens that see each other
+    window: int = 256  # tokens of a window, which attend to each other
     batch: int = 8  # windows that run together
     json: Path | None = None  # a file for the figures
     results: Path | None = None  # a folder for the ranks' logs
@@ -158,7 +158,7 @@ def start_pass(program: list[str]) -> None:
 
 
 def table(rows: list[Figures]) -> str:
-    """The other case first, then the one that is compared."""
+    """The figures as a table: the other case first, then the one that is compared with it."""
     lines = [COLUMNS]
     for row in rows:
         line = (row["case"], row["quantization"], str(row["tokens"]), f"{row['loss']:.4f}", f"{row['perplexity']:.3f}")

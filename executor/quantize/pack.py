@@ -22,8 +22,8 @@ def quantise(weight: Tensor, group: int) -> Quantised:
     groups = weight.float().unflatten(1, (-1, group))  # (out, in / group, group)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     exact = (high - low) / LARGEST
-    # Round up to the next float16, so that 16 steps span the group even where float16 is coarse: of positive floats, the
-    # next larger one has the next larger bit pattern.
+    # Round up to the next float16, so that 16 steps span the group even where float16 is coarse. Among positive floats,
+    # the next larger one has the next larger bit pattern.
     near = exact.half()
     scales = (near.view(torch.int16) + (near.float() < exact)).view(torch.float16)
     scales = torch.where(exact == 0, 1, scales)  # all weights are zero: any scale but zero is right
