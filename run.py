@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
 
         return show_plan(case)
     check_ready(case)
-    # Nothing to add where the launcher has started this.
+    # Changes nothing where the launcher has started this rank.
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
 
     def generate(results: Path, ranks: env.RankEnv) -> None:

@@ -1,10 +1,10 @@
-"""How fast a checkpoint of each format becomes a model on the CPU, from the page cache, beside plain reads of it.
+"""How fast a checkpoint of each format is loaded into a model on the CPU, compared with plain reads of its files.
 
     .venv/bin/python -m benchmarks.checkpoint_loading [--layers 2] [--formats awq gptq ...] [--rounds 3]
 
 Writes checkpoints of Qwen3-30B-A3B's shape with random weights to a temporary folder, one after another: about 0.35 GB
-a layer in 4 bits, 1.2 GB of embedding and head. Each is loaded in a process of its own, in turn with reading its files;
-GB are of the files.
+a layer in 4 bits, 1.2 GB of embedding and head. Each is loaded in a process of its own; loads take turns with reads of
+the files, which are in the page cache. GB are those of the files.
 """
 
 import argparse
@@ -56,6 +56,7 @@ TYPES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": to
 
 
 def write(folder: Path, format: str, **shape: int) -> None:
+    """Write a checkpoint of random weights in `format` and a case for it; `shape` overrides keys of the config."""
     config = json.loads(SHAPE.read_text()) | shape | {"quantization_config": FORMATS[format]}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -73,7 +74,7 @@ def write(folder: Path, format: str, **shape: int) -> None:
 
 
 def made(name: str, need: Needed, piece: Piece) -> Tensor:
-    """Random, but what a format fixes."""
+    """A random tensor, except where the format fixes the values."""
     if name.endswith("weight_shape"):
         return torch.tensor(piece.shape)
     if name.endswith("g_idx"):
@@ -87,7 +88,7 @@ def made(name: str, need: Needed, piece: Piece) -> Tensor:
 
 
 def loaded(folder: Path) -> tuple[float, int, int]:
-    """(seconds, bytes that the model keeps, how much the process's peak memory rose over what it had before)"""
+    """(seconds, bytes that the model keeps, growth of the process's peak memory)"""
     runner = make_runner(load_case(str(folder / "case.yaml")), folder, RankEnv(0, 1, 0, 1, ""))
     before = peak_bytes()
     start = time.perf_counter()
@@ -98,12 +99,13 @@ def loaded(folder: Path) -> tuple[float, int, int]:
 
 
 def peak_bytes() -> int:
-    """Most memory this process has held; getrusage's number is also that of the process it was started from."""
+    """This process's peak memory; getrusage's number includes that of the process that started it."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) << 10
 
 
 def read(path: Path) -> float:
+    """Seconds for a plain read of the file."""
     buffer, start = bytearray(1 << 24), time.perf_counter()
     with open(path, "rb", buffering=0) as file:
         while file.readinto(buffer):
@@ -112,7 +114,7 @@ def read(path: Path) -> float:
 
 
 def measure(folder: Path, rounds: int) -> None:
-    """In a process of its own, so that its peak memory is the first load's."""
+    """Runs in a process of its own, so that the peak memory is that of the first load."""
     size = (folder / "model.safetensors").stat().st_size
     times = [(read(folder / "model.safetensors"), loaded(folder)) for _ in range(rounds)]
     _, (_, kept, peak) = times[0]

@@ -1,10 +1,11 @@
-"""Umbra beside llama.cpp: the same weights, the same tokens, in one process, taking turns.
+"""Speed of Umbra and of llama.cpp with the same weights and tokens, measured in turns within one process.
 
     .venv/bin/python -m benchmarks.compare_llama_cpp [--layers 8] [--format q4|q8] [--json FILE] [--plot FILE]
 
-Random weights of Qwen3-30B-A3B's layer shapes, written as GGUF number for number (gguf_file.py) and deleted after the
-load. A step is token ids in, logits out, without sampling, on as many threads. llama.cpp runs with or without flash
-attention, whichever a short trial of the row finds faster. Before anything is timed, both must give the same logits.
+The weights are random, with Qwen3-30B-A3B's layer shapes, and written as GGUF with exactly the same values
+(gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
+engines use the same number of threads. llama.cpp runs with or without flash attention, whichever is faster in a short
+trial of the row. Before anything is timed, both must give the same logits.
 
 A row, of the table and of `rows` in the JSON file:
   phase         decode or prefill
@@ -13,8 +14,8 @@ A row, of the table and of `rows` in the JSON file:
   ratio_median, ratio_min, ratio_max   ours / theirs of each pair of neighbouring turns: above 1, Umbra is faster
   flash         whether llama.cpp's flash attention was on
 
-Only an idle machine gives a fair ratio: llama.cpp's threads wait for each other spinning after every operator, and one
-other busy process can make its step twenty times longer. Medians far below the best turns are the sign of it.
+Only an idle machine gives a fair ratio: llama.cpp's threads spin until the others arrive after every operator, and one
+other busy process can make its step twenty times longer. Medians far below the best turns show that this happened.
 """
 
 import os
@@ -36,7 +37,7 @@ from executor.job.logits import prefill_logits
 
 BATCHES, PROMPTS = (1, 4, 8), (128, 512)
 STEPS = 8  # decode steps of one turn
-PAUSE = 0.02  # OpenMP's threads, llama.cpp's, spin for up to 10 ms before they sleep
+PAUSE = 0.02  # seconds; llama.cpp's OpenMP threads spin for up to 10 ms before they sleep
 COLUMNS = (
     ("phase", "phase", 8, ""),
     ("batch", "batch", 7, ""),
@@ -49,10 +50,11 @@ COLUMNS = (
     ("ratio_max", "most", 8, ".2f"),
 )
 # Both round activations to 8 bits for every 32 columns. Of normal numbers the largest of 32 is about 2.3 sigma, so the
-# step is 2.3 / 127 sigma and the error 0.5 % of the input; two such inputs in a row in each half of a layer and two
-# engines that err apart make 1.1 %. The errors of L layers add up as squares over a residual stream that grows as L,
-# each passing on what it got: 1.1 % * sqrt(1 + ln L), 1.9 % for 8 layers, and the head's own beside it. A row in which
-# the 8th and 9th expert are so close that the engines choose differently is off by some 10 % more: hence the median.
+# step is 2.3 / 127 sigma and the error 0.5 % of the input; two such inputs in a row in each half of a layer, and two
+# engines whose errors are independent, make 1.1 %. The squared errors of L layers add up over a residual stream that
+# grows as L, and each layer passes on the error of its input: 1.1 % * sqrt(1 + ln L), 1.9 % for 8 layers, plus that of
+# the head. A row in which the 8th and 9th expert are so close that the engines choose differently is off by about 10 %
+# more, which is why the median is compared.
 # Mistakes are larger: with one layer of two wrong, the median was 10 % for gate and up exchanged, 19 % for experts out
 # of order, 23 % for a rotation of neighbours; with another rotation base 43 %.
 MEDIAN_ERROR = 0.05
@@ -62,7 +64,7 @@ SAME_TOP = 0.75
 
 
 def same_logits(ours: Umbra, theirs: LlamaCpp, context: int) -> dict[str, float]:
-    """Compares every token of a prompt, and one decode step of the largest batch; what was found, or an error."""
+    """Compare all tokens of a prompt and one decode step of the largest batch; return the errors found, or raise."""
     generator = torch.Generator().manual_seed(1)
     (prompt,) = ours.random_prompts(1, 64, generator)
     prefill = prefill_logits(ours.runner, [prompt])[0], theirs.prefill_all(prompt).clone()
@@ -74,7 +76,7 @@ def same_logits(ours: Umbra, theirs: LlamaCpp, context: int) -> dict[str, float]
 
 
 def checked(prefill: tuple[Tensor, Tensor], decode: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """(ours, theirs) of both phases, each (rows, vocabulary)."""
+    """The errors between (ours, theirs) in both phases, each (rows, vocabulary); raises where they are too large."""
     found: dict[str, float] = {}
     for phase, (a, b) in (("prefill", prefill), ("decode", decode)):
         found[f"{phase}_error"] = float((a - b).norm() / a.norm())
@@ -83,13 +85,14 @@ def checked(prefill: tuple[Tensor, Tensor], decode: tuple[Tensor, Tensor]) -> di
     found["same_top"] = float(same.float().mean())
     text = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
     errors = found["prefill_median_error"], found["decode_median_error"]
-    if not (max(errors) <= MEDIAN_ERROR and found["same_top"] >= SAME_TOP):  # not-a-numbers fail too
+    if not (max(errors) <= MEDIAN_ERROR and found["same_top"] >= SAME_TOP):  # a NaN fails this too
         raise UserError(f"the logits differ: {text}; allowed: median_error {MEDIAN_ERROR}, same_top {SAME_TOP}")
     print(f"same logits: {text}")
     return found
 
 
 def compare(ours: Umbra, theirs: LlamaCpp, context: int, pairs: int) -> Iterator[Row]:
+    """The rows of the table, each measured in `pairs` pairs of turns."""
     generator = torch.Generator().manual_seed(2)
 
     def row(phase: str, batch: int, tokens: int, run: Callable[[Umbra | LlamaCpp], object], flash: bool) -> Row:
@@ -124,7 +127,7 @@ def compare(ours: Umbra, theirs: LlamaCpp, context: int, pairs: int) -> Iterator
 
 
 def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[[LlamaCpp], object]) -> bool:
-    """Leaves llama.cpp as it is faster, `contexts` cached; whether that is with flash attention."""
+    """Set llama.cpp to its faster attention with `contexts` cached; return whether that is flash attention."""
     times = {}
     for flash in (False, True):
         theirs.use(flash)
@@ -139,6 +142,7 @@ def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[
 def load_same_weights(
     ours: Umbra, format: str, threads: int, longest: int, folder: Path | None, keep: bool
 ) -> LlamaCpp:
+    """llama.cpp with the weights of `ours`, through a GGUF file in `folder` that stays only with `keep`."""
     try:
         handle, name = tempfile.mkstemp(suffix=".gguf", prefix="umbra-", dir=folder)
     except OSError as error:
@@ -152,7 +156,7 @@ def load_same_weights(
         return LlamaCpp(path, threads, max(BATCHES), longest)
     finally:
         if not keep:
-            path.unlink()  # llama.cpp has it mapped
+            path.unlink()  # llama.cpp keeps it mapped
 
 
 def lines(rows: list[Row], phase: str) -> Lines:

@@ -1,22 +1,23 @@
-"""A whole Qwen3-30B-A3B of true layer shapes on the CPU, end to end, beside this machine's limits in the same run.
+"""Decode and prefill speed of a model with Qwen3-30B-A3B's layer shapes on the CPU, beside the machine's limits.
 
     .venv/bin/python -m benchmarks.cpu_decode [--layers 8] [--format q4|q8] [--threads 2] [--json FILE] [--plot FILE]
 
-Random zero-mean weights and random tokens, each sequence its own. A step is token ids in, logits out, through the
-runner: packing, prefill in the case's chunks, and for decode the replayed graph, are in it; sampling is not.
+Weights are random with zero mean; each sequence has random tokens of its own. A step takes token ids and returns logits
+through the engine: packing, prefill in the case's chunks, and the replayed decode graph are included, sampling is not.
+The limits are measured in the same run.
 
 A row, of the table and of `rows` in the JSON file:
   phase          decode or prefill
   batch          decode: sequences in the step, each with `--context` cached tokens; prefill: tokens of the one prompt
   tokens_per_s, ms (median of a step)
-  experts        different experts hit in a layer, counted from the router's ids of the measured steps (of a prompt in
-                 several chunks: of its last one), mean
-  step_gb        bytes a step must read: every weight it touches once (of the experts those hit, of the embedding its
-                 rows) and the cached keys and values
+  experts        mean number of different experts used in a layer, counted from the router's ids in the measured steps
+                 (for a prompt in several chunks, in its last chunk)
+  step_gb        bytes a step must read: every weight that it uses once (only the experts used, only the tokens' rows of
+                 the embedding) and the cached keys and values
   read_gbps      plain reads of memory, measured in turn with the steps
   read_fraction  step_gb / time / read_gbps: 1 is the roof of decode
   int8_fraction  multiply-adds with weights / time / the int8 peak measured in turn: 1 is the roof of prefill.
-                 Attention's own products add to the time, not to the count.
+                 Attention's own products count in the time, not in the multiply-adds.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,9 +50,9 @@ COLUMNS = (
 
 
 class Routed:
-    """While open, watches which experts the layers are given.
+    """While open, records which experts the router chose in each layer.
 
-    A captured step writes its ids to where they stood at the capture, so a graph is seen too if it was captured here.
+    A replayed graph writes its ids to the captured tensors, so it is recorded too if it was captured meanwhile.
     """
 
     def __init__(self, model: nn.Module):
@@ -68,11 +69,12 @@ class Routed:
             handle.remove()
 
     def count(self) -> None:
-        """Add the last step to the mean."""
+        """Count the different experts of the last step."""
         self.hits += [len(ids.unique()) for ids in self.ids.values()]
 
     @property
     def experts(self) -> float:
+        """Mean number of different experts of a layer over the counted steps."""
         return sum(self.hits) / len(self.hits)
 
     def _see(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -80,7 +82,7 @@ class Routed:
 
 
 def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> float:
-    """Read by a step of `tokens` new tokens that attends to `cached` tokens in all."""
+    """Bytes that a step of `tokens` new tokens reads when it attends to `cached` tokens in all."""
     total = 0.0
     for _, layer in layers_of(model):
         if isinstance(layer, Experts):
@@ -94,7 +96,7 @@ def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> fl
 
 
 def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> float:
-    """Multiply-adds of a step with weights."""
+    """Multiply-adds with weights in a step of `tokens` tokens, of which `logit_rows` reach the head."""
     total = 0.0
     for _, layer in layers_of(model):
         if isinstance(layer, Experts):
@@ -126,7 +128,7 @@ def measure(engine: Umbra, limits: Limits, context: int, seconds: float) -> Iter
     for batch in BATCHES:
         engine.begin(engine.random_prompts(batch, context, generator))
         with Routed(model) as routed:
-            engine.capture_again()  # captured anew, where it is seen
+            engine.capture_again()  # so that Routed records the ids of this graph
 
             def decode(batch: int = batch) -> None:
                 engine.step([row[0] for row in engine.random_prompts(batch, 1, generator)])

@@ -1,10 +1,10 @@
-"""The fused mixture of experts on the CPU, beside this machine's own limits measured in the same run.
+"""Speed of the fused mixture of experts on the CPU, beside the machine's limits measured in the same run.
 
     .venv/bin/python -m benchmarks.cpu_moe [--threads 2] [--json FILE] [--plot FILE]
 
 Shape: hidden 2048, intermediate 768, top-8 of 128 experts, together larger than the caches. Calls are captured and
-replayed, as in decode: one after another, each with other tokens and so other experts. Weight GB/s counts each expert
-that is hit once a call. Limits: see machine.py.
+replayed as in decode, one after another, each with different tokens and therefore different experts. Weight GB/s counts
+each expert that a call uses once. Limits: see machine.py.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ COLUMNS = (
 
 
 def filled_experts(format: str) -> NativeExperts:
-    """Random zero-mean weights; every expert different."""
+    """Experts with random zero-mean weights, each different."""
     experts = NativeExperts(EXPERTS, INNER, HIDDEN, FORMATS[format], torch.device("cpu"))
     block = torch.randn(INNER * HIDDEN + 4 * EXPERTS) * 0.02
     for e in range(EXPERTS):
@@ -45,6 +45,7 @@ def filled_experts(format: str) -> NativeExperts:
 
 
 def measure(format: str, limits: Limits) -> Iterator[Row]:
+    """A row for each number of tokens."""
     cpu = load_ops("cpu")
     experts = filled_experts(format)
     bytes_each = experts.nbytes / EXPERTS

@@ -1,10 +1,10 @@
-"""What a replayed graph costs beside its kernels: microseconds for each op of a tape of the smallest ops there are.
+"""Overhead of a replayed graph: microseconds for each op of a tape of the smallest ops.
 
     .venv/bin/python -m benchmarks.cpu_replay [--threads 2] [--json FILE] [--plot FILE]
 
 A row, of the table and of `rows` in the JSON file:
   threads  1, 2, 4 ... and --threads
-  op       norm: 16 numbers, done by the calling thread; linear: 64 x 32 for each thread, by the whole pool
+  op       norm: 16 numbers, computed by the calling thread; linear: 64 x 32 for each thread, computed by the whole pool
   us       microseconds an op, median of replays of 1,000
 """
 

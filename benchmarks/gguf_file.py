@@ -1,10 +1,10 @@
-"""A Qwen3-MoE as the engine holds it, written as a GGUF file for llama.cpp: the same numbers, nothing rounded again.
+"""Writes a loaded Qwen3-MoE as a GGUF file for llama.cpp, with exactly the same values.
 
 The formats agree: q4 is Q4_0 and q8 is Q8_0, 32 columns of (quant - zero) * scale with a float16 scale. Only the order
-of the bytes differs, so the blocks are made from the dequantised values, whatever the layout they came from: the
-scale follows from a block's largest value, and it is proved that scale and quants give back every value exactly.
+of the bytes differs, so the blocks are made from the dequantised values, whatever their layout in memory: the scale is
+derived from a block's largest value, and a check proves that scale and quants give back every value exactly.
 
-Rows keep their order: llama.cpp rotates halves ("neox") in this architecture, as the checkpoint has it.
+Rows keep their order, because llama.cpp rotates halves ("neox") in this architecture, as the checkpoint does.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ TYPES = {"q4": "Q4_0", "q8": "Q8_0", "bfloat16": "BF16", "float16": "F16", "floa
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the file; `read` gives its matrices (one, or all experts') in float32 or its own type."""
+    """A tensor of the file; `read` yields its matrix, or those of all experts, in float32 or its own type."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Entry:
 
 def encoded(values: Tensor, format: str) -> Bytes:
     """(rows, columns) -> (rows, bytes of a row)"""
-    if format in ("q4", "q8"):  # by parts that the caches hold
+    if format in ("q4", "q8"):  # in parts that fit the caches
         return np.concatenate([_blocks(part.numpy(), format) for part in values.split(PART)])
     return values.to(getattr(torch, format)).contiguous().view(torch.uint8).numpy()
 
@@ -59,7 +59,7 @@ def _blocks(values: np.ndarray[Any, np.dtype[np.float32]], format: str) -> Bytes
 
 
 def entries(model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, format: str) -> Iterator[Entry]:
-    """Every tensor under llama.cpp's name; quantised ones in `format`, the output head in q8."""
+    """Every tensor by llama.cpp's name; matrices in `format`, except the output head in q8."""
     hidden = config.hidden_size
 
     def plain(name: str, weight: Tensor) -> Entry:
@@ -92,13 +92,13 @@ def entries(model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, format: str) -> 
             yield matrix(f"blk.{i}.attn_{name}.weight", attention.qkv_proj.weight, format, part)
             start += size
         yield matrix(f"blk.{i}.attn_output.weight", attention.o_proj.weight, format)
-        yield matrix(f"blk.{i}.ffn_gate_inp.weight", moe.gate.weight, "float32")  # llama.cpp takes no other type
+        yield matrix(f"blk.{i}.ffn_gate_inp.weight", moe.gate.weight, "float32")  # llama.cpp accepts no other type
         for which in ("gate", "up", "down"):
             yield experts(f"blk.{i}.ffn_{which}_exps.weight", moe.experts.weights, which)
 
 
 def write_gguf(path: Path, model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, format: str) -> None:
-    """Tensor by tensor: the memory used is that of the largest one."""
+    """Write the file tensor by tensor; at most one tensor is held in memory beside the model."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, "qwen3moe")
@@ -121,7 +121,7 @@ def write_gguf(path: Path, model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, f
 
 
 def describe(writer: Any, config: Qwen3MoeConfig) -> None:
-    """The metadata that llama.cpp wants of this architecture, without a tokenizer."""
+    """Write the metadata that llama.cpp requires for this architecture, without a tokenizer."""
     if config.rope.yarn or config.attention_bias or config.tie_word_embeddings or not config.norm_topk_prob:
         raise UserError("GGUF: YaRN, biases, tied embeddings and norm_topk_prob: false are not written")
     writer.add_vocab_size(config.vocab_size)

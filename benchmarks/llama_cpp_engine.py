@@ -1,8 +1,8 @@
-"""llama.cpp for benchmarks, through the low-level half of llama-cpp-python: token ids in, logits out, no sampling.
+"""llama.cpp for benchmarks, through llama-cpp-python's low-level functions: token ids to logits, no sampling.
 
-Its best settings: weights repacked at the load (its default), one `llama_decode` a step for all sequences, each with a
-cache stream of its own, prompts in one piece; with or without flash attention, which is faster or slower by length.
-The same calls as `umbra.Umbra`, and decode repeats one position as it does.
+It runs with its best settings: weights repacked when loaded (its default), one `llama_decode` a step for all sequences,
+each with a cache stream of its own, prompts in one piece, with or without flash attention. The methods are those of
+benchmarks.umbra.Umbra, and decode repeats one position in the same way.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from torch import Tensor
 from errors import UserError
 
 INSTALL = "CMAKE_ARGS=-DGGML_NATIVE=ON .venv/bin/python -m pip install -r requirements-compare.txt"
-ERROR = 4  # of llama.cpp's log levels
+ERROR = 4  # llama.cpp's log level for errors
 
 
 def library() -> Any:
@@ -38,7 +38,7 @@ class LlamaCpp:
             if level == ERROR:
                 errors.append(text.decode(errors="replace").strip())
 
-        self.log = llama_cpp.llama_log_callback(log)  # kept: llama.cpp calls it as long as it runs
+        self.log = llama_cpp.llama_log_callback(log)  # kept alive, because llama.cpp calls it until the process ends
         llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
@@ -50,28 +50,29 @@ class LlamaCpp:
         self.use(flash=True)
 
     def use(self, flash: bool) -> None:
+        """Switch to the context with or without flash attention."""
         self.context = self.contexts[flash]
         self.memory = self.api.llama_get_memory(self.context)
 
     def prefill(self, prompt: list[int]) -> Tensor:
-        """(1, vocabulary) of its last token, overwritten by the next step."""
+        """Logits (1, vocabulary) of the last token; the next step overwrites them."""
         self.api.llama_memory_clear(self.memory, False)
         return self._decode([(0, i, token, i == len(prompt) - 1) for i, token in enumerate(prompt)])
 
     def prefill_all(self, prompt: list[int]) -> Tensor:
-        """(tokens, vocabulary), overwritten by the next step."""
+        """Logits (tokens, vocabulary) of all tokens; the next step overwrites them."""
         self.api.llama_memory_clear(self.memory, False)
         return self._decode([(0, i, token, True) for i, token in enumerate(prompt)])
 
     def begin(self, contexts: list[list[int]]) -> None:
-        """Cache `contexts`; from now on each `step` decodes one token behind them."""
+        """Cache `contexts`; each following `step` decodes one token after them."""
         self.api.llama_memory_clear(self.memory, False)
         for sequence, context in enumerate(contexts):
             self._decode([(sequence, i, token, False) for i, token in enumerate(context)])
         self.lengths = [len(context) for context in contexts]
 
     def step(self, tokens: list[int]) -> Tensor:
-        """(sequences, vocabulary), overwritten by the next step."""
+        """Logits (sequences, vocabulary); the next step overwrites them."""
         for sequence, length in enumerate(self.lengths):
             self.api.llama_memory_seq_rm(self.memory, sequence, length, -1)
         return self._decode([(s, self.lengths[s], token, True) for s, token in enumerate(tokens)])

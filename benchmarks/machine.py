@@ -1,7 +1,8 @@
-"""The limits of this machine, measured in turn with whatever is compared with them.
+"""The limits of this machine, measured in turn with the code that is compared with them.
 
-A shared machine's memory can serve 30 GB/s in one minute and 50 in the next, so a limit taken once at the start says
-little: every round measures the limits and the subject, one right after the other; ratios are those of the medians.
+A shared machine's memory can deliver 30 GB/s in one minute and 50 in the next, so a limit measured once at the start is
+of little use: every round measures the limits and the subject one right after the other, and ratios are those of the
+medians.
 """
 
 import statistics
@@ -22,7 +23,7 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Seconds of each of `runs` in every round, for about `seconds`, after one round that is not counted.
 
-    `pause` seconds before each run let the threads of the one before fall asleep.
+    A pause of `pause` seconds before each run lets the threads of the previous run go to sleep.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():

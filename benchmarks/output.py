@@ -1,4 +1,4 @@
-"""What the benchmarks have in common beside the clock: their flags, tables, JSON files and plots."""
+"""The flags, tables, JSON files and plots that all benchmarks share."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ def flags(description: str | None) -> argparse.ArgumentParser:
 
 
 def _file(text: str) -> Path:
-    """Told before anything is measured, not after."""
+    """A path whose folder exists: refused before anything is measured, not after."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path.parent} is no folder")
@@ -32,7 +32,7 @@ def _file(text: str) -> Path:
 
 
 def printed(rows: Iterable[Row], columns: Columns) -> list[Row]:
-    """All `rows`, each printed as soon as it is there."""
+    """Print each row as soon as it is measured; return all of them."""
     print("".join(f"{heading:>{width}}" for _, heading, width, _ in columns))
     done = []
     for row in rows:
@@ -42,12 +42,13 @@ def printed(rows: Iterable[Row], columns: Columns) -> list[Row]:
 
 
 def write_rows(path: Path | None, rows: list[Row], **settings: object) -> None:
+    """Write the rows and the settings that they were measured with as JSON, if there is a path."""
     if path:
         write_json(path, {**settings, "rows": rows})
 
 
 def plot(path: Path | None, panels: Mapping[str, Lines], y: str) -> None:
-    """One panel for each x label, side by side."""
+    """Draw one panel for each x label, side by side, if there is a path."""
     if not path:
         return
     import matplotlib

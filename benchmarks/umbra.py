@@ -1,6 +1,6 @@
-"""Umbra's engine for benchmarks: token ids in, logits out, each step the runner's own; random weights, no sampling.
+"""Umbra's engine for benchmarks: token ids to logits through the runner's own steps, with random weights, no sampling.
 
-Decode repeats one position: the last token of every sequence is replaced, and its keys and values are written over, so
+Decode repeats one position: the last token of every sequence is replaced and its keys and values are overwritten, so
 that any number of steps has the same context.
 """
 
@@ -25,7 +25,7 @@ class Umbra:
         self, case_name: str, layers: int | None, format: str, threads: int, instruction_set: str, sequences: int,
         longest: int,
     ):  # fmt: skip
-        """`layers`: None for as many as the case's checkpoint has; room for `sequences` of `longest` tokens."""
+        """An engine with room for `sequences` of `longest` tokens; `layers` None: as many as the case's checkpoint."""
         settings = dict(
             with_ckpt="false", exe_mode="graph", world_size=1, method=format, threads=threads,
             instruction_set=instruction_set, batch_size=sequences, input_max_len=longest, max_new_tokens=ROOM,
@@ -49,12 +49,12 @@ class Umbra:
         self.forced = ForcedRun(self.runner.engine)
 
     def random_prompts(self, count: int, length: int, generator: torch.Generator) -> list[list[int]]:
-        """Each its own: sequences with the same tokens would be routed to the same experts."""
+        """`count` different prompts; sequences with the same tokens would be routed to the same experts."""
         rows: list[list[int]] = torch.randint(self.config.vocab_size, (count, length), generator=generator).tolist()
         return rows
 
     def prefill(self, prompt: list[int]) -> Tensor:
-        """(1, vocabulary) of its last token; nothing stays behind, what was cached before is gone."""
+        """Logits (1, vocabulary) of the last token; the cache is empty before and afterwards."""
         self.forced.close()
         (logits,) = self.forced.add([prompt], ROOM)
         self.forced.close()

@@ -95,8 +95,8 @@ class NpuExperts(ShadowedExperts):
         return torch.ops.umbra.shadow_join(sums, own, self.number, nodes)
 
     def _own(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
-        """The weighted sums of the resident experts, which the vector cores read from their slots and other kernels from a
-        gathered bank. A bank has one expert for each pair of token and expert or, if there are more pairs, all experts."""
+        """The weighted sums of the resident experts. The vector cores read them from their slots, other kernels from a
+        gathered bank, which has one expert for each pair of token and expert or, if there are more pairs, all of them."""
         device, ops = self.device, self.device.ops
         if ops.on_vector_cores(x, self):
             here = device.here[self.index]

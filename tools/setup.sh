@@ -1,17 +1,17 @@
-# Sourced by infer.sh and test.sh: makes .venv with the pinned requirements and builds the native module, each once;
-# later calls cost milliseconds.
+# Sourced by infer.sh and test.sh: makes .venv with the pinned requirements and the project itself (editable), and builds
+# the native module, each once; later calls cost milliseconds.
 
 umbra_setup() {
     umbra_stale && {
         exec 9>.setup.lock
-        flock 9 # a second call that comes meanwhile waits here, then finds the work done
+        flock 9 # a second call at the same time waits here, then finds the work done
         umbra_stale && umbra_make
         exec 9>&-
     }
     return 0
 }
 
-umbra_requirements() { sha256sum requirements.txt tools/setup.sh; }
+umbra_requirements() { sha256sum requirements.txt requirements-dev.txt tools/setup.sh; }
 umbra_sources() { find ops/cpu/csrc -name build -prune -o -type f -print0 | sort -z | xargs -0 sha256sum; }
 
 umbra_stale() {
@@ -29,7 +29,8 @@ umbra_make() {
             umbra_apt python3-venv
             python3 -m venv --clear .venv
         }
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
         umbra_requirements >.venv/umbra-setup
     fi
     echo "building the native CPU kernels ..." >&2
@@ -64,8 +65,8 @@ umbra_setup_beside() {
 
 umbra_site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
 
-# torch_npu on a fake CANN. It is apart because with torch_npu beside it a plain `import torch` fails on a machine without
-# CANN.
+# torch_npu on a fake CANN. It has a folder of its own, because where torch_npu is installed a plain `import torch` fails
+# on a machine without CANN.
 umbra_setup_ascend() {
     umbra_setup_beside ascend
     flock .setup.lock .venv/ascend/bin/python -m tests.fakes.cann.generate .venv/ascend/fake_cann
@@ -86,7 +87,7 @@ umbra_python_ok() {
     }
 }
 
-# Debian packages, where we may install them; otherwise say what to install.
+# Installs Debian packages where this user may, and otherwise says which are missing.
 umbra_apt() {
     local sudo=""
     [ "$(id -u)" = 0 ] || sudo="sudo -n"

@@ -1,5 +1,7 @@
-"""How far a case's next-token distributions are from another's, whose logits lie in a file: no machine holds two models
-of any size at once, and the two may need different numbers of ranks.
+"""How far a case's next-token distributions are from those of another case, whose logits are in a file.
+
+The logits go through a file because memory may not hold two models at once, and the two cases may need different
+numbers of ranks.
 """
 
 from pathlib import Path
@@ -11,11 +13,11 @@ from torch.nn.functional import kl_div
 
 from errors import UserError
 
-ROWS = 32  # compared together: with 152k tokens, 19 MB for each copy
+ROWS = 32  # positions compared together: with a vocabulary of 152k, each copy takes 19 MB
 
 
 class LogitsWriter:
-    """The first pass: float32, window after window."""
+    """Writes the logits of the first pass as float32, window after window."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -34,7 +36,8 @@ class LogitsWriter:
 
 
 class Divergence:
-    """The second pass: mean KL(P || Q) in nats, P from the file, Q the case's; how often both prefer one token."""
+    """Compares the second pass with the first: mean KL(P || Q) in nats, P from the file, Q of the case itself; and how
+    often both prefer the same token."""
 
     def __init__(self, path: Path):
         self.file = open(path, "rb")  # noqa: SIM115 (until the process ends)
@@ -44,7 +47,7 @@ class Divergence:
         """`logits`: (tokens, vocabulary) of the next window"""
         for q in logits.split(ROWS):
             p = torch.from_numpy(np.fromfile(self.file, np.float32, q.numel())).view_as(q)
-            # float32 errs by some 1e-8 nats, and takes a third of float64's time
+            # in float32 the error is about 1e-8 nats, in a third of float64's time
             kl = kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="sum", log_target=True)
             self.kl += float(kl)
             self.same += int((p.argmax(-1) == q.argmax(-1)).sum())

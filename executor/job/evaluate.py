@@ -1,31 +1,27 @@
-"""Perplexity of a case's model on a text, in windows that do not overlap; with --against, also what it differs by.
+"""Perplexity of a case's model on a text, in windows that do not overlap; optionally compared with another case.
 
-    .venv/bin/python executor/job/evaluate.py --case demo --set method=q4 --text checkpoints/austen_moe/held_out.txt
-    ... --against demo --against-set method=none     # KL(none || q4) in nats, and how often both prefer the same token
-
-Every window starts anew, so its first token is not counted in the perplexity. Works on every platform, exec mode, split
-and quantisation. With --against there are two passes, a process each: the first runs the other case and leaves its
-logits in a temporary folder (TMPDIR says where), vocabulary x 4 bytes for a token; the second runs the case itself
-and compares. KL and agreement are over every position. Memory, beside the model: about three times --batch x --window
-x vocabulary x 4 bytes on each rank, however long the text.
+Every window starts anew, so its first token is not counted in the perplexity. A comparison takes two passes, a process
+each: the first runs the other case and leaves its logits in a temporary folder (TMPDIR says where), vocabulary x 4
+bytes for a token; the second runs the case itself and computes KL(other || case) in nats and how often both prefer the
+same token, over every position. Memory beside the model: about three times batch x window x vocabulary x 4 bytes on
+each rank, however long the text.
 """
 
-import argparse
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from errors import UserError, run_main
+from errors import UserError
 from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
@@ -41,6 +37,30 @@ LOGITS, FIGURES = "logits.f32", "figures.json"  # what the first pass leaves in 
 COLUMNS = ("case", "quantization", "tokens", "loss", "perplexity", "KL (nats)", "top-1 (%)")
 
 Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is to be measured; with `against`, also the case that it is compared with."""
+
+    case: str
+    overrides: list[str]
+    text: Path
+    against: str | None = None
+    against_overrides: list[str] = field(default_factory=list)
+    window: int = 256  # tokens of a window, which attend to each other
+    batch: int = 8  # windows that run together
+    json: Path | None = None  # a file for the figures
+    results: Path | None = None  # a folder for the ranks' logs
+    logits: Path | None = None  # only in the passes of a comparison: the folder that the first leaves its logits in
+
+    def arguments(self) -> list[str]:
+        """The command-line arguments that give this again."""
+        pairs = [f"--case={self.case}", *(f"--set={pair}" for pair in self.overrides), f"--text={self.text}"]
+        pairs += [f"--window={self.window}", f"--batch={self.batch}"]
+        pairs += [f"--against-set={pair}" for pair in self.against_overrides]
+        options = dict(against=self.against, json=self.json, results=self.results, logits=self.logits)
+        return pairs + [f"--{name}={value}" for name, value in options.items() if value]
 
 
 def evaluate(
@@ -64,7 +84,7 @@ def evaluate(
 
 
 def read_windows(case: Case, path: Path, size: int) -> list[list[int]]:
-    """The token ids of the text, cut; a last window of a single token is left out."""
+    """The token ids of the text in windows of `size`; a last window of a single token is left out."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -75,37 +95,60 @@ def read_windows(case: Case, path: Path, size: int) -> list[list[int]]:
     return [ids[i : i + size] for i in range(0, len(ids), size) if i + 1 < len(ids)]
 
 
-def compare(case: Case, other: Case, args: argparse.Namespace, argv: list[str]) -> None:
-    """Both passes, one after the other."""
-    windows = read_windows(case, args.text, args.window)
+def evaluate_case(asked: Evaluation, program: list[str]) -> None:
+    """Print the figures. `program`, followed by the arguments of an Evaluation, is how a pass and a rank start."""
+    if asked.window < 2 or asked.batch < 1:
+        raise UserError(f"--window {asked.window} must be at least 2, --batch {asked.batch} at least 1")
+    if asked.against_overrides and not asked.against:
+        raise UserError("--against-set: belongs to --against CASE, which is missing")
+    case = load(asked, asked.case, asked.overrides)
+    if asked.against and not asked.logits:
+        return compare(case, load(asked, asked.against, asked.against_overrides), asked, program)
+    if case.world_size > 1 and not rank_env().launched:
+        return launch(case, [*program, *asked.arguments()])
+    run_pass(case, asked)
+
+
+def load(asked: Evaluation, name: str, overrides: list[str]) -> Case:
+    case = with_room(load_case(name, overrides), asked.batch, asked.window, new_tokens=1)
+    load_model_config(case)
+    return case
+
+
+def compare(case: Case, other: Case, asked: Evaluation, program: list[str]) -> None:
+    """Run the pass of the other case, then that of the case itself, each in a process of its own."""
+    windows = read_windows(case, asked.text, asked.window)
     sizes = {load_model_config(c).vocab_size for c in (case, other)}
-    if len(sizes) > 1 or read_windows(other, args.text, args.window) != windows:
+    if len(sizes) > 1 or read_windows(other, asked.text, asked.window) != windows:
         raise UserError(
-            f"--against {args.against}: its vocabulary is not that of {args.case}: the tokenizer and vocab_size of "
+            f"--against {asked.against}: its vocabulary is not that of {asked.case}: the tokenizer and vocab_size of "
             f"{model_folder(other)} and {model_folder(case)} must be the same"
         )
     needed = sum(map(len, windows)) * sizes.pop() * torch.float32.itemsize
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the folder goes then too
-    with tempfile.TemporaryDirectory(prefix="umbra-evaluate-") as folder:
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the folder is removed then too
+    with tempfile.TemporaryDirectory(prefix="umbra-evaluate-") as name:
+        folder = Path(name)
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise UserError(
-                f"--against {args.against}: its logits take {needed / 1e9:.2f} GB, {folder} has {free / 1e9:.2f} GB "
+                f"--against {asked.against}: its logits take {needed / 1e9:.2f} GB, {folder} has {free / 1e9:.2f} GB "
                 "free: shorten --text, or set TMPDIR to a folder on a larger disk"
             )
         print(f"first {other.name}: its logits take {needed / 1e9:.2f} GB in {folder} until the end", flush=True)
-        first = [f"--case={args.against}", *(f"--set={pair}" for pair in args.against_set), f"--text={args.text}"]
-        first += [f"--window={args.window}", f"--batch={args.batch}", f"--json={folder}/{FIGURES}"]
-        run_pass([*first, f"--logits={folder}"])
-        run_pass([*argv, f"--logits={folder}"])
+        first = Evaluation(
+            case=str(asked.against), overrides=asked.against_overrides, text=asked.text, window=asked.window,
+            batch=asked.batch, json=folder / FIGURES, logits=folder,
+        )  # fmt: skip
+        for each in (first, replace(asked, logits=folder)):
+            start_pass([*program, *each.arguments()])
 
 
-def run_pass(arguments: list[str]) -> None:
-    """This program once more; if it fails, it has said why."""
-    child = subprocess.Popen([sys.executable, os.path.abspath(__file__), *arguments])
+def start_pass(program: list[str]) -> None:
+    """Run one pass and wait for it. If it fails, it has printed why, and this process ends with its status."""
+    child = subprocess.Popen([sys.executable, *program])
     try:
         status = child.wait()
-    except BaseException:  # we are told to end: so is the pass, which ends its ranks
+    except BaseException:  # this process is asked to end: so is the pass, which ends its ranks
         child.terminate()
         child.wait()
         raise
@@ -114,7 +157,7 @@ def run_pass(arguments: list[str]) -> None:
 
 
 def table(rows: list[Figures]) -> str:
-    """The other case first, then the one that is compared."""
+    """The figures as a table: the other case first, then the one that is compared with it."""
     lines = [COLUMNS]
     for row in rows:
         line = (row["case"], row["quantization"], str(row["tokens"]), f"{row['loss']:.4f}", f"{row['perplexity']:.3f}")
@@ -129,63 +172,27 @@ def table(rows: list[Figures]) -> str:
     )
 
 
-def run_case(case: Case, args: argparse.Namespace) -> None:
-    """One pass over the text."""
+def run_pass(case: Case, asked: Evaluation) -> None:
+    """One pass over the text, as this process's rank of `case`."""
 
     def run(results: Path, ranks: RankEnv) -> None:
-        windows = read_windows(case, args.text, args.window)
+        windows = read_windows(case, asked.text, asked.window)
         runner = make_runner(case, results, ranks)
         runner.setup()
         visit: LogitsWriter | Divergence | None = None
-        if args.logits and ranks.rank == 0:
-            visit = Divergence(args.logits / LOGITS) if args.against else LogitsWriter(args.logits / LOGITS)
+        if asked.logits and ranks.rank == 0:
+            visit = Divergence(asked.logits / LOGITS) if asked.against else LogitsWriter(asked.logits / LOGITS)
         figures = {"case": case.name, "quantization": case.quantization.method, **evaluate(runner, windows, visit)}
         if ranks.rank > 0:
             return
-        if isinstance(visit, Divergence):
-            figures |= visit.figures() | {"against": json.loads((args.logits / FIGURES).read_text())}
+        if asked.logits and isinstance(visit, Divergence):
+            figures |= visit.figures() | {"against": json.loads((asked.logits / FIGURES).read_text())}
             print(table([figures["against"], figures]))
         else:
             print(
                 f"{figures['tokens']} tokens: loss {figures['loss']:.4f} nats, perplexity {figures['perplexity']:.3f}"
             )
-        if args.json:
-            write_json(args.json, figures)
+        if asked.json:
+            write_json(asked.json, figures)
 
-    run_rank(case, args.results, run)
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", required=True)
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
-    parser.add_argument("--against", metavar="CASE", help="compare with this case, normally the one in bfloat16")
-    parser.add_argument("--against-set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="its keys")
-    parser.add_argument("--text", type=Path, required=True, help="a UTF-8 text file")
-    parser.add_argument("--window", type=int, default=256, help="tokens of one window")
-    parser.add_argument("--batch", type=int, default=8, help="windows run together")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument("--results", type=Path, help="folder for the ranks' logs")
-    # Of the two passes: without --against the logits are written there, with it they are read.
-    parser.add_argument("--logits", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.window < 2 or args.batch < 1:
-        raise UserError(f"--window {args.window} must be at least 2, --batch {args.batch} at least 1")
-    if args.against_set and not args.against:
-        raise UserError("--against-set: belongs to --against CASE, which is missing")
-
-    def load(name: str, overrides: list[str]) -> Case:
-        case = with_room(load_case(name, overrides), args.batch, args.window, new_tokens=1)
-        load_model_config(case)
-        return case
-
-    case = load(args.case, args.set)
-    if args.against and not args.logits:
-        return compare(case, load(args.against, args.against_set), args, argv)
-    if case.world_size > 1 and not rank_env().launched:
-        return launch(case, [os.path.abspath(__file__), *argv])
-    run_case(case, args)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    run_rank(case, asked.results, run)

@@ -1,12 +1,9 @@
-"""What is in a checkpoint, by its config and the headers of its files: no weight is read, nothing of it is executed.
+"""What is in a checkpoint, by its config and the headers of its files: no weight is read and no code in it is run.
 
-    umbra inspect checkpoints/austen_moe
-    umbra inspect checkpoints/austen_moe --case demo --set method=q4 --json facts.json
-
-With a case: also what each rank of it would keep of this checkpoint. What is missing or unknown is part of the report.
+With a case, also what each rank of it would keep of this checkpoint. Missing and unknown tensors are part of the report
+instead of an error.
 """
 
-import argparse
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -14,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, listed, run_main
+from errors import UserError, listed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Scheme
@@ -40,20 +37,22 @@ class Component:
     name: str
     tensors: int = 0
     nbytes: int = 0  # on disk
-    types: dict[str, int] = dataclasses.field(default_factory=dict)  # how many tensors of each, in safetensors' words
+    types: dict[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # number of tensors of each type, by safetensors' names
 
 
 @dataclasses.dataclass
 class Excluded:
-    """Linear modules that stay as they are although the checkpoint is quantised; `*` stands for any number."""
+    """Linear modules that a quantised checkpoint leaves in floats; `*` in the pattern stands for any number."""
 
     pattern: str
-    of: int  # as many modules match the pattern
+    of: int  # number of modules that match the pattern
     modules: list[str]
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """The facts that are printed, as they go to JSON."""
+    """What the checkpoint in `folder` holds, as a dictionary that can be printed or written as JSON."""
     sketch, scheme, files = sketch_of(plain_case(folder)), read_scheme(folder), CheckpointFiles(folder)
     wanted = wanted_by(sketch.model)
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
@@ -84,7 +83,7 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 
 def inspect_rank(case: Case) -> dict[str, Any]:
-    """Every split is even, so rank 0 stands for all."""
+    """What a rank of `case` keeps of its checkpoint; every split is even, so rank 0 stands for all."""
     sketch = sketch_of(case)
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
     formats = sketch.build.formats
@@ -107,7 +106,7 @@ def model_type(folder: Path) -> str:
 
 
 def plain_case(folder: Path) -> Case:
-    """One rank with every weight, to ask the model what it wants; nothing else of it counts."""
+    """A case of one rank with every weight, from which the model's list of tensors is made; its sizes do not matter."""
     return Case(
         name="inspect",
         model_name=model_type(folder),
@@ -120,7 +119,7 @@ def plain_case(folder: Path) -> Case:
 
 
 def components_of(files: CheckpointFiles, kinds: dict[str, str]) -> list[Component]:
-    """`kinds`: the component of each tensor that the model knows."""
+    """Tensors and bytes by component; `kinds` maps each tensor that the model has to its component."""
     components = {name: Component(name) for name in COMPONENTS}
     for name in files.place:
         shape, stored_type = files.header(name)
@@ -200,12 +199,12 @@ def print_row(name: str, tensors: int, nbytes: int, more: str = "") -> None:
 
 
 def shown(names: list[str]) -> str:
-    """Some of them. Untrusted: what a terminal could take for a command is escaped."""
+    """Some of the names for one line. They are untrusted, so characters that control a terminal are escaped."""
     return listed([name[:400] if name.isprintable() else ascii(name[:400]) for name in names])
 
 
 def flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Keys and values for people: of what each layer has, how many have it."""
+    """Dotted keys and values as text; a tuple of booleans, one for each layer, becomes "N of M"."""
     for key, value in data.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -215,23 +214,15 @@ def flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
             yield prefix + key, ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="its folder")
-    parser.add_argument("--case", help="also count what each rank of this case keeps of it")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
-    parser.add_argument("--json", type=Path, help="also write the facts here")
-    args = parser.parse_args(argv)
-    if args.set and not args.case:
-        raise UserError(f"--set {args.set[0]}: there is no case to set it in: give --case as well")
-    facts = inspect(args.checkpoint)
-    if args.case:
-        case = load_case(args.case, args.set)
-        facts["rank"] = inspect_rank(dataclasses.replace(case, model_path=str(args.checkpoint.resolve())))
+def inspect_checkpoint(folder: Path, case_name: str | None, overrides: list[str], json: Path | None) -> None:
+    """Print the facts of the checkpoint in `folder`, with a case also what each rank of it keeps; `json`: a file for
+    them."""
+    if overrides and not case_name:
+        raise UserError(f"--set {overrides[0]}: there is no case to set it in: give --case as well")
+    facts = inspect(folder)
+    if case_name:
+        case = load_case(case_name, overrides)
+        facts["rank"] = inspect_rank(dataclasses.replace(case, model_path=str(folder.resolve())))
     print_facts(facts)
-    if args.json:
-        write_json(args.json, facts)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    if json:
+        write_json(json, facts)

@@ -1,10 +1,10 @@
-"""Runs one case on all its ranks: `bash infer.sh [CASE] [--set section.key=value ...]`.
+"""Starts a case's ranks and says why a job ended.
 
-One rank: this process becomes it. More: torchrun's engine starts them, watches them, and ends all when one fails.
-For several nodes, give each the same NNODES, MASTER_ADDR and MASTER_PORT and its own NODE_RANK.
+A case of one rank replaces this process. For more, torchrun's engine starts the ranks, watches them, and ends all of
+them when one fails. On several nodes, each launcher gets the same NNODES, MASTER_ADDR and MASTER_PORT and a NODE_RANK
+of its own.
 """
 
-import argparse
 import logging
 import os
 import signal
@@ -12,55 +12,34 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from errors import EXIT_STATUS, UserError, run_main
+from errors import EXIT_STATUS, UserError
 from executor.config.case import Case
 from executor.config.env import node_env
-from executor.config.load import list_cases, load_case, load_model_config
+from executor.config.load import load_case, load_model_config
 from executor.engine.settings import platform_settings
 from executor.job.preflight import check_ready
 from executor.job.results import create_results, discard_results
 from executor.platform import start_environment
-from executor.platform.ascend.compile_cache import clear_cache
 from files import ROOT
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="bash infer.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("case", nargs="?", default="demo", help="a name in yaml_configs/, or a path ending in .yaml")
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys (docs/config.md)"
-    )
-    parser.add_argument("--list", action="store_true", help="show the cases")
-    parser.add_argument("--clear-cache", action="store_true", help="remove the case's compiled graphs and stop")
-    parser.add_argument("--plan", action="store_true", help="count memory, with shadow experts predict times, and stop")
-    args = parser.parse_args(argv)
-    if args.list:
-        cases = list_cases()
-        for name, description in cases:
-            print(f"{name:<{max(len(n) for n, _ in cases)}}  {description}")
-        return
-    case = load_case(args.case, args.set)
-    if args.clear_cache:
-        print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
-        return
+def run_case(name: str, overrides: list[str]) -> None:
+    """Check the case `name` with its `overrides`, then generate with it on all its ranks."""
+    case = load_case(name, overrides)
     load_model_config(case)  # refuse before a single rank is started
-    if args.plan:
-        from executor.planning.report import show_plan
-
-        return show_plan(case)
     check_ready(case)
-    os.environ["CASE_NAME"] = args.case
-    overrides = ["--set", *args.set] if args.set else []
-    launch(case, [str(ROOT / "run.py"), *overrides])
+    os.environ["CASE_NAME"] = name
+    launch(case, [str(ROOT / "run.py"), *(f"--set={pair}" for pair in overrides)])
 
 
 def launch(case: Case, program: list[str]) -> None:
-    """Run the Python `program` as every rank of `case`; returns only when all have succeeded."""
+    """Run `program`, a script or `-m` and a module with their arguments, as every rank of `case`.
+
+    Returns only when all ranks have succeeded; otherwise this process ends with the job's exit status.
+    """
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
     if case.world_size == 1:
         sys.stdout.flush()
@@ -73,9 +52,10 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
     if case.world_size % nodes.nnodes:
         raise UserError(f"NNODES={nodes.nnodes} does not divide world_size: {case.world_size} of case {case.name}")
     local = case.world_size // nodes.nnodes
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # run.py sets each rank's threads; this stills torchrun's warning
-    if case.platform == "cpu":  # elsewhere warnings of native code matter, such as of an op that falls back
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost partner raises too, and is told from there, once
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank sets its own threads; this silences torchrun's warning
+    if case.platform == "cpu":  # on Ascend, warnings of native code matter, such as one about an op that falls back
+        # A lost partner also raises an exception, which is reported once.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if nodes.nnodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]  # a free port
@@ -89,14 +69,14 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, get_args_parser
 
-    logging.disable(logging.ERROR)  # of torchrun in this process; what happened is told below, once
+    logging.disable(logging.ERROR)  # torchrun's own messages; a failure is reported once, below
     results = create_results(case.name)
     ranks = [*where, f"--nproc-per-node={local}", "--max-restarts=0", *program, "--results", str(results)]
     config, command, arguments = config_from_args(get_args_parser().parse_args(ranks))
     try:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
-        status = _tell(error, results)
+        status = _report(error, results)
         if status == EXIT_STATUS:
             discard_results(results)
         sys.exit(status)
@@ -107,8 +87,8 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
         raise UserError(f"the nodes did not find each other at {config.rdzv_endpoint}: {error}") from None
 
 
-def _tell(error: "ChildFailedError", results: Path) -> int:
-    """Print why the job ended; returns its exit status."""
+def _report(error: "ChildFailedError", results: Path) -> int:
+    """Print why the job ended; return its exit status."""
     rank, failure = _cause(error)
     record = failure.error_file_data.get("message", {})
     if failure.exitcode == EXIT_STATUS and record:
@@ -122,12 +102,12 @@ def _tell(error: "ChildFailedError", results: Path) -> int:
 
 
 def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
-    """The failure that started it; the others broke down in its wake, when their collectives lost a partner.
+    """The rank whose failure ended the job, and that failure; the other ranks failed because of it.
 
-    A rank that died without a word (killed, out of memory, crashed in native code) comes first. Else the earliest
-    word: a rank writes its error before its connections close, so the times of the error files are in the order of
-    cause and effect, where the timestamps inside them, in whole seconds, are not. Last come ranks that gloo aborted,
-    which it does when a partner is gone, and those that were stopped because of the failure.
+    A rank that died without writing an error (killed, out of memory, crashed in native code) comes first, then the
+    rank that wrote its error earliest. A rank writes its error before its connections close, so the modification times
+    of the error files are in the order of cause and effect; the timestamps inside them are whole seconds and are not.
+    Ranks that gloo aborted, because a partner was gone, and ranks that were stopped after the failure come last.
     """
 
     def order(item: "tuple[int, ProcessFailure]") -> tuple[int, float]:
@@ -138,7 +118,3 @@ def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
         return wake.get(failure.exitcode, 0), failure.timestamp
 
     return min(error.failures.items(), key=order)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,20 +1,16 @@
-"""Logits of given token ids, for comparing engines: every sequence as one batch, then N greedy steps.
-
-    .venv/bin/python executor/job/logits.py --case demo --ids "1,2,3;7,8" --steps 4 --out logits.npz
+"""Logits of given token ids, for comparing engines: all sequences in one batch, then N greedy steps.
 
 Writes float32 arrays for each sequence i: prefill_i (tokens, vocabulary), decode_i (N, vocabulary), and ids_i, the
 given ids followed by the N chosen ones, so that row t of prefill_i and decode_i together belongs to token ids_i[t].
 """
 
-import argparse
 import dataclasses
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from errors import UserError, run_main
+from errors import UserError
 from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
 from executor.config.load import load_case, load_model_config
@@ -52,7 +48,7 @@ def with_room(case: Case, sequences: int, longest: int, new_tokens: int) -> Case
 
 
 def collect_logits(runner: ModelRunner, ids: list[list[int]], steps: int) -> dict[str, np.ndarray]:
-    """The arrays to be written; every rank gets all of them."""
+    """The arrays by their names in the file, the same on every rank."""
     forced, tokens = ForcedRun(runner.engine), [list(row) for row in ids]
     prefill = forced.add(ids, steps + 1, all_logits=True)
     last, decode = prefill, [logits[:0] for logits in prefill]
@@ -78,34 +74,28 @@ def prefill_logits(runner: ModelRunner, ids: list[list[int]]) -> list[torch.Tens
     return logits
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", required=True)
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
-    parser.add_argument("--ids", required=True, help='token ids of each sequence: "1,2,3;7,8"')
-    parser.add_argument("--steps", type=int, default=0, help="greedy steps after the prefill")
-    parser.add_argument("--out", type=Path, required=True, help="the .npz to write")
-    parser.add_argument("--results", type=Path, help="folder for the ranks' logs")
-    args = parser.parse_args(argv)
-    if args.steps < 0:
-        raise UserError(f"--steps {args.steps}: must not be negative")
-    case = load_case(args.case, args.set)
-    ids = parse_ids(args.ids, load_model_config(case).vocab_size)
-    case = sized_for(case, ids, args.steps)
+def write_logits(
+    case_name: str, overrides: list[str], ids: str, steps: int, out: Path, results: Path | None, program: list[str]
+) -> None:
+    """Write the logits of `ids` and of `steps` greedy steps to `out`.
+
+    With several ranks, every rank is started as `program`, which must call this with the same arguments.
+    """
+    if steps < 0:
+        raise UserError(f"--steps {steps}: must not be negative")
+    case = load_case(case_name, overrides)
+    rows = parse_ids(ids, load_model_config(case).vocab_size)
+    case = sized_for(case, rows, steps)
     load_model_config(case)  # once more, for the length
     if case.world_size > 1 and not rank_env().launched:
-        return launch(case, [os.path.abspath(__file__), *argv])
+        return launch(case, program)
 
     def write(results: Path, ranks: RankEnv) -> None:
         runner = make_runner(case, results, ranks)
         runner.setup()
-        arrays = collect_logits(runner, ids, args.steps)
+        arrays = collect_logits(runner, rows, steps)
         if ranks.rank == 0:
-            write_whole(args.out, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
-            print(f"wrote {args.out}: {len(ids)} sequences, {args.steps} steps")
+            write_whole(out, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+            print(f"wrote {out}: {len(rows)} sequences, {steps} steps")
 
-    run_rank(case, args.results, write)
-
-
-if __name__ == "__main__":
-    run_main(main)
+    run_rank(case, results, write)

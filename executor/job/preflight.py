@@ -1,4 +1,4 @@
-"""What a case needs of this machine, looked for before a single rank is started; imports nothing heavy."""
+"""Checks that this machine has what a case needs before a rank is started; imports nothing heavy."""
 
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from executor.config.platforms import PLATFORMS
 
 
 def check_ready(case: Case) -> None:
+    """Refuse a case whose checkpoint or platform plugin is missing here."""
     folder, plugin = model_folder(case), PLATFORMS[case.platform].plugin
     if case.model_config.with_ckpt and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         raise UserError(

@@ -1,9 +1,9 @@
-"""Writes the quantised checkpoint layer by layer, so that a run that was killed goes on where it was.
+"""Writes the quantised checkpoint layer by layer, so that a run that was killed can be resumed.
 
-Every file appears whole, by a rename, so a file that is there is finished. The index and config.json come last: a
-folder without them does not load. Calibration hands the outputs of the *original* layers on, so that layers that are
-already written are simply computed again, and a resumed run writes the same bytes. In memory: one layer, and with
-calibration its tokens' hidden states.
+Every file is written under a temporary name and then renamed, so a file that exists is complete. The index and
+config.json are written last: a folder without them does not load. During calibration each layer's input is the output
+of the *original* layers before it, so a resumed run recomputes the layers that are already written and produces the
+same bytes. Memory holds one layer at a time and, with calibration, the hidden states of its tokens.
 """
 
 import hashlib
@@ -30,17 +30,21 @@ from files import write_json, write_whole
 from models.hf_config import read_json
 
 STATE, REST = "quantize_state.json", "model-rest.safetensors"
-WINDOW = 256  # tokens of calibration text that see each other
+WINDOW = 256  # tokens of calibration text that attend to each other
 
 
 @dataclass(frozen=True)
 class Calibration:
     path: Path
-    tokens: int  # of the text's beginning, at most
+    tokens: int  # at most so many tokens from the beginning of the text are used
 
 
 @torch.inference_mode()
 def convert(source: Source, out: Path, group: int, calibration: Calibration | None) -> None:
+    """Write `source` to the folder `out` with one scale for `group` columns.
+
+    Without calibration, weights are rounded to the nearest step. With it, they are scaled first (search.py).
+    """
     source.check_group(group)
     text = _read_text(calibration.path) if calibration else ""
     state: dict[str, Any] = {"group": group, "source": source.digest()}
@@ -71,7 +75,7 @@ def convert(source: Source, out: Path, group: int, calibration: Calibration | No
 
 
 def _begin(out: Path, state: dict[str, Any]) -> None:
-    """A new folder, or one that was begun with the same state."""
+    """Create the folder, or check that it was begun with the same state."""
     if (out / STATE).is_file():
         before = read_json(out / STATE)
         differ = sorted(key for key in before.keys() | state.keys() if before.get(key) != state.get(key))
@@ -96,7 +100,7 @@ def _read_text(path: Path) -> str:
 
 
 def _token_ids(source: Source, text: str, calibration: Calibration) -> Tensor:
-    """(B, L): windows of equal length, what does not fill one left out"""
+    """(B, L): windows of equal length; tokens that do not fill the last window are left out."""
     ids = Tokenizer(source.folder).encode(text, chat=False)[: calibration.tokens]
     if len(ids) < 2:
         raise UserError(f"--calibrate {calibration.path}: fewer than two tokens")
@@ -109,7 +113,7 @@ def _token_ids(source: Source, text: str, calibration: Calibration) -> Tensor:
 
 
 def _embedded(source: Source, ids: Tensor) -> Tensor:
-    """(B, L, H) float32"""
+    """The tokens' rows of the embedding table, (B, L, H) float32."""
     name = "model.embed_tokens.weight"
     return source.read([name])[name][ids].float()
 
@@ -121,7 +125,7 @@ def _wide(tensors: dict[str, Tensor], name: str) -> Tensor:
 def _packed(
     source: Source, index: int, tensors: dict[str, Tensor], folds: list[Fold], group: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one layer as they are written."""
+    """The tensors of one layer as they are written to the checkpoint."""
     linears = linear_shapes(source.config, source.config.sparse_layers[index])
     for name, tensor in fold(tensors, folds):
         full = f"model.layers.{index}.{name}"
@@ -135,7 +139,7 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.chmod((path.parent / STATE).stat().st_mode)  # safetensors leaves it to its owner alone
+        temporary.chmod((path.parent / STATE).stat().st_mode)  # safetensors makes the file readable by its owner only
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
@@ -148,7 +152,7 @@ def _copy(path: Path, to: Path) -> None:
 
 
 def _finish(source: Source, out: Path, paths: list[Path], group: int) -> None:
-    """What makes the folder a checkpoint; config.json is the last."""
+    """Write the index and, last, config.json, which make the folder a checkpoint."""
     places: dict[str, str] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:

@@ -1,6 +1,6 @@
 """One decoder layer of Qwen3-MoE in plain float32, in parts, so that a search can vary the weights of each part.
 
-B windows of L tokens; H hidden size. Tensor names are those of the checkpoint without `model.layers.N.`.
+Shapes: B windows of L tokens, hidden size H. Tensor names are those of the checkpoint without `model.layers.N.`.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,17 +14,17 @@ from models.layers.rotary import rotary_angles
 from models.qwen3_moe.config import Qwen3MoeConfig
 from ops.reference import rms_norm, rope, route_softmax
 
-Weights = Callable[[str], Tensor]  # the float32 tensor of a name
+Weights = Callable[[str], Tensor]  # maps a tensor's name to its values in float32
 QKV = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
 def mlps(config: Qwen3MoeConfig, sparse: bool) -> list[str]:
-    """Where the layer's gate, up and down projections are: one place, or one for each expert."""
+    """Name prefixes of the layer's gate, up and down projections: one, or one for each expert."""
     return [f"mlp.experts.{e}." for e in range(config.num_experts)] if sparse else ["mlp."]
 
 
 def linear_shapes(config: Qwen3MoeConfig, sparse: bool) -> dict[str, tuple[int, int]]:
-    """The weights of a layer that are quantised, (out, in)."""
+    """The shapes (out, in) of the layer's weights that are quantised."""
     hidden = config.hidden_size
     q_rows, kv_rows = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     shapes = dict(zip(QKV, ((q_rows, hidden), (kv_rows, hidden), (kv_rows, hidden)), strict=True))
@@ -37,7 +37,7 @@ def linear_shapes(config: Qwen3MoeConfig, sparse: bool) -> dict[str, tuple[int, 
 
 
 def float_shapes(config: Qwen3MoeConfig, sparse: bool) -> dict[str, tuple[int, ...]]:
-    """The layer's other tensors."""
+    """The shapes of the layer's tensors that are not quantised."""
     hidden, dim = (config.hidden_size,), (config.head_dim,)
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": hidden,
@@ -60,7 +60,7 @@ class Routing:
     ids: Tensor  # (tokens, k)
 
     def of(self, expert: int) -> tuple[Tensor, Tensor]:
-        """(rows of the tokens that go to the expert, its weight in each)"""
+        """The rows of the tokens that are routed to the expert, and its weight for each of them."""
         rows, columns = (self.ids == expert).nonzero(as_tuple=True)
         return rows, self.weights[rows, columns, None]
 
@@ -78,7 +78,7 @@ class LayerMath:
         return F.linear(x, w(f"{name}.weight"), bias)
 
     def heads(self, w: Weights, x: Tensor) -> Tensor:
-        """What attention hands to o_proj: x (B, L, H) -> (B, L, heads * head_dim)"""
+        """The input of o_proj: x (B, L, H) -> (B, L, heads * head_dim)"""
         q, k, v = (
             self.linear(w, f"self_attn.{which}_proj", x).unflatten(-1, (-1, self.config.head_dim)) for which in "qkv"
         )
@@ -92,21 +92,21 @@ class LayerMath:
         return self.linear(w, "self_attn.o_proj", self.heads(w, x))
 
     def route(self, w: Weights, x: Tensor) -> Routing:
-        """x (tokens, H); a dense layer is one expert that takes all."""
+        """x (tokens, H); a dense layer is treated as one expert that takes every token."""
         if not self.sparse:
             return Routing(x.new_ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64))
         logits = x @ w("mlp.gate.weight").T
         return Routing(*route_softmax(logits, self.config.num_experts_per_tok, self.config.norm_topk_prob))
 
     def experts(self, routing: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(place, rows, weights) of each expert that has tokens"""
+        """(name prefix, rows, weights) of each expert that has tokens."""
         for expert, place in enumerate(mlps(self.config, self.sparse)):
             rows, share = routing.of(expert)
             if len(rows):
                 yield place, rows, share
 
     def inner(self, w: Weights, place: str, x: Tensor) -> Tensor:
-        """What an expert hands to down_proj."""
+        """The input of an expert's down_proj."""
         return F.silu(x @ w(f"{place}gate_proj.weight").T) * (x @ w(f"{place}up_proj.weight").T)
 
     def mlp(self, w: Weights, x: Tensor, routing: Routing) -> Tensor:
@@ -118,7 +118,7 @@ class LayerMath:
         return out
 
     def forward(self, w: Weights, x: Tensor) -> Tensor:
-        """x (B, L, H) -> (B, L, H), residuals added"""
+        """x (B, L, H) -> (B, L, H), residual connections included."""
         x = x + self.attention(w, self.normed(w, "input_layernorm", x))
         normed = self.normed(w, "post_attention_layernorm", x).flatten(0, 1)
         return x + self.mlp(w, normed, self.route(w, normed)).view_as(x)

@@ -18,15 +18,15 @@ SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of output j: SHIFTS[j % 8]
 
 
 def quantise(weight: Tensor, group: int) -> Quantised:
-    """To the nearest of 16 steps; no weight (out, in) moves by more than half its group's scale."""
+    """Round weights (out, in) to the nearest of 16 steps, each by at most half its group's scale."""
     groups = weight.float().unflatten(1, (-1, group))  # (out, in / group, group)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     exact = (high - low) / LARGEST
-    # Up to the next float16, so that 16 steps span the group even where float16 is coarse; the next larger positive
-    # float is the next larger integer.
+    # Round up to the next float16, so that 16 steps span the group even where float16 is coarse. Among positive floats,
+    # the next larger one has the next larger bit pattern.
     near = exact.half()
     scales = (near.view(torch.int16) + (near.float() < exact)).view(torch.float16)
-    scales = torch.where(exact == 0, 1, scales)  # all weights are zero: any scale will do, but zero
+    scales = torch.where(exact == 0, 1, scales)  # all weights are zero: any scale but zero is right
     step = scales.float()
     zeros = (-low / step).round_()
     quants = (groups / step[..., None]).round_().add_(zeros[..., None]).clamp_(0, LARGEST)
@@ -34,7 +34,7 @@ def quantise(weight: Tensor, group: int) -> Quantised:
 
 
 def pack(values: Tensor) -> Tensor:
-    """(rows, out) of 0 to 15 -> (rows, out / 8) int32"""
+    """Pack values from 0 to 15: (rows, out) -> (rows, out / 8) int32."""
     words = torch.zeros(values.shape[0], values.shape[1] // PACKED, dtype=torch.int32)
     for j, shift in enumerate(SHIFTS):
         words |= values[:, j::PACKED].int() << shift
@@ -42,7 +42,7 @@ def pack(values: Tensor) -> Tensor:
 
 
 def packed_linear(name: str, weight: Tensor, group: int) -> dict[str, Tensor]:
-    """The three tensors that stand for `name`.weight in the checkpoint."""
+    """The three tensors that replace `name`.weight in the checkpoint."""
     q = quantise(weight, group)
     if not q.scales.isfinite().all():
         raise UserError(

@@ -1,9 +1,9 @@
 """Activation-aware scales (AWQ, arXiv 2306.00978) for one decoder layer.
 
-Before rounding, the input columns of matrices are multiplied by s and whatever produces that input is divided by it:
-the same function, but columns with large inputs lose less. s = mean|x|^alpha, with the alpha from a grid that brings
-the part's output, computed with rounded weights, nearest to the exact one. alpha 0 is plain rounding, so that no part
-gets worse on the calibration text.
+Before rounding, the input columns of a matrix are multiplied by s, and the layer that produces this input is divided by
+s. The function stays the same, but columns with large inputs lose less to rounding. s = mean|x|^alpha; alpha is chosen
+from a grid so that the output with rounded weights is nearest to the exact one. alpha 0 is plain rounding, so on the
+calibration text the result is never worse than without scales.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +16,12 @@ from executor.quantize.layer import QKV, LayerMath, Weights, mlps
 from executor.quantize.pack import quantise
 
 STEPS = 20  # alphas from 0 to 0.95
-FLOOR = 0.01  # of the average input: a column that calibration hardly saw still keeps some precision
+FLOOR = 0.01  # least input, relative to the average: columns that calibration hardly used keep some precision
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Multiply the columns of some weights by `scale`, and divide what their input comes from: rows, or a norm."""
+    """Multiply columns of some weights by `scale`, and divide the rows or the norm that produce their input by it."""
 
     scale: Tensor  # (in) float32
     multiplied: frozenset[str]
@@ -31,7 +31,7 @@ class Fold:
 def best_scale(
     x: Tensor, names: frozenset[str], weights: Weights, part: Callable[[Weights], Tensor], group: int
 ) -> Tensor:
-    """The scale for the inputs x (tokens, in) of the matrices `names`, judged by the output of `part`."""
+    """The scale (in) for the inputs x (tokens, in) of the matrices `names` that changes the output of `part` least."""
     exact, size = part(weights), x.abs().mean(0)
     size = size.clamp(min=float(size.mean()) * FLOOR)
     best, least = torch.ones_like(size), float("inf")
@@ -39,13 +39,13 @@ def best_scale(
         scale = size ** (step / STEPS)
         scale = scale / (scale.max() * scale.min()).sqrt()
         error = float((part(_rounded(weights, names, scale, group)) - exact).square().mean())
-        if error < least:  # never where inputs that are all zero make a scale NaN
+        if error < least:  # false where inputs that are all zero make the scale NaN
             best, least = scale, error
     return best
 
 
 def _rounded(weights: Weights, names: frozenset[str], scale: Tensor, group: int) -> Weights:
-    """Weights as they act after being scaled and rounded, for inputs that are not divided."""
+    """Weights that are scaled, rounded and scaled back, so that they apply to the unscaled input."""
 
     def weight(name: str) -> Tensor:
         exact = weights(name)
@@ -55,14 +55,14 @@ def _rounded(weights: Weights, names: frozenset[str], scale: Tensor, group: int)
 
 
 def search_layer(layer: LayerMath, weights: Weights, x: Tensor, group: int) -> Iterator[Fold]:
-    """The folds of a layer with the input x (B, L, H)."""
+    """The folds of a layer whose input is x (B, L, H)."""
     config = layer.config
     normed, names = layer.normed(weights, "input_layernorm", x), frozenset(QKV)
     scale = best_scale(normed.flatten(0, 1), names, weights, lambda w: layer.attention(w, normed), group)
     yield Fold(scale, names, frozenset({"input_layernorm.weight"}))
 
     heads, names = layer.heads(weights, normed), frozenset({"self_attn.o_proj.weight"})
-    if config.num_attention_heads == config.num_key_value_heads:  # else several query heads share a row of v_proj
+    if config.num_attention_heads == config.num_key_value_heads:  # otherwise several query heads share a row of v_proj
         scale = best_scale(
             heads.flatten(0, 1), names, weights, lambda w: layer.linear(w, "self_attn.o_proj", heads), group
         )
@@ -76,7 +76,7 @@ def search_layer(layer: LayerMath, weights: Weights, x: Tensor, group: int) -> I
     yield Fold(scale, names | {"mlp.gate.weight"}, frozenset({"post_attention_layernorm.weight"}))
 
     for place, rows, share in layer.experts(routing):
-        inner = layer.inner(weights, place, flat[rows]) * share  # as much as it counts in the layer's output
+        inner = layer.inner(weights, place, flat[rows]) * share  # weighted as in the layer's output
         yield _fold_down(place, inner, weights, group)
 
 
@@ -87,7 +87,7 @@ def _fold_down(place: str, inner: Tensor, weights: Weights, group: int) -> Fold:
 
 
 def fold(tensors: Mapping[str, Tensor], folds: list[Fold]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a layer in float32, with the folds applied."""
+    """Each tensor of a layer by name, in float32, with the folds applied."""
     folds = [_as_stored(f, tensors) for f in folds]
     for name, tensor in tensors.items():
         wide = tensor.float()
@@ -100,7 +100,7 @@ def fold(tensors: Mapping[str, Tensor], folds: list[Fold]) -> Iterator[tuple[str
 
 
 def _as_stored(f: Fold, tensors: Mapping[str, Tensor]) -> Fold:
-    """With the scale that a divided norm really has once it is rounded to its type, so that the product stays exact."""
+    """The fold with the scale that a norm really gets once it is rounded to its type: the product stays exact."""
     for name in f.divided:
         if name.endswith("norm.weight"):
             exact = tensors[name].float()

@@ -1,4 +1,4 @@
-"""The checkpoint that is quantised: its tensors, proven complete from the headers before any data is read."""
+"""The checkpoint to be quantised; its headers prove that all tensors are there before any data is read."""
 
 import hashlib
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from executor.quantize.pack import PACKED
 from models.qwen3_moe.config import Qwen3MoeConfig
 
 CONFIG = "config.json"
-# Copied as they are, where the checkpoint has them.
+# Files that are copied unchanged where the checkpoint has them.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -41,12 +41,13 @@ class Source:
         self._prove()
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """The tensors of one decoder layer, under their names within it."""
+        """The tensors of one decoder layer, by their names without the layer's prefix."""
         prefix = f"model.layers.{index}."
         tensors = self.read(name for name in self.headers if name.startswith(prefix))
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
     def rest(self) -> dict[str, Tensor]:
+        """The tensors that belong to no decoder layer."""
         return self.read(name for name in self.headers if not name.startswith("model.layers."))
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -55,7 +56,7 @@ class Source:
         return tensors
 
     def check_group(self, group: int) -> None:
-        """Groups and int32 words must come out even."""
+        """Refuse shapes that groups or int32 words do not divide."""
         for index, sparse in enumerate(self.config.sparse_layers):
             for name, (rows, columns) in linear_shapes(self.config, sparse).items():
                 where = f"{self.folder}: model.layers.{index}.{name}"
@@ -65,14 +66,16 @@ class Source:
                     raise UserError(f"{where}: {rows} rows are not a multiple of {PACKED}, as this format needs")
 
     def digest(self) -> str:
-        """Of the config, the files copied, and every tensor file's header and size; not of the weights themselves,
-        which take as long to read as to quantise."""
+        """Hash of the config, the copied files, and every tensor file's header and size.
+
+        The weights themselves are left out, because reading them takes as long as quantising them.
+        """
         digest = hashlib.sha256()
         for path in [self.folder / CONFIG, *self.companions]:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
         for path in sorted(set(self.files.place.values())):
             with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")  # which has been checked
+                length = int.from_bytes(file.read(8), "little")  # checked when the file was opened
                 digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + file.read(length))
         return digest.hexdigest()
 

@@ -18,10 +18,11 @@ from executor.platform import load_platform
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("case")
     parser.add_argument("how", choices=("raise", "kill", "user_error"))
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
-    case = load_case("demo_tp8")
+    case = load_case(args.case, ["world_size=4", "exe_mode=eager"])
 
     def body(results: Path, ranks: RankEnv) -> None:
         platform = load_platform(case.platform)(platform_settings(case), ranks)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from files import ROOT
+from tests.command import umbra
 from tests.tiny import save_tiny, write_case
 
 TEXT = (ROOT / "checkpoints/austen_moe/held_out.txt").read_text()[:24000]
@@ -28,9 +30,9 @@ def perplexity(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     (folder / "text.txt").write_text(TEXT)
     figures = {}
     for method in ("none", "q8", "q4"):
-        command = [sys.executable, "executor/job/evaluate.py", "--case", "demo", "--set", f"method={method}"]
-        command += ["--text", str(folder / "text.txt"), "--json", str(folder / f"{method}.json"), "--window", "200"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        command = ["evaluate", "--case", "demo", "--set", f"method={method}", "--text", str(folder / "text.txt")]
+        command += ["--json", str(folder / f"{method}.json"), "--window", "200", "--results", str(folder)]
+        done = umbra(*command)
         assert done.returncode == 0, done.stderr
         data = json.loads((folder / f"{method}.json").read_text())
         assert f"perplexity {data['perplexity']:.3f}" in done.stdout
@@ -71,8 +73,7 @@ def test_quantisation_costs_little(perplexity: dict[str, float]) -> None:
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], complaint: str) -> None:
-    command = [sys.executable, "executor/job/evaluate.py", "--case", "demo", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = umbra("evaluate", "--case", "demo", *arguments)
     assert done.returncode == 2
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
@@ -101,15 +102,16 @@ def tiny(tmp_path: Path) -> str:
 
 
 def command_against(folder: Path, case: str, overrides: list[str], *against: str) -> list[str]:
-    command = [sys.executable, "executor/job/evaluate.py", "--case", case, "--set", *overrides, "--against", *against]
+    command = ["evaluate", "--case", case, "--set", *overrides, "--against", *against]
     command += ["--text", str(folder / "text.txt"), "--window", str(WINDOW), "--batch", "2"]
     return [*command, "--json", str(folder / "figures.json")]
 
 
 def run_against(folder: Path, case: str, overrides: list[str], *against: str) -> subprocess.CompletedProcess[str]:
-    scratch = os.environ | {"TMPDIR": str(folder / "scratch")}
-    command = command_against(folder, case, overrides, *against)
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=scratch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder / "scratch"))
+        patch.setattr(tempfile, "tempdir", None)  # what this process has found before
+        return umbra(*command_against(folder, case, overrides, *against))
 
 
 def figures_against(folder: Path, case: str, overrides: list[str], *against: str) -> tuple[dict[str, Any], str]:
@@ -120,13 +122,14 @@ def figures_against(folder: Path, case: str, overrides: list[str], *against: str
 
 
 def distributions(folder: Path, case: str, method: str) -> torch.Tensor:
-    """(positions, vocabulary), float64 log-probabilities by executor/job/logits.py."""
+    """(positions, vocabulary), float64 log-probabilities by `umbra logits`."""
     ids = [LETTERS.index(letter) for letter in TINY_TEXT]
     rows = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
-    command = [sys.executable, "executor/job/logits.py", "--case", case, "--set", f"method={method}"]
-    command += ["--ids", ";".join(",".join(map(str, row)) for row in rows), "--out", str(folder / "logits.npz")]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
-    with np.load(folder / "logits.npz") as arrays:
+    text = ";".join(",".join(map(str, row)) for row in rows)
+    out = str(folder / f"{method}.npz")
+    done = umbra("logits", "--case", case, "--set", f"method={method}", "--ids", text, "--out", out)
+    assert done.returncode == 0, done.stderr
+    with np.load(out) as arrays:
         logits = np.concatenate([arrays[f"prefill_{i}"] for i in range(len(rows))]).astype(np.float64)
     return torch.from_numpy(logits).log_softmax(-1)
 
@@ -173,7 +176,7 @@ def test_failing_pass_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:
 
 def test_ended_from_outside_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
-    command = command_against(tmp_path, tiny, ["method=none"], tiny)
+    command = [sys.executable, "-m", "umbra", *command_against(tmp_path, tiny, ["method=none"], tiny)]
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(scratch)}, stdout=subprocess.PIPE) as job:
         assert job.stdout
         assert job.stdout.readline().startswith(b"first tiny: its logits take ")

@@ -2,8 +2,6 @@
 
 import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from math import prod
@@ -19,7 +17,7 @@ from errors import UserError
 from executor.config.load import load_case, load_model_config
 from executor.engine.building import bind_caches, build_of
 from executor.engine.scheduler import Scheduler, limits_of
-from executor.job.inspect_checkpoint import inspect, inspect_rank, main
+from executor.job.inspect_checkpoint import inspect, inspect_rank
 from executor.job.runner import make_runner as new_runner
 from executor.parallel.join import place_of
 from executor.planning.memory import kind_of, make_plan
@@ -28,8 +26,10 @@ from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from models.registry import model_class
 from ops import load_ops
+from tests.command import umbra
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, make_runner, save_tiny, write_case
+from umbra.cli import execute
 
 DEMO = ROOT / "checkpoints/austen_moe"
 SIZES = dict(hidden_size=64, moe_intermediate_size=32, num_experts=4)
@@ -83,9 +83,7 @@ def test_the_demo_by_its_headers() -> None:
 
 
 def test_the_command_prints_what_it_writes(tmp_path: Path) -> None:
-    command = [sys.executable, "executor/job/inspect_checkpoint.py", "checkpoints/austen_moe", "--case", "demo"]
-    command += ["--json", str(tmp_path / "facts.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = umbra("inspect", str(DEMO), "--case", "demo", "--json", str(tmp_path / "facts.json"))
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "facts.json").read_text())
     for number in (facts["total"]["tensor_nbytes"], facts["rank"]["weights_nbytes"], facts["rank"]["kv_cache_nbytes"]):
@@ -106,7 +104,7 @@ def test_quantised_formats_and_what_they_leave_out(
     folder = tmp_path / "quantised"
     quantise_tiny(tmp_path / "model", folder, format)
     case = write_case(tmp_path / "tiny.yaml", folder)
-    main([str(folder), "--case", str(case), "--json", str(tmp_path / "facts.json")])
+    execute(["inspect", str(folder), "--case", str(case), "--json", str(tmp_path / "facts.json")])
     facts = json.loads((tmp_path / "facts.json").read_text())
     found = facts["quantization"]
     assert (found["bits"], found["group_size"], found["zero_points"]) == (bits, group, zeros)
@@ -132,7 +130,7 @@ def test_flaws_are_part_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixt
     save_tiny(folder, tie_word_embeddings=True)
     extra = {"strange\x1b[2J": torch.zeros(2), "lm_head.weight": torch.zeros(96, 32), EXPERT: torch.zeros(16, 31)}
     damaged(folder, lambda t: [t.pop("model.norm.weight"), t.update(extra)])
-    main([str(folder)])
+    execute(["inspect", str(folder)])
     told = capsys.readouterr().out
     assert "problem: 1 tensors missing: model.norm.weight\n" in told
     assert "problem: 1 tensors that the model does not know: 'strange\\x1b[2J'\n" in told
@@ -230,5 +228,5 @@ def test_bad_arguments_are_one_line(tmp_path: Path, arguments: list[str], compla
         folder = tmp_path
         (folder / "config.json").write_text(configs[arguments[0]])
     with pytest.raises(UserError) as raised:
-        main([str(folder), *arguments[1:]])
+        execute(["inspect", str(folder), *arguments[1:]])
     assert complaint in str(raised.value)

@@ -1,7 +1,9 @@
 """Splitting a model over ranks changes nothing: real jobs, started as a user starts them, against one rank."""
 
+import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.tiny import make_runner, save_tiny, tiny_case, write_case
 
 STEPS = 6
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53)), [2, 2], [60, 61, 62]]
+Arrays = dict[str, np.ndarray]
 SPLITS: dict[str, dict[str, Any]] = {
     "tp2": dict(world_size=2),
     "tp4_moe_2x2": dict(world_size=4, moe_tp_size=2),
@@ -33,20 +36,69 @@ DEMO_SPLITS: dict[str, dict[str, Any]] = {
     "tp8": dict(world_size=8),
     "tp8_moe_2x4": dict(world_size=8, moe_tp_size=2),
 }
+IN_FLOATS = ["dtype=float32", "method=none"]
 
 
-def run_split(case: str, split: dict[str, Any], ids: list[list[int]], out: Path) -> dict[str, np.ndarray]:
-    overrides = ["dtype=float32", "method=none", *(f"{k}={v}" for k, v in split.items())]
-    text = ";".join(",".join(map(str, row)) for row in ids)
-    command = [sys.executable, "executor/job/logits.py", "--case", case, "--set", *overrides]
-    command += ["--ids", text, "--steps", str(STEPS), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with np.load(out) as arrays:
-        return dict(arrays)
+def overrides_of(split: dict[str, Any]) -> list[str]:
+    return [*IN_FLOATS, *(f"{key}={value}" for key, value in split.items())]
 
 
-def assert_same(split: dict[str, np.ndarray], alone: dict[str, np.ndarray]) -> None:
+class Jobs:
+    """One job for all splits with as many ranks, run when the first of them is asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        # Biases, a dense layer and a tied head come along.
+        save_tiny(folder / "model", attention_bias=True, mlp_only_layers=[1], tie_word_embeddings=True)
+        self.tiny = str(write_case(folder / "split.yaml", folder / "model"))
+        demo = load_case("demo", IN_FLOATS)
+        self.demo_ids = encode_prompts(demo, Tokenizer(ROOT / demo.model_path))
+        self.tiny_alone, self.demo_alone, self.job = cache(self._tiny_alone), cache(self._demo_alone), cache(self._job)
+
+    def _tiny_alone(self) -> Arrays:
+        one_rank = sized_for(tiny_case(self.folder, self.folder / "model"), IDS, STEPS)
+        return collect_logits(make_runner(one_rank, self.folder), IDS, STEPS)
+
+    def _demo_alone(self) -> Arrays:
+        case = sized_for(load_case("demo", IN_FLOATS), self.demo_ids, STEPS)
+        return collect_logits(make_runner(case, self.folder), self.demo_ids, STEPS)
+
+    def _job(self, world_size: int) -> "subprocess.CompletedProcess[str]":
+        jobs = [
+            [f"{kind}_{name}", case, overrides_of(split), ids]
+            for kind, case, splits, ids in (
+                ("tiny", self.tiny, SPLITS, IDS),
+                ("demo", "demo", DEMO_SPLITS, self.demo_ids),
+            )
+            for name, split in splits.items()
+            if split["world_size"] == world_size
+        ]
+        path = self.folder / f"ranks{world_size}.json"
+        path.write_text(json.dumps(jobs))
+        program = ["tests/executor/job/logits_ranks.py", str(path), str(STEPS)]
+        start = f"""
+from errors import run_main
+from executor.config.load import load_case
+from executor.job.launch import launch
+run_main(lambda argv: launch(load_case({self.tiny!r}, ["world_size={world_size}"]), {program!r}))
+"""
+        return subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    def split(self, name: str, split: dict[str, Any]) -> Arrays:
+        done = self.job(split["world_size"])
+        path = self.folder / f"{name}.npz"
+        assert path.exists(), done.stdout + done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
+        with np.load(path) as arrays:
+            return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("splits"))
+
+
+def assert_same(split: Arrays, alone: Arrays) -> None:
     assert split.keys() == alone.keys()
     for name, expected in alone.items():
         if name.startswith("ids"):
@@ -56,18 +108,21 @@ def assert_same(split: dict[str, np.ndarray], alone: dict[str, np.ndarray]) -> N
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_tiny_model_split_equals_one_rank(tmp_path: Path, split: str) -> None:
-    """Biases, a dense layer and a tied head come along."""
-    save_tiny(tmp_path / "model", attention_bias=True, mlp_only_layers=[1], tie_word_embeddings=True)
-    one_rank = sized_for(tiny_case(tmp_path, tmp_path / "model"), IDS, STEPS)
-    alone = collect_logits(make_runner(one_rank, tmp_path), IDS, STEPS)
-    case = write_case(tmp_path / "split.yaml", tmp_path / "model")
-    assert_same(run_split(str(case), SPLITS[split], IDS, tmp_path / "split.npz"), alone)
+def test_tiny_model_split_equals_one_rank(jobs: Jobs, split: str) -> None:
+    assert_same(jobs.split(f"tiny_{split}", SPLITS[split]), jobs.tiny_alone())
 
 
 @pytest.mark.parametrize("split", DEMO_SPLITS)
-def test_demo_model_split_equals_one_rank(tmp_path: Path, split: str) -> None:
-    case = load_case("demo", ["dtype=float32", "method=none"])
-    ids = encode_prompts(case, Tokenizer(ROOT / case.model_path))
-    alone = collect_logits(make_runner(sized_for(case, ids, STEPS), tmp_path), ids, STEPS)
-    assert_same(run_split("demo", DEMO_SPLITS[split], ids, tmp_path / "split.npz"), alone)
+def test_demo_model_split_equals_one_rank(jobs: Jobs, split: str) -> None:
+    assert_same(jobs.split(f"demo_{split}", DEMO_SPLITS[split]), jobs.demo_alone())
+
+
+def test_the_command_starts_its_ranks(jobs: Jobs, tmp_path: Path) -> None:
+    """`umbra logits` of a case with two ranks starts itself on both."""
+    text = ";".join(",".join(map(str, row)) for row in IDS)
+    command = [sys.executable, "-m", "umbra", "logits", "--case", jobs.tiny, "--set", *overrides_of(SPLITS["tp2"])]
+    command += ["--ids", text, "--steps", str(STEPS), "--out", str(tmp_path / "split.npz")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with np.load(tmp_path / "split.npz") as arrays:
+        assert_same(dict(arrays), jobs.tiny_alone())

@@ -248,9 +248,7 @@ def test_clearing_does_not_follow_links(tmp_path: Path) -> None:
     assert (tmp_path / "precious" / "file").exists()
 
 
-@pytest.mark.parametrize(
-    "command", [["-m", "executor.job.launch", "demo", "--clear-cache"], ["run.py", "--clear-cache"]]
-)
+@pytest.mark.parametrize("command", [["-m", "umbra", "run", "demo", "--clear-cache"], ["run.py", "--clear-cache"]])
 def test_the_commands_clear_and_stop(command: list[str]) -> None:
     environment = os.environ | {"CASE_NAME": "demo"}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)

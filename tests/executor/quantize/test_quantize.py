@@ -1,8 +1,6 @@
-"""executor/quantize/command.py: what it writes, the search for scales, and runs that are killed and go on."""
+"""`umbra quantize`: what it writes, the search for scales, and runs that are killed and go on."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from executor.quantize.pack import quantise
 from executor.quantize.search import Fold, fold, search_layer
 from executor.quantize.source import Source
 from files import ROOT
+from tests.command import umbra
 from tests.quantised import awq_meaning
 from tests.tiny import save_tiny
 
@@ -266,8 +265,7 @@ def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_are_one_line(model: Path, tmp_path: Path, arguments: list[str], complaint: str) -> None:
-    command = [sys.executable, "executor/quantize/command.py", "--model", str(model), "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, "--group", "32", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = umbra("quantize", "--model", str(model), "--out", str(tmp_path / "out"), "--group", "32", *arguments)
     assert done.returncode == 2
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1

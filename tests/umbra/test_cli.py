@@ -1,0 +1,113 @@
+"""The command line: help that fits a screen, a light start, and commands that reach what they name."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from files import ROOT
+from tests.command import umbra
+from umbra.cli import benchmarks
+
+COMMANDS = ["run", "chat", "plan", "list", "inspect", "quantize", "evaluate", "logits", "bench"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda command: " ".join(command) or "-")
+def test_help_fits_a_screen_and_starts_with_an_example(command: list[str]) -> None:
+    shown = umbra(*command, "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith(f"example: umbra {' '.join(command)}")
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    if not command:
+        assert [line.split()[0] for line in lines if line.startswith("    ")] == COMMANDS
+
+
+@pytest.mark.parametrize("command", [["list"], ["run", "--list"], ["plan", "--help"], ["bench"], ["run", "demmo"]])
+def test_light_commands_import_no_torch(command: list[str]) -> None:
+    code = f"""
+import sys
+from umbra.cli import execute
+try:
+    execute({command!r})
+except BaseException:
+    pass
+sys.exit("torch" in sys.modules or "numpy" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_list_and_run_list_are_one() -> None:
+    shown = umbra("list")
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == sorted(
+        path.stem for path in (ROOT / "yaml_configs").glob("*.yaml")
+    )
+    assert umbra("run", "--list").stdout == shown.stdout
+
+
+def test_chat_gets_the_case_and_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, list[str]]] = []
+    module = ModuleType("umbra.chat")
+    module.chat = lambda case_name, overrides: calls.append((case_name, overrides))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "umbra.chat", module)
+    for command in (
+        ["chat", "demo"],
+        ["run", "--chat", "demo"],
+        ["run", "demo", "--chat"],
+        ["chat"],
+        ["run", "--chat"],
+    ):
+        assert umbra(*command, "--set", "threads=1", "seed=3").returncode == 0
+    assert calls == [(case, ["threads=1", "seed=3"]) for case in ("demo", "demo", "demo", "demo_chat", "demo_chat")]
+
+
+def test_bench_lists_what_can_run_and_passes_arguments_on() -> None:
+    shown = umbra("bench")
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == list(benchmarks())
+    assert "cpu_decode" in benchmarks()
+    assert "machine" not in benchmarks()  # only others import it
+    assert all(len(summary) > 20 for summary in benchmarks().values())
+    assert "--seconds" in umbra("bench", "cpu_decode", "--help").stdout
+    wrong = umbra("bench", "cpu_decod")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "no benchmark 'cpu_decod'; nearest: cpu_decode" in wrong.stderr
+
+
+def test_unknown_commands_are_refused() -> None:
+    refused = umbra("ran")
+    assert refused.returncode == 2
+    assert "invalid choice: 'ran'" in refused.stderr
+
+
+def test_requirements_are_pinned_once() -> None:
+    assert 'dynamic = ["dependencies", "optional-dependencies"]' in (ROOT / "pyproject.toml").read_text()
+    pins: dict[str, set[str]] = {}
+    for path in ROOT.glob("requirements*.txt"):
+        for line in path.read_text().splitlines():
+            if found := re.match(r"([\w.-]+)==\S+( *;.*)?$", line):
+                pins.setdefault(found[1] + (found[2] or ""), set()).add(path.name)
+            else:
+                assert not line or line.startswith("#"), line
+    assert [name for name, files in pins.items() if len(files) > 1] == []
+
+
+def test_the_project_installs_editable(tmp_path: Path) -> None:
+    """What pip would install is built and put on a path; scripts in any folder then import the project."""
+    code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = tmp_path.glob("umbra_infer-*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    [commands] = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
+    assert "umbra = umbra.cli:main" in commands.read_text()
+    names = ["benchmarks", "cpu_offload", "errors", "executor", "files", "models", "ops", "umbra"]
+    code = (
+        f"import site; site.addsitedir({str(tmp_path / 'site')!r}); import {', '.join(names)}; print(umbra.__path__[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{ROOT / 'umbra'}\n", done.stderr

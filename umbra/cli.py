@@ -1,0 +1,244 @@
+"""The command line: one parser whose subcommands call plain functions of executor/.
+
+Nothing heavy is imported at the top, so that `list`, `plan --help` and every refusal of a case answer without torch.
+"""
+
+import argparse
+import ast
+import difflib
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from errors import UserError, run_main
+from executor.config.load import list_cases, load_case, load_model_config
+from executor.job.launch import run_case
+from executor.platform.ascend.compile_cache import clear_cache
+from files import ROOT
+
+CASE = "a name in yaml_configs/, or a path ending in .yaml"
+QUANTIZE_TOKENS = 8192
+
+
+class Help(argparse.HelpFormatter):
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=28, width=100)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help starts with an example."""
+
+    def __init__(self, *, example: str, **options: Any):
+        super().__init__(formatter_class=Help, **options)
+        self.example = example
+
+    def format_help(self) -> str:
+        return f"example: {self.example}\n\n{super().format_help()}"
+
+
+def main() -> None:
+    """The entry point of `umbra` and `python -m umbra`."""
+    run_main(execute)
+
+
+def execute(argv: list[str]) -> None:
+    """Run one command; bad input raises UserError, or leaves with argparse's message and status 2."""
+    args = make_parser().parse_args(argv)
+    call: Callable[[argparse.Namespace], None] = args.call
+    call(args)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="umbra",
+        example="umbra run demo --set max_new_tokens=40    (COMMAND --help has one for each command)",
+        description="Runs Mixture-of-Experts language models on Huawei Ascend and on plain CPUs.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+
+    def command(name: str, call: Callable[[argparse.Namespace], None], summary: str, example: str) -> Parser:
+        added: Parser = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + ".", example=f"umbra {name} {example}"
+        )
+        added.set_defaults(call=call)
+        return added
+
+    add = command("run", run, "run a case on all its ranks", "demo_tp8 --set max_new_tokens=40 temperature=0.9")
+    add.add_argument("case", nargs="?", help=f"{CASE} (default: demo; with --chat demo_chat)")
+    overrides(add)
+    instead = add.add_mutually_exclusive_group()
+    instead.add_argument("--list", action="store_true", help="only show the cases, as `umbra list` does")
+    instead.add_argument("--plan", action="store_true", help="only plan, as `umbra plan` does")
+    instead.add_argument("--chat", action="store_true", help="talk to the model instead, as `umbra chat` does")
+    instead.add_argument("--clear-cache", action="store_true", help="only remove the case's compiled graphs")
+
+    add = command("chat", talk, "talk to a case's model at the terminal", "demo_chat --set temperature=0.7")
+    add.add_argument("case", nargs="?", default="demo_chat", help=f"{CASE} (default: demo_chat)")
+    overrides(add)
+
+    add = command(
+        "plan", plan, "count a rank's memory; with shadow experts also predict times", "qwen3_235b_a22b_w4a16_tp8"
+    )
+    add.add_argument("case", help=CASE)
+    overrides(add)
+
+    command("list", show_cases, "show the cases in yaml_configs/", "")
+
+    add = command(
+        "inspect",
+        inspect,
+        "show what is in a checkpoint, by its config and headers alone",
+        "checkpoints/austen_moe_awq --case demo_awq",
+    )
+    add.add_argument("checkpoint", type=Path, help="its folder")
+    add.add_argument("--case", help="also count what each rank of this case keeps of it")
+    overrides(add)
+    add.add_argument("--json", type=Path, metavar="FILE", help="also write the facts here")
+
+    add = command(
+        "quantize",
+        quantize,
+        "quantise a Qwen3-MoE checkpoint to 4 bits (AWQ); started again, it resumes",
+        "--model checkpoints/austen_moe --out OUT --group 32 --calibrate TEXT.txt",
+    )
+    add.add_argument("--model", type=Path, required=True, help="folder of a float checkpoint")
+    add.add_argument("--out", type=Path, required=True, help="folder to write: new, or left by the same command")
+    add.add_argument("--group", type=int, choices=(32, 64, 128), default=128, help="columns that share a scale")
+    add.add_argument("--calibrate", type=Path, metavar="TEXT", help="a UTF-8 text like those the model will see")
+    add.add_argument("--tokens", type=int, help=f"tokens of the text to use at most (default {QUANTIZE_TOKENS})")
+
+    add = command(
+        "evaluate",
+        evaluate,
+        "measure a model's perplexity on a text, and how far it differs from another's",
+        "--case demo_awq --against demo --text TEXT.txt",
+    )
+    add.add_argument("--case", required=True, help=CASE)
+    overrides(add)
+    add.add_argument("--text", type=Path, required=True, help="a UTF-8 text file")
+    add.add_argument("--against", metavar="CASE", help="the case to compare with, normally the one in bfloat16")
+    overrides(add, "--against-set", "its keys")
+    add.add_argument("--window", type=int, default=256, help="tokens of one window (default 256)")
+    add.add_argument("--batch", type=int, default=8, help="windows that run together (default 8)")
+    add.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    add.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
+    # Set for the two passes of a comparison: the first writes its logits into this folder, the second reads them.
+    add.add_argument("--logits", type=Path, help=argparse.SUPPRESS)
+
+    add = command(
+        "logits",
+        logits,
+        "write the logits of given token ids, to compare engines",
+        '--case demo --ids "1,2,3;7,8" --steps 4 --out logits.npz',
+    )
+    add.add_argument("--case", required=True, help=CASE)
+    overrides(add)
+    add.add_argument("--ids", required=True, help='token ids of each sequence: "1,2,3;7,8"')
+    add.add_argument("--steps", type=int, default=0, help="greedy steps after the prefill (default 0)")
+    add.add_argument("--out", type=Path, required=True, help="the .npz to write (docs/commands.md has its arrays)")
+    add.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
+
+    add = command("bench", bench, "run a benchmark; without a name, list them", "cpu_decode --json rows.json")
+    add.add_argument("name", nargs="?", help="a module of benchmarks/")
+    add.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments; --help shows them")
+    return parser
+
+
+def overrides(parser: Parser, flag: str = "--set", text: str = "override keys (docs/config.md)") -> None:
+    parser.add_argument(flag, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
+
+
+def run(args: argparse.Namespace) -> None:
+    args.case = args.case or ("demo_chat" if args.chat else "demo")
+    if args.list:
+        return show_cases(args)
+    if args.plan:
+        return plan(args)
+    if args.chat:
+        return talk(args)
+    if args.clear_cache:
+        case = load_case(args.case, args.set)
+        print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
+        return
+    run_case(args.case, args.set)
+
+
+def talk(args: argparse.Namespace) -> None:
+    from umbra.chat import chat
+
+    chat(args.case, args.set)
+
+
+def plan(args: argparse.Namespace) -> None:
+    case = load_case(args.case, args.set)
+    load_model_config(case)  # refuse before torch is imported
+    from executor.planning.report import show_plan
+
+    show_plan(case)
+
+
+def show_cases(args: argparse.Namespace) -> None:
+    cases = list_cases()
+    for name, description in cases:
+        print(f"{name:<{max(len(n) for n, _ in cases)}}  {description}")
+
+
+def inspect(args: argparse.Namespace) -> None:
+    from executor.job.inspect_checkpoint import inspect_checkpoint
+
+    inspect_checkpoint(args.checkpoint, args.case, args.set, args.json)
+
+
+def quantize(args: argparse.Namespace) -> None:
+    if args.tokens is not None and (args.calibrate is None or args.tokens < 2):
+        raise UserError(f"--tokens {args.tokens}: must be at least 2, and needs --calibrate")
+    from executor.quantize.convert import Calibration, convert
+    from executor.quantize.source import Source
+
+    calibration = Calibration(args.calibrate, args.tokens or QUANTIZE_TOKENS) if args.calibrate else None
+    convert(Source(args.model), args.out, args.group, calibration)
+    print(f"wrote {args.out}")
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    from executor.job.evaluate import Evaluation, evaluate_case
+
+    asked = Evaluation(
+        case=args.case, overrides=args.set, text=args.text, against=args.against, against_overrides=args.against_set,
+        window=args.window, batch=args.batch, json=args.json, results=args.results, logits=args.logits,
+    )  # fmt: skip
+    evaluate_case(asked, ["-m", "umbra", "evaluate"])
+
+
+def logits(args: argparse.Namespace) -> None:
+    from executor.job.logits import write_logits
+
+    again = ["-m", "umbra", "logits", f"--case={args.case}", *(f"--set={pair}" for pair in args.set)]
+    again += [f"--ids={args.ids}", f"--steps={args.steps}", f"--out={args.out}"]
+    write_logits(args.case, args.set, args.ids, args.steps, args.out, args.results, again)
+
+
+def bench(args: argparse.Namespace) -> None:
+    found = benchmarks()
+    if args.name is None:
+        for name, summary in found.items():
+            print(f"{name:<{max(map(len, found))}}  {summary}")
+        return
+    if args.name not in found:
+        close = difflib.get_close_matches(args.name, found, n=3, cutoff=0.3) or list(found)
+        raise UserError(f"no benchmark {args.name!r}; nearest: {', '.join(close)}; all: umbra bench")
+    sys.argv[1:] = args.arguments
+    # As `__main__` of this process too, so that the benchmarks' own processes find what they unpickle.
+    runpy.run_module(f"benchmarks.{args.name}", run_name="__main__", alter_sys=True)
+
+
+def benchmarks() -> dict[str, str]:
+    """Every module of benchmarks/ that can be run, with the first line of its docstring; none is imported."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        text = path.read_text()
+        if '__name__ == "__main__"' in text:
+            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    return found
