@@ -20,7 +20,6 @@ from cpu_offload.policy.residency import Swap
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine import shadows as offloading
 from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
 from executor.job.rank import run_rank
@@ -32,7 +31,7 @@ PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11,
 
 
 class SlowDevice(CpuDevice):
-    """Tells of a copy some steps after it is done."""
+    """Reports a copy as done some steps after it is."""
 
     def done(self, ticket: int) -> bool:
         return random.random() < 0.3 and super().done(ticket)
@@ -76,8 +75,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     case = load_case(args.case, args.overrides)
-    offloading.MB = 1 << 10  # the model is tiny
-    modes = OffloadSettings(mode="elastic", arena_mb=args.arena_kb), OffloadSettings(mode="fixed", slots=3)
+    # Where the pool is stopped nothing is streamed, so that the first step needs it.
+    common = {"measure_s": 0.05, "stream_tokens": -1 if args.stop else 0}
+    modes = (
+        OffloadSettings(mode="elastic", arena_mb=args.arena_kb / 1024, **common),
+        OffloadSettings(mode="fixed", slots=3, **common),
+    )
 
     def body(results: Path, ranks: RankEnv) -> None:
         random.seed(ranks.rank)
