@@ -45,7 +45,7 @@ def requests() -> list[list[Request]]:
 
 
 class Watch:
-    """Checks the arena after every step: its tenants, and that experts take only frames beyond the reserve for pages."""
+    """Checks the arena after every step: its tenants, and that experts take only frames beyond the pages' reserve."""
 
     def __init__(self, runner: ModelRunner):
         assert runner.offload
