@@ -1,6 +1,6 @@
-"""Cache policies to compare with: each runs through a trace with so many slots and tells what it hit and copied.
+"""Cache policies to compare with: each runs through a trace with a number of slots and returns its hits and copies.
 
-LRU, LFU and the optimum may copy at every miss, in the middle of a step, at no cost; residency only between steps.
+LRU, LFU and the optimum may copy at every miss, within a step, at no cost; residency copies only between steps.
 """
 
 import heapq
@@ -15,19 +15,19 @@ from benchmarks.routing_traces import Trace
 from cpu_offload.policy.residency import Residency, Settings
 
 NEVER = 1 << 40
-LEARNING = 10  # one part in so many of a trace: where static learns; nobody's hits count there
+LEARNING = 10  # the first 1 part in LEARNING of a trace: `static` learns from it, and no hits count there
 
 
 @dataclass(frozen=True)
 class Run:
-    """Of each step."""
+    """What happened in each step. (steps)"""
 
     uses: npt.NDArray[np.int64]
     hits: npt.NDArray[np.int64]
     copies: npt.NDArray[np.int64]
 
     def measured(self) -> tuple[float, float, float]:
-        """Hit rate, copies a step, and misses a step saved if a copy costs as much as one."""
+        """(hit rate, copies a step, misses saved a step if a copy costs as much as a miss)"""
         start = len(self.uses) // LEARNING
         uses, hits, copies = (float(a[start:].mean()) for a in (self.uses, self.hits, self.copies))
         return hits / uses, copies, hits - copies
@@ -37,7 +37,7 @@ Policy = Callable[[Trace, int], Run]
 
 
 def by_step(trace: Trace, hits: list[bool], copies: list[bool]) -> Run:
-    """From what happened at each use."""
+    """Sums up each step from what happened at each use."""
     keys, starts = trace.uses()
     sums = [np.add.reduceat(np.array(a, np.int64), starts) for a in (hits, copies)]
     return Run(np.diff(np.r_[starts, len(keys)]), *sums)
@@ -45,7 +45,7 @@ def by_step(trace: Trace, hits: list[bool], copies: list[bool]) -> Run:
 
 def lru(trace: Trace, slots: int, pools: int = 1) -> Run:
     """`pools`: 1, or one for each layer with an equal share of the slots."""
-    room, each = slots // pools, trace.size // pools
+    most, each = slots // pools, trace.size // pools
     kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(pools)]
     hits = []
     for key in trace.uses()[0].tolist():
@@ -53,7 +53,7 @@ def lru(trace: Trace, slots: int, pools: int = 1) -> Run:
         hits.append(key in pool)
         pool[key] = None
         pool.move_to_end(key)
-        if len(pool) > room:
+        if len(pool) > most:
             pool.popitem(last=False)
     return by_step(trace, hits, [not hit for hit in hits])
 
@@ -63,10 +63,10 @@ def lru_by_layer(trace: Trace, slots: int) -> Run:
 
 
 def lfu(trace: Trace, slots: int) -> Run:
-    """Counts all uses since the start; every miss comes in, for the least used resident, of these the oldest."""
+    """Counts all uses since the start. Every miss replaces the least used resident, of several the oldest."""
     times = [0] * trace.size
     kept: dict[int, tuple[int, int]] = {}  # key: (uses, last use)
-    heap: list[tuple[int, int, int]] = []  # the same, also what they were before
+    heap: list[tuple[int, int, int]] = []  # the same, with outdated entries
     hits = []
     for now, key in enumerate(trace.uses()[0].tolist()):
         hits.append(key in kept)
@@ -83,7 +83,7 @@ def lfu(trace: Trace, slots: int) -> Run:
 
 
 def static(trace: Trace, slots: int) -> Run:
-    """The most used ones of the learning part."""
+    """Keeps the experts that were used most in the learning part."""
     keys, starts = trace.uses()
     counts = np.bincount(keys[: starts[len(starts) // LEARNING]], minlength=trace.size)
     kept = np.zeros(trace.size, bool)
@@ -92,14 +92,14 @@ def static(trace: Trace, slots: int) -> Run:
 
 
 def optimum(trace: Trace, slots: int) -> Run:
-    """Belady: keeps what is used soonest; a miss that is used later than all residents does not come in."""
+    """Belady: keeps what is used soonest; a miss that is next used later than all residents is not copied."""
     keys = trace.uses()[0]
     order = np.argsort(keys, kind="stable")
     following = np.full(len(keys), NEVER)
     same = keys[order][1:] == keys[order][:-1]
     following[order[:-1][same]] = order[1:][same]
     kept: dict[int, int] = {}  # key: its next use
-    heap: list[tuple[int, int]] = []  # (-next use, key), also what they were before
+    heap: list[tuple[int, int]] = []  # (-next use, key), with outdated entries
     hits, copies = [], []
     for key, next_use in zip(keys.tolist(), following.tolist(), strict=True):
         hits.append(key in kept)
@@ -120,7 +120,7 @@ def optimum(trace: Trace, slots: int) -> Run:
 
 
 def residency(settings: Settings) -> Policy:
-    """Ours, deciding after every step."""
+    """Our policy, which decides after every step."""
 
     def run(trace: Trace, slots: int) -> Run:
         policy, resident, free = Residency(trace.layers, trace.experts, settings), np.zeros(trace.size, bool), slots

@@ -2,17 +2,17 @@
 
     .venv/bin/python -m benchmarks.elastic [--rounds 5] [--json FILE] [--plot FILE]
 
-The demo model, q8, 32 sequences of different lengths in waves; a wave arrives when all but two of the one before have
-ended. So the cache's demand swings. All placements live in one process and take turns, each with one thread as the
-device and one as the shadow pool (`--threads`: of each). Tokens are sampled, without top_p, whose sorting would take as
-long as the model; they must be those of the unconstrained run.
+The demo model, q8, runs 32 sequences of different lengths in waves; a wave arrives when all but two of the one before
+have ended, so the KV cache's demand swings. All placements are in one process and take turns, each with one thread as
+the device and one as the shadow pool (`--threads`: of each). Tokens are sampled, without top_p, whose sorting would
+take as long as the model; they must be those of the unconstrained run.
 
 `--plot` draws the elastic run of the last round. A row, of the table and of `rows` in the JSON file:
   placement   unconstrained: all experts resident and room for the longest sequences; 25 % ...: of the arena for a
               fixed number of experts; elastic
   seconds     from the first arrival to the last end, median of the rounds
   ratio       to the best fixed split: the median over the rounds of both times of one round
-  cpu_seconds of all threads, median; on a busy machine steadier than `seconds`, but knows nothing of waiting
+  cpu_seconds of all threads, median; on a busy machine steadier than `seconds`, but without time spent waiting
   tokens_per_s, steps (of decode), most_running (sequences at once)
   hit_rate, idle (frames free in a step, on average), most_kv_frames, copies, evictions, for_cache (evictions for the KV
               cache's sake), turns (how often frames changed direction between experts and cache)   of the last round
@@ -76,7 +76,7 @@ class Request:
 def serve(
     runner: ModelRunner, waves: ListOf[ListOf[Request]], each: Callable[[], object] = lambda: None
 ) -> list[Sequence]:
-    """Runs all requests to their ends, a wave after the other; `each` is called after every step. In their order."""
+    """Runs all requests to their ends, one wave after the other, and calls `each` after every step."""
     coming, sequences = list(waves), list[Sequence]()
     runner.loop.timings = Timings()
     scheduler = runner.loop.scheduler
@@ -94,9 +94,8 @@ def serve(
 
 
 def swings(history: History) -> list[int]:
-    """At each step where the experts' memory began to grow after it had shrunk, or the other way round: by how many
-    frames the cache had changed in between. Few and large, where memory follows demand; many and small, where it
-    oscillates."""
+    """For each time that the experts' memory turned from shrinking to growing or back, by how many frames the cache had
+    changed in between. Few and large if memory follows demand; many and small if it oscillates."""
     experts = [step.expert_frames for step in history.steps]
     cache = [step.kv_frames for step in history.steps]
     moves = [(step, now - last) for step, (last, now) in enumerate(pairwise(experts), 1) if now != last]
@@ -128,7 +127,7 @@ def requests(case: Case) -> list[list[Request]]:
 
 
 class Placement:
-    """One way to divide the arena, and what its rounds measured."""
+    """One way to divide the arena, and the measurements of its rounds."""
 
     def __init__(self, case: Case):
         self.runner = make_runner(case, ROOT / "results", rank_env())

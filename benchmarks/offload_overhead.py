@@ -2,14 +2,14 @@
 
     .venv/bin/python -m benchmarks.offload_overhead [--steps N] [--json FILE]
 
-No model runs: made-up Zipf routing is added to the counts as a step's ops would, and caches are emptied of what the
-bookkeeping had there. A quarter of the experts is resident, each of a few KB. Medians of CPU time, the first tenth not
-counted. Columns, keys of `rows` in the JSON file:
+No model runs: made-up Zipf routing is added to the counts as a step's ops would do, and the CPU's caches are emptied
+before each step. A quarter of the experts is resident, each of a few KB. Medians of CPU time, without the first tenth.
+Columns, keys of `rows` in the JSON file:
   shape    layers x experts, of which `top_k` a token
   traffic  sequences at once; swap_cost of the policy
   begin, started, end       of Offload
   observe, swaps            of Residency, parts of end
-  hit_rate, copies          of the whole run: the same before and after a change that only makes it faster
+  hit_rate, copies          of the whole run; a change that only makes it faster does not change them
 """
 
 import statistics
@@ -30,7 +30,7 @@ from cpu_offload.memory.arena import Arena
 from ops.interface import FORMATS
 
 SHAPES = ((5, 32, 4), (48, 128, 8))  # the demo's; that of Qwen3-30B-A3B
-OTHERS = np.ones(64 << 20, np.uint8)  # bytes that a step reads
+OTHERS = np.ones(64 << 20, np.uint8)  # read between steps, to empty the CPU's caches
 MOST_COPIES = 4  # at one decision
 PARTS = ("begin", "started", "end", "observe", "swaps")
 COLUMNS = (
@@ -71,7 +71,7 @@ def measure(layers: int, experts: int, top_k: int, sequences: int, swap_cost: fl
     trace = made_up("Zipf", steps * sequences, layers, experts, top_k).together(sequences)
     for keys in trace.places():
         while not all(device.copier.native.done(copy.ticket) for copy in offload.copies.values()):
-            pass  # whatever the machine does, a copy is done before the next step: so runs can be compared
+            pass  # every copy is complete before the next step on any machine, so that runs can be compared
         OTHERS.sum()
         begin()
         started((sequences,), (sequences,))

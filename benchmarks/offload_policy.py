@@ -3,19 +3,19 @@
     .venv/bin/python -m benchmarks.offload_policy [--steps N] [--trace FILE | --record FILE] [--json FILE] [--plot FILE]
 
 Traces (benchmarks/routing_traces.py): the demo model on its held-out text, one sequence and four at once; made up, 32
-layers x 128 experts, top 8. Slots, one pool for all layers, are a percentage of all experts, empty at the start. A use
-is an expert of a layer in a step; those in a trace's first tenth, where `static` learns, do not count.
+layers x 128 experts, top 8. Slots, one pool for all layers, are a percentage of all experts and empty at the start. A
+use is an expert of a layer in a step; the first tenth of a trace, from which `static` learns, is not counted.
 
 Columns of the tables, keys of `rows` in the JSON file, `hits_`, `copies_` and `saved_` before each:
   ours      where copies run beside the step and cost it nothing (swap_cost 0.02), up to 32 between two steps
-  few       the same, up to 4 between two steps: the default of offload_config.max_swaps
+  few       the same, up to 4 between two steps
   priced    where a copy costs 0.7 misses, as the planner measured for the demo on the CPU platform
   lru       least recently used, one pool
   lru_layer the same, an equal share of the slots for each layer
   lfu       least often used since the start
   static    those most used in the learning part
   best      Belady's optimum, which knows the future
-LRU, LFU and the optimum copy at any miss within a step and at no cost; ours only between two steps.
+LRU, LFU and the optimum copy at any miss, within a step and at no cost; ours copies only between two steps.
 """
 
 import statistics

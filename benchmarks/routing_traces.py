@@ -1,4 +1,4 @@
-"""Routing traces: which experts each decode step used, layer after layer; from the demo model, and made up.
+"""Routing traces: which experts each decode step used in each layer; recorded from the demo model, or made up.
 
 A trace file is an .npz with `ids`, uint8 (steps, layers, k), and `experts`, the number of each layer's.
 """
@@ -21,7 +21,7 @@ from executor.job.runner import make_runner
 from files import write_whole
 from models.qwen3_moe.model import SparseMoeBlock
 
-WINDOW = 1024  # tokens of text that the demo model reads at once; then it starts anew
+WINDOW = 1024  # tokens of text in one context of the demo model
 KINDS = ("uniform", "Zipf", "Zipf, drifting", "Zipf, new halfway")
 
 
@@ -46,14 +46,14 @@ class Trace:
         return keys.reshape(len(self.ids), -1)
 
     def uses(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Keys of all steps in order, each once a step, as its weights are read once; and where each step begins."""
+        """(keys of all steps in order, each once a step, as its weights are read once; where each step begins)"""
         keys = np.sort(self.places(), axis=1)
         first = np.ones_like(keys, bool)
         first[:, 1:] = keys[:, 1:] != keys[:, :-1]
         return keys[first], np.cumsum(np.r_[0, first.sum(axis=1)])[:-1]
 
     def together(self, sequences: int) -> "Trace":
-        """So many parts of the text decoded in one batch."""
+        """The trace of decoding so many parts of the text in one batch."""
         steps = len(self.ids) // sequences
         parts = self.ids[: steps * sequences].reshape(sequences, steps, self.layers, -1)
         joined = parts.transpose(1, 2, 0, 3).reshape(steps, self.layers, -1)
@@ -70,7 +70,7 @@ def load_trace(path: Path) -> Trace:
 
 
 class Recorder:
-    """Stands for a layer's ops and keeps where it routes to."""
+    """Takes the place of a layer's ops and records the experts that it routes to."""
 
     def __init__(self, ops: Any, kept: list[npt.NDArray[np.uint8]]):
         self._ops, self._kept = ops, kept
@@ -82,9 +82,9 @@ class Recorder:
 
 
 def record_demo(results: Path, steps: int | None) -> Trace:
-    """The demo model on its held-out text, a step for each token.
+    """The trace of the demo model on its held-out text, one step for each token.
 
-    The text is given, so a window's tokens can run in one prefill: each goes where it would go in a decode step.
+    The text is given, so all tokens of a window run in one prefill, with the routing that decode steps would have.
     """
     case = with_room(load_case("demo", ["exe_mode=eager"]), 1, WINDOW, new_tokens=1)
     traces: list[Trace] = []

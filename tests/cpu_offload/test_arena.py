@@ -1,4 +1,4 @@
-"""The arena's bookkeeping over random histories: no byte has two holders, and memory that is free can be had."""
+"""The arena's bookkeeping over random histories: no byte has two holders, and all free memory can be taken."""
 
 from itertools import pairwise
 
@@ -19,10 +19,10 @@ class Histories(RuleBasedStateMachine):
         self.arena = Arena(frames, 64 * frame_bytes, slot_bytes, UNITS)
         self.pages: list[int] = []
         self.slots: list[int] = []
-        self.most_extents = 0  # that the most pages of any time need
+        self.most_extents = 0  # that the most pages at any time needed
 
     def extents_of_pages(self) -> set[int]:
-        """Without the rest that is no whole extent."""
+        """Extents that hold pages, without the frames behind the last whole extent."""
         extents = {unit // UNITS // self.arena.extent_frames for unit in self.pages}
         return extents - {self.arena.extents}
 
@@ -67,7 +67,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.pages)
     @rule(data=st.data())
     def gather(self, data: st.DataObject) -> None:
-        """The extent with the fewest pages becomes free, where the others have room and the one that stays allows."""
+        """The extent with the fewest pages is freed if the others have room; the page that stays is not moved."""
         stays, arena = data.draw(st.sampled_from(self.pages)), self.arena
         free, empty = arena.free_frames, len(arena.free_extents)
         size = arena.extent_frames
@@ -95,7 +95,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), frames=st.integers(1, 12))
     def make_room(self, data: st.DataObject, frames: int) -> None:
-        """Of slots, some may not leave; the coldest extents of the others do, no more than are needed."""
+        """Some slots may not be given back; of the others the coldest extents are emptied, no more than needed."""
         order = data.draw(st.permutations(self.slots))
         order = order[: data.draw(st.integers(0, len(order)))]
         arena, before = self.arena, self.arena.free_frames

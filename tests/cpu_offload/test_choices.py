@@ -1,4 +1,4 @@
-"""What the planner chooses, by made-up costs, and what it says of it."""
+"""The planner's choices from made-up costs, and the reasons that it prints."""
 
 import dataclasses
 from itertools import pairwise

@@ -1,5 +1,5 @@
-"""Sequences come in waves to an arena that cannot hold all experts beside their pages: memory goes to and fro, nobody
-pays for it with other tokens or its life, nothing is captured again."""
+"""Sequences come in waves to an arena that cannot hold all experts beside their pages: memory moves between the two,
+every sequence ends with the same tokens, and nothing is captured again."""
 
 import json
 import random
@@ -45,7 +45,7 @@ def requests() -> list[list[Request]]:
 
 
 class Watch:
-    """Looks at the arena after every step: who is where, and that what experts take is beyond the pages' reserve."""
+    """Checks the arena after every step: its tenants, and that experts take only frames beyond the pages' reserve."""
 
     def __init__(self, runner: ModelRunner):
         assert runner.engine.offload

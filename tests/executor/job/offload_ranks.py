@@ -31,7 +31,7 @@ PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11,
 
 
 class SlowDevice(CpuDevice):
-    """Tells of a copy some steps after it is done."""
+    """Reports a copy as done some steps after it is."""
 
     def done(self, ticket: int) -> bool:
         return random.random() < 0.3 and super().done(ticket)
@@ -75,7 +75,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     case = load_case(args.case, args.overrides)
-    modes = OffloadSettings(mode="elastic", arena_mb=args.arena_kb / 1024), OffloadSettings(mode="fixed", slots=3)
+    # Where the pool is stopped nothing is streamed, so that the first step needs it.
+    common = {"measure_s": 0.05, "stream_tokens": 0 if args.stop else None}
+    modes = (
+        OffloadSettings(mode="elastic", arena_mb=args.arena_kb / 1024, **common),
+        OffloadSettings(mode="fixed", slots=3, **common),
+    )
 
     def body(results: Path, ranks: RankEnv) -> None:
         random.seed(ranks.rank)

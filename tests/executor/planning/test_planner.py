@@ -1,5 +1,5 @@
-"""The planner of shadow experts: its model on made-up measurements, what it chooses, prints and leaves. No clock is
-asserted on: real measurements are only run, not judged."""
+"""The planner of shadow experts: its model on made-up measurements, its choices, printed lines and report. Real
+measurements are run, but no test depends on how long anything takes."""
 
 import dataclasses
 import json
