@@ -139,7 +139,7 @@ def _leaf(leaf: Leaf, value: object, where: str) -> object:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at least {leaf.minimum}")
         if leaf.maximum is not None and not converted <= leaf.maximum:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at most {leaf.maximum}")
-    return leaf.means[converted] if type(converted) is int and converted in leaf.means else converted
+    return leaf.means[converted] if type(converted) in (int, float) and converted in leaf.means else converted
 
 
 def _convert(wanted: Any, value: object) -> object:
