@@ -132,8 +132,8 @@ def test_random_weights_need_no_checkpoint_and_differ_everywhere(tmp_path: Path)
     (tmp_path / "model" / "model.safetensors").unlink()
     case = tiny_case(tmp_path, tmp_path / "model", model_config={"dtype": "float32", "with_ckpt": False})
     runner = make_runner(case, tmp_path)
-    rows = [runner.engine.module.lm_head.weight.packed.dequantised(0, 96)]
-    for layer in runner.engine.module.model.layers:
+    rows = [runner.engine.model.lm_head.weight.packed.dequantised(0, 96)]
+    for layer in runner.engine.model.model.layers:
         experts = layer.mlp.experts.weights
         rows += [experts.dequantised(e, which)[:16] for e in range(experts.count) for which in ("gate", "up")]
         rows.append(layer.self_attn.qkv_proj.weight.packed.dequantised(0, 96))

@@ -37,7 +37,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(valid: Path) -> nn.Module:
-    module = make_runner(tiny_case(valid.parent, valid), valid.parent).engine.module
+    module = make_runner(tiny_case(valid.parent, valid), valid.parent).engine.model
     assert isinstance(module, nn.Module)
     return module
 

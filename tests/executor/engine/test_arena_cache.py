@@ -35,7 +35,7 @@ def watch(runner: ModelRunner, **hooks: Callable[[Any], object]) -> list[Tensor]
 def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -> tuple[Arena, Tensor]:
     """`slots`: which are taken, and leave from the first on."""
     build = build_of(case, runner.engine.platform.ops, runner.engine.parallel, runner.engine.platform.device, True)
-    model = runner.engine.module
+    model = runner.engine.model
     units, frame_bytes = frame_of(model, case, build)
     arena = Arena(frames, frame_bytes, SLOT, units)
     buffer = bind_arena(model, case, build, frames)
@@ -117,7 +117,7 @@ def test_layers_lie_beside_each_other_in_a_frame(tmp_path: Path) -> None:
     case = tiny_case(tmp_path, tmp_path / "model")
     runner = make_runner(case, tmp_path)
     arena, buffer = with_arena(case, runner, 5, [])
-    for index, layer in enumerate(attentions(runner.engine.module)):
+    for index, layer in enumerate(attentions(runner.engine.model)):
         for kind, cache in enumerate((layer.k_cache, layer.v_cache)):
             assert cache[2 * arena.units].data_ptr() == buffer[2 * arena.units + 2 * index + kind].data_ptr()
             assert cache.is_contiguous()
@@ -127,7 +127,7 @@ def test_layers_of_different_shapes_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     case = tiny_case(tmp_path, tmp_path / "model")
     runner = make_runner(case, tmp_path)
-    attentions(runner.engine.module)[1].kv_heads = 1
+    attentions(runner.engine.model)[1].kv_heads = 1
     with pytest.raises(UserError, match="caches of different"):
         with_arena(case, runner, 5, [])
 

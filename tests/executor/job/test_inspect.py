@@ -118,7 +118,7 @@ def test_quantised_formats_and_what_they_leave_out(
         assert by_name(facts)["experts"][2] == {"I32": 2 * 2 * 4 * 3, "F16": 2 * 4 * 3}
     told = capsys.readouterr().out
     assert "not quantised: model.layers.*.mlp.gate (2 of 2)\n" in told
-    assert counted(facts["rank"]) == kept(make_runner(load_case(str(case)), tmp_path).engine.module)
+    assert counted(facts["rank"]) == kept(make_runner(load_case(str(case)), tmp_path).engine.model)
 
 
 def damaged(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -193,7 +193,7 @@ def test_a_real_rank_keeps_what_was_counted(tmp_path: Path, overrides: list[str]
     case = load_case("demo", [*overrides, "keep_packed=false", "threads=1"])
     runner = new_runner(case, tmp_path, ONE_RANK)
     runner.setup()
-    assert counted(inspect_rank(case)) == kept(runner.engine.module)
+    assert counted(inspect_rank(case)) == kept(runner.engine.model)
 
 
 def test_one_of_many_ranks_keeps_what_was_counted() -> None:
