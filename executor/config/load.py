@@ -114,7 +114,7 @@ def _find(name: str) -> Path:
 
 
 def _count_values(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
-    """The values below `node`, an alias as many as what it stands for; more than MOST_VALUES are an error."""
+    """Number of values in and below `node`, with aliases written out; more than MOST_VALUES are an error."""
     if node not in counted:
         counted[node] = 1  # of a node inside itself
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value

@@ -7,6 +7,7 @@ from executor.platform.settings import PlatformSettings
 
 
 def platform_settings(case: Case) -> PlatformSettings:
+    """The settings of `case` for its platform."""
     data, offload = case.data_config, case.offload_config
     return PlatformSettings(
         case=case.name,

@@ -252,7 +252,7 @@ def _lock(path: Path, patience_s: float) -> int:
         check_own(path, os.fstat(lock))
     except (Untrusted, OSError) as error:
         raise _refusal(path, error) from None
-    until, told = time.monotonic() + patience_s, False
+    until, printed = time.monotonic() + patience_s, False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,9 +263,9 @@ def _lock(path: Path, patience_s: float) -> int:
                 raise UserError(
                     f"compile cache: {path} is held by another run of this case: wait for its end"
                 ) from None
-            if not told:
+            if not printed:
                 print(f"compile cache: waiting for another process that holds {path}")
-            told = True
+            printed = True
             time.sleep(0.05)
 
 

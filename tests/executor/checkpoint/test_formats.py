@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what is read is what the format means, in floats and kept as it is."""
+"""Quantised checkpoints: weights have the values that the format defines, both as floats and kept bit for bit."""
 
 import contextlib
 import itertools
@@ -101,7 +101,7 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
 
 
 def assert_kept(model: nn.Module, means: dict[str, Tensor], kept: bool) -> None:
-    """Every matrix is the checkpoint's, to the last bit, in as many bits as there if `kept`."""
+    """Every matrix equals the checkpoint's to the last bit, and has as many bits as there if `kept`."""
     checked = 0
     for path, layer in layers_of(model):
         if isinstance(layer, Experts):
@@ -129,7 +129,7 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
 @pytest.mark.parametrize(
     ("format", "group", "bits", "method", "error"),
     [
-        ("awq", 128, 4, "auto", 0.025),  # what the activations' 8 bits cost
+        ("awq", 128, 4, "auto", 0.025),  # the error of activations in 8 bits
         ("int-quantized", -1, 8, "auto", 0.025),
         ("fp8", 0, 8, "none", 0.025),  # to bfloat16
         ("fp8", 0, 8, "q8", 0.025),
@@ -142,8 +142,8 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
 def test_native_kernels_stay_close(
     tmp_path: Path, model: Path, format: str, group: int, bits: int, method: str, error: float
 ) -> None:
-    """Each token's error beside its logits' spread, with the kernels and activations of a real run: the median token,
-    since one whose experts were a near tie may go to others."""
+    """The error of a token's logits relative to their spread, with the kernels and activations of a run. The median of
+    all tokens counts: where two experts are nearly tied, rounding may choose the other."""
     floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
     settings = {"quantization": {"method": method}, "model_config": {"dtype": "bfloat16"}}
     ours = torch.cat(logits(tmp_path, tmp_path / "quantised", **settings))
@@ -154,7 +154,7 @@ def test_native_kernels_stay_close(
 @pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "int-quantized", "fp8"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str, ranks: int) -> None:
-    """Also where a rank's columns begin inside a group of 128, or its rows inside a word."""
+    """Also where the columns of a rank begin inside a quantisation group of 128, or its rows inside a packed word."""
     bits, group = (8, -1) if format == "int-quantized" else (4, 128)
     floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
     means = load_file(floats / "model.safetensors")
@@ -173,7 +173,7 @@ def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
 
 
 def test_loading_needs_little_more_than_it_keeps(tmp_path: Path) -> None:
-    """0.7 GB of AWQ: what is mapped while it is read is let go in between."""
+    """0.7 GB of AWQ: memory maps are dropped while the checkpoint is read."""
     write(
         tmp_path / "awq", "awq", num_hidden_layers=18, num_experts=16, vocab_size=1024, num_attention_heads=4,
         num_experts_per_tok=2,
@@ -210,7 +210,7 @@ def test_a_group_that_does_not_divide_is_named(tmp_path: Path) -> None:
 
 
 def edited(model: Path, folder: Path, format: str, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
-    """A checkpoint with something wrong: `edit` changes its tensors and its quantization_config."""
+    """A broken checkpoint: `edit` changes its tensors and its quantization_config."""
     to = folder / "quantised"
     quantise_tiny(model, to, format, 32)
     tensors, config = load_file(to / "model.safetensors"), json.loads((to / "config.json").read_text())

@@ -43,7 +43,7 @@ def model(valid: Path) -> nn.Module:
 
 
 def complaint_of(model: nn.Module, folder: Path) -> str:
-    """The one line; that the refusal is cheap comes with it."""
+    """The error text of loading `folder`; also checks that the refusal takes little memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError) as raised:
         load_checkpoint(model, folder, Unquantised(), frozenset(), progress=False)
@@ -59,7 +59,7 @@ def one_line(error: UserError) -> str:
 
 
 def tensor(**changes: Any) -> dict[str, Any]:
-    """A header's entry; it fits BODY."""
+    """An entry of a header whose tensor fills BODY."""
     return {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]} | changes
 
 
@@ -195,7 +195,7 @@ def test_unreadable_json_is_one_line(tmp_path: Path, text: str) -> None:
 
 
 def test_json_that_is_not_a_file_is_one_line(tmp_path: Path) -> None:
-    """Links are followed, but not to where reading never ends."""
+    """Links are followed, but not to a device that can be read for ever."""
     (tmp_path / "config.json").symlink_to("/dev/zero")
     with pytest.raises(UserError, match=r"config\.json: not a file"):
         read_json(tmp_path / "config.json")
@@ -230,7 +230,7 @@ def test_changed_bytes_load_or_are_one_line(
     assert said == "" or str(folder) in said
 
 
-# Every word in quotes where config.json is read, so that a key added there is tried here.
+# Every quoted word of the code that reads config.json, so that keys added there are tested here too.
 READERS = (Qwen3MoeConfig.from_folder, rope.read_rope, rope._default_attention_factor)
 KEYS = sorted({word for reader in READERS for word in re.findall(r'"([a-z_]+)"', inspect.getsource(reader))})
 assert {"num_hidden_layers", "eos_token_id", "rope_scaling", "beta_fast", "mscale"} < set(KEYS)
@@ -292,7 +292,7 @@ def test_large_values_stay_cheap(tmp_path: Path) -> None:
 
 
 def test_values_near_the_depth_that_json_reads(tmp_path: Path) -> None:
-    """What the reader still takes, the complaint about it takes as well."""
+    """Values nested as deeply as the JSON reader allows can still be printed in an error."""
     for depth in range(500, 1000, 3):
         text = json.dumps({"model_type": "qwen3_moe"})[:-1] + ', "hidden_act": ' + "[" * depth + "]" * depth + "}"
         (tmp_path / "config.json").write_text(text)

@@ -1,4 +1,4 @@
-"""Quantised weights kept on disk: used when nothing changed, made anew when anything did, never half there."""
+"""Quantised weights kept on disk: used if nothing has changed, replaced if anything has, never incomplete."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def case_of(folder: Path, **quantization: object) -> Case:
 
 
 def start(case: Case, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, np.ndarray]]:
-    """(what was said of the packed weights, logits)"""
+    """(what was printed about the packed weights, logits)"""
     capsys.readouterr()
     runner = make_runner(case, folder, ONE_RANK)
     runner.packed_cache = partial(PackedCache, root=folder / "kept", shard_bytes=20_000)  # several files

@@ -1,4 +1,4 @@
-"""Configuration: what is wrong is named in one line, with the rule and the nearest right thing."""
+"""Configuration: every mistake is one line that names the rule and the nearest valid key or value."""
 
 import subprocess
 import sys
@@ -168,7 +168,7 @@ def test_every_shipped_case_is_valid() -> None:
     assert {name for name, _ in list_cases()} == {p.stem for p in CASES.glob("*.yaml")}
     for name, description in list_cases():
         case = load_case(name)
-        load_model_config(case)  # of checkpoints too large to ship, config.json is there
+        load_model_config(case)  # checkpoints that are too large to ship have a config.json
         assert description
         assert not description.startswith("(broken")
 

@@ -141,7 +141,7 @@ def test_no_rank_is_ever_in_two_aiv_groups(data: st.DataObject) -> None:
         made = {name: group_options(case.hccl_config, case.parallel_sizes, name, A3) for name in GROUPS}
         fast = {ids for name, ids in own.items() if made[name]["hccl_op_expansion_mode"] == AIV}
         seen = max(seen, len(fast))
-        for one, other in itertools.combinations(GROUPS, 2):  # made once, so described once
+        for one, other in itertools.combinations(GROUPS, 2):  # one group, so its names must give the same options
             if own[one] == own[other] and len(own[one]) > 1:
                 assert made[one] == made[other]
     chosen = case.hccl_config.aiv_group

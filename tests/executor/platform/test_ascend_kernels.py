@@ -77,7 +77,7 @@ def test_off_is_off_although_they_are_built(wanted: str, tokens: int) -> None:
 
 
 def test_layers_that_differ_have_lines_of_their_own() -> None:
-    """As where a checkpoint leaves some modules unquantised."""
+    """For example in a checkpoint that leaves some modules unquantised."""
     case = ascend()
     model = sketch_of(case).model
     experts = model.get_submodule("model.layers.1.mlp.experts")

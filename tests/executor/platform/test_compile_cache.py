@@ -1,4 +1,4 @@
-"""The guard around compiled graphs: what is used, what is made anew, what is refused; torchair is played by a file."""
+"""The guard of compiled graphs: which are used, compiled again or refused. A written file stands in for torchair."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def cache(root: Path, facts: dict[str, Any] = FACTS, **options: Any) -> CompileC
 
 
 def compile_once(root: Path, facts: dict[str, Any] = FACTS, tokens: int = 4) -> str:
-    """Open, compile if need be, seal, close; returns the reason, empty for a hit."""
+    """Open, compile if necessary, seal and close an entry; returns the reason for compiling, empty for a hit."""
     with cache(root, facts).open(tokens, SHAPES) as entry:
         if not entry.hit:
             (entry.folder / "Model_ab12").mkdir()
@@ -90,10 +90,10 @@ def test_where_it_lies_and_what_the_manifest_holds(tmp_path: Path) -> None:
 )
 def test_a_changed_fact_compiles_anew_and_is_named(tmp_path: Path, changed: dict[str, Any], reason: str) -> None:
     compile_once(tmp_path)
-    (home(tmp_path) / "graph" / "graph.om").write_bytes(b"z")  # goes unread: the facts differ already
+    (home(tmp_path) / "graph" / "graph.om").write_bytes(b"z")  # not read, because the facts differ
     assert compile_once(tmp_path, FACTS | changed) == reason
     assert compile_once(tmp_path, FACTS | changed) == ""
-    assert (home(tmp_path) / "graph" / "graph.om").read_bytes() == b"y"  # nothing of the old is left
+    assert (home(tmp_path) / "graph" / "graph.om").read_bytes() == b"y"  # no old file is left
 
 
 def test_other_shapes_compile_anew(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_an_empty_folder_is_no_cache_yet(tmp_path: Path) -> None:
     assert compile_once(tmp_path) == "no cache yet"
 
 
-def test_torchair_that_keeps_nothing_is_told_and_tried_again(
+def test_torchair_that_keeps_nothing_is_reported_and_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with cache(tmp_path).open(4, SHAPES) as entry:
@@ -261,7 +261,9 @@ def test_the_source_digest_sees_names_and_text(tmp_path: Path) -> None:
     one.write_text("a")
     two.write_text("b")
     digests = [source_digest(tmp_path, [tmp_path / "models", two])]
-    assert source_digest(tmp_path, [two, tmp_path / "models", one]) == digests[0]  # neither order nor doubles matter
+    assert (
+        source_digest(tmp_path, [two, tmp_path / "models", one]) == digests[0]
+    )  # neither order nor repetition matters
     one.write_text("ab")
     digests.append(source_digest(tmp_path, [tmp_path / "models", two]))
     one.rename(tmp_path / "models" / "three.py")

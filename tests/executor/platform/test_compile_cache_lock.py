@@ -1,4 +1,4 @@
-"""Processes that want the same compiled graph: one at a time, and none waits for ever."""
+"""Processes that need the same compiled graph take turns, and none waits for ever."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def test_waiting_ends_with_an_error_and_a_killed_process_leaves_no_lock(tmp_path
             cache(tmp_path, patience_s=0.1).open(4, SHAPES)
         with pytest.raises(UserError, match="is held by another run"):
             clear_cache("some", tmp_path / "cache")
-        cache(tmp_path, rank=1, patience_s=0).open(4, SHAPES).close()  # another rank's is free
+        cache(tmp_path, rank=1, patience_s=0).open(4, SHAPES).close()  # the entry of another rank is free
         first.kill()
     assert compile_once(tmp_path) == "the last compile was interrupted"
 

@@ -1,4 +1,4 @@
-"""Capture and replay on the CPU: the same results as op by op, and nothing left out in silence."""
+"""Capture and replay on the CPU: the same results as op by op, and no computation that is silently not captured."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def test_sequences_come_and_go_under_graphs_of_every_size(tmp_path: Path) -> Non
         case = tiny_case(tmp_path, tmp_path / "model", exe_mode=mode, data_config={"batch_size": 3})
         runner = make_runner(case, tmp_path)
         first = [s.generated for s in runner.model_generate(PROMPTS)]
-        assert [s.generated for s in runner.model_generate(PROMPTS)] == first  # a second life of the same graphs
+        assert [s.generated for s in runner.model_generate(PROMPTS)] == first  # the same graphs, used again
         tokens.append(first)
     assert tokens[0] == tokens[1]
     assert max(runner.engine.decode_step.graphs) == (3,)
@@ -81,7 +81,7 @@ def test_what_is_not_recorded_is_refused_by_name() -> None:
             x.T.flatten()
     with tape.capture():  # views are free
         cpu.rms_norm(x.view(6, 4)[1:5], weight, 1e-6)
-    cpu.rms_norm(x + 1, torch.ones(8), 1e-6)  # and outside nothing is refused
+    cpu.rms_norm(x + 1, torch.ones(8), 1e-6)  # outside of a capture nothing is refused
 
 
 def test_host_nodes_run_at_their_place_of_every_replay() -> None:
@@ -90,7 +90,7 @@ def test_host_nodes_run_at_their_place_of_every_replay() -> None:
 
     def between() -> None:
         seen.append(float(middle.sum()))
-        middle.mul_(2).add_(1)  # torch at work, in place
+        middle.mul_(2).add_(1)  # computed by torch, in place
 
     with tape.capture():
         middle = cpu.rms_norm(x, weight, 1e-6)

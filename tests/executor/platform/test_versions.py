@@ -55,7 +55,7 @@ def test_what_could_not_be_read_is_named_and_never_an_error() -> None:
     assert len(check_versions(TESTED, strict=True)) == 2
 
 
-def test_what_nobody_publishes_is_named_and_never_an_error() -> None:
+def test_unpublished_versions_are_named_and_never_an_error() -> None:
     warnings = check_versions(replace(TESTED, cann="9.3.0", driver="27.1"), strict=True)
     assert warnings == [
         "no version of CANN is published for torch_npu 2.13.0 yet, so CANN 9.3.0 is not checked",
