@@ -96,7 +96,7 @@ class NpuExperts(ShadowedExperts):
 
     def _own(self, x: Tensor, weights: Tensor, ids: Tensor, first: int | None) -> Tensor:
         """The weighted sums of the resident experts. The vector cores read them from their slots, other kernels from a
-        gathered bank of one expert for each pair of token and expert or, if there are more pairs, of all experts."""
+        gathered bank, which has one expert for each pair of token and expert or, if these are more, all experts."""
         device, ops = self.device, self.device.ops
         if ops.on_vector_cores(x, self):
             here = device.here[self.index]
