@@ -36,7 +36,7 @@ def ascend_runner(case: Case, folder: Path, ranks: RankEnv = ONE_RANK) -> ModelR
 
 
 def keep_graphs_in(folder: Path) -> None:
-    """In this process, whatever it compiles with the cache on."""
+    """Makes this process keep the graphs of its compile cache in `folder`."""
     CompileCache.__init__.__defaults__ = (folder / "cache", 900)  # type: ignore[attr-defined]
 
 

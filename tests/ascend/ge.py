@@ -27,7 +27,7 @@ Shape = tuple[int | str, ...]  # a dimension that is known only at run time is i
 @dataclass(frozen=True)
 class Value:
     """A tensor between nodes. torchair knows the shapes of what FX had; the others, such as a transposed weight on its
-    way into a product, have None and a dtype that says nothing: GE would infer both."""
+    way into a product, have None and a meaningless dtype: GE would infer both."""
 
     source: str  # "node:output"
     shape: Shape | None
@@ -67,7 +67,7 @@ class GeProgram:
         return [node for node in self.nodes if node.type in types]
 
     def inputs(self) -> list[Value]:
-        """In the order in which they are passed."""
+        """The graph's inputs in the order in which they are passed."""
         data = sorted(self.of("Data", "RefData"), key=lambda node: node.proto.attr["index"].i)
         return [node.outputs[0] for node in data]
 
@@ -77,7 +77,7 @@ class GeProgram:
         return [value(source, desc) for source, desc in zip(sources, net.proto.input_desc, strict=True)]
 
     def run(self, inputs: list[torch.Tensor], assigned: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Zeroes. An output that GE would write into one of the inputs is that input, as it was."""
+        """Zeroes for each output; an output that GE would write into an input is that input, unchanged."""
         self.runs += 1
         sizes: dict[str, int] = {}
         for declared, given in zip(self.inputs(), inputs, strict=True):
@@ -117,7 +117,7 @@ def value(source: str, desc: TensorDescriptor) -> Value:
 
 
 def at_run_time(shape: Shape | None, sizes: dict[str, int]) -> list[int]:
-    """Formulas are in sympy's words and a few of PyTorch's own."""
+    """`shape` with its formulas, in the notation of sympy and PyTorch, evaluated for `sizes`."""
     words = {name: getattr(torch.utils._sympy.functions, name) for name in torch.utils._sympy.functions.__all__}
     assert shape is not None
     return [int(sympy.sympify(size, locals=words).subs(sizes)) if isinstance(size, str) else size for size in shape]

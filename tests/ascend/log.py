@@ -25,7 +25,7 @@ def violations() -> list[str]:
 
 
 def ran() -> list[tuple[int, str]]:
-    """(stream, line): what streams have come to, in order, since `device_log` began or the last call. Lines are those
+    """(stream, line): what streams have executed, in order, since `device_log` began or the last call. Lines are those
     of launches, `callback begin` and `callback end`."""
     pairs = (line.split(" ", 1) for line in _fake.fake_ran_take().decode().splitlines())
     return [(int(stream), line) for stream, line in pairs]
@@ -56,7 +56,7 @@ class DeviceLog:
         return [line[0] if line[0] != "aclop" else line[1] for line in words if line[0].startswith("acl")]
 
     def waits(self) -> list[str]:
-        """What made the host wait for the device: synchronisations, and copies that are not asynchronous."""
+        """The lines that make the host wait for the device: synchronisations, and copies that are not asynchronous."""
         return [line for line in self.lines if line.startswith(("synchronize", "memcpy D2H", "memcpy H2D"))]
 
     def find(self, word: str) -> list[str]:
@@ -65,7 +65,7 @@ class DeviceLog:
 
 @contextmanager
 def device_log() -> Iterator[DeviceLog]:
-    """Everything that the block asks of the device, launches that still stand in torch_npu's queue included."""
+    """Logs everything that the block asks of the device, including launches still in torch_npu's queue at its end."""
     log = DeviceLog()
     torch.npu.synchronize()
     _fake.fake_log_start()

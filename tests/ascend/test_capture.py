@@ -31,7 +31,7 @@ def step_log(runner: Any, running: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("mode", CAPTURES)
 def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
-    """A step is five copies that do not wait, one replay, and the lengths of each layer's attention told anew."""
+    """A step is five copies that do not wait, one replay, and an update with the lengths for each layer's attention."""
     runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true"), tmp_path)
     running = prefilled(runner)
     first = step_log(runner, running)
@@ -53,7 +53,7 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
 def test_inputs_without_fixed_addresses_are_copied_again(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mutation: what the test above would see."""
+    """A mutation that the test above would detect."""
     monkeypatch.setattr(torch._dynamo, "mark_static_address", lambda tensor: None)
     runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}"), tmp_path)
     running = prefilled(runner)

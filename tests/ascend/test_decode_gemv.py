@@ -1,5 +1,5 @@
 """Our own kernels for the vector cores in the model: the numbers over the reference's ops (L2), the GE graph and the
-captures (L4), and what a run tells of it. The shapes and types (L1) are in test_meta.py."""
+captures (L4), and what a run reports about it. The shapes and types (L1) are in test_meta.py."""
 
 from collections import Counter
 from pathlib import Path
@@ -99,7 +99,7 @@ Q4 = [Format("q4", 32), Format("q4", 32, zeros=True)]
 
 @pytest.mark.parametrize("format", Q4, ids=["q4", "q4_zeros"])
 def test_four_bit_products(format: Format) -> None:
-    """Five tokens; half of the experts are elsewhere, before these and after."""
+    """Five tokens; half of the experts are on other ranks, with lower and with higher numbers."""
     mine, theirs = products(format, "fusion_v2", gemv_tokens=5)
     torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=1e-4)
 
@@ -128,7 +128,7 @@ def test_a_mistaken_mixture_is_seen(mutant: Any, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As if the package were built; its entries: each time that it was loaded."""
+    """Pretends that the package is built; the list grows each time that it is loaded."""
     torch._dynamo.reset()
     times: list[str] = []
     monkeypatch.setattr(vector_core, "built", lambda: 1)
@@ -149,7 +149,7 @@ KERNELS = Counter(FUSED) - REPLACED + Counter(UmbraFusedMoeW4a16=1, UmbraGemvW4a
 
 
 def check(program: GeProgram, zeros: bool, half_sums: bool = False) -> None:
-    """Two layers, the linear layers and the mixture of each on the vector cores; nothing is copied on the way."""
+    """Two layers, the linear layers and the mixture of each on the vector cores; without copies between them."""
     count = program.count()
     around = Counter(RmsNorm=1, MatMul=1)  # the first norm, the head
     assert {name: count[name] - around[name] for name in KERNELS} == {name: 2 * n for name, n in KERNELS.items()}

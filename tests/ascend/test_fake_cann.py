@@ -134,7 +134,7 @@ def test_a_captured_graph_replays_without_the_host() -> None:
 
 
 def test_copies_and_host_functions_of_a_graph_happen_at_replay() -> None:
-    """Out to the host, a function there, and back: how experts on the CPU take part in a captured step."""
+    """A copy to the host, a host function and a copy back, as experts on the CPU need in a captured step."""
     x, y, here, back = (
         torch.ones(3).npu(),
         torch.zeros(3).npu(),

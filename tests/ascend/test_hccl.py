@@ -38,13 +38,13 @@ SPLITS: dict[str, tuple[tuple[str, ...], list[tuple[str, str]]]] = {
 
 @pytest.fixture(autouse=True)
 def written_once(tmp_path: Path) -> None:
-    """Before the ranks all want the case."""
+    """Writes the case before all ranks read it."""
     ascend_case(tmp_path)
 
 
 @dataclass
 class Seen:
-    """By one rank."""
+    """What one rank saw."""
 
     collectives: list[tuple[str, str]]  # of the decode graph, in order, and what makes their input
     groups: set[str]  # their communicators
@@ -53,7 +53,7 @@ class Seen:
 
 
 def started(rank: int, world_size: int, folder: Path, *overrides: str) -> tuple[Case, RankEnv]:
-    """As the launcher starts a rank."""
+    """The case and variables of a rank as the launcher starts it."""
     case = ascend_case(folder, f"world_size={world_size}", "strict=true", *overrides)
     os.environ.update(ascend_environment(platform_settings(case), {}))
     return case, RankEnv(rank, world_size, rank, world_size, "")

@@ -41,7 +41,7 @@ def fake() -> Iterator[FakeTensorMode]:
 
 @dataclass
 class Model:
-    """On fake tensors: nothing is filled, nothing computes."""
+    """A model on fake tensors: without values, without computation."""
 
     module: Qwen3MoeForCausalLM
     ops: AscendOps
@@ -99,7 +99,7 @@ class Umbra(TorchDispatchMode):
 
 @pytest.mark.parametrize("format", [Format("q4", 32), Format("q4", 64, zeros=True)], ids=["q4", "zeros"])
 def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], format: Format) -> None:
-    """Its Meta functions take what the layers pass; a step of more tokens than they are for passes them by."""
+    """The Meta functions accept what the layers pass; steps of more tokens do not use these ops."""
     model = make(format=format, gemv_tokens=2)
     for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_w4a16": 2}), ([1, 1, 1], {})):
         with torch.inference_mode(), Umbra() as seen:
@@ -109,7 +109,7 @@ def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], format: F
 
 
 def test_routing_weights_of_another_type_are_seen(make: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutation: what the Meta functions check in the model's own step."""
+    """A mutation that the Meta functions must detect in the model's own step."""
     model = make(format=Format("q4", 32), gemv_tokens=4)
     real = AscendOps.route_softmax
     monkeypatch.setattr(AscendOps, "route_softmax", lambda *given: (real(*given)[0].float(), real(*given)[1]))
@@ -120,7 +120,7 @@ def test_routing_weights_of_another_type_are_seen(make: Callable[..., Model], mo
 def test_a_wrong_layout_is_seen_by_the_meta_function(
     make: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mutation: what the real meta functions do check."""
+    """A mutation that the real meta functions must detect."""
     real = torch_npu.npu_fused_infer_attention_score
 
     def mistaken(**arguments: Any) -> Any:

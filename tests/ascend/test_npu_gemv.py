@@ -76,7 +76,7 @@ def test_equal_results_pass_and_others_do_not(layers: list[Layer], monkeypatch: 
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the device computed and took a while."""
+    """Pretends that the device computes and takes some time."""
     monkeypatch.setattr(npu_layers, "computes", lambda: True)
     monkeypatch.setattr(npu_layers, "check", lambda layers: None)
     monkeypatch.setattr(npu_layers, "alternate", lambda *_: {"ref": 320.0, "custom": 80.0, "copy": 3.0, "sum": 1.0})

@@ -91,7 +91,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], ro
     [("awq", 32, False), ("awq", 64, False), ("gptq", 32, True), ("pack-quantized", 64, True), ("fp8", 0, True)],
 )
 def test_a_quantised_checkpoint_equals_its_floats(tmp_path: Path, format: str, group: int, symmetric: bool) -> None:
-    """In the NPU's own layout where it has 4 bits; that the weights are the same is to the last bit."""
+    """4-bit checkpoints keep their levels in the NPU's layout, so the weights are equal to the last bit."""
     save_tiny(tmp_path / "model", **SIZES | dict(moe_intermediate_size=64))
     quantise_tiny(tmp_path / "model", tmp_path / "quantised", format, group, 4, symmetric)
     ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised")
@@ -112,7 +112,7 @@ def test_a_checkpoints_levels_stay(zeros: bool) -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("group", [32, 64])
 def test_four_bits_come_back(group: int, zeros: bool) -> None:
-    """What is packed is read back by the plain implementation's own reading, off by half a step at most."""
+    """The plain implementation unpacks packed weights with an error of half a step at most."""
     weight = torch.randn(24, 128) + 0.3
     nibbles, scale, offset = quantise(weight, group, zeros)
     assert nibbles.min() >= -8
@@ -124,7 +124,7 @@ def test_four_bits_come_back(group: int, zeros: bool) -> None:
 
 
 def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor, Tensor]:
-    """(a linear layer and a mixture of experts of `format`, the same of the values that it holds)"""
+    """Results of a linear layer and a mixture in `format`, and the reference's results with the dequantised values."""
     ops: Any = ascend_on_cpu(routing, gemv_tokens)(tiny_stub(), ONE_RANK).ops
     reference: Any = ReferenceOnCpu(None, ONE_RANK).ops  # type: ignore[arg-type]
     cpu, dense = torch.device("cpu"), Format("float32")

@@ -55,7 +55,7 @@ D2H = ["memcpy async D2H 96", "memcpy async D2H 24", "memcpy async D2H 24"]
 
 
 def check_order(begin: Callable[[], None], nodes: ShadowNodes, workers: Workers) -> None:
-    """One step, whose first callback stalls: what happens meanwhile, and what only afterwards."""
+    """Checks the order of one step whose first callback stalls: what runs meanwhile, and what only afterwards."""
     side = nodes.side.npu_stream >> 4
     workers.gate.clear()
     with device_log():
@@ -127,7 +127,7 @@ def no_fork(nodes: ShadowNodes) -> None:
 
 
 def undrained(nodes: ShadowNodes) -> None:
-    """The callback goes to the stream while torch_npu's own queue still holds the copies."""
+    """Enqueues the callback while torch_npu's own queue still holds the copies."""
     side = nodes.side
     raw = side.npu_stream
 
@@ -141,7 +141,7 @@ def undrained(nodes: ShadowNodes) -> None:
 def test_orders_that_are_wrong_are_seen(
     make: Callable[..., ShadowNodes], workers: Workers, spoil: Callable[[ShadowNodes], None]
 ) -> None:
-    """Mutations: what `check_order` would see."""
+    """Mutations that `check_order` must detect."""
     nodes, inputs = make(), Inputs()
     spoil(nodes)
     for step in range(50):  # torch_npu's queue may be empty in time, by chance
@@ -207,7 +207,7 @@ def test_torchair(make: Callable[..., ShadowNodes], workers: Workers, mode: str)
 def test_a_callback_that_never_fires(
     make: Callable[..., ShadowNodes], monkeypatch: pytest.MonkeyPatch, workers: Workers, captured: bool
 ) -> None:
-    """Nobody is subscribed."""
+    """No thread is subscribed to the stream."""
     monkeypatch.setattr(Bridge, "subscribe", lambda *_: None)
     nodes, inputs, graph = make(timeout_s=0.4), Inputs(), torch.npu.NPUGraph()
     workers.gate.set()
@@ -225,7 +225,7 @@ def test_a_callback_that_never_fires(
 
 @BOTH
 def test_a_worker_that_stalls(make: Callable[..., ShadowNodes], workers: Workers, cann: str) -> None:
-    """The stream goes on, with sums that cannot be taken for a result, and later layers do not wait again."""
+    """The stream continues with NaN sums, and later layers do not wait again."""
     nodes, inputs = make(cann, timeout_s=0.4), Inputs()
     workers.gate.set()
     nodes.begin(0, T)
@@ -273,7 +273,7 @@ def test_a_pool_that_does_not_even_take_the_job(make: Callable[..., ShadowNodes]
 
 @BOTH
 def test_closed_while_a_callback_waits(make: Callable[..., ShadowNodes], workers: Workers, cann: str) -> None:
-    """Another layer's is still to come. The late worker keeps its buffers: nothing was freed."""
+    """The other layer's callback is still pending. The buffers of the late worker are not freed."""
     nodes, inputs = make(cann, timeout_s=2), Inputs()
     nodes.begin(0, T)
     with device_log():

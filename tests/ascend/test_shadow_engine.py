@@ -53,7 +53,7 @@ def step_log(runner: ModelRunner, running: list[Any]) -> list[str]:
 
 
 def bank(experts: int, arena: int) -> list[str]:
-    """Gathers residents out of their slots in an arena of so many rows; who is missing is zeros."""
+    """The kernels that gather a bank of `experts` from an arena of `arena` rows; experts not resident are zeros."""
     rows = experts * SLOT // 512
     return [
         f"aclnnIndexSelect ({experts})int32 ({rows})int32 ({rows})int32",
@@ -70,7 +70,7 @@ def untiled(line: str) -> str:
 
 
 def test_a_layer(tmp_path: Path) -> None:
-    """Between fork and join the main stream has the residents' part and no wait; slots hold no tiles (NZ)."""
+    """Between fork and join the main stream computes the residents and does not wait; slots hold no tiles (NZ)."""
     runner = runner_of(tmp_path, "exe_mode=eager", "slots=5")
     lines = step_log(runner, prefilled(runner))
     start = lines.index(ROUTER[-1]) + 1
@@ -87,7 +87,7 @@ def test_few_pairs_are_a_bank_each(tmp_path: Path) -> None:
 
 
 def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
-    """Three of eight are resident in one layer, two in the other; each of the others comes in two planes."""
+    """Three of eight are resident in one layer, two in the other; the others are streamed in two planes each."""
     runner = runner_of(tmp_path, "exe_mode=eager", "slots=5")
     with device_log() as log:
         prefilled(runner)
@@ -98,7 +98,7 @@ def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
 def test_residents_change_under_one_capture(tmp_path: Path, mode: str) -> None:
-    """What changes between replays: an expert's planes on the side stream and, when they are there, the table."""
+    """Between replays an expert's planes are copied on the side stream and then the table is updated."""
     runner = runner_of(tmp_path, f"exe_mode={mode}", "slots=5", "max_swaps=-1")
     offload, device = parts(runner)
     running = prefilled(runner)
@@ -135,7 +135,7 @@ def test_four_bits_are_read_out_of_their_slots(tmp_path: Path, monkeypatch: pyte
 
 
 def spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routing that a graph takes by its address; the fake device's own is whatever memory held."""
+    """Replaces routing by tensors with fixed addresses and values; the fake device would leave uninitialised memory."""
     weights = torch.nn.Parameter(torch.zeros(512, 3, dtype=torch.bfloat16).npu(), requires_grad=False)
     ids = torch.arange(512 * 3, dtype=torch.int32).view(512, 3) % 8
     ids = torch.nn.Parameter(ids.npu(), requires_grad=False)
@@ -181,7 +181,7 @@ def test_a_stopped_pool_is_an_error_that_names_layer_and_step(tmp_path: Path, mo
 
 
 def test_no_pinned_memory_for_shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a size that no other test has: torch_npu keeps what it did not get, and gives it out again."""
+    """Uses a size that no other test has, because torch_npu caches the failed allocation and returns it again."""
     case = ascend_case(tmp_path, "offload_config.mode=resident", "exe_mode=eager", moe_intermediate_size=192)
     monkeypatch.setattr(AscendPlatform, "copy_ms", lambda self, nbytes: 0.1)
     most_pinned(1 << 16)

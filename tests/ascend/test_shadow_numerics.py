@@ -43,8 +43,8 @@ def runner_of(
 
 
 def used(runner: ModelRunner) -> tuple[int, int]:
-    """Pairs of a token and an expert that the host was told of, and those that it computed: residents do not change
-    here."""
+    """The number of pairs of a token and an expert that reached the host, and of those that it computed. Residents do
+    not change in these tests."""
     assert runner.engine.offload
     counts = runner.engine.offload.counts
     return int(counts.sum()), int(counts[~runner.engine.offload.published].sum())

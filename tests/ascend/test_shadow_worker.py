@@ -127,7 +127,7 @@ def arrives(sums: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("cann", CANN)
 def test_a_pool_that_is_too_slow(make: Callable[..., Step], cann: str) -> None:
-    """An error, NaNs on the device, and what the pool still writes is still there."""
+    """It is an error with NaNs on the device, and buffers that the pool still writes are not freed."""
     step = slow(make, cann, timeout_s=0.02)
     step.run()
     with pytest.raises(BridgeError, match=r"layer 0, step 4: the shadow pool was not done within 20 ms"):
@@ -138,7 +138,7 @@ def test_a_pool_that_is_too_slow(make: Callable[..., Step], cann: str) -> None:
 
 @pytest.mark.parametrize("cann", CANN)
 def test_a_stopped_pool(make: Callable[..., Step], cann: str) -> None:
-    """No error where nothing is missing."""
+    """No error if all experts are resident."""
     step = make(cann)
     step.pool.stop()
     for resident, missing in ((1, False), (0, True)):
@@ -158,7 +158,7 @@ def test_a_stopped_pool(make: Callable[..., Step], cann: str) -> None:
 def test_closed_while_a_job_is_computed(
     make: Callable[..., Step], cann: str, within_s: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is waited for, or everything that it touches stays: also when pool, worker and experts are let go."""
+    """Closing waits for the job or keeps everything that it touches, also if pool, worker and experts are released."""
     step, left = slow(make, cann, timeout_s=30), len(shadow.LEFT)
     times, expected = step.models[0].layer.times, step.expected(0)
     step.run()

@@ -62,7 +62,7 @@ def call(op: str, arguments: Arguments, half_sums: bool = False) -> Tensor:
 
 
 def line(kernel: str, arguments: list[Tensor | int | None]) -> str:
-    """As the log has it; what is absent or false leaves no trace."""
+    """The line of the log; absent or false arguments are not logged."""
     return " ".join([kernel, *(told(given) for given in arguments if isinstance(given, Tensor) or given)])
 
 

@@ -26,7 +26,7 @@ for name in ("fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16"):
 
 
 def shadow_submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:
-    """Copies happen at once here, the callback when the fake device comes to it."""
+    """Copies run at once here, the callback when the fake device reaches it."""
     return ShadowNodes.alive[nodes].submit(x, ids, weights, layer)
 
 

@@ -59,7 +59,7 @@ class Inputs:
         self.sums: list[Tensor] = []
 
     def fill(self, seed: int) -> list[Tensor]:
-        """Returns the sums that the workers are to give, for each layer."""
+        """Fills the inputs and returns the sums that the workers must give, for each layer."""
         random = torch.Generator().manual_seed(seed)
         x, weights = torch.rand(T, H, generator=random), torch.rand(T, K, generator=random)
         ids = torch.randint(0, E, (T, K), generator=random, dtype=torch.int32)
@@ -70,7 +70,7 @@ class Inputs:
         return [part + (ids + slots[layer][ids.long()]).sum(1, keepdim=True) for layer in range(LAYERS)]
 
     def step(self, nodes: ShadowNodes) -> None:
-        """Sigmoid stands for the resident experts, Add is in `join`."""
+        """Sigmoid takes the place of the resident experts; the Add is in `join`."""
         self.sums = []
         for layer in range(LAYERS):
             self.sums.append(nodes.submit(self.x, self.ids, self.weights, layer))
@@ -79,7 +79,7 @@ class Inputs:
 
 
 def until(lines: list[tuple[int, str]], last: str) -> list[tuple[int, str]]:
-    """Adds what streams come to, to the first `last`."""
+    """Extends `lines` by what streams execute until a line contains `last`."""
     deadline = time.monotonic() + 20
     while not any(last in line for _, line in lines):
         assert time.monotonic() < deadline, lines
@@ -89,7 +89,7 @@ def until(lines: list[tuple[int, str]], last: str) -> list[tuple[int, str]]:
 
 
 def close_nodes() -> None:
-    """Of runners that a test made: a stream reports to one thread only."""
+    """Closes the nodes of runners that a test made, because a stream reports to one thread only."""
     for nodes in list(ShadowNodes.alive.values()):
         nodes.close()
     forget_streams()

@@ -54,7 +54,7 @@ def random_weight(
 
 
 def distinct(tokens: int, top_k: int, experts: int) -> Tensor:
-    """ids (T, k), as a router chooses: no expert twice for one token."""
+    """Random ids (T, k), no expert twice for one token."""
     return torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
 
 

@@ -26,7 +26,7 @@ def tiling(launch: Launch) -> dict[str, int]:
 
 
 def floats(launch: Launch) -> int:
-    """Our part of the workspace."""
+    """Floats of the kernel's own part of the workspace."""
     left, rest = divmod(launch.workspace - LIBRARY_WORKSPACE, 4)
     assert rest == 0
     return left
@@ -90,7 +90,7 @@ def test_parts_and_workspace_of_real_models(hidden: int, inner: int, parts: int)
     cores=st.integers(1, 64), rows=st.integers(1, 250), blocks=st.integers(1, 64), words=st.integers(1, 600),
 )  # fmt: skip
 def test_parts_and_workspace(cores: int, rows: int, blocks: int, words: int) -> None:
-    """K is split only as far as there are idle cores, and not into parts below 128 rows."""
+    """K is split only while cores are idle, and not into parts below 128 rows."""
     k, n = 32 * blocks, 8 * words
     tiles = -(-n // 64)
     launch = host(GEMV, gemv(rows, k, n, group=32), cores)

@@ -90,7 +90,7 @@ def test_dense(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_half_sums(zeros: bool, dtype: torch.dtype) -> None:
-    """Of random values, whose sums do not cancel each other, they keep the bounds."""
+    """Random values, whose sums do not cancel each other, stay within the bounds."""
     for k, n, group, rows in ((32, 8, 32, 1), (192, 64, 64, 3), (1024, 768, 128, 8)):
         y, expected = gemv(rows, k, n, group, dtype, zeros, half_sums=True)
         assert worst_row(y, expected) < BOUND[dtype], (k, n)
@@ -117,7 +117,7 @@ def test_sums_that_cancel_each_other(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("half_sums", [False, True])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_the_widest_tiles_in_groups_of_128(zeros: bool, half_sums: bool) -> None:
-    """256 columns, which few cores take: with float sums a block is half of such a group."""
+    """With few cores tiles have 256 columns; with float sums a block is then half of a group of 128."""
     y, expected = fused(2, 2, 4, 512, 256, (128, 128), BFLOAT, zeros, cores=2, half_sums=half_sums)
     assert worst_row(y, expected) < BOUND[BFLOAT]
     y, expected = gemv(2, 512, 256, 128, HALF, zeros, cores=2, half_sums=half_sums)
@@ -146,7 +146,7 @@ def test_patterns_of_experts(name: str) -> None:
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize("scale", [1e-3, 1e4])
 def test_extreme_activations(scale: float, dtype: torch.dtype) -> None:
-    """1e4 times 8 times 128 rows is beyond half; a row of small values beside one of large ones keeps its bits."""
+    """1e4 times 8 times 128 rows exceeds half; a row of small values beside a row of large ones keeps its precision."""
     for zeros in (False, True):
         assert worst_row(*gemv(4, 256, 128, 128, dtype, zeros, scale=scale * 0.05)) < BOUND[dtype]
     w, scales, _ = random_matrix(256, 128, 128, dtype, False)
@@ -157,7 +157,7 @@ def test_extreme_activations(scale: float, dtype: torch.dtype) -> None:
 
 
 def test_extreme_activations_of_the_whole_block() -> None:
-    """Gate and up far beyond half between the products."""
+    """Gate and up exceed half by far between the products."""
     assert worst_row(*fused(2, 4, 6, 256, 128, (32, 32), BFLOAT, True, scale=1e4)) < BOUND[BFLOAT]
 
 
@@ -269,7 +269,7 @@ def test_a_mistake_is_found(tmp_path: Path, mistake: str) -> None:
     ],
 )
 def test_a_wrong_number_is_seen(tmp_path: Path, file: str, right: str, wrong: str) -> None:
-    """What the twin has nothing against, and the comparison has."""
+    """Mutations that break no rule of the twin, but give wrong numbers."""
     folder = mutated(tmp_path, file, right, wrong)
     ids = torch.tensor([[1, 2], [2, 1]], dtype=torch.int32)
     assert worst_row(*fused(2, 2, 12, 2048, 128, (32, 32), BFLOAT, False, ids, cores=2, folder=folder)) > BOUND[BFLOAT]
