@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from executor.job.runners import make_runner
 
 from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
 from executor.job.logits import collect_logits
+from executor.job.runner import make_runner
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 
 IDS = [[5, 17, 3], list(range(30, 53))]

@@ -11,13 +11,13 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
-from executor.job.runners import make_runner
 from torch import distributed
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.job.logits import collect_logits, sized_for
 from executor.job.rank import run_rank
+from executor.job.runner import make_runner
 
 
 def main() -> None:
