@@ -30,8 +30,7 @@ from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, Stored, fixed
 from ops.cpu.shadow import ShadowPool, Worker
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 
 HOST = torch.device("cpu")
 

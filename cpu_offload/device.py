@@ -10,7 +10,7 @@ from cpu_offload.experts import CpuExperts, ShadowedExperts
 from cpu_offload.history import LongLayer
 from cpu_offload.streaming import Streaming
 from ops.cpu.shadow import Copier, ShadowPool
-from ops.interface import Format
+from ops.format import Format
 
 Place = tuple[int, int]  # layer among those with shadows, expert
 

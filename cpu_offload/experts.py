@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
 from ops.cpu.store import ExpertStore
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 
 if TYPE_CHECKING:
     from cpu_offload.streaming import Streaming

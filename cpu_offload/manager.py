@@ -29,7 +29,7 @@ from cpu_offload.policy.residency import Settings as Policy
 from errors import UserError
 from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ShadowPool
-from ops.interface import Format
+from ops.format import Format
 
 PATIENCE = 8  # steps with much free memory before experts return
 LOW = 1  # frames kept free: an expert leaves by one write to a table, so that there is nothing to do ahead of demand

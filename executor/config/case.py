@@ -12,6 +12,7 @@ from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
 from executor.parallel.partitions import GROUPS
 from models.registry import MODELS
+from ops.format import GROUP_SIZES
 
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
@@ -92,7 +93,9 @@ class QuantizationSettings:
         "streams in, if it has not as many bits already. Where any are quantised, the output head gets 8 bits in "
         "groups of 32 on cpu; the router and the embedding keep `dtype`", choices=("auto", "none", "q8", "q4"),
     )  # fmt: skip
-    group_size: int = key(32, "columns of a row that share a scale: 32, 64 or 128", minimum=32, maximum=128)
+    group_size: int = key(
+        32, "columns of a row that share a scale: 32, 64 or 128", minimum=GROUP_SIZES[0], maximum=GROUP_SIZES[-1]
+    )
     keep_packed: bool = key(
         True, "keep quantised weights in `packed_cache/`, as large as they are in memory, so that the next start "
         "copies them instead of quantising again",
@@ -261,7 +264,7 @@ def check(case: Case, where: str) -> None:
         check_not_ascend(case, where)
     check_offload(case, where)
     wanted = case.quantization
-    if wanted.group_size not in (32, 64, 128):
+    if wanted.group_size not in GROUP_SIZES:
         raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
     if wanted.zero_points and wanted.method != "q4":
         raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")

@@ -15,7 +15,8 @@ from executor.config.platforms import PLATFORMS
 from executor.parallel.groups import Parallel
 from models.build import Build, Formats
 from models.layers import PagedAttention
-from ops.interface import FORMATS, Format, Ops
+from ops.format import FORMATS, Format
+from ops.interface import Ops
 
 
 def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:

@@ -28,7 +28,7 @@ from files import write_json
 from models.hf_config import read_json
 from models.layers import Piece, layers_of
 from models.registry import MODELS
-from ops.interface import Format
+from ops.format import Format
 
 IGNORED, UNKNOWN = "ignored", "unknown"
 COMPONENTS = ("embedding", "attention", "router", "experts", "dense MLP", "norms", "head", IGNORED, UNKNOWN)

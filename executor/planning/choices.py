@@ -34,7 +34,7 @@ from executor.planning.memory import EXPERTS, ROWS, Sketch, sketch_of, weights_o
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.cpu.engine import cores_of, native, shadow_teams, start
 from ops.cpu.shadow import ExpertBlocks, ShadowPool
-from ops.interface import Format
+from ops.format import Format
 
 CopyMs = Callable[[int], float] | None
 LINK = 20e6  # bytes in a millisecond that a host sends to a device, where there is none to ask

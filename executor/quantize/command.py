@@ -13,6 +13,7 @@ from pathlib import Path
 from errors import UserError, run_main
 from executor.quantize.convert import Calibration, convert
 from executor.quantize.source import Source
+from ops.format import GROUP_SIZES
 
 TOKENS = 8192
 
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of a float checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="folder to write: new, or left by the same command")
-    parser.add_argument("--group", type=int, choices=(32, 64, 128), default=128, help="columns that share a scale")
+    parser.add_argument("--group", type=int, choices=GROUP_SIZES, default=128, help="columns that share a scale")
     parser.add_argument("--calibrate", type=Path, metavar="TEXT", help="a UTF-8 text like those the model will see")
     parser.add_argument("--tokens", type=int, help=f"how much of the text to use at most (default {TOKENS})")
     args = parser.parse_args(argv)

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from errors import UserError
-from ops.interface import Format
-from ops.quantised import Quantised, floats
+from ops.format import Format, Quantised, floats
 
 FRACTAL_NZ = 29
 NIBBLES = 8  # in an int32

@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from errors import UserError
 from ops.cpu.engine import native, pointer
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 
 ROWS, BLOCK = 16, 32
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}

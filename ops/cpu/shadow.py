@@ -21,8 +21,7 @@ from errors import UserError
 from ops.cpu import traced
 from ops.cpu.engine import TYPES, native, own_cpus, pointer
 from ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 
 INT = torch.int64
 MODEL_TYPES = torch.float32, torch.bfloat16, torch.float16

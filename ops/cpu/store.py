@@ -23,7 +23,7 @@ from torch import Tensor
 from ops.cpu.engine import native
 from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, plane_bytes
 from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
-from ops.quantised import Quantised
+from ops.format import Quantised
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from executor.job.logits import collect_logits
 from executor.job.runners import make_runner
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import Plane, pack, quantise
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.quantised import quantise_tiny

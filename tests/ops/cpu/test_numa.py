@@ -19,7 +19,7 @@ from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeMatrix
 from ops.cpu.threads import worth_having
-from ops.interface import FORMATS
+from ops.format import FORMATS
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 module = engine.start(1, "auto")[0]

@@ -14,8 +14,8 @@ from executor.config.schema import leaves
 from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.interface import FORMATS, Format, Ops
-from ops.quantised import Quantised
+from ops.format import FORMATS, GROUP_SIZES, Format, Quantised
+from ops.interface import Ops
 from ops.reference import DenseExperts, DenseMatrix
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ NAMES = [name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not 
 SETS = engine.start(1, "auto")[0].instruction_sets()
 KINDS = {
     **FORMATS,
-    **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in (32, 64, 128)},
+    **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in GROUP_SIZES},
     "q8 128": Format("q8", 128),
 }
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
