@@ -1,4 +1,4 @@
-"""Weights in the native layout: 16 rows side by side, quants and scales in planes of their own (csrc/matrix.h)."""
+"""Weights in the native layout: 16 rows side by side, quants and scales in planes of their own (csrc/kernels/matrix.h)."""
 
 from itertools import accumulate, pairwise
 from typing import Any

@@ -90,7 +90,7 @@ def test_quantisation_is_to_nearest() -> None:
 
 
 def activation_error(x: Tensor, w: Tensor) -> Tensor:
-    """The bound of csrc/matrix.h: half a step of each 32-block of x, times the block's weights. (T, N)"""
+    """The bound of csrc/kernels/matrix.h: half a step of each 32-block of x, times the block's weights. (T, N)"""
     steps = x.unflatten(-1, (-1, 32)).abs().amax(-1) / 254
     return steps @ w.unflatten(-1, (-1, 32)).abs().sum(-1).T
 
