@@ -17,7 +17,7 @@ from errors import run_main
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
-from ops.interface import FORMATS
+from ops.format import FORMATS
 
 HIDDEN, INNER, TOP_K, EXPERTS = 2048, 768, 8, 128
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024, 4096)

@@ -18,7 +18,7 @@ from errors import run_main
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeMatrix
-from ops.interface import FORMATS
+from ops.format import FORMATS
 
 OPS = 1000
 COLUMNS = (("threads", "threads", 8, ""), ("op", "op", 8, ""), ("us", "us", 8, ".2f"))

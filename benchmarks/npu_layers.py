@@ -15,7 +15,7 @@ from errors import UserError
 from ops.ascend import moe, vector_core
 from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendExperts
-from ops.interface import Format
+from ops.format import Format
 
 BOUND = 0.02  # of the norm of a result: the reference rounds its dequantised weights and its activations to dtype
 NIBBLE = 4.6  # root mean square of -8 .. 7

@@ -27,7 +27,7 @@ from cpu_offload.cost.choices import NONE
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena
-from ops.interface import FORMATS
+from ops.format import FORMATS
 
 SHAPES = ((5, 32, 4), (48, 128, 8))  # the demo's; that of Qwen3-30B-A3B
 OTHERS = np.ones(64 << 20, np.uint8)  # read between steps, to empty the CPU's caches

@@ -31,8 +31,7 @@ from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, Stored
 from ops.cpu.shadow import ShadowPool, Worker
 from ops.fixed import fixed
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 
 HOST = torch.device("cpu")
 

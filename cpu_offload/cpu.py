@@ -15,7 +15,7 @@ from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from cpu_offload.streaming import Streaming
 from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, join, resident_rows, submit
-from ops.interface import Format
+from ops.format import Format
 
 ALIGNMENT = 64  # bytes, of slots
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from ops.cpu.shadow import ShadowPool
-from ops.interface import Format
+from ops.format import Format
 
 Place = tuple[int, int]  # (layer, counted among those with shadows; expert of this rank)
 

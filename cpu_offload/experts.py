@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ops.cpu.shadow import ExpertBlocks, ShadowLayer, ShadowPool
 from ops.cpu.store import ExpertStore
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 
 INT = torch.int64
 

@@ -30,7 +30,7 @@ from cpu_offload.policy.residency import Settings as Policy
 from errors import UserError
 from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ShadowPool
-from ops.interface import Format
+from ops.format import Format
 
 PATIENCE = 8  # consecutive steps with much free memory before experts return
 LOW = 1  # frames kept free: evicting is one write to a table, so nothing needs to be done ahead of demand

@@ -11,9 +11,8 @@ from torch import Tensor
 from errors import UserError
 from executor.parallel.groups import Parallel
 from ops.fixed import fixed
-from ops.interface import ExpertMatrices, Format, Matrix, Ops
-
-GROUPS = (128, 64, 32)  # sizes of quantisation groups, in columns
+from ops.format import GROUP_SIZES, Format
+from ops.interface import ExpertMatrices, Matrix, Ops
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,14 @@ class Build:
             return format
         if not all(self.formats.own(f"{self.path}.{name}") for name in names):
             return dataclasses.replace(self.formats.plain, tiled=True)
-        for group in GROUPS:  # part of a quantisation group is a smaller group with the same scale
+        for group in reversed(GROUP_SIZES):  # part of a quantisation group is a smaller group with the same scale
             if format.group % group == 0 and all(count // parts % group == 0 for count, parts in columns):
                 return dataclasses.replace(format, group=group)
-        count, parts = next((count, parts) for count, parts in columns if count // parts % GROUPS[-1])
-        fine = [n for n in range(1, count + 1) if count % n == 0 and count // n % GROUPS[-1] == 0]
+        count, parts = next((count, parts) for count, parts in columns if count // parts % GROUP_SIZES[0])
+        fine = [n for n in range(1, count + 1) if count % n == 0 and count // n % GROUP_SIZES[0] == 0]
         raise UserError(
             f"{self.path}.{names[0]}: {count} quantised columns over {parts} ranks are {count // parts} on each, no "
-            f"multiple of {GROUPS[-1]}: split them over {', '.join(map(str, fine)) or 'none, with method: none'}"
+            f"multiple of {GROUP_SIZES[0]}: split them over {', '.join(map(str, fine)) or 'none, with method: none'}"
         )
 
     def matrix(self, rows: int, columns: int, format: Format) -> Matrix:

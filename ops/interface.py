@@ -3,34 +3,12 @@
 T: tokens of the step, all sequences packed one after another. S: sequences. Shapes are (rows, columns).
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ops.quantised import Quantised
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a matrix is kept: in a float type, or as q8 or q4: integers with a float16 scale for every `group` columns
-    of a row and, with `zeros`, a zero point beside it. `tiled`: the device may order a float matrix in its own tiles
-    (Ascend's FRACTAL_NZ)."""
-
-    kind: str
-    group: int = 0
-    zeros: bool = False
-    tiled: bool = False
-
-    @property
-    def quantised(self) -> bool:
-        return self.group > 0
-
-
-FORMATS = {kind: Format(kind) for kind in ("float32", "bfloat16", "float16")}
-FORMATS |= {kind: Format(kind, group=32) for kind in ("q8", "q4")}
+from ops.format import Format, Quantised
 
 
 class Matrix(Protocol):
@@ -41,7 +19,7 @@ class Matrix(Protocol):
     nbytes: int
     storages: list[Tensor]  # all that it keeps
 
-    def fill(self, row: int, part: "Tensor | Quantised") -> None:
+    def fill(self, row: int, part: Tensor | Quantised) -> None:
         """Put `part` (m, columns) at rows row .. row + m; what is quantised as the matrix is kept stays bit for bit."""
 
 
@@ -55,7 +33,7 @@ class ExpertMatrices(Protocol):
     @property
     def storages(self) -> list[Tensor]: ...
 
-    def fill(self, expert: int, which: str, part: "Tensor | Quantised") -> None:
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         """Put all of "gate", "up" or "down" of one expert."""
 
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.interface import Format, Lengths
-from ops.quantised import Quantised, floats
+from ops.format import Format, Quantised, floats
+from ops.interface import Lengths
 
 
 class DenseMatrix:

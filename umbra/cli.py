@@ -17,6 +17,7 @@ from executor.config.load import list_cases, load_case, load_model_config
 from executor.job.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
 from files import ROOT
+from ops.format import GROUP_SIZES
 
 CASE = "a name in yaml_configs/, or a path ending in .yaml"
 QUANTIZE_TOKENS = 8192
@@ -105,7 +106,7 @@ def make_parser() -> Parser:
     )
     add.add_argument("--model", type=Path, required=True, help="folder of a float checkpoint")
     add.add_argument("--out", type=Path, required=True, help="folder to write: new, or left by the same command")
-    add.add_argument("--group", type=int, choices=(32, 64, 128), default=128, help="columns that share a scale")
+    add.add_argument("--group", type=int, choices=GROUP_SIZES, default=128, help="columns that share a scale")
     add.add_argument("--calibrate", type=Path, metavar="TEXT", help="a UTF-8 text like those the model will see")
     add.add_argument("--tokens", type=int, help=f"tokens of the text to use at most (default {QUANTIZE_TOKENS})")
 

@@ -16,7 +16,7 @@ from errors import UserError, listed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.scheme import Scheme, Stored, plain
 from models.layers.base import Piece, layers_of
-from ops.quantised import Quantised
+from ops.format import Quantised
 
 SIGNS = {  # endings of tensor names that only one format uses
     "weight_packed": "compressed-tensors' pack-quantized",

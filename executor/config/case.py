@@ -11,6 +11,7 @@ from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
 from executor.parallel.partitions import GROUPS, ParallelSizes
 from models.registry import FAMILIES
+from ops.format import GROUP_SIZES
 
 # Numbers with a meaning of their own in a file. In a Case, None is "chosen for you" or "no limit"; 0 is none at all.
 OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}
@@ -98,7 +99,9 @@ class QuantizationSettings:
         "streams in, if it has not as many bits already. Where any are quantised, the output head gets 8 bits in "
         "groups of 32 on cpu; the router and the embedding keep `dtype`", choices=("auto", "none", "q8", "q4"),
     )  # fmt: skip
-    group_size: int = key(32, "columns of a row that share a scale: 32, 64 or 128", minimum=32, maximum=128)
+    group_size: int = key(
+        32, "columns of a row that share a scale: 32, 64 or 128", minimum=GROUP_SIZES[0], maximum=GROUP_SIZES[-1]
+    )
     keep_packed: bool = key(
         True, "keep quantised weights in `packed_cache/`, as large as they are in memory, so that the next start "
         "copies them instead of quantising again",

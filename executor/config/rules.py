@@ -5,6 +5,7 @@ from executor.config.ascend_rules import check_ascend, check_not_ascend
 from executor.config.case import Case
 from executor.config.offload_rules import check_offload
 from executor.config.platforms import PLATFORMS
+from ops.format import GROUP_SIZES
 
 LEAST_TEMPERATURE = 1e-6
 
@@ -38,7 +39,7 @@ def check(case: Case, where: str) -> None:
         check_not_ascend(case, where)
     check_offload(case, where)
     wanted = case.quantization
-    if wanted.group_size not in (32, 64, 128):
+    if wanted.group_size not in GROUP_SIZES:
         raise UserError(f"{where}: quantization.group_size: {wanted.group_size} must be 32, 64 or 128")
     if wanted.zero_points and wanted.method != "q4":
         raise UserError(f"{where}: quantization.zero_points: true needs quantization.method: q4, not {wanted.method}")

@@ -139,7 +139,9 @@ def _leaf(leaf: Leaf, value: object, where: str) -> object:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at least {leaf.minimum}")
         if leaf.maximum is not None and not converted <= leaf.maximum:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at most {leaf.maximum}")
-    return leaf.means[converted] if type(converted) in (int, float) and converted in leaf.means else converted
+    if isinstance(converted, int | float) and converted in leaf.means:
+        return leaf.means[int(converted)]
+    return converted
 
 
 def _convert(wanted: Any, value: object) -> object:

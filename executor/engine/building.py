@@ -19,7 +19,8 @@ from executor.parallel.join import join
 from executor.platform.base import Platform
 from models.build import Build, Formats, Shadows
 from models.layers.attention import PagedAttention
-from ops.interface import FORMATS, Format, Ops
+from ops.format import FORMATS, Format
+from ops.interface import Ops
 
 
 def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:

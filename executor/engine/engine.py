@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cpu_offload.cost.choices import Choices
+from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
 from executor.config.load import model_folder
 from executor.engine.batching import pack
@@ -31,7 +32,8 @@ ForwardStep = Callable[[Batch], Tensor]
 
 
 class Engine:
-    """`config`: the model's. `choices`: what the planner of shadow experts chose, for a case that has any."""
+    """`config`: the model's. `choices`: what the planner of shadow experts chose, for a case that has any.
+    `packed_cache`: makes the cache of packed weights, with PackedCache's arguments."""
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Engine:
         config: ModelConfig,
         choices: Choices | None = None,
         profiler: Profiler | None = None,
+        packed_cache: Callable[..., PackedCache] = PackedCache,
     ):
         start, rank = time.perf_counter(), parallel.world.rank
         self.case, self.platform, self.parallel, self.config = case, platform, parallel, config
@@ -51,7 +54,7 @@ class Engine:
         self.kernels = platform.kernels(self.model)
         for what, kernel in self.kernels.items() if rank == 0 else ():
             print(f"{what}: {kernel}")
-        fill_weights(case, model_folder(case), self.model, self.model.ignored_weights(), rank)
+        fill_weights(case, model_folder(case), self.model, rank, packed_cache)
         most_pages = Scheduler(limits_of(case)).pages
         if self.offload:
             self.pages: Pages = open_arena(case, build, self.model, self.offload, most_pages)

@@ -1,9 +1,8 @@
 """Fills a model: from its checkpoint, from weights that an earlier start kept packed, or with random numbers."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-
-from torch import nn
 
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.load import load_checkpoint
@@ -12,20 +11,23 @@ from executor.checkpoint.random import random_weights
 from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
 from executor.engine.building import packed_facts
+from models.causal_lm import CausalLM
 
 
-def fill_weights(case: Case, folder: Path, model: nn.Module, ignored: frozenset[str], rank: int) -> None:
-    """`folder`: the checkpoint's; `ignored`: tensors of it that the model does not use. Rank 0 shows progress."""
+def fill_weights(
+    case: Case, folder: Path, model: CausalLM, rank: int, packed_cache: Callable[..., PackedCache]
+) -> None:
+    """`folder`: the checkpoint's; `packed_cache`: where packed weights are kept. Rank 0 shows progress."""
     settings = case.quantization
     if not case.model_config.with_ckpt:
         return random_weights(model, seed=rank)
     cache = None
     if settings.method in ("q8", "q4") and settings.keep_packed and PLATFORMS[case.platform].keeps_packed:
-        cache = PackedCache(packed_facts(case), folder, rank, model)
+        cache = packed_cache(packed_facts(case), folder, rank, model)
         if cache.load(rank == 0):
             return None
     start, scheme = time.perf_counter(), read_scheme(folder)
-    read = load_checkpoint(model, folder, scheme, ignored, rank == 0)
+    read = load_checkpoint(model, folder, scheme, model.ignored_weights(), rank == 0)
     seconds = time.perf_counter() - start
     print(f"checkpoint: {scheme.title}; {read / 1e6:.1f} MB read at {read / 1e9 / seconds:.2f} GB/s")
     if cache:

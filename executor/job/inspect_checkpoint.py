@@ -26,7 +26,7 @@ from files import write_json
 from models.hf_config import read_json
 from models.layers.base import Piece, layers_of
 from models.registry import FAMILIES
-from ops.interface import Format
+from ops.format import Format
 
 IGNORED, UNKNOWN = "ignored", "unknown"
 COMPONENTS = ("embedding", "attention", "router", "experts", "dense MLP", "norms", "head", IGNORED, UNKNOWN)

@@ -3,12 +3,14 @@
 A model's own runner may say how its decode step becomes a graph; most families need none.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.tokenizer import open_tokenizer, stop_ids
 from executor.config.case import Case
 from executor.config.env import RankEnv
@@ -36,6 +38,7 @@ class ModelRunner:
         self.case, self.results, self.ranks = case, results, ranks
         self.folder = model_folder(case)
         self.config: Any = load_model_config(case)
+        self.packed_cache: Callable[..., PackedCache] = PackedCache
 
     def setup(self, platform_class: type[Platform] | None = None) -> None:
         """Make the device this process's own, plan, load the model, and prepare its decode step. `platform_class`: in
@@ -56,7 +59,7 @@ class ModelRunner:
         if case.offload_config.mode != "none":
             self.planned = PlannedRun(case, ranks, parallel.world, platform)
         choices = self.planned.choices if self.planned else None
-        self.engine = Engine(case, platform, parallel, self.config, choices, self.define_profiler())
+        self.engine = Engine(case, platform, parallel, self.config, choices, self.define_profiler(), self.packed_cache)
         self.engine.decode_step = self.graph_compile()
         self.loop = Loop(self.engine, stop_ids(self.folder, self.config.eos_token_ids))
 

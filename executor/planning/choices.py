@@ -37,7 +37,7 @@ from executor.planning.memory import EXPERTS, ROWS, Sketch, sketch_of, weights_o
 from models.registry import load
 from ops.cpu.engine import cores_of, native, shadow_teams, start
 from ops.cpu.shadow import ExpertBlocks, ShadowPool
-from ops.interface import Format
+from ops.format import Format
 
 CopyMs = Callable[[int], float] | None
 LINK = 20e6  # bytes in a millisecond that a host is assumed to send to a device that cannot be measured

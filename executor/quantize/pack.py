@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from ops.quantised import Quantised
+from ops.format import Quantised
 
 BITS, LARGEST = 4, 15
 PACKED = 32 // BITS  # outputs in one int32

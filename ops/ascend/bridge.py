@@ -12,7 +12,7 @@ from pathlib import Path
 from errors import UserError
 
 SOURCE = Path(__file__).parent / "csrc" / "bridge.cpp"
-JOB = Path(__file__).parents[1] / "cpu" / "csrc" / "job.h"
+JOB = Path(__file__).parents[1] / "cpu" / "csrc" / "shadow" / "job.h"
 BUILT = Path(__file__).parent / "build" / "umbra_bridge.so"
 HOST_FUNC_SINCE = (8, 5)  # earlier versions of CANN forbid aclrtLaunchHostFunc during a capture
 

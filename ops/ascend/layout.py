@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from ops.ascend.weights import AscendExperts, AscendMatrix
-from ops.interface import Format, Lengths
+from ops.format import Format
+from ops.interface import Lengths
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 MOST_PAGE = 512  # tokens; the attention op's own limit

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from errors import UserError
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.fixed import fixed
-from ops.interface import Format
+from ops.format import Format
 
 ROW = PLACE // 4  # int32
 

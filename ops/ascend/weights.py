@@ -17,8 +17,7 @@ from torch import Tensor
 
 from errors import UserError
 from ops.fixed import fixed
-from ops.interface import Format
-from ops.quantised import Quantised, floats
+from ops.format import Format, Quantised, floats
 
 FRACTAL_NZ = 29
 NIBBLES = 8  # in an int32

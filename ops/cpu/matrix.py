@@ -1,4 +1,4 @@
-"""Weights in the native layout: 16 rows side by side, quants and scales in planes of their own (csrc/matrix.h)."""
+"""Weights in the native layout: 16 rows side by side, quants and scales in separate planes (csrc/kernels/matrix.h)."""
 
 from itertools import accumulate, pairwise
 from typing import Any
@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from errors import UserError
 from ops.cpu.engine import native, pointer
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 
 ROWS, BLOCK = 16, 32
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}

@@ -1,4 +1,4 @@
-"""Experts that lie anywhere in memory, a block each, computed by two pools at once (csrc/shadow.h).
+"""Experts that lie anywhere in memory, a block each, computed by two pools at once (csrc/shadow/shadow.h).
 
 One layer's mixture, eager or on a tape:
 
@@ -21,8 +21,7 @@ from errors import UserError
 from ops.cpu import traced
 from ops.cpu.engine import TYPES, native, own_cpus, pointer
 from ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 
 INT = torch.int64
 MODEL_TYPES = torch.float32, torch.bfloat16, torch.float16
@@ -185,7 +184,7 @@ def join(job: Job, weights: Tensor) -> Tensor:
 
 class Worker:
     """The pool for a bridge (ops/ascend/bridge.py), whose `submit` and `context` these are: each job's sums over the
-    experts that are not resident, in the model's type (csrc/worker.h). It must outlive the bridge."""
+    experts that are not resident, in the model's type (csrc/shadow/worker.h). It must outlive the bridge."""
 
     def __init__(self, pool: ShadowPool):
         self.pool, self.native = pool, native().Worker(pool.native)

@@ -1,7 +1,7 @@
 """The shadow store: one layer's packed experts, near the threads that compute them.
 
-Every expert is divided by rows over the NUMA nodes of the shadow pool, as the main pool's matrices are; csrc/matrix.h
-says why not by whole experts. Each node has a region of its own, with its rows of all experts, one after another:
+Every expert is divided by rows over the NUMA nodes of the shadow pool, as the main pool's matrices are;
+csrc/kernels/matrix.h says why not by whole experts. Each node has a region of its own, with its rows of all experts, one after another:
 
     node 0   | e0: w13 quants, scales, w2 quants, scales | e1 ...       `stride` bytes each, the same on all nodes,
     node 1   | e0: the rows behind those                 | e1 ...       so an address and fixed distances say it all
@@ -23,7 +23,7 @@ from torch import Tensor
 from ops.cpu.engine import native
 from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, plane_bytes
 from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
-from ops.quantised import Quantised
+from ops.format import Quantised
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from executor.config.env import RankEnv
 from executor.job.runner import make_runner
 from ops.ascend import vector_core
 from ops.ascend.vector_core import calls
-from ops.interface import Format
+from ops.format import Format
 from tests.ascend.engine import ascend_case, ascend_runner, prefilled
 from tests.ascend.extension import load_extension
 from tests.ascend.ge import GeProgram

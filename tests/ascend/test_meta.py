@@ -26,7 +26,7 @@ from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from ops.ascend import moe
 from ops.ascend.ops import AscendOps
-from ops.interface import FORMATS, Format
+from ops.format import FORMATS, Format
 from tests.ascend.engine import SIZES
 from tests.tiny import save_tiny
 

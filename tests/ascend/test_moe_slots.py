@@ -6,7 +6,7 @@ import torch
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts
-from ops.interface import Format
+from ops.format import Format
 from tests.ascend import umbra_on_cpu  # noqa: F401 (registers the ops)
 
 

@@ -16,8 +16,7 @@ from executor.job.runner import make_runner
 from executor.platform.settings import PlatformSettings
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import Plane, pack, quantise
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import Format, Quantised
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import run_gloo_ranks

@@ -14,7 +14,7 @@ from ops.ascend.bridge import BridgeError
 from ops.ascend.shadow import ShadowNodes
 from ops.cpu import engine
 from ops.cpu.shadow import ShadowPool, Worker
-from ops.interface import FORMATS
+from ops.format import FORMATS
 from tests.ascend.log import device_log, forget_streams
 from tests.ops.cpu.test_shadow import Model, cpu, routing, teams
 

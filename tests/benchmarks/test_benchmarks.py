@@ -15,7 +15,7 @@ from benchmarks.gguf_file import TYPES, encoded, entries, write_gguf
 from benchmarks.umbra import Umbra
 from errors import UserError
 from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.interface import FORMATS
+from ops.format import FORMATS
 from tests.tiny import save_tiny, write_case
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from ops import load_ops
 from ops.cpu import engine, shadow
 from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
-from ops.interface import FORMATS, Format
+from ops.format import FORMATS, Format
 
 cpu = load_ops("cpu")
 KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")}

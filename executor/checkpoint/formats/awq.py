@@ -9,8 +9,7 @@ from torch import Tensor
 from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.scheme import Fetch, Needed, Scheme, Stored, check_sizes
 from models.hf_config import HfConfig
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import GROUP_SIZES, Format, Quantised
 
 NIBBLES = 8
 ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # output j of eight is the nibble ORDER[j]
@@ -35,7 +34,7 @@ class Awq(Scheme):
         config.refuse("bits", 4)
         config.refuse("w_bit", 4)
         config.refuse("zero_point", True)
-        self.group = config.one_of("group_size", "q_group_size", allowed=(32, 64, 128))
+        self.group = config.one_of("group_size", "q_group_size", allowed=GROUP_SIZES)
         self.excluded = config.names("modules_to_not_convert")
         self.title = f"AWQ, 4 bits in groups of {self.group} with zero points"
         self.format = Format("q4", self.group, zeros=True)

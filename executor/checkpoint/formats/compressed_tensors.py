@@ -15,7 +15,7 @@ from executor.checkpoint.formats.bitpack import covering, groups_of, unpack
 from executor.checkpoint.formats.patterns import target
 from executor.checkpoint.formats.scheme import Fetch, Needed, Scheme, Stored, check_sizes, in_words, kept_as
 from models.hf_config import HfConfig
-from ops.quantised import Quantised
+from ops.format import GROUP_SIZES, Quantised
 
 
 class CompressedTensors(Scheme):
@@ -33,7 +33,7 @@ class CompressedTensors(Scheme):
         self.zeros = not weights.flag("symmetric", True)
         self.group = -1
         if weights.one_of("strategy", allowed=("group", "channel")) == "group":
-            self.group = weights.one_of("group_size", allowed=(32, 64, 128))
+            self.group = weights.one_of("group_size", allowed=GROUP_SIZES)
         self.targets = [target(text, group.where) for text in group.names("targets")]
         self.ignored = [target(text, config.where) for text in config.names("ignore")]
         words = in_words(self.bits, self.group, self.zeros)

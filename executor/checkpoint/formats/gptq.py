@@ -11,7 +11,7 @@ from executor.checkpoint.formats.bitpack import covering, groups_of, unpack
 from executor.checkpoint.formats.patterns import Matches, pattern
 from executor.checkpoint.formats.scheme import Fetch, Needed, Scheme, Stored, check_sizes, in_words, kept_as
 from models.hf_config import HfConfig
-from ops.quantised import Quantised
+from ops.format import GROUP_SIZES, Quantised
 
 
 class Gptq(Scheme):
@@ -22,7 +22,7 @@ class Gptq(Scheme):
                 "checkpoint made with desc_act: false"
             )  # fmt: skip
         self.bits = config.one_of("bits", allowed=(4, 8))
-        self.group = config.one_of("group_size", allowed=(-1, 32, 64, 128))
+        self.group = config.one_of("group_size", allowed=(-1, *GROUP_SIZES))
         self.zeros = not config.flag("sym", True)
         # The first version of the format stores zero points less one.
         self.less = 0 if config.value("checkpoint_format", default="gptq") == "gptq_v2" else 1

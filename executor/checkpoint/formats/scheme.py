@@ -8,8 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from errors import UserError
-from ops.interface import Format
-from ops.quantised import Quantised
+from ops.format import GROUP_SIZES, Format, Quantised
 
 FLOATS = ("BF16", "F16", "F32")
 
@@ -75,7 +74,7 @@ def kept_as(bits: int, group: int, zeros: bool) -> Format | None:
     then share."""
     if zeros and bits == 8:
         return None
-    return Format({4: "q4", 8: "q8"}[bits], group if group > 0 else 128, zeros)
+    return Format({4: "q4", 8: "q8"}[bits], group if group > 0 else GROUP_SIZES[-1], zeros)
 
 
 def in_words(bits: int, group: int, zeros: bool) -> str:

@@ -28,7 +28,7 @@
 
 #include <dlfcn.h>
 
-#include "../../cpu/csrc/job.h"
+#include "../../cpu/csrc/shadow/job.h"
 
 namespace {
 

@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ops.interface import Format
+from ops.format import Format
 
 PLACE = 512  # bytes
 WORD = 8  # nibbles in an int32

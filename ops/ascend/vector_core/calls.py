@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ops.ascend.vector_core.blocks import BlockLayout
-from ops.ascend.vector_core.schemas import GROUPS
 from ops.ascend.weights import AscendMatrix, Bank, Stored
+from ops.format import GROUP_SIZES
 
 
 def unfit(weight: AscendMatrix | Bank) -> str:
@@ -13,7 +13,7 @@ def unfit(weight: AscendMatrix | Bank) -> str:
     planes: list[Stored] = [weight] if isinstance(weight, AscendMatrix) else [weight.w13, weight.w2]
     if any(plane.scales is None for plane in planes):
         return "the weights do not have 4 bits"
-    if any(plane.format.group not in GROUPS for plane in planes):
+    if any(plane.format.group not in GROUP_SIZES for plane in planes):
         return f"groups of {planes[0].format.group}, not of 32, 64 or 128"
     return ""
 

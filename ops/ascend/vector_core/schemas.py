@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ops.ascend.vector_core.blocks import WORD
+from ops.format import GROUP_SIZES
 
 MOST_TOKENS = 8
-GROUPS = (32, 64, 128)
 BLOCK = 32  # rows of weights that a kernel reads at once
 
 LIBRARY = torch.library.Library("umbra", "DEF")  # the ops live as long as this does
@@ -78,7 +78,7 @@ def fused_moe_slots_w4a16(
     if inner < BLOCK or inner % BLOCK:
         raise RuntimeError(f"inner: {inner}: must be a multiple of {BLOCK}")
     for name, size, rows in (("group", group, x.shape[1]), ("group2", group2, inner)):
-        if size not in GROUPS or rows % size:
+        if size not in GROUP_SIZES or rows % size:
             raise RuntimeError(f"{name}: {size}: must be 32, 64 or 128, and divide {rows}")
     _check("ids", ids, torch.int32, x.shape[0], None)
     _check("weights", weights, x.dtype, x.shape[0], ids.shape[1])
@@ -115,7 +115,7 @@ def _check_weights(
     outputs = w.shape[-1] * WORD
     if scales.dtype != x.dtype:
         raise TypeError(f"{names[1]}: {scales.dtype}: must be the type of x, {x.dtype}")
-    shapes = [(*w.shape[:-2], inputs // group, outputs) for group in GROUPS if inputs % group == 0]
+    shapes = [(*w.shape[:-2], inputs // group, outputs) for group in GROUP_SIZES if inputs % group == 0]
     if tuple(scales.shape) not in shapes:
         raise RuntimeError(f"{names[1]}: {tuple(scales.shape)}: must be one of {shapes}: groups of 32, 64 or 128")
     if zeros is not None and (zeros.dtype != scales.dtype or zeros.shape != scales.shape):

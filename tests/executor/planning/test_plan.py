@@ -32,7 +32,7 @@ from models.registry import model_class
 from models.rope import RopeConfig
 from ops.ascend.layout import AscendLayout
 from ops.ascend.shapes import AscendShapes
-from ops.interface import FORMATS
+from ops.format import FORMATS
 from tests.tiny import save_tiny, tiny_case
 
 VOCABULARY, DIM, EXPERTS, TOP_K = 151936, 128, 128, 8

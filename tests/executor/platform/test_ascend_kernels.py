@@ -12,7 +12,7 @@ from executor.platform.ascend.kernels import chosen_kernels, gemv_tokens
 from ops.ascend import vector_core
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendExperts, AscendMatrix
-from ops.interface import Format
+from ops.format import Format
 
 LINEAR, EXPERTS = "self_attn.qkv_proj, self_attn.o_proj of layers 0-4", "mlp.experts of layers 0-4"
 NOT_BUILT = "decode_gemv: the kernels are not built: bash ops/ascend/vector_core/build.sh"

@@ -8,13 +8,11 @@ import platform
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from files import ROOT
 from ops.cpu import engine
-from tests.ops.cpu.native.build import compile_all, core_sources, run
+from tests.ops.cpu.native.build import TESTS, core_sources, made_once, program, run
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 WARNINGS = ["-O3", "-Wall", "-Wextra"]
@@ -34,25 +32,23 @@ COUNTS: dict[tuple[str, str], dict[int, float]] = {
 COUNTED_WITH = "12"  # the major version of GCC
 
 
-def build(compiler: str, machine: str, to: Path, *link: str) -> str:
+def build(compiler: str, machine: str, *link: str) -> str:
     flags = [*WARNINGS, *OF_MACHINE[machine]]
-    objects = compile_all(compiler, flags, [*core_sources(machine), ROOT / "tests/ops/cpu/native/kernels.cpp"], to)
-    program = str(to / "kernels")
-    run(compiler, *link, *objects, "-o", program, "-pthread")
-    return program
+    sources = [*core_sources(machine), TESTS / "kernels.cpp"]
+    return program("kernels", compiler, flags, sources, [*link, "-pthread"])
 
 
 @pytest.fixture(scope="module")
-def arm(tmp_path_factory: pytest.TempPathFactory) -> str:
+def arm() -> str:
     for tool in (COMPILER, EMULATOR):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed; bash test.sh installs it where it may")
-    return build(COMPILER, "aarch64", tmp_path_factory.mktemp("arm"), "-static")
+    return build(COMPILER, "aarch64", "-static")
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build("g++", platform.machine(), tmp_path_factory.mktemp("here"))
+def here() -> str:
+    return build("g++", platform.machine())
 
 
 def parity(*command: str) -> str:
@@ -103,17 +99,15 @@ def test_what_an_arm_cpu_lacks_is_said(arm: str, cpu: str, instruction_set: str,
 
 
 @pytest.fixture(scope="module")
-def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
+def counter() -> str:
     """A plugin for the emulator that prints the number of instructions run."""
     if shutil.which(EMULATOR) is None:
         pytest.skip(f"{EMULATOR} is not installed; bash test.sh installs it where it may")
     release = re.search(r"version (\d+)", run(EMULATOR, "--version").stdout)
     assert release
     api = 1 if int(release[1]) < 9 else 2  # 9.0 dropped the first plugin API
-    plugin = str(tmp_path_factory.mktemp("plugin") / "icount.so")
-    source = str(ROOT / "tests/ops/cpu/native/icount.c")
-    run("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-DAPI={api}", source, "-o", plugin)
-    return plugin
+    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-DAPI={api}"]
+    return str(made_once("icount.so", ["gcc", *flags, str(TESTS / "icount.c")]))
 
 
 @pytest.mark.parametrize(("instruction_set", "format"), COUNTS)

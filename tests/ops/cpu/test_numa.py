@@ -19,7 +19,8 @@ from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeMatrix
 from ops.cpu.threads import worth_having
-from ops.interface import FORMATS
+from ops.format import FORMATS
+from tests.ops.cpu.native.build import SOURCES, TESTS, program
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 module = engine.start(1, "auto")[0]
@@ -253,13 +254,12 @@ def test_pages_and_threads_on_a_machine_of_four_nodes(tmp_path: Path) -> None:
         pytest.skip(
             "needs an x86-64 machine, qemu-system-x86_64 and a kernel image: bash test.sh fetches them on Debian"
         )
-    sources = ROOT / "ops" / "cpu" / "csrc"
-    names = ("topology", "pool", "pack", "products", "moe", "elementwise", "generic", "copier")
-    program = [str(ROOT / "tests/ops/cpu/native/numa_init.cpp"), *(str(sources / f"{name}.cpp") for name in names)]
+    kernel_names = ("pack", "products", "moe", "elementwise", "generic")
+    parts = ["runtime/topology", "runtime/pool", *(f"kernels/{name}" for name in kernel_names), "shadow/copier"]
+    sources = [TESTS / "numa_init.cpp", *(SOURCES / f"{part}.cpp" for part in parts)]
     print("compiling", flush=True)
-    flags = ["-O2", "-static", "-std=c++17", "-pthread"]
-    subprocess.run(["g++", *flags, *program, "-o", str(tmp_path / "init")], check=True, timeout=300)
-    (tmp_path / "initrd").write_bytes(initramfs((tmp_path / "init").read_bytes()))
+    init = Path(program("numa_init", "g++", ["-O2", "-pthread"], sources, ["-static"]))
+    (tmp_path / "initrd").write_bytes(initramfs(init.read_bytes()))
     nodes: list[Any] = []
     for n in range(4):
         nodes += ["-object", f"memory-backend-ram,id=m{n},size=128M"]

@@ -14,8 +14,8 @@ from executor.config.schema import leaves
 from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.interface import FORMATS, Format, Ops
-from ops.quantised import Quantised
+from ops.format import FORMATS, GROUP_SIZES, Format, Quantised
+from ops.interface import Ops
 from ops.reference import DenseExperts, DenseMatrix
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ NAMES = [name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not 
 SETS = engine.start(1, "auto")[0].instruction_sets()
 KINDS = {
     **FORMATS,
-    **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in (32, 64, 128)},
+    **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in GROUP_SIZES},
     "q8 128": Format("q8", 128),
 }
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,7 +90,7 @@ def test_quantisation_is_to_nearest() -> None:
 
 
 def activation_error(x: Tensor, w: Tensor) -> Tensor:
-    """The bound of csrc/matrix.h: half a step of each 32-block of x, times the block's weights. (T, N)"""
+    """The bound of csrc/kernels/matrix.h: half a step of each 32-block of x, times the block's weights. (T, N)"""
     steps = x.unflatten(-1, (-1, 32)).abs().amax(-1) / 254
     return steps @ w.unflatten(-1, (-1, 32)).abs().sum(-1).T
 

@@ -11,32 +11,29 @@ import pybind11
 import pytest
 
 from files import ROOT
-from tests.ops.cpu.native.build import SOURCES, compile_all, core_sources, run
+from tests.ops.cpu.native.build import SOURCES, TESTS, core_sources, program, run
 
-PRODUCTS = ["pool", "pack", "products", "moe", "elementwise", "generic"]
+PRODUCTS = ["runtime/pool", *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "generic"))]
+SHADOW = [*PRODUCTS, *(f"shadow/{name}" for name in ("shadow", "worker", "copier"))]
 
 
 @pytest.mark.parametrize(
     ("stress", "sanitizer", "parts"),
     [
-        ("pool", "thread", ["pool"]),
+        ("pool", "thread", ["runtime/pool"]),
         ("tape", "thread", PRODUCTS),
-        ("shadow", "thread", [*PRODUCTS, "shadow", "worker", "copier"]),
-        ("shadow", "address,undefined", [*PRODUCTS, "shadow", "worker", "copier"]),
+        ("shadow", "thread", SHADOW),
+        ("shadow", "address,undefined", SHADOW),
         ("bridge", "thread", []),
     ],
 )
-def test_threads_under_stress(tmp_path: Path, stress: str, sanitizer: str, parts: list[str]) -> None:
-    program = str(tmp_path / "stress")
-    flags = ["-O1", "-g", "-std=c++17", f"-fsanitize={sanitizer}", "-fno-sanitize=alignment", "-pthread", "-rdynamic"]
-    sources = [
-        str(ROOT / f"tests/ops/cpu/native/{stress}_stress.cpp"),
-        *(str(SOURCES / f"{part}.cpp") for part in parts),
-    ]
-    run("g++", *flags, *sources, "-o", program, "-ldl")
-    first = subprocess.run([program], capture_output=True, text=True, timeout=120)
+def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> None:
+    flags = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize=alignment", "-pthread"]
+    sources = [TESTS / f"{stress}_stress.cpp", *(SOURCES / f"{part}.cpp" for part in parts)]
+    stressed = program(f"{stress}_stress", "g++", flags, sources, ["-rdynamic", "-ldl"])
+    first = subprocess.run([stressed], capture_output=True, text=True, timeout=120)
     if "unexpected memory mapping" in first.stderr:  # older sanitizers cannot live with much address randomisation
-        first = run("setarch", "-R", program)
+        first = run("setarch", "-R", stressed)
     assert (first.returncode, first.stdout) == (0, "ok\n"), first.stderr[-4000:]
     assert "runtime error" not in first.stderr
 
@@ -56,12 +53,12 @@ def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
     flags += run(
         sys.executable, "-c", "import sysconfig; print('-I' + sysconfig.get_paths()['include'])"
     ).stdout.split()
-    objects = compile_all("g++", flags, [SOURCES / "bind.cpp", *core_sources(platform.machine())], tmp_path)
+    sources = [*(SOURCES / "bindings").glob("*.cpp"), *core_sources(platform.machine())]
+    module = program("_native.so", "g++", flags, sources, ["-shared", "-pthread"])
     tree = tmp_path / "tree"
-    ignored = shutil.ignore_patterns(".*", "results", "_native*.so", "csrc")
+    ignored = shutil.ignore_patterns(".*", "results", "build", "_native*.so", "csrc")
     shutil.copytree(ROOT, tree, ignore=ignored)
-    module = str(tree / "ops" / "cpu" / "_native.so")
-    run("g++", "-shared", "-fsanitize=address,undefined", *objects, "-o", module, "-pthread")
+    shutil.copy(module, tree / "ops" / "cpu" / "_native.so")
     libraries = [run("g++", f"-print-file-name=lib{name}.so").stdout.strip() for name in ("asan", "ubsan")]
     environment = os.environ | {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
     tests = [

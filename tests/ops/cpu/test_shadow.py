@@ -18,7 +18,7 @@ from ops import load_ops
 from ops.cpu import engine, shadow
 from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
-from ops.interface import FORMATS, Format
+from ops.format import FORMATS, Format
 
 CPU = torch.device("cpu")
 cpu = load_ops("cpu")

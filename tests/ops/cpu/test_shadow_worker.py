@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ops.ascend.bridge import DONE, SUBMIT, Job
 from ops.cpu import engine, shadow
-from ops.interface import FORMATS
+from ops.format import FORMATS
 from tests.ops.cpu.test_shadow import KINDS, Model, cpu, heavy, placements, routing, teams
 
 TYPES = torch.float32, torch.bfloat16, torch.float16

@@ -10,7 +10,7 @@ from ops.cpu import engine, shadow
 from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
 from ops.cpu.store import ExpertStore, joined
-from ops.interface import FORMATS, Format
+from ops.format import FORMATS, Format
 
 CPU = torch.device("cpu")
 COUNT, INNER, HIDDEN = 5, 192, 128

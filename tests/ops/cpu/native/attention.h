@@ -2,7 +2,7 @@
 // every instruction set.
 #pragma once
 
-#include "../../ops/cpu/csrc/vector.h"
+#include "kernels/vector.h"
 #include "checks.h"
 
 namespace {

@@ -7,7 +7,7 @@
 #include <deque>
 #include <functional>
 
-#include "../../ops/ascend/csrc/bridge.cpp"
+#include "ops/ascend/csrc/bridge.cpp"
 
 namespace {
 

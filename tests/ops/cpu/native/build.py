@@ -1,14 +1,25 @@
-"""Compiles the native code outside the build of the module, for tests."""
+"""Compiles the native code for tests, apart from the build of the module. Each object file and program is made once and
+kept below build/, under a name that is a hash of its command, of the compiler and of every file that can go into it.
+Several processes may ask at once: a file appears under its name only when it is whole.
+"""
 
+import functools
+import hashlib
 import os
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from files import ROOT
 
 SOURCES = ROOT / "ops" / "cpu" / "csrc"
+TESTS = ROOT / "tests" / "ops" / "cpu" / "native"
+BRIDGE = ROOT / "ops" / "ascend" / "csrc"
+INCLUDES = [f"-I{SOURCES}", f"-I{ROOT}"]
+CACHE = ROOT / "build" / "test_native"
 
 
 def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -17,20 +28,53 @@ def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
     return done  # type: ignore[no-any-return]
 
 
+@functools.cache
+def sources_hash() -> str:
+    """A hash of every file that a compilation may read of this project."""
+    files = [p for folder in (SOURCES, TESTS, BRIDGE) for p in folder.rglob("*") if p.suffix in (".h", ".cpp", ".c")]
+    digests = [f"{p.relative_to(ROOT)} {hashlib.sha256(p.read_bytes()).hexdigest()}" for p in sorted(files)]
+    return "\n".join(digests)
+
+
+@functools.cache
+def version_of(compiler: str) -> str:
+    return run(compiler, "--version").stdout
+
+
+def made_once(name: str, command: Sequence[str]) -> Path:
+    """The file that `command`, followed by `-o` and the file's path, makes. A warning fails."""
+    key = hashlib.sha256("\0".join([*command, version_of(command[0]), sources_hash()]).encode()).hexdigest()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    made = CACHE / f"{key[:24]}-{name}"
+    with open(CACHE / f"{key[:24]}.lock", "w") as lock:
+        flock(lock, LOCK_EX)  # of two processes that need the same file, one makes it and the other waits
+        if not made.exists():
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+                new = Path(folder) / name
+                done = run(*command, "-o", str(new))
+                assert not done.stderr, done.stderr[-4000:]
+                os.replace(new, made)
+    return made
+
+
 def core_sources(machine: str) -> list[Path]:
-    """Everything but the Python side, with the kernels of one architecture."""
+    """Every source but the Python bindings, with the kernels of one architecture."""
     folder = {"x86_64": "x86", "aarch64": "arm"}[machine]
-    return [p for p in (*SOURCES.glob("*.cpp"), *(SOURCES / folder).glob("*.cpp")) if p.name != "bind.cpp"]
+    rooms = (SOURCES / "kernels", SOURCES / "runtime", SOURCES / "shadow", SOURCES / "kernels" / folder)
+    return [path for room in rooms for path in sorted(room.glob("*.cpp"))]
 
 
-def compile_all(compiler: str, flags: Sequence[str], sources: Sequence[Path], to: Path) -> list[str]:
-    """The object files, made in parallel; a warning fails."""
+def compile_all(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> list[str]:
+    """The object files of `sources`, made in parallel."""
 
     def compiled(path: Path) -> str:
-        made = str(to / f"{path.stem}.o")
-        done = run(compiler, "-std=c++17", *flags, "-c", str(path), "-o", made)
-        assert not done.stderr, done.stderr[-4000:]
-        return made
+        return str(made_once(f"{path.stem}.o", [compiler, "-std=c++17", *INCLUDES, *flags, "-c", str(path)]))
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         return list(workers.map(compiled, sources))
+
+
+def program(name: str, compiler: str, flags: Sequence[str], sources: Sequence[Path], link: Sequence[str] = ()) -> str:
+    """An executable or shared library of `sources`; `flags` compile them, `link` are added when they are linked."""
+    objects = compile_all(compiler, flags, sources)
+    return str(made_once(name, [compiler, *flags, *objects, *link]))

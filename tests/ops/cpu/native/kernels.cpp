@@ -8,9 +8,9 @@
 
 #include <stdexcept>
 
-#include "../../ops/cpu/csrc/dispatch.h"
-#include "../../ops/cpu/csrc/pack.h"
-#include "../../ops/cpu/csrc/probe.h"
+#include "kernels/dispatch.h"
+#include "kernels/pack.h"
+#include "runtime/probe.h"
 #include "attention.h"
 
 using namespace umbra;

@@ -10,8 +10,8 @@
 #include <cstdio>
 #include <cstring>
 
-#include "../../ops/cpu/csrc/copier.h"
-#include "../../ops/cpu/csrc/ops.h"
+#include "shadow/copier.h"
+#include "kernels/ops.h"
 #include "weights.h"
 
 using namespace umbra;

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "../../ops/cpu/csrc/pool.h"
+#include "runtime/pool.h"
 
 int main() {
     using Teams = std::vector<umbra::Team>;

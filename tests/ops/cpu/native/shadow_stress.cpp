@@ -10,9 +10,9 @@
 #include <mutex>
 #include <numeric>
 
-#include "../../ops/cpu/csrc/copier.h"
-#include "../../ops/cpu/csrc/tape.h"
-#include "../../ops/cpu/csrc/worker.h"
+#include "shadow/copier.h"
+#include "runtime/tape.h"
+#include "shadow/worker.h"
 #include "weights.h"
 
 using namespace umbra;

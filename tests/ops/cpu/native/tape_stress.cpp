@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "../../ops/cpu/csrc/tape.h"
+#include "runtime/tape.h"
 #include "weights.h"
 
 using namespace umbra;

@@ -1,0 +1,89 @@
+// NUMA nodes and teams, starting the engine, tapes and probes.
+
+#include "bindings/engine.h"
+
+#include <string>
+
+#include "kernels/dispatch.h"
+#include "runtime/probe.h"
+
+namespace py = pybind11;
+
+namespace umbra {
+
+Engine engine;
+
+namespace {
+
+// Python code at its place on the tape. An exception ends the replay and reaches its caller.
+struct HostNode {
+    py::function function;
+    void run(Context&) const {
+        py::gil_scoped_acquire acquire;
+        function();
+    }
+};
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+    py::class_<Node>(m, "Node").def_readonly("memory", &Node::memory).def_readonly("cores", &Node::cores);
+    py::class_<Team>(m, "Team")
+        .def(py::init<int, int, std::vector<int>>(), py::arg("memory"), py::arg("threads"), py::arg("cpus"))
+        .def_readonly("memory", &Team::memory)
+        .def_readonly("threads", &Team::threads)
+        .def_readonly("cpus", &Team::cpus);
+    m.def("allowed_cpus", &allowed_cpus);
+    m.def("read_nodes", &read_nodes, py::arg("root"), py::arg("allowed"));
+    m.def("share", &share, py::arg("nodes"), py::arg("rank"), py::arg("ranks"));
+    m.def("plan", &plan, py::arg("nodes"), py::arg("threads"));
+    m.def("divide", &divide, py::arg("nodes"), py::arg("device"), py::arg("shadow"));
+
+    m.def("instruction_sets", &usable_sets);
+    m.def("teams", [] { return engine.teams; });
+    m.def(
+        "start",
+        [](const std::vector<Team>& teams, const std::string& instruction_set) {
+            const Kernels& kernels = choose_kernels(instruction_set);
+            engine.pool.reset();
+            engine.pool = std::make_unique<Pool>(teams);
+            engine.teams = teams;
+            engine.kernels = &kernels;
+            return std::string(kernels.name);
+        },
+        py::arg("teams"), py::arg("instruction_set"));
+
+    py::class_<Tape, std::shared_ptr<Tape>>(m, "Tape")
+        .def(py::init<>())
+        .def("__len__", &Tape::size)
+        .def("begin", [](Tape& tape) { engine.capturing = &tape; })
+        .def("end", [](Tape&) { engine.capturing = nullptr; })
+        .def("replay", [](const Tape& tape) {
+            py::gil_scoped_release release;
+            Context context = engine.context();
+            tape.replay(context);
+        });
+    m.def("host", [](const py::function& function) { submit(HostNode{function}); }, py::arg("function"));
+
+    py::class_<ReadProbe>(m, "ReadProbe")
+        .def(py::init([](int64_t bytes) {
+                 Context context = engine.context();
+                 return std::make_unique<ReadProbe>(context, bytes);
+             }),
+             py::arg("bytes"))
+        .def("run", [](const ReadProbe& probe) {
+            py::gil_scoped_release release;
+            Context context = engine.context();
+            return probe.run(context);
+        });
+    m.def(
+        "mac_probe",
+        [](int64_t rounds) {
+            py::gil_scoped_release release;
+            Context context = engine.context();
+            return mac_probe(context, rounds);
+        },
+        py::arg("rounds"));
+}
+
+}  // namespace umbra

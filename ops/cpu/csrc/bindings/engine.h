@@ -1,0 +1,50 @@
+// The engine of this process and what the bindings share. A binding takes addresses and sizes and knows nothing of torch:
+// ops/cpu checks types and shapes before it passes addresses.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/tape.h"
+
+namespace umbra {
+
+// One per process: a pool, a set of kernels, and the tape that is being captured, if any.
+struct Engine {
+    std::vector<Team> teams;
+    std::unique_ptr<Pool> pool;
+    const Kernels* kernels = nullptr;
+    Tape* capturing = nullptr;
+
+    Context context() const { return {*pool, *kernels}; }
+};
+extern Engine engine;
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// Runs an op and, while a tape is being captured, records it.
+template <class Op>
+void submit(const Op& op) {
+    if (engine.capturing) engine.capturing->add(op);
+    pybind11::gil_scoped_release release;
+    Context context = engine.context();
+    op.run(context);
+}
+
+// Ops index a matrix's parts by NUMA node, so it works only on pools with as many nodes as it was made for. Returns w.
+const SplitMatrix& fitting(const SplitMatrix& w);
+
+// Each adds its part to the Python module.
+void bind_engine(pybind11::module_& m);
+void bind_weights(pybind11::module_& m);
+void bind_ops(pybind11::module_& m);
+void bind_shadow(pybind11::module_& m);
+
+}  // namespace umbra

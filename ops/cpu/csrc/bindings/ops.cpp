@@ -1,0 +1,129 @@
+// The ops of kernels/ops.h, which says what each address points to; 0 stands for null.
+
+#include "bindings/engine.h"
+
+namespace py = pybind11;
+
+namespace umbra {
+
+void bind_ops(py::module_& m) {
+    m.attr("most_width") = kMostWidth;
+    m.def("argmax_chunks", &Argmax::chunks, py::arg("width"));
+    m.def("linear_scratch", &Scratch::bytes, py::arg("rows"), py::arg("k"));
+    m.def("moe_scratch", &Moe::scratch_bytes, py::arg("tokens"), py::arg("k"), py::arg("experts"), py::arg("hidden"),
+          py::arg("inner"));
+
+    m.def(
+        "embedding",
+        [](uintptr_t ids, uintptr_t table, uintptr_t out, int64_t tokens, int64_t vocabulary, int64_t hidden,
+           int64_t first_id, int type) {
+            submit(Embedding{at<const int64_t>(ids), at<const void>(table), at<float>(out), tokens, vocabulary, hidden,
+                             first_id, static_cast<Type>(type)});
+        },
+        py::arg("ids"), py::arg("table"), py::arg("out"), py::arg("tokens"), py::arg("vocabulary"), py::arg("hidden"),
+        py::arg("first_id"), py::arg("type"));
+    m.def(
+        "rms_norm",
+        [](uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t total, int64_t tokens,
+           int64_t heads, int64_t width, int64_t stride, float eps) {
+            submit(RmsNorm{at<const float>(x), at<const float>(residual), at<const float>(weight), at<float>(out),
+                           at<float>(total), tokens, heads, width, stride, eps});
+        },
+        py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("out"), py::arg("total"), py::arg("tokens"),
+        py::arg("heads"), py::arg("width"), py::arg("stride"), py::arg("eps"));
+    m.def(
+        "rope",
+        [](uintptr_t x, uintptr_t cos, uintptr_t sin, uintptr_t out, int64_t tokens, int64_t heads, int64_t width,
+           int64_t stride) {
+            submit(Rope{at<const float>(x), at<const float>(cos), at<const float>(sin), at<float>(out), tokens, heads,
+                        width, stride});
+        },
+        py::arg("x"), py::arg("cos"), py::arg("sin"), py::arg("out"), py::arg("tokens"), py::arg("heads"),
+        py::arg("width"), py::arg("stride"));
+    m.def(
+        "write_kv",
+        [](uintptr_t k, uintptr_t v, uintptr_t k_cache, uintptr_t v_cache, uintptr_t slots, int64_t tokens,
+           int64_t heads, int64_t width, int64_t page_size, int64_t k_stride, int64_t v_stride, int type) {
+            submit(WriteKv{at<const float>(k), at<const float>(v), at<void>(k_cache), at<void>(v_cache),
+                           at<const int64_t>(slots), tokens, heads, width, page_size, k_stride, v_stride,
+                           static_cast<Type>(type)});
+        },
+        py::arg("k"), py::arg("v"), py::arg("k_cache"), py::arg("v_cache"), py::arg("slots"), py::arg("tokens"),
+        py::arg("heads"), py::arg("width"), py::arg("page_size"), py::arg("k_stride"), py::arg("v_stride"),
+        py::arg("type"));
+    m.def(
+        "attention",
+        [](uintptr_t q, uintptr_t k_cache, uintptr_t v_cache, uintptr_t block_tables, uintptr_t query_starts,
+           uintptr_t kv_lens, uintptr_t out, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t width,
+           int64_t page_size, int64_t most_pages, int64_t tokens, float scale, int type) {
+            submit(Attention{at<const float>(q), at<const void>(k_cache), at<const void>(v_cache),
+                             at<const int64_t>(block_tables), at<const int64_t>(query_starts),
+                             at<const int64_t>(kv_lens), at<float>(out), sequences, heads, kv_heads, width, page_size,
+                             most_pages, tokens, scale, static_cast<Type>(type)});
+        },
+        py::arg("q"), py::arg("k_cache"), py::arg("v_cache"), py::arg("block_tables"), py::arg("query_starts"),
+        py::arg("kv_lens"), py::arg("out"), py::arg("sequences"), py::arg("heads"), py::arg("kv_heads"),
+        py::arg("width"), py::arg("page_size"), py::arg("most_pages"), py::arg("tokens"), py::arg("scale"),
+        py::arg("type"));
+    m.def(
+        "silu_mul",
+        [](uintptr_t x, uintptr_t out, int64_t tokens, int64_t width) {
+            submit(SiluMul{at<const float>(x), at<float>(out), tokens, width});
+        },
+        py::arg("x"), py::arg("out"), py::arg("tokens"), py::arg("width"));
+    m.def(
+        "route",
+        [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, uintptr_t scratch, int64_t tokens,
+           int64_t experts, int64_t k, bool sigmoid, bool renormalise) {
+            submit(Route{at<const float>(logits), at<const float>(bias), at<float>(weights), at<int64_t>(ids),
+                         at<float>(scratch), tokens, experts, k, sigmoid, renormalise});
+        },
+        py::arg("logits"), py::arg("bias"), py::arg("weights"), py::arg("ids"), py::arg("scratch"), py::arg("tokens"),
+        py::arg("experts"), py::arg("k"), py::arg("sigmoid"), py::arg("renormalise"));
+    m.def(
+        "argmax",
+        [](uintptr_t x, uintptr_t out, uintptr_t best, int64_t rows, int64_t width) {
+            submit(Argmax{at<const float>(x), at<int64_t>(out), at<int32_t>(best), rows, width});
+        },
+        py::arg("x"), py::arg("out"), py::arg("best"), py::arg("rows"), py::arg("width"));
+    m.def(
+        "linear",
+        [](const SplitMatrix& w, uintptr_t x, uintptr_t bias, uintptr_t out, uintptr_t scratch, int64_t tokens,
+           int64_t n) {
+            submit(Linear{fitting(w), at<const float>(x), at<const float>(bias), at<float>(out),
+                          Scratch{at<uint8_t>(scratch)}, tokens, n});
+        },
+        py::arg("w"), py::arg("x"), py::arg("bias"), py::arg("out"), py::arg("scratch"), py::arg("tokens"),
+        py::arg("n"));
+    m.def(
+        "moe",
+        [](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t x, uintptr_t weights, uintptr_t ids, uintptr_t out,
+           uintptr_t scratch, int64_t tokens, int64_t k, int64_t experts, int64_t first_expert, int64_t hidden,
+           int64_t inner) {
+            submit(Moe{fitting(w13), fitting(w2), at<const float>(x), at<const float>(weights), at<const int64_t>(ids),
+                       at<float>(out), at<uint8_t>(scratch), tokens, k, experts, first_expert, hidden, inner});
+        },
+        py::arg("w13"), py::arg("w2"), py::arg("x"), py::arg("weights"), py::arg("ids"), py::arg("out"),
+        py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"), py::arg("first_expert"),
+        py::arg("hidden"), py::arg("inner"));
+    py::class_<MoeRows>(m, "MoeRows")
+        .def(py::init([](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t address, uintptr_t elsewhere,
+                         uintptr_t x, uintptr_t ids, uintptr_t rows, uintptr_t scratch, int64_t tokens, int64_t k,
+                         int64_t experts, int64_t first_expert, int64_t hidden, int64_t inner) {
+                 return MoeRows{w13, w2, at<const int64_t>(address), at<const int64_t>(elsewhere), at<const float>(x),
+                                at<const int64_t>(ids), at<float>(rows), at<uint8_t>(scratch), tokens, k, experts,
+                                first_expert, hidden, inner};
+             }),
+             py::arg("w13"), py::arg("w2"), py::arg("address"), py::arg("elsewhere"), py::arg("x"), py::arg("ids"),
+             py::arg("rows"), py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"),
+             py::arg("first_expert"), py::arg("hidden"), py::arg("inner"));
+    m.def(
+        "moe_rows",
+        [](const MoeRows& rows) {
+            fitting(rows.w13), fitting(rows.w2);
+            submit(rows);
+        },
+        py::arg("rows"));
+}
+
+}  // namespace umbra

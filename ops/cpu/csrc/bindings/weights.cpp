@@ -1,0 +1,96 @@
+// Weight matrices, the memory they lie in, and how rows get into and out of them.
+
+#include <string>
+
+#include "bindings/engine.h"
+#include "kernels/pack.h"
+#include "runtime/buffer.h"
+
+namespace py = pybind11;
+
+namespace umbra {
+
+const SplitMatrix& fitting(const SplitMatrix& w) {
+    if (static_cast<int>(w.parts.size()) == engine.pool->nodes()) return w;
+    throw std::logic_error("a matrix made for " + std::to_string(w.parts.size()) + " NUMA nodes meets an engine on " +
+                           std::to_string(engine.pool->nodes()));
+}
+
+void bind_weights(py::module_& m) {
+    py::class_<Matrix>(m, "Matrix")
+        .def(py::init([](int format, int64_t n, int64_t k, int64_t group, uintptr_t quants, uintptr_t scales,
+                         uintptr_t zeros) {
+                 Matrix w;
+                 w.format = static_cast<Format>(format);
+                 w.n = static_cast<int32_t>(n);
+                 w.k = static_cast<int32_t>(k);
+                 w.group = static_cast<int32_t>(group);
+                 w.quants = at<const uint8_t>(quants);
+                 w.scales = at<const uint16_t>(scales);
+                 w.zeros = at<const uint8_t>(zeros);
+                 return w;
+             }),
+             py::arg("format"), py::arg("n"), py::arg("k"), py::arg("group"), py::arg("quants"), py::arg("scales"),
+             py::arg("zeros"));
+    py::class_<SplitMatrix>(m, "SplitMatrix").def(py::init<std::vector<Matrix>>(), py::arg("parts"));
+
+    m.def(
+        "pack_rows",
+        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {
+            py::gil_scoped_release release;
+            Context context = engine.context();
+            pack_rows(context, w, {index, first, step}, count, at<const float>(rows));
+        },
+        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("rows"));
+    m.def(
+        "pack_levels",
+        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t levels,
+           uintptr_t scales, uintptr_t zeros) {
+            py::gil_scoped_release release;
+            Context context = engine.context();
+            pack_levels(context, w, {index, first, step}, count, at<const uint8_t>(levels), at<const uint16_t>(scales),
+                        at<const uint8_t>(zeros));
+        },
+        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("levels"),
+        py::arg("scales"), py::arg("zeros"));
+    m.def(
+        "unpack_rows",
+        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {
+            py::gil_scoped_release release;
+            Context context = engine.context();
+            unpack_rows(context, w, {index, first, step}, count, at<float>(rows));
+        },
+        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("rows"));
+
+    m.def(
+        "split",
+        [](int count) {
+            std::vector<int> firsts;
+            for (int n = 0; n <= engine.pool->nodes(); n++) firsts.push_back(engine.pool->first(count, n));
+            return firsts;
+        },
+        py::arg("count"), "Where each team's part of `count` things begins, and the end of the last part.");
+    py::class_<Buffer>(m, "Buffer", py::buffer_protocol())
+        .def(py::init([](int64_t bytes, int team) {
+                 const int memory = engine.teams.at(team).memory;
+                 auto buffer = std::make_unique<Buffer>(bytes, memory);
+                 if (memory >= 0 && !buffer->bound()) buffer->touch(*engine.pool, team);
+                 return buffer;
+             }),
+             py::arg("bytes"), py::arg("team"), "Memory near a team of the engine's pool, by its number.")
+        .def(py::init([](int64_t bytes, const Team& team) {
+                 auto buffer = std::make_unique<Buffer>(bytes, team.memory);
+                 if (team.memory >= 0 && !buffer->bound()) {
+                     Pool pool({team});
+                     buffer->touch(pool, 0);
+                 }
+                 return buffer;
+             }),
+             py::arg("bytes"), py::arg("team"), "Memory near a team of another pool.")
+        .def("__len__", &Buffer::size)
+        .def_property_readonly("address", &Buffer::address)
+        .def_property_readonly("bound", &Buffer::bound)
+        .def_buffer([](Buffer& b) { return py::buffer_info(at<uint8_t>(b.address()), b.size()); });
+}
+
+}  // namespace umbra

@@ -1,0 +1,117 @@
+// NEON with SMMLA (i8mm): a 2 x 8 matrix of weights times the transpose of a 2 x 8 one of activations, twice the work
+// of an SDOT. Everything but two or four quantised activation rows is the same as in neon.cpp.
+//
+// Vectors i and i + 1 of the layout hold columns 4i .. 4i+3 and 4i+4 .. 4i+7 of four rows; zipped by 32-bit lanes they
+// are two rows of eight columns each. A sum's lanes are (row, activation) = (0,0) (0,1) (1,0) (1,1).
+
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
+#include "kernels/arm/dot.h"
+
+namespace umbra {
+namespace {
+
+// raw[2i], raw[2i + 1]: rows 0 and 1, then rows 2 and 3, of the eight columns that both had.
+template <Format F>
+INLINE void zip(uint8x16_t* raw) {
+    repeat<kVectors<F> / 2>([&](auto i) LAMBDA {
+        const uint32x4_t first = vreinterpretq_u32_u8(raw[2 * i]), second = vreinterpretq_u32_u8(raw[2 * i + 1]);
+        raw[2 * i] = vreinterpretq_u8_u32(vzip1q_u32(first, second));
+        raw[2 * i + 1] = vreinterpretq_u8_u32(vzip2q_u32(first, second));
+    });
+}
+
+// A block of two activation rows.
+struct Pair {
+    int8x16_t q[4];     // columns 8i .. 8i+7 of both
+    float32x4_t scale;  // (first, second, first, second)
+    int32x4_t start;    // likewise: of sums, where all zero points are equal; else the sum of the activations
+};
+
+template <Format F, bool Zeros, int Pairs>
+TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
+    Stream<F, Zeros> stream(w, block);
+    float32x4_t sums[Pairs * kFours * 2];  // [pair][row group][rows 0 and 1, rows 2 and 3]
+    repeat<Pairs * kFours * 2>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
+    const Block* row[2 * Pairs];
+    repeat<2 * Pairs>([&](auto t) LAMBDA { row[t] = rows[t]; });
+    const int blocks = w.k / kBlock;
+    for (int b = 0; b < blocks; b++, stream.quants += 64 * kVectors<F>) {
+        stream.enter();
+        float32x4_t scales;
+        int32x4_t starts;
+        lanes_of<2 * Pairs>(row, scales, starts);
+        if (Zeros) starts = vshrq_n_s32(starts, 3);  // -1 * sum
+        else if (F == Format::q8) starts = vdupq_n_s32(0);
+        Pair pairs[Pairs], *at = pairs;
+        repeat<Pairs>([&](auto p) LAMBDA {
+            const Block *&first = row[2 * p], *&second = row[2 * p + 1];
+            repeat<2>([&](auto i) LAMBDA {
+                const int64x2_t a = vreinterpretq_s64_s8(vld1q_s8(first->q + 16 * i));
+                const int64x2_t b = vreinterpretq_s64_s8(vld1q_s8(second->q + 16 * i));
+                pairs[p].q[2 * i] = vreinterpretq_s8_s64(vzip1q_s64(a, b));
+                pairs[p].q[2 * i + 1] = vreinterpretq_s8_s64(vzip2q_s64(a, b));
+            });
+            first++, second++;
+            pairs[p].scale = vreinterpretq_f32_f64(vdupq_laneq_f64(vreinterpretq_f64_f32(scales), p));
+            pairs[p].start = vreinterpretq_s32_s64(vdupq_laneq_s64(vreinterpretq_s64_s32(starts), p));
+        });
+        repeat<kFours>([&](auto four) LAMBDA {
+            // Two pairs' sums leave no room for the activations: make the compiler load them again. Some of these
+            // sums still live on the stack; loading even more often keeps them all, for a sixth more instructions.
+            if constexpr (Pairs > 1) asm("" : "+r"(at) : : "memory");
+            uint8x16_t raw[1][8];
+            int8x16_t v[8];  // columns 8i .. 8i+7 of rows 0 and 1 in v[2i], of rows 2 and 3 in v[2i + 1]
+            stream.template load<1>(four, raw);
+            zip<F>(raw[0]);
+            stream.unpack(raw[0], v);
+            repeat<Pairs * 2>([&](auto i) LAMBDA {
+                constexpr int p = i / 2, half = i % 2;
+                const auto spread = [](auto x) LAMBDA { return half ? vzip2q_s32(x, x) : vzip1q_s32(x, x); };
+                const float32x4_t scales = vreinterpretq_f32_s32(spread(vreinterpretq_s32_f32(stream.scale[four])));
+                int32x4_t sum = Zeros ? vdupq_n_s32(0) : at[p].start;
+                repeat<4>([&](auto c) LAMBDA { sum = vmmlaq_s32(sum, v[2 * c + half], at[p].q[c]); });
+                if constexpr (Zeros) sum = vmlaq_s32(sum, spread(stream.zero[four]), at[p].start);
+                float32x4_t& to = sums[(p * kFours + four) * 2 + half];
+                to = vfmaq_f32(to, vmulq_f32(scales, at[p].scale), vcvtq_f32_s32(sum));
+            });
+        });
+    }
+    repeat<Pairs * kFours>([&](auto i) LAMBDA {
+        float* const* to = y + i / kFours * 2;
+        vst1q_f32(to[0] + i % kFours * kFour, vuzp1q_f32(sums[2 * i], sums[2 * i + 1]));
+        vst1q_f32(to[1] + i % kFours * kFour, vuzp2q_f32(sums[2 * i], sums[2 * i + 1]));
+    });
+}
+
+template <Format F, bool Zeros, int M>
+void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
+    if constexpr (M % 2 == 0)
+        pair_pass<F, Zeros, M / 2>(w, block, rows, y);
+    else
+        dot_pass<F, Zeros, M>(w, block, rows, y);
+}
+
+template <Format F>
+void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                       size_t stride) {
+    for_quantised_passes<kMost>(
+        w, rows, index, count, y, stride,
+        [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+            quantised_pass<F, zeros(), m()>(w, block, operands, out);
+        });
+}
+
+}  // namespace
+
+const Kernels& kernels_i8mm() {
+    static const Kernels kernels = [] {
+        Kernels all = kernels_neon();
+        all.name = "neon_i8mm";
+        all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
+        all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
+        return all;
+    }();
+    return kernels;
+}
+
+}  // namespace umbra

@@ -1,0 +1,112 @@
+// NEON with SDOT, ARMv8.2: what Kunpeng 920 has.
+
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#include "kernels/arm/dot.h"
+
+namespace umbra {
+namespace {
+
+template <Format F>
+void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                       size_t stride) {
+    for_quantised_passes<kMost>(
+        w, rows, index, count, y, stride,
+        [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+            dot_pass<F, zeros(), m()>(w, block, operands, out);
+        });
+}
+
+// Sixteen weights of one column.
+INLINE void widen16(const float* at, float32x4_t* v) {
+    for (int i = 0; i < kFours; i++) v[i] = vld1q_f32(at + kFour * i);
+}
+INLINE void widen16(const Bf16* at, float32x4_t* v) {
+    const uint16x8_t none = vdupq_n_u16(0);
+    for (int i = 0; i < 2; i++) {  // a bfloat16 is the upper half of a float
+        const uint16x8_t half = vld1q_u16(&at[8 * i].bits);
+        v[2 * i] = vreinterpretq_f32_u16(vzip1q_u16(none, half));
+        v[2 * i + 1] = vreinterpretq_f32_u16(vzip2q_u16(none, half));
+    }
+}
+INLINE void widen16(const F16* at, float32x4_t* v) {
+    for (int i = 0; i < 2; i++) {
+        const float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(&at[8 * i].bits));
+        v[2 * i] = vcvt_f32_f16(vget_low_f16(half));
+        v[2 * i + 1] = vcvt_high_f32_f16(half);
+    }
+}
+
+template <class T, int M>
+TARGET void float_pass(const Matrix& w, int block, const float* const* x, float* const* y) {
+    const T* plane = reinterpret_cast<const T*>(w.quants + block * w.quant_stride());
+    float32x4_t sums[M * kFours];
+    repeat<M * kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
+    int c = 0;
+    for (; c + 3 < w.k; c += 4, plane += 4 * kRows) {
+        for (size_t i = 0; i < 4 * kRows * sizeof(T); i += 64)
+            __builtin_prefetch(reinterpret_cast<const uint8_t*>(plane) + kAhead + i);
+        float32x4_t values[M];  // of four columns
+        repeat<M>([&](auto t) LAMBDA { values[t] = vld1q_f32(x[t] + c); });
+        repeat<4>([&](auto i) LAMBDA {
+            float32x4_t v[kFours];
+            widen16(plane + i * kRows, v);
+            repeat<M * kFours>([&](auto j) LAMBDA {
+                sums[j] = vfmaq_laneq_f32(sums[j], v[j % kFours], values[j / kFours], i);
+            });
+        });
+    }
+    for (; c < w.k; c++, plane += kRows) {
+        float32x4_t v[kFours];
+        widen16(plane, v);
+        repeat<M * kFours>([&](auto j) LAMBDA {
+            sums[j] = vfmaq_n_f32(sums[j], v[j % kFours], x[j / kFours][c]);
+        });
+    }
+    repeat<M * kFours>([&](auto i) LAMBDA { vst1q_f32(y[i / kFours] + i % kFours * kFour, sums[i]); });
+}
+
+template <class T>
+void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                   size_t stride) {
+    for_passes<kMost>(
+        index, count, y, stride, [&](size_t row) { return rows.x + row * w.k; },
+        [&](auto m, const float* const* x, float* const* out) { float_pass<T, m()>(w, block, x, out); });
+}
+
+TARGET void quantise(const float* x, int count, Block* to) {
+    for (Block* block = to; block < to + count; block++, x += kBlock) {
+        float32x4_t v[8], largest = vdupq_n_f32(0);
+        for (int i = 0; i < 8; i++) {
+            v[i] = vld1q_f32(x + 4 * i);
+            largest = vmaxnmq_f32(largest, vabsq_f32(v[i]));
+        }
+        const float most = vmaxnmvq_f32(largest);
+        const float inverse = most > 0 ? 127.0f / most : 0.0f;
+        int32_t total = 0;
+        for (int i = 0; i < 2; i++) {  // to nearest even, as nearbyint
+            int16x8_t words[2];
+            for (int j = 0; j < 2; j++) {
+                const int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(v[4 * i + 2 * j], inverse));
+                const int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(v[4 * i + 2 * j + 1], inverse));
+                words[j] = vqmovn_high_s32(vqmovn_s32(low), high);
+            }
+            const int8x16_t bytes = vqmovn_high_s16(vqmovn_s16(words[0]), words[1]);
+            vst1q_s8(block->q + 16 * i, bytes);
+            total += vaddlvq_s8(bytes);
+        }
+        block->scale = most / 127.0f;
+        block->start = -8 * total;
+    }
+}
+
+}  // namespace
+
+const Kernels& kernels_neon() {
+    static const Kernels kernels{"neon_dotprod",
+                                 {product_float<float>, product_float<Bf16>, product_float<F16>,
+                                  product_quantised<Format::q8>, product_quantised<Format::q4>},
+                                 quantise};
+    return kernels;
+}
+
+}  // namespace umbra

@@ -1,0 +1,148 @@
+// Ops whose cost is small beside the matrix products: plain loops that the compiler vectorises, once for each of three
+// instruction sets. Sums run in 16 lanes, in the same order everywhere.
+
+#include "kernels/elementwise.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/ops.h"
+#include "kernels/vector.h"
+
+namespace umbra {
+namespace {
+
+// Rows 0 .. rows - 1 of `width` elements each, shared over the pool when there is enough of them.
+template <class F>
+void for_rows(Context& context, int64_t rows, int64_t width, F&& f) {
+    if (rows * width < kWorthSharing) {
+        for (int64_t i = 0; i < rows; i++) f(i);
+        return;
+    }
+    const int64_t chunk = std::max<int64_t>(1, 4096 / width);
+    context.pool.each(static_cast<int>((rows + chunk - 1) / chunk), [&](int task, int) {
+        for (int64_t i = task * chunk; i < std::min(rows, (task + 1) * chunk); i++) f(i);
+    });
+}
+
+CLONES void norm_row(const float* x, const float* residual, const float* weight, float* out, float* total, int64_t width,
+                     float eps) {
+    float lanes[kLanes] = {};
+    for (int64_t i = 0; i < width; i++) {
+        const float v = residual ? x[i] + residual[i] : x[i];
+        if (total) total[i] = v;
+        out[i] = v;
+    }
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes)
+        for (int l = 0; l < kLanes; l++) lanes[l] += out[i + l] * out[i + l];
+    float sum = 0;
+    for (; i < width; i++) sum += out[i] * out[i];
+    const float scale = 1.0f / std::sqrt((sum + add_lanes(lanes)) / static_cast<float>(width) + eps);
+    for (int64_t j = 0; j < width; j++) out[j] = out[j] * scale * weight[j];
+}
+
+CLONES void rope_row(const float* x, const float* cos, const float* sin, float* out, int64_t width) {
+    const int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i++) {
+        out[i] = x[i] * cos[i] - x[half + i] * sin[i];
+        out[half + i] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
+    }
+}
+
+CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t width) {
+    for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
+}
+
+// The place of the first largest element: the largest value first, in lanes, then its place.
+CLONES int64_t first_largest(const float* x, int64_t count) {
+    float least = x[0], most = x[0];
+    widen_range(x, count, least, most);
+    for (int64_t i = 0; i < count; i++)
+        if (x[i] == most) return i;
+    return 0;  // NaN all over
+}
+
+template <class Load>
+void widen_row(const Load* from, float* to, int64_t width) {
+    for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
+}
+
+}  // namespace
+
+void silu_mul(const float* gate, const float* up, float* out, int64_t width) { silu_mul_row(gate, up, out, width); }
+
+void Embedding::run(Context& context) const {
+    with_type(type, [&](auto example) {
+        using T = decltype(example);
+        for_rows(context, tokens, hidden, [&](int64_t t) {
+            const int64_t row = ids[t] - first_id;
+            float* to = out + t * hidden;
+            if (row < 0 || row >= vocabulary)
+                std::memset(to, 0, hidden * sizeof(float));
+            else
+                widen_row(static_cast<const T*>(table) + row * hidden, to, hidden);
+        });
+    });
+}
+
+void RmsNorm::run(Context& context) const {
+    for_rows(context, tokens * heads, width, [&](int64_t i) {
+        const int64_t from = i / heads * stride + i % heads * width, to = i * width;
+        norm_row(x + from, residual ? residual + to : nullptr, weight, out + to, total ? total + to : nullptr, width,
+                 eps);
+    });
+}
+
+void Rope::run(Context& context) const {
+    for_rows(context, tokens * heads, width, [&](int64_t i) {
+        const int64_t t = i / heads;
+        rope_row(x + t * stride + i % heads * width, cos + t * width, sin + t * width, out + i * width, width);
+    });
+}
+
+void SiluMul::run(Context& context) const {
+    for_rows(context, tokens, width, [&](int64_t t) {
+        silu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width);
+    });
+}
+
+void Route::run(Context& context) const {
+    for_rows(context, tokens, experts * k, [&](int64_t t) {
+        const float* row = logits + t * experts;
+        float* p = scratch + t * experts;
+        const float most = sigmoid ? 0 : *std::max_element(row, row + experts);
+        const auto logistic = [&](int64_t e) { return 1.0f / (1.0f + std::exp(-row[e])); };
+        float total = 0;
+        for (int64_t e = 0; e < experts; e++)
+            total += p[e] = sigmoid ? logistic(e) + (bias ? bias[e] : 0.0f) : std::exp(row[e] - most);
+        float chosen = 0;
+        for (int64_t j = 0; j < k; j++) {  // k is small: take the largest k times, the first among equals
+            const int64_t best = std::max_element(p, p + experts) - p;
+            ids[t * k + j] = best;
+            chosen += weights[t * k + j] = sigmoid ? logistic(best) : p[best] / total;
+            p[best] = -std::numeric_limits<float>::infinity();
+        }
+        if (renormalise)
+            for (int64_t j = 0; j < k; j++) weights[t * k + j] /= chosen;
+    });
+}
+
+void Argmax::run(Context& context) const {
+    const int64_t each = chunks(width);
+    context.pool.each(static_cast<int>(rows * each), [&](int task, int) {
+        const float* row = x + task / each * width;
+        const int64_t begin = task % each * kChunk, end = std::min(width, begin + kChunk);
+        best[task] = static_cast<int32_t>(first_largest(row + begin, end - begin) + begin);
+    });
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t place = best[r * each];
+        for (int64_t c = 1; c < each; c++)
+            if (x[r * width + best[r * each + c]] > x[r * width + place]) place = best[r * each + c];
+        out[r] = place;
+    }
+}
+
+}  // namespace umbra

@@ -1,0 +1,80 @@
+// The portable reference of every kernel: plain loops over the layouts of matrix.h.
+
+#include <cmath>
+
+#include "kernels/matrix.h"
+
+namespace umbra {
+namespace {
+
+template <class T>
+void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+    const T* plane = reinterpret_cast<const T*>(w.quants + block * w.quant_stride());
+    for (int t = 0; t < count; t++) {
+        const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
+        float sums[kRows] = {};
+        for (int c = 0; c < w.k; c++)
+            for (int r = 0; r < kRows; r++) sums[r] += widen(plane[static_cast<size_t>(c) * kRows + r]) * x[c];
+        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
+    }
+}
+
+// `quant(bytes, r, c)`: the unsigned quant of row r, column c of one 32-column block.
+template <class Quant>
+void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                       size_t stride, int default_zero, Quant quant) {
+    const int blocks = w.k / kBlock;
+    const size_t bytes = w.quant_stride() / blocks;
+    for (int t = 0; t < count; t++) {
+        const size_t row = index ? index[t] : t;
+        float sums[kRows] = {};
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t* plane = w.quants + block * w.quant_stride() + b * bytes;
+            const size_t at = block * w.scale_count() + static_cast<size_t>(b * kBlock / w.group) * kRows;
+            const Block& x = rows.blocks[row * blocks + b];
+            for (int r = 0; r < kRows; r++) {
+                int32_t dot = -(w.zeros ? w.zeros[at + r] : default_zero) * x.sum();
+                for (int c = 0; c < kBlock; c++) dot += quant(plane, r, c) * x.q[c];
+                sums[r] += half_to_float(w.scales[at + r]) * x.scale * static_cast<float>(dot);
+            }
+        }
+        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
+    }
+}
+
+void product_q8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+    product_quantised(w, block, rows, index, count, y, stride, 128, [](const uint8_t* plane, int r, int c) {
+        return static_cast<int>(plane[c / 4 * 64 + r * 4 + c % 4]);
+    });
+}
+
+void product_q4(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+    product_quantised(w, block, rows, index, count, y, stride, 8, [](const uint8_t* plane, int r, int c) {
+        const int byte = plane[c % 16 / 4 * 64 + r * 4 + c % 4];
+        return c < 16 ? byte & 15 : byte >> 4;
+    });
+}
+
+void quantise(const float* x, int count, Block* to) {
+    for (Block* block = to; block < to + count; block++, x += kBlock) {
+        float most = 0;
+        for (int i = 0; i < kBlock; i++) most = std::fmax(most, std::fabs(x[i]));
+        const float inverse = most > 0 ? 127.0f / most : 0.0f;
+        int32_t total = 0;
+        for (int i = 0; i < kBlock; i++) {
+            block->q[i] = static_cast<int8_t>(std::nearbyint(x[i] * inverse));
+            total += block->q[i];
+        }
+        block->scale = most / 127.0f;
+        block->start = -8 * total;
+    }
+}
+
+}  // namespace
+
+const Kernels& kernels_generic() {
+    static const Kernels kernels{"generic", {product_float<float>, product_float<Bf16>, product_float<F16>, product_q8, product_q4}, quantise};
+    return kernels;
+}
+
+}  // namespace umbra

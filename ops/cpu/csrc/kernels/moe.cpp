@@ -1,0 +1,201 @@
+// The mixture of experts, fused (Moe) or row by row (MoeRows): both are the same two phases, see ops.h, and differ only
+// in where an expert's matrices lie and in what becomes of its products.
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/elementwise.h"
+#include "kernels/products.h"
+
+namespace umbra {
+
+namespace {
+
+// to += weight * row. One function for Moe and AddRows, so that both round alike whatever the compiler contracts.
+__attribute__((noinline)) void add_weighted(const float* row, float weight, float* to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] += weight * row[i];
+}
+
+// Whether expert e is to be computed, its matrix in a part of w13 or w2, what is done before the first of its products
+// arrive in columns first .. first + width - 1, and what with the products of an assignment.
+bool computes(const Moe&, int64_t) { return true; }
+Matrix expert_of(const Moe&, const Matrix& part, int64_t e) { return part.at(e); }
+void clear(const Moe& m, int64_t first, int64_t width) {
+    for (int64_t t = 0; t < m.tokens; t++) std::memset(m.out + t * m.hidden + first, 0, width * sizeof(float));
+}
+void put(const Moe& m, int64_t token, int64_t pair, int64_t column, const float* y, int64_t count) {
+    add_weighted(y, m.weights[pair], m.out + token * m.hidden + column, count);
+}
+
+bool computes(const MoeRows& m, int64_t e) { return m.address[e] != 0 && !(m.elsewhere && m.elsewhere[e] != 0); }
+Matrix expert_of(const MoeRows& m, const Matrix& part, int64_t e) { return part.moved(m.address[e]); }
+void clear(const MoeRows&, int64_t, int64_t) {}
+void put(const MoeRows& m, int64_t, int64_t pair, int64_t column, const float* y, int64_t count) {
+    std::memcpy(m.rows + pair * m.hidden + column, y, count * sizeof(float));
+}
+
+// Scratch memory of an op, its assignments (pairs of a token and an expert) in order of expert, and its two phases.
+template <class Op>
+class MoeRun {
+public:
+    explicit MoeRun(const Op& op) : m_(op), groups_(op.inner / kBlock) {
+        // Scratch: quantised x | quantised h | h | token of each assignment | its pair | start of each expert |
+        // number of experts hit | experts hit
+        const int64_t assignments = m_.tokens * m_.k;
+        const Scratch x_scratch{m_.scratch}, h_scratch{m_.scratch + Scratch::bytes(m_.tokens, m_.hidden)};
+        h_ = reinterpret_cast<float*>(aligned(h_scratch.memory + Scratch::bytes(assignments, m_.inner)));
+        token_of_ = reinterpret_cast<int32_t*>(h_ + assignments * m_.inner);
+        pair_of_ = token_of_ + assignments;
+        start_of_ = pair_of_ + assignments;
+        hits_ = start_of_ + m_.experts + 1;
+        hit_ = hits_ + 1;
+        xs_ = x_scratch.split(m_.x);
+        hs_ = h_scratch.split(h_);
+    }
+
+    // By expert, stably, so that a token's experts are added in order of expert. Returns whether there are any.
+    bool sort() {
+        const int64_t assignments = m_.tokens * m_.k;
+        std::fill(start_of_, start_of_ + m_.experts + 1, 0);
+        const auto here = [&](int64_t a) { return m_.ids[a] - m_.first_expert; };
+        const auto mine = [&](int64_t e) { return e >= 0 && e < m_.experts && computes(m_, e); };
+        for (int64_t a = 0; a < assignments; a++)
+            if (mine(here(a))) start_of_[here(a) + 1]++;
+        *hits_ = 0;
+        for (int64_t e = 0; e < m_.experts; e++) {
+            if (start_of_[e + 1]) hit_[(*hits_)++] = static_cast<int32_t>(e);
+            start_of_[e + 1] += start_of_[e];
+        }
+        for (int64_t a = 0; a < assignments; a++) {
+            if (!mine(here(a))) continue;
+            int32_t& next = start_of_[here(a)];
+            token_of_[next] = static_cast<int32_t>(a / m_.k);
+            pair_of_[next++] = static_cast<int32_t>(a);
+        }
+        for (int64_t e = m_.experts; e > 0; e--) start_of_[e] = start_of_[e - 1];
+        start_of_[0] = 0;
+        return *hits_ != 0;
+    }
+
+    void phases(Context& context) {
+        if (m_.w13.like().quantised()) quantise_rows(context, m_.tokens, m_.hidden, xs_);
+        const auto groups = [&](int node) { return *hits_ * (m_.w13.blocks(node) / kGroup); };
+        context.pool.on_nodes(groups, [&](int node, int begin, int end, int) { up(context, node, begin, end); });
+        const auto blocks = [&](int node) { return m_.w2.blocks(node); };
+        context.pool.on_nodes(blocks, [&](int node, int begin, int end, int) {
+            for_near_blocks(begin, end, m_.tokens, [&](int first, int last) { down(context, node, first, last); });
+        });
+    }
+
+private:
+    static constexpr int kGroup = kNear;  // blocks of w13: gate, up, gate, up: one stream, which makes 32 values of h
+
+    // f(first assignment, how many) for those of an expert, tile by tile
+    template <class F>
+    void for_assignments(int64_t e, F&& f) const {
+        for (int start = start_of_[e]; start < start_of_[e + 1]; start += kTile)
+            f(start, std::min(kTile, start_of_[e + 1] - start));
+    }
+
+    // Tasks begin .. end - 1 of a node: each 32 values of h of one expert that was hit.
+    void up(Context& context, int node, int begin, int end) {
+        const int here = m_.w13.blocks(node) / kGroup;
+        float y[kTile * kWide];  // gate, up, gate, up: 16 of each
+        for (int task = begin; task < end; task++) {
+            const int block = task % here * kGroup;
+            const int64_t e = hit_[task / here], g = (m_.w13.first[node] + block) / kGroup;
+            const Matrix w = expert_of(m_, m_.w13.parts[node], e);
+            if (block + kGroup == m_.w13.blocks(node) && task + 1 < end)
+                prefetch_block(expert_of(m_, m_.w13.parts[node], hit_[task / here + 1]), 0);
+            for_assignments(e, [&](int start, int count) {
+                products(context.kernels, w, block, kGroup, xs_, token_of_ + start, count, y);
+                for (int t = 0; t < count; t++) {
+                    const int64_t row = start + t;
+                    float* to = h_ + row * m_.inner + g * kBlock;
+                    const float* both = y + t * kWide;
+                    silu_mul(both, both + kRows, to, kRows);
+                    silu_mul(both + 2 * kRows, both + 3 * kRows, to + kRows, kRows);
+                    if (m_.w2.like().quantised())
+                        context.kernels.quantise(to, 1, const_cast<Block*>(hs_.blocks) + row * groups_ + g);
+                }
+            });
+        }
+    }
+
+    // Row blocks begin .. end - 1 of a node's part of the output: all experts' products.
+    void down(Context& context, int node, int begin, int end) {
+        const Matrix& part = m_.w2.parts[node];
+        const auto column = [&](int block) { return static_cast<int64_t>(m_.w2.first[node] + block) * kRows; };
+        clear(m_, column(begin), std::min(column(end), m_.hidden) - column(begin));
+        float y[kTile * kWide];
+        for (int i = 0; i < *hits_; i++) {
+            const Matrix w = expert_of(m_, part, hit_[i]);
+            if (i + 1 < *hits_) prefetch_block(expert_of(m_, part, hit_[i + 1]), begin);
+            for_assignments(hit_[i], [&](int start, int count) {
+                const Rows rows = hs_.from(start, m_.inner);
+                for (int block = begin; block < end; block += kNear) {
+                    const int blocks = std::min(kNear, end - block);
+                    products(context.kernels, w, block, blocks, rows, nullptr, count, y);
+                    const int64_t kept = std::min<int64_t>(blocks * kRows, m_.hidden - column(block));
+                    for (int t = 0; t < count; t++)
+                        put(m_, token_of_[start + t], pair_of_[start + t], column(block), y + t * kWide, kept);
+                }
+            });
+        }
+    }
+
+    const Op& m_;
+    const int64_t groups_;  // blocks of 32 in a row of h
+    float* h_;              // (assignments, inner)
+    int32_t *token_of_, *pair_of_, *start_of_, *hits_, *hit_;
+    Rows xs_, hs_;
+};
+
+constexpr int64_t kChunk = 1024;  // columns of a task of AddRows
+
+// The pair of `token` that is added after `pair`, or first after -1; -1: none is left.
+int64_t next_pair(const AddRows& m, int64_t token, int64_t pair) {
+    int64_t next = -1;
+    for (int64_t other = token * m.k; other < (token + 1) * m.k; other++) {
+        const int64_t id = m.ids[other], e = id - m.first_expert;
+        const bool later = pair < 0 || id > m.ids[pair] || (id == m.ids[pair] && other > pair);
+        if (e >= 0 && e < m.experts && later && (next < 0 || id < m.ids[next])) next = other;
+    }
+    return next;
+}
+
+}  // namespace
+
+int64_t Moe::scratch_bytes(int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner) {
+    const int64_t assignments = tokens * k;
+    return Scratch::bytes(tokens, hidden) + Scratch::bytes(assignments, inner) + assignments * inner * 4 +
+           assignments * 8 + (2 * experts + 2) * 4 + 256;
+}
+
+void Moe::run(Context& context) const {
+    MoeRun<Moe> run(*this);
+    run.sort();
+    run.phases(context);
+}
+
+bool MoeRows::sort() const { return MoeRun<MoeRows>(*this).sort(); }
+
+void MoeRows::compute(Context& context) const { MoeRun<MoeRows>(*this).phases(context); }
+
+void AddRows::run(Context& context) const {
+    const int64_t chunks = (hidden + kChunk - 1) / kChunk;
+    const auto one = [&](int64_t task) {
+        const int64_t t = task / chunks, first = task % chunks * kChunk, count = std::min(kChunk, hidden - first);
+        float* to = out + t * hidden + first;
+        std::memset(to, 0, count * sizeof(float));
+        for (int64_t pair = next_pair(*this, t, -1); pair >= 0; pair = next_pair(*this, t, pair))
+            add_weighted(rows + pair * hidden + first, weights[pair], to, count);
+    };
+    if (tokens * k * hidden < kWorthSharing) {
+        for (int64_t task = 0; task < tokens * chunks; task++) one(task);
+    } else {
+        context.pool.each(static_cast<int>(tokens * chunks), [&](int task, int) { one(task); });
+    }
+}
+
+}  // namespace umbra

@@ -1,0 +1,168 @@
+// The ops of the CPU platform. Each is a struct of pointers and sizes with a `run`: eager use fills one and runs it once,
+// a tape keeps it and runs it at every replay. `run` allocates nothing; scratch memory comes with the struct.
+//
+// Activations are float32 everywhere. T: tokens; S: sequences.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/matrix.h"
+#include "runtime/pool.h"
+
+namespace umbra {
+
+struct Context {
+    Pool& pool;
+    const Kernels& kernels;
+};
+
+enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // of tables and caches; i8: caches only
+
+constexpr int kMostWidth = 256;  // of an attention head
+
+// Quantised copies of activation rows. `bytes`: those needed for `rows` rows of k.
+struct Scratch {
+    uint8_t* memory = nullptr;
+    static int64_t bytes(int64_t rows, int64_t k) { return rows * (k / kBlock) * static_cast<int64_t>(sizeof(Block)) + 64; }
+    Rows split(const float* x) const;
+};
+
+struct Embedding {
+    const int64_t* ids;
+    const void* table;  // (vocabulary, hidden) of `type`
+    float* out;         // (T, hidden)
+    int64_t tokens, vocabulary, hidden, first_id;
+    Type type;
+    void run(Context&) const;
+};
+
+struct RmsNorm {
+    const float* x;         // rows of `width`, `heads` to a token, tokens `stride` apart
+    const float* residual;  // added first, or null
+    const float* weight;    // (width)
+    float* out;             // contiguous
+    float* total;           // x + residual, or null
+    int64_t tokens, heads, width, stride;
+    float eps;
+    void run(Context&) const;
+};
+
+struct Rope {
+    const float* x;          // (T, heads, width), tokens `stride` apart
+    const float *cos, *sin;  // (T, width)
+    float* out;              // contiguous
+    int64_t tokens, heads, width, stride;
+    void run(Context&) const;
+};
+
+struct WriteKv {
+    const float *k, *v;  // (T, heads, width), tokens k_stride and v_stride apart
+    void *k_cache, *v_cache;  // (pages, heads), each a piece as attention.cpp describes it
+    const int64_t* slots;
+    int64_t tokens, heads, width, page_size, k_stride, v_stride;
+    Type type;
+    void run(Context&) const;
+};
+
+struct Attention {
+    const float* q;  // (T, heads, width)
+    const void *k_cache, *v_cache;
+    const int64_t *block_tables, *query_starts, *kv_lens;
+    float* out;
+    int64_t sequences, heads, kv_heads, width, page_size, most_pages, tokens;
+    float scale;
+    Type type;
+    void run(Context&) const;
+};
+
+struct SiluMul {
+    const float* x;  // (T, 2 width)
+    float* out;      // (T, width)
+    int64_t tokens, width;
+    void run(Context&) const;
+};
+
+struct Route {
+    const float* logits;  // (T, experts)
+    const float* bias;    // (experts), or null: added to the scores that choose, not to the weights
+    float* weights;       // (T, k)
+    int64_t* ids;         // (T, k)
+    float* scratch;       // (T, experts)
+    int64_t tokens, experts, k;
+    bool sigmoid, renormalise;  // scores are sigmoid or softmax
+    void run(Context&) const;
+};
+
+struct Argmax {
+    const float* x;     // (rows, width)
+    int64_t* out;       // (rows)
+    int32_t* best;      // (rows, chunks): scratch
+    int64_t rows, width;
+    static constexpr int64_t kChunk = 1 << 13;
+    static int64_t chunks(int64_t width) { return (width + kChunk - 1) / kChunk; }
+    void run(Context&) const;
+};
+
+struct Linear {
+    SplitMatrix w;
+    const float* x;     // (T, k)
+    const float* bias;  // (n), or null
+    float* out;         // (T, n), n the true number of rows
+    Scratch scratch;
+    int64_t tokens, n;
+    void run(Context&) const;
+};
+
+// Fused mixture of experts. w13 and w2 are `experts` matrices, one after another in each plane. The row blocks of w13 are
+// those of gate and up in turn, so that a task below reads one stream of memory.
+// Two phases with one barrier between: (1) for each expert hit and each 32 rows of its intermediate size: gate and up
+// products, silu(gate) * up, and at once the quantisation of those 32 values, which are one activation block of (2);
+// (2) for each 16 rows of the output: the products of all experts, weighted, added in order of expert, so the result does
+// not depend on how tasks fall on threads.
+struct Moe {
+    // Of the first expert: (2 * inner, hidden) and (hidden, inner), inner padded to a multiple of 32. Parts of w13 are
+    // multiples of 64 rows, so that the 32 values of h that become one activation block are made on one node.
+    SplitMatrix w13, w2;
+    const float* x;
+    const float* weights;  // (T, k)
+    const int64_t* ids;    // (T, k)
+    float* out;            // (T, hidden)
+    uint8_t* scratch;
+    int64_t tokens, k, experts, first_expert, hidden, inner;
+    static int64_t scratch_bytes(int64_t tokens, int64_t k, int64_t experts, int64_t hidden, int64_t inner);
+    void run(Context&) const;
+};
+
+// A mixture whose experts lie anywhere, a block each, and are computed by different pools: the product rows that Moe adds
+// up, unweighted, each at its own place, so that the sum (AddRows) does not depend on who computed which. Of the pairs
+// of a token and an expert, those whose expert has an address and is not `elsewhere`.
+struct MoeRows {
+    // As in Moe, of any one expert: the planes' "addresses" are places in its block.
+    SplitMatrix w13, w2;
+    const int64_t* address;    // (experts) where blocks begin, multiples of 64; 0: absent
+    const int64_t* elsewhere;  // (experts) addresses too, or null
+    const float* x;
+    const int64_t* ids;  // (T, k)
+    float* rows;         // (T * k, hidden)
+    uint8_t* scratch;    // as for a Moe
+    int64_t tokens, k, experts, first_expert, hidden, inner;
+
+    // `run` in two steps: which pairs (false: none), the only one that reads `ids` and `elsewhere`; their products.
+    bool sort() const;
+    void compute(Context&) const;
+    void run(Context& context) const {
+        if (sort()) compute(context);
+    }
+};
+
+// The rows of all pairs, weighted, added in order of expert and, of equal ones, of place: bit for bit what Moe gives.
+struct AddRows {
+    const float* rows;
+    const float* weights;  // (T, k)
+    const int64_t* ids;    // (T, k); those outside add nothing
+    float* out;            // (T, hidden)
+    int64_t tokens, k, experts, first_expert, hidden;
+    void run(Context&) const;
+};
+
+}  // namespace umbra

@@ -1,0 +1,186 @@
+#include "kernels/pack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "kernels/vector.h"
+
+namespace umbra {
+namespace {
+
+struct Place {  // of one row
+    uint8_t* quants;  // of its row block
+    uint16_t* scales;
+    uint8_t* zeros;
+    int lane;
+};
+
+Place place_of(const Matrix& w, int64_t row) {
+    const int64_t block = row / kRows;
+    const int lane = static_cast<int>(row % kRows);
+    return {const_cast<uint8_t*>(w.quants) + block * w.quant_stride(),
+            const_cast<uint16_t*>(w.scales) + block * w.scale_count() + lane,
+            w.zeros ? const_cast<uint8_t*>(w.zeros) + block * w.scale_count() + lane : nullptr, lane};
+}
+
+uint32_t word_at(const uint8_t* at) {
+    uint32_t word;
+    std::memcpy(&word, at, 4);
+    return word;
+}
+void put_word(uint8_t* at, uint32_t word) { std::memcpy(at, &word, 4); }
+
+// The quants of one row and one block of 32 columns, to and from where matrix.h puts them.
+void put_block(Format format, uint8_t* plane, int lane, const uint8_t* q) {
+    for (int i = 0; i < kBlock; i += 4) {
+        if (format == Format::q8)
+            put_word(plane + i * kRows + lane * 4, word_at(q + i));
+        else if (i < 16)
+            put_word(plane + i * kRows + lane * 4, word_at(q + i) | word_at(q + 16 + i) << 4);
+    }
+}
+
+void get_block(Format format, const uint8_t* plane, int lane, uint8_t* q) {
+    for (int c = 0; c < kBlock; c++) {
+        const int column = format == Format::q8 ? c : c % 16;
+        const uint8_t byte = plane[column / 4 * 64 + lane * 4 + column % 4];
+        q[c] = format == Format::q8 ? byte : c < 16 ? byte & 15 : byte >> 4;
+    }
+}
+
+CLONES void range(const float* x, int64_t count, float* least, float* most) {
+    *least = *most = 0;
+    widen_range(x, count, *least, *most);
+}
+
+// Nearest integers to x * inverse, plus zero, kept within 0 .. largest.
+CLONES void levels(const float* x, float inverse, int zero, int largest, uint8_t* q) {
+    for (int i = 0; i < kBlock; i++) {
+        const int32_t level = nearest(x[i] * inverse) + zero;
+        q[i] = static_cast<uint8_t>(level < 0 ? 0 : level > largest ? largest : level);
+    }
+}
+
+// One group of columns, from `start` on, of one row.
+void pack_group(const Matrix& w, const Place& to, int64_t start, const float* from) {
+    const int largest = w.format == Format::q8 ? 255 : 15, middle = (largest + 1) / 2;
+    float least, most;
+    range(from + start, w.group, &least, &most);
+    float exact;
+    if (to.zeros)
+        exact = (most - least) / static_cast<float>(largest);
+    else if (w.format == Format::q8)
+        exact = std::max(most, -least) / 127.0f;
+    else
+        exact = (most > -least ? most : least) / -8.0f;
+    const uint16_t half = float_to_half(exact);
+    const float scale = half_to_float(half), inverse = scale != 0 ? 1.0f / scale : 0.0f;
+    const int64_t at = start / w.group * kRows;
+    to.scales[at] = half;
+    int zero = middle;
+    if (to.zeros) {
+        zero = std::clamp(static_cast<int>(std::nearbyint(-least * inverse)), 0, largest);
+        to.zeros[at] = static_cast<uint8_t>(zero);
+    }
+    for (int64_t c = start; c < start + w.group; c += kBlock) {
+        uint8_t q[kBlock];
+        levels(from + c, inverse, zero, largest, q);
+        put_block(w.format, to.quants + c / kBlock * w.block_bytes(), to.lane, q);
+    }
+}
+
+void unpack_quantised(const Matrix& w, const Place& from, int64_t k, float* to) {
+    for (int64_t c = 0; c < k; c += kBlock) {
+        uint8_t q[kBlock];
+        get_block(w.format, from.quants + c / kBlock * w.block_bytes(), from.lane, q);
+        const int64_t at = c / w.group * kRows;
+        const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
+        for (int i = 0; i < kBlock; i++) to[c + i] = static_cast<float>(q[i] - zero) * half_to_float(from.scales[at]);
+    }
+}
+
+// f(the part they are in, the first one's row there, first, end) for the rows first .. end - 1 of `count` that fall
+// into one row block, shared over the pool.
+template <class F>
+void for_blocks(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, F&& f) {
+    const int64_t skipped = where.first % kRows;  // rows of the first block that stay as they are
+    const int64_t tasks = count ? (skipped + count + kRows - 1) / kRows : 0;
+    context.pool.each(static_cast<int>(tasks), [&](int task, int) {
+        const int64_t block = where.first / kRows + task * where.step;
+        size_t node = 0;
+        while (block >= w.first[node + 1]) node++;
+        const int64_t first = std::max<int64_t>(0, task * kRows - skipped);
+        const int64_t end = std::min(count, (task + 1) * kRows - skipped);
+        const int64_t lane = first + skipped - task * kRows;
+        f(w.parts[node].at(where.index), (block - w.first[node]) * kRows + lane, first, end);
+    });
+}
+
+}  // namespace
+
+void pack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, const float* from) {
+    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
+        const int64_t k = w.k;
+        if (w.quantised()) {  // group by group, so that the lines the rows share stay in the first cache
+            for (int64_t start = 0; start < k; start += w.group)
+                for (int64_t i = first; i < end; i++)
+                    pack_group(w, place_of(w, row + i - first), start, from + i * k);
+            return;
+        }
+        with_type(static_cast<Type>(w.format), [&](auto example) {
+            using T = decltype(example);
+            for (int64_t i = first; i < end; i++) {
+                const Place to = place_of(w, row + i - first);
+                T* column = reinterpret_cast<T*>(to.quants) + to.lane;
+                for (int64_t c = 0; c < k; c++) column[c * kRows] = narrow<T>(from[i * k + c]);
+            }
+        });
+    });
+}
+
+void pack_levels(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count,
+                 const uint8_t* levels, const uint16_t* scales, const uint8_t* zeros) {
+    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
+        const int64_t groups = w.k / w.group;
+        const uint8_t middle = w.format == Format::q8 ? 128 : 8;
+        for (int64_t i = first; i < end; i++) {
+            const Place to = place_of(w, row + i - first);
+            for (int64_t g = 0; g < groups; g++) {
+                to.scales[g * kRows] = scales[i * groups + g];
+                if (to.zeros) to.zeros[g * kRows] = zeros ? zeros[i * groups + g] : middle;
+            }
+        }
+        const Place to = place_of(w, row);
+        const auto put = [&](auto format) {  // block by block: the rows share its lines
+            for (int64_t block = 0; block < w.k / kBlock; block++)
+                for (int64_t i = first; i < end; i++)
+                    put_block(format, to.quants + block * w.block_bytes(), to.lane + static_cast<int>(i - first),
+                              levels + i * w.k + block * kBlock);
+        };
+        if (w.format == Format::q8)
+            put(std::integral_constant<Format, Format::q8>());
+        else
+            put(std::integral_constant<Format, Format::q4>());
+    });
+}
+
+void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, float* to) {
+    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
+        for (int64_t i = first; i < end; i++) {
+            const Place from = place_of(w, row + i - first);
+            float* out = to + i * w.k;
+            if (w.quantised()) {
+                unpack_quantised(w, from, w.k, out);
+                continue;
+            }
+            with_type(static_cast<Type>(w.format), [&](auto example) {
+                using T = decltype(example);
+                const T* column = reinterpret_cast<const T*>(from.quants) + from.lane;
+                for (int64_t c = 0; c < w.k; c++) out[c] = widen(column[c * kRows]);
+            });
+        }
+    });
+}
+
+}  // namespace umbra

@@ -1,0 +1,143 @@
+// Small vectorisable pieces: storage types, lane sums, and an exponential that compiles to arithmetic only.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/ops.h"
+
+// The compiler makes one version of such a function for each set and the loader picks, once; ThreadSanitizer's code
+// cannot run that early.
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace umbra {
+
+constexpr int kLanes = 16;
+
+// Sixteen floats in as many registers as the set needs; handed on by reference, since by value each set has its own ABI.
+typedef float Lanes __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+
+ALWAYS_INLINE void load(const float* at, Lanes& v) { std::memcpy(&v, at, sizeof v); }
+template <class Half>
+ALWAYS_INLINE void load_bits(const Half* at, Bits& v) {
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    Halves h;
+    std::memcpy(&h, at, sizeof h);
+    v = __builtin_convertvector(h, Bits);
+}
+ALWAYS_INLINE void load(const Bf16* at, Lanes& v) {
+    Bits bits;
+    load_bits(at, bits);
+    v = reinterpret_cast<Lanes>(bits << 16);
+}
+ALWAYS_INLINE void load(const F16* at, Lanes& v) {  // as half_to_float
+    Bits bits;
+    load_bits(at, bits);
+    const Bits sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
+    const Bits finite = reinterpret_cast<Bits>(reinterpret_cast<Lanes>(rest << 13) * 5.192296858534828e+33f);
+    v = reinterpret_cast<Lanes>(sign | (rest >= 0x7c00 ? 0x7f800000 | (rest & 0x3ff) << 13 : finite));
+}
+ALWAYS_INLINE void load(const int8_t* at, Lanes& v) {
+    typedef int8_t Bytes __attribute__((vector_size(16)));
+    Bytes bytes;
+    std::memcpy(&bytes, at, sizeof bytes);
+    typedef int16_t Shorts __attribute__((vector_size(32)));
+    typedef int32_t Ints __attribute__((vector_size(64)));
+    // Step by step: for larger ones GCC goes element by element.
+    v = __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Lanes);
+}
+
+// Call f with a value of the type that `type` names.
+template <class F>
+void with_type(Type type, F&& f) {
+    switch (type) {
+        case Type::f32: return f(0.0f);
+        case Type::bf16: return f(Bf16{});
+        case Type::f16: return f(F16{});
+        case Type::i8: return;  // caches only: attention.cpp
+    }
+}
+
+template <class T>
+inline T narrow(float v);
+template <>
+inline float narrow<float>(float v) {
+    return v;
+}
+template <>
+inline Bf16 narrow<Bf16>(float v) {  // to nearest even; NaN stays NaN
+    uint32_t u;
+    std::memcpy(&u, &v, 4);
+    if ((u & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>(u >> 16 | 0x40)};
+    return {static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16)};
+}
+template <>
+inline F16 narrow<F16>(float v) {
+    return {float_to_half(v)};
+}
+
+inline float add_lanes(const float* lanes) {
+    float sum = 0;
+    for (int l = 0; l < kLanes; l++) sum += lanes[l];
+    return sum;
+}
+
+// The least and the largest of `least`, `most` and x, in lanes: a plain loop would be one chain of compares, since the
+// compiler may not reorder them (signed zeros).
+ALWAYS_INLINE void widen_range(const float* x, int64_t count, float& least, float& most) {
+    float low[kLanes], high[kLanes];
+    for (int l = 0; l < kLanes; l++) low[l] = least, high[l] = most;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+        for (int l = 0; l < kLanes; l++) {
+            low[l] = x[i + l] < low[l] ? x[i + l] : low[l];
+            high[l] = x[i + l] > high[l] ? x[i + l] : high[l];
+        }
+    for (; i < count; i++) {
+        low[0] = x[i] < low[0] ? x[i] : low[0];
+        high[0] = x[i] > high[0] ? x[i] : high[0];
+    }
+    for (int half = kLanes / 2; half; half /= 2)
+        for (int l = 0; l < half; l++) {
+            low[l] = low[l + half] < low[l] ? low[l + half] : low[l];
+            high[l] = high[l + half] > high[l] ? high[l + half] : high[l];
+        }
+    least = low[0], most = high[0];
+}
+
+// The nearest integer, to even, of |x| < 2^22: 1.5 * 2^23 added, it falls into the low bits.
+ALWAYS_INLINE int32_t nearest(float x) {
+    const float shifted = x + 12582912.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    return bits - 0x4b400000;
+}
+
+// e^x to 2 units in the last place for x in [-87, 88], clamped outside: 2^n times a polynomial on [-ln2/2, ln2/2].
+inline float fast_exp(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer part falls into the low bits
+    const float n = shifted - 12582912.0f;
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    const int32_t power = (bits - 0x4b400000 + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &power, 4);
+    return p * scale;
+}
+
+}  // namespace umbra

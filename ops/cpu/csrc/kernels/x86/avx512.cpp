@@ -1,0 +1,153 @@
+// AVX-512 with VNNI. Weights of a 32-column block are unpacked once into eight vectors and meet up to eight activation
+// rows, whose sums stay in registers: 8 unpacked + 8 sums + scale, mask and temporaries fit the 32 registers.
+// Software prefetch runs 4 KB ahead, past the page the hardware prefetcher stops at.
+
+#include <immintrin.h>
+
+#include "kernels/passes.h"
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
+#define INLINE TARGET inline __attribute__((always_inline))
+
+namespace umbra {
+namespace {
+
+constexpr int kAhead = 4096;
+constexpr int kMost = 8;  // activation rows of one pass
+
+INLINE void prefetch(const uint8_t* at, int lines) {
+    for (int i = 0; i < lines; i++) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + 64 * i), _MM_HINT_T0);
+}
+
+template <Format F, bool Zeros, int M>
+TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
+    constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
+    const uint8_t* plane = w.quants + block * w.quant_stride();
+    const uint16_t* scales = w.scales + block * w.scale_count();
+    const uint8_t* zeros = Zeros ? w.zeros + block * w.scale_count() : nullptr;
+    const int per_group = w.group / kBlock;
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 sums[M];
+    for (int t = 0; t < M; t++) sums[t] = _mm512_setzero_ps();
+    int left = 0;
+    __m512 scale = _mm512_setzero_ps();
+    __m512i zero = _mm512_setzero_si512();
+    const char* base[M];  // one register each; all advance by the same offset
+    for (int t = 0; t < M; t++) base[t] = reinterpret_cast<const char*>(rows[t]);
+    const size_t end = w.k / kBlock * sizeof(Block);
+    for (size_t offset = 0; offset < end; offset += sizeof(Block), plane += kBytes) {
+        prefetch(plane, kVectors);
+        if (left == 0) {
+            left = per_group;
+            scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
+            _mm_prefetch(reinterpret_cast<const char*>(scales) + 1024, _MM_HINT_T0);
+            scales += kRows;
+            if (Zeros) {
+                zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+                zeros += kRows;
+            }
+        }
+        left--;
+        __m512i v[8];  // v[i] = columns 4i .. 4i+3, four bytes for each of 16 rows
+        for (int i = 0; i < kVectors; i++) {
+            const __m512i bytes = _mm512_load_si512(plane + 64 * i);
+            if (F == Format::q4) {
+                v[i] = _mm512_and_si512(bytes, low);
+                v[4 + i] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+            } else {
+                v[i] = bytes;
+            }
+        }
+#pragma GCC unroll 8
+        for (int t = 0; t < M; t++) {
+            const Block& x = *reinterpret_cast<const Block*>(base[t] + offset);
+            // Two chains of additions, so that none waits for the one before; one starts where the zero points leave it.
+            const __m512i start = _mm512_set1_epi32(x.start);
+            __m512i even = F == Format::q8 ? _mm512_slli_epi32(start, 4) : start, odd = _mm512_setzero_si512();
+            if (Zeros) even = _mm512_srai_epi32(_mm512_mullo_epi32(zero, start), 3);
+#pragma GCC unroll 4
+            for (int i = 0; i < 8; i += 2) {
+                even = _mm512_dpbusd_epi32(even, v[i], _mm512_set1_epi32(four(x, i)));
+                odd = _mm512_dpbusd_epi32(odd, v[i + 1], _mm512_set1_epi32(four(x, i + 1)));
+            }
+            const __m512i dot = _mm512_add_epi32(even, odd);
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale));
+            sums[t] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot), sums[t]);
+        }
+    }
+    for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], sums[t]);
+}
+
+INLINE __m512 load16(const float* at) { return _mm512_loadu_ps(at); }
+INLINE __m512 load16(const Bf16* at) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+INLINE __m512 load16(const F16* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+}
+
+template <class T, int M>
+TARGET void float_pass(const Matrix& w, int block, const float* const* x, float* const* y) {
+    const T* plane = reinterpret_cast<const T*>(w.quants + block * w.quant_stride());
+    __m512 even[M], odd[M];
+    for (int t = 0; t < M; t++) even[t] = odd[t] = _mm512_setzero_ps();
+    int c = 0;
+    for (; c + 1 < w.k; c += 2, plane += 2 * kRows) {
+        _mm_prefetch(reinterpret_cast<const char*>(plane) + kAhead, _MM_HINT_T0);
+        const __m512 first = load16(plane), second = load16(plane + kRows);
+#pragma GCC unroll 8
+        for (int t = 0; t < M; t++) {
+            even[t] = _mm512_fmadd_ps(first, _mm512_set1_ps(x[t][c]), even[t]);
+            odd[t] = _mm512_fmadd_ps(second, _mm512_set1_ps(x[t][c + 1]), odd[t]);
+        }
+    }
+    if (c < w.k)
+        for (int t = 0; t < M; t++) even[t] = _mm512_fmadd_ps(load16(plane), _mm512_set1_ps(x[t][c]), even[t]);
+    for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], _mm512_add_ps(even[t], odd[t]));
+}
+
+template <Format F>
+void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                       size_t stride) {
+    for_quantised_passes<kMost>(
+        w, rows, index, count, y, stride,
+        [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+            quantised_pass<F, zeros(), m()>(w, block, operands, out);
+        });
+}
+
+template <class T>
+void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                   size_t stride) {
+    for_passes<kMost>(
+        index, count, y, stride, [&](size_t row) { return rows.x + row * w.k; },
+        [&](auto m, const float* const* x, float* const* out) { float_pass<T, m()>(w, block, x, out); });
+}
+
+TARGET void quantise(const float* x, int count, Block* to) {
+    for (Block* block = to; block < to + count; block++, x += kBlock) {
+        const __m512 first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + 16);
+        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(first), _mm512_abs_ps(second)));
+        const __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+        const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(first, inverse));
+        const __m512i c = _mm512_cvtps_epi32(_mm512_mul_ps(second, inverse));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(block->q), _mm512_cvtepi32_epi8(a));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(block->q + 16), _mm512_cvtepi32_epi8(c));
+        block->scale = most / 127.0f;
+        block->start = -8 * _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
+    }
+}
+
+}  // namespace
+
+const Kernels& kernels_avx512() {
+    static const Kernels kernels{"avx512_vnni",
+                                 {product_float<float>, product_float<Bf16>, product_float<F16>,
+                                  product_quantised<Format::q8>, product_quantised<Format::q4>},
+                                 quantise};
+    return kernels;
+}
+
+}  // namespace umbra
