@@ -1,7 +1,8 @@
 """The shadow store: one layer's packed experts, near the threads that compute them.
 
 Every expert is divided by rows over the NUMA nodes of the shadow pool, as the main pool's matrices are;
-csrc/kernels/matrix.h says why not by whole experts. Each node has a region of its own, with its rows of all experts, one after another:
+csrc/kernels/matrix.h says why not by whole experts. Each node has a region of its own, with its rows of all
+experts, one after another:
 
     node 0   | e0: w13 quants, scales, w2 quants, scales | e1 ...       `stride` bytes each, the same on all nodes,
     node 1   | e0: the rows behind those                 | e1 ...       so an address and fixed distances say it all
