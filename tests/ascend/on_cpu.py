@@ -18,6 +18,7 @@ from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 class OnCpu(Platform):
     name: ClassVar[str] = "on_cpu"
     collectives: ClassVar[str] = "gloo"
+    quantised_head: ClassVar[bool] = False
 
     def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         self.device = torch.device("cpu")
