@@ -33,7 +33,7 @@ class Streaming:
         of each layer of a long step."""
         self.tokens, self.decode_tokens, self.note = tokens, decode_tokens, note
         blocks = RING if tokens > 0 else 0
-        self._copier, self._buffer = Copier(), native().Buffer(max(blocks * block_bytes, 1), 0)
+        self._copier, self._buffer = Copier(), native.Buffer(bytes=max(blocks * block_bytes, 1), team=0)
         self.ring = torch.frombuffer(self._buffer, dtype=torch.uint8)[: blocks * block_bytes].view(blocks, block_bytes)
 
     def is_long(self, x: Tensor) -> bool:

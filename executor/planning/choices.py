@@ -102,7 +102,7 @@ def choose(case: Case, sizes: Surveyed, ranks: RankEnv, copy_ms: CopyMs = None) 
     hit = _usual_hit(case, split)
     local, here = (ranks.local_rank, ranks.local_world_size), case.platform == "cpu"
     stores = made_up(sizes.blocks, sizes.shape.experts, sizes.shape.layers)
-    engine_threads = sum(team.threads for team in native().teams()) if here else 1
+    engine_threads = sum(team.threads for team in native.teams()) if here else 1
     candidates = divisions(cores_of(*local), engine_threads, case.threads > 0 or not here, wanted.shadow_threads)
     tried: dict[Threads, Planner] = {}
     for device, shadow in candidates:

@@ -25,7 +25,7 @@ class CpuPlatform(Platform):
         self.device, self.decode_tokens = torch.device("cpu"), case.data_config.batch_size
         self.ops = load_ops("cpu")
         shadow = case.offload_config.shadow_threads if case.offload_config.mode != "none" else 0
-        _, chosen = start(case.threads, case.instruction_set, ranks.local_rank, ranks.local_world_size, shadow)
+        chosen = start(case.threads, case.instruction_set, ranks.local_rank, ranks.local_world_size, shadow)
         print(f"native CPU kernels: {chosen}, {placement()}")
 
     def compile(self, step: Step, model_config: object) -> Step:
