@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     args = flags(__doc__).parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    _, chosen = engine.start(args.threads, args.instruction_set)
+    chosen = engine.start(args.threads, args.instruction_set)
     limits = Limits()
     print(f"{chosen}, {args.threads} threads")
     rows = printed((row for format in ("q4", "q8") for row in measure(format, limits)), COLUMNS)

@@ -48,14 +48,14 @@ class Limits:
     MAC_ROUNDS = 2000
 
     def __init__(self) -> None:
-        self._probe = native().ReadProbe(self.READ_BYTES)
-        self._macs: int = native().mac_probe(self.MAC_ROUNDS)
+        self._probe = native.ReadProbe(bytes=self.READ_BYTES)
+        self._macs: int = native.mac_probe(rounds=self.MAC_ROUNDS)
 
     def read(self) -> None:
         self._probe.run()
 
     def multiply(self) -> None:
-        native().mac_probe(self.MAC_ROUNDS)
+        native.mac_probe(rounds=self.MAC_ROUNDS)
 
     def read_gbps(self, seconds: float) -> float:
         return self.READ_BYTES / seconds / 1e9

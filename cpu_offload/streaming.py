@@ -29,7 +29,7 @@ class Streaming:
         """Steps of `tokens` tokens or more are to be streamed; -1: none, and there is no ring."""
         self.tokens = tokens
         blocks = RING if tokens > 0 else 0
-        self._copier, self._buffer = Copier(), native().Buffer(max(blocks * block_bytes, 1), 0)
+        self._copier, self._buffer = Copier(), native.Buffer(bytes=max(blocks * block_bytes, 1), team=0)
         self.ring = torch.frombuffer(self._buffer, dtype=torch.uint8)[: blocks * block_bytes].view(blocks, block_bytes)
 
     def mixture(

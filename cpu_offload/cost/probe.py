@@ -27,7 +27,9 @@ def made_up(blocks: ExpertBlocks, experts: int, layers: int) -> list[Tensor]:
     """Blocks of as many of the `layers` as MADE_UP bytes hold, of each a tensor (experts, block bytes)."""
     size = experts * blocks.block_bytes
     return [
-        torch.frombuffer(native().Buffer(size, 0), dtype=torch.uint8).fill_(BYTE).view(experts, blocks.block_bytes)
+        torch.frombuffer(native.Buffer(bytes=size, team=0), dtype=torch.uint8)
+        .fill_(BYTE)
+        .view(experts, blocks.block_bytes)
         for _ in range(min(layers, -(-MADE_UP // size)))
     ]
 
@@ -104,7 +106,7 @@ def measure(
         slip=_slip(probes, base, device, shadow, budget),
         copy=_copy(stores, budget),
         block_bytes=blocks.block_bytes,
-        threads=(sum(team.threads for team in native().teams()), threads),
+        threads=(sum(team.threads for team in native.teams()), threads),
         seconds=time.perf_counter() - start,
     )
 
@@ -159,8 +161,8 @@ def _copy(stores: list[Tensor], budget: Budget) -> float:
 
 def read_ms(nbytes: int, seconds: float) -> float:
     """Milliseconds in which the engine reads `nbytes` bytes, measured for about `seconds`."""
-    probed = min(sum(team.threads for team in native().teams()), 32) * MADE_UP // 4
-    probe = native().ReadProbe(probed)
+    probed = min(sum(team.threads for team in native.teams()), 32) * MADE_UP // 4
+    probe = native.ReadProbe(bytes=probed)
 
     def once() -> float:
         start = time.perf_counter()

@@ -108,7 +108,7 @@ def choose(case: Case, sizes: Sizes, ranks: RankEnv, copy_ms: CopyMs = None) -> 
     hit = _usual_hit(case, split)
     local, on_host = (ranks.local_rank, ranks.local_world_size), PLATFORMS[case.platform].is_host
     stores = made_up(sizes.blocks, sizes.shape.experts, sizes.shape.layers)
-    engine_threads = sum(team.threads for team in native().teams()) if on_host else 1
+    engine_threads = sum(team.threads for team in native.teams()) if on_host else 1
     candidates = divisions(
         cores_of(*local), engine_threads, case.threads is not None or not on_host, wanted.shadow_threads
     )

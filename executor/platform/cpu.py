@@ -41,7 +41,7 @@ class CpuPlatform(Platform):
                 )
         self.device, self.batch_size = torch.device("cpu"), settings.batch_size
         self.ops = load_ops("cpu")
-        _, chosen = start(
+        chosen = start(
             settings.threads or 0,
             settings.instruction_set,
             ranks.local_rank,

@@ -1,4 +1,9 @@
-"""The native module's engine: loads it, starts pool and kernels, and checks types before pointers are taken."""
+"""The engine of this process: loading the native module, starting its threads and kernels, checking tensors before
+their addresses are passed on, and capturing steps.
+
+`native` is the native module with an engine running; where nobody called `start`, its first use starts one thread with
+the best kernels. `module` is the same without an engine, for what needs none.
+"""
 
 import functools
 import importlib
@@ -6,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
@@ -17,80 +22,7 @@ from ops.cpu.threads import worth_having
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 SYSFS = "/sys/devices/system"
-PROBE_BYTES = 16 << 20  # for each core: more than its share of most machines' last cache
-_engine: ModuleType | None = None
-_share: list[Any] = []  # nodes with this rank's cores, as it was last started
-
-
-def native() -> ModuleType:
-    """The engine; on first use by someone who did not `start` it: one thread, the best kernels."""
-    return _engine or start(1, "auto")[0]
-
-
-def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1, shadow: int = 0) -> tuple[ModuleType, str]:
-    """(engine, the instruction set it uses) for rank `rank` of `ranks` on this machine. `threads` 0: as many as are
-    worth having; with several ranks, the rank's share of the cores. `shadow` threads of another pool (`shadow_teams`)
-    get cores of their own if there are enough. A later call replaces pool and kernels."""
-    module = _load()
-    _share[:] = nodes = module.share(_nodes(), rank, ranks)
-    cores = sum(len(node.cores) for node in nodes)
-    cores = cores - shadow if cores - shadow > 1 else cores
-
-    def teams(threads: int) -> list[Any]:
-        device: list[Any] = module.divide(nodes, threads, shadow)[0]
-        return device
-
-    def seconds(threads: int) -> float:
-        start_teams(teams(threads), instruction_set)
-        probe = module.ReadProbe(min(cores, 32) * PROBE_BYTES)
-        return min(_seconds_of(probe) for _ in range(3))
-
-    count = threads or (cores if ranks > 1 else worth_having(cores, seconds))
-    return start_teams(teams(count), instruction_set)
-
-
-def shadow_teams(threads: int) -> list[Any]:
-    """Of a pool beside the engine's, on the cores that `start` left for as many."""
-    device = sum(team.threads for team in native().teams())
-    teams: list[Any] = _load().divide(_share or _nodes(), device, threads)[1]
-    return teams
-
-
-def own_cpus() -> list[int]:
-    """All that this rank may use; the calling thread may be kept on a part of them."""
-    return [cpu for node in _share or _nodes() for core in node.cores for cpu in core]
-
-
-def cores_of(rank: int = 0, ranks: int = 1) -> int:
-    """Of rank `rank`'s share of this machine."""
-    return sum(len(node.cores) for node in _load().share(_nodes(), rank, ranks))
-
-
-def start_teams(teams: list[Any], instruction_set: str) -> tuple[ModuleType, str]:
-    """`start` with given teams of threads, one for each NUMA node in use."""
-    global _engine
-    module = _load()
-    try:
-        chosen: str = module.start(teams, instruction_set)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    _engine = module
-    return module, chosen
-
-
-def placement() -> str:
-    """Where the engine's threads are, for people."""
-    teams = native().teams()
-    text = _counted(sum(team.threads for team in teams), "thread")
-    if teams[0].memory < 0:
-        return text
-    text += f" on {_counted(len(teams), 'NUMA node')}"
-    bound = all(native().Buffer(0, i).bound for i in range(len(teams)))
-    return text if bound else f"{text} (mbind refused: weights lie where they are first touched)"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
+PROBE_BYTES = 16 << 20  # for each core: more than its share of most machines' last-level cache
 
 
 def _load() -> ModuleType:
@@ -102,21 +34,112 @@ def _load() -> ModuleType:
         ) from None
 
 
+def _running() -> ModuleType:
+    if not _started:
+        start(1, "auto")
+    return _load()
+
+
+if TYPE_CHECKING:
+    from ops.cpu import _native
+
+    module = _native
+    native = _native
+else:
+
+    class _Lazy:
+        """The names of the module that `ready()` returns, each looked up once, when it is first used."""
+
+        def __init__(self, ready: Callable[[], ModuleType]):
+            self._ready = ready
+
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(self._ready(), name)
+            setattr(self, name, value)
+            return value
+
+    module, native = _Lazy(_load), _Lazy(_running)
+
+_started = False
+_share: "list[module.Node]" = []  # the NUMA nodes with this rank's cores, as of the last `start`
+
+
+def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1, shadow: int = 0) -> str:
+    """Starts the engine of rank `rank` of `ranks` on this machine, replacing a running one, and returns the instruction
+    set it uses. With `threads` 0 a single rank gets as many threads as are worth having; each of several ranks gets its
+    share of the cores. `shadow` threads of a second pool (`shadow_teams`) get their own cores if there are enough."""
+    _share[:] = nodes = module.share(nodes=_nodes(), rank=rank, ranks=ranks)
+    cores = sum(len(node.cores) for node in nodes)
+    cores = cores - shadow if cores - shadow > 1 else cores
+
+    def teams(threads: int) -> list[module.Team]:
+        return module.divide(nodes=nodes, device=threads, shadow=shadow)[0]
+
+    def seconds(threads: int) -> float:
+        start_teams(teams(threads), instruction_set)
+        probe = module.ReadProbe(bytes=min(cores, 32) * PROBE_BYTES)
+        return min(_seconds_of(probe) for _ in range(3))
+
+    count = threads or (cores if ranks > 1 else worth_having(cores, seconds))
+    return start_teams(teams(count), instruction_set)
+
+
+def start_teams(teams: "list[module.Team]", instruction_set: str) -> str:
+    """`start` with given teams of threads, one for each NUMA node in use."""
+    global _started
+    try:
+        chosen = module.start(teams=teams, instruction_set=instruction_set)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    _started = True
+    return chosen
+
+
+def shadow_teams(threads: int) -> "list[module.Team]":
+    """Teams for a second pool of so many threads, on the cores that `start` left for it."""
+    device = sum(team.threads for team in native.teams())
+    return module.divide(nodes=_share or _nodes(), device=device, shadow=threads)[1]
+
+
+def own_cpus() -> list[int]:
+    """Every CPU that this rank may use; the calling thread may be pinned to only some of them."""
+    return [cpu for node in _share or _nodes() for core in node.cores for cpu in core]
+
+
+def cores_of(rank: int = 0, ranks: int = 1) -> int:
+    """Number of cores in rank `rank`'s share of this machine."""
+    return sum(len(node.cores) for node in module.share(nodes=_nodes(), rank=rank, ranks=ranks))
+
+
+def placement() -> str:
+    """Where the engine's threads run, in words for the start line of a run."""
+    teams = native.teams()
+    text = _counted(sum(team.threads for team in teams), "thread")
+    if teams[0].memory < 0:
+        return text
+    text += f" on {_counted(len(teams), 'NUMA node')}"
+    bound = all(native.Buffer(bytes=0, team=i).bound for i in range(len(teams)))
+    return text if bound else f"{text} (mbind refused: weights lie where they are first touched)"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 @functools.cache
-def _nodes() -> list[Any]:
-    """The machine's. Read once, before a pool pins this thread to some of its CPUs."""
-    module = _load()
-    return module.read_nodes(SYSFS, module.allowed_cpus())
+def _nodes() -> "list[module.Node]":
+    """The NUMA nodes of this machine. Read once, before a pool pins this thread to some of its CPUs."""
+    return module.read_nodes(root=SYSFS, allowed=module.allowed_cpus())
 
 
-def _seconds_of(probe: Any) -> float:
+def _seconds_of(probe: "module.ReadProbe") -> float:
     start = time.perf_counter()
     probe.run()
     return time.perf_counter() - start
 
 
 def pointer(x: Tensor | None, dtype: torch.dtype = torch.float32, contiguous: bool = True) -> int:
-    """The address of a CPU tensor of the right type; 0 for None. Anything else is a bug of the caller."""
+    """The address of a CPU tensor of type `dtype`; 0 for None. Any other tensor is a TypeError."""
     if x is None:
         return 0
     if x.dtype != dtype or x.device.type != "cpu" or (contiguous and not x.is_contiguous()):
@@ -125,15 +148,15 @@ def pointer(x: Tensor | None, dtype: torch.dtype = torch.float32, contiguous: bo
 
 
 def host(function: Callable[[], object]) -> None:
-    """Call `function` now and, when a tape is being captured, at this place of each of its replays. It may use torch;
-    it finds and leaves tensors where they were at capture."""
+    """Calls `function` now and, while a tape is being captured, records the call for every replay. `function` may use
+    torch; it must read and write tensors at the addresses that they had at capture."""
     with _disable_current_modes():
-        native().host(function)
+        native.host(function=function)
 
 
 class Recorder(TorchDispatchMode):
-    """While a tape is captured, torch may make views and room. Collectives, and on several ranks the copies around
-    them, become host nodes; anything else it computed would be missing from replays and is refused."""
+    """Limits torch to views and allocations while a tape is captured. Collectives, and on several ranks the copies
+    around them, become host nodes. Any other computation would be missing from replays and is refused."""
 
     ROOM = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
     COPIES = ("aten::new_zeros", "aten::copy_", "aten::cat", "aten::clone", "aten::flatten")
@@ -156,7 +179,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _as_host_node(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Each replay calls it again and leaves its result where the first one lies."""
+        """Each replay calls `function` again and writes its result into the tensor that the first call returned."""
         first: list[Any] = []
 
         def call() -> None:
@@ -164,31 +187,31 @@ class Recorder(TorchDispatchMode):
             if not first:
                 first.append(out)
             elif isinstance(out, Tensor):
-                first[0].copy_(out)  # in place, this is a copy onto itself
+                first[0].copy_(out)  # of an in-place function, this copies a tensor onto itself
             else:
-                out[-1].wait()  # a collective's work; the first one's caller waits itself
+                out[-1].wait()  # the collective's work object; at capture the caller waits for it
 
-        native().host(call)
+        native.host(function=call)
         return first[0]
 
 
 def _is_view(out: Any, args: Any) -> bool:
-    """Whether all of `out` lies in memory of `args`. By name, a reshape that had to copy would pass as a view."""
+    """Whether all tensors of `out` share memory with tensors of `args`. Names would not tell: a reshape may copy."""
     theirs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
     outs = out if isinstance(out, (list, tuple)) else [out]
     return all(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in theirs for x in outs)
 
 
 class Tape:
-    """A captured step. The tensors that were made while it was captured stay where they are as long as it lives."""
+    """A captured step. It keeps the tensors that were allocated during capture alive, at their addresses."""
 
     def __init__(self) -> None:
-        self.records = native().Tape()
+        self.records = native.Tape()
         self.kept: list[Tensor] = []
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Ops called inside run as ever and are recorded."""
+        """A context in which ops run as usual and are recorded."""
         self.records.begin()
         try:
             with Recorder() as recorder:

@@ -1,4 +1,4 @@
-"""What the CPU ops keep, and in which shapes: all that a count of memory needs, without the native module."""
+"""The shapes of what the CPU ops store, for planning memory: nothing here loads the native module."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,8 @@ from ops.cpu.matrix import NativeExperts, NativeMatrix
 
 
 def cache_shape(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """A page's piece of one head is contiguous: keys (width, page_size), values (page_size, width), int8's scales."""
+    """The shape of a KV cache. One head's part of a page is contiguous: keys are (width, page_size), values (page_size,
+    width); with int8 the scales follow."""
     return pages, kv_heads, width + 4 * (dtype == torch.int8), page_size
 
 

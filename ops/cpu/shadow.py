@@ -1,18 +1,18 @@
-"""Experts that lie anywhere in memory, a block each, computed by two pools at once (csrc/shadow/shadow.h).
+"""Experts that lie anywhere in memory, one block each, computed by two pools at once (csrc/shadow/shadow.h).
 
 One layer's mixture, eager or on a tape:
 
     job = submit(pool, layer, x, ids)  # the shadow pool starts on the experts that are not resident
-    resident_rows(job)                 # meanwhile the engine computes the others
-    out = join(job, weights)           # waits, and adds up all rows: bit for bit what ops.moe gives
+    resident_rows(job)                 # meanwhile the engine computes the resident ones
+    out = join(job, weights)           # waits, and adds up all rows: bit for bit the result of ops.moe
 
-Tables are written in place between steps, never while ops run. Before each step the caller says `pool.count_step()`.
+Tables are written in place between steps, never while ops run. The caller calls `pool.count_step()` before each step.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,15 +23,18 @@ from ops.cpu.engine import TYPES, native, own_cpus, pointer
 from ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
 from ops.format import Format, Quantised
 
+if TYPE_CHECKING:
+    from ops.cpu._native import MoeRows, ShadowWork, SplitMatrix, Team
+
 INT = torch.int64
 MODEL_TYPES = torch.float32, torch.bfloat16, torch.float16
-Piece = tuple[int, int, int]  # place in the whole, place from an address on, bytes
+Piece = tuple[int, int, int]  # offset in the whole block, offset from a base address, bytes
 UNITS = {"w13": 2 * BLOCK, "w2": ROWS}  # rows that stay on one NUMA node
 
 
 class ExpertBlocks:
-    """The layout of an expert's block: w13 as NativeExperts orders it, then w2, each quants, scales and zero points,
-    each plane from a multiple of 64 on. Blocks begin at multiples of 64 and can be copied as they are."""
+    """The layout of an expert's block: the planes of w13 (quants, scales, zero points), in NativeExperts' row order,
+    then the planes of w2. Planes and blocks begin at multiples of 64 bytes; a block may be copied as plain bytes."""
 
     def __init__(self, inner: int, hidden: int, format: Format):
         for columns in (hidden, inner):
@@ -44,20 +47,20 @@ class ExpertBlocks:
         starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]
         self.offsets = {"w13": starts[:3], "w2": starts[3:6]}
         self.block_bytes = starts[6]
-        self._handles: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        self._handles: dict[tuple[int, ...], tuple[SplitMatrix, SplitMatrix]] = {}
 
     def fill(self, address: int, which: str, part: Tensor | Quantised) -> None:
-        """Put all of "gate", "up" or "down" into the block at `address`, which was zeroed."""
+        """Writes all of "gate", "up" or "down" into the block at `address`, which must be zeroed memory."""
         view, row, step = self._view(address, which)
         view.fill(0, row, part, step)
 
     def dequantised(self, address: int, which: str) -> Tensor:
-        """What is stored, as float32, padding included."""
+        """The matrix in the block at `address`, dequantised to float32, padding included."""
         view, row, step = self._view(address, which)
         return view.dequantised(0, self.hidden if which == "down" else self.inner, row, step)
 
     def rows_of(self, which: str) -> tuple[str, int, int]:
-        """The matrix that has "gate", "up" or "down", its first row there, the step as MatrixView has it."""
+        """Where "gate", "up" or "down" is stored: matrix, first row, and step as MatrixView.fill takes it."""
         return "w2" if which == "down" else "w13", ROWS * (which == "up"), 1 if which == "down" else 2
 
     def _view(self, address: int, which: str) -> tuple[MatrixView, int, int]:
@@ -65,8 +68,8 @@ class ExpertBlocks:
         view = MatrixView(self._split(name, [0, self.shapes[name][0]], address), self.format, self.shapes[name][1])
         return view, row, step
 
-    def handles(self, split: Callable[[int], list[int]]) -> tuple[Any, Any]:
-        """w13 and w2 of a block at address 0, their rows divided over the teams of a pool by its `split`."""
+    def handles(self, split: Callable[[int], list[int]]) -> "tuple[SplitMatrix, SplitMatrix]":
+        """w13 and w2 of a block at address 0, with rows divided over the teams of the pool that `split` belongs to."""
         firsts = {name: split(self.shapes[name][0] // unit) for name, unit in UNITS.items()}
         key = (*firsts["w13"], *firsts["w2"])
         if key not in self._handles:
@@ -74,189 +77,223 @@ class ExpertBlocks:
             self._handles[key] = w13, w2
         return self._handles[key]
 
-    def _split(self, name: str, firsts: list[int], address: int) -> Any:
+    def _split(self, name: str, firsts: list[int], address: int) -> "SplitMatrix":
         ranges, starts = list(pairwise(firsts)), []
         for first, _ in ranges:
             skipped = plane_bytes(first * self.shapes[name][1], self.format)
             starts.append([address + o + s for o, s in zip(self.offsets[name], skipped, strict=True)])
         return self.matrix(name, ranges, starts)
 
-    def matrix(self, name: str, ranges: list[tuple[int, int]], starts: list[list[int]]) -> Any:
-        """A native SplitMatrix of row ranges (first, end), whose planes are at `starts`: addresses, or distances from
-        one, negative ones too."""
+    def matrix(self, name: str, ranges: list[tuple[int, int]], starts: list[list[int]]) -> "SplitMatrix":
+        """w13 or w2 by row ranges (first, end) whose planes begin at `starts`: addresses, or offsets from an address,
+        which may be negative."""
         columns, parts = self.shapes[name][1], []
         absent = [not size for size in plane_bytes(columns * ROWS, self.format)]
         for (first, end), planes in zip(ranges, starts, strict=True):
-            places = [0 if none else place % (1 << 64) for none, place in zip(absent, planes, strict=True)]
-            parts.append(native().Matrix(CODES[self.format.kind], end - first, columns, self.format.group, *places))
-        return native().SplitMatrix(parts)
+            quants, scales, zeros = (
+                0 if none else place % (1 << 64) for none, place in zip(absent, planes, strict=True)
+            )
+            parts.append(
+                native.Matrix(
+                    format=CODES[self.format.kind], n=end - first, k=columns, group=self.format.group, quants=quants,
+                    scales=scales, zeros=zeros,
+                )
+            )  # fmt: skip
+        return native.SplitMatrix(parts=parts)
 
 
 class ShadowPool:
-    """Threads that compute what is not resident, with the kernels that the engine has now. `timeout`: seconds after
-    which a wait for them is an error that names layer and `step`, which the caller counts before each step."""
+    """Threads that compute the experts that are not resident, with the kernels that the engine uses now. Waiting for
+    them longer than `timeout` seconds is an error that names the layer and the number of the step."""
 
-    def __init__(self, teams: Sequence[Any], timeout: float = 30):
+    def __init__(self, teams: "Sequence[Team]", timeout: float = 30):
         self.step, self.teams = torch.zeros(1, dtype=INT), list(teams)
         self._step = self.step.numpy()
-        self.native = native().ShadowPool(self.teams, timeout)
+        self.native = native.ShadowPool(teams=self.teams, timeout=timeout)
 
     def count_step(self) -> None:
-        self._step[0] += 1  # not by torch, which takes longer
+        """The caller counts each step before it runs."""
+        self._step[0] += 1  # numpy is faster here than torch
 
     def stop(self) -> None:
-        """Ends the threads after the work that they have; later steps that need them fail."""
+        """Ends the threads once they have finished the work in flight; later steps that need them fail."""
         self.native.stop()
 
 
 @dataclass(frozen=True)
 class ShadowLayer:
-    """What one layer's mixture reads and writes at fixed addresses; tables are (experts) int64 addresses of blocks."""
+    """What one layer's mixture reads and writes at fixed addresses. Tables are (experts) int64: each expert's block
+    address."""
 
     number: int
     blocks: ExpertBlocks
-    store: Tensor  # of every expert's block in the shadow store; never changes
-    device: Tensor  # of the resident ones' blocks; 0: not resident
+    store: Tensor  # table of the blocks in the shadow store; never changes
+    device: Tensor  # table of the resident experts' blocks; 0: not resident
     counts: Tensor  # (experts) int64: += 1 for each time that a token is routed to the expert
-    times: (
-        Tensor  # (4) int64, of the last step: when the pool began and ended, `join` came and went on, ns; 0: unneeded
-    )
-    memory: object  # what the addresses of `store` point into
+    times: Tensor  # (4) int64 ns, last step: pool began, pool ended, `join` began to wait, `join` went on; 0: no wait
+    memory: object  # owns what the addresses in `store` point to
     first_expert: int = 0
-    handles: tuple[Any, Any] | None = None  # w13 and w2 as the shadow pool finds them at `store`; None: in whole blocks
+    handles: "tuple[SplitMatrix, SplitMatrix] | None" = None  # w13 and w2 at `store`; None: blocks lie in one piece
 
-    def shadows(self, pool: ShadowPool) -> tuple[Any, Any]:
+    def shadows(self, pool: ShadowPool) -> "tuple[SplitMatrix, SplitMatrix]":
+        """w13 and w2 as the shadow pool reads them, relative to an address of `store`."""
         return self.handles or self.blocks.handles(pool.native.split)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One mixture between `submit` and `join`."""
+    """One mixture in flight, between `submit` and `join`."""
 
     pool: ShadowPool
     layer: ShadowLayer
-    work: Any
-    resident: Any
+    work: "ShadowWork"
+    resident: "MoeRows"
     rows: Tensor  # (T * k, hidden)
-    kept: tuple[Tensor, ...]
+    kept: tuple[Tensor, ...]  # tensors that both pools read or write
 
 
 @traced
 def submit(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
-    """Counts the routing of x (T, hidden) to ids (T, k) and hands what is not resident to the pool; returns at once."""
+    """Counts the routing of x (T, hidden) to ids (T, k) and hands the experts that are not resident to the pool.
+    Returns without waiting for them."""
     job = prepare(pool, layer, x, ids)
-    native().submit(pool.native, job.work, pointer(layer.counts, INT))
+    native.submit(pool=pool.native, work=job.work, counts=pointer(layer.counts, INT))
     return job
 
 
 def prepare(pool: ShadowPool, layer: ShadowLayer, x: Tensor, ids: Tensor) -> Job:
-    """The mixture with nothing handed over and nothing counted: `join` waits for nobody. The caller may point
-    `layer.device` at one set of experts after another, each followed by `resident_rows`."""
+    """The mixture, with nothing counted and nothing handed to the pool, so that `join` does not wait. The caller may
+    point `layer.device` at one set of experts after another and call `resident_rows` after each."""
     (tokens, top_k), blocks, experts = ids.shape, layer.blocks, len(layer.store)
     rows = torch.empty(tokens * top_k, blocks.hidden)
-    bytes_each = native().moe_scratch(tokens, top_k, experts, blocks.hidden, blocks.inner)
-    ours, theirs = (torch.empty(bytes_each, dtype=torch.uint8) for _ in range(2))
-    sizes = tokens, top_k, experts, layer.first_expert, blocks.hidden, blocks.inner
-    device, common = pointer(layer.device, INT), (pointer(x), pointer(ids, INT), pointer(rows))
-    resident = native().MoeRows(*blocks.handles(native().split), device, 0, *common, pointer(ours, torch.uint8), *sizes)
-    shadow = native().MoeRows(
-        *layer.shadows(pool), pointer(layer.store, INT), device, *common, pointer(theirs, torch.uint8),
-        *sizes,
-    )  # fmt: skip
+    scratch_bytes = scratch_bytes_of(layer, tokens, top_k)
+    ours, theirs = (torch.empty(scratch_bytes, dtype=torch.uint8) for _ in range(2))
+    device = pointer(layer.device, INT)
+
+    def moe_rows(
+        handles: "tuple[SplitMatrix, SplitMatrix]", address: int, elsewhere: int, scratch: Tensor
+    ) -> "MoeRows":
+        return native.MoeRows(
+            w13=handles[0], w2=handles[1], address=address, elsewhere=elsewhere, x=pointer(x), ids=pointer(ids, INT),
+            rows=pointer(rows), scratch=pointer(scratch, torch.uint8), tokens=tokens, k=top_k, experts=experts,
+            first_expert=layer.first_expert, hidden=blocks.hidden, inner=blocks.inner,
+        )  # fmt: skip
+
+    resident = moe_rows(blocks.handles(native.split), device, 0, ours)
+    shadow = moe_rows(layer.shadows(pool), pointer(layer.store, INT), device, theirs)
     kept = (x, ids, rows, ours, theirs)
-    work = native().ShadowWork(shadow, layer.number, pointer(pool.step, INT), (kept, layer, pool.step))
+    work = native.ShadowWork(
+        rows=shadow, layer=layer.number, step=pointer(pool.step, INT), keep=(kept, layer, pool.step)
+    )
     return Job(pool, layer, work, resident, rows, kept)
 
 
 @traced
 def resident_rows(job: Job) -> None:
-    """Computes the rows of the resident experts, on the engine's own pool."""
-    native().moe_rows(job.resident)
+    """Computes the rows of the resident experts on the engine's pool."""
+    native.moe_rows(rows=job.resident)
 
 
 @traced
 def join(job: Job, weights: Tensor) -> Tensor:
     """Waits for the shadow pool and adds up all rows, weighted by (T, k). -> (T, hidden)"""
     out = torch.empty(len(weights), job.layer.blocks.hidden)
-    native().join(job.pool.native, job.work, pointer(weights), pointer(out), pointer(job.layer.times, INT))
+    native.join(
+        pool=job.pool.native, work=job.work, weights=pointer(weights), out=pointer(out),
+        times=pointer(job.layer.times, INT),
+    )  # fmt: skip
     return out
 
 
 class Worker:
-    """The pool for a bridge (ops/ascend/bridge.py), whose `submit` and `context` these are: each job's sums over the
-    experts that are not resident, in the model's type (csrc/shadow/worker.h). It must outlive the bridge."""
+    """Lets a bridge (ops/ascend/bridge.py) use the pool: computes each job's sums over the experts that are not
+    resident, in the model's type (csrc/shadow/worker.h). The bridge takes `submit` and `context`; the worker must
+    outlive it."""
 
     def __init__(self, pool: ShadowPool):
-        self.pool, self.native = pool, native().Worker(pool.native)
+        self.pool, self.native = pool, native.Worker(pool=pool.native)
         self.submit: int = self.native.submit
         self.context: int = self.native.context
-        self._scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by sizes: jobs come one after another
-        # By a job's tokens: (tokens) uint8, written between steps; 0: it pads the step, nothing is counted or added.
+        self._scratch: dict[tuple[int, ...], tuple[Tensor, ...]] = {}  # by sizes: jobs run one at a time
+        # By number of tokens: (tokens) uint8, written between steps; 0: the token only pads the step and is ignored.
         self.live: dict[int, Tensor] = {}
 
     def layer(self, layer: ShadowLayer, tokens: int, top_k: int, dtype: torch.dtype) -> None:
-        """Gets ready for the layer's jobs of so many tokens; not while a step runs. A job's slots say which experts are
-        resident, not `layer.device`."""
+        """Prepares for the layer's jobs with `tokens` tokens; must not be called while a step runs. Each job says which
+        experts are resident; `layer.device` is not read."""
         if dtype not in MODEL_TYPES:
             raise TypeError(f"a job in {dtype}")
         blocks, experts = layer.blocks, len(layer.store)
-        sizes = tokens, top_k, experts, layer.first_expert, blocks.hidden, blocks.inner
+        sizes = tokens, top_k, experts, blocks.hidden, blocks.inner
         if sizes not in self._scratch:
-            bytes_needed = native().moe_scratch(tokens, top_k, experts, blocks.hidden, blocks.inner)
+            scratch_bytes = scratch_bytes_of(layer, tokens, top_k)
             self._scratch[sizes] = (
                 torch.empty(tokens, blocks.hidden), torch.empty(tokens, top_k, dtype=INT),
-                torch.empty(tokens * top_k, blocks.hidden), torch.empty(bytes_needed, dtype=torch.uint8),
+                torch.empty(tokens * top_k, blocks.hidden), torch.empty(scratch_bytes, dtype=torch.uint8),
             )  # fmt: skip
         x, ids, rows, scratch = kept = self._scratch[sizes]
-        work = native().MoeRows(
-            *layer.shadows(self.pool), pointer(layer.store, INT), 0, pointer(x), pointer(ids, INT),
-            pointer(rows), pointer(scratch, torch.uint8), *sizes,
+        w13, w2 = layer.shadows(self.pool)
+        work = native.MoeRows(
+            w13=w13, w2=w2, address=pointer(layer.store, INT), elsewhere=0, x=pointer(x), ids=pointer(ids, INT),
+            rows=pointer(rows), scratch=pointer(scratch, torch.uint8), tokens=tokens, k=top_k, experts=experts,
+            first_expert=layer.first_expert, hidden=blocks.hidden, inner=blocks.inner,
         )  # fmt: skip
         live = self.live.setdefault(tokens, torch.ones(tokens, dtype=torch.uint8))
-        tables = pointer(live, torch.uint8), pointer(layer.counts, INT), pointer(layer.times, INT)
-        self.native.add(work, layer.number, TYPES[dtype], *tables, (kept, layer, live))
+        self.native.add(
+            rows=work, layer=layer.number, type=TYPES[dtype], live=pointer(live, torch.uint8),
+            counts=pointer(layer.counts, INT), times=pointer(layer.times, INT), keep=(kept, layer, live),
+        )  # fmt: skip
+
+
+def scratch_bytes_of(layer: ShadowLayer, tokens: int, top_k: int) -> int:
+    """Bytes of scratch memory that a MoeRows of the layer needs."""
+    blocks = layer.blocks
+    return native.moe_scratch(
+        tokens=tokens, k=top_k, experts=len(layer.store), hidden=blocks.hidden, inner=blocks.inner
+    )
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A block that lies in pieces."""
+    """A block in several pieces of memory."""
 
-    address: int
+    address: int  # base of the pieces' offsets
     pieces: list[Piece]
-    nbytes: int  # of the whole
-    memory: object  # what the address points into
+    nbytes: int  # of the whole block
+    memory: object  # owns what `address` points to
 
     def __len__(self) -> int:
         return self.nbytes
 
 
 class Copier:
-    """A thread that copies blocks, one after another. What it still has to read or write stays alive."""
+    """A thread that copies blocks, one after another. Sources and targets of copies in flight are kept alive."""
 
     def __init__(self) -> None:
-        self.native = native().Copier(own_cpus())  # first, so that it ends before what it copies is let go
+        self.native = native.Copier(cpus=own_cpus())  # the first attribute, so that it ends before `_kept` is freed
         self._kept: dict[int, tuple[Tensor, Pieces]] = {}
 
     def submit(self, to: Tensor, source: Tensor | Pieces) -> int:
-        """A ticket for a copy of `source`, bytes as many as `to` has."""
+        """Queues a copy of `source` to `to`, of as many bytes, and returns its ticket."""
         if len(to) != len(source):
             raise ValueError(f"a copy of {len(source)} bytes to {len(to)}")
         if isinstance(source, Tensor):
             source = Pieces(pointer(source, torch.uint8), [(0, 0, len(source))], len(source), source)
-        ticket: int = self.native.submit(pointer(to, torch.uint8), source.address, source.pieces)
+        ticket = self.native.submit(to=pointer(to, torch.uint8), source=source.address, pieces=source.pieces)
         self._kept[ticket] = to, source
         return ticket
 
     def done(self, ticket: int) -> bool:
-        """Whether it is made; an error once the copier was stopped and it will not be."""
-        if done := self.native.done(ticket):
+        """Whether the copy is finished; an error if the copier was stopped before it."""
+        if done := self.native.done(ticket=ticket):
             self._kept.pop(ticket, None)
-        return bool(done)
+        return done
 
     def wait(self, ticket: int) -> None:
-        self.native.wait(ticket)
+        """Blocks until the copy is finished; an error as for `done`."""
+        self.native.wait(ticket=ticket)
         self._kept.pop(ticket, None)
 
     def stop(self) -> None:
-        """Ends the thread after the copy that it is at; those behind it are errors."""
+        """Ends the thread after the copy in flight; copies still queued become errors."""
         self.native.stop()

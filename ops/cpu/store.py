@@ -1,22 +1,21 @@
 """The shadow store: one layer's packed experts, near the threads that compute them.
 
-Every expert is divided by rows over the NUMA nodes of the shadow pool, as the main pool's matrices are;
-csrc/kernels/matrix.h says why not by whole experts. Each node has a region of its own, with its rows of all
-experts, one after another:
+Every expert is divided by rows over the NUMA nodes of the shadow pool, as the main pool's matrices are (see
+csrc/kernels/matrix.h for why not by whole experts). Each node has one region with its rows of all experts in turn:
 
-    node 0   | e0: w13 quants, scales, w2 quants, scales | e1 ...       `stride` bytes each, the same on all nodes,
-    node 1   | e0: the rows behind those                 | e1 ...       so an address and fixed distances say it all
+    node 0   | e0: w13 quants, scales, w2 quants, scales | e1 ...       `stride` bytes per expert on every node, so that
+    node 1   | e0: the following rows of the same planes | e1 ...       one address and fixed offsets locate an expert
 
-A layer is then one range of pages on each node, of huge pages. Whole blocks whose pages are dealt out by rows were
-rejected: a node's part of a plane is tens of kilobytes, which pages of 64 KB do not divide, there would be 16 ranges an
-expert where a process may have 65,530 in all, and no huge pages. The price: a block is whole on the device, so a copy
-to there is made of as many pieces as there are planes and nodes; of one where there is one node.
+A layer is then one range of huge pages on each node. Rejected: whole blocks whose pages are bound to nodes by rows. A
+node's part of a plane is tens of kilobytes, which pages of 64 KB do not divide; an expert would need 16 ranges, where a
+process may have 65,530 in all; and huge pages would be impossible. The price: a block is in one piece on the device, so
+a copy to the device consists of one piece for each plane and node, or of a single piece where there is one node.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,31 +25,35 @@ from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, plane_bytes
 from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
 from ops.format import Quantised
 
+if TYPE_CHECKING:
+    from ops.cpu._native import SplitMatrix
+
 
 @dataclass(frozen=True)
 class Plane:
     """A node's rows of one plane of an expert."""
 
-    name: str  # of the matrix
-    place: int  # in a whole block
-    start: int  # in the node's part of the expert
+    name: str  # of the matrix: w13 or w2
+    place: int  # offset in a whole block
+    start: int  # offset in the node's part of the expert
     nbytes: int
 
 
 class ExpertStore:
-    """Reading, writing, and copying whole: `handles` for the pool's kernels, `fill`, `store[expert]` for a Copier."""
+    """One layer's experts: `fill` writes one, the pool's kernels read through `handles`, a Copier copies
+    `store[expert]`."""
 
     def __init__(self, count: int, blocks: ExpertBlocks, pool: ShadowPool):
         self.blocks = blocks
         self.firsts = {
-            name: [unit * i for i in pool.native.split(blocks.shapes[name][0] // unit)] for name, unit in UNITS.items()
+            name: [unit * i for i in pool.native.split(count=blocks.shapes[name][0] // unit)]
+            for name, unit in UNITS.items()
         }
         parts = [list(self._planes(team)) for team in range(len(pool.teams))]
         ends = [padded(planes[-1].start + planes[-1].nbytes, ALIGNMENT) for planes in parts]
         stride = max(ends)
-        self.buffers = [
-            native().Buffer(count * stride, team) for team in pool.teams
-        ]  # zeroed: padding must add nothing
+        # Zeroed memory: padding must add nothing.
+        self.buffers = [native.Buffer(bytes=count * stride, team=team) for team in pool.teams]
         self.storages = [
             torch.frombuffer(buffer, dtype=torch.uint8)[: (count - 1) * stride + end]
             for buffer, end in zip(self.buffers, ends, strict=True)
@@ -71,7 +74,7 @@ class ExpertStore:
         return Pieces(int(self.addresses[expert]), self._pieces, self.blocks.block_bytes, self.buffers)
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
-        """Put in all of "gate", "up" or "down"."""
+        """Writes all of "gate", "up" or "down" of an expert."""
         name, row, step = self.blocks.rows_of(which)
         handle = self._matrix(name, int(self.addresses[expert]))
         MatrixView(handle, self.blocks.format, self.blocks.shapes[name][1]).fill(0, row, part, step)
@@ -85,13 +88,13 @@ class ExpertStore:
                 yield Plane(name, whole + skipped, at, size)
                 at += padded(size, ALIGNMENT)
 
-    def _matrix(self, name: str, address: int) -> Any:
+    def _matrix(self, name: str, address: int) -> "SplitMatrix":
         starts = [[address + away + p.start for p in planes if p.name == name] for away, planes in self._parts]
         return self.blocks.matrix(name, list(pairwise(self.firsts[name])), starts)
 
 
 def joined(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Those that are as far apart in both places are one."""
+    """`pieces` with neighbours merged that are contiguous in both places."""
     last: Piece | None = None
     for place, start, size in pieces:
         if last and place - start == last[0] - last[1]:

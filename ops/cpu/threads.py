@@ -7,8 +7,8 @@ PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1))
 
 
 def worth_having(cores: int, seconds: Callable[[int], float]) -> int:
-    """The smallest of a few thread counts that reads memory within 5 % of the fastest. `seconds(threads)`: for a fixed
-    amount. Big machines are at their fastest below all cores, and fewer threads leave cores for others."""
+    """The smallest of a few thread counts that reads memory within 5 % of the fastest speed. `seconds(threads)` is the
+    time for a fixed amount. Large machines reach full speed with fewer threads than cores, which leaves cores free."""
     if cores <= 2:
         return cores
     times = {count: seconds(count) for count in sorted({max(1, round(cores * part)) for part in PARTS})}

@@ -27,7 +27,7 @@ class Layer:
 
     def __init__(self, format: Format, stream_tokens: int):
         self.native = NativeExperts(COUNT, INNER, HIDDEN, format, torch.device("cpu"))
-        self.history, self.pool = History(), shadow.ShadowPool([native().Team(-1, 1, [])])
+        self.history, self.pool = History(), shadow.ShadowPool([native.Team(-1, 1, [])])
         self.shadowed = CpuExperts(self.pool, 3, slice(0, COUNT), INNER, HIDDEN, format)
         note = self.history.long.append
         self.shadowed.open(Streaming(stream_tokens, self.shadowed.slot_bytes), DECODE, note)

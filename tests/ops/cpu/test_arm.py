@@ -64,7 +64,7 @@ def refusal(*command: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("instruction_set", engine.native().instruction_sets())
+@pytest.mark.parametrize("instruction_set", engine.module.instruction_sets())
 def test_parity_on_this_machine(here: str, instruction_set: str) -> None:
     assert parity(here, instruction_set) == instruction_set
 

@@ -23,7 +23,7 @@ from ops.format import FORMATS
 from tests.ops.cpu.native.build import SOURCES, TESTS, program
 from tests.tiny import make_runner, save_tiny, tiny_case
 
-module = engine.start(1, "auto")[0]
+module = engine.module
 CPU = torch.device("cpu")
 cpu = load_ops("cpu")
 

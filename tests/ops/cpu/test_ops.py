@@ -21,7 +21,7 @@ from ops.reference import DenseExperts, DenseMatrix
 CPU = torch.device("cpu")
 reference, cpu = load_ops("reference"), load_ops("cpu")
 NAMES = [name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")]
-SETS = engine.start(1, "auto")[0].instruction_sets()
+SETS = engine.module.instruction_sets()
 KINDS = {
     **FORMATS,
     **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in GROUP_SIZES},
@@ -32,7 +32,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def start(threads: tuple[int, ...], instruction_set: str) -> None:
     """Threads on each of some simulated NUMA nodes."""
-    engine.start_teams([engine.native().Team(-1, count, []) for count in threads], instruction_set)
+    engine.start_teams([engine.native.Team(-1, count, []) for count in threads], instruction_set)
 
 
 ENGINES = [(s, (t,)) for s in SETS for t in (1, 2, 5)] + [(SETS[-1], (1, 2)), (SETS[-1], (1,) * 8)]

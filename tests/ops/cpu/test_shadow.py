@@ -26,7 +26,7 @@ KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"q4 zero
 
 
 def teams(*threads: int) -> list[object]:
-    return [native().Team(-1, count, []) for count in threads]
+    return [native.Team(-1, count, []) for count in threads]
 
 
 @pytest.fixture(params=[((1,), (1,)), ((2,), (3,)), ((1, 2), (2, 1, 1))], ids=["1 1", "2 3", "1+2 2+1+1"])
@@ -44,7 +44,7 @@ class Model:
         self.experts = NativeExperts(count, inner, hidden, format, CPU)
         self.blocks, self.first = shadow.ExpertBlocks(inner, hidden, format), first
         size = self.blocks.block_bytes
-        buffers = [native().Buffer(count * size, 0) for _ in range(2)]
+        buffers = [native.Buffer(count * size, 0) for _ in range(2)]
         self.store, self.slots = (torch.frombuffer(b, dtype=torch.uint8).view(count, size) for b in buffers)
         for e in range(count):
             for which, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):

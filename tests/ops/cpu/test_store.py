@@ -20,7 +20,7 @@ TEAMS = [(1,), (1, 1), (2, 1, 3), (1,) * 12]  # threads of each; the last are mo
 
 def filled(format: Format, teams: tuple[int, ...]) -> tuple[ExpertStore, shadow.ShadowPool, NativeExperts]:
     engine.start(1, "auto")
-    pool = shadow.ShadowPool([native().Team(-1, threads, []) for threads in teams])
+    pool = shadow.ShadowPool([native.Team(-1, threads, []) for threads in teams])
     store = ExpertStore(COUNT, shadow.ExpertBlocks(INNER, HIDDEN, format), pool)
     experts = NativeExperts(COUNT, INNER, HIDDEN, format, CPU)
     for expert in range(COUNT):
