@@ -41,10 +41,8 @@ def _running() -> ModuleType:
 
 
 if TYPE_CHECKING:
-    from ops.cpu import _native
-
-    module = _native
-    native = _native
+    import ops.cpu._native as module
+    import ops.cpu._native as native
 else:
 
     class _Lazy:
