@@ -41,8 +41,10 @@ def _running() -> ModuleType:
 
 
 if TYPE_CHECKING:
-    import ops.cpu._native as module
-    import ops.cpu._native as native
+    import ops.cpu._native as _native
+
+    module = _native
+    native = _native
 else:
 
     class _Lazy:
