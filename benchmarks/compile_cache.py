@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-from tests.ascend.engine import ascend_case, ascend_runner, keep_graphs_in, prefilled
+from tests.ascend.engine import ascend_case, ascend_runner, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.ranks import run_ranks
 
 
 def steps(rank: int, folder: Path, mode: str) -> tuple[float, float]:
-    keep_graphs_in(folder)
     runner = ascend_runner(ascend_case(folder, f"exe_mode={mode}", "enable_cache_compile=true"), folder)
     prefilled(runner)
     times = []

@@ -3,6 +3,7 @@
 import dataclasses
 
 from executor.config.case import Case
+from executor.platform.ascend.compile_cache import CACHE
 from executor.platform.settings import PlatformSettings
 
 
@@ -21,7 +22,7 @@ def platform_settings(case: Case) -> PlatformSettings:
         instruction_set=case.instruction_set,
         shadow_threads=offload.shadow_threads if offload.mode != "none" else None,
         shadow_timeout_s=offload.timeout_s,
-        keeps_graphs=case.model_config.enable_cache_compile,
+        graphs=CACHE if case.model_config.enable_cache_compile else None,
         ascend=case.ascend_config,
         hccl=case.hccl_config,
         graph_facts=_graph_facts(case),

@@ -27,10 +27,14 @@ from executor.engine.timings import Timings
 from executor.job.prompts import encode_prompts
 from executor.job.report import Completion, make_report
 from executor.job.shadow_report import write_offload
+from executor.parallel.groups import Parallel
 from executor.planning.host_memory import check_host_memory
 from executor.planning.times import WARM_UP_TOKENS, PlannedRun
 from executor.platform import load_platform
 from executor.platform.base import Platform
+from executor.platform.settings import PlatformSettings
+
+PlatformMaker = Callable[[PlatformSettings, RankEnv], Platform]
 
 
 class ModelRunner:
@@ -40,12 +44,15 @@ class ModelRunner:
         self.config: Any = load_model_config(case)
         self.packed_cache: Callable[..., PackedCache] = PackedCache
 
-    def setup(self, platform_class: type[Platform] | None = None) -> None:
-        """Make the device this process's own, plan, load the model, and prepare its decode step. `platform_class`: in
-        place of the one that the case names."""
+    def setup(self, make_platform: PlatformMaker | None = None, parallel: Parallel | None = None) -> None:
+        """Make the device this process's own, plan, load the model, and prepare its decode step.
+
+        `make_platform` replaces the class of the platform that the case names. `parallel` has this rank's groups, if
+        an earlier run of this process has made them already.
+        """
         case, ranks = self.case, self.ranks
-        platform = (platform_class or load_platform(case.platform))(platform_settings(case), ranks)
-        parallel = init_parallel(case, ranks, platform)
+        platform = (make_platform or load_platform(case.platform))(platform_settings(case), ranks)
+        parallel = parallel or init_parallel(case, ranks, platform)
         print(
             f"rank {ranks.rank}/{ranks.world_size} on {platform.name}: "
             f"attn_tp {parallel.attn_tp.rank}/{parallel.attn_tp.size}, "

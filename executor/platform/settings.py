@@ -1,6 +1,7 @@
 """What a platform needs of a case. Imports nothing heavy: the launcher uses it too."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from executor.config.case import AscendSettings, HcclSettings
 from executor.parallel.partitions import ParallelSizes
@@ -19,7 +20,7 @@ class PlatformSettings:
     instruction_set: str  # of the CPU engine
     shadow_threads: int | None  # of the pool for shadow experts; None: no pool, or the planner chooses later
     shadow_timeout_s: int
-    keeps_graphs: bool  # compiled graphs are kept for the next start
+    graphs: Path | None  # the folder that keeps compiled graphs for the next start; None: none are kept
     ascend: AscendSettings
     hccl: HcclSettings
     # Everything of the case that can change a compiled graph: a kept graph is used only while all of it is the same.

@@ -1,5 +1,6 @@
 """A tiny model on the real Ascend platform over the fake device."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.sequence import Sequence, new_sequence
 from executor.job.runner import ModelRunner, make_runner
-from executor.platform.ascend.compile_cache import CompileCache
+from executor.platform.base import Platform
+from executor.platform.settings import PlatformSettings
 from tests.tiny import ONE_RANK, save_tiny, write_case
 
 # head_dim 64: the narrowest that the rotary op takes
@@ -30,14 +32,15 @@ def ascend_case(folder: Path, *overrides: str, **sizes: Any) -> Case:
 
 
 def ascend_runner(case: Case, folder: Path, ranks: RankEnv = ONE_RANK) -> ModelRunner:
+    """A runner of `case` on the fake NPU; compiled graphs that it keeps are in `folder`/cache."""
+    from executor.platform.ascend.device import AscendPlatform
+
+    def make_platform(settings: PlatformSettings, ranks: RankEnv) -> Platform:
+        return AscendPlatform(dataclasses.replace(settings, graphs=settings.graphs and folder / "cache"), ranks)
+
     runner = make_runner(case, folder, ranks)
-    runner.setup()
+    runner.setup(make_platform)
     return runner
-
-
-def keep_graphs_in(folder: Path) -> None:
-    """Makes this process keep the graphs of its compile cache in `folder`."""
-    CompileCache.__init__.__defaults__ = (folder / "cache", 900)  # type: ignore[attr-defined]
 
 
 def generate(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:

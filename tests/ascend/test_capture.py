@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.engine import ascend_case, ascend_runner, generate, keep_graphs_in, prefilled
+from tests.ascend.engine import ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -66,7 +66,6 @@ def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> t
     import contextlib
     import io
 
-    keep_graphs_in(folder)
     case = ascend_case(folder, f"exe_mode={mode}", "enable_cache_compile=true", *overrides)
     said = io.StringIO()
     with ge_programs(), contextlib.redirect_stdout(said):

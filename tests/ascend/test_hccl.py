@@ -17,7 +17,7 @@ from executor.engine.settings import platform_settings
 from executor.parallel.groups import Group
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
-from tests.ascend.engine import ascend_case, ascend_runner, generate, keep_graphs_in
+from tests.ascend.engine import ascend_case, ascend_runner, generate
 from tests.ascend.ge import GeProgram, Node, ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -61,7 +61,6 @@ def started(rank: int, world_size: int, folder: Path, *overrides: str) -> tuple[
 
 def decode(rank: int, folder: Path, *overrides: str) -> Seen:
     case, ranks = started(rank, 2, folder, "exe_mode=ge_graph", *overrides)
-    keep_graphs_in(folder)
     said = io.StringIO()
     with ge_programs() as programs, device_log() as log, contextlib.redirect_stdout(said):
         generate(ascend_runner(case, folder, ranks))

@@ -63,9 +63,7 @@ def compile_facts(
 class CompileCache:
     """The compiled graphs of one rank of one case."""
 
-    def __init__(
-        self, case_name: str, rank: int, world_size: int, facts: Facts, root: Path = CACHE, patience_s: float = 900
-    ):
+    def __init__(self, case_name: str, rank: int, world_size: int, facts: Facts, root: Path, patience_s: float = 900):
         self.root, self.place = root.resolve(), Path(case_name, f"rank{rank}of{world_size}")
         self.facts = dict(layout=LAYOUT) | facts | dict(rank=rank, world_size=world_size)
         self.patience_s = patience_s  # bounded: ranks of two jobs that wait for each other would never end

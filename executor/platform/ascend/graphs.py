@@ -93,7 +93,7 @@ class AscendGraphs:
             # torchair captures the in-place rotary op, which newer versions of torch forbid where `CI` is set.
             functorch_config.error_on_custom_op_aliasing = False
         callback_handler.register_start_callback(self._count)
-        if settings.keeps_graphs:
+        if settings.graphs:
             traced = source_digest(ROOT, [ROOT / folder for folder in TRACED])
             torchair_is = f"{torch_npu.version.git_version}, cache {CompiledModel.VERSION}"  # has no version of its own
             facts = compile_facts(
@@ -104,7 +104,7 @@ class AscendGraphs:
                 traced,
                 vector_core.built(),
             )
-            self.cache = CompileCache(settings.case, ranks.rank, ranks.world_size, facts)
+            self.cache = CompileCache(settings.case, ranks.rank, ranks.world_size, facts, settings.graphs)
 
     def __call__(self, batch: Batch) -> Tensor:
         rows = len(batch.token_ids)

@@ -15,17 +15,18 @@ import numpy as np
 import torch
 
 from cpu_offload.cpu import CpuDevice
+from cpu_offload.device import Device
 from cpu_offload.manager import Offload
 from cpu_offload.policy.residency import Swap
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
+from executor.engine.building import init_parallel
 from executor.engine.settings import platform_settings
-from executor.job import runner as model_runner
 from executor.job.logits import collect_logits
 from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
-from executor.platform import cpu
+from executor.platform.cpu import CpuPlatform
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 
@@ -37,25 +38,17 @@ class SlowDevice(CpuDevice):
         return random.random() < 0.3 and super().done(ticket)
 
 
+class SlowPlatform(CpuPlatform):
+    def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
+        return SlowDevice(stream_tokens, self.batch_size)
+
+
 def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
     coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
     if not coming or not (leaving or free_slots):
         return []
     layer, expert = random.choice(coming)
     return [Swap(layer, expert, None if free_slots else tuple(random.choice(leaving)))]
-
-
-def outcome(
-    case: Case, results: Path, ranks: RankEnv, stop: bool
-) -> tuple[ModelRunner, list[list[int]], dict[str, Any]]:
-    runner = make_runner(case, results, ranks)
-    runner.setup()
-    if runner.engine.offload and stop:
-        runner.engine.offload.pool.stop()
-    if runner.engine.offload:
-        runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
-    tokens = [s.ids for s in runner.model_generate(PROMPTS)]
-    return runner, tokens, collect_logits(runner, [ids for _, ids in PROMPTS[: case.data_config.batch_size]], 2)
 
 
 def done_by(offload: Offload) -> dict[str, Any]:
@@ -84,17 +77,27 @@ def main() -> None:
 
     def body(results: Path, ranks: RankEnv) -> None:
         random.seed(ranks.rank)
-        parallel = model_runner.init_parallel(case, ranks, cpu.CpuPlatform(platform_settings(case), ranks))
-        model_runner.init_parallel = lambda *_: parallel  # type: ignore[assignment]  # several runs, groups made once
-        if ranks.rank % 2:
-            cpu.CpuDevice = SlowDevice  # type: ignore[misc]
+        platform = SlowPlatform if ranks.rank % 2 else CpuPlatform
+        parallel = init_parallel(case, ranks, platform(platform_settings(case), ranks))
         rows, stop = [], args.stop and ranks.rank == 1
+
+        def outcome(case: Case) -> tuple[ModelRunner, list[list[int]], dict[str, Any]]:
+            runner = make_runner(case, results, ranks)
+            runner.setup(platform, parallel)
+            if runner.engine.offload and stop:
+                runner.engine.offload.pool.stop()
+            if runner.engine.offload:
+                runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
+            tokens = [s.ids for s in runner.model_generate(PROMPTS)]
+            together = [ids for _, ids in PROMPTS[: case.data_config.batch_size]]
+            return runner, tokens, collect_logits(runner, together, 2)
+
         for exe_mode in ("eager", "graph"):
             plain = dataclasses.replace(case, exe_mode=exe_mode)
-            _, expected, logits = outcome(plain, results, ranks, stop)
+            _, expected, logits = outcome(plain)
             for settings in modes:
                 own = dataclasses.replace(plain, offload_config=settings)
-                runner, tokens, found = outcome(own, results, ranks, stop)
+                runner, tokens, found = outcome(own)
                 if tokens != expected or not all(np.array_equal(found[name], logits[name]) for name in logits):
                     raise AssertionError(f"{exe_mode}, {settings}: {tokens}, not {expected}, or other logits")
                 if runner.engine.offload:

@@ -215,7 +215,6 @@ def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **data: Any)
     case = case_of(model, folder, mode="fixed", slots=5)
     data = {"prompts": [], "input_max_len": 6, "max_new_tokens": 12} | data
     case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, **data))
-    monkeypatch.setattr("executor.job.runner.open_tokenizer", lambda *_: None)
     runner = make_runner(case, folder, ONE_RANK)
     return runner, runner.run()
 
