@@ -110,9 +110,20 @@ void bind_ops(py::module_& m) {
         .def(py::init([](const SplitMatrix& w13, const SplitMatrix& w2, uintptr_t address, uintptr_t elsewhere,
                          uintptr_t x, uintptr_t ids, uintptr_t rows, uintptr_t scratch, int64_t tokens, int64_t k,
                          int64_t experts, int64_t first_expert, int64_t hidden, int64_t inner) {
-                 return MoeRows{w13, w2, at<const int64_t>(address), at<const int64_t>(elsewhere), at<const float>(x),
-                                at<const int64_t>(ids), at<float>(rows), at<uint8_t>(scratch), tokens, k, experts,
-                                first_expert, hidden, inner};
+                 return MoeRows{w13,
+                                w2,
+                                at<const int64_t>(address),
+                                at<const int64_t>(elsewhere),
+                                at<const float>(x),
+                                at<const int64_t>(ids),
+                                at<float>(rows),
+                                at<uint8_t>(scratch),
+                                tokens,
+                                k,
+                                experts,
+                                first_expert,
+                                hidden,
+                                inner};
              }),
              py::arg("w13"), py::arg("w2"), py::arg("address"), py::arg("elsewhere"), py::arg("x"), py::arg("ids"),
              py::arg("rows"), py::arg("scratch"), py::arg("tokens"), py::arg("k"), py::arg("experts"),

@@ -46,7 +46,8 @@ void bind_shadow(py::module_& m) {
         [](const std::shared_ptr<ShadowPool>& pool, const std::shared_ptr<ShadowWork>& work, uintptr_t weights,
            uintptr_t out, uintptr_t times) {
             const MoeRows& rows = work->rows;
-            submit(Join{pool, work,
+            submit(Join{pool,
+                        work,
                         {rows.rows, at<const float>(weights), rows.ids, at<float>(out), rows.tokens, rows.k,
                          rows.experts, rows.first_expert, rows.hidden},
                         at<int64_t>(times)});

@@ -152,7 +152,8 @@ void attend(const Attention& a, int64_t sequence, int64_t token, int64_t count, 
             });
             for (int64_t r = 0; r < rows; r++) {
                 float* row = scores + r * kTile;
-                const int64_t seen = std::clamp<int64_t>(first_position + (begin + r) / group + 1 - start, 0, end - start);
+                const int64_t seen =
+                    std::clamp<int64_t>(first_position + (begin + r) / group + 1 - start, 0, end - start);
                 std::fill(row + seen, row + (end - start), 0.0f);  // weights of the future
                 if (seen == 0) continue;
                 const float peak = std::max(most[r], largest(row, seen));

@@ -27,8 +27,8 @@ void for_rows(Context& context, int64_t rows, int64_t width, F&& f) {
     });
 }
 
-CLONES void norm_row(const float* x, const float* residual, const float* weight, float* out, float* total, int64_t width,
-                     float eps) {
+CLONES void norm_row(const float* x, const float* residual, const float* weight, float* out, float* total,
+                     int64_t width, float eps) {
     float lanes[kLanes] = {};
     for (int64_t i = 0; i < width; i++) {
         const float v = residual ? x[i] + residual[i] : x[i];
@@ -104,9 +104,8 @@ void Rope::run(Context& context) const {
 }
 
 void SiluMul::run(Context& context) const {
-    for_rows(context, tokens, width, [&](int64_t t) {
-        silu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width);
-    });
+    for_rows(context, tokens, width,
+             [&](int64_t t) { silu_mul_row(x + t * 2 * width, x + t * 2 * width + width, out + t * width, width); });
 }
 
 void Route::run(Context& context) const {

@@ -8,7 +8,8 @@ namespace umbra {
 namespace {
 
 template <class T>
-void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                   size_t stride) {
     const T* plane = reinterpret_cast<const T*>(w.quants + block * w.quant_stride());
     for (int t = 0; t < count; t++) {
         const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
@@ -42,13 +43,15 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
     }
 }
 
-void product_q8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+void product_q8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                size_t stride) {
     product_quantised(w, block, rows, index, count, y, stride, 128, [](const uint8_t* plane, int r, int c) {
         return static_cast<int>(plane[c / 4 * 64 + r * 4 + c % 4]);
     });
 }
 
-void product_q4(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+void product_q4(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                size_t stride) {
     product_quantised(w, block, rows, index, count, y, stride, 8, [](const uint8_t* plane, int r, int c) {
         const int byte = plane[c % 16 / 4 * 64 + r * 4 + c % 4];
         return c < 16 ? byte & 15 : byte >> 4;
@@ -73,7 +76,8 @@ void quantise(const float* x, int count, Block* to) {
 }  // namespace
 
 const Kernels& kernels_generic() {
-    static const Kernels kernels{"generic", {product_float<float>, product_float<Bf16>, product_float<F16>, product_q8, product_q4}, quantise};
+    static const Kernels kernels{
+        "generic", {product_float<float>, product_float<Bf16>, product_float<F16>, product_q8, product_q4}, quantise};
     return kernels;
 }
 

@@ -148,7 +148,7 @@ inline float half_to_float(uint16_t h) {
     if (rest >= 0x7c00) {
         v.u = sign | 0x7f800000 | (rest & 0x3ff) << 13;
     } else {
-        v.u = rest << 13;  // exponent re-biased by one exact multiplication; subnormals come out right
+        v.u = rest << 13;               // exponent re-biased by one exact multiplication; subnormals come out right
         v.f *= 5.192296858534828e+33f;  // 2^112
         v.u |= sign;
     }

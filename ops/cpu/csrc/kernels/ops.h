@@ -23,7 +23,9 @@ constexpr int kMostWidth = 256;  // of an attention head
 // Quantised copies of activation rows. `bytes`: those needed for `rows` rows of k.
 struct Scratch {
     uint8_t* memory = nullptr;
-    static int64_t bytes(int64_t rows, int64_t k) { return rows * (k / kBlock) * static_cast<int64_t>(sizeof(Block)) + 64; }
+    static int64_t bytes(int64_t rows, int64_t k) {
+        return rows * (k / kBlock) * static_cast<int64_t>(sizeof(Block)) + 64;
+    }
     Rows split(const float* x) const;
 };
 
@@ -56,7 +58,7 @@ struct Rope {
 };
 
 struct WriteKv {
-    const float *k, *v;  // (T, heads, width), tokens k_stride and v_stride apart
+    const float *k, *v;       // (T, heads, width), tokens k_stride and v_stride apart
     void *k_cache, *v_cache;  // (pages, heads), each a piece as attention.cpp describes it
     const int64_t* slots;
     int64_t tokens, heads, width, page_size, k_stride, v_stride;
@@ -94,9 +96,9 @@ struct Route {
 };
 
 struct Argmax {
-    const float* x;     // (rows, width)
-    int64_t* out;       // (rows)
-    int32_t* best;      // (rows, chunks): scratch
+    const float* x;  // (rows, width)
+    int64_t* out;    // (rows)
+    int32_t* best;   // (rows, chunks): scratch
     int64_t rows, width;
     static constexpr int64_t kChunk = 1 << 13;
     static int64_t chunks(int64_t width) { return (width + kChunk - 1) / kChunk; }

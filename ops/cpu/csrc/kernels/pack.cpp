@@ -9,7 +9,7 @@
 namespace umbra {
 namespace {
 
-struct Place {  // of one row
+struct Place {        // of one row
     uint8_t* quants;  // of its row block
     uint16_t* scales;
     uint8_t* zeros;
@@ -124,8 +124,7 @@ void pack_rows(Context& context, const SplitMatrix& split, const RowRange& where
         const int64_t k = w.k;
         if (w.quantised()) {  // group by group, so that the lines the rows share stay in the first cache
             for (int64_t start = 0; start < k; start += w.group)
-                for (int64_t i = first; i < end; i++)
-                    pack_group(w, place_of(w, row + i - first), start, from + i * k);
+                for (int64_t i = first; i < end; i++) pack_group(w, place_of(w, row + i - first), start, from + i * k);
             return;
         }
         with_type(static_cast<Type>(w.format), [&](auto example) {

@@ -10,25 +10,27 @@ void Linear::run(Context& context) const {
     const int64_t k = w.like().k;
     const Rows rows = scratch.split(x);
     if (w.like().quantised()) quantise_rows(context, tokens, k, rows);
-    context.pool.on_nodes([&](int node) { return w.blocks(node); }, [&](int node, int begin, int end, int) {
-        const Matrix& part = w.parts[node];
-        float y[kTile * kWide];
-        const auto tile = [&](int first_block, int last_block, int64_t start, int count) {
-            for (int block = first_block; block < last_block; block += kNear) {
-                const int blocks = std::min(kNear, last_block - block);
-                products(context.kernels, part, block, blocks, rows.from(start, k), nullptr, count, y);
-                const int64_t first = static_cast<int64_t>(w.first[node] + block) * kRows;
-                const int64_t width = std::min<int64_t>(blocks * kRows, n - first);
-                for (int t = 0; t < count; t++)
-                    for (int64_t r = 0; r < width; r++)
-                        out[(start + t) * n + first + r] = y[t * kWide + r] + (bias ? bias[first + r] : 0.0f);
-            }
-        };
-        for_near_blocks(begin, end, tokens, [&](int first_block, int last_block) {
-            for (int64_t start = 0; start < tokens; start += kTile)
-                tile(first_block, last_block, start, static_cast<int>(std::min<int64_t>(kTile, tokens - start)));
+    context.pool.on_nodes(
+        [&](int node) { return w.blocks(node); },
+        [&](int node, int begin, int end, int) {
+            const Matrix& part = w.parts[node];
+            float y[kTile * kWide];
+            const auto tile = [&](int first_block, int last_block, int64_t start, int count) {
+                for (int block = first_block; block < last_block; block += kNear) {
+                    const int blocks = std::min(kNear, last_block - block);
+                    products(context.kernels, part, block, blocks, rows.from(start, k), nullptr, count, y);
+                    const int64_t first = static_cast<int64_t>(w.first[node] + block) * kRows;
+                    const int64_t width = std::min<int64_t>(blocks * kRows, n - first);
+                    for (int t = 0; t < count; t++)
+                        for (int64_t r = 0; r < width; r++)
+                            out[(start + t) * n + first + r] = y[t * kWide + r] + (bias ? bias[first + r] : 0.0f);
+                }
+            };
+            for_near_blocks(begin, end, tokens, [&](int first_block, int last_block) {
+                for (int64_t start = 0; start < tokens; start += kTile)
+                    tile(first_block, last_block, start, static_cast<int>(std::min<int64_t>(kTile, tokens - start)));
+            });
         });
-    });
 }
 
 }  // namespace umbra

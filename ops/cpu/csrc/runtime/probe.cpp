@@ -50,15 +50,15 @@ __attribute__((target("avx2"))) int64_t macs_avx2(int64_t rounds) {
 }
 #elif defined(__aarch64__)
 // SDOT does 16 multiply-adds an instruction, SMMLA 32.
-#define MACS(NAME, TARGET, INSTRUCTION, EACH)                                                          \
-    __attribute__((target(TARGET))) int64_t NAME(int64_t rounds) {                                     \
-        int8x16_t a = vdupq_n_s8(3), b = vdupq_n_s8(1);                                                \
-        asm volatile("" : "+w"(a), "+w"(b));                                                           \
-        CHAINS(ZERO)                                                                                   \
-        for (int64_t round = 0; round < rounds * 1000; round++) {                                      \
-            CHAINS(INSTRUCTION)                                                                        \
-        }                                                                                              \
-        return rounds * 1000 * 12 * EACH;                                                              \
+#define MACS(NAME, TARGET, INSTRUCTION, EACH)                      \
+    __attribute__((target(TARGET))) int64_t NAME(int64_t rounds) { \
+        int8x16_t a = vdupq_n_s8(3), b = vdupq_n_s8(1);            \
+        asm volatile("" : "+w"(a), "+w"(b));                       \
+        CHAINS(ZERO)                                               \
+        for (int64_t round = 0; round < rounds * 1000; round++) {  \
+            CHAINS(INSTRUCTION)                                    \
+        }                                                          \
+        return rounds * 1000 * 12 * EACH;                          \
     }
 #define ZERO(i) int32x4_t s##i = vdupq_n_s32(0);
 #define SDOT(i) asm volatile("sdot %0.4s, %1.16b, %2.16b" : "+w"(s##i) : "w"(a), "w"(b));

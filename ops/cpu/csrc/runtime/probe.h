@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include "runtime/buffer.h"
 #include "kernels/ops.h"
+#include "runtime/buffer.h"
 
 namespace umbra {
 

@@ -143,7 +143,7 @@ std::vector<Team> plan(const std::vector<Node>& nodes, int threads) {
         teams[best].threads++;
     }
     teams.erase(std::remove_if(teams.begin(), teams.end(), [](const Team& team) { return team.threads == 0; }),
-                 teams.end());
+                teams.end());
     return teams;
 }
 

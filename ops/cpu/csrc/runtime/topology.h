@@ -16,7 +16,7 @@ struct Node {
 
 // Threads that belong together: where they run and where their weights lie.
 struct Team {
-    int memory = -1;        // node number for mbind; -1: anywhere
+    int memory = -1;  // node number for mbind; -1: anywhere
     int threads = 1;
     std::vector<int> cpus;  // each thread may run on all of them: within a node the scheduler balances; empty: anywhere
 };

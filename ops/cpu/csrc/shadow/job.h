@@ -11,7 +11,7 @@ struct Job {
     const int32_t* ids;    // (tokens, top_k)
     const void* weights;   // (tokens, top_k), the model's type
     const int64_t* slots;  // (experts): this layer's row of the device's table, on the host; 0: not resident
-    void* sums;            // (tokens, hidden), the model's type: all of it is to be written, also where nothing is missing
+    void* sums;  // (tokens, hidden), the model's type: all of it is to be written, also where nothing is missing
     int64_t tokens, top_k, hidden, layer, step;
     void (*done)(Job*, int failed);  // once for each submit that returned 0, from any thread, also from within submit
 };

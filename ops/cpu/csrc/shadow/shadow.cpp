@@ -13,9 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-int64_t nanoseconds(Clock::duration time) {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
-}
+int64_t nanoseconds(Clock::duration time) { return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count(); }
 
 int64_t now() { return nanoseconds(Clock::now().time_since_epoch()); }
 
@@ -25,9 +23,9 @@ int64_t now() { return nanoseconds(Clock::now().time_since_epoch()); }
 struct ShadowPool::State {
     const Kernels& kernels;
     const std::chrono::nanoseconds timeout;
-    std::unique_ptr<Pool> pool;        // made and used by the coordinator, its caller
-    std::shared_ptr<ShadowWork> work;  // in flight; changed by the device's thread
-    uint32_t ticket = 0;               // its number
+    std::unique_ptr<Pool> pool;                // made and used by the coordinator, its caller
+    std::shared_ptr<ShadowWork> work;          // in flight; changed by the device's thread
+    uint32_t ticket = 0;                       // its number
     std::atomic<ShadowWork*> handed{nullptr};  // the same, until the coordinator takes it
     std::mutex guard;                          // of `stopped` and of what is published last
     bool stopped = false;
@@ -37,8 +35,7 @@ struct ShadowPool::State {
     alignas(64) std::atomic<uint32_t> done{0};       // number of the last work done
     std::atomic<uint32_t> news{0};                   // counts changes of `done` and `ended`
 
-    State(const Kernels& kernels, double timeout)
-        : kernels(kernels), timeout(static_cast<int64_t>(timeout * 1e9)) {}
+    State(const Kernels& kernels, double timeout) : kernels(kernels), timeout(static_cast<int64_t>(timeout * 1e9)) {}
 
     void publish() {  // as Pool::run does
         submitted.fetch_add(1, std::memory_order_seq_cst);

@@ -27,8 +27,8 @@
 #include <utility>
 #include <vector>
 
-#include "shadow/job.h"
 #include "kernels/ops.h"
+#include "shadow/job.h"
 
 namespace umbra {
 
@@ -40,9 +40,9 @@ struct ShadowError : std::runtime_error {
 struct ShadowWork {
     MoeRows rows;  // those that are not resident: `elsewhere` is the device's table
     int64_t layer;
-    const int64_t* step;         // its number, for errors
-    std::shared_ptr<void> keep;  // what owns the memory
-    bool pending = false;        // handed over and not yet waited for
+    const int64_t* step;           // its number, for errors
+    std::shared_ptr<void> keep;    // what owns the memory
+    bool pending = false;          // handed over and not yet waited for
     int64_t began = 0, ended = 0;  // when the pool was at it: nanoseconds of the steady clock
 
     ShadowWork(const MoeRows& rows, int64_t layer, const int64_t* step, std::shared_ptr<void> keep)

@@ -36,7 +36,8 @@ void JobWork::compute(Context& context) {
         rows.compute(context);
         const T* given = static_cast<const T*>(job->weights);
         for (size_t a = 0; a < weights.size(); a++) weights[a] = widen(given[a]);
-        AddRows{rows.rows, weights.data(), rows.ids, floats, rows.tokens, rows.k, rows.experts, rows.first_expert, hidden}
+        AddRows{rows.rows, weights.data(), rows.ids,          floats, rows.tokens,
+                rows.k,    rows.experts,   rows.first_expert, hidden}
             .run(context);
         each_row(context, rows.tokens, [&](int64_t t) {
             T* to = static_cast<T*>(job->sums) + t * hidden;
@@ -60,7 +61,8 @@ int Worker::submit(void* context, Job* job) {
     if (!worker.pool_->idle()) return job->done(job, 1), 0;
     switch (work->take(job)) {
         case JobWork::kNone:
-            with_type(work->type, [&](auto zero) { std::memset(job->sums, 0, job->tokens * job->hidden * sizeof zero); });
+            with_type(work->type,
+                      [&](auto zero) { std::memset(job->sums, 0, job->tokens * job->hidden * sizeof zero); });
             job->done(job, 0);
             break;
         case JobWork::kSome:

@@ -27,8 +27,8 @@ struct JobWork : ShadowWork {
     std::vector<float> weights;
 
     // Of `rows`, x and ids are scratch memory too; `elsewhere` is not used.
-    JobWork(const MoeRows& rows, int64_t layer, std::shared_ptr<void> keep, Type type, const uint8_t* live, int64_t* counts,
-            int64_t* times)
+    JobWork(const MoeRows& rows, int64_t layer, std::shared_ptr<void> keep, Type type, const uint8_t* live,
+            int64_t* counts, int64_t* times)
         : ShadowWork(rows, layer, nullptr, std::move(keep)), type(type), live(live), counts(counts), times(times),
           weights(rows.tokens * rows.k) {}
 

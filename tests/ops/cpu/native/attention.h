@@ -2,8 +2,8 @@
 // every instruction set.
 #pragma once
 
-#include "kernels/vector.h"
 #include "checks.h"
+#include "kernels/vector.h"
 
 namespace {
 
@@ -67,11 +67,14 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
     for (int threads : {1, 3}) {
         umbra::Pool pool(threads);
         umbra::Context context{pool, kernels};
-        umbra::WriteKv{k.data(), v.data(), k_cache.data(), v_cache.data(), slots.data(), tokens, kKvHeads, kWidth,
-                       page_size, kKvHeads * kWidth, kKvHeads * kWidth, type}.run(context);
-        umbra::Attention{q.data(), k_cache.data(), v_cache.data(), tables.data(), starts.data(), lens.data(),
-                         out.data(), static_cast<int64_t>(lens.size()), kHeads, kKvHeads, kWidth, page_size,
-                         most_pages, asking, scale, type}.run(context);
+        umbra::WriteKv{k.data(), v.data(), k_cache.data(), v_cache.data(),    slots.data(),      tokens,
+                       kKvHeads, kWidth,   page_size,      kKvHeads * kWidth, kKvHeads * kWidth, type}
+            .run(context);
+        umbra::Attention{q.data(),      k_cache.data(), v_cache.data(), tables.data(),
+                         starts.data(), lens.data(),    out.data(),     static_cast<int64_t>(lens.size()),
+                         kHeads,        kKvHeads,       kWidth,         page_size,
+                         most_pages,    asking,         scale,          type}
+            .run(context);
         close("attention", out, expected, 2e-5f);
     }
 }

@@ -8,10 +8,10 @@
 
 #include <stdexcept>
 
+#include "attention.h"
 #include "kernels/dispatch.h"
 #include "kernels/pack.h"
 #include "runtime/probe.h"
-#include "attention.h"
 
 using namespace umbra;
 
@@ -47,8 +47,7 @@ struct Weights {
 
     // Any quants, a quarter of them extreme; `unit` makes all scales 1, so that integer sums come out exactly.
     void randomise(bool unit) {
-        if (!matrix.quantised())
-            return pack(matrix, 0, 0, matrix.n, random_floats(matrix.n * matrix.k).data());
+        if (!matrix.quantised()) return pack(matrix, 0, 0, matrix.n, random_floats(matrix.n * matrix.k).data());
         for (uint8_t& q : quants) q = static_cast<uint8_t>(below(4) ? below(256) : below(2) * 255);
         for (uint16_t& s : scales) s = float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
         for (uint8_t& z : zeros) z = static_cast<uint8_t>(below(matrix.format == Format::q4 ? 16 : 256));
@@ -136,9 +135,9 @@ void check_pack(Format format, int group) {
     for (int row = 0; row < kN; row += 5)  // piece by piece, as a loader does
         pack(w.matrix, 0, row, std::min(5, kN - row), from.data() + row * kK);
     std::vector<float> back = w.dequantised();
-    back.resize(from.size());  // padding is left out
+    back.resize(from.size());                                                          // padding is left out
     const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8};  // of values up to 1
-    close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);  // scales are rounded too
+    close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);            // scales are rounded too
 }
 
 // Rows of w (k long) times a row x.
@@ -206,8 +205,9 @@ void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewe
         Pool pool(threads);
         Context context{pool, kernels};
         std::vector<float> out(tokens * kHidden, 0.5f);
-        Moe{w13.matrix, w2.matrix, x.data(), weights.data(), ids.data(), out.data(), scratch.data(), tokens, kTop,
-            kExperts, kFirst, kHidden, kInner}.run(context);
+        Moe{w13.matrix, w2.matrix, x.data(), weights.data(), ids.data(), out.data(), scratch.data(),
+            tokens,     kTop,      kExperts, kFirst,         kHidden,    kInner}
+            .run(context);
         close("moe", out, expected, (w13.matrix.quantised() ? 0.03f : 1e-5f) * std::max(1.0f, largest(expected)));
         if (threads == 1) first = out;
         same("moe on several threads", out, first);

@@ -10,8 +10,8 @@
 #include <cstdio>
 #include <cstring>
 
-#include "shadow/copier.h"
 #include "kernels/ops.h"
+#include "shadow/copier.h"
 #include "weights.h"
 
 using namespace umbra;

@@ -10,8 +10,8 @@
 #include <mutex>
 #include <numeric>
 
-#include "shadow/copier.h"
 #include "runtime/tape.h"
+#include "shadow/copier.h"
 #include "shadow/worker.h"
 #include "weights.h"
 
@@ -22,7 +22,7 @@ namespace {
 constexpr int kSteps = 80;
 constexpr int64_t kTokens = 5, kHidden = 64, kInner = 96, kExperts = 8, kTopK = 3, kSlots = 3, kLayers = 2;
 constexpr int64_t k13 = 2 * kInner * kHidden / 2, k2 = kHidden * kInner / 2;  // bytes of quants; q4
-constexpr int64_t kBlockBytes = k13 + k13 / 8 + k2 + k2 / 8;                    // scales: 2 bytes for 32 weights
+constexpr int64_t kBlockBytes = k13 + k13 / 8 + k2 + k2 / 8;                  // scales: 2 bytes for 32 weights
 
 int64_t address(const void* at) { return static_cast<int64_t>(reinterpret_cast<uintptr_t>(at)); }
 
@@ -138,26 +138,38 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
         layer.free.resize(kSlots);
         std::iota(layer.free.begin(), layer.free.end(), static_cast<int>(l * kSlots));
         const auto part = [&](const auto& handles, const int64_t* table, const int64_t* elsewhere, uint8_t* memory) {
-            return MoeRows{handles.first, handles.second, table, elsewhere, x.data(), ids.data(), rows.data(), memory,
-                           kTokens, kTopK, kExperts, 0, kHidden, kInner};
+            return MoeRows{handles.first, handles.second, table, elsewhere, x.data(), ids.data(), rows.data(),
+                           memory,        kTokens,        kTopK, kExperts,  0,        kHidden,    kInner};
         };
-        const auto work = std::make_shared<ShadowWork>(
-            ShadowWork{part(theirs, layer.store.data(), layer.device.data(), shadow_scratch.data()), l, &step, nullptr});
+        const auto work = std::make_shared<ShadowWork>(ShadowWork{
+            part(theirs, layer.store.data(), layer.device.data(), shadow_scratch.data()), l, &step, nullptr});
         tape.add(Submit{shadow, work, layer.counts.data()});
         if (l == 1) tape.add(Interrupt{&interrupt});
         tape.add(part(ours, layer.device.data(), nullptr, scratch.data()));
-        tape.add(Join{shadow, work,
+        tape.add(Join{shadow,
+                      work,
                       {rows.data(), weights.data(), ids.data(), outs[l].data(), kTokens, kTopK, kExperts, 0, kHidden},
                       layer.times.data()});
-        const MoeRows rows{theirs.first, theirs.second, layer.store.data(), nullptr, job_x.data(), job_ids.data(),
-                           job_rows.data(), job_scratch.data(), kTokens, kTopK, kExperts, 0, kHidden, kInner};
+        const MoeRows rows{theirs.first, theirs.second,  layer.store.data(), nullptr,
+                           job_x.data(), job_ids.data(), job_rows.data(),    job_scratch.data(),
+                           kTokens,      kTopK,          kExperts,           0,
+                           kHidden,      kInner};
         worker.add(std::make_shared<JobWork>(rows, l, nullptr, Type::f32, job_live.data(), job_counts.data(),
                                              job_times.data()));
-        calls[l].job = {x.data(), narrow_ids.data(), weights.data(), layer.device.data(), sums.data(), kTokens, kTopK,
-                        kHidden, l, 0, nullptr};
+        calls[l].job = {x.data(),
+                        narrow_ids.data(),
+                        weights.data(),
+                        layer.device.data(),
+                        sums.data(),
+                        kTokens,
+                        kTopK,
+                        kHidden,
+                        l,
+                        0,
+                        nullptr};
     }
-    const Moe moe{w13.matrix, w2.matrix, x.data(), weights.data(), ids.data(), expected.data(), scratch.data(),
-                  kTokens, kTopK, kExperts, 0, kHidden, kInner};
+    const Moe moe{w13.matrix, w2.matrix, x.data(), weights.data(), ids.data(), expected.data(), scratch.data(), kTokens,
+                  kTopK,      kExperts,  0,        kHidden,        kInner};
     Moe moe_missing = moe;
     moe_missing.ids = missing.data();
     Context reference{alone, kernels_generic()};
@@ -199,7 +211,8 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
             if (coming || layer.free.empty()) continue;
             const int slot = layer.free.back();
             layer.free.pop_back();
-            const auto ticket = copier.submit(places + slot * kBlockBytes, blocks + in * kBlockBytes, {{0, 0, kBlockBytes}});
+            const auto ticket =
+                copier.submit(places + slot * kBlockBytes, blocks + in * kBlockBytes, {{0, 0, kBlockBytes}});
             promotions.push_back({ticket, &layer, in, slot});
         }
         for (float& v : x) v = pseudo_random(below(1 << 30));
@@ -280,10 +293,10 @@ int stress(const std::vector<Team>& teams, const std::vector<Team>& shadow_teams
 
 int main() {
     using Teams = std::vector<Team>;
-    for (const auto& [ours, theirs] : std::vector<std::pair<Teams, Teams>>{
-             {{{-1, 1, {}}}, {{-1, 1, {}}}},
-             {{{-1, 2, {}}}, {{-1, 3, {}}}},
-             {{{-1, 1, {}}, {-1, 1, {}}}, {{-1, 1, {}}, {-1, 2, {}}}}})
+    for (const auto& [ours, theirs] :
+         std::vector<std::pair<Teams, Teams>>{{{{-1, 1, {}}}, {{-1, 1, {}}}},
+                                              {{{-1, 2, {}}}, {{-1, 3, {}}}},
+                                              {{{-1, 1, {}}, {-1, 1, {}}}, {{-1, 1, {}}, {-1, 2, {}}}}})
         if (stress(ours, theirs) != 0) return 1;
     std::puts("ok");
 }

@@ -48,9 +48,8 @@ std::vector<float> replayed(const std::vector<Team>& teams) {
 
 int main() {
     const auto expected = replayed({Team{}});
-    for (const auto& teams : std::vector<std::vector<Team>>{{{-1, 3, {}}},
-                                                            {{-1, 2, {}}, {-1, 1, {}}},
-                                                            {{-1, 1, {}}, {-1, 1, {}}, {-1, 2, {}}, {-1, 1, {}}}}) {
+    for (const auto& teams : std::vector<std::vector<Team>>{
+             {{-1, 3, {}}}, {{-1, 2, {}}, {-1, 1, {}}}, {{-1, 1, {}}, {-1, 1, {}}, {-1, 2, {}}, {-1, 1, {}}}}) {
         const auto got = replayed(teams);
         if (std::memcmp(got.data(), expected.data(), got.size() * sizeof(float)) != 0) {
             std::printf("other results on %zu nodes\n", teams.size());

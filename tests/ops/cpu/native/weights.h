@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "runtime/buffer.h"
 #include "kernels/pack.h"
+#include "runtime/buffer.h"
 
 inline float pseudo_random(int64_t i) {
     uint64_t z = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15u;

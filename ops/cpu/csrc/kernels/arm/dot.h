@@ -61,10 +61,8 @@ struct Stream {
     int32x4_t zero[kFours];     // beside what unpack() takes off; set only with Zeros
 
     INLINE Stream(const Matrix& w, int block)
-        : quants(w.quants + block * w.quant_stride()),
-          scales(w.scales + block * w.scale_count()),
-          zeros(Zeros ? w.zeros + block * w.scale_count() : nullptr),
-          per_group(w.group / kBlock) {}
+        : quants(w.quants + block * w.quant_stride()), scales(w.scales + block * w.scale_count()),
+          zeros(Zeros ? w.zeros + block * w.scale_count() : nullptr), per_group(w.group / kBlock) {}
 
     // Before each block: ask for what comes later and, where a group begins, read its scales and zero points.
     INLINE void enter() {

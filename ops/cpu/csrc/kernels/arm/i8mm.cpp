@@ -40,8 +40,10 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
         float32x4_t scales;
         int32x4_t starts;
         lanes_of<2 * Pairs>(row, scales, starts);
-        if (Zeros) starts = vshrq_n_s32(starts, 3);  // -1 * sum
-        else if (F == Format::q8) starts = vdupq_n_s32(0);
+        if (Zeros)
+            starts = vshrq_n_s32(starts, 3);  // -1 * sum
+        else if (F == Format::q8)
+            starts = vdupq_n_s32(0);
         Pair pairs[Pairs], *at = pairs;
         repeat<Pairs>([&](auto p) LAMBDA {
             const Block *&first = row[2 * p], *&second = row[2 * p + 1];
@@ -94,11 +96,10 @@ void quantised_pass(const Matrix& w, int block, const Block* const* rows, float*
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    for_quantised_passes<kMost>(
-        w, rows, index, count, y, stride,
-        [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-            quantised_pass<F, zeros(), m()>(w, block, operands, out);
-        });
+    for_quantised_passes<kMost>(w, rows, index, count, y, stride,
+                                [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                                    quantised_pass<F, zeros(), m()>(w, block, operands, out);
+                                });
 }
 
 }  // namespace

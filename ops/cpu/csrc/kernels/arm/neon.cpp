@@ -9,11 +9,10 @@ namespace {
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    for_quantised_passes<kMost>(
-        w, rows, index, count, y, stride,
-        [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-            dot_pass<F, zeros(), m()>(w, block, operands, out);
-        });
+    for_quantised_passes<kMost>(w, rows, index, count, y, stride,
+                                [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                                    dot_pass<F, zeros(), m()>(w, block, operands, out);
+                                });
 }
 
 // Sixteen weights of one column.
@@ -50,17 +49,14 @@ TARGET void float_pass(const Matrix& w, int block, const float* const* x, float*
         repeat<4>([&](auto i) LAMBDA {
             float32x4_t v[kFours];
             widen16(plane + i * kRows, v);
-            repeat<M * kFours>([&](auto j) LAMBDA {
-                sums[j] = vfmaq_laneq_f32(sums[j], v[j % kFours], values[j / kFours], i);
-            });
+            repeat<M * kFours>(
+                [&](auto j) LAMBDA { sums[j] = vfmaq_laneq_f32(sums[j], v[j % kFours], values[j / kFours], i); });
         });
     }
     for (; c < w.k; c++, plane += kRows) {
         float32x4_t v[kFours];
         widen16(plane, v);
-        repeat<M * kFours>([&](auto j) LAMBDA {
-            sums[j] = vfmaq_n_f32(sums[j], v[j % kFours], x[j / kFours][c]);
-        });
+        repeat<M * kFours>([&](auto j) LAMBDA { sums[j] = vfmaq_n_f32(sums[j], v[j % kFours], x[j / kFours][c]); });
     }
     repeat<M * kFours>([&](auto i) LAMBDA { vst1q_f32(y[i / kFours] + i % kFours * kFour, sums[i]); });
 }

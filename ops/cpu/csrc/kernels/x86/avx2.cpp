@@ -80,11 +80,10 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    for_quantised_passes<kMost>(
-        w, rows, index, count, y, stride,
-        [&](auto, auto m, const Block* const* operands, float* const* out) {
-            quantised_pass<F, m()>(w, block, operands, out);
-        });
+    for_quantised_passes<kMost>(w, rows, index, count, y, stride,
+                                [&](auto, auto m, const Block* const* operands, float* const* out) {
+                                    quantised_pass<F, m()>(w, block, operands, out);
+                                });
 }
 
 INLINE __m256 load8(const float* at) { return _mm256_loadu_ps(at); }

@@ -111,11 +111,10 @@ TARGET void float_pass(const Matrix& w, int block, const float* const* x, float*
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
-    for_quantised_passes<kMost>(
-        w, rows, index, count, y, stride,
-        [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-            quantised_pass<F, zeros(), m()>(w, block, operands, out);
-        });
+    for_quantised_passes<kMost>(w, rows, index, count, y, stride,
+                                [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                                    quantised_pass<F, zeros(), m()>(w, block, operands, out);
+                                });
 }
 
 template <class T>
