@@ -1,4 +1,6 @@
-"""The one exception that means "the user can mend this": its text is a single line saying what and how."""
+"""UserError, the exception for errors that the user can correct: its text is one line that says what is wrong and how
+to correct it.
+"""
 
 import sys
 from collections.abc import Callable
@@ -10,18 +12,18 @@ class UserError(Exception):
     """Shown as `error: <text>` with exit status 2. Any other exception is a bug and keeps its traceback."""
 
     def __init__(self, text: str):
-        # A checkpoint's names may hold anything, a terminal's control sequences too.
+        # Names from a checkpoint may contain anything, such as a terminal's control sequences.
         super().__init__("".join(c if c.isprintable() else " " for c in text))
 
 
 def listed(names: list[str], limit: int = 6) -> str:
-    """`a, b, c and 12 more`: names for an error line, bounded."""
+    """Names for an error line, at most `limit` of them: `a, b, c and 12 more`."""
     more = len(names) - limit
     return ", ".join(f"{name:.200}" for name in names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:
-    """The entry point of every command."""
+    """Runs `main`, the entry point of a command, and turns UserError into an error line and exit status 2."""
     try:
         main(sys.argv[1:])
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The project's root, and files that appear whole or not at all."""
+"""The project's root folder, and a way to write files so that they appear whole or not at all."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write `path` under a temporary name, then rename it, so that nobody ever reads half of it."""
+    """Write a temporary file, then rename it to `path`, so that no process ever reads a part of it."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:

@@ -1,4 +1,4 @@
-"""One rank of one case:  CASE_NAME=demo .venv/bin/python run.py [--set section.key=value ...]
+"""Runs one rank of one case:  CASE_NAME=demo .venv/bin/python run.py [--set section.key=value ...]
 
 `bash infer.sh CASE` starts all ranks of a case and calls this for each.
 """
@@ -32,13 +32,13 @@ def main(argv: list[str]) -> None:
     if args.clear_cache:
         print(f"{clear_cache(case.name)} compiled graphs of case {case.name} removed")
         return
-    load_model_config(case)  # refuse before anything heavy is imported
+    load_model_config(case)  # refuse a wrong case before anything heavy is imported
     if args.plan:
         from executor.planning.report import show_plan
 
         return show_plan(case)
     check_ready(case)
-    # Changes nothing where the launcher has started this rank.
+    # If the launcher has started this rank, this changes nothing.
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
 
     def generate(results: Path, ranks: env.RankEnv) -> None:

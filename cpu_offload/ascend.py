@@ -1,4 +1,5 @@
-"""Shadow experts of an NPU: slots in the device's layout, residents found through a table on the device.
+"""Shadow experts of an NPU: slots hold experts in the device's layout, and a table on the device has the address of
+each resident expert.
 
     decode    shadow_submit | residents' sums, from their slots | shadow_join            ops/ascend/shadow.py
     prefill   a bank of all experts: residents gathered from their slots, the others streamed from the host
@@ -49,7 +50,7 @@ class NpuExperts(ShadowedExperts):
     ):
         super().__init__(pool, number, here, inner, hidden, format)
         self.device, self.number, self.index = device, number, len(device.layers)
-        plain = dataclasses.replace(format, tiled=False)  # slots hold no tiles
+        plain = dataclasses.replace(format, tiled=False)  # slots hold no tiled matrices
         self.layout = BlockLayout.of(inner, hidden, format, device.ops.dtype)
         room = partial(pinned, what=f"layer {number}")
         self.image = AscendExperts(self.count, inner, hidden, plain, device.ops.dtype, HOST, room)
@@ -128,7 +129,7 @@ class AscendDevice(Device):
         self.layers: list[NpuExperts] = []
         self.tickets = itertools.count()
         self.under_way: dict[int, torch_npu.npu.Event] = {}
-        self.orders: dict[int, Tensor] = {}  # by tokens: the number of each pair
+        self.orders: dict[int, Tensor] = {}  # number of tokens -> the numbers of their (token, expert) pairs
         self.side = torch_npu.npu.Stream()
 
     def experts(
@@ -139,7 +140,7 @@ class AscendDevice(Device):
         return self.layers[-1]
 
     def spare(self, slot_bytes: int) -> int:
-        return slot_bytes  # a block of zeros
+        return slot_bytes  # room for a slot of zeros
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, first = memory, self.layers[0]
@@ -158,11 +159,11 @@ class AscendDevice(Device):
             self.timeout_s, self.cann,
         )  # fmt: skip
         print(self.nodes.bridge.how)
-        atexit.register(self.close)  # keeps what callbacks may touch alive until none can come
+        atexit.register(self.close)  # keeps memory that callbacks use alive until none can be called
 
     @property
     def staging_bytes(self) -> int:
-        return self.layers[0].count * self.layers[0].slot_bytes  # a bank of one layer
+        return self.layers[0].count * self.layers[0].slot_bytes  # bytes of a bank that holds all experts of one layer
 
     def streams(self, tokens: int) -> bool:
         return tokens > self.most
@@ -196,7 +197,7 @@ class AscendDevice(Device):
 
     def _tell(self, place: Place, rows: tuple[int, int]) -> None:
         layer, expert = place
-        self.layers[layer].place(expert, rows[0] + 1)  # the host's table has 0 if it is not resident
+        self.layers[layer].place(expert, rows[0] + 1)  # the host's table has 0 for an expert that is not resident
         self.on_host[:, layer, expert] = torch.tensor(rows)
         self.changed = True
 
@@ -216,7 +217,7 @@ class AscendDevice(Device):
         self.nodes.begin(step, total)
 
     def _prepare(self, tokens: int) -> None:
-        """Makes what a step of `tokens` needs and cannot allocate during a capture."""
+        """Allocates the tensors for a step of `tokens` tokens, which must not be allocated during a capture."""
         if tokens in self.orders:
             return
         pairs = tokens * self.top_k

@@ -1,6 +1,7 @@
-"""The CPU as the device of shadow experts: the engine's own thread pool, whose slots hold the shadow store's blocks.
+"""The CPU as the device of shadow experts. The engine's thread pool computes resident experts, whose slots hold blocks
+of the same layout as the shadow store.
 
-Wherever experts are, the mixture has the bits of `ops.moe`.
+The result has the same bits as that of `ops.moe`, whichever experts are resident.
 """
 
 import time
@@ -17,18 +18,19 @@ from cpu_offload.streaming import Streaming
 from ops.cpu.shadow import Copier, ExpertBlocks, ShadowPool, join, resident_rows, submit
 from ops.format import Format
 
-ALIGNMENT = 64  # bytes, of slots
+ALIGNMENT = 64  # alignment of slots in bytes
 
 
 def expert_slot(inner: int, hidden: int, format: Format, dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes, alignment) of one expert's slot: a block of the shadow store. `dtype` of activations plays no part."""
+    """(bytes, alignment) of one expert's slot, which holds a block of the shadow store. `dtype`, the type of
+    activations, makes no difference."""
     return ExpertBlocks(inner, hidden, format).block_bytes, ALIGNMENT
 
 
 class CpuExperts(ShadowedExperts):
     def open(self, streaming: Streaming, decode_tokens: int, note: Callable[[LongLayer], None]) -> None:
-        """Before the first step. Steps of more than `decode_tokens` tokens are long: they are never captured, some are
-        streamed, and `note` is called with each."""
+        """To be called before the first step. Steps of more than `decode_tokens` tokens are long steps: they are never
+        captured, some are streamed, and `note` is called with each of their layers."""
         self.streaming, self.decode_tokens, self.note = streaming, decode_tokens, note
 
     @property
@@ -61,7 +63,7 @@ class CpuDevice(Device):
     alignment: ClassVar[int] = ALIGNMENT
 
     def __init__(self, stream_tokens: int, decode_tokens: int):
-        """`stream_tokens`: as `Streaming` takes it; `decode_tokens`: the most of a decode step."""
+        """`stream_tokens` is the argument of `Streaming`, `decode_tokens` the most tokens of a decode step."""
         self.stream_tokens, self.decode_tokens = stream_tokens, decode_tokens
         self.layers: list[CpuExperts] = []
 
@@ -98,7 +100,7 @@ class CpuDevice(Device):
         self.layers[place[0]].place(place[1], 0)
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
-        pass  # ops read the step's number from the pool
+        pass  # the ops read the number of the step from the pool
 
     def finish(self) -> None:
         pass  # `join` has waited for the shadow pool

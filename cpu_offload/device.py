@@ -1,4 +1,4 @@
-"""What shadow experts need of the device that holds the resident ones."""
+"""The interface of a device that holds resident experts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,25 +11,26 @@ from cpu_offload.history import LongLayer
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
 
-Place = tuple[int, int]  # (layer, counted among those with shadows; expert of this rank)
+Place = tuple[int, int]  # (layer, expert): a number among the layers with shadows, and one among this rank's experts
 
 
 class Device(ABC):
     """Every method but `done` is called between two steps, by the thread that prepares them."""
 
-    alignment: ClassVar[int]  # bytes; slots and frames of the arena begin at multiples of it
+    alignment: ClassVar[int]  # slots and frames of the arena begin at multiples of this number of bytes
     memory: Tensor  # the arena's buffer, uint8
 
     @property
     @abstractmethod
     def staging_bytes(self) -> int:
-        """Bytes beside the arena that streamed experts are copied to. Known once the device is open."""
+        """Bytes of the buffers, outside the arena, that streamed experts are copied to. Known once the device is
+        open."""
 
     @abstractmethod
     def experts(
         self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format
     ) -> ShadowedExperts:
-        """The experts of layer `number`, none of them resident; `here`: this rank's slice of them."""
+        """Makes the experts of layer `number`, none of them resident. `here` is this rank's slice of the experts."""
 
     def spare(self, slot_bytes: int) -> int:
         """Bytes of the buffer, behind the arena's own, that the device needs for itself."""
@@ -42,15 +43,15 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, place: Place, start: int) -> int:
-        """Begins to copy an expert into the slot at byte `start` of the arena, beside the steps. -> a ticket"""
+        """Begins to copy an expert into the slot at byte `start` of the arena; steps run meanwhile. -> a ticket"""
 
     @abstractmethod
     def done(self, ticket: int) -> bool:
-        """Whether that copy is complete; an error if it never will be."""
+        """Whether the copy with this ticket is complete. Raises an error if it has failed."""
 
     @abstractmethod
     def wait(self, ticket: int) -> None:
-        """Returns once that copy is complete."""
+        """Returns once the copy with this ticket is complete."""
 
     @abstractmethod
     def publish(self, place: Place, start: int) -> None:
@@ -62,9 +63,9 @@ class Device(ABC):
 
     @abstractmethod
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
-        """To be called before a step of `tokens` tokens of each data-parallel group; all but the first `live` of a
-        group are padding."""
+        """To be called before a step. `tokens` has the number of tokens of each data-parallel group, of which the first
+        `live` are real; the others are padding."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Returns once the shadow pool's part of the step is done; an error if any of it is missing."""
+        """Returns once the shadow pool's part of the step is done; raises an error if it was not completed."""

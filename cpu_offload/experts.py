@@ -18,10 +18,11 @@ INT = torch.int64
 
 
 class ShadowedExperts(ABC):
-    """`ops.interface.ExpertMatrices` that keeps the weights in the shadow store, and computes the layer's mixture."""
+    """An `ops.interface.ExpertMatrices` that keeps the weights in the shadow store and computes the layer's mixture."""
 
     def __init__(self, pool: ShadowPool, number: int, here: slice, inner: int, hidden: int, format: Format):
-        """`number` of the layer, which errors name; `here`: this rank's slice of the layer's experts."""
+        """`number` is the number of the layer, for error messages; `here` is this rank's slice of the layer's
+        experts."""
         self.pool, self.count = pool, here.stop - here.start
         self.blocks = ExpertBlocks(inner, hidden, format)
         self.store = ExpertStore(self.count, self.blocks, pool)
@@ -34,11 +35,12 @@ class ShadowedExperts(ABC):
         self.table = resident.numpy()  # a view; writing single elements is faster than through torch
 
     def share(self, counts: Tensor, times: Tensor) -> None:
-        """Makes steps write their counts (experts) and times (4) to these tensors. To be called before any capture."""
+        """Makes steps write their routing counts (experts) and times (4) to these tensors. To be called before any
+        capture."""
         self.layer = dataclasses.replace(self.layer, counts=counts, times=times)
 
     def place(self, expert: int, address: int) -> None:
-        """Sets where the expert is found on the device; 0: not resident. To be called between two steps."""
+        """Sets the address of the expert on the device; 0: not resident. To be called between two steps."""
         self.table[expert] = address
 
     @property
@@ -55,5 +57,5 @@ class ShadowedExperts(ABC):
 
     @abstractmethod
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
-        """What `ops.moe` returns. The device computes resident experts; meanwhile the shadow pool computes the others,
-        or their weights are streamed to the device."""
+        """Returns the same as `ops.moe`. The device computes resident experts. The others are computed by the shadow
+        pool at the same time, or their weights are streamed to the device."""

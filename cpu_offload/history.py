@@ -1,4 +1,4 @@
-"""What shadow experts did, step by step: for the report, the plots and the trace."""
+"""Records hits, misses, copies and times of shadow experts step by step, for the report, the plots and the trace."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ class Step:
     end: int
     hits: Counts  # (L)
     misses: Counts  # (L)
-    times: Counts  # (L, 4): the shadow pool began, it ended, the device began to wait for it, went on; 0: no miss
-    packed: NDArray[np.uint8]  # (L, E / 8): `resident`, one bit each
+    times: Counts  # (L, 4): the shadow pool began and ended, the device began and ended its wait for it; 0: no miss
+    packed: NDArray[np.uint8]  # (L, E / 8): `resident` with one bit for each expert
     experts: int  # E
     kv_frames: int
     expert_frames: int
@@ -53,16 +53,16 @@ class LongLayer:
 @dataclass
 class History:
     steps: list[Step] = field(default_factory=list)
-    routed: Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (L, E): pairs of all steps
-    copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # start, end, layer, expert
+    routed: Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (L, E): pairs in all steps
+    copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # (start, end, layer, expert) of each
     evicted: list[int] = field(default_factory=list)  # the layer of each evicted expert
-    for_cache: int = 0  # evictions that made room for the KV cache
-    frames: int = 0  # of the arena
+    for_cache: int = 0  # number of evictions that made room for the KV cache
+    frames: int = 0  # frames of the arena
     long: list[LongLayer] = field(default_factory=list)
 
     def report(self) -> dict[str, Any]:
-        """The report's `offload`. `exposed_ms` is the time that the device, its own part done, waited for the shadow
-        pool; None: the device does not record it."""
+        """The value of the report's key `offload`. `exposed_ms` is the time for which the device had finished its own
+        part and waited for the shadow pool; None if the device does not record it."""
         hits = sum((step.hits for step in self.steps), np.int64(0))
         misses = sum((step.misses for step in self.steps), np.int64(0))
         exposed = sum((exposed_ns(step) for step in self.steps), np.int64(0))

@@ -1,12 +1,13 @@
-"""Runs the experts of all layers with shadows: which are resident, their copies between steps, memory for the KV cache.
+"""Manages the experts of all layers with shadows: it decides which are resident, copies them, and makes room for the KV
+cache.
 
-    begin() --- the step's ops read the tables --- end()     one thread; tables change only outside of these two
+    begin() --- the step's ops read the tables --- end()     one thread calls both; tables do not change in between
 
 An expert becomes resident in two halves. At the end of a step it is given a slot, and a copy begins that runs beside
 the next steps. At the beginning of the first step after the copy is complete it is published: the address of its slot
-is written into the device's table. It is evicted in one: its address becomes 0 while no op runs, so no later op reads
-the slot. So a slot in use is never written, and no step sees half of an expert. Captured steps read the tables at fixed
-addresses and stay valid.
+is written into the device's table. An eviction is a single action: the address becomes 0 while no op runs, so no later
+op reads the slot. So a slot in use is never written, and no step sees half of an expert. Captured steps read the tables
+at fixed addresses and stay valid.
 """
 
 import re
@@ -33,19 +34,19 @@ from ops.cpu.shadow import ShadowPool
 from ops.format import Format
 
 PATIENCE = 8  # consecutive steps with much free memory before experts return
-LOW = 1  # frames kept free: evicting is one write to a table, so nothing needs to be done ahead of demand
+LOW = 1  # frames kept free; few are enough, since an eviction is only a write to a table
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Settings:
-    mode: str  # resident, fixed, elastic
+    mode: str  # resident, fixed or elastic
     start_layer: int  # the first layer with shadows
-    slots: int  # mode fixed: experts that are resident
+    slots: int  # number of resident experts in mode fixed
     shadow_threads: int
     interval: int  # decode steps between two decisions
-    max_swaps: int  # copies at one decision
-    timeout_s: int  # seconds that a step waits for the shadow pool before it is an error
+    max_swaps: int  # most copies at one decision
+    timeout_s: int  # most seconds that a step waits for the shadow pool; longer is an error
 
 
 def the_one(sizes: set[T], start_layer: int) -> T:
@@ -62,7 +63,7 @@ def layer_number(path: str) -> int:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of an expert into its slot that is in flight."""
+    """A copy in flight of an expert into its slot."""
 
     place: Place
     slot: int
@@ -78,8 +79,8 @@ class Offload:
         self.history = History()
 
     def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
-        """Experts with shadows for the module at `path`; `here`: this rank's slice of the layer's experts.
-        None: the layer has no shadows, all its experts stay on the device."""
+        """Makes the experts with shadows of the module at `path`. `here` is this rank's slice of the layer's experts.
+        Returns None for a layer without shadows, whose experts all stay on the device."""
         number = layer_number(path)
         if number < self.settings.start_layer:
             return None
@@ -104,15 +105,15 @@ class Offload:
         self.residency = Residency(len(self.layers), experts, Policy(max_swaps=self.settings.max_swaps))
         self.balance = Balance(arena, LOW, LOW + arena.extent_frames, PATIENCE, self.make_room, gather)
         self.slots: dict[Place, int] = {}  # of resident experts and of those whose copy is in flight
-        self.copies: dict[Place, Copy] = {}  # in flight, in order of their start
+        self.copies: dict[Place, Copy] = {}  # copies in flight, in order of their start
         shape = len(self.layers), experts
-        self.here = np.zeros(shape, np.bool_)  # the expert has a slot
-        self.published = np.zeros(shape, np.bool_)  # and its copy is complete: it is resident
+        self.here = np.zeros(shape, np.bool_)  # whether the expert has a slot
+        self.published = np.zeros(shape, np.bool_)  # whether its copy is complete as well: the expert is resident
         # Steps add to these tensors.
         self.counts, self.times = (np.zeros((len(self.layers), n), np.int64) for n in (experts, 4))
         for layer, *rows in zip(self.layers, self.counts, self.times, strict=True):
             layer.share(*map(torch.from_numpy, rows))
-        # The part of `counts` that was read already; the routing of the interval so far.
+        # The value of `counts` when it was last read, and the routing of the interval so far.
         self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))
         self.step_number = 0
         self.forget()
@@ -128,8 +129,8 @@ class Offload:
             self._publish(copy)
 
     def started(self, tokens: Sequence[int], live: Sequence[int]) -> None:
-        """To be called before the step's ops run. `tokens`: of each data-parallel group, padding included; `live`:
-        without padding."""
+        """To be called before the step's ops run. `tokens` and `live` have the number of tokens of each data-parallel
+        group: `tokens` with padding, `live` without."""
         self.device.begin(int(self.pool.step), tokens, live)
         self.started_at = time.monotonic_ns()
 
@@ -175,19 +176,19 @@ class Offload:
     def evict(self, place: Place) -> None:
         """Makes the expert missing and frees its slot."""
         if copy := self.copies.pop(place, None):
-            self.device.wait(copy.ticket)  # the slot's next tenant writes there
+            self.device.wait(copy.ticket)  # the slot may be written again at once
         self.device.withdraw(place)
         self.here[place] = self.published[place] = False
         self.arena.give_slot(self.slots.pop(place))
         self.history.evicted.append(place[0])
 
     def value_copies(self, swap_cost: float, max_swaps: int) -> None:
-        """Sets what the policy takes a copy to cost, in misses that it must save, and the most copies at one
+        """Sets the cost of a copy that the policy assumes, in misses that it must save, and the most copies at one
         decision."""
         self.residency.settings = Policy(max_swaps=max_swaps, swap_cost=swap_cost)
 
     def forget(self) -> None:
-        """Drops the history so far, such as a warm-up's. The policy keeps what it learned."""
+        """Drops the history so far, such as that of a warm-up. The policy's forecasts are kept."""
         self.history = History(frames=self.arena.frames, routed=np.zeros_like(self.counts))
 
     def _free_slots(self) -> int:
@@ -197,7 +198,7 @@ class Offload:
         return self.most_slots - len(self.slots)
 
     def _place_first(self) -> None:
-        """Before any routing was seen: the first experts of each layer become resident, as many as fit."""
+        """Makes the first experts of each layer resident, as many as fit, before any routing was recorded."""
         spared = self.balance.high if self.settings.mode == "elastic" else 0
         for expert in range(self.layers[0].count):
             for layer in range(len(self.layers)):

@@ -26,7 +26,7 @@ class Streaming:
     """The ring and the copies into it, shared by all layers."""
 
     def __init__(self, tokens: int, block_bytes: int):
-        """Steps of `tokens` tokens or more are to be streamed; -1: none, and there is no ring."""
+        """Steps of `tokens` tokens or more are streamed; -1: no step is, and no ring is allocated."""
         self.tokens = tokens
         blocks = RING if tokens > 0 else 0
         self._copier, self._buffer = Copier(), native.Buffer(bytes=max(blocks * block_bytes, 1), team=0)
@@ -35,7 +35,8 @@ class Streaming:
     def mixture(
         self, pool: ShadowPool, layer: ShadowLayer, store: ExpertStore, x: Tensor, weights: Tensor, ids: Tensor
     ) -> tuple[Tensor, int]:
-        """(the layer's mixture, bytes that were copied to the device). Counts the routing, as `submit` does."""
+        """Returns the layer's mixture and the number of bytes copied to the device. Counts the routing, as `submit`
+        does."""
         table, experts = layer.device.clone(), len(layer.store)
         own = ids.flatten() - layer.first_expert
         counts = own[(own >= 0) & (own < experts)].bincount(minlength=experts)
@@ -56,7 +57,7 @@ class Streaming:
         return join(job, weights), len(missing) * self.ring.shape[1]
 
     def _blocks(self, number: int) -> Tensor:
-        """The half of the ring that the chunk of this number is copied to. (CHUNK, block bytes)"""
+        """The half of the ring that chunk `number` is copied to. (CHUNK, block bytes)"""
         return self.ring[number % 2 * CHUNK :][:CHUNK]
 
     def _fetch(self, store: ExpertStore, number: int, chunk: list[int]) -> list[int]:

@@ -1,1 +1,1 @@
-"""What is computed: layers that all model families share, and one folder for each family."""
+"""The models: layers that all model families share, and one folder for each family."""

@@ -1,4 +1,4 @@
-"""`Batch`: the tokens of one step and where their keys and values lie, all that the scheduler passes to a model."""
+"""`Batch`: the tokens of one step and the page places of their keys and values. It is all that a model's step gets."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ class Batch:
     query_starts: Lengths  # (S + 1)
     kv_lens: Lengths  # (S), the new tokens included
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
-    tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: every group has T of this one
+    tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors: what differs from step to step in a captured graph."""
+        """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 

@@ -1,4 +1,4 @@
-"""`Build`: everything that layers are made from, from ops and formats to this rank's place in the splits."""
+"""`Build`: everything that layers are made from, such as ops, formats, and this rank's place in the splits."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,29 +18,29 @@ from ops.interface import ExpertMatrices, Matrix, Ops
 @dataclass(frozen=True)
 class Formats:
     """The formats that weights are kept in: `linear` for linear modules and experts, `head` for the output head, and
-    `plain` for routers and the embedding, which are small or of which a token reads one row."""
+    `plain` for routers, which are small, and for the embedding, of which a token reads one row."""
 
     plain: Format
     linear: Format
     head: Format
-    # Where `linear` is the checkpoint's own quantisation: whether the module at a path is quantised in the checkpoint.
-    # Those modules keep their quantised weights as they are, all others become `plain`.
+    # Set if `linear` is the checkpoint's own quantisation: says whether the module at a path is quantised in the
+    # checkpoint. Those modules keep their quantised weights as they are; all others become `plain`.
     own: Callable[[str], bool] | None = None
 
 
 class ShadowedExperts(ExpertMatrices, Protocol):
-    """One layer's experts, of which some are in the device's memory and all in the host's."""
+    """One layer's experts. All are in the host's memory, and some are in the device's memory as well."""
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
-        """`Ops.moe` over experts wherever they are."""
+        """Returns the same as `Ops.moe`, whichever experts are in the device's memory."""
 
 
 class Shadows(Protocol):
     """Makes the experts of layers that have shadows."""
 
     def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
-        """The experts `here`, a range of all, of the layer at `path`. None: the layer has no shadows, and its experts
-        stay in the device's memory."""
+        """Makes the experts in the range `here` of the layer at `path`. Returns None if the layer has no shadows; its
+        experts then stay in the device's memory."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class Build:
     ops: Ops
     parallel: Parallel
     formats: Formats
-    dtype: torch.dtype  # of the embedding and the KV cache
+    dtype: torch.dtype  # type of the embedding and the KV cache
     device: torch.device
     max_positions: int  # tokens of the longest sequence that the case allows
     offload: Shadows | None = None
-    path: str = ""  # of the module that is being made, as in the checkpoint
+    path: str = ""  # path of the module that is being made, as in the checkpoint
 
     def at(self, name: str) -> "Build":
-        """The same for the child module `name`."""
+        """The same Build for the child module `name`."""
         return dataclasses.replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     def linear(self, names: Sequence[str], *columns: tuple[int, int]) -> Format:
-        """The format of a matrix that holds the linear modules `names`. Each of `columns` is (input columns of one of
-        them, ranks that they are split over): quantisation groups must not cross the borders between ranks."""
+        """The format of a matrix that holds the linear modules `names`. Each of `columns` is (input columns of a
+        module, ranks that they are split over), since quantisation groups must not cross the borders between ranks."""
         format = self.formats.linear
         if self.formats.own is None:
             return format
@@ -82,9 +82,9 @@ class Build:
         return self.ops.matrix(rows, columns, format, self.device)
 
     def table(self, *shape: int) -> Tensor:
-        """Memory for a table of which a token reads one row."""
+        """Allocates a table of which each token reads one row."""
         return fixed(torch.empty(shape, dtype=self.dtype, device=self.device))
 
     def vector(self, size: int) -> Tensor:
-        """Memory for a norm's weight or a bias, in the type that the ops want for these."""
+        """Allocates a norm's weight or a bias, in the type that the ops take."""
         return fixed(torch.empty(size, dtype=self.ops.vector_type(self.dtype), device=self.device))

@@ -1,4 +1,4 @@
-"""What every model family's model offers to the executor."""
+"""The interface of a model family's model."""
 
 from abc import ABC, abstractmethod
 
@@ -8,15 +8,16 @@ from models.batch import Batch
 
 
 class CausalLM(nn.Module, ABC):
-    """Made from (config, build): layers whose weights are not filled yet and attention without caches."""
+    """A model, made from (config, build). Its weights are then filled, and its attention layers are given their
+    caches."""
 
     @abstractmethod
     def prefill(self, batch: Batch) -> Tensor:
-        """New tokens of sequences, any number of each. -> logits (rows wanted, vocabulary)"""
+        """Runs any number of new tokens of each sequence. -> logits (rows wanted, vocabulary)"""
 
     @abstractmethod
     def decode(self, batch: Batch) -> Tensor:
-        """One new token of each sequence: the step that graphs are made of. -> logits (S, vocabulary)"""
+        """Runs one new token of each sequence; graphs are captured of this. -> logits (S, vocabulary)"""
 
     @abstractmethod
     def ignored_weights(self) -> frozenset[str]:

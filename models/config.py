@@ -1,4 +1,4 @@
-"""What the executor reads of a model's configuration, under names that every family shares."""
+"""The part of a model's configuration that the executor reads, under names that all families share."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -11,7 +11,8 @@ class ModelConfig(Protocol):
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Reads `folder`/config.json; UserError, naming the key, for what is invalid or not implemented."""
+        """Reads `folder`/config.json. A value that is invalid or not implemented raises a UserError that names its
+        key."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -25,13 +26,13 @@ class ModelConfig(Protocol):
 
     @property
     def expert_count(self) -> int:
-        """Routed experts of each layer that has any; 0: no layer has."""
+        """Number of routed experts of each layer that has experts; 0 if no layer has."""
 
     @property
     def experts_per_token(self) -> int:
-        """How many of them the router chooses for a token."""
+        """Number of experts that the router chooses for a token."""
 
     def check_parallel(
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:
-        """UserError where a size does not divide what is split by it."""
+        """Raises UserError if a size does not divide the dimension that is split by it."""

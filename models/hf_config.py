@@ -34,7 +34,7 @@ class HfConfig:
         return UserError(f"{self.where}: {key}: {short(self.data.get(key))} {rule}")
 
     def value(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of `names` that is present and not null: names of one key, older and newer."""
+        """The value of the first of `names`, older and newer names of one key, that is present and not null."""
         return next((self.data[n] for n in names if self.data.get(n) is not None), default)
 
     def size(self, *names: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_SIZE) -> int:
@@ -97,7 +97,7 @@ class HfConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`; UserError if there is none or it is unreasonably large."""
+    """The JSON object in the file `path`; raises UserError if there is none or the file is unreasonably large."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_hf_config(folder: Path, model_type: str) -> HfConfig:
-    """The config.json in `folder`, whose `model_type` must be the one given."""
+    """The config.json in `folder`, in which `model_type` must have the given value."""
     if not folder.is_dir():
         raise UserError(f"model_path: {folder} is not a folder: put the checkpoint there, or --set model_path=FOLDER")
     data = read_json(folder / "config.json")

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family's classes are, each as `module:name`."""
+    """The places of a family's classes, each as `module:name`."""
 
-    config: str  # a models.config.ModelConfig
-    model: str  # a models.causal_lm.CausalLM
+    config: str  # place of a models.config.ModelConfig
+    model: str  # place of a models.causal_lm.CausalLM
 
 
 FAMILIES = {
@@ -31,12 +31,12 @@ def config_class(model_type: str) -> type[ModelConfig]:
 
 
 def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":
-    """The model's class; it takes the family's own config."""
+    """The class of the family's model; it takes the family's own config class."""
     model: Callable[[ModelConfig, Build], CausalLM] = load(FAMILIES[model_type].model)
     return model
 
 
 def load(place: str) -> Any:
-    """The object at `module:name`, importing its module."""
+    """Imports the module in `module:name` and returns the object `name`."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -44,7 +44,7 @@ class RopeConfig:
 
 
 def read_rope(config: HfConfig, dim: int, max_positions: int) -> RopeConfig:
-    """Reads `rope_theta` and `rope_scaling` (hub) or `rope_parameters` (transformers 5)."""
+    """Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which configs of transformers 5 have instead."""
     key = "rope_parameters" if config.value("rope_parameters") is not None else "rope_scaling"
     scaling = config.value(key, default={})
     if not isinstance(scaling, dict):

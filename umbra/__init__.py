@@ -12,7 +12,7 @@ HOMES = {"LLM": "umbra.llm", "Completion": "executor.job.report", "SamplingParam
 
 
 def __getattr__(name: str) -> Any:
-    """Imported at first use: `python -m umbra --help` needs no torch."""
+    """Imports a name at its first use, so that `python -m umbra --help` does not import torch."""
     if name not in HOMES:
         raise AttributeError(f"module 'umbra' has no attribute {name!r}")
     from importlib import import_module

@@ -10,7 +10,7 @@ HELP = "Ctrl-C stops an answer; /new forgets the conversation; Ctrl-D or /quit e
 
 
 def chat(case_name: str, overrides: list[str]) -> None:
-    """Talk to the model of a case until the user ends it; every answer is given the conversation so far."""
+    """Chat with the model of a case until the user ends the chat. Each answer sees the conversation so far."""
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys and history for `input`)
     session = Session.open(case_name, {}, overrides)
@@ -26,7 +26,7 @@ def chat(case_name: str, overrides: list[str]) -> None:
 
 
 def _read() -> str | None:
-    """The user's next line; None where the user ends the chat."""
+    """The user's next line; None if the user ends the chat."""
     try:
         line = input("> ").strip()
     except (EOFError, KeyboardInterrupt):
@@ -36,7 +36,7 @@ def _read() -> str | None:
 
 
 def _answer(session: Session, history: list[Message]) -> str:
-    """Print the answer as it comes and return it."""
+    """Print the answer piece by piece while it is generated, and return it."""
     pieces = []
     with _interrupts() as interrupted:
         stream = session.stream(history)

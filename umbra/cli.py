@@ -1,6 +1,6 @@
 """The command line: one parser whose subcommands call plain functions of executor/.
 
-Nothing heavy is imported at the top, so that `list`, `plan --help` and every refusal of a case answer without torch.
+Nothing heavy is imported at the top, so `list`, `plan --help` and errors in a case are printed without importing torch.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def execute(argv: list[str]) -> None:
-    """Run one command; bad input raises UserError, or leaves with argparse's message and status 2."""
+    """Run one command. Bad input raises UserError, or ends the process with argparse's message and status 2."""
     args = make_parser().parse_args(argv)
     call: Callable[[argparse.Namespace], None] = args.call
     call(args)
@@ -174,7 +174,7 @@ def talk(args: argparse.Namespace) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     case = load_case(args.case, args.set)
-    load_model_config(case)  # refuse before torch is imported
+    load_model_config(case)  # refuse a wrong case before torch is imported
     from executor.planning.report import show_plan
 
     show_plan(case)
@@ -231,7 +231,7 @@ def bench(args: argparse.Namespace) -> None:
         close = difflib.get_close_matches(args.name, found, n=3, cutoff=0.3) or list(found)
         raise UserError(f"no benchmark {args.name!r}; nearest: {', '.join(close)}; all: umbra bench")
     sys.argv[1:] = args.arguments
-    # As `__main__` of this process too, so that the benchmarks' own processes find what they unpickle.
+    # Run it as `__main__` of this process, so that the benchmark's own processes find the classes that they unpickle.
     runpy.run_module(f"benchmarks.{args.name}", run_name="__main__", alter_sys=True)
 
 

@@ -18,7 +18,7 @@ from executor.job.session import Prompt, Session
 
 class LLM:
     def __init__(self, model: str | Path, **settings: object):
-        """`model`: the name of a case in yaml_configs/, the path of a case, or the folder of a checkpoint, for which
+        """`model` is the name of a case in yaml_configs/, the path of a case, or the folder of a checkpoint, for which
         sensible settings are chosen and printed. `settings` override keys of the case (docs/config.md), by their names
         or as `**{"section.key": value}`."""
         self.session = Session.open(str(model), settings)
@@ -26,14 +26,15 @@ class LLM:
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """One completion for each prompt, in their order; as many run together as the case's `batch_size` says.
+        """Returns one completion for each prompt, in their order. At most `batch_size` prompts of the case run
+        together.
 
-        A prompt is a text, token ids, or a chat as messages {"role": ..., "content": ...}. `sampling` is for all
-        prompts or one for each; None: as the case says. If any prompt cannot run, none does.
+        A prompt is a text, token ids, or a chat as messages {"role": ..., "content": ...}. `sampling` is one
+        for all prompts or one for each; None: as the case says. If any prompt cannot run, none is run.
         """
         return self.session.generate(prompts, sampling)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
-        """The completion piece by piece, as its tokens are made. Closing the iterator ends the request. Several streams
-        of one LLM run together."""
+        """Yields the completion piece by piece, as its tokens are made. Closing the iterator ends the request. Several
+        streams of one LLM run together."""
         return self.session.stream(prompt, sampling)

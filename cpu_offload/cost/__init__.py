@@ -1,1 +1,1 @@
-"""What a step with shadow experts costs, measured and predicted, and the choices that follow."""
+"""The cost of a step with shadow experts, measured and predicted, and the settings chosen from it."""

@@ -1,7 +1,7 @@
-"""The planner's choices for what a case leaves open, each with its reason, from the times that `Planner` predicts.
+"""Chooses the settings that a case leaves open, from the times that `Planner` predicts. Each choice has a reason.
 
-Hit rates are those of even traffic, in which all experts are used equally often: the share of experts that is resident.
-Real text hits more often, so they are a lower bound.
+The hit rates assumed here are those of even traffic, in which all experts are used equally often: the hit rate is then
+the share of experts that is resident. Real text has more hits, so these hit rates are a lower bound.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from typing import Generic, TypeVar
 
 from cpu_offload.cost.model import Planner
 
-NONE = -1  # where 0 means: the planner's choice
-COPYING = 4  # copies may take 1 part in COPYING of a step
+NONE = -1  # the value of a choice to do nothing, since 0 stands for "the planner chooses"
+COPYING = 4  # copies may take 1 / COPYING of a step's time
 MOST_SWAPS = 32  # copies at one decision; the policy is made for no more
-Threads = tuple[int, int]  # of the device, of the shadow pool
+Threads = tuple[int, int]  # threads of the device and of the shadow pool
 T = TypeVar("T")
 
 
@@ -26,12 +26,12 @@ class Choice(Generic[T]):
 @dataclass(frozen=True)
 class Choices:
     threads: Choice[Threads]
-    slots: Choice[int]  # experts that may be resident at once
-    max_swaps: Choice[int]  # copies at one decision
-    stream_tokens: Choice[int]  # tokens from which on a step is streamed; NONE: never
+    slots: Choice[int]  # most experts that may be resident at once
+    max_swaps: Choice[int]  # most copies at one decision
+    stream_tokens: Choice[int]  # fewest tokens of a step whose experts are streamed; NONE: never
 
     def table(self) -> list[str]:
-        """The lines that are printed."""
+        """The choices as lines to print."""
         device, shadow = self.threads.value
         never = self.stream_tokens.value == NONE
         return [
@@ -48,14 +48,14 @@ def given(value: int) -> Choice[int]:
 
 @dataclass(frozen=True)
 class Split:
-    """What decides how an arena can be divided between KV pages and slots."""
+    """The sizes that decide how an arena can be divided between KV pages and slots."""
 
-    frames: int  # for pages and slots
+    frames: int  # frames for pages and slots together
     extent_frames: int
     extent_slots: int
     longest: int  # pages of one sequence at its longest
-    sequences: int  # the most that run at once
-    experts: int  # of all layers with shadows
+    sequences: int  # most sequences that run at once
+    experts: int  # number of experts in all layers with shadows
 
     def slots(self, pages: int) -> int:
         """Number of experts that fit beside `pages` pages."""
@@ -69,8 +69,9 @@ class Split:
 
 
 def divisions(cores: int, device: int, device_given: bool, shadow: int | None) -> list[Threads]:
-    """Divisions of the cores worth measuring. `device`: the number of threads given or, if not `device_given`, the
-    number that read memory at full speed; `shadow`: the number given; None: not given."""
+    """Returns the divisions of the cores that are worth measuring. `device` is the number of the device's threads,
+    given by the case or, if not `device_given`, the number that reads memory at full speed. `shadow` is the number of
+    threads of the shadow pool, or None if the case leaves it open."""
     shadows = [shadow] if shadow else sorted({1, max(1, cores // 4), max(1, cores // 2)})
     if device_given:
         return [(device, each) for each in shadows]
@@ -78,7 +79,7 @@ def divisions(cores: int, device: int, device_given: bool, shadow: int | None) -
 
 
 def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) -> Choice[Threads]:
-    """The division with the shortest predicted step."""
+    """Chooses the division with the shortest predicted step."""
     if len(tried) == 1:
         return Choice(next(iter(tried)), "no other was tried")
     times = {threads: planner.step_ms(tokens, hit) for threads, planner in tried.items()}
@@ -89,8 +90,9 @@ def choose_threads(tried: Mapping[Threads, Planner], tokens: int, hit: float) ->
 
 
 def choose_slots(planner: Planner, split: Split) -> Choice[int]:
-    """The number of slots with the least predicted time per token, for `split.sequences` sequences at their longest.
-    More slots give more hits; fewer leave room for more sequences at once, so that all take fewer turns."""
+    """Chooses the number of slots with the least predicted time per token, for `split.sequences` sequences at their
+    longest. More slots give more hits; fewer slots leave room for more sequences at once, so that all sequences are
+    done in fewer turns."""
 
     def per_token(at_once: int) -> float:
         hit = split.slots(at_once * split.longest) / split.experts
@@ -112,7 +114,7 @@ def choose_slots(planner: Planner, split: Split) -> Choice[int]:
 
 
 def choose_swaps(planner: Planner, tokens: int, hit: float, interval: int) -> Choice[int]:
-    """As many copies as the copier makes in a quarter of the time of an interval's steps, at least 1."""
+    """Chooses as many copies as fit into a quarter of the time of an interval's steps, but at least 1."""
     time, copy = interval * planner.step_ms(tokens, hit), planner.costs.copy
     value = min(max(int(time / COPYING / max(copy, 1e-9)), 1), MOST_SWAPS)
     why = f"copies of {copy:.3f} ms may take 1 part in {COPYING} of {time:.3f} ms, {interval} step(s)"
@@ -120,7 +122,8 @@ def choose_swaps(planner: Planner, tokens: int, hit: float, interval: int) -> Ch
 
 
 def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) -> Choice[int]:
-    """The fewest tokens, above `decode`, such that from there to `longest` tokens a streamed layer is faster."""
+    """Chooses the smallest number of tokens, above `decode`, such that streaming a layer is faster for every number of
+    tokens from there to `longest`."""
     sizes = [decode + 1]
     while 2 * sizes[-1] < longest:
         sizes.append(1 << sizes[-1].bit_length())

@@ -4,7 +4,7 @@ The time of a layer, if a share `hit` of the experts that its T tokens use is re
 
     layer  = base + max(device, shadow) + slip * min(device, shadow)
     device = fixed * P(a resident expert is used) + expert * resident experts used + pair * their (token, expert) pairs
-    shadow = the same for missing experts, with other costs; `fixed` is the hand-over to the shadow pool and the join
+    shadow = the same for missing experts, with own costs; `fixed` is the hand-over to the shadow pool and the join
     step   = rest + layers * layer
 
 If a layer of a long step is streamed, the device computes all pairs while missing experts are copied to it:
@@ -16,7 +16,8 @@ the shorter side that is not hidden behind the longer: 0 for two real devices, m
 cores and memory. Routing is assumed to be even: T tokens with k of E experts each use E (1 - (1 - k / E)^T) of them.
 All times are milliseconds.
 
-If the device is much faster, fewer misses are faster; if both sides are equally fast, it is best that both have work.
+If the device is much faster than the shadow pool, a step with fewer misses is faster. If both are equally fast, a step
+is fastest if both have work.
 """
 
 import statistics
@@ -29,15 +30,15 @@ from cpu_offload.history import LongLayer
 from cpu_offload.streaming import CHUNK
 
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)  # hit rates of the printed table
-LEAST_COST, MOST_COST = 0.02, 16.0  # of a copy, in misses: the range that the policy's horizon is made for
+LEAST_COST, MOST_COST = 0.02, 16.0  # bounds of a copy's cost in misses: the range that the policy's horizon is made for
 
 
 @dataclass(frozen=True)
 class Sample:
     """A measured layer whose experts were all on one side."""
 
-    experts: int  # that were used
-    pairs: int  # of a token and an expert
+    experts: int  # experts that were used
+    pairs: int  # (token, expert) pairs
     ms: float
 
 
@@ -50,7 +51,7 @@ class Line:
     pair: float
 
     def ms(self, experts: float, pairs: float, any_used: float = 1.0) -> float:
-        """Milliseconds for so many experts and pairs; `any_used`: the probability that the side has work at all."""
+        """Milliseconds for `experts` experts and `pairs` pairs; `any_used` is the probability that there are any."""
         return self.fixed * any_used + self.expert * experts + self.pair * pairs
 
 
@@ -70,11 +71,11 @@ def fit(samples: Sequence[Sample]) -> Line:
 
 @dataclass(frozen=True)
 class Shape:
-    """One rank's experts."""
+    """The numbers of one rank's experts."""
 
-    layers: int  # with shadows
-    experts: int  # of a layer
-    top_k: int  # experts of a token
+    layers: int  # layers with shadows
+    experts: int  # experts of a layer
+    top_k: int  # experts that a token uses
 
     def used(self, tokens: float) -> float:
         """Expected number of a layer's experts that `tokens` tokens use."""
@@ -86,17 +87,18 @@ class Costs:
     """Measured costs, in milliseconds."""
 
     base: float
-    device: Line  # without `base`
+    device: Line  # costs of resident experts, without `base`
     shadow: Line
     slip: float  # 0..1
-    copy: float  # of copying one expert
-    block_bytes: int  # of one expert
-    threads: tuple[int, int]  # of the device, of the shadow pool
-    seconds: float  # that all measurements took
+    copy: float  # time to copy one expert
+    block_bytes: int  # bytes of one expert
+    threads: tuple[int, int]  # threads of the device and of the shadow pool
+    seconds: float  # time that all measurements took, in seconds
 
 
 def slip_of(device: float, shadow: float, both: float) -> float:
-    """The share of the shorter side that is not hidden. Alone the sides took `device` and `shadow`, together `both`."""
+    """The share of the shorter side that is not hidden, where the two sides take `device` and `shadow` alone, and
+    `both` together."""
     return min(max((both - max(device, shadow)) / max(min(device, shadow), 1e-9), 0.0), 1.0)
 
 
@@ -104,29 +106,30 @@ def slip_of(device: float, shadow: float, both: float) -> float:
 class Planner:
     shape: Shape
     costs: Costs
-    rest: float = 0.0  # milliseconds of a step without the mixtures of layers with shadows
-    rest_from: str = "not counted"  # where `rest` comes from, for people
+    rest: float = 0.0  # milliseconds of a step outside the mixtures of layers with shadows
+    rest_from: str = "not counted"  # where `rest` comes from, as text to print
 
     @property
     def miss(self) -> float:
-        """Milliseconds of one expert of a token whose experts are all missing, its share of the hand-over included."""
+        """Milliseconds of one expert, including its share of the hand-over, for a token whose experts are all
+        missing."""
         return self.costs.shadow.ms(1, 1, 1 / self.shape.top_k)
 
     @property
     def swap_cost(self) -> float:
-        """What a copy costs, in misses: the part of its time that is not hidden beside the steps. That part is assumed
-        to be `slip`, as for the shadow pool's work; `max_swaps` keeps copies short enough to hide the rest."""
+        """The cost of a copy in misses: the part of its time that is not hidden beside the steps. This part is assumed
+        to be `slip`, as for the shadow pool's work; `max_swaps` keeps copies few enough to hide the rest."""
         return min(max(self.costs.slip * self.costs.copy / max(self.miss, 1e-9), LEAST_COST), MOST_COST)
 
     def layer_ms(self, tokens: float, hit: float) -> float:
-        """A layer whose missing experts the shadow pool computes."""
+        """Time of a layer whose missing experts are computed by the shadow pool."""
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
         device = costs.device.ms(used * hit, pairs * hit, 1 - (1 - hit) ** used)
         shadow = costs.shadow.ms(used * (1 - hit), pairs * (1 - hit), 1 - hit**used)
         return costs.base + max(device, shadow) + costs.slip * min(device, shadow)
 
     def stream_ms(self, tokens: float, hit: float) -> float:
-        """A layer whose missing experts are streamed to the device, a chunk at a time."""
+        """Time of a layer whose missing experts are streamed to the device, a chunk at a time."""
         costs, used, pairs = self.costs, self.shape.used(tokens), tokens * self.shape.top_k
         missing = used * (1 - hit)
         device = costs.device.ms(used, pairs, 1 + missing / CHUNK)
@@ -134,11 +137,12 @@ class Planner:
         return costs.base + max(device, copies) + costs.slip * min(device, copies)
 
     def step_ms(self, tokens: float, hit: float) -> float:
-        """A decode step of `tokens` sequences. Each gets one token, so this is also the time per token."""
+        """Time of a decode step of `tokens` sequences. Each gets one token, so this is also the time per token."""
         return self.rest + self.shape.layers * self.layer_ms(tokens, hit)
 
     def rest_of(self, steps: Sequence[tuple[float, float, float]]) -> float:
-        """The `rest` that explains measured steps (tokens, hit rate, ms): the median of what the model does not."""
+        """The `rest` that fits measured steps (tokens, hit rate, ms) best: the median of their time that the model does
+        not predict."""
         return max(0.0, statistics.median(ms - (self.step_ms(t, hit) - self.rest) for t, hit, ms in steps))
 
     def compare(self, steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
@@ -155,7 +159,8 @@ class Planner:
         }
 
     def compare_long(self, layers: Sequence[LongLayer]) -> dict[str, float]:
-        """Medians over these layers of long steps: measured, predicted if streamed, predicted if computed by both."""
+        """Medians over `layers`, layers of long steps, of the time measured, the time predicted if streamed, and the
+        time predicted if computed by both device and shadow pool."""
         return {
             "layers": len(layers),
             "streamed_layers": sum(layer.streamed > 0 for layer in layers),
@@ -166,7 +171,7 @@ class Planner:
         }
 
     def table(self, tokens: int) -> list[str]:
-        """The lines that are printed: costs, and times of a step of `tokens` sequences at several hit rates."""
+        """Lines to print: costs, and times of a step of `tokens` sequences at several hit rates."""
         shape, costs = self.shape, self.costs
         rate = costs.block_bytes / 1e6 / max(costs.copy, 1e-9)
         size = f"{costs.block_bytes / 1e6:.2f} MB"

@@ -1,7 +1,8 @@
 """Measures the costs of the planner's model on made-up experts: one layer's mixture, replayed on a tape as in a step.
 
-The blocks of several layers take turns, so that the CPU's caches hold as few of them as in a step. A resident expert is
-one whose block the device reads itself: on platform `cpu`, device and shadow pool share one memory.
+Successive calls use the blocks of different layers, so that the CPU's caches hold as few of them as in a step. The
+engine's threads compute the experts that count as resident from the same memory: on platform `cpu`, device and shadow
+pool share it.
 """
 
 import time
@@ -16,15 +17,16 @@ from ops.cpu.engine import Tape, native
 from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
 
 INT = torch.int64
-LEAST, MOST = 2, 25  # calls of one kind of measurement, without the first, which warms up
-QUEUED = 8  # copies at once
+LEAST, MOST = 2, 25  # fewest and most calls of one kind of measurement, after a first call that warms up
+QUEUED = 8  # copies in flight at once
 BYTE = 0x3C  # made-up blocks consist of it: a small, normal number in every format
 MADE_UP = 64 << 20  # bytes of made-up blocks: more than most caches hold
-LONG = 64  # tokens of the step that stands for prefills
+LONG = 64  # tokens of the step that represents prefills
 
 
 def made_up(blocks: ExpertBlocks, experts: int, layers: int) -> list[Tensor]:
-    """Blocks of as many of the `layers` as MADE_UP bytes hold, of each a tensor (experts, block bytes)."""
+    """Returns the blocks of as many of the `layers` as fit into MADE_UP bytes: for each layer a tensor (experts, block
+    bytes)."""
     size = experts * blocks.block_bytes
     return [
         torch.frombuffer(native.Buffer(bytes=size, team=0), dtype=torch.uint8)
@@ -44,21 +46,21 @@ class Probe:
         here, device, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 4))
         self.layer = ShadowLayer(0, blocks, here, device, counts, times, stores)
         self.layer.store.copy_(self.addresses[0])
-        self.ids = torch.full((tokens, top_k), count)  # beyond the last expert: routed to none
+        self.ids = torch.full((tokens, top_k), count)  # an id beyond the last expert: routed to no expert
         x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, top_k), 1 / top_k)
         self.tape, self.turn = Tape(), 0
         with self.tape.capture():
             job = submit(pool, self.layer, x, self.ids)
             resident_rows(job)
             out = join(job, weights)
-        self.kept = x, weights, job, out  # the tape uses their addresses
+        self.kept = x, weights, job, out  # kept alive, since the tape uses their addresses
 
     def pairs(self, experts: int) -> int:
-        """Number of (token, expert) pairs where so many experts are used."""
+        """Number of (token, expert) pairs if `experts` experts are used."""
         return len(self.ids) * min(self.top_k, experts)
 
     def __call__(self, resident: int, missing: int) -> float:
-        """Milliseconds of a replay that uses so many resident and missing experts."""
+        """Milliseconds of a replay that uses `resident` resident experts and `missing` missing ones."""
         count, used = len(self.layer.store), resident + missing
         self.layer.store.copy_(self.addresses[self.turn % len(self.addresses)])
         experts = (torch.arange(used) + self.turn * used) % count
@@ -79,8 +81,8 @@ class Probe:
 def measure(
     pool: ShadowPool, threads: int, blocks: ExpertBlocks, stores: list[Tensor], shape: Shape, most: int, seconds: float
 ) -> Costs:
-    """Measures for about `seconds`. `pool` has `threads` threads, `stores` comes from `made_up`, and a decode step has
-    at most `most` tokens."""
+    """Measures the costs, in about `seconds`. `pool` has `threads` threads, `stores` is the result of `made_up`, and a
+    decode step has at most `most` tokens."""
     start = time.perf_counter()
     numbers = sorted({1, most, LONG})
     kinds = [
@@ -112,13 +114,13 @@ def measure(
 
 
 class Budget:
-    """Divides `seconds` over `kinds` kinds of measurement. One that exceeds its share leaves less for the others."""
+    """Divides `seconds` between `kinds` kinds of measurement. If one exceeds its share, the others get less time."""
 
     def __init__(self, seconds: float, kinds: int):
         self.end, self.kinds = time.perf_counter() + seconds, kinds
 
     def fastest(self, once: Callable[[], float]) -> float:
-        """The least of several calls: other processes can only make a call slower."""
+        """The shortest time of several calls, since other processes can only make a call slower."""
         start = time.perf_counter()
         end = start + (self.end - start) / self.kinds
         self.kinds -= 1
@@ -142,7 +144,8 @@ def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, bud
 
 
 def _copy(stores: list[Tensor], budget: Budget) -> float:
-    """Milliseconds of copying one block, with several queued: no step waits while the copier's thread wakes up."""
+    """Milliseconds of copying one block while several are queued, so that the time in which the copier's thread wakes
+    up, for which no step waits, is not counted."""
     copier, turn = Copier(), 0
     slots = stores[0][:QUEUED].clone()  # memory that was written before, as an arena's is
 

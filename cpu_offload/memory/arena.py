@@ -1,7 +1,7 @@
-"""Which part of the arena KV pages hold and which part experts hold. Bookkeeping only, no tensors.
+"""Keeps track of the parts of the arena that KV pages and experts hold. Bookkeeping only, no tensors.
 
-The arena is one buffer of `frames` that never moves. A frame has room for one KV page of all layers, 2 L units: the
-keys of one layer are a unit, and so are its values. Frames lie in extents, aligned runs of `extent_frames` frames. An
+The arena is one buffer of `frames` frames that never moves. A frame has room for one KV page of all layers: 2 L units,
+one for the keys and one for the values of each layer. Extents are aligned runs of `extent_frames` frames. An
 extent is free, or holds pages (one in each frame), or holds slots (`extent_slots` of them, one expert in each):
 
     frames   | 0 1 2 3 4 | 5 6 7 8 9 | 10 11 ...        extents of 5 frames, 3 slots
@@ -22,11 +22,11 @@ is out of the tables. So the next tenant may write at once.
 
 from errors import UserError
 
-LOST = 8  # at most 1 part in LOST of an extent of slots should be lost because sizes do not divide
+LOST = 8  # at most 1 / LOST of an extent of slots should be lost because sizes do not divide
 
 
 def extent_of(frame_bytes: int, slot_bytes: int) -> tuple[int, int]:
-    """(frames, slots) of an extent: the smallest that loses at most 1 part in LOST, else the one that loses least."""
+    """(frames, slots) of an extent: the smallest that loses at most 1 / LOST, else the one that loses the least."""
     fewest = -(-slot_bytes // frame_bytes)
     lost: dict[tuple[int, int], float] = {}
     for frames in range(fewest, fewest + LOST):
@@ -40,26 +40,26 @@ class Tenant:
 
     def __init__(self, places: int, free_extents: list[int]):
         self.places, self.free_extents = places, free_extents  # both tenants share the list of free extents
-        self.used: dict[int, int] = {}  # extent -> a bit for each place, set if it is taken
+        self.used: dict[int, int] = {}  # extent -> one bit for each place, set if the place is taken
         self.by_count: list[dict[int, None]] = [{} for _ in range(places + 1)]  # extents by number of taken places
         self.free = 0  # free places in this tenant's extents
 
     def add(self, extent: int, used: int) -> None:
-        """Makes the extent this tenant's; `used`: bits of the places that count as taken."""
+        """Gives the extent to this tenant. `used` has a bit for each place that counts as taken."""
         self.used[extent] = used
         self.by_count[used.bit_count()][extent] = None
         self.free += self.places - used.bit_count()
 
     def take(self) -> int | None:
-        """Takes a place in the fullest extent that is not full, else in a free extent. -> extent * places + place;
-        None: there is none."""
+        """Takes a place in the fullest extent that is not full, else in a free extent. -> extent * places + place, or
+        None if no place is free"""
         if not self.free:
             if not self.free_extents:
                 return None
             self.add(self.free_extents.pop(), 0)
         extent = next(next(iter(extents)) for extents in reversed(self.by_count[:-1]) if extents)
         used = self.used[extent]
-        place = (~used & (used + 1)).bit_length() - 1  # the lowest free one
+        place = (~used & (used + 1)).bit_length() - 1  # the lowest free place
         self._change(extent, 1 << place)
         self.free -= 1
         return extent * self.places + place
@@ -77,7 +77,7 @@ class Tenant:
             self.free_extents.append(extent)
 
     def empty(self, extent: int) -> list[tuple[int, int]]:
-        """Frees the extent: for each of its taken places takes one in the other extents, which must have room.
+        """Frees the extent: takes a place in the other extents, which must have room, for each of its taken places.
         -> (old place, new place) of each"""
         used = self.used[extent]
         del self.by_count[used.bit_count()][extent]  # so that `take` does not choose it
@@ -101,7 +101,7 @@ class Tenant:
 
 class Arena:
     def __init__(self, frames: int, frame_bytes: int, slot_bytes: int, units: int, alignment: int = 64):
-        """`units` of a frame: 2 L; `alignment`: of slots and frames, in bytes."""
+        """A frame has `units` units, 2 L; `alignment` is that of slots and frames, in bytes."""
         if frame_bytes % alignment:
             raise UserError(
                 f"cache_config.page_size: a page of all layers has {frame_bytes} bytes; beside experts it must be a "
@@ -114,7 +114,7 @@ class Arena:
         self.free_extents = list(range(self.extents - 1, -1, -1))  # taken from the end: low ones first
         self._pages = Tenant(self.extent_frames, self.free_extents)
         self._slots = Tenant(self.extent_slots, self.free_extents)
-        if rest:  # less than an extent: for pages only, with the places that do not exist counted as taken
+        if rest:  # the last extent is shorter: only pages use it, and the places it lacks count as taken
             self._pages.add(self.extents, (1 << self.extent_frames) - (1 << rest))
 
     @property
@@ -133,7 +133,7 @@ class Arena:
         return len(self._slots.used) * self.extent_frames
 
     def take_page(self) -> int | None:
-        """Takes a frame. -> its first unit, the page's number in block tables; None: no frame is free"""
+        """Takes a frame. -> its first unit, which is the page's number in block tables, or None if no frame is free"""
         frame = self._pages.take()
         return None if frame is None else frame * self.units
 
@@ -141,11 +141,12 @@ class Arena:
         self._pages.give(unit // self.units)
 
     def gather(self, stays: int) -> list[tuple[int, int]]:
-        """Frees the extent of pages that needs the fewest moves. -> the moves (from, to), which the caller must copy
-        before anything else is taken; empty if no extent can be freed. `stays`: a page that may not move."""
+        """Frees the extent of pages that needs the fewest moves. -> the moves (from, to), empty if no extent can be
+        freed. The caller must copy the pages before it takes anything else. `stays` is a page that may not move."""
         if self._pages.free < self.extent_frames:
             return []
-        still = {self.extents, stays // self.units // self.extent_frames}  # what is left behind the last extent is none
+        # Frames behind the last whole extent, numbered self.extents, cannot become a free extent.
+        still = {self.extents, stays // self.units // self.extent_frames}
         thin = (e for extents in self._pages.by_count[1:] for e in extents if e not in still)
         extent = next(thin, None)
         if extent is None or self._pages.used[extent] == (1 << self.extent_frames) - 1:
@@ -164,8 +165,9 @@ class Arena:
         return extent * self.extent_frames * self.frame_bytes + place * self.slot_bytes
 
     def leaving(self, coldest_first: list[int], frames: int) -> list[int]:
-        """The slots to give back for `frames` more free frames, or for as many as possible. Whole extents are emptied,
-        in order of the warmth of their warmest expert. Slots that are not listed stay, and so do their extents."""
+        """The slots to give back so that `frames` more frames are free, or as many as possible. Whole extents are
+        emptied, those with the coldest warmest expert first. Slots not in `coldest_first` stay, and so do their
+        extents."""
         held = {extent: used.bit_count() for extent, used in self._slots.used.items()}
         leaving: dict[int, list[int]] = {extent: [] for extent in held}
         chosen: list[int] = []

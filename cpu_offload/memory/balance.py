@@ -51,5 +51,5 @@ class Balance:
         return self.arena.free_slots + returning * self.arena.extent_slots
 
     def _beyond(self) -> int:
-        """Number of extents' worth of frames that are free beyond `high`, even if scattered."""
+        """Number of free frames beyond `high`, counted in whole extents, even if the frames are scattered."""
         return max(0, self.arena.free_frames - self.high) // self.arena.extent_frames

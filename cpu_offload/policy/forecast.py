@@ -22,10 +22,10 @@ Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.integer]
 
 FAST, SLOW = 32, 512  # half-lives of the frequencies, in intervals
-PRIOR = 16  # intervals that the first guess, all experts alike, counts for
+PRIOR = 16  # weight, in intervals, of the initial guess that all experts are used equally often
 STEP = 0.03  # the part of an error that one update corrects
 SOURCES = 5  # layers whose experts have rows of weights: the last, and others evenly spread
-WEIGHTS = 1 << 17  # the most that a hint adds up, those of the most used experts first; bounds the time
+WEIGHTS = 1 << 17  # most weights that a hint adds up, most used experts first: bounds the time of a forecast
 
 
 class Forecast:
@@ -37,14 +37,14 @@ class Forecast:
         self._weights = np.zeros((len(self._sources) * experts, size), np.float32)
         self._most_rows = max(1, WEIGHTS // size)
         self._rows = np.zeros(0, np.int64)  # rows of the experts that were used in the last interval
-        self._uses = np.zeros(0, np.float32)  # how often each was
+        self._uses = np.zeros(0, np.float32)  # how often each of these experts was used
         self._hint = np.zeros(size, np.float32)
         self._trend_slope, self._hint_slope = Slope(), Slope()
         self.lasting = self._slow.copy()  # (layers * experts)
 
     @property
     def next(self) -> Floats:
-        """Forecast uses in the next interval. (layers * experts)"""
+        """The forecast number of uses in the next interval. (layers * experts)"""
         return self.lasting + self._hint_slope.value * self._hint
 
     def learn(self, counts: Counts) -> None:
@@ -57,7 +57,7 @@ class Forecast:
         if len(self._rows):
             self._hint_slope.learn(error, self._hint)
             step = STEP / float(self._uses.dot(self._uses)) * (error - self._hint)
-            for uses in set(self._uses.tolist()):  # few different values, if there are few sequences
+            for uses in set(self._uses.tolist()):  # with few sequences there are few different values
                 self._weights[self._rows[self._uses == uses]] += uses * step
         self.intervals += 1
         for frequency, half_life in ((self._slow, SLOW), (self._fast, FAST)):
@@ -74,7 +74,7 @@ class Forecast:
 
 
 class Slope:
-    """How much of a correction to apply: a least-squares slope through 0, with the past decayed."""
+    """The part of a correction to apply: a least-squares slope through 0, in which the past decays."""
 
     def __init__(self) -> None:
         self.value = 0.0  # 0..1

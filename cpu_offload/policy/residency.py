@@ -1,4 +1,4 @@
-"""Decides which experts are resident: learns from routing counts, proposes swaps, and judges its own proposals.
+"""Decides which experts are resident: forecasts uses from routing counts, proposes swaps, and judges its proposals.
 
 Between two steps, after every interval of one or more steps, the caller runs
 
@@ -34,13 +34,13 @@ Bools = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]  # layer * experts + expert
 
 PAYBACK = 24  # intervals in which a swap that costs one miss must have saved it
-ERRORS = 2  # standard errors that are subtracted from what was seen, as it may be chance
+ERRORS = 2  # standard errors that are subtracted from what was seen, since that may be chance
 JUDGED = 64  # batches of proposals: half-life of what `trust` is computed from
 
 
 @dataclass(frozen=True)
 class Settings:
-    max_swaps: int = 32  # copies at one decision, those into free slots included
+    max_swaps: int = 32  # most copies at one decision, including those into free slots
     swap_cost: float = 0.02  # what one copy costs, in misses that it must save
 
     def __post_init__(self) -> None:
@@ -57,14 +57,14 @@ class Settings:
 class Swap:
     layer: int
     expert_in: int
-    expert_out: tuple[int, int] | None  # (layer, expert) whose slot it takes; None: a free slot
+    expert_out: tuple[int, int] | None  # (layer, expert) to evict for it; None: it takes a free slot
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """Swaps on paper, done or not, that are judged later."""
+    """Swaps that are recorded, whether they were done or not, and judged later."""
 
-    due: int  # interval after which they are judged
+    due: int  # the interval after which they are judged
     come: Indices
     go: Indices
     gains: Floats
@@ -113,15 +113,15 @@ class Residency:
         return free + [Swap(*self._place(i), self._place(o)) for i, o in pairs]
 
     def coldest(self, resident: Bools, n: int) -> list[tuple[int, int]]:
-        """(layer, expert) of the n resident experts of least worth, the least first: to be evicted for memory."""
+        """(layer, expert) of the n resident experts of least worth, in order of worth: to be evicted for memory."""
         return [self._place(i) for i in highest(-self._worth(), np.flatnonzero(resident), n).tolist()]
 
     def _worth(self) -> Floats:
-        """Misses that each expert would save over the horizon. (layers * experts)"""
+        """Number of misses that each expert would save over the horizon. (layers * experts)"""
         return self.forecast.next + (self.settings.horizon - 1) * self.forecast.lasting
 
     def _worth_swapping(self, worth: Floats, inside: Indices, outside: Indices) -> tuple[Indices, Indices]:
-        """The few experts inside and outside that can be part of a swap that is done or kept on paper."""
+        """The experts of `inside` and `outside` that can be part of a swap that is done or recorded; they are few."""
         if not len(inside) or not len(outside):
             return inside[:0], outside[:0]
         kept, others, cost = worth[inside], worth[outside], self.settings.swap_cost
@@ -131,14 +131,14 @@ class Residency:
         return inside[most - kept > cost], outside[others - least > cost]
 
     def _propose(self, come: Indices, go: Indices, gains: Floats) -> None:
-        """Keeps the swaps whose gain exceeds the cost, to judge them after the horizon."""
+        """Records the swaps whose gain exceeds the cost, to judge them after the horizon."""
         kept = gains > self.settings.swap_cost
         if kept.any():
             come, go, due = come[kept], go[kept], self.forecast.intervals + self.settings.horizon
             self._paper = Proposals(due, come, go, gains[kept], self._uses[come] - self._uses[go])
 
     def _judge(self, paper: Proposals) -> None:
-        """Updates `trust` by what the swaps on paper would have saved."""
+        """Updates `trust` by what the recorded swaps would have saved."""
         seen = self._uses[paper.come] - self._uses[paper.go] - paper.uses_before
         decay = 0.5 ** (1 / JUDGED)
         self._seen = decay * self._seen + float(seen.sum())

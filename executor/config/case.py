@@ -13,7 +13,7 @@ from executor.parallel.partitions import GROUPS, ParallelSizes
 from models.registry import FAMILIES
 from ops.format import GROUP_SIZES
 
-# Numbers with a meaning of their own in a file. In a Case, None is "chosen for you" or "no limit"; 0 is none at all.
+# Numbers that have a special meaning in a file. In a Case, None stands for "chosen for you" or "no limit", 0 for none.
 OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
@@ -42,7 +42,7 @@ class DataSettings:
     prompts: tuple[str, ...] = key(
         (), "the prompts; may be empty only with `with_ckpt: false`, then `batch_size` random ones are made"
     )
-    input_max_len: int = key(1024, "longest prompt in tokens", minimum=1, maximum=1 << 20)
+    input_max_len: int = key(1024, "most tokens of a prompt", minimum=1, maximum=1 << 20)
     long_prompts: str = key(
         "error",
         "what to do with a prompt longer than `input_max_len`: refuse it, or keep its last `input_max_len` tokens",
@@ -59,19 +59,23 @@ class DataSettings:
         means=OPEN, minimum=0,
     )  # fmt: skip
     mixed_prefill_size: int | None = key(
-        256, "the same for a step in which other sequences decode: the smaller, the less a long prompt slows them "
-        "down; 0: no limit", means=OPEN, minimum=0,
+        256, "the same for a step in which other sequences decode; a smaller limit slows them down less while a long "
+        "prompt is prefilled; 0: no limit", means=OPEN, minimum=0,
     )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    temperature: float = key(0.0, "0: greedy", minimum=0.0, maximum=100.0)
+    temperature: float = key(
+        0.0, "divides the logits before sampling; 0: always take the most probable token", minimum=0.0, maximum=100.0
+    )
     top_k: int | None = key(None, "sample among the k likeliest tokens; 0: all", means=OPEN, minimum=0)
     top_p: float = key(1.0, "sample among the fewest tokens whose probabilities reach p", minimum=0.0, maximum=1.0)
-    seed: int = key(0, "prompt i draws from its own stream, seeded with seed + i", minimum=0, maximum=1 << 62)
-    ignore_eos: bool = key(False, "generate `max_new_tokens` whatever comes, for benchmarks")
+    seed: int = key(0, "prompt i draws its random numbers from the seed `seed` + i", minimum=0, maximum=1 << 62)
+    ignore_eos: bool = key(
+        False, "end-of-sequence tokens do not end a sequence, so `max_new_tokens` are generated; for benchmarks"
+    )
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,11 @@ class ParallelSettings:
 @dataclass(frozen=True)
 class QuantizationSettings:
     method: str = key(
-        "auto", "how linear layers and experts are kept. auto: as the checkpoint has them, bit for bit, where it is "
-        "quantised and the platform can (else as none); none: in `dtype`; q8, q4: quantised while the checkpoint "
-        "streams in, if it has not as many bits already. Where any are quantised, the output head gets 8 bits in "
-        "groups of 32 on cpu; the router and the embedding keep `dtype`", choices=("auto", "none", "q8", "q4"),
+        "auto", "how linear layers and experts are kept. auto: as they are in the checkpoint, bit for bit, if it is "
+        "quantised and the platform supports its format; else like none. none: in `dtype`. q8, q4: quantised to 8 or "
+        "4 bits while the checkpoint is read, unless it has that many bits already. If any are quantised, the output "
+        "head gets 8 bits in groups of 32 on cpu; the router and the embedding keep `dtype`",
+        choices=("auto", "none", "q8", "q4"),
     )  # fmt: skip
     group_size: int = key(
         32, "columns of a row that share a scale: 32, 64 or 128", minimum=GROUP_SIZES[0], maximum=GROUP_SIZES[-1]
@@ -124,59 +129,64 @@ class CacheSettings:
 @dataclass(frozen=True)
 class OffloadSettings:
     mode: str = key(
-        "none", "where experts are. none: all on the device, without shadows; the others keep a shadow of every expert "
-        "on the CPU, inside the decode graph. resident: all in the arena all the same; fixed: as many as `slots`; "
-        "elastic: as many as the KV cache leaves room for", choices=("none", "resident", "fixed", "elastic"),
+        "none", "where experts are kept. none: all are on the device, without shadows. In the other modes the CPU has "
+        "a shadow of every expert and computes, inside the decode graph, those that are not resident in the arena. "
+        "resident: all experts are resident; fixed: `slots` experts are; elastic: as many as the KV cache leaves room "
+        "for", choices=("none", "resident", "fixed", "elastic"),
     )  # fmt: skip
-    start_layer: int = key(0, "experts of earlier layers stay on the device, outside the arena", minimum=0)
+    start_layer: int = key(
+        0, "first layer with shadows; experts of earlier layers stay on the device, outside the arena", minimum=0
+    )
     slots: int | None = key(
         None,
-        "fixed: experts that are resident on each rank, of all layers together; 0: the planner's choice; -1: none, "
-        "all are on the CPU", means=OPEN_OR_NONE, minimum=-1,
+        "mode fixed: number of resident experts on each rank, in all layers together; 0: the planner's choice; "
+        "-1: none, the CPU computes all experts", means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
     arena_mb: float | None = key(
         None,
-        "MB of the one buffer of expert slots and KV pages on each rank; 0: room for all experts (fixed: for "
-        "`slots`) and for the longest sequences", means=OPEN, minimum=0, maximum=1 << 24,
+        "size in MB of the arena, the buffer that expert slots and KV pages share on each rank; 0: room for all "
+        "experts (mode fixed: for `slots`) and for a full batch of the longest sequences",
+        means=OPEN, minimum=0, maximum=1 << 24,
     )  # fmt: skip
     shadow_threads: int | None = key(
         None,
-        "of the pool that computes shadows on each rank, on cores of its own if there are as many beside `threads`; "
-        "0: the planner's choice, together with `threads` where that is 0 too", means=OPEN, minimum=0, maximum=1024,
+        "threads of the pool that computes shadows on each rank. They have cores of their own if enough cores are left "
+        "beside `threads`. 0: the planner's choice, together with `threads` if that is 0 too",
+        means=OPEN, minimum=0, maximum=1024,
     )  # fmt: skip
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
     max_swaps: int | None = key(
         None,
-        "most experts that come in at one decision; 0: the planner's choice; -1: none, the first placement stays",
+        "most experts that become resident at one decision; 0: the planner's choice; -1: none, residents never change",
         means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
     stream_tokens: int | None = key(
         None,
-        "a step of so many tokens or more has missing experts copied to the device, which computes all of them; "
-        "0: the planner's choice; -1: never", means=OPEN_OR_NONE, minimum=-1,
+        "fewest tokens of a step in which experts that are not resident are copied to the device, which then computes "
+        "all experts; 0: the planner's choice; -1: never", means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
     measure_s: float = key(
-        1.2, "seconds, about, in which the planner measures made-up experts before weights are loaded", minimum=0
+        1.2, "about how many seconds the planner measures made-up experts before weights are loaded", minimum=0
     )
-    timeout_s: int = key(30, "a step whose shadow experts take longer than this ends in an error", minimum=1)
+    timeout_s: int = key(30, "most seconds that a step waits for shadow experts before it ends in an error", minimum=1)
 
 
 @dataclass(frozen=True)
 class AscendSettings:
     moe_routing: str = key(
-        "fusion_v2", "operators that bring tokens to their experts: npu_moe_init_routing_v2, the first generation of "
-        "fused routing, or grouped matmul with plain routing", choices=("fusion_v2", "fusion_v1", "tp"),
+        "fusion_v2", "operators that sort tokens by expert. fusion_v2: npu_moe_init_routing_v2; fusion_v1: the first "
+        "generation of fused routing; tp: plain operators. The products are grouped matmuls in all three", choices=("fusion_v2", "fusion_v1", "tp"),
     )  # fmt: skip
     decode_gemv: str = key(
-        "auto", "products of few tokens by 4-bit weights in our own kernels for the vector cores, built by `bash "
-        "ops/ascend/vector_core/build.sh`. auto: where they are built and fit the weights; on: an error where not; "
-        "off: never. AIV collectives compete with them for those cores: compare `off`, and `hccl_config.aiv_group: "
-        "none`",
+        "auto", "whether steps of few tokens multiply by 4-bit weights with our own kernels for the vector cores, "
+        "which `bash ops/ascend/vector_core/build.sh` builds. auto: if they are built and fit the weights; on: yes, "
+        "and an error if they are not built or do not fit; off: no. AIV collectives compete with them for these "
+        "cores: compare `off` with `hccl_config.aiv_group: none`",
         choices=("auto", "on", "off"),
     )  # fmt: skip
-    gemv_max_tokens: int = key(8, "most tokens of a step that `decode_gemv` is for", minimum=1, maximum=8)
+    gemv_max_tokens: int = key(8, "most tokens of a step that uses the kernels of `decode_gemv`", minimum=1, maximum=8)
     gemv_half_sums: bool = key(
-        False, "add eight rows in half: faster by CANN's tables, loses precision where sums cancel; docs/vector_core.md"
+        False, "sum eight rows in float16: faster by CANN's tables, less exact if sums cancel (docs/vector_core.md)"
     )
     memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
     cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
@@ -187,11 +197,13 @@ class AscendSettings:
         minimum=0,
         maximum=65520,
     )
-    socket_ifname: str = key("", "network interface HCCL's ranks meet on (HCCL_SOCKET_IFNAME); empty: HCCL's choice")
+    socket_ifname: str = key(
+        "", "network interface over which HCCL's ranks connect (HCCL_SOCKET_IFNAME); empty: HCCL's choice"
+    )
 
 
 def _own_buffer(of: str) -> Any:
-    return key(None, f"of {of}; 0: buffer_mb", means=OPEN, minimum=0, maximum=65536)
+    return key(None, f"buffer_mb for {of}; 0: the value of buffer_mb", means=OPEN, minimum=0, maximum=65536)
 
 
 @dataclass(frozen=True)
@@ -203,7 +215,7 @@ class HcclSettings:
     )  # fmt: skip
     deterministic: bool = key(False, "collectives sum in the same order every time; needs `aiv_group: none`")
     buffer_mb: int = key(
-        200, "HCCL's buffer of each group; a group holds two, and is slow with data larger than one", minimum=1,
+        200, "size of HCCL's buffers of each group; a group has two, and is slow with data larger than one", minimum=1,
         maximum=65536,
     )  # fmt: skip
     world_buffer_mb: int | None = _own_buffer("the group of all ranks")
@@ -233,7 +245,7 @@ class Case:
     )  # fmt: skip
     world_size: int = key(1, "number of ranks", minimum=1, maximum=4096)
     instruction_set: str = key(
-        "auto", "of the CPU's kernels; auto: the best this machine has",
+        "auto", "instruction set of the CPU's kernels; auto: the best that this machine has",
         choices=("auto", "generic", "avx2", "avx512_vnni", "neon_dotprod", "neon_i8mm"),
     )  # fmt: skip
     threads: int | None = key(
@@ -245,7 +257,7 @@ class Case:
     )  # fmt: skip
     strict: bool = key(
         False, "a fallback that would be silent (an operator without a converter, eager in place of a graph) and "
-        "versions nobody tested together are errors, not warnings",
+        "versions that were not tested together are errors, not warnings",
     )  # fmt: skip
     model_config: ModelSettings = section(ModelSettings)
     data_config: DataSettings = section(DataSettings)

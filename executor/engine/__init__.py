@@ -1,1 +1,1 @@
-"""Runs a model step by step: requests, scheduling, pages, batches, sampling."""
+"""Runs a model step by step: its requests, their schedule, KV pages, batches and sampled tokens."""

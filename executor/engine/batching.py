@@ -9,7 +9,7 @@ from executor.engine.sequence import Sequence
 from models.batch import Batch
 from ops.interface import Ops
 
-PADDING_LENGTH = 2  # not 0 or 1: compilers take those for constants
+PADDING_LENGTH = 2  # not 0 or 1, which compilers treat as constants
 
 
 def pack(
@@ -21,9 +21,11 @@ def pack(
     all_logits: bool = False,
     rows: int = 0,
 ) -> Batch:
-    """The batch of `sequences`, all of this rank's group, whose pages are reserved, its tensors on the host.
+    """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
+    group, and their pages are reserved.
 
-    For graphs of fixed sizes, a decode step is padded to `rows` sequences, whose tokens go to a page that is nobody's.
+    For graphs of fixed sizes, a decode step is padded to `rows` sequences. Padding tokens are written to a page that no
+    sequence holds.
     """
     ids: list[int] = []
     positions: list[int] = []

@@ -1,4 +1,4 @@
-"""What one rank's model is made with: weight formats, `Build`, cache. A run and the memory plan share it."""
+"""Makes what one rank's model is built with: weight formats, `Build`, KV caches. Runs and the memory plan use it."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +35,8 @@ def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:
 
 
 def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
-    """Quantised: every linear layer and expert; the head never in fewer than 8 bits, the router as it is."""
+    """The formats of the case's weights. If the case quantises, all linear layers and experts are quantised; the head
+    is quantised to 8 bits if `quantised_head`, and the router is not quantised."""
     plain, wanted = FORMATS[case.model_config.dtype], case.quantization
     tiled = dataclasses.replace(plain, tiled=True)
     head = FORMATS["q8"] if quantised_head else tiled
@@ -67,7 +68,7 @@ def build_of(
 
 
 def packed_facts(case: Case) -> dict[str, Any]:
-    """Everything but the checkpoint and the rank that decides how this rank's weights are packed."""
+    """All facts that decide how this rank's weights are packed, except the checkpoint and the rank."""
     return {
         "world_size": case.world_size,
         "dtype": case.model_config.dtype,
@@ -83,7 +84,7 @@ def cache_type(case: Case, build: Build) -> torch.dtype:
 
 
 def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
-    """Give every attention layer its cache: one page more than are handed out, for what padding rows write."""
+    """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
     dtype = cache_type(case, build)
     for layer in attentions(model):
         shape = (pages + 1, case.cache_config.page_size, layer.kv_heads, layer.head_dim)
@@ -95,17 +96,19 @@ def attentions(model: nn.Module) -> list[PagedAttention]:
 
 
 def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
-    """(units, bytes) of an arena's frame: one page's keys and values, a unit each, of all layers."""
+    """(units, bytes) of one frame of the arena. A frame holds one page of all layers: two units for each layer, its
+    keys and its values."""
     units = 2 * len(attentions(model))
     return units, units * _units(model, case, build, 1).nbytes
 
 
 def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> Tensor:
-    """Give all layers their caches in one buffer, an arena of `frames` and `spare` bytes more, and return it:
-    (units, a page's shape).
+    """Give all layers their caches in one buffer, and return it as a tensor (units, *shape of a page). It holds an
+    arena of `frames` frames, and `spare` bytes behind that.
 
-    The caches are views of it, each begun a unit later than the one before: page u of layer l's keys is unit u + 2 l,
-    of its values u + 2 l + 1. So with the first unit of a frame, one page number serves keys and values of all layers.
+    The caches are views of the buffer, each of which starts one unit after the one before: page u of layer l's keys is
+    unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first unit of a frame, taken as a page number,
+    addresses the keys and values of all layers.
     """
     layers = attentions(model)
     units = 2 * len(layers)
@@ -116,7 +119,8 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
 
 
 def apart(view: Tensor) -> Tensor:
-    """The same memory as a tensor of its own: torch.compile rewrites inputs that overlap, and torchair fails then."""
+    """A tensor over the same memory that is not a view: torch.compile rewrites overlapping views among the inputs of a
+    graph, and torchair fails on the result."""
     return from_dlpack(view)
 
 

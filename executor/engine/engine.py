@@ -1,4 +1,4 @@
-"""One rank's model on its device, with its KV cache: turns batches into logits. Requests are the scheduler's."""
+"""One rank's model on its device, with its KV cache: turns batches into logits. The scheduler handles requests."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ ForwardStep = Callable[[Batch], Tensor]
 
 
 class Engine:
-    """`config`: the model's. `choices`: what the planner of shadow experts chose, for a case that has any.
-    `packed_cache`: makes the cache of packed weights, with PackedCache's arguments."""
+    """`config` is the model's config. `choices` are the choices of the planner for shadow experts, or None for a case
+    without them. `packed_cache` makes the cache of packed weights from the arguments of PackedCache."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class Engine:
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
     def eager_step(self, batch: Batch) -> Tensor:
-        """A decode step op by op."""
+        """Runs a decode step op by op."""
         return self.model.decode(batch.to(self.platform.device))
 
     def graph_step(self) -> ForwardStep:
-        """A decode step as the static graphs that the case's `exe_mode` names, one for each number of sequences."""
+        """Returns a decode step that runs as static graphs, one for each number of sequences, as `exe_mode` says."""
         return self.platform.compile(self.model.decode, self.config)
 
     def pack(self, scheduler: Scheduler, sequences: ListOf[Sequence], decode: bool, all_logits: bool = False) -> Batch:
-        """Reserve the cache pages that the step of all groups' `sequences` writes to, and pack those of this rank's
-        group."""
+        """Reserve the cache pages that a step of `sequences`, of all data-parallel groups, writes to. Returns the batch
+        of those sequences that belong to this rank's group."""
         scheduler.reserve(sequences)
         group, pools = self.parallel.attn_dp.rank, scheduler.pools
         live = tokens = tuple(sum(s.new_tokens for s in sequences if s.group == g) for g in range(len(pools)))
@@ -90,14 +90,16 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, decode: bool) -> Tensor:
-        """Logits of this rank's group, perhaps still being computed: reading the chosen tokens waits for them."""
+        """Returns the logits of this rank's data-parallel group. The device may still be computing them; reading the
+        chosen tokens waits for it."""
         if self.profiler is None:
             return self._forward(batch, decode)
         with self.profiler.step("decode" if decode else "prefill"):
             return self._forward(batch, decode)
 
     def choose(self, logits: Tensor, sequences: ListOf[Sequence]) -> list[int]:
-        """The next token of each of all groups' `sequences`; `logits` has a row for each of this rank's group."""
+        """Returns the next token of each of `sequences`, which are of all data-parallel groups. `logits` has one row
+        for each sequence of this rank's group."""
         dp = self.parallel.attn_dp
         mine = [s for s in sequences if s.group == dp.rank]
         chosen = choose(self.platform.ops, logits[: len(mine)], mine)
@@ -107,8 +109,8 @@ class Engine:
 
     @contextmanager
     def step(self, decode: bool) -> Iterator[None]:
-        """Stands around a step, from before its pages are reserved until its tokens are known: shadow experts move
-        between two steps."""
+        """Context of one step, entered before the step's pages are reserved and left once its tokens are known. Shadow
+        experts change places only between two steps."""
         if self.offload:
             self.offload.begin()
         yield

@@ -13,7 +13,7 @@ from executor.engine.sequence import Sequence, new_sequence
 
 
 class ForcedRun:
-    """Sequences in the cache of `engine`, which nothing else may use meanwhile. Every rank calls the same."""
+    """Sequences in the KV cache of `engine`, which nothing else may use meanwhile. Every rank makes the same calls."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -32,7 +32,7 @@ class ForcedRun:
         return self._run([s for s in self.scheduler.running if s in added], added, False, all_logits)
 
     def extend(self, tokens: ListOf[int]) -> None:
-        """Append a token to each sequence, for `decode` to take."""
+        """Append a token to each sequence; the next `decode` computes it."""
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.ids.append(token)
 
@@ -47,7 +47,8 @@ class ForcedRun:
         return self._run(self.scheduler.running, self.sequences, True, True)
 
     def decode_in_place(self) -> Tensor:
-        """As `decode`, for this rank's group alone: (sequences, vocabulary), overwritten by the next step."""
+        """Like `decode`, but returns only the logits of this rank's data-parallel group, (sequences, vocabulary). The
+        next step overwrites them."""
         return self._forward(self.scheduler.running, True, True)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The loop that every driver shares: submit requests, step, abort. Each rank calls the same in the same order."""
+"""The loop that every driver uses: submit requests, step, abort. All ranks make the same calls in the same order."""
 
 import itertools
 import time
@@ -12,7 +12,7 @@ from executor.engine.timings import Timings
 
 
 class Loop:
-    """`stop_ids`: the model's end-of-sequence tokens."""
+    """`stop_ids` are the model's end-of-sequence tokens."""
 
     def __init__(self, engine: Engine, stop_ids: frozenset[int]):
         self.engine, self.stop_ids = engine, stop_ids
@@ -20,7 +20,7 @@ class Loop:
         self.timings = Timings()
         self._ids = itertools.count()
         self._aborted: list[Event] = []
-        self._admitted: dict[int, float] = {}  # when the sequences without a first token were admitted, in seconds
+        self._admitted: dict[int, float] = {}  # id -> time of admission in seconds, of sequences without a first token
 
     @property
     def idle(self) -> bool:
@@ -28,27 +28,27 @@ class Loop:
         return self.scheduler.idle and not self._aborted
 
     def submit(self, request: Request) -> int:
-        """Queue `request` and return its id, which its events carry. A request that can never run is refused: an error
-        of one line, and no other request notices."""
+        """Queue `request` and return its id, which its events carry. A request that can never run is refused with an
+        error of one line; other requests are not affected."""
         id = next(self._ids)
         self.add(new_sequence(id, request))
         return id
 
     def add(self, sequence: Sequence) -> None:
-        """`submit` for a caller that numbers its own sequences and looks at them afterwards."""
+        """Like `submit`, for a caller that numbers its sequences itself and reads them afterwards."""
         vocabulary = self.engine.config.vocab_size
         if wrong := [token for token in sequence.ids if not 0 <= token < vocabulary]:
             raise UserError(f"prompt {sequence.id}: token {wrong[0]} is outside the vocabulary of {vocabulary}")
         self.scheduler.add(sequence)
 
     def abort(self, id: int) -> None:
-        """End a request; the next `step` returns its last event. Without effect if it has ended."""
+        """End a request; the next `step` returns its last event. A request that has already ended is left alone."""
         if event := self.scheduler.abort(id):
             self._aborted.append(event)
             self._admitted.pop(id, None)
 
     def step(self) -> list[Event]:
-        """Admit waiting requests and run one step; the events of all requests that got a token or ended."""
+        """Admit waiting requests and run one step. Returns the events of all requests that got a token or ended."""
         aborted, self._aborted = self._aborted, []
         step = self.scheduler.schedule()
         if step is None:

@@ -1,4 +1,4 @@
-"""The KV cache's pages: which are free, and which a sequence holds."""
+"""The pages of the KV cache: which pages are free, and which pages each sequence holds."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from errors import UserError
 
 
 class Pages(ABC):
-    """Hands out page numbers, whatever they are, each to one holder at a time."""
+    """Hands out page numbers. Each page has at most one holder at a time."""
 
-    pages: int  # that sequences may hold together
-    padding: int  # the number of one page more, which is nobody's
+    pages: int  # most pages that all sequences together may hold
+    padding: int  # number of one more page, which no sequence holds: padding rows are written to it
     page_size: int
 
     @abstractmethod
     def available(self, wanted: int) -> int:
-        """How many can be taken, where `wanted` are needed."""
+        """Returns how many pages can be taken, after trying to make `wanted` pages free."""
 
     @abstractmethod
     def take(self) -> int: ...
@@ -28,7 +28,8 @@ class Pages(ABC):
         return -(-tokens // self.page_size)
 
     def extend(self, held: list[int], tokens: int) -> None:
-        """Grow `held` in place until it has room for `tokens`; all or nothing."""
+        """Grow `held`, a sequence's pages, in place until they have room for `tokens` tokens. If pages are missing,
+        none is taken and an error is raised."""
         missing = self.pages_for(tokens) - len(held)
         available = self.available(missing)
         if missing > available:
@@ -37,18 +38,18 @@ class Pages(ABC):
             held.append(self.take())
 
     def release(self, held: list[int]) -> None:
-        """Take back all pages of `held`, which becomes empty."""
+        """Take back all pages in `held` and empty it."""
         self.give(held)
         held.clear()
 
     def slots(self, held: list[int], start: int, stop: int) -> list[int]:
-        """Places in the cache of a sequence's tokens start .. stop - 1."""
+        """The page places (positions in the KV cache) of tokens start .. stop - 1 of the sequence that holds `held`."""
         size = self.page_size
         return [held[i // size] * size + i % size for i in range(start, stop)]
 
 
 class PagePool(Pages):
-    """Numbers 0 .. pages - 1."""
+    """A fixed pool: its pages have the numbers 0 .. pages - 1."""
 
     def __init__(self, pages: int, page_size: int):
         self.pages, self.padding, self.page_size = pages, pages, page_size
@@ -65,7 +66,8 @@ class PagePool(Pages):
 
 
 class ElasticPages(Pages):
-    """Frames of the arena, by their first units. Where too few are free, `make_room(frames)` has experts leave."""
+    """Pages are frames of the arena; a page's number is the number of its frame's first unit. If too few frames are
+    free, `make_room(frames)` evicts experts."""
 
     def __init__(
         self,
@@ -75,9 +77,9 @@ class ElasticPages(Pages):
         make_room: Callable[[int], None],
         copy: Callable[[int, int], object],
     ):
-        """`pinned`: frames of experts that may not leave. `copy(from, to)` copies a page."""
+        """`pinned` is the number of frames of experts that may not be evicted. `copy(from, to)` copies a page."""
         self.arena, self.make_room, self.copy = arena, make_room, copy
-        self.holders: dict[int, list[int]] = {}  # page -> the list of its holder
+        self.holders: dict[int, list[int]] = {}  # page -> the list of pages of the sequence that holds it
         self.pages, self.padding, self.page_size = arena.frames - pinned - 1, self.take(), page_size
 
     def available(self, wanted: int) -> int:
@@ -102,8 +104,9 @@ class ElasticPages(Pages):
             del self.holders[page]
 
     def gather(self) -> None:
-        """Makes an extent of the arena free, if that can be had by moving pages. Between two steps: what they hold is
-        copied, and their holders' lists, of which each step's block tables are made, are written anew."""
+        """Frees an extent of the arena by moving pages, if that is possible. To be called between two steps: it copies
+        the contents of the moved pages and updates the lists of pages of their sequences, from which the block tables
+        of each step are made."""
         for old, new in self.arena.gather(self.padding):
             self.copy(old, new)
             held = self.holders[new] = self.holders.pop(old)

@@ -1,4 +1,4 @@
-"""What a user asks of the engine, and what it answers step by step."""
+"""A request to the engine, its sampling settings, and the events that answer it step by step."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class SamplingParams:
     temperature: float = 0.0  # 0: greedy
     top_k: int | None = None  # sample among the k most probable tokens; None: among all
     top_p: float = 1.0  # sample among the fewest tokens whose probabilities add up to p
-    seed: int | None = None  # None: the request's id is its seed
+    seed: int | None = None  # None: the request's id is used as its seed
     stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence tokens
     ignore_eos: bool = False  # the model's end-of-sequence tokens do not end the request
 
@@ -45,7 +45,7 @@ def _number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as token ids, and how to go on from it."""
+    """A prompt as token ids, and how to continue it."""
 
     ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
@@ -53,8 +53,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """What a step brought to one request."""
+    """What one step did for one request."""
 
     id: int
-    tokens: tuple[int, ...]  # the new ones; a token that ends the request is among them
+    tokens: tuple[int, ...]  # the new tokens, including one that ends the request
     finish_reason: str  # "stop", "length" or "abort"; empty while the request runs

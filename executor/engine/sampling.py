@@ -14,7 +14,7 @@ MASK = (1 << 64) - 1
 
 
 def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
-    """logits (S, V), a row for each of `sequences`. -> token ids (S)"""
+    """logits (S, V) with a row for each of `sequences`. -> token ids (S)"""
     chosen = ops.argmax(logits)
     drawn = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
     if drawn:
@@ -47,7 +47,8 @@ def _mixed(x: int) -> int:
 def draw(probabilities: Tensor, draws: ListOf[float]) -> Tensor:
     """probabilities (S, V) with rows that sum to one, and a number from [0, 1) for each row. -> token ids (S)
 
-    A token is drawn where the cumulative sum of its row first exceeds the number, so one of probability 0 never is.
+    The token drawn is the first at which the cumulative sum of the row exceeds the number, so a token of probability 0
+    is never drawn.
     """
     cumulated = probabilities.double().cumsum(-1)  # (S, V)
     total = cumulated[:, -1:]
@@ -58,7 +59,8 @@ def draw(probabilities: Tensor, draws: ListOf[float]) -> Tensor:
 
 
 def filtered_probabilities(logits: Tensor, params: ListOf[SamplingParams]) -> Tensor:
-    """Temperature, then top-k, then top-p on what top-k left, of each row's own `params`. (S, V), rows sum to one"""
+    """Applies each row's temperature, then its top-k, then its top-p to the tokens that top-k left. -> probabilities
+    (S, V) with rows that sum to one"""
     vocabulary = logits.shape[-1]
     temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float64)[:, None]
     # The largest logit becomes 0 first, so that the smallest temperature does not overflow.

@@ -1,5 +1,5 @@
-"""Which sequences run in the next step, and with how many tokens. Knows requests and pages, nothing of models, devices
-or clocks.
+"""Decides which sequences run in the next step, and with how many tokens. It handles requests and pages only; no model,
+device or clock is involved.
 
 Every rank runs the same scheduler on the same calls, so all ranks agree without a message: each data-parallel group has
 its own pool of pages and an equal share of the batch.
@@ -26,23 +26,23 @@ from executor.engine.sequence import Sequence
 
 @dataclass(frozen=True)
 class Limits:
-    batch_size: int  # sequences that run together, of all data-parallel groups
-    max_sequence_length: int  # prompt and generated tokens
+    batch_size: int  # most sequences that run together, in all data-parallel groups
+    max_sequence_length: int  # most prompt and generated tokens of a sequence
     page_size: int
     groups: int = 1  # data-parallel groups
-    prefill_tokens: int | None = None  # most prompt tokens of a step, of each group; None: no limit
+    prefill_tokens: int | None = None  # most prompt tokens of each group in a step; None: no limit
     mixed_tokens: int | None = None  # the same for a step in which other sequences decode
 
 
 @dataclass(frozen=True)
 class Step:
-    """The sequences of one step, ordered by group; each says itself how many tokens it takes (`new_tokens`)."""
+    """The sequences of one step, ordered by group. `new_tokens` of a sequence is the number of tokens it takes."""
 
     sequences: list[Sequence]
 
     @property
     def decode(self) -> bool:
-        """Whether every sequence takes exactly its newest token: the step that graphs are made of."""
+        """Whether every sequence takes exactly its newest token. Graphs are captured of such steps only."""
         return all(s.decoding for s in self.sequences)
 
     @property
@@ -53,12 +53,12 @@ class Step:
 
 class Scheduler:
     def __init__(self, limits: Limits, stop_ids: Collection[int] = (), pool: Pages | None = None, group: int = 0):
-        """`stop_ids`: the model's end-of-sequence tokens. `pool`: the pages of this rank's `group`, if there are fewer
-        than the worst case takes; all groups then have that number."""
+        """`stop_ids` are the model's end-of-sequence tokens. `pool` holds the pages of this rank's `group`, if they are
+        fewer than the worst case takes; all groups then have the same number of pages."""
         self.limits, self.stop_ids = limits, frozenset(stop_ids)
         self.per_group = limits.batch_size // limits.groups
-        self.table_width = -(-limits.max_sequence_length // limits.page_size)  # pages of the longest sequence
-        self.pages = self.per_group * self.table_width  # of a group: enough for the worst case
+        self.table_width = -(-limits.max_sequence_length // limits.page_size)  # number of pages of the longest sequence
+        self.pages = self.per_group * self.table_width  # pages of a group, enough for the worst case
         pages = pool.pages if pool else self.pages
         self.pools: list[Pages] = [PagePool(pages, limits.page_size) for _ in range(limits.groups)]
         if pool:
@@ -71,7 +71,7 @@ class Scheduler:
         return not (self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue `sequence`. A sequence that can never run is refused here, and no other one notices."""
+        """Queue `sequence`. A sequence that can never run is refused here; other sequences are not affected."""
         longest, allowed = sequence.longest, self.limits.max_sequence_length
         if not sequence.ids:
             raise UserError(f"prompt {sequence.id} has no tokens")
@@ -81,7 +81,7 @@ class Scheduler:
                 f"are more than the {allowed} that a sequence can have: shorten it, or raise input_max_len or "
                 "max_new_tokens"
             )
-        pool = self.pools[0]  # all have as many pages
+        pool = self.pools[0]  # all pools have the same number of pages
         needed = pool.pages_for(longest)
         if needed > pool.pages:
             raise UserError(
@@ -102,7 +102,8 @@ class Scheduler:
         return None
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences into free places, emptiest group first; they are to be prefilled now.
+        """Move waiting sequences into free places, emptiest group first. The step that is being scheduled starts
+        their prefill.
 
         A sequence is admitted only while its pool has pages for all sequences of the group at their longest, so that
         each can grow to its end.
@@ -114,7 +115,7 @@ class Scheduler:
             sequence, group = self.waiting[0], load.index(min(load))
             needed = self._most_pages(sequence)
             if promised[group] + needed > self.pools[group].pages:
-                break  # first come, first served: the sequences behind it wait as well
+                break  # first come, first served: all later sequences wait as well
             self.waiting.popleft()
             sequence.group = group
             load[group] += 1
@@ -125,7 +126,7 @@ class Scheduler:
         return admitted
 
     def schedule(self) -> Step | None:
-        """The next step; None if nothing is left to do.
+        """Returns the next step; None if nothing is left to do.
 
         Sequences that decode take one token each, and prompts fill up the step within their limit: the smaller one
         while any sequence decodes, so that a long prompt does not keep it waiting.
@@ -169,7 +170,7 @@ class Scheduler:
         return [Event(s.id, (token,), s.finish_reason) for s, token in zip(finished, tokens, strict=True)]
 
     def retire(self) -> list[Sequence]:
-        """Remove the sequences that have finished and take back their pages."""
+        """Remove the sequences that have finished, take back their pages, and return those sequences."""
         finished = [s for s in self.running if s.finish_reason]
         for sequence in finished:
             self.pools[sequence.group].release(sequence.pages)

@@ -11,7 +11,7 @@ class Sequence:
     request: Request
     ids: list[int]  # prompt and generated tokens
     group: int = 0  # the data-parallel group that runs it
-    cached: int = 0  # how many of `ids` have their keys and values in the cache
+    cached: int = 0  # number of `ids` whose keys and values are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not cached yet
     pages: list[int] = field(default_factory=list)
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
@@ -42,7 +42,7 @@ class Sequence:
 
     @property
     def end(self) -> int:
-        """How many of `ids` are cached after the next step."""
+        """Number of `ids` that are cached after the next step."""
         return self.cached + self.new_tokens
 
 

@@ -1,4 +1,4 @@
-"""What a case asks of the platform that runs it. Imports nothing heavy: the launcher uses it too."""
+"""Makes a platform's settings from a case. Imports nothing heavy, since the launcher uses it too."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def platform_settings(case: Case) -> PlatformSettings:
 
 
 def _graph_facts(case: Case) -> dict[str, object]:
-    """All settings but the description and the prompts: those change often, and no graph sees them."""
+    """All settings except the description and the prompts, which change often and do not affect graphs."""
     settings = dataclasses.asdict(case)
     del settings["description"], settings["data_config"]["prompts"]
     return settings

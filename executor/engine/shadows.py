@@ -1,4 +1,4 @@
-"""Shadow experts of a case: settings, the arena that they share with the KV cache."""
+"""Sets up the shadow experts of a case, and the arena that they share with the KV cache."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from models.config import ModelConfig
 
 
 def make_offload(case: Case, choices: Choices, platform: Platform, config: ModelConfig) -> Offload:
-    """`config`: the model's."""
+    """Makes the shadow experts of `case`; `config` is the model's config."""
     wanted = case.offload_config
     settings = Settings(
         mode=wanted.mode,
@@ -32,8 +32,8 @@ def make_offload(case: Case, choices: Choices, platform: Platform, config: Model
 
 
 def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:
-    """Binds the caches of `model` and the experts' slots to one buffer. -> the source of KV pages
-    `longest`: pages of all sequences at their longest."""
+    """Binds the KV caches of `model` and the expert slots to one buffer. -> the pages that sequences take. `longest` is
+    the number of pages that all sequences need at their longest."""
     frame, slots = frame_of(model, case, build), (offload.slot_bytes, offload.most_slots)
     arena, pinned = make_arena(case, *frame, *slots, longest, offload.device.alignment)
     memory = bind_arena(model, case, build, arena.frames, offload.device.spare(offload.slot_bytes))
@@ -56,7 +56,8 @@ def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, lon
 def make_arena(
     case: Case, units: int, frame_bytes: int, slot_bytes: int, most_slots: int, longest: int, alignment: int
 ) -> tuple[Arena, int]:
-    """(the arena's books, frames of experts that may not leave). `most_slots`: experts that may be resident"""
+    """Returns the arena's bookkeeping, and the number of frames of experts that may not be evicted. `most_slots` is the
+    most experts that may be resident at once, `longest` the number of pages of all sequences at their longest."""
     experts = expert_frames(frame_bytes, slot_bytes, most_slots)
     frames = frames_of(case, frame_bytes, experts, longest)
     arena = Arena(frames, frame_bytes, slot_bytes, units, alignment)
@@ -71,11 +72,12 @@ def make_arena(
 
 
 def expert_frames(frame_bytes: int, slot_bytes: int, most_slots: int) -> int:
-    """Frames, if all that may be resident are."""
+    """Number of frames that `most_slots` resident experts take."""
     frames_each, slots_each = extent_of(frame_bytes, slot_bytes)
     return -(-most_slots // slots_each) * frames_each
 
 
 def frames_of(case: Case, frame_bytes: int, experts: int, longest: int) -> int:
-    """Of the arena; `experts`: frames of theirs."""
+    """Number of frames of the arena. If the case leaves its size open, it has `experts` frames for expert slots,
+    `longest` for KV pages, and one for the page that padding rows are written to."""
     return int((case.offload_config.arena_mb or 0) * MB) // frame_bytes or experts + longest + 1

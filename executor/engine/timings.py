@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Timings:
-    """A step in which some sequences prefill and others decode counts for both."""
+    """A step in which some sequences prefill and others decode counts as both."""
 
-    first_token: list[float] = field(default_factory=list)  # one entry a sequence, from its admission
+    first_token: list[float] = field(default_factory=list)  # one entry for each sequence, counted from its admission
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_steps: list[float] = field(default_factory=list)
-    pure_decode_steps: list[float] = field(default_factory=list)  # those of `decode_steps` without prompt tokens
+    pure_decode_steps: list[float] = field(default_factory=list)  # the `decode_steps` that had no prompt tokens
 
     def add(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
         if prompt_tokens:

@@ -1,4 +1,4 @@
-"""Fills a model: from its checkpoint, from weights that an earlier start kept packed, or with random numbers."""
+"""Fills a model from its checkpoint, from packed weights that an earlier start kept, or with random numbers."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from models.causal_lm import CausalLM
 def fill_weights(
     case: Case, folder: Path, model: CausalLM, rank: int, packed_cache: Callable[..., PackedCache]
 ) -> None:
-    """`folder`: the checkpoint's; `packed_cache`: where packed weights are kept. Rank 0 shows progress."""
+    """`folder` is the checkpoint's folder; `packed_cache` makes the cache in which packed weights are kept. Rank 0
+    shows the progress."""
     settings = case.quantization
     if not case.model_config.with_ckpt:
         return random_weights(model, seed=rank)

@@ -1,1 +1,1 @@
-"""One run of one case: launching its ranks, the runner, and what it leaves behind."""
+"""One run of one case: the launcher of its ranks, the runner, and the files that a run writes."""

@@ -1,4 +1,4 @@
-"""Settings for a checkpoint that no case names."""
+"""Chooses settings for a checkpoint that is run without a case file."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ from executor.config.load import make_case
 from models.hf_config import read_json
 from models.registry import FAMILIES, config_class
 
-SEQUENCES, PROMPT, NEW = 4, 4096, 1024  # at once; tokens, if the model has as many positions
-SHARE = 0.7  # of the machine's free memory that weights may take; the rest is for the KV cache and activations
+SEQUENCES, PROMPT, NEW = 4, 4096, 1024  # sequences at once; tokens of each, if the model has enough positions
+SHARE = 0.7  # share of the machine's free memory that weights may take; the rest is for the KV cache and activations
 
 
 def case_of_checkpoint(folder: Path, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> Case:
-    """A case on this machine's CPU for the checkpoint in `folder`, with the user's settings over what is chosen here.
-    Prints what was chosen."""
+    """Returns a case that runs the checkpoint in `folder` on this machine's CPU. The user's settings override what is
+    chosen here. Prints what was chosen."""
     name = read_json(folder / "config.json").get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
@@ -48,7 +48,8 @@ def case_of_checkpoint(folder: Path, settings: Mapping[str, object], overrides: 
 
 
 def _method(folder: Path) -> str:
-    """auto, which keeps the checkpoint's own quantisation, or else its floats; q8 or q4 where those do not fit."""
+    """The `quantization.method` to use: auto if the checkpoint is quantised or its weights fit into memory as they are,
+    else q8 or q4."""
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if read_scheme(folder).format is not None:
         return "auto"

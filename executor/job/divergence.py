@@ -1,4 +1,4 @@
-"""How far a case's next-token distributions are from those of another case, whose logits are in a file.
+"""Compares the next-token distributions of a case with those of another case, read from a file of its logits.
 
 The logits go through a file because memory may not hold two models at once, and the two cases may need different
 numbers of ranks.
@@ -36,8 +36,8 @@ class LogitsWriter:
 
 
 class Divergence:
-    """Compares the second pass with the first: mean KL(P || Q) in nats, P from the file, Q of the case itself; and how
-    often both prefer the same token."""
+    """Compares the second pass with the first: the mean KL(P || Q) in nats, where P is the distribution in the file and
+    Q that of the case itself, and how often both prefer the same token."""
 
     def __init__(self, path: Path):
         self.file = open(path, "rb")  # noqa: SIM115 (until the process ends)

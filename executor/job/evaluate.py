@@ -1,10 +1,10 @@
 """Perplexity of a case's model on a text, in windows that do not overlap; optionally compared with another case.
 
-Every window starts anew, so its first token is not counted in the perplexity. A comparison takes two passes, a process
-each: the first runs the other case and leaves its logits in a temporary folder (TMPDIR says where), vocabulary x 4
-bytes for a token; the second runs the case itself and computes KL(other || case) in nats and how often both prefer the
-same token, over every position. Memory beside the model: about three times batch x window x vocabulary x 4 bytes on
-each rank, however long the text.
+A window does not see the text before it, so its first token is not counted in the perplexity. A comparison takes two
+passes, each in a process of its own. The first runs the other case and writes its logits to a temporary folder (below
+TMPDIR), vocabulary x 4 bytes for each token. The second runs the case itself and computes, over all positions,
+KL(other || case) in nats and how often both prefer the same token. In addition to the model, each rank needs about
+three times batch x window x vocabulary x 4 bytes of memory, however long the text is.
 """
 
 import json
@@ -41,21 +41,21 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is to be measured; with `against`, also the case that it is compared with."""
+    """The arguments of an evaluation; `against`, if given, is the case to compare with."""
 
     case: str
     overrides: list[str]
     text: Path
     against: str | None = None
     against_overrides: list[str] = field(default_factory=list)
-    window: int = 256  # tokens of a window, which attend to each other
+    window: int = 256  # tokens of a window; they attend only to each other
     batch: int = 8  # windows that run together
     json: Path | None = None  # a file for the figures
     results: Path | None = None  # a folder for the ranks' logs
-    logits: Path | None = None  # only in the passes of a comparison: the folder that the first leaves its logits in
+    logits: Path | None = None  # set only in the passes of a comparison: the folder for the first pass's logits
 
     def arguments(self) -> list[str]:
-        """The command-line arguments that give this again."""
+        """The command-line arguments that are parsed into an equal Evaluation."""
         pairs = [f"--case={self.case}", *(f"--set={pair}" for pair in self.overrides), f"--text={self.text}"]
         pairs += [f"--window={self.window}", f"--batch={self.batch}"]
         pairs += [f"--against-set={pair}" for pair in self.against_overrides]
@@ -96,7 +96,8 @@ def read_windows(case: Case, path: Path, size: int) -> list[list[int]]:
 
 
 def evaluate_case(asked: Evaluation, program: list[str]) -> None:
-    """Print the figures. `program`, followed by the arguments of an Evaluation, is how a pass and a rank start."""
+    """Evaluate and print the figures. Passes and ranks are started as `program` followed by an Evaluation's
+    arguments."""
     if asked.window < 2 or asked.batch < 1:
         raise UserError(f"--window {asked.window} must be at least 2, --batch {asked.batch} at least 1")
     if asked.against_overrides and not asked.against:
@@ -125,7 +126,7 @@ def compare(case: Case, other: Case, asked: Evaluation, program: list[str]) -> N
             f"{model_folder(other)} and {model_folder(case)} must be the same"
         )
     needed = sum(map(len, windows)) * sizes.pop() * torch.float32.itemsize
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the folder is removed then too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the folder is then removed too
     with tempfile.TemporaryDirectory(prefix="umbra-evaluate-") as name:
         folder = Path(name)
         free = shutil.disk_usage(folder).free
@@ -148,7 +149,7 @@ def start_pass(program: list[str]) -> None:
     child = subprocess.Popen([sys.executable, *program])
     try:
         status = child.wait()
-    except BaseException:  # this process is asked to end: so is the pass, which ends its ranks
+    except BaseException:  # this process was signalled to end: signal the pass as well, which ends its ranks
         child.terminate()
         child.wait()
         raise
@@ -157,7 +158,7 @@ def start_pass(program: list[str]) -> None:
 
 
 def table(rows: list[Figures]) -> str:
-    """The figures as a table: the other case first, then the one that is compared with it."""
+    """The figures as a table: the other case first, then the case that was compared with it."""
     lines = [COLUMNS]
     for row in rows:
         line = (row["case"], row["quantization"], str(row["tokens"]), f"{row['loss']:.4f}", f"{row['perplexity']:.3f}")

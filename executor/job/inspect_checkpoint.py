@@ -1,7 +1,8 @@
-"""What is in a checkpoint, by its config and the headers of its files: no weight is read and no code in it is run.
+"""Reports what a checkpoint contains, from its config and the headers of its files. No weight is read, and no code in
+the checkpoint is run.
 
-With a case, also what each rank of it would keep of this checkpoint. Missing and unknown tensors are part of the report
-instead of an error.
+With a case, the report also says what each rank of the case would keep of this checkpoint. Missing and unknown tensors
+are listed in the report; they are not errors.
 """
 
 import dataclasses
@@ -52,12 +53,12 @@ class Excluded:
 
 
 def inspect(folder: Path) -> dict[str, Any]:
-    """What the checkpoint in `folder` holds, as a dictionary that can be printed or written as JSON."""
+    """Returns what the checkpoint in `folder` contains, as a dictionary that can be printed or written as JSON."""
     sketch, scheme, files = sketch_of(plain_case(folder)), read_scheme(folder), CheckpointFiles(folder)
     wanted = wanted_by(sketch.model)
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
     kinds = dict.fromkeys(ignorable(files.place, sketch.model.ignored_weights()), IGNORED)
-    for path, layer in reversed(layers_of(sketch.model)):  # of a tied embedding and head, the embedding names it
+    for path, layer in reversed(layers_of(sketch.model)):  # tied weights are listed under the embedding's name
         for piece in layer.pieces(path):
             kinds |= dict.fromkeys(stored[piece.name].tensors, kind_of(sketch.model, path, layer))
     problems = problems_of(files, stored, scheme, sketch.model.ignored_weights())
@@ -83,7 +84,8 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 
 def inspect_rank(case: Case) -> dict[str, Any]:
-    """What a rank of `case` keeps of its checkpoint; every split is even, so rank 0 stands for all."""
+    """Returns what a rank of `case` keeps of its checkpoint. All splits are even, so rank 0 is counted for all
+    ranks."""
     sketch = sketch_of(case)
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
     formats = sketch.build.formats
@@ -215,8 +217,8 @@ def flat(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def inspect_checkpoint(folder: Path, case_name: str | None, overrides: list[str], json: Path | None) -> None:
-    """Print the facts of the checkpoint in `folder`, with a case also what each rank of it keeps; `json`: a file for
-    them."""
+    """Print the facts about the checkpoint in `folder` and, with a case, what each of its ranks keeps. `json` is a file
+    to write the facts to."""
     if overrides and not case_name:
         raise UserError(f"--set {overrides[0]}: there is no case to set it in: give --case as well")
     facts = inspect(folder)

@@ -1,4 +1,4 @@
-"""Starts a case's ranks and says why a job ended.
+"""Starts a case's ranks and reports why a job failed.
 
 A case of one rank replaces this process. For more, torchrun's engine starts the ranks, watches them, and ends all of
 them when one fails. On several nodes, each launcher gets the same NNODES, MASTER_ADDR and MASTER_PORT and a NODE_RANK
@@ -53,8 +53,8 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
         raise UserError(f"NNODES={nodes.nnodes} does not divide world_size: {case.world_size} of case {case.name}")
     local = case.world_size // nodes.nnodes
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank sets its own threads; this silences torchrun's warning
-    if case.platform == "cpu":  # on Ascend, warnings of native code matter, such as one about an op that falls back
-        # A lost partner also raises an exception, which is reported once.
+    if case.platform == "cpu":  # on Ascend, warnings of native code matter, such as that an op falls back
+        # A lost connection to another rank also raises an exception, which is reported once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if nodes.nnodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -106,8 +106,9 @@ def _cause(error: "ChildFailedError") -> "tuple[int, ProcessFailure]":
 
     A rank that died without writing an error (killed, out of memory, crashed in native code) comes first, then the
     rank that wrote its error earliest. A rank writes its error before its connections close, so the modification times
-    of the error files are in the order of cause and effect; the timestamps inside them are whole seconds and are not.
-    Ranks that gloo aborted, because a partner was gone, and ranks that were stopped after the failure come last.
+    of the error files are in the order of cause and effect. The timestamps inside them are whole seconds, which is too
+    coarse. Ranks that gloo aborted because another rank was gone, and ranks that were stopped after the failure, come
+    last.
     """
 
     def order(item: "tuple[int, ProcessFailure]") -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""Logits of given token ids, for comparing engines: all sequences in one batch, then N greedy steps.
+"""Writes the logits of given token ids, to compare engines: all sequences run in one batch, then N greedy steps.
 
 Writes float32 arrays for each sequence i: prefill_i (tokens, vocabulary), decode_i (N, vocabulary), and ids_i, the
 given ids followed by the N chosen ones, so that row t of prefill_i and decode_i together belongs to token ids_i[t].
@@ -22,7 +22,7 @@ from files import write_whole
 
 
 def parse_ids(text: str, vocabulary: int) -> list[list[int]]:
-    """ "1,2,3;7,8" -> [[1, 2, 3], [7, 8]]"""
+    """Parses "1,2,3;7,8" into [[1, 2, 3], [7, 8]]."""
     try:
         rows = [[int(part) for part in row.split(",")] for row in text.split(";")]
     except ValueError:
@@ -39,7 +39,8 @@ def sized_for(case: Case, ids: list[list[int]], steps: int) -> Case:
 
 
 def with_room(case: Case, sequences: int, longest: int, new_tokens: int) -> Case:
-    """The case with room for so many sequences at once, rounded up to an equal share of each data-parallel group."""
+    """The case with room for `sequences` sequences at once, rounded up to an equal share of each data-parallel
+    group."""
     batch_size = -(-sequences // case.attn_dp_size) * case.attn_dp_size
     data = dataclasses.replace(
         case.data_config, input_max_len=longest, max_new_tokens=new_tokens, batch_size=batch_size
@@ -86,7 +87,7 @@ def write_logits(
     case = load_case(case_name, overrides)
     rows = parse_ids(ids, load_model_config(case).vocab_size)
     case = sized_for(case, rows, steps)
-    load_model_config(case)  # once more, for the length
+    load_model_config(case)  # checked again, since the lengths have changed
     if case.world_size > 1 and not rank_env().launched:
         return launch(case, program)
 

@@ -1,4 +1,4 @@
-"""offload.png: three plots of a run with shadow experts, over its decode steps."""
+"""Draws offload.png: three plots of a run with shadow experts, over its decode steps."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from cpu_offload.history import History
 from files import write_whole
 
-MOST_LABELS = 16  # of layers at an axis
+MOST_LABELS = 16  # most layers that are labelled at an axis
 TENANTS = {"KV cache": "#4c78a8", "resident experts": "#f0a35e", "free": "#d9d9d9"}
 
 
@@ -32,7 +32,8 @@ def plot(history: History, path: Path) -> None:
 
 
 def _residents(figure: Any, axes: Any, history: History) -> None:
-    """A row for each expert, those of a layer in order of use; coloured while resident, by use."""
+    """Draws a row for each expert, sorted by use within a layer. A row is coloured, by the expert's use, at the steps
+    at which the expert is resident."""
     resident = np.stack([step.resident for step in history.steps], axis=2)  # (L, E, steps)
     layers, experts, steps = resident.shape
     order = np.argsort(-history.routed, axis=1, kind="stable")  # (L, E)

@@ -1,4 +1,4 @@
-"""The frame around one rank's work: its log, its environment, how its failure is told."""
+"""Runs one rank's work: opens its log, reads its environment, and reports its failure to the launcher."""
 
 import contextlib
 import errno
@@ -36,21 +36,21 @@ def run_rank(case: Case, results: Path | None, body: Body) -> None:
 
     try:
         body(folder, ranks)
-    except Exception as error:  # told once, by the launcher; here it only goes to this rank's log
-        with contextlib.suppress(UserError):  # a log that is full tells no more
+    except Exception as error:  # the launcher prints it, once; here it only goes to this rank's log
+        with contextlib.suppress(UserError):  # the disk may be full
             log.write(traceback.format_exc())
         _leave_word(Path(ranks.error_file), error)
-        # Without the interpreter's clean-up, in which gloo aborts the process when a partner is gone.
+        # This skips the interpreter's clean-up, in which gloo aborts the process if another rank is gone.
         os._exit(EXIT_STATUS if isinstance(error, UserError) else 1)
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def _leave_word(path: Path, error: Exception) -> None:
-    """The error in the format of torch.distributed.elastic, whose own writer can be cut off half-way by a SIGTERM."""
+    """Write the error in the format of torch.distributed.elastic; a SIGTERM can cut off its own writer half-way."""
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     word = {"message": {"message": str(error) or type(error).__name__, "extraInfo": extra}}
-    with contextlib.suppress(UserError):  # without it, the exit status still tells
+    with contextlib.suppress(UserError):  # without the file, the launcher still has the exit status
         write_json(path, word)
 
 

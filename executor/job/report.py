@@ -1,4 +1,4 @@
-"""What a run measured, as a table for people and a JSON file for programs."""
+"""Reports what a run measured, as a table for people and a JSON file for programs."""
 
 import platform
 import statistics
@@ -23,8 +23,8 @@ class Completion:
 def make_report(
     case: Case, completions: list[Completion], timings: Timings, peak_memory: int, kernels: dict[str, str]
 ) -> dict[str, Any]:
-    """Times in milliseconds. `tpot_*` are null when no prompt needed a second token, `kernels` is empty where the
-    platform had no choice."""
+    """Returns the report. Times are in milliseconds. `tpot_*` are null if no prompt needed a second token, and
+    `kernels` is empty if the platform had only one kind of kernel."""
     steps = sorted(timings.decode_steps)
     return {
         "case": case.name,

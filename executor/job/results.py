@@ -1,4 +1,4 @@
-"""The folder of one run, `results/<case>/<time>/`, and what is written there."""
+"""The folder of one run, `results/<case>/<time>/`, and the logs in it."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from files import ROOT
 
 
 def create_results(case_name: str, root: Path | None = None) -> Path:
-    """A new folder; a run that starts within the same second gets a number of its own."""
+    """Creates a new folder; a run that starts within the same second as another gets a number appended."""
     parent = (root or ROOT / "results") / case_name
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 1000):
@@ -28,13 +28,13 @@ def create_results(case_name: str, root: Path | None = None) -> Path:
 
 
 def discard_results(folder: Path) -> None:
-    """After bad input: take the folder back, unless it holds more than the logs that say so."""
+    """Remove the folder after bad input, unless it contains more than logs."""
     if all(p.suffix == ".log" for p in folder.iterdir()):
         shutil.rmtree(folder)
 
 
 class Log:
-    """The file that keeps what a rank prints. Unbuffered, so that nothing is left to fail later."""
+    """The file that a rank's output is copied to; unbuffered, so that a write cannot fail later."""
 
     def __init__(self, path: Path):
         self.path, self.full = path, False
@@ -44,12 +44,13 @@ class Log:
             raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
     def write(self, text: str, loud: bool = True) -> None:
-        """Fails once, when `loud`; what is left of the run, its error line too, goes to the terminal alone."""
+        """Append `text`. The first failure raises an error if `loud`; after it, nothing more is written here, so that
+        the rest of the run's output, its error line included, reaches the terminal."""
         if self.full:
             return
         rest = memoryview(text.encode(errors="backslashreplace"))
         try:
-            while rest:  # a disk that fills up takes a part first
+            while rest:  # while a disk fills up, a write may take only a part
                 rest = rest[self.file.write(rest) :]
         except OSError as error:
             if loud:
@@ -58,13 +59,13 @@ class Log:
 
 
 class Tee:
-    """A terminal stream that also fills a log; still a terminal to whoever asks, so progress bars work."""
+    """A terminal stream that also writes to a log. Its other attributes are the terminal's, so progress bars work."""
 
     def __init__(self, terminal: TextIO, log: Log, loud: bool):
         self.terminal, self.log, self.loud = terminal, log, loud
 
     def write(self, text: str) -> int:
-        if not text.startswith("\r"):  # a progress bar redrawing itself
+        if not text.startswith("\r"):  # skip a progress bar that redraws itself
             self.log.write(text, self.loud)
         return self.terminal.write(text)
 
@@ -73,12 +74,12 @@ class Tee:
 
 
 def open_log(folder: Path, rank: int) -> Log:
-    """Sends what this rank prints to `rank<N>.log`; rank 0 keeps the terminal as well."""
+    """Redirects this rank's output to `rank<N>.log`; that of rank 0 goes to the terminal as well."""
     log = Log(folder / f"rank{rank}.log")
     if rank == 0:
-        # What comes by stderr is a complaint already, perhaps of this very disk: it must reach the terminal.
+        # Text on stderr may be the error that this disk is full, so it must reach the terminal if the log fails.
         sys.stdout, sys.stderr = Tee(sys.stdout, log, loud=True), Tee(sys.stderr, log, loud=False)
-    else:  # the descriptors themselves, so that native code's last words land there too
+    else:  # the file descriptors themselves, so that messages of crashing native code are in the log too
         os.dup2(log.file.fileno(), 1)
         os.dup2(log.file.fileno(), 2)
     return log

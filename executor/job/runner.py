@@ -1,6 +1,6 @@
-"""Drives one rank of one case: device, planner, engine, the prompts through the loop, and the report.
+"""Drives one rank of one case: sets up device, planner and engine, runs the prompts through the loop, and reports.
 
-A model's own runner may say how its decode step becomes a graph; most families need none.
+A model family may have a runner of its own, which says how its decode step becomes a graph; most families need none.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,8 @@ class ModelRunner:
         return Profiler(self.case.model_config.enable_profiler, self.results, self.ranks.rank)
 
     def model_generate(self, prompts: list[tuple[str, list[int]]], warm_up: bool = False) -> list[Sequence]:
-        """Run every prompt (text, ids) to its end. A warm-up makes a few tokens of as many prompts as run together."""
+        """Run every prompt (text, ids) to its end. A warm-up runs only as many prompts as fit into a batch, for a few
+        tokens each."""
         most = (WARM_UP_TOKENS if self.engine.offload else 2) if warm_up else self.case.data_config.max_new_tokens
         sequences = [new_sequence(i, self.request(i, ids, most)) for i, (_, ids) in enumerate(prompts)]
         if warm_up:
@@ -137,7 +138,7 @@ class ModelRunner:
         return report
 
     def _random_prompts(self) -> list[tuple[str, list[int]]]:
-        """For benchmarks: `batch_size` prompts of `input_max_len` random tokens, all different."""
+        """Returns `batch_size` different prompts of `input_max_len` random tokens, for benchmarks."""
         generator = torch.Generator().manual_seed(self.case.sampling_config.seed)
         shape = (self.case.data_config.batch_size, self.case.data_config.input_max_len)
         return [("", row) for row in torch.randint(self.config.vocab_size, shape, generator=generator).tolist()]

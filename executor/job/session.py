@@ -1,4 +1,4 @@
-"""Text in, text out, on one rank of this process: requests of a driver that lives as long as its user wants."""
+"""Text in, text out, on one rank in this process: a runner that stays loaded and takes requests at any time."""
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Session:
-    """Steps only while a caller waits for tokens; requests of all callers run together."""
+    """Takes requests of several callers, which run together. The loop steps only while a caller waits for tokens."""
 
     def __init__(self, case: Case):
         if case.world_size != 1:
@@ -36,23 +36,23 @@ class Session:
         self.tokenizer = Tokenizer(model_folder(case), self.runner.config.vocab_size)
         self.runner.setup()
         self.loop = self.runner.loop
-        self._events: dict[int, deque[Event]] = {}  # of requests whose callers have not taken them yet
+        self._events: dict[int, deque[Event]] = {}  # request id -> events that its caller has not taken yet
 
     @classmethod
     def open(cls, model: str, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> "Session":
-        """For a case by its name or path, or for a checkpoint's folder."""
+        """Opens a session for `model`: the name or path of a case, or the folder of a checkpoint."""
         if not model.endswith(".yaml") and Path(model).expanduser().is_dir():
             return cls(case_of_checkpoint(Path(model).expanduser(), settings, overrides))
         return cls(load_case(model, overrides, settings))
 
     def default_sampling(self) -> SamplingParams:
-        """What the case's `sampling_config` and `max_new_tokens` say."""
+        """The sampling settings from the case's `sampling_config` and `max_new_tokens`."""
         return self.runner.request(0, [], self.case.data_config.max_new_tokens).sampling
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """One completion for each prompt, in their order. If any prompt cannot run, none does."""
+        """Returns one completion for each prompt, in their order. If any prompt cannot run, none is run."""
         if isinstance(prompts, str):
             raise UserError(f"prompts: {prompts!r:.40} is one text: give a list of prompts")
         each = (
@@ -81,12 +81,12 @@ class Session:
         return completions
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
-        """The completion piece by piece; closing the iterator aborts the request."""
+        """Yields the completion piece by piece; closing the iterator aborts the request."""
         id = self._submit(prompt, sampling or self.default_sampling())
         return self._pieces(id)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, a chat, or of themselves."""
+        """Token ids of a text or a chat; token ids are returned as they are."""
         chat = self.case.model_config.tokenizer_mode == "chat"
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, chat)
@@ -111,13 +111,13 @@ class Session:
         ids = self.encode(prompt)
         room = self.case.max_sequence_length - len(ids)
         if 0 < room < sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=room)  # it ends with finish_reason "length", as its user expects
+            sampling = replace(sampling, max_tokens=room)  # it then ends with finish_reason "length"
         id = self.loop.submit(Request(tuple(ids), sampling))
         self._events[id] = deque()
         return id
 
     def _follow(self, id: int) -> Iterator[Event]:
-        """The events of a request as they come, until it has ended."""
+        """Yields the events of a request until it has ended; steps the loop while there are none."""
         events = self._events[id]
         while True:
             while not events:
@@ -141,7 +141,7 @@ class Session:
             self._end(id)
 
     def _end(self, id: int) -> None:
-        """Abort a request if it still runs; nobody follows it any more."""
+        """Abort the request if it still runs, and drop its events."""
         self.loop.abort(id)
         self._events.pop(id, None)
 

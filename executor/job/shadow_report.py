@@ -1,4 +1,4 @@
-"""What a run with shadow experts leaves behind: plots, a trace, and a part of the report."""
+"""Writes the plots and the trace of a run with shadow experts, and makes its part of the report."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,11 @@ TOTALS = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions", "evictio
 
 
 def write_offload(offload: Offload, folder: Path, world: Group, device: torch.device) -> dict[str, Any]:
-    """Rank 0's plots and trace beside the report. -> what the report says of them; called on all ranks"""
+    """Writes rank 0's plots and trace beside the report. -> the part of the report about shadow experts. All ranks call
+    this together."""
     report = offload.history.report()
     row = torch.tensor([[report[key] or 0 for key in TOTALS]], dtype=torch.float32, device=device)
-    rows = world.gather_rows(row, (1,) * world.size).tolist()  # each rank has its own residents
+    rows = world.gather_rows(row, (1,) * world.size).tolist()  # resident experts differ between ranks
     report["ranks"] = [dict(zip(TOTALS, each, strict=True)) for each in rows]
     if world.rank > 0:
         return report

@@ -1,1 +1,1 @@
-"""Which ranks share what: the sizes of every split, the rank groups they make, and how processes join them."""
+"""How a model is split over ranks: sizes of the splits, rank groups, and how processes join the groups."""

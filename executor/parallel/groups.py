@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch names it so from 2.13 on.
+# PyTorch 2.13 gave `all_gather_into_tensor` this name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -25,7 +25,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Group(Shard):
-    """The ranks that hold the shards of one thing. In a group of one rank every collective is the identity."""
+    """The ranks that hold the shards of one layer or table. In a group of one rank every collective is the identity."""
 
     handle: dist.ProcessGroup | None = None
 
@@ -36,7 +36,7 @@ class Group(Shard):
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """Puts the (T, N / size) of all ranks side by side. -> (T, N)"""
+        """Puts the tensors (T, N / size) of all ranks side by side. -> (T, N)"""
         if self.size == 1:
             return x
         parts = self._gather(x)  # (size, T, N / size)

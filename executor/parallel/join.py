@@ -11,9 +11,9 @@ from executor.parallel.partitions import ParallelSizes, partitions
 
 
 def join(sizes: ParallelSizes, rank: int, timeout_s: int, backend: str, options: Callable[[str], Any]) -> Parallel:
-    """This process's place in every split. All ranks of the world call it; it returns when all have joined.
+    """Returns this process's place in every split. All ranks of the world call this; it returns when all have joined.
 
-    `backend` is torch.distributed's; `options` gives the backend's options of a rank group by its name.
+    `backend` is a backend of torch.distributed; `options` returns the backend's options for a rank group, by its name.
     """
     if sizes.world == 1:
         return Parallel()

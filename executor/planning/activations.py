@@ -1,5 +1,5 @@
-"""Counts what the tensors of a step take by running the model on meta. Tensors there have shapes but no memory: all
-that the model's own code makes and holds is seen, and nothing is allocated.
+"""Counts the memory of a step's tensors by running the model on PyTorch's meta device. Tensors there have shapes but no
+memory, so every tensor that the model's code makes and holds is counted while nothing is allocated.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from ops.interface import Ops
 
 @dataclass(frozen=True)
 class CountedGroup(Group):
-    """A group of which only this rank runs: collectives allocate their outputs and exchange nothing."""
+    """A rank group of which only this rank runs: collectives allocate their outputs and exchange nothing."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -36,7 +36,7 @@ class CountedGroup(Group):
 
 
 def counted(parallel: Parallel) -> Parallel:
-    """The same place in the same splits, for a process that runs alone."""
+    """This rank's place in the same splits, for a process that runs without the other ranks."""
     groups = {field.name: getattr(parallel, field.name) for field in dataclasses.fields(parallel)}
     return dataclasses.replace(
         parallel, **{name: CountedGroup(g.rank, g.size) for name, g in groups.items() if isinstance(g, Group)}
@@ -45,17 +45,17 @@ def counted(parallel: Parallel) -> Parallel:
 
 @dataclass
 class Made:
-    """A tensor with memory of its own, and what made it."""
+    """A tensor with memory of its own, and the module and op that made it."""
 
     module: str  # path of the innermost module that was running
-    what: str  # the tensor's meaning in the ops, or the name of the PyTorch op that made it
+    what: str  # the tensor's meaning, if an op of Umbra made it, or the name of the PyTorch op that made it
     shape: tuple[int, ...]
     itemsize: int
     nbytes: int
 
     @property
     def name(self) -> str:
-        """`module: what`, the same in all layers: only the path inside a layer is named."""
+        """`module: what`, with only the module's path inside its layer, so that names are the same in all layers."""
         inner = re.sub(r".*\.\d+(\.|$)", "", self.module)
         return f"{inner or 'a layer'}: {self.what}"
 
@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self._fullest: list[Made] = []
 
     def note(self, tensor: Tensor, what: str) -> None:
-        """Records that `tensor`, which was just made, is `what`."""
+        """Records `what` as the meaning of `tensor`, which was just made."""
         if made := self._live.get(tensor.untyped_storage()._cdata):
             made.what = what
 
@@ -116,8 +116,8 @@ class Ledger(TorchDispatchMode):
         self._total -= self._live.pop(key).nbytes
 
     def fullest(self, model: nn.Module, step: Callable[[Batch], Tensor], batch: Batch) -> Moment:
-        """Runs `step`, a method of `model`, which is on meta. -> the moment at which the tensors alive hold the most
-        memory; those of `model` and `batch` are not counted"""
+        """Runs `step`, a method of `model`, which is on meta. -> the moment at which the live tensors take the most
+        memory, without those of `model` and `batch`"""
         self._most, self._fullest = 0, []
         with self._paths_of(model), self, torch.inference_mode():
             step(batch)
@@ -180,8 +180,8 @@ def _arithmetic(group: Sequence[Made]) -> str:
 
 
 def sampling(vocabulary: int, sequences: int, itemsize: int) -> Moment:
-    """The choice of tokens after a prefill: the model's logits, those rows that belong to finished prompts, and these
-    in float32."""
+    """The tensors alive while tokens are chosen after a prefill: the model's logits, those rows that belong to finished
+    prompts, and these rows in float32."""
     rows = dict(sequences=sequences, columns=vocabulary)
     logits, floats = product("logits", copies=2, **rows, B=itemsize), product("float32", **rows, B=4)
     return Moment("the choice of tokens", [logits, floats])
@@ -189,7 +189,8 @@ def sampling(vocabulary: int, sequences: int, itemsize: int) -> Moment:
 
 def batch_of(ops: Ops, tokens: int, sequences: int, table_width: int, page_size: int, groups: int | None) -> Batch:
     """A step's batch on meta: `tokens` new tokens of `sequences` sequences with block tables of `table_width` pages.
-    With `groups`, each of so many data-parallel groups has `tokens`, as a prefill's batch says; None: as in a graph."""
+    If `groups` is given, the batch says, as for a prefill, that each of `groups` data-parallel groups has `tokens`
+    tokens; None: it says nothing, as in a graph."""
     places, tables, *_ = ops.paging([0], [[0] * table_width], [0, 1], [1], page_size)
     number = partial(torch.empty, dtype=torch.int64, device="meta")
     each = tokens // sequences

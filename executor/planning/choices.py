@@ -1,7 +1,7 @@
-"""Chooses what a case leaves open about shadow experts, from measurements of made-up experts of the case's sizes.
+"""Chooses the settings of shadow experts that a case leaves open, by measuring made-up experts of the case's sizes.
 
-It runs before weights are loaded, since the number of threads is chosen here and weights are placed by it. It reads
-only the checkpoint's `config.json`.
+It runs before weights are loaded, since it chooses the number of threads, which decides where weights are placed in
+memory. It reads only the checkpoint's `config.json`.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ from ops.cpu.shadow import ExpertBlocks, ShadowPool
 from ops.format import Format
 
 CopyMs = Callable[[int], float] | None
-LINK = 20e6  # bytes in a millisecond that a host is assumed to send to a device that cannot be measured
+LINK = 20e6  # bytes per millisecond assumed for copies from the host to a device that cannot be measured
 
 
 @dataclass
 class ShadowedLayers:
-    """Takes the place of `Offload` while a model is sketched: records the sizes of layers with shadows."""
+    """Takes the place of `Offload` while a model is built on meta: records the sizes of layers with shadows."""
 
     start_layer: int
     layers: list[tuple[int, int, int, Format]] = field(default_factory=list)  # count, inner, hidden, format
@@ -60,17 +60,17 @@ class ShadowedLayers:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the planner needs of a case; of one rank."""
+    """The sizes of a case that the planner needs, for one rank."""
 
     sketch: Sketch
     shape: Shape
     blocks: ExpertBlocks
-    slot_bytes: int  # of one expert on the device
-    alignment: int  # bytes, of slots
-    frame: tuple[int, int]  # units, bytes
+    slot_bytes: int  # bytes of one expert on the device
+    alignment: int  # alignment of slots in bytes
+    frame: tuple[int, int]  # units and bytes of a frame
     split: Split
-    rest_bytes: int  # of weights that a decode step reads, without the experts of layers with shadows
-    fixed_bytes: int  # of weights outside the arena
+    rest_bytes: int  # bytes of weights that a decode step reads, without the experts of layers with shadows
+    fixed_bytes: int  # bytes of weights outside the arena
 
 
 def sizes_of(case: Case) -> Sizes:
@@ -99,10 +99,10 @@ def sizes_of(case: Case) -> Sizes:
 
 
 def choose(case: Case, sizes: Sizes, ranks: RankEnv, copy_ms: CopyMs = None) -> tuple[Planner, Choices]:
-    """Measures, chooses, and leaves the engine running with the threads that were chosen.
+    """Measures and chooses. The engine then runs with the number of threads that was chosen.
 
-    `copy_ms(nbytes)` measures a copy to a device that is not this CPU; None: assume LINK. The time of such a device's
-    own products is not measured here; it is part of what a run measures as the rest of a step.
+    `copy_ms(nbytes)` measures a copy to a device that is not this CPU; None: assume LINK. The time in which such a
+    device computes experts is not measured here; a run measures it as a part of the rest of a step.
     """
     begun, wanted, batch, split = time.perf_counter(), case.offload_config, case.data_config.batch_size, sizes.split
     hit = _usual_hit(case, split)
@@ -137,7 +137,7 @@ def choose(case: Case, sizes: Sizes, ranks: RankEnv, copy_ms: CopyMs = None) -> 
 
 
 def swaps_of(case: Case, planner: Planner, hit: float) -> Choice[int]:
-    """The most copies at one decision, where a share `hit` of the routing finds its expert resident."""
+    """Chooses the most copies at one decision. `hit` is the share of (token, expert) pairs whose expert is resident."""
     wanted = case.offload_config
     if wanted.mode == "resident":
         return Choice(NONE, "all experts stay")
@@ -147,7 +147,7 @@ def swaps_of(case: Case, planner: Planner, hit: float) -> Choice[int]:
 
 
 def _usual_hit(case: Case, split: Split) -> float:
-    """The hit rate of even traffic before slots are chosen."""
+    """The hit rate to assume before slots are chosen, with all experts used equally often."""
     wanted = case.offload_config
     if wanted.mode == "resident":
         return 1.0
@@ -168,8 +168,8 @@ def _slots(case: Case, planner: Planner, split: Split) -> Choice[int]:
 
 
 def _beside_a_device(planner: Planner, threads: int, copy: float, slot_bytes: int) -> Planner:
-    """The planner for a device that is not this CPU: the shadow pool's costs as measured, a copy's time as given; the
-    device's own costs are unknown before a run."""
+    """The planner for a device that is not this CPU. The shadow pool's costs are those measured, and the time of a copy
+    is given; the device's own costs are unknown before a run."""
     costs = dataclasses.replace(
         planner.costs, base=0.0, device=Line(0.0, 0.0, 0.0), slip=0.0, copy=copy, block_bytes=slot_bytes,
         threads=(0, threads),
@@ -178,8 +178,8 @@ def _beside_a_device(planner: Planner, threads: int, copy: float, slot_bytes: in
 
 
 def _measured(case: Case, sizes: Sizes, threads: int, stores: list[torch.Tensor], seconds: float) -> Planner:
-    """Costs measured in about `seconds`, with the engine's threads and `threads` of a shadow pool. The rest of a step
-    is taken to be the time to read its weights."""
+    """A planner with costs measured in about `seconds`, with the engine's threads and a shadow pool of `threads`
+    threads. The rest of a step is assumed to take as long as reading its weights."""
     pool = ShadowPool(shadow_teams(threads), case.offload_config.timeout_s)
     costs = measure(pool, threads, sizes.blocks, stores, sizes.shape, case.data_config.batch_size, seconds)
     pool.stop()

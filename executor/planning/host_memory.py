@@ -9,7 +9,8 @@ from executor.planning.memory import cache_of, sketch_of, weights_of
 
 
 def check_host_memory(case: Case, local_ranks: int) -> None:
-    """For platforms whose device is the CPU; `local_ranks`: ranks of the job on this machine."""
+    """Checks a case whose platform's device is the CPU. `local_ranks` is the number of the job's ranks on this
+    machine."""
     sketch = sketch_of(case)
     weights = sum(part.nbytes for part in weights_of(sketch.model))
     cache = cache_of(sketch.model, case.cache_config.page_size).nbytes

@@ -1,7 +1,7 @@
-"""Counts the memory that one rank of a case needs, for `--plan`. No device is needed: the model is built on meta, of
-tensors that have shapes but no memory, in the layouts of the platform's ops.
+"""Counts the memory that one rank of a case needs, for `--plan`. No device is needed: the model is built on PyTorch's
+meta device, whose tensors have shapes but no memory, in the layouts of the platform's ops.
 
-Every split of a model is even (`check_parallel`), so all ranks hold equally much, and rank 0 is counted.
+Every split of a model is even (`check_parallel`), so all ranks hold the same amount, and rank 0 is counted.
 """
 
 from dataclasses import dataclass
@@ -66,8 +66,8 @@ class Plan:
 
     case: Case
     sections: dict[str, list[Part]]
-    page_nbytes: int  # of one KV page in all layers
-    decode: list[Part]  # what a decode step reads from memory
+    page_nbytes: int  # bytes of one KV page in all layers
+    decode: list[Part]  # the parts that a decode step reads from memory
 
     @property
     def total(self) -> int:
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def tokens_left(self) -> int:
-        """How many more tokens of KV cache, in whole pages, fit into the memory that is left."""
+        """Number of further tokens of KV cache, in whole pages, that fit into the memory that is left."""
         return max(self.left, 0) // self.page_nbytes * self.case.cache_config.page_size
 
     def of(self, section: str) -> int:
@@ -88,7 +88,7 @@ class Plan:
 
 
 def make_plan(case: Case) -> Plan:
-    """The plan of an Ascend case; UserError for other platforms."""
+    """The plan of an Ascend case; raises UserError for other platforms."""
     if case.platform != "ascend":
         raise UserError(f"case {case.name}: --plan: platform: {case.platform} has no memory plan, only ascend has")
     ledger = Ledger()
@@ -109,8 +109,8 @@ def make_plan(case: Case) -> Plan:
 
 
 def sketch_of(case: Case, offload: Shadows | None = None, ops: Ops | None = None) -> Sketch:
-    """The model and its caches on meta. The default `ops` are the platform's layouts, which can build a model but not
-    run a step."""
+    """The model and its caches on meta. By default, `ops` only has the platform's layouts: enough to build a model, but
+    not to run a step."""
     config = load_model_config(case)
     ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = PLATFORMS[case.platform].quantised_head
@@ -195,7 +195,7 @@ def _inputs(batch: Batch) -> int:
 
 
 def _hccl(case: Case) -> list[Part]:
-    """The buffers of this rank's groups. Groups with equal ranks are one group; a group of one rank has no buffers."""
+    """HCCL's buffers for this rank's groups. Groups of the same ranks share a buffer; a group of one rank has none."""
     shared: dict[tuple[int, ...], list[str]] = {}
     for name, members in partitions(case.parallel_sizes).items():
         shared.setdefault(members[0], []).append(name)
@@ -207,7 +207,8 @@ def _hccl(case: Case) -> list[Part]:
 
 
 def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -> list[Part]:
-    """What a decode step of a full batch of longest sequences reads, with the expected number of different experts."""
+    """The parts that a decode step reads if its batch is full and all sequences are at their longest. The number of
+    different experts is its expected value."""
     batch = case.data_config.batch_size
     own = batch // case.attn_dp_size
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))

@@ -1,4 +1,4 @@
-"""The lines of a plan: what takes memory, how much, and why."""
+"""The lines of a memory plan."""
 
 from dataclasses import dataclass
 from math import prod
@@ -6,7 +6,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Part:
-    """One line; `how` is the arithmetic behind `nbytes`."""
+    """One line: what takes memory, and how much. `how` is the arithmetic behind `nbytes`."""
 
     name: str
     nbytes: int

@@ -17,7 +17,7 @@ REMEDIES = {
 
 
 def show_plan(case: Case) -> None:
-    """`--plan`: prints what the case needs; UserError if that is more than a device has."""
+    """Prints what the case needs, for `--plan`; raises UserError if that is more than a device has."""
     if case.offload_config.mode != "none":
         from executor.planning.times import show_offload_plan
 

@@ -1,4 +1,6 @@
-"""The planner of a case with shadow experts: what `--plan` prints, what a run predicts and then compares."""
+"""The planner in use, for a case with shadow experts: `--plan` prints its predictions, and a run prints them and
+compares them with what it measures.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,12 +24,12 @@ from executor.planning.choices import choose, sizes_of, swaps_of
 from executor.platform import load_platform
 from executor.platform.base import Platform
 
-WARM_UP_TOKENS = 9  # tokens of each sequence of a warm-up; its first decode step captures and is not measured
-Steps = list[tuple[float, float, float]]  # tokens, hit rate, milliseconds
+WARM_UP_TOKENS = 9  # tokens of each sequence in a warm-up, whose first decode step captures graphs and is not measured
+Steps = list[tuple[float, float, float]]  # (tokens, hit rate, milliseconds) of each step
 
 
 def steps_of(history: History, seconds: Sequence[float], shape: Shape) -> Steps:
-    """The decode steps of `history` as `Planner` compares them; `seconds`: each step's whole time."""
+    """The decode steps of `history` in the form that `Planner` compares; `seconds` are the whole times of the steps."""
     steps: Steps = []
     for step, time in zip(history.steps, seconds, strict=True):
         hits, misses = int(step.hits.sum()), int(step.misses.sum())
@@ -48,8 +50,8 @@ class PlannedRun:
         self.choices = dataclasses.replace(choices, slots=dataclasses.replace(choices.slots, value=slots))
 
     def begin(self, offload: Offload, warm_up: Sequence[float]) -> None:
-        """To be called after the warm-up; `warm_up`: seconds of each of its decode steps. They give the rest of a step,
-        which decides how many copies fit beside it."""
+        """To be called after the warm-up. `warm_up` are the seconds of each of its decode steps. They give the rest of
+        a step, which decides how many copies fit beside it."""
         steps = steps_of(offload.history, warm_up, self.planner.shape)[1:]
         if steps:
             rest = self.planner.rest_of(steps)
@@ -62,8 +64,8 @@ class PlannedRun:
         print("\n".join(self.planner.table(self.case.data_config.batch_size) + self.choices.table()))
 
     def end(self, offload: Offload, seconds: Sequence[float]) -> dict[str, Any] | None:
-        """To be called after the run; `seconds`: of each of its decode steps. -> the report's `offload.plan`; None if
-        there were no decode steps."""
+        """To be called after the run. `seconds` are the seconds of each of its decode steps. -> the report's
+        `offload.plan`; None if there were no decode steps."""
         prefill = None
         if long := offload.history.long:
             prefill = self.planner.compare_long(long)
@@ -87,7 +89,7 @@ class PlannedRun:
 
 
 def show_offload_plan(case: Case) -> None:
-    """Prints how memory would be divided and how long steps would take; counts memory and measures made-up experts,
+    """Prints how memory would be divided and how long steps would take. It counts memory and measures made-up experts,
     but loads no weights."""
     sizes, platform = sizes_of(case), PLATFORMS[case.platform]
     ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
@@ -115,9 +117,10 @@ def show_offload_plan(case: Case) -> None:
 
 
 def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots: int, experts: int) -> list[str]:
-    """The lines that `--plan` prints of the arena. `pinned`: frames of experts that may not be evicted; `longest`:
-    pages of all sequences at their longest; `experts`: of all layers with shadows."""
-    frames, each = arena.frames - 1, arena.extent_frames  # without the frame of the page that padding is written to
+    """The lines that `--plan` prints about the arena. `pinned` is the number of frames of experts that may not be
+    evicted, `longest` the number of pages of all sequences at their longest, `experts` the number of experts in all
+    layers with shadows."""
+    frames, each = arena.frames - 1, arena.extent_frames  # without the frame of the padding page
     pages = frames - pinned
     lines = [
         f"arena: {arena.frames * arena.frame_bytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes, "

@@ -1,4 +1,4 @@
-"""What a layer is: a module that owns weights and names the checkpoint tensors that fill them.
+"""`Layer`: a module that owns weights and names the checkpoint tensors that fill them.
 
 A layer also takes its shard of a split model and sums or gathers what the split leaves on different ranks, so that
 a model file contains none of that.
@@ -17,11 +17,11 @@ ALL = slice(None)
 @dataclass(frozen=True)
 class Piece:
     """A checkpoint tensor of `shape`. This rank keeps the range `part` of it and stores that by calling `fill`; `fill`
-    is None where other ranks keep the tensor.
+    is None if other ranks keep the tensor.
 
-    `linear`: it is the weight of a linear module, which a checkpoint may hold quantised; `fill` then takes a
-    `Quantised` as well as a tensor. `router`: it is a router's weight, which quantised checkpoints usually leave in
-    floating point even where their config does not say so.
+    `linear` marks the weight of a linear module, which may be quantised in the checkpoint; `fill` then takes a
+    `Quantised` as well as a tensor. `router` marks a router's weight, which quantised checkpoints usually leave in
+    floating point even if their config does not say so.
     """
 
     name: str

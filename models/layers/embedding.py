@@ -12,8 +12,8 @@ HEAD = "lm_head.weight"  # the checkpoint tensor of an output head that is not t
 
 
 class VocabEmbedding(Layer):
-    """The embedding table, split by vocabulary over `embed_tp`. A rank yields zeros for ids outside its part, and the
-    ranks sum."""
+    """The embedding table, split by vocabulary over `embed_tp`. A rank returns zeros for ids outside its part,
+    and an all-reduce sums the ranks' rows."""
 
     def __init__(self, build: Build, vocabulary: int, hidden: int):
         super().__init__()
@@ -31,7 +31,7 @@ class VocabEmbedding(Layer):
 
 
 class LMHead(Layer):
-    """Logits over the whole vocabulary: each rank of `lmhead_tp` computes its part of the columns, then all gather.
+    """Logits over the whole vocabulary: each rank of `lmhead_tp` computes a part of them, and the parts are gathered.
     `source` is the name of the checkpoint tensor."""
 
     def __init__(self, build: Build, vocabulary: int, hidden: int, source: str):

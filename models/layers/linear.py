@@ -25,7 +25,7 @@ class Source:
 
 
 class MergedLinear(Layer):
-    """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. Needs no other rank."""
+    """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. No communication is needed."""
 
     def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, router: bool = False):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles that models look positions up in."""
+"""Rotary position embedding: a table of the angles at every position."""
 
 import torch
 from torch import Tensor, nn

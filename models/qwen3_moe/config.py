@@ -14,7 +14,7 @@ LARGEST_DEPTH = 4096  # bounds what an untrusted config can allocate: layers are
 class Qwen3MoeConfig:
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of dense layers
+    intermediate_size: int  # intermediate size of dense layers
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -28,7 +28,7 @@ class Qwen3MoeConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
-    sparse_layers: tuple[bool, ...]  # per layer: mixture of experts, or one dense MLP
+    sparse_layers: tuple[bool, ...]  # for each layer whether it is a mixture of experts; else a dense MLP
     eos_token_ids: tuple[int, ...]
 
     @classmethod
@@ -88,7 +88,8 @@ class Qwen3MoeConfig:
     def check_parallel(
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:
-        """UserError unless all splits are even; ranks may hold copies of KV heads instead of splitting them."""
+        """Raises UserError unless all splits are even. If ranks are more than KV heads, they hold copies of the
+        heads."""
         rules = [
             ("attn_tp_size", attn_tp_size, "num_attention_heads", self.num_attention_heads),
             ("embed_tp_size", embed_tp_size, "vocab_size", self.vocab_size),

@@ -131,4 +131,4 @@ class Qwen3MoeForCausalLM(CausalLM):
         return self.lm_head(self.model(batch))
 
     def ignored_weights(self) -> frozenset[str]:
-        return frozenset({HEAD} - {self.lm_head.source})  # some checkpoints with a tied head hold it all the same
+        return frozenset({HEAD} - {self.lm_head.source})  # some checkpoints contain a tied head's tensor too

@@ -1,5 +1,5 @@
-"""Python bindings of csrc/bridge.cpp, which has the drawing and the ordering argument. Building it needs neither torch
-nor CANN."""
+"""Python bindings of csrc/bridge.cpp, which has the drawing and the ordering argument. Neither torch nor CANN is needed
+to build it."""
 
 import ctypes
 import functools
@@ -36,7 +36,8 @@ class BridgeError(RuntimeError):
 
 
 def build(out: Path = BUILT) -> Path:
-    """The path of the compiled bridge, compiled if its sources are newer. Ranks may call it at the same time."""
+    """Compiles the bridge if its sources are newer, and returns the path of the library. Several ranks may call this at
+    the same time."""
     if out.is_file() and out.stat().st_mtime_ns >= max(SOURCE.stat().st_mtime_ns, JOB.stat().st_mtime_ns):
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -81,10 +82,10 @@ def can_capture_host_func(cann: str | None) -> bool:
 
 
 class Bridge:
-    """Calls `submit`, a C function int(void *context, Job *) (job.h), from streams. It and `context` must outlive the
-    bridge.
+    """Calls `submit`, a C function int(void *context, Job *) (job.h), from streams. `submit` and `context` must outlive
+    the bridge.
 
-    CANN has two ways of calling the host. Its version decides once which of them is used; `how` says which.
+    CANN has two ways of calling the host. CANN's version decides which of them is used; `how` says which.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class Bridge:
         self._done(_native().umbra_bridge_subscribe(self.handle, stream))
 
     def payload(self, job: Job, sum_bytes: int) -> int:
-        """A payload for `launch`, freed when the bridge is closed. The buffers of `job` must live as long."""
+        """Makes a payload for `launch`. It is freed when the bridge is closed; until then the buffers of `job` must
+        live."""
         made: int = _native().umbra_payload_new(self.handle, ctypes.byref(job), sum_bytes)
         self.payloads.append(made)
         return made
@@ -122,7 +124,7 @@ class Bridge:
         return bool(status == 0)
 
     def events(self) -> int:
-        """A count that grows when a callback begins and when it ends: odd while one is running."""
+        """A count that grows by one when a callback begins and when it ends, so it is odd while one is running."""
         return int(_native().umbra_bridge_events(self.handle))
 
     def seen(self, payload: int) -> int:

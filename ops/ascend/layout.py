@@ -8,12 +8,12 @@ from ops.format import Format
 from ops.interface import Lengths
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
-MOST_PAGE = 512  # tokens; the attention op's own limit
+MOST_PAGE = 512  # most tokens of a page, a limit of the attention op
 
 
 class AscendLayout:
     def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype  # of activations
+        self.dtype = dtype  # type of activations
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # the fused norms need their weight in the type of their input
@@ -40,8 +40,9 @@ class AscendLayout:
         kv_lens: list[int],
         page_size: int,
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """Page places (T, 2): a page and a position in it; with a flat view of the cache a graph would copy the cache.
-        Lengths stay host integers, because the launch of the attention op takes integers."""
+        """Makes page places (T, 2), each a page and a position in it; if they were indices into a flat view of the
+        cache, a graph would copy the cache. Lengths stay host integers, because the launch of the attention op takes
+        integers."""
         pairs = [divmod(place, page_size) for place in places]
         return (
             torch.tensor(pairs, dtype=torch.int64).view(-1, 2),

@@ -6,8 +6,9 @@ tp         sort and index with plain ops (the reference's `moe_infer_tp`)
 fusion_v1  init_routing, compute_expert_tokens, finalize_routing
 fusion_v2  init_routing_v2, which counts as well, and finalize_routing
 
-T tokens, K experts a token, E experts on this rank. The grouped product needs every row in some group and no id below
-zero, so experts of other ranks become expert 0 with weight 0 (`resident`): their rows are computed and add nothing.
+T tokens, K experts for each token, E experts on this rank. The grouped product needs every row in some group and no id
+below zero, so experts of other ranks become expert 0 with weight 0 (`resident`): their rows are computed, but
+multiplied by 0.
 """
 
 import torch
@@ -36,11 +37,11 @@ def swiglu(x: Tensor) -> Tensor:
 def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
     tokens, top_k = ids.shape
     flat = ids.flatten()
-    order = flat.argsort(stable=True)  # (T K): which of t K + k comes i-th
+    order = flat.argsort(stable=True)  # (T K): element i is the row t K + k that comes i-th
     each = torch.arange(experts.count, dtype=ids.dtype, device=ids.device)
     counts = (flat == each[:, None]).sum(1)  # (E) int64
     rows = _experts(x[order // top_k], counts, COUNTS, experts)
-    back = order.argsort()  # (T K): where t K + k went
+    back = order.argsort()  # (T K): the position of row t K + k
     return (rows[back].view(tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
 
 
@@ -66,7 +67,7 @@ ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fus
 
 
 def _experts(rows: Tensor, groups: Tensor, kind: int, experts: Bank) -> Tensor:
-    """down(silu(gate) * up) of rows (T K, H) in expert order."""
+    """Computes down(silu(gate) * up) of rows (T K, H) in expert order."""
     return _grouped(swiglu(_grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
 
 

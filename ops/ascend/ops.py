@@ -1,9 +1,9 @@
-"""Each op of `interface.py` in torch_npu's fused calls.
+"""The ops of ops/interface.py, implemented by fused calls of torch_npu.
 
-Every argument that all supported versions know is passed by name: defaults differ between versions, such as
-`quant_mode` of npu_moe_init_routing_v2 and `layout` of npu_apply_rotary_pos_emb.
+Every argument that all supported versions have is passed by name, because defaults differ between versions, such as
+those of `quant_mode` of npu_moe_init_routing_v2 and `layout` of npu_apply_rotary_pos_emb.
 
-The checks of shapes and types are those that neither the schemas nor the meta functions make.
+Shapes and types are checked here only if neither the schemas nor the meta functions check them.
 """
 
 import torch
@@ -18,14 +18,14 @@ from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendMatrix, Bank
 from ops.interface import Lengths
 
-HEAD_DIMS = (64, 128)  # of the rotary op
-WHOLE_MASK, CAUSAL_AT_THE_END = 0, 3  # sparse_mode
-ALL_TOKENS = 2147483647  # pre_tokens, next_tokens
+HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
+WHOLE_MASK, CAUSAL_AT_THE_END = 0, 3  # values of sparse_mode
+ALL_TOKENS = 2147483647  # for pre_tokens and next_tokens
 
 
 class AscendOps(AscendLayout):
-    """The routing of `moe` is one of ops.ascend.moe.ROUTINGS; steps of at most `gemv_tokens` tokens multiply with 4-bit
-    weights on the vector cores, as `half_sums` says (ops/ascend/vector_core/schemas.py)."""
+    """`moe` uses a routing of ops.ascend.moe.ROUTINGS. Steps of at most `gemv_tokens` tokens multiply by 4-bit weights
+    on the vector cores; `half_sums` says how these add (ops/ascend/vector_core/schemas.py)."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class AscendOps(AscendLayout):
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if q.shape[-1] not in HEAD_DIMS:
             raise UserError(f"head_dim: {q.shape[-1]}: npu_apply_rotary_pos_emb takes {HEAD_DIMS[0]} or {HEAD_DIMS[1]}")
-        # (T, 1, heads, D): a batch of T sequences of one token. Rotates in place, whatever its schema says: nothing
-        # else may read q and k, which are fresh from their norms.
+        # (T, 1, heads, D): a batch of T sequences of one token. The op rotates in place, although its schema does not
+        # say so. This is safe, since q and k are new tensors, made by their norms, that nothing else reads.
         q, k = torch_npu.npu_apply_rotary_pos_emb(
             query=q[:, None], key=k[:, None], cos=cos[:, None, None], sin=sin[:, None, None], layout="BSND",
             rotary_mode="half",
@@ -93,7 +93,8 @@ class AscendOps(AscendLayout):
         kv_lens: Lengths,
         scale: float,
     ) -> Tensor:
-        """One token of every sequence (decode) is a batch; more are packed, with the causal mask at the end of each."""
+        """In a decode step the sequences, of one token each, form a batch. With more tokens, sequences are packed, and
+        the causal mask is aligned to the end of each."""
         if isinstance(query_starts, Tensor) or isinstance(kv_lens, Tensor):
             raise TypeError("lengths must be host integers, as `paging` makes them")
         if block_tables.dtype != torch.int32:
@@ -148,7 +149,7 @@ class AscendOps(AscendLayout):
         return moe.swiglu(x)
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """In the logits' own type, as the fused op has it; ids int32."""
+        """Weights are in the type of the logits, as the fused op returns them; ids are int32."""
         weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(x=logits, finished=None, k=top_k)
         return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
 

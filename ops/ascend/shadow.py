@@ -1,12 +1,13 @@
-"""Experts on the CPU inside a step on the NPU: `submit` forks, the resident experts are computed, `join` adds both.
+"""Experts on the CPU inside a step on the NPU: `submit` starts the CPU's part, the NPU then computes the resident
+experts, and `join` adds both sums.
 
     main    .. x, ids, weights | submit    resident experts    join | own + sums ..
     side                       |->  D2H, callback, H2D         ->|
 
-The callback (bridge.py) hands the job to the shadow pool (Worker in ops/cpu/shadow.py) and blocks the side stream only.
-It returns each token's weighted sum over the experts that are not resident, in the model's type, so `join` is one Add.
-This works in eager mode and in captured graphs (acl_graph, npugraph_ex), whose replays read new values from the same
-buffers. The host runs each step as
+The callback (bridge.py) passes the job to the shadow pool (Worker in ops/cpu/shadow.py) and blocks only the side
+stream. It returns each token's weighted sum over the experts that are not resident, in the model's type, so `join` is
+one Add. This works in eager mode and in captured graphs (acl_graph, npugraph_ex): their replays read new values from
+the same buffers. The host runs each step as
 
     nodes.begin(step, tokens); logits = decode(..); nodes.finish()
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from errors import UserError
 from ops.ascend.bridge import Bridge, Job
 
-SLICES = 8  # the host waits in so many parts of the timeout and checks callbacks between them
+SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
 
 LIBRARY = torch.library.Library("umbra", "FRAGMENT")  # the ops live as long as this does
 LIBRARY.define("shadow_submit(Tensor x, Tensor ids, Tensor weights, int layer, int nodes) -> Tensor")
@@ -39,7 +40,7 @@ class Node:
     x: Tensor  # (tokens, hidden), the model's type; this and the next three are pinned
     ids: Tensor  # (tokens, top_k) int32
     weights: Tensor  # (tokens, top_k), the model's type
-    sums: Tensor  # as x
+    sums: Tensor  # as `x`
     fork: torch_npu.npu.Event
     back: torch_npu.npu.Event
     payload: int
@@ -47,10 +48,10 @@ class Node:
 
 
 class ShadowNodes:
-    """The nodes of a model's layers. `slots` has for each layer number a table (experts) int64 on the host, which is
+    """The nodes of a model's layers. For each layer number, `slots` has a table (experts) int64 on the host, which is
     written in place between steps and passed with each job."""
 
-    alive: dict[int, "ShadowNodes"] = {}  # by number, which graphs hold  # noqa: RUF012
+    alive: dict[int, "ShadowNodes"] = {}  # number, as captured in graphs, -> nodes  # noqa: RUF012
     numbers = itertools.count()
 
     def __init__(
@@ -68,7 +69,7 @@ class ShadowNodes:
             raise ValueError("slots are to be int64 tables on the host")
         self.bridge = Bridge(submit, context, timeout_s, cann)
         self.slots, self.hidden, self.top_k, self.dtype, self.timeout_s = slots, hidden, top_k, dtype, timeout_s
-        self.nodes: dict[tuple[int, int], Node] = {}  # by tokens and layer
+        self.nodes: dict[tuple[int, int], Node] = {}  # (tokens, layer) -> node
         self.side = torch_npu.npu.Stream()
         self.bridge.subscribe(self.side.npu_stream)
         self.step, self.tokens = -1, 0
@@ -76,7 +77,7 @@ class ShadowNodes:
         self.alive[self.number] = self
 
     def prepare(self, tokens: int) -> None:
-        """Allocates the buffers of steps of `tokens`; they cannot be allocated while a graph is captured."""
+        """Allocates the buffers of steps of `tokens` tokens, which cannot be allocated while a graph is captured."""
         for layer in self.slots:
             if (tokens, layer) not in self.nodes:
                 self.nodes[tokens, layer] = self._node(tokens, layer)
@@ -104,7 +105,7 @@ class ShadowNodes:
             node.x.copy_(x, non_blocking=True)
             node.ids.copy_(ids, non_blocking=True)
             node.weights.copy_(weights, non_blocking=True)
-            # Reading `npu_stream` drains torch_npu's own queue, so the callback is enqueued after the copies.
+            # Reading `npu_stream` drains torch_npu's task queue, so the callback is enqueued after the copies.
             self.bridge.launch(self.side.npu_stream, node.payload)
             sums.copy_(node.sums, non_blocking=True)
             node.back.record()
@@ -138,7 +139,7 @@ class ShadowNodes:
         while not self.bridge.idle(stream, slice_ms):
             if self.bridge.events() != events:
                 events, since = self.bridge.events(), time.monotonic()
-            # A running callback times its worker out itself, unless the worker does not return from taking the job.
+            # A running callback detects that its worker takes too long, unless `submit` itself does not return.
             limit = self.timeout_s * (2 if events % 2 else 1)
             layer = self._missing()
             if layer is not None and time.monotonic() - since >= limit:
@@ -158,7 +159,7 @@ class ShadowNodes:
         replayed afterwards."""
         if self.alive.pop(self.number, None) is None:
             return
-        torch_npu.npu.current_stream().npu_stream  # noqa: B018 (drains torch_npu's own queue)
+        torch_npu.npu.current_stream().npu_stream  # noqa: B018 (drains torch_npu's task queue)
         if not self.bridge.close(self.timeout_s):
             LEFT.append(self)
             print("WARNING: experts on the CPU: closed with work under way; its buffers stay until the process ends")
@@ -168,8 +169,8 @@ LEFT: list[ShadowNodes] = []
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
-    """An uninitialised pinned tensor, or a UserError that begins with `what`: where CANN has no pinned memory left,
-    torch_npu 2.13.0 does not raise but returns a tensor at address 0."""
+    """Returns an uninitialised pinned tensor. If CANN has no pinned memory left, it raises a UserError that begins with
+    `what`; torch_npu 2.13.0 itself does not raise then, but returns a tensor at address 0."""
     made = torch.empty(shape, dtype=dtype, pin_memory=True)
     if made.numel() and not made.data_ptr():
         raise UserError(f"{what}: no pinned memory on the host for {dtype} {shape}")

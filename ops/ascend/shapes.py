@@ -1,8 +1,8 @@
-"""The ops of `ops.ascend.ops` without a device or torch_npu: each makes its outputs and temporaries as tensors on meta,
-with the shapes, types and lifetimes that they have there, so that a model that runs on these ops shows what a step
-takes. `tests/ascend/test_shapes.py` compares the two. Workspaces inside torch_npu's operators are not counted.
+"""The ops of `ops.ascend.ops` without a device or torch_npu. Each makes its outputs and temporaries as tensors on meta,
+with the shapes, types and lifetimes that they have on the NPU. So a model that runs on these ops shows how much memory
+a step takes. `tests/ascend/test_shapes.py` compares the two. Workspaces inside torch_npu's operators are not counted.
 
-With the kernels of ops/ascend/vector_core a decode step makes fewer temporaries than are counted here.
+With the kernels of ops/ascend/vector_core, a decode step makes fewer temporaries than are counted here.
 """
 
 from collections.abc import Callable

@@ -40,20 +40,20 @@ class SlotBank:
     count: int
     w13: Gathered
     w2: Gathered
-    planes: dict[str, Tensor]  # by name in a block: (count, the plane's shape)
+    planes: dict[str, Tensor]  # name of a plane in a block -> (count, *shape of the plane)
 
 
 class Slots:
-    """Slots in `memory`, the arena's bytes. From byte `zeros` on lies a block of zeros, which stands for experts that
-    are not resident."""
+    """Slots in `memory`, the arena's bytes. A block of zeros, which stands for experts that are not resident, begins at
+    byte `zeros`."""
 
     def __init__(self, memory: Tensor, zeros: int, layout: BlockLayout, format: Format):
         self.layout, self.format, self.nowhere = layout, format, zeros // PLACE
         memory[zeros : zeros + layout.block_bytes] = 0
-        # Tensors with a storage of their own, because KV caches lie in the same memory.
+        # These tensors have storages of their own, because KV caches are in the same memory.
         whole = memory[: len(memory) // PLACE * PLACE]
         self.memory, self.rows = fixed(from_dlpack(whole)), fixed(from_dlpack(whole).view(torch.int32).view(-1, ROW))
-        self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of experts in a bank
+        self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # number of experts in a bank -> indices
         sizes = {name: shape[0] * shape[1] * dtype.itemsize for name, (shape, dtype) in layout.planes.items()}
         for name, size in sizes.items():
             if size % PLACE:

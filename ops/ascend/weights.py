@@ -20,7 +20,7 @@ from ops.fixed import fixed
 from ops.format import Format, Quantised, floats
 
 FRACTAL_NZ = 29
-NIBBLES = 8  # in an int32
+NIBBLES = 8  # number of nibbles in an int32
 
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # allocates the storage of matrices
 
@@ -46,7 +46,7 @@ class Bank(Protocol):
 
 
 class Plane:
-    """`lead` matrices of (rows, columns); converted into tiles when every row of every matrix was put."""
+    """`lead` matrices of (rows, columns). They are converted into tiles once every row of every matrix was put."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Nibbles, scales and offsets as `quantise` returns them; levels already in this format are not rounded again."""
+    """Returns nibbles, scales and offsets as `quantise` does. Levels already in this format are not rounded again."""
     if isinstance(part, Quantised) and part.fits(format):
         scales, zeros = part.in_groups(format.group)
         offsets = torch.zeros_like(scales) if zeros is None else 8 - zeros.to(scales.dtype)
@@ -167,7 +167,8 @@ def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Te
 
 
 def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, K) to nibbles (m, K) int32 in -8 .. 7, scales and offsets (m, K / group): w = (nibble + offset) * scale.
+    """Quantises (m, K) to nibbles (m, K) int32 in -8 .. 7, scales and offsets (m, K / group), such that
+    w = (nibble + offset) * scale.
 
     Without zero points the offset is 0 and the largest magnitude becomes 7; with them the range is spread over all 16
     values, 0 always among them.
@@ -177,7 +178,7 @@ def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Ten
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         scale = (high - low) / 15
         step = torch.where(scale > 0, scale, 1)
-        offset = (low / step).round() + 8  # of the nibble -8, low
+        offset = (low / step).round() + 8  # so that the nibble -8 is `low`
     else:
         scale = groups.abs().amax(-1) / 7
         step, offset = torch.where(scale > 0, scale, 1), torch.zeros_like(scale)

@@ -1,22 +1,24 @@
-// The way from a stream of an NPU to the threads that compute experts on the CPU, and back. Knows nothing of experts: a
-// job (job.h) is a handful of pointers for somebody's `submit`. Builds without CANN, bound when a bridge is opened.
+// The bridge takes jobs from a stream of an NPU to the threads that compute experts on the CPU, and their results back.
+// It does not depend on what a job computes: a job (job.h) is a few pointers that are passed to the function `submit`.
+// It compiles without CANN, whose library is loaded when a bridge is opened.
 //
 //   main stream   ..x, ids, weights..[fork]......resident experts......[join]..
 //   side stream                      [fork] D2H, D2H, D2H, callback, H2D [join]
 //   report thread                                    run(payload): submit(job), wait for done(job)
 //   workers                                                          job
 //
-// A callback is called by the report thread, which loops aclrtProcessReport and was subscribed for the side stream, or,
-// with aclrtLaunchHostFunc, by a thread of CANN's own. In it nothing may be asked of the device.
+// A callback is called by the report thread, which loops over aclrtProcessReport and is subscribed for the side stream.
+// With aclrtLaunchHostFunc it is called by a thread of CANN instead. A callback must not call the device's API.
 //
-// Ordering. The callback begins after the copies out and the copy back begins after its end, for all stand on one stream,
-// so workers have the buffers to themselves from submit to done. The next job of a payload cannot begin before: its
-// copies stand behind on the same stream, or in a replay which the stream comes to later. `done` hands the sums over
-// under the bridge's mutex, which the callback takes to see it.
+// Ordering. All of this is on one stream, so the callback begins after the copies to the host (D2H), and the copy back
+// (H2D) begins after the callback has returned. From submit to done, only the workers access the buffers. The next job
+// of the same payload cannot begin earlier, since its copies come later on the same stream, in a later step or replay.
+// `done` publishes the sums under the bridge's mutex, which the callback holds when it reads the state.
 //
-// A worker that is not done in time does not hold the stream up for ever: the sums become NaN (all bits set, in any
-// float), the bridge has failed for good, with the layer and the step, and later callbacks return at once. The host must
-// ask for the error after each step: a late worker may yet write over the NaNs. It still owns its payload: see close.
+// A worker that is not done in time does not block the stream for ever: the sums are set to NaN (all bits set, in any
+// float type), the bridge fails permanently with an error that names the layer and the step, and later callbacks return
+// at once. The host must check for the error after each step, since a late worker may still write over the NaNs. Such a
+// worker still uses its payload: see umbra_bridge_close.
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -37,7 +39,7 @@ using std::chrono::milliseconds;
 using umbra::Job;
 using umbra::SubmitJob;
 using Stream = void *;
-constexpr size_t kStreams = 32; // that one bridge serves
+constexpr size_t kStreams = 32; // most streams of one bridge
 constexpr int kBlock = 1, kReportTimeout = 507012, kSyncTimeout = 507046; // ACL_CALLBACK_BLOCK, ACL_ERROR_RT_..
 constexpr milliseconds kReportWait{100};
 
@@ -48,37 +50,37 @@ struct Acl {
     int (*unsubscribe)(uint64_t thread, Stream);
     int (*process_report)(int32_t ms);
     int (*launch_callback)(void (*)(void *), void *, int block, Stream);
-    int (*launch_host_func)(Stream, void (*)(void *), void *); // nullptr: this CANN has none
+    int (*launch_host_func)(Stream, void (*)(void *), void *); // nullptr if this CANN does not have it
     int (*synchronize_stream)(Stream, int32_t ms);
     int (*synchronize_device)(int32_t ms);
 };
 
-thread_local std::string told; // why the last call of this thread failed
+thread_local std::string told; // text of the error in this thread's last call that failed
 
 struct Bridge;
 struct Payload {
-    Job job; // first: `done` gets the payload through it
+    Job job; // must be the first member: `done` casts a Job to its Payload
     Bridge *bridge;
     size_t sum_bytes;
     enum { kIdle, kRunning, kDone, kFailed, kLate } state = kIdle;
-    int64_t seen = -1; // the last step whose callback returned
+    int64_t seen = -1; // the last step whose callback has returned
 };
 
 struct Bridge {
     Acl acl{};
-    void *library = nullptr, *device = nullptr; // the context of the thread that opened it
+    void *library = nullptr, *device = nullptr; // device: the context of the thread that opened the bridge
     bool host_func = false;
     SubmitJob submit = nullptr;
     void *context = nullptr;
-    milliseconds limit{}; // that a job may take
+    milliseconds limit{}; // most time that a job may take
 
     std::mutex guard;
     std::condition_variable moved;
-    std::string error; // the first one
+    std::string error; // the first error; empty while there is none
     bool closing = false, stop = false, stopped = true;
     int64_t step = 0, events = 0;
-    int inside = 0, running = 0; // callbacks; jobs that are not done
-    int report_error = 0;        // of aclrtProcessReport, other than that nothing came
+    int inside = 0, running = 0; // number of callbacks that run; number of jobs that are not done
+    int report_error = 0;        // last error of aclrtProcessReport, other than a timeout
     std::vector<Stream> streams;
     std::thread reporter;
     uint64_t thread = 0;
@@ -106,7 +108,7 @@ void report(Bridge &b) {
         lock.unlock();
         const int status = b.acl.process_report(static_cast<int32_t>(kReportWait.count()));
         lock.lock();
-        if (status && status != kReportTimeout) { // not subscribed yet, say; a stream that waits will be told of it
+        if (status && status != kReportTimeout) { // for example if no stream is subscribed yet; for error texts
             b.report_error = status;
             b.moved.wait_for(lock, milliseconds(1));
         }
@@ -115,7 +117,8 @@ void report(Bridge &b) {
     b.moved.notify_all();
 }
 
-// With the mutex held. The stream goes on, with sums that nobody can take for a result.
+// Sets the sums to NaN, so that they cannot be taken for a result, and records the error. The stream continues. The
+// caller holds the mutex.
 void poison(Bridge &b, Payload &p, const std::string &why) {
     if (b.error.empty())
         b.error = "layer " + std::to_string(p.job.layer) + ", step " + std::to_string(p.job.step) + ": " + why;
@@ -178,7 +181,8 @@ extern "C" {
 
 const char *umbra_bridge_told() { return told.c_str(); }
 
-// nullptr: see told. `host_func`: 1 to use aclrtLaunchHostFunc where libascendcl has it.
+// Opens a bridge. Returns nullptr on failure, with its reason in umbra_bridge_told(). With `host_func` 1 the bridge
+// uses aclrtLaunchHostFunc if libascendcl has it.
 Bridge *umbra_bridge_open(const char *library, SubmitJob submit, void *context, int64_t limit_ms, int host_func) {
     void *opened = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     if (!opened)
@@ -203,7 +207,7 @@ Bridge *umbra_bridge_open(const char *library, SubmitJob submit, void *context, 
 
 int umbra_bridge_host_func(Bridge *b) { return b->host_func; }
 
-// Once for each stream, before the first launch and outside of captures.
+// To be called once for each stream, before its first launch and outside of captures.
 int umbra_bridge_subscribe(Bridge *b, Stream stream) {
     std::lock_guard<std::mutex> lock(b->guard);
     if (std::find(b->streams.begin(), b->streams.end(), stream) != b->streams.end())
@@ -221,7 +225,7 @@ Payload *umbra_payload_new(Bridge *b, const Job *job, size_t sum_bytes) {
     p->job.done = done;
     return p;
 }
-// Not before the bridge is closed, and not if that said that something may still come.
+// To be called only after umbra_bridge_close has returned 0.
 void umbra_payload_free(Payload *p) { delete p; }
 int64_t umbra_payload_seen(Payload *p) {
     std::lock_guard<std::mutex> lock(p->bridge->guard);
@@ -236,13 +240,14 @@ int umbra_bridge_launch(Bridge *b, Stream stream, Payload *p) {
     return status ? !fail(std::string(name) + ": error " + std::to_string(status)) : 0;
 }
 
-// The number that errors of the callbacks to come will name.
+// Sets the step that later callbacks name in errors.
 void umbra_bridge_begin(Bridge *b, int64_t step) {
     std::lock_guard<std::mutex> lock(b->guard);
     b->step = step;
 }
 
-// 0: the stream is idle, 1: it is not yet, -1: see told.
+// Waits at most `ms` for the stream. 0: the stream is idle, 1: it is not idle yet, -1: an error, see
+// umbra_bridge_told().
 int umbra_bridge_synchronize(Bridge *b, Stream stream, int32_t ms) {
     const int status = b->acl.synchronize_stream(stream, ms);
     if (!status || status == kSyncTimeout)
@@ -250,12 +255,13 @@ int umbra_bridge_synchronize(Bridge *b, Stream stream, int32_t ms) {
     return fail("aclrtSynchronizeStreamWithTimeout: error " + std::to_string(status)), -1;
 }
 
-int64_t umbra_bridge_events(Bridge *b) { // grows with each callback that begins or ends
+int64_t umbra_bridge_events(Bridge *b) { // a count that grows by one when a callback begins and when it ends
     std::lock_guard<std::mutex> lock(b->guard);
     return b->events;
 }
 
-// What went wrong first; with `otherwise`, that has, if nothing did before. nullptr: nothing.
+// The text of the first error, or nullptr if there is none. If `otherwise` is given and there is no error yet, it
+// becomes the first error.
 const char *umbra_bridge_error(Bridge *b, const char *otherwise) {
     std::lock_guard<std::mutex> lock(b->guard);
     if (b->error.empty() && otherwise)
@@ -264,8 +270,9 @@ const char *umbra_bridge_error(Bridge *b, const char *otherwise) {
     return told.empty() ? nullptr : told.c_str();
 }
 
-// Callbacks that wait or still come return at once, with poisoned sums. 1: after `ms` the device, a callback or a worker
-// is still at it, so neither the bridge nor its payloads and their buffers may ever be freed.
+// Closes the bridge. Callbacks that wait, and those that come later, return at once with sums of NaN. Returns 0 once
+// all work has ended. Returns 1 if after `ms` the device, a callback or a worker is still busy; then neither the bridge
+// nor its payloads and their buffers may ever be freed.
 int umbra_bridge_close(Bridge *b, int64_t ms) {
     const auto deadline = Clock::now() + milliseconds(ms);
     std::unique_lock<std::mutex> lock(b->guard);

@@ -1,4 +1,4 @@
-"""W4A16 products on Ascend's vector cores: custom operators, which `bash ops/ascend/vector_core/build.sh` builds."""
+"""W4A16 products on Ascend's vector cores: custom operators, built by `bash ops/ascend/vector_core/build.sh`."""
 
 from pathlib import Path
 
@@ -6,18 +6,18 @@ from errors import UserError
 
 BUILD = Path(__file__).parent / "build"
 EXTENSION = BUILD / "umbra_ascendc.so"
-PACKAGE = BUILD / "opp" / "vendors" / "umbra"  # the package of custom operators that CANN installs
+PACKAGE = BUILD / "opp" / "vendors" / "umbra"  # the package of custom operators, as CANN installs it
 
 
 def package_path(given: str) -> str:
-    """The value of ASCEND_CUSTOM_OPP_PATH with our package, if it is built, before the folders in `given`. It must be
-    set before torch_npu is loaded."""
+    """Returns the value for ASCEND_CUSTOM_OPP_PATH: our package, if it is built, before the folders in `given`. The
+    variable must be set before torch_npu is loaded."""
     own = [str(PACKAGE)] if PACKAGE.is_dir() else []
     return ":".join([*own, *(path for path in given.split(":") if path and path not in own)])
 
 
 def built(extension: Path = EXTENSION) -> int:
-    """When the torch extension was built, in nanoseconds since the epoch; 0 if it was not."""
+    """The time at which the torch extension was built, in nanoseconds since the epoch; 0 if it is not built."""
     return extension.stat().st_mtime_ns if extension.is_file() else 0
 
 

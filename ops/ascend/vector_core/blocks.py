@@ -1,7 +1,7 @@
-"""The layout of experts in an arena: one flat buffer of bytes on the device, which they share with KV pages.
+"""The layout of experts in an arena, one flat buffer of bytes on the device that experts and KV pages share.
 
-An expert is a block of planes. A block begins at a multiple of PLACE bytes, so an int32 addresses it: its first byte /
-PLACE, or -1 if the expert is not resident. Each plane begins at the next multiple of PLACE bytes of the block.
+An expert is a block of planes. A block begins at a multiple of PLACE bytes, so that an int32 can address it: its place
+is its first byte / PLACE, or -1 if the expert is not resident. Each plane begins at the next multiple of PLACE bytes.
 H: hidden, I: inner, G, G2: group, group2; ops/ascend/weights.py has the layout of a matrix.
 
 w13   4 bits: (H, 2 I / 8) int32    else (H, 2 I) in the model's type, as all planes below but w2
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from ops.format import Format
 
-PLACE = 512  # bytes
-WORD = 8  # nibbles in an int32
+PLACE = 512  # bytes of a place
+WORD = 8  # number of nibbles in an int32
 
 Plane = tuple[tuple[int, int], torch.dtype]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The planes of a block. `group` and `group2` are the rows of w13 and of w2 that share a scale; 0 if the matrices
-    are not quantised, so that there are no scales and no zero points."""
+    """The planes of a block. `group` and `group2` are the numbers of rows of w13 and of w2 that share a scale. They are
+    0 if the matrices are not quantised; then there are no scales and no zero points."""
 
     inner: int
     hidden: int
@@ -60,7 +60,7 @@ class BlockLayout:
         return self._placed[1]
 
     def views(self, block: Tensor) -> dict[str, Tensor]:
-        """Views of the planes of `block` (bytes) uint8."""
+        """Views of the planes of `block`, (bytes) uint8."""
         return {
             name: block[self.offsets[name] :][: _bytes(plane)].view(plane[1]).view(plane[0])
             for name, plane in self.planes.items()

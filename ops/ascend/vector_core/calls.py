@@ -9,7 +9,7 @@ from ops.format import GROUP_SIZES
 
 
 def unfit(weight: AscendMatrix | Bank) -> str:
-    """Why the kernels cannot read these weights; empty if they can."""
+    """The reason why the kernels cannot read these weights; empty if they can."""
     planes: list[Stored] = [weight] if isinstance(weight, AscendMatrix) else [weight.w13, weight.w2]
     if any(plane.scales is None for plane in planes):
         return "the weights do not have 4 bits"
@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, half_sums: bool
 
 
 def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None, half_sums: bool) -> Tensor:
-    """A mixture of experts in one launch; ids of experts on other ranks add nothing."""
+    """Computes a mixture of experts in one launch. Experts on other ranks add nothing."""
     w13, w2 = experts.w13, experts.w2
     return torch.ops.umbra.fused_moe_w4a16(
         x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
@@ -42,8 +42,9 @@ def moe_slots(
     first_expert: int | None,
     half_sums: bool,
 ) -> Tensor:
-    """The same with experts in slots: arena (bytes) uint8, places (experts of this rank) int32. Experts that are not
-    resident, or on other ranks, add nothing. Not for GE graphs, which refuse experts on the CPU."""
+    """Computes the same with experts in slots: arena (bytes) uint8, places (experts of this rank) int32. Experts that
+    are not resident, and experts on other ranks, add nothing. This cannot be used in GE graphs, in which experts on the
+    CPU are refused."""
     return torch.ops.umbra.fused_moe_slots_w4a16(
         x, arena, places, ids if first_expert is None else ids - first_expert, weights,
         layout.inner, layout.group, layout.group2, layout.zeros, half_sums,

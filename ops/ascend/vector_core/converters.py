@@ -1,4 +1,4 @@
-"""The ops of `schemas.py` as nodes of a GE graph; imported for its effect. Captured graphs need none of this.
+"""Makes the ops of `schemas.py` nodes of a GE graph; imported for its effect. Captured graphs do not need this.
 
 fused_moe_slots_w4a16 is not among them: experts on the CPU are refused in GE graphs (ops/ascend/shadow.py).
 """

@@ -16,7 +16,8 @@ SOURCE = Path(__file__).parent / "torch" / "umbra_ops.cpp"
 
 
 def command(out: Path) -> list[str]:
-    """Neither package is imported: torch_npu would want CANN's libraries and a device."""
+    """The command that compiles the extension. Neither package is imported, since torch_npu would need CANN's libraries
+    and a device."""
     torch, npu = _folder("torch"), _folder("torch_npu")
     minor = importlib.metadata.version("torch").split(".")[1]
     includes = [
@@ -26,11 +27,11 @@ def command(out: Path) -> list[str]:
         npu / "include/third_party/acl/inc",
         npu / "include/third_party/hccl/inc",
         npu / "include/third_party/op-plugin",
-        Path(sysconfig.get_paths()["include"]),  # torch_npu's headers want Python.h
+        Path(sysconfig.get_paths()["include"]),  # torch_npu's headers include Python.h
     ]
     return [
         "g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", *(f"-isystem{folder}" for folder in includes),
-        f"-DCURRENT_VERSION=V2R{minor}", str(SOURCE), "-o", str(out),  # the version is for torch_npu's headers
+        f"-DCURRENT_VERSION=V2R{minor}", str(SOURCE), "-o", str(out),  # torch_npu's headers need the version
         f"-L{torch / 'lib'}", f"-L{npu / 'lib'}", "-ltorch_npu", "-ltorch_cpu", "-lc10", "-Wl,-z,defs",
     ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The ops of `schemas.py` in plain PyTorch, under the same names.
 
 They compute in float32 and return the type of x; `half_sums` has no effect. With `precise` they compute and return
-float64, from which errors are measured.
+float64, with which results of the kernels are compared.
 """
 
 import torch
@@ -65,7 +65,7 @@ def gemv_w4a16(
 
 
 def unpacked(w: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(K, N / 8) words to (K, N) values."""
+    """Unpacks words (K, N / 8) into values (K, N)."""
     shifts = torch.arange(0, 32, 32 // WORD, dtype=torch.int32, device=w.device)
     nibbles = (((w[..., None] >> shifts) & 15) ^ 8) - 8  # (K, N / 8, 8), signed
     group = len(w) // len(scales)

@@ -1,8 +1,9 @@
-"""Schemas and Meta functions of the vector-core ops, `torch.ops.umbra.*`. Needs no torch_npu.
+"""Schemas and Meta functions of the vector-core ops, `torch.ops.umbra.*`. torch_npu is not needed.
 
-T tokens (1 to 8), k experts a token, E experts, group G of 32, 64 or 128 that divides K, K % 32 == 0, N % 8 == 0.
-Activations, scales, zeros and experts' weights are all float16 or all bfloat16. Matrices have the layout of weights.py:
-signed nibbles, eight outputs to an int32; a value is (nibble + zero) * scale, or nibble * scale without zeros.
+T tokens (1 to 8), k experts for each token, E experts, group G of 32, 64 or 128 that divides K, K % 32 == 0, N % 8 ==
+0. Activations, scales, zeros and experts' weights are all float16 or all bfloat16. Matrices have the layout of
+weights.py: signed nibbles, eight outputs in an int32; a value is (nibble + zero) * scale, or nibble * scale without
+zeros.
 
 fused_moe_w4a16      x (T, H), w13 (E, H, 2 I / 8), w2 (E, I, H / 8), ids (T, k) int32, weights (T, k) -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); gate: the first I columns of w13, up: the others
@@ -11,8 +12,8 @@ fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, 
                      / 512, or -1 if not resident; experts not resident, and ids below 0 or from E on, add nothing
 gemv_w4a16           x (T, K), w (K, N / 8), scales, zeros (K / G, N) -> (T, N)
 
-half_sums: products and the sums of eight rows are float16, not float32: faster by CANN's tables, but less exact if sums
-cancel each other (docs/vector_core.md, "Precision").
+With half_sums, products and the sums of eight rows are float16 instead of float32: faster by CANN's tables, but less
+exact if sums cancel each other (docs/vector_core.md, "Precision").
 """
 
 import torch
@@ -106,7 +107,7 @@ def _check_activations(x: Tensor) -> None:
 def _check_weights(
     names: tuple[str, str, str], w: Tensor, scales: Tensor, zeros: Tensor | None, lead: int, x: Tensor, inputs: int
 ) -> int:
-    """The number of outputs; `lead`: the dimensions before (K, N)."""
+    """Checks a matrix and returns its number of outputs. `lead` is the number of dimensions before (K, N)."""
     if w.dtype != torch.int32:
         raise TypeError(f"{names[0]}: {w.dtype}: must be int32, words of {WORD} nibbles")
     if w.dim() != lead + 2 or w.shape[-2] != inputs:

@@ -1,4 +1,4 @@
-"""Compiles kernels, or the host side of ops, into a shared library: once for each content of the sources."""
+"""Compiles kernels, or the host side of ops, into a shared library, once for each content of the sources."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OP_HOST = ROOT / "ops/ascend/vector_core/op_host"
 CACHE = ROOT / ".venv" / "umbra-twin"
 LIBRARY_WORKSPACE = 16 << 20  # bytes at the start of a workspace that belong to CANN's library
 FLAGS = ["-std=c++17", "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall"]
-FLAGS += ["-Werror=narrowing"]  # clang, which the real compiler is, refuses it
+FLAGS += ["-Werror=narrowing"]  # the real compiler, clang, refuses narrowing
 
 
 class TwinError(Exception):
-    """A rule of the device or its API that a kernel broke, or a source that the real API would not compile."""
+    """A kernel broke a rule of the device or its API, or the real API would not compile a source."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ def compile_shared(
     search: Sequence[str],
     optimise: str = "-O2",
 ) -> Library:
-    """A shared library of `sources` (C++ files and objects), built once for each content of `sources` and `watched`.
+    """Returns a shared library of `sources` (C++ files and objects), built once for each content of `sources` and
+    `watched`.
 
-    `search` are flags that only say where watched files lie: equal sources in another folder find the same library.
+    `search` are flags that only say where watched files are; equal sources in another folder give the same library.
     """
     where = _cached(f"{sources[0].stem}.so", [*sources, *watched], [optimise, *options])
     if not where.exists():
@@ -63,8 +64,8 @@ def build(
     tiling_struct: str = "UmbraGemvTiling",
     optimise: str = "-O2",
 ) -> Library:
-    """A library of unmodified kernels. `tiling_header` defines `tiling_struct` with CANN's macros, as the host includes
-    it. `optimise`: -O0 compiles in a third of the time, for kernels that run once."""
+    """Returns a library of unmodified kernels. `tiling_header`, the header that the host includes, defines
+    `tiling_struct` with CANN's macros. `optimise`: -O0 compiles in a third of the time, for kernels that run once."""
     sources = [sources] if isinstance(sources, Path) else list(sources)
     beside = [file for source in sources for file in source.parent.iterdir() if file.suffix == ".h"]
     twin = sorted((HERE / "include").rglob("*.h"))
@@ -88,7 +89,7 @@ def _runner(twin: Sequence[Path]) -> Path:
 
 
 def _cached(name: str, files: Sequence[Path], options: Sequence[str]) -> Path:
-    """Where the cache has what is made of `files`, by their names and contents, with `options`."""
+    """The path in the cache of the file made from `files` with `options`; names and contents of `files` decide it."""
     content = hashlib.sha256("\0".join([*FLAGS, *options]).encode())
     for file, text in sorted({(file.name, file.read_bytes()) for file in files if file.is_file()}):
         content.update(file.encode() + b"\0" + text)
@@ -97,7 +98,8 @@ def _cached(name: str, files: Sequence[Path], options: Sequence[str]) -> Path:
 
 
 def _compile(arguments: Sequence[str], source: Path, where: Path) -> None:
-    """Processes that make the same file at once each write their own and rename it: `where` is whole or absent."""
+    """Compiles `source` to `where`. Processes that do this at the same time each write a file of their own and rename
+    it, so `where` is either whole or absent."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=CACHE, suffix=f"{where.suffix}.part", delete=False) as part:
         command = ["g++", *FLAGS, *arguments, "-o", part.name]

@@ -30,7 +30,7 @@ Input = tuple[Sequence[int], torch.dtype]
 
 @dataclass(frozen=True)
 class Launch:
-    """What the host decided: everything that a run of the kernel needs."""
+    """The host's decisions: everything that a run of the kernel needs."""
 
     outputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
     tiling: bytes
@@ -47,8 +47,9 @@ def host(
     folder: Path = OP_HOST,
     attributes: Sequence[int] = (),
 ) -> Launch:
-    """`op` by its GE type; one entry for each input of its definition, None where an optional one is absent. Attributes
-    in the definition's order; optional ones that are left out have their defaults."""
+    """Runs the host side of `op`, given by its GE type. `inputs` has one entry for each input of the definition, None
+    for an optional input that is absent. `attributes` are in the definition's order; optional attributes that are left
+    out have their defaults."""
     sources = sorted(folder.glob("*.cpp"))
     watched = [*folder.glob("*.h"), *(HERE / "host").rglob("*")]
     search = [f"-I{HERE / 'host'}", f"-I{folder}"]
@@ -58,7 +59,7 @@ def host(
     dims = [dim for entry in inputs if entry is not None for dim in entry[0]]
     types = [0 if entry is None else TYPES[entry[1]] for entry in inputs]
     answer = ctypes.create_string_buffer(ANSWER_BYTES)
-    with tempfile.TemporaryFile() as said:  # op_host says on stderr why it refuses
+    with tempfile.TemporaryFile() as said:  # op_host writes the reason of a refusal to stderr
         kept = os.dup(2)
         os.dup2(said.fileno(), 2)
         try:

@@ -1,4 +1,4 @@
-"""Runs one kernel of a library over torch tensors: outputs and counts, or the rule that it broke."""
+"""Runs one kernel of a library on torch tensors. -> its outputs and counts; TwinError names a rule that it broke"""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INPUT, OUTPUT, WORKSPACE = range(3)
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted: `buffers` by name, `cores[core][phase]`; a phase ends at a SyncAll.
+    """The counts of a run: `buffers` by name, and `cores[core][phase]`; a phase ends at a SyncAll.
 
     A phase has mte2 and mte3 (count, bytes, bursts, by_move, by_burst), instructions and repeats by op, barriers by
     pipe, flags, scalar_ub, scalar_gm, scalar_gm_bytes.
@@ -77,11 +77,12 @@ def run(
     cores: int = 48,
     key: int = 1,
 ) -> tuple[dict[str, torch.Tensor], Counts]:
-    """Inputs and outputs in the order of the kernel's arguments; `workspace` bytes as the host asks for them."""
+    """Runs a kernel. Inputs and outputs are in the order of the kernel's arguments; `workspace` is the number of bytes
+    that the host asks for."""
     given = {name: None if value is None else value.contiguous() for name, value in inputs.items()}
     made = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in outputs.items()}
     for tensor in made.values():
-        tensor.view(-1).view(torch.uint8).fill_(0xFF)  # NaN, should a byte stay unwritten and be looked at
+        tensor.view(-1).view(torch.uint8).fill_(0xFF)  # NaN, so that reading an unwritten byte is noticed
     own = torch.empty(max(workspace, LIBRARY_WORKSPACE), dtype=torch.uint8)
     tensors = [*given.values(), *made.values(), own]
     names = [*given, *made, "workspace"]

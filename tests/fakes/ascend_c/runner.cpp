@@ -1,4 +1,4 @@
-// The C interface of a compiled kernel: gives it buffers, runs its blocks in turns, and returns what was counted.
+// The C interface of a compiled kernel: gives it buffers, runs its blocks in turns, and returns the counts.
 #include <sys/mman.h>
 
 #include <dlfcn.h>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kStack = 1 << 20;
 
-struct Stacks { // one a block; pages are taken as they are touched
+struct Stacks { // one stack for each block; memory pages are allocated at their first access
     explicit Stacks(size_t count_)
         : count(count_), memory(static_cast<uint8_t *>(mmap(nullptr, count * kStack, PROT_READ | PROT_WRITE,
                                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {}
@@ -21,7 +21,8 @@ struct Stacks { // one a block; pages are taken as they are touched
 };
 
 using Address = GM_ADDR;
-void call(void *function, const std::vector<Address> &a) { // pointers only, so more of them than it takes do no harm
+// All arguments are pointers, so passing more than the function takes does no harm.
+void call(void *function, const std::vector<Address> &a) {
     using Kernel = void (*)(Address, Address, Address, Address, Address, Address, Address, Address, Address, Address,
                             Address, Address, Address, Address, Address, Address);
     reinterpret_cast<Kernel>(function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12],
@@ -99,8 +100,9 @@ std::string json(const Run &run) {
 
 } // namespace
 
-// buffers in the order of the kernel's arguments; a null base: an optional input that is absent. The workspace is the last
-// one and its `base` the start of the library's part. Returns 0, or 1 with the rule that was broken in *answer.
+// Buffers are in the order of the kernel's arguments; a null base stands for an optional input that is absent. The
+// workspace is the last buffer, and its `base` is the start of the library's part. Returns 0, or 1 with the rule that
+// was broken in *answer.
 extern "C" int twin_run(const char *kernel, int count, const char **names, const int *roles, uint8_t **bases,
                         const uint64_t *sizes, const uint8_t *tiling, uint64_t tiling_bytes, uint64_t key, int cores,
                         char *answer, uint64_t answer_bytes) {

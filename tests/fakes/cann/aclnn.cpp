@@ -1,10 +1,12 @@
-// aclnn kernels. Each has two functions: NameGetWorkspaceSize(arguments..., &bytes, &executor) and, later and perhaps on
-// another thread, Name(workspace, bytes, executor, stream). The generated ones (see generate.py) all end in fake_aclnn.
+// aclnn kernels. Each has two functions: NameGetWorkspaceSize(arguments..., &bytes, &executor) and, called later and
+// perhaps on another thread, Name(workspace, bytes, executor, stream). The generated trampolines (see generate.py) all
+// call fake_aclnn.
 //
-// A trampoline does not know its kernel's signature. It reads its arguments as a row of 64-bit words until it finds two
-// neighbours that point to zeroes on the caller's stack: &bytes and &executor. Words that are objects made by aclCreate*
-// and still alive are the arguments that can be told; plain numbers, strings and absent tensors cannot. Our own
-// operators' booleans can, if they are true, and their numbers, if they are above 1: nothing else plain is theirs.
+// A trampoline does not have its kernel's signature. It reads its arguments as a sequence of 64-bit words until it
+// finds two neighbours that point to zeroes on the caller's stack: &bytes and &executor. Words that point to live
+// objects made by aclCreate* can be recognised as arguments; plain numbers, strings and absent tensors cannot. In calls
+// of our own operators, booleans that are true and numbers above 1 can be recognised as well, since these operators
+// have no other plain arguments.
 #include <cstdarg>
 #include <cstdlib>
 #include <cstring>
@@ -18,19 +20,19 @@
 namespace {
 
 struct Object {
-    std::string text; // as the log writes it
+    std::string text; // the object's text in the log
     std::vector<int64_t> shape;
-    std::vector<const Object *> members; // of a list, which owns them
-    size_t bytes = 0;                    // of an element of a tensor
+    std::vector<const Object *> members; // members of a list, which owns them
+    size_t bytes = 0;                    // bytes of an element of a tensor
 };
 
 constexpr int kMostWords = 96;
 constexpr uintptr_t kMostNumber = 1 << 16; // below every address
-constexpr uintptr_t kFrames = 1 << 18; // how far up the stack the caller's variables can be
+constexpr uintptr_t kFrames = 1 << 18; // largest distance of the caller's variables on the stack
 
 std::mutex guard;
 std::set<const Object *> alive;
-std::map<const void *, std::string> planned; // arguments of kernels that were sized and not yet launched
+std::map<const void *, std::string> planned; // arguments of kernels that were sized and are not launched yet
 
 const Object *keep(Object object) {
     auto *kept = new Object(std::move(object));
@@ -39,7 +41,7 @@ const Object *keep(Object object) {
     return kept;
 }
 
-// Absent tensors are destroyed as well: they are null.
+// `object` may be null, since absent tensors are destroyed as well.
 int drop(const Object *object) {
     {
         std::lock_guard<std::mutex> lock(guard);
@@ -76,7 +78,7 @@ bool contiguous(const int64_t *shape, const int64_t *strides, uint64_t rank) {
 
 bool plain(int format) { return format == ACL_FORMAT_ND || format == ACL_FORMAT_NCHW || format == ACL_FORMAT_NCL; }
 
-// Does the word point to eight zero bytes in the frames above ours?
+// Whether the word points to eight zero bytes in the stack frames above this one.
 bool zero_on_stack(uintptr_t word, uintptr_t here) {
     return word > here && word - here < kFrames && word % 8 == 0 && !*reinterpret_cast<const uint64_t *>(word);
 }
@@ -102,7 +104,7 @@ long plan(bool own, long first, va_list rest) {
         else if (own && word > 1 && word < kMostNumber)
             text += " " + std::to_string(word);
     }
-    return 0; // the end was not found: only the name will be known
+    return 0; // the end was not found: the log will have only the name
 }
 
 } // namespace
@@ -139,7 +141,7 @@ long fake_aclnn(const char *name, long first, va_list rest) {
     return fake::task(stream, name + arguments, [] {});
 }
 
-// Written as (2,3)bfloat16, with :NZ or :format4 if not plain, and @strides(1,2) if not contiguous.
+// The text of a tensor is (2,3)bfloat16, with :NZ or :format4 if it is not plain, and @strides(1,2) if not contiguous.
 const Object *aclCreateTensor(const int64_t *shape, uint64_t rank, int type, const int64_t *strides, int64_t,
                               int format, const int64_t *, uint64_t, void *) {
     std::string text = "(" + row(shape, rank) + ")" + fake::type_name(type);
@@ -174,7 +176,8 @@ size_t aclDataTypeSize(aclDataType type) {
         return 4;
     }
 }
-// The storage of a tensor in another format. FRACTAL_NZ: columns in strips of 32 bytes, rows in sixteens.
+// Returns the shape of a tensor's storage in another format. FRACTAL_NZ has columns in strips of 32 bytes, and rows in
+// groups of sixteen.
 aclError aclnnNpuFormatCastCalculateSizeAndFormat(const Object *tensor, int format, int, int64_t **storage,
                                                   uint64_t *rank, int *actual) {
     std::vector<int64_t> shape = tensor->shape;

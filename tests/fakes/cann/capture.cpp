@@ -1,4 +1,5 @@
-// Graph capture: which streams are in which capture. A stream joins when it waits for an event of one that is in.
+// Graph capture: which streams are in which capture. A stream joins a capture when it waits for an event of a stream
+// that is in it.
 #include <map>
 #include <mutex>
 #include <vector>
@@ -8,13 +9,13 @@
 namespace {
 
 std::mutex guard;
-std::map<aclrtStream, aclmdlRI> streams;              // in a capture
-std::map<aclrtEvent, std::pair<aclmdlRI, fake::Token>> events; // recorded in a capture
+std::map<aclrtStream, aclmdlRI> streams;              // streams in a capture
+std::map<aclrtEvent, std::pair<aclmdlRI, fake::Token>> events; // events recorded in a capture
 std::map<aclrtStream, aclrtTaskGrp> updates;          // streams that are changing a task group
 std::map<aclmdlRI, int> graphs;                       // 1, 2, ... in the order of capture
-std::map<aclmdlRI, std::shared_ptr<std::vector<fake::Task>>> tasks; // to do at each replay
-thread_local aclmdlRI mine = nullptr;                 // begun by this thread ...
-thread_local aclmdlRICaptureMode mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL; // ... in this mode
+std::map<aclmdlRI, std::shared_ptr<std::vector<fake::Task>>> tasks; // tasks of each replay
+thread_local aclmdlRI mine = nullptr;                 // the capture that this thread has begun ...
+thread_local aclmdlRICaptureMode mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL; // ... and its mode
 thread_local aclmdlRICaptureMode wish = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 
 template <class Key> aclmdlRI in(const std::map<Key, aclmdlRI> &which, Key key) {
@@ -49,7 +50,7 @@ aclError fake::launch(Task task) {
     const std::string when = phase(task.stream);
     say(when + task.line);
     if (when == "update ")
-        return ACL_SUCCESS; // of a captured launch: nothing runs
+        return ACL_SUCCESS; // the launch is captured: nothing runs
     {
         std::lock_guard<std::mutex> lock(guard);
         if (aclmdlRI model = in(streams, task.stream))
@@ -140,7 +141,7 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
             return tasks[found->second.first]->push_back(wait), ACL_SUCCESS;
         }
         if (in(streams, stream))
-            return ACL_SUCCESS; // for an event of outside: those have happened before any replay
+            return ACL_SUCCESS; // an event from outside the capture: it has happened before any replay
     }
     wait.token = fake::last_record(event);
     if (wait.token)

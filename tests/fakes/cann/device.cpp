@@ -1,5 +1,5 @@
-// Devices whose memory is host memory; kernels compute nothing.
-// Functions that are not here or beside here are generated stubs that return 0.
+// Devices with host memory as their memory; kernels compute nothing.
+// Functions that are not in this folder are generated stubs that return 0.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -19,7 +19,7 @@ constexpr int64_t kCacheBytes = 192 << 20;
 thread_local int current = -1;
 std::mutex guard;
 std::map<uintptr_t, std::pair<size_t, aclrtMemLocationType>> blocks;
-size_t most_pinned = SIZE_MAX; // bytes that one allocation of the host's may have
+size_t most_pinned = SIZE_MAX; // most bytes of one allocation of pinned host memory
 
 aclError allocate(void **p, size_t bytes, aclrtMemLocationType where) {
     if (fake::inside_callback())
@@ -192,7 +192,7 @@ aclError aclrtMemsetAsync(void *to, size_t, int32_t value, size_t bytes, aclrtSt
     return fake::task(stream, "memset " + std::to_string(bytes), [=] { memset(to, value, bytes); });
 }
 
-// --- streams and events, as far as nothing waits (that is in streams.cpp)
+// --- streams and events, except functions that wait (these are in streams.cpp)
 aclError aclrtCreateStream(aclrtStream *stream) {
     NOT_IN_A_CALLBACK
     return *stream = fake::handle(), ACL_SUCCESS;
@@ -210,7 +210,7 @@ aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus *s) {
 }
 aclError aclrtEventElapsedTime(float *ms, aclrtEvent, aclrtEvent) { return *ms = 0.01f, ACL_SUCCESS; }
 
-// --- operators that torch_npu still compiles one by one instead of calling an aclnn kernel
+// --- operators that torch_npu compiles one by one instead of calling an aclnn kernel
 aclError aclopCompileAndExecute(const char *type, int, const aclTensorDesc *const[], const aclDataBuffer *const[], int,
                                 const aclTensorDesc *const[], aclDataBuffer *const[], const aclopAttr *,
                                 aclopEngineType, aclopCompileType, const char *, aclrtStream stream) {
@@ -222,7 +222,7 @@ aclError aclopCompileAndExecuteV2(const char *type, int, aclTensorDesc *[], aclD
     return fake::task(stream, std::string("aclop ") + type, [] {});
 }
 
-// --- Huawei's bounded C functions, which the wheel expects CANN to bring
+// --- Huawei's bounded C functions, which the wheel expects in CANN's libraries
 int strcpy_s(char *to, size_t room, const char *from) { return snprintf(to, room, "%s", from), 0; }
 int vsnprintf_s(char *to, size_t room, size_t count, const char *format, va_list values) {
     return vsnprintf(to, count < room ? count + 1 : room, format, values);

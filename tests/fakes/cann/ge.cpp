@@ -1,4 +1,4 @@
-// The little of GE that runs without a graph being executed; tests/ascend/ge.py replaces the rest from Python.
+// The functions of GE that are called although no graph is executed; tests/ascend/ge.py replaces the others in Python.
 #include <memory>
 #include <string>
 

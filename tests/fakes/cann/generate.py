@@ -1,8 +1,9 @@
 """Builds a fake CANN beside the installed torch_npu wheel: python -m tests.fakes.cann.generate OUT
 
-One library with everything, under the name of every CANN library that the wheel links or opens: the functions of the
-.cpp files here, a logging trampoline for each aclnn kernel, and a stub that returns 0 for every other function. And a
-package of custom operators, as CANN installs one, with trampolines for those of ops/ascend/vector_core.
+It builds one library and installs it under the name of every CANN library that the wheel links or opens. The library
+has the functions of the .cpp files here, a logging trampoline for each aclnn kernel, and a stub that returns 0 for
+every other function. It also builds a package of custom operators, as CANN installs one, with trampolines for the
+operators of ops/ascend/vector_core.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ CUSTOM_LIBRARY = "custom_opp/op_api/lib/libcust_opapi.so"  # below ASCEND_CUSTOM
 SITE = Path(sysconfig.get_paths()["purelib"])
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wno-deprecated-declarations"]
 LIBRARY = "libfake_cann.so"
-OPENED = ["libopapi.so", "libnnopbase.so"]  # by dlopen; the linked ones are in the wheel's headers
+OPENED = ["libopapi.so", "libnnopbase.so"]  # by dlopen; linked libraries are in the wheel's ELF headers
 SYSTEM = ["libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libstdc++.so.6", "libgcc_s.so.1"]
 KERNEL = re.compile(rb"(?<=\0)aclnn[A-Z][A-Za-z0-9]*(?=\0)")
 FUNCTION = re.compile(rb"(?<=\0)(?:acl|rt|Hccl|Hcom|Msprof|hal|Aml|dcmi)[A-Z_a-z0-9]+(?=\0)")  # found by dlsym
@@ -69,13 +70,14 @@ def symbols(path: Path, which: str) -> set[str]:
 
 
 def torch_libraries() -> list[Path]:
-    """PyTorch may stand in another site-packages, which a .pth file of ours names."""
+    """PyTorch's libraries. PyTorch may be in another site-packages folder, which a .pth file of ours names."""
     (folder,) = {found.parent for entry in sys.path for found in Path(entry).glob("torch/lib/libtorch_cpu.so")}
     return sorted(folder.glob("*.so*"))
 
 
 def missing(wheel: list[Path]) -> set[str]:
-    """What the wheel's libraries take from neither each other, PyTorch, Python nor the system (there: name@version)."""
+    """The functions that the wheel's libraries need and that are neither theirs, PyTorch's, Python's nor the system's
+    (those are written name@version)."""
     wanted = {name for path in wheel for name in symbols(path, "--undefined-only") if "@" not in name}
     given = {name for path in [*wheel, *torch_libraries()] for name in symbols(path, "--defined-only")}
     system = [ctypes.CDLL(name) for name in SYSTEM] + [ctypes.CDLL(None)]
@@ -83,14 +85,15 @@ def missing(wheel: list[Path]) -> set[str]:
 
 
 def linked(wheel: list[Path]) -> set[str]:
-    """The CANN libraries by name: linked, not versioned as the system's are, and neither the wheel's nor PyTorch's."""
+    """The names of the CANN libraries: those that are linked, have no version as the system's libraries have, and are
+    neither the wheel's nor PyTorch's."""
     headers = subprocess.run(["readelf", "-d", *map(str, wheel)], capture_output=True, text=True, check=True).stdout
     names = set(re.findall(r"NEEDED.*\[(.*\.so)\]", headers))
     return names - {path.name for path in [*wheel, *torch_libraries()]}
 
 
 def write_stubs(path: Path, kernels: set[str], functions: set[str]) -> None:
-    """Weak, so that the functions written by hand win."""
+    """Writes weak symbols, so that the functions written by hand take precedence."""
     lines = [
         "#include <cstdarg>",
         'extern "C" {',

@@ -1,4 +1,4 @@
-// Communicators that come up at once, remember their configuration, and whose collectives move nothing.
+// Communicators that are created at once and keep their configuration. Their collectives move no data.
 #include <cstring>
 #include <map>
 
@@ -36,7 +36,7 @@ std::string type_name(HcclDataType type) {
     return found == names.end() ? "type" + std::to_string(type) : found->second;
 }
 
-// One line for each collective; elements that are counted per rank are not added up.
+// Logs one line for each collective. If elements are counted for each rank, the counts are not added up.
 HcclResult move(const char *what, HcclDataType type, HcclComm comm, aclrtStream stream, const std::string &count) {
     const auto *c = static_cast<const Communicator *>(comm);
     const std::string line = "hccl " + std::string(what) + " " + count + " " + type_name(type) + " name=" + c->name +

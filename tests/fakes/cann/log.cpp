@@ -1,5 +1,5 @@
-// The logs: what was asked of the device, and what its streams came to, in order, one line each; and which rules were
-// broken. Tests read them through ctypes (see ../log.py).
+// The logs: one line for each call to the device, and one line for each task that its streams ran, both in order; and
+// the rules that were broken. Tests read them through ctypes (see tests/ascend/log.py).
 #include <atomic>
 #include <mutex>
 
@@ -49,14 +49,14 @@ void fake_log_start() {
     listening = true;
 }
 
-// Valid until the next call of any of these. Stops listening.
+// Returns the log and stops logging. The text is valid until the next call of any of these functions.
 const char *fake_log_take() {
     std::lock_guard<std::mutex> lock(guard);
     listening = false;
     return take(lines);
 }
 
-// What the streams came to since the log was started, or since the last call.
+// Returns the tasks that the streams have run since the log was started, or since the last call.
 const char *fake_ran_take() {
     std::lock_guard<std::mutex> lock(guard);
     return take(done);

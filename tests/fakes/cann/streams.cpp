@@ -1,10 +1,10 @@
-// Streams are queues of their own, which wait for events and host functions and for nothing else. No thread works them
-// off: whoever queues a task, or ends a host function, runs whatever has become possible. So without host functions
-// everything is done when it is launched.
+// Each stream is a queue, which waits only for events and host functions. No thread of its own runs the tasks: the
+// thread that queues a task, or ends a host function, runs all tasks that have become ready. So without host functions
+// every task is done when its launch returns.
 //
-// Host functions run on real threads, by CANN's rules: that of aclrtLaunchCallback on the thread which was subscribed for
-// the stream, once that thread calls aclrtProcessReport; that of aclrtLaunchHostFunc on a thread of CANN's own. A stream
-// takes one of the two kinds only, and inside them nothing may be asked of the device.
+// Host functions run on real threads, by CANN's rules: a function of aclrtLaunchCallback on the thread that is
+// subscribed for the stream, once that thread calls aclrtProcessReport; a function of aclrtLaunchHostFunc on a thread
+// of CANN. A stream can have only one of the two kinds, and a host function must not call the device's API.
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -20,16 +20,16 @@
 
 namespace {
 
-constexpr size_t kThreads = 32; // that may be subscribed at a time
+constexpr size_t kThreads = 32; // most threads that may be subscribed at a time
 
 struct Replay;
 struct Queue {
     aclrtStream stream;
     std::deque<fake::Task> tasks;
-    bool held = false; // by a host function or a replay
+    bool held = false; // whether a host function or a replay blocks the queue
     Replay *replay = nullptr;
 };
-struct Replay { // the streams of one graph, running while the stream that replays it is held
+struct Replay { // the streams of one graph, which run while the stream that replays it is blocked
     Queue *by;
     std::map<aclrtStream, Queue> queues;
 };
@@ -39,18 +39,18 @@ struct Report {
     int era;
 };
 
-// Never destroyed: threads still wait in it when the process ends.
+// The state is never destroyed, since threads still wait in it when the process ends.
 struct State {
     std::mutex guard;
     std::condition_variable moved;
     std::map<aclrtStream, Queue> queues;
     std::list<Replay> replays;
-    std::map<aclrtStream, uint64_t> subscribed; // a stream's thread
-    std::map<aclrtStream, bool> kind;           // of the stream's host functions: CANN's own thread?
-    std::map<uint64_t, std::deque<Report>> reports; // by thread; 0: CANN's own
+    std::map<aclrtStream, uint64_t> subscribed; // stream -> its thread
+    std::map<aclrtStream, bool> kind;           // stream -> whether its host functions run on CANN's own thread
+    std::map<uint64_t, std::deque<Report>> reports; // thread -> reports; 0: CANN's own thread
     std::map<aclrtEvent, fake::Token> recorded;
     bool own_thread = false;
-    int era = 0; // reports of an earlier one have no stream any more
+    int era = 0; // reports of an earlier era have no stream any more
 };
 State &s = *new State;
 thread_local bool inside = false;
@@ -67,7 +67,7 @@ void begin_replay(Queue &by, const std::vector<fake::Task> &tasks) {
     by.held = true;
     Replay &replay = s.replays.emplace_back();
     replay.by = &by;
-    std::map<fake::Token, fake::Token> fresh; // each replay records its events anew
+    std::map<fake::Token, fake::Token> fresh; // recordings in the capture -> those of this replay
     for (fake::Task task : tasks) {
         if (task.token) {
             fake::Token &token = fresh[task.token];
@@ -82,7 +82,7 @@ void begin_replay(Queue &by, const std::vector<fake::Task> &tasks) {
     }
 }
 
-// Takes the first task of `q` on if it can be.
+// Runs the first task of `q` if it is ready.
 bool step(Queue &q) {
     if (q.held || q.tasks.empty())
         return false;
@@ -138,7 +138,7 @@ void pump() {
     s.moved.notify_all();
 }
 
-// Runs a host function that was reported to `thread`; false: none was in time.
+// Runs a host function that was reported to `thread`. Returns false if none was reported in time.
 bool process(uint64_t thread, std::chrono::milliseconds most) {
     std::unique_lock<std::mutex> lock(s.guard);
     if (!s.moved.wait_for(lock, most, [&] { return !s.reports[thread].empty(); }))
@@ -179,7 +179,7 @@ aclError host_function(aclrtStream stream, std::function<void()> run, bool block
     return fake::launch(task);
 }
 
-// A host that waits for a device in the middle of a capture is an error on the real one as well.
+// If the host waits for the device during a capture, that is an error on a real device as well.
 template <class Done> aclError wait(const char *what, bool forbidden, int32_t ms, Done done) {
     if (forbidden)
         return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
@@ -227,7 +227,8 @@ fake::Token fake::last_record(aclrtEvent event) {
 
 extern "C" {
 
-// For tests that leave a stream waiting for ever: everything queued is forgotten, and which streams had host functions.
+// For tests that leave a stream waiting for ever: drops all queued tasks, and the record of which streams had host
+// functions.
 void fake_streams_forget() {
     std::lock_guard<std::mutex> lock(s.guard);
     ++s.era;
@@ -239,7 +240,8 @@ void fake_streams_forget() {
     s.moved.notify_all();
 }
 
-// Of every function that is not written by hand. Names of other libraries than AscendCL's are free.
+// All functions that are not written by hand call this. Inside a host function, calls of AscendCL functions are
+// forbidden, calls of other libraries are not.
 long fake_stub(const char *name) { return inside && !strncmp(name, "acl", 3) ? fake::forbid(name) : 0; }
 
 aclError aclrtSubscribeReport(uint64_t thread, aclrtStream stream) {

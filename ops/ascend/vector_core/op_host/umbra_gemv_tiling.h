@@ -1,4 +1,4 @@
-// The tiling struct, one for all ops. The kernel reads the fields in this order.
+// The tiling struct, which all ops share. The kernel reads the fields in this order.
 //
 //          tokens        topK  experts  k  n  group   group2  zeros: 1 if there are zero points
 //   fused  rows of x, T  k     E        H  I  of w13  of w2   parts: most parts that a product's K is split into; the

@@ -1,6 +1,6 @@
-// Shared by the ops on the host: reading and checking shapes, sizing the workspace, filling the tiling struct.
+// Host code that the ops share: reading and checking shapes, sizing the workspace, filling the tiling struct.
 //
-// C++11, because CANN's code generator compiles it so.
+// The code is C++11, because CANN's code generator compiles it as that.
 // Inputs are found by their index in the op's definition (the GetOptional* calls); the index among the inputs that are
 // present would shift when zero points are absent.
 #pragma once
@@ -14,13 +14,13 @@
 
 namespace umbra {
 
-constexpr int64_t kNibbles = 8;      // in an int32
-constexpr int64_t kStep = 32;        // rows of a weight that a kernel takes at once
+constexpr int64_t kNibbles = 8;      // nibbles in an int32
+constexpr int64_t kStep = 32;        // rows of a weight that a kernel reads at once
 constexpr int64_t kTileColumns = 64; // columns of the narrowest tile
-constexpr int64_t kLeastPart = 128;  // least rows of a part of K
+constexpr int64_t kLeastPart = 128;  // fewest rows of a part of K
 constexpr int64_t kMostPairs = 256, kMostExperts = 8192; // the capacity of a kernel's plan (umbra_plan.h)
 constexpr uint64_t kHalf = 1, kBfloat16 = 2; // tiling keys
-constexpr uint64_t kHalfSums = 2;            // added to the key
+constexpr uint64_t kHalfSums = 2;            // added to the tiling key
 constexpr uint32_t kAllCoresAtOnce = 1;      // schedule mode: kernels wait for each other's cores (SyncAll)
 
 struct Weight {
@@ -87,13 +87,13 @@ inline bool read_weight(const gert::TilingContext *context, size_t place, size_t
     return true;
 }
 
-// Most parts that K is split into: more than one only where there are fewer tiles of columns than cores.
+// Most parts that K is split into: more than one only if there are fewer tiles of columns than cores.
 inline int64_t most_parts(int64_t cores, int64_t n, int64_t k) {
     const int64_t tiles = std::max<int64_t>(1, (n + kTileColumns - 1) / kTileColumns);
     return std::max<int64_t>(1, std::min(cores / tiles, k / kLeastPart));
 }
 
-// Floats of our part of the workspace. The kernels' layout, with P = tokens * topK pairs of a token and an expert:
+// Number of floats in our part of the workspace. The kernels' layout, with P = tokens * topK (token, expert) pairs:
 //   gemv   sums of the parts of K (parts, P, N) if parts > 1, else nothing
 //   fused  gate and up of each part (parts, P, 2 I) if parts > 1; then the input of W2, in half with its powers of two,
 //          in P I floats; then each pair's share of y (P, H)

@@ -6,8 +6,9 @@ namespace umbra {
 
 constexpr uint32_t kPlace = 512; // bytes: the unit of an expert's place in an arena
 
-// A bank of matrices w (K, N / 8) int32 with scales and perhaps zeros (K / G, N), addressed as bytes. The matrix at a
-// place begins place * apart bytes after the first, its scales and zeros place * scalesApart bytes.
+// A bank of matrices w (K, N / 8) int32 with scales and perhaps zeros (K / G, N), addressed as bytes. The matrix at
+// place p begins p * apart bytes after the first matrix, and its scales and zeros begin p * scalesApart bytes after the
+// first.
 struct Bank {
     GlobalTensor<int8_t> w, scales, zeros;
     uint32_t k, n, group;
@@ -36,17 +37,18 @@ struct Bank {
 // 512 bytes one after another, so tasks with neighbouring columns begin at different rows and wrap around.
 struct Move {
     uint32_t task, unit, part, column, width; // the task
-    uint32_t begin, end, step, moves, shift;  // its rows, and how they are cut
+    uint32_t begin, end, step, moves, shift;  // its rows, and how they are divided into moves
     uint32_t index, k, rows;                  // the move
 };
 
 // The sums of a task: a unit's rows of `width` columns from `column` on, in each range.
 struct Done {
     const Unit& unit;
-    uint32_t part, column, width, pitch; // pitch: of a range in room.y
+    uint32_t part, column, width, pitch; // pitch: that of a range in room.y
 };
 
-// Rows of half; each run of `run` values of a row is to be multiplied by a power of two, stored as eight equal floats.
+// Rows of half. Each run of `run` values of a row must be multiplied by a power of two, which is stored as eight equal
+// floats.
 struct Powered {
     GlobalTensor<half> rows;
     GlobalTensor<float> powers; // (rows, K / run, 8)

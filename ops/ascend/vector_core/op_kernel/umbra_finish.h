@@ -1,10 +1,10 @@
-// Storing a task's sums from room.y (rows, ranges * pitch), and adding up the parts of K.
+// Ways to store a task's sums from room.y (rows, ranges * pitch), and the addition of the parts of K.
 #pragma once
 #include "umbra_product.h"
 
 namespace umbra {
 
-// Rounded to T, into y (pairs, N).
+// Stores the sums, rounded to T, in y (pairs, N).
 template <typename T> struct Rounded {
     Room& room;
     const GlobalTensor<T>& y;
@@ -18,7 +18,7 @@ template <typename T> struct Rounded {
     }
 };
 
-// The first `width` values of room.y rounded to T, to `to`.
+// Stores the first `width` values of room.y, rounded to T, in `to`.
 template <typename T> __aicore__ inline void StoreRounded(Room& room, const GlobalTensor<T>& to, uint32_t width) {
     LocalTensor<T> out = room.out.template AllocTensor<T>();
     AscendC::Cast(out, room.y, RoundMode::CAST_RINT, width);
@@ -26,7 +26,7 @@ template <typename T> __aicore__ inline void StoreRounded(Room& room, const Glob
     room.Store(out, Unit{0, 1, {0}}, 0, width, to, 0);
 }
 
-// As float, into one of `parts` (parts, pairs, N).
+// Stores the sums as float in one of `parts` (parts, pairs, N).
 struct Partial {
     Room& room;
     const GlobalTensor<float>& parts;
@@ -60,15 +60,15 @@ __aicore__ inline void SwiGlu(
     AscendC::PipeBarrier<PIPE_V>();
 }
 
-// Applies SwiGLU to the two ranges, gate and up, and stores h (pairs, I): half, each row's `width` values of a tile divided
-// by a power of two.
+// Applies SwiGLU to the two ranges, gate and up, and stores h (pairs, I) as half. In each row, the `width` values of a
+// tile are divided by a power of two.
 struct Gated {
     Room& room;
     const Powered& h;
     uint32_t inner;
 
     __aicore__ inline void Store(const Done& d) const {
-        constexpr uint32_t kPowers = kMostRows * kWidest / 2; // floats: where they stand in `out`
+        constexpr uint32_t kPowers = kMostRows * kWidest / 2; // floats before the powers in `out`
         for (uint32_t r = 0; r < d.unit.rows; ++r) {
             const LocalTensor<float> gate = room.y[2 * r * d.pitch];
             SwiGlu(room.x[r * d.pitch], gate, gate[d.pitch], d.pitch);
@@ -92,11 +92,11 @@ struct Gated {
     }
 };
 
-// Multiplied by the pair's weight, into `shares` (pairs, N).
+// Stores the sums, multiplied by the pair's weight, in `shares` (pairs, N).
 struct Weighted {
     Room& room;
     const GlobalTensor<float>& shares;
-    const float* weights; // of each pair
+    const float* weights; // weight of each pair
     uint32_t n;
 
     __aicore__ inline void Store(const Done& d) const {

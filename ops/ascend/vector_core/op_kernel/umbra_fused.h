@@ -4,9 +4,9 @@
 //   2  W2 times h, times the pair's weight                                      -> shares (pairs, H) float
 //   3  the shares of a token's experts, added up in the order of ids, rounded   -> y
 //
-// Between them all cores synchronise. If there are too few tiles for the cores, 1 is cut along K, and its parts are added
-// up, with SwiGLU, in a step of its own. The workspace, in floats: parts (parts, pairs, 2 I) if there are more than one,
-// pairs * I for h and its powers, shares (pairs, H).
+// All cores synchronise between these steps. If there are too few tiles for the cores, step 1 is split along K, and an
+// additional step adds its parts up and applies SwiGLU. The workspace holds, in floats: parts (parts, pairs, 2 I) if
+// there is more than one, pairs * I for h and its powers of two, and shares (pairs, H).
 #pragma once
 #include "umbra_finish.h"
 
@@ -15,7 +15,7 @@ namespace umbra {
 struct Weights {
     float of[kMostPairs];
 
-    // From weights (pairs) of type T in global memory.
+    // Reads the weights (pairs), of type T, from global memory.
     template <typename T> __aicore__ inline void Read(Room& room, GM_ADDR weights, uint32_t pairs) {
         GlobalTensor<T> from;
         from.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(weights));
@@ -32,7 +32,7 @@ struct Weights {
     }
 };
 
-// h = SwiGLU of the sums of parts (parts, pairs, 2 I), a tile of a pair at a time.
+// h = SwiGLU of the sums over parts (parts, pairs, 2 I), computed one tile of a pair at a time.
 __aicore__ inline void JoinParts(
     Room& room, const Units& units, const GlobalTensor<float>& parts, const Powered& h, uint32_t pairs, uint32_t inner,
     uint32_t cut) {
@@ -55,7 +55,7 @@ __aicore__ inline void JoinShares(
     Room& room, const Units& units, const GlobalTensor<float>& shares, const GlobalTensor<T>& y, uint32_t tokens,
     uint32_t topK, uint32_t hidden) {
     const uint32_t slice = Least(Up(Ceil(tokens * hidden, AscendC::GetBlockNum()), kLanes), kWidest);
-    const uint32_t slices = Ceil(hidden, slice), most = kStream / sizeof(float) / slice; // rows that the room takes
+    const uint32_t slices = Ceil(hidden, slice), most = kStream / sizeof(float) / slice; // rows that fit in a buffer
     for (uint32_t i = AscendC::GetBlockIdx(); i < tokens * slices; i += AscendC::GetBlockNum()) {
         const uint32_t token = i / slices, column = i % slices * slice, width = Least(slice, hidden - column);
         AscendC::Duplicate(room.y, 0.0f, slice);

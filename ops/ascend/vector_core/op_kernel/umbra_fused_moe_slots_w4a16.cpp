@@ -1,4 +1,4 @@
-// A mixture of experts (umbra_fused.h) whose matrices lie in slots of an arena, at places (E); -1: not resident.
+// A mixture of experts (umbra_fused.h) with matrices in slots of an arena. places (E) says where; -1: not resident.
 #include "umbra_fused.h"
 
 template <typename T, bool kHalfSums>

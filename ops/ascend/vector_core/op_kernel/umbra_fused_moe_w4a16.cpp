@@ -1,4 +1,4 @@
-// A mixture of experts (umbra_fused.h) whose matrices lie side by side.
+// A mixture of experts (umbra_fused.h) with the experts' matrices side by side.
 #include "umbra_fused.h"
 
 template <typename T, bool kHalfSums>

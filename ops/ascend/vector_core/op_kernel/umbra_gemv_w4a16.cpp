@@ -1,4 +1,4 @@
-// y (rows, N) = x (rows, K) times w (K, N / 8) in 4 bits: all rows share the one matrix.
+// y (rows, N) = x (rows, K) times w (K, N / 8) in 4 bits: all rows use the same matrix.
 #include "umbra_finish.h"
 
 namespace umbra {

@@ -1,17 +1,19 @@
-// Rows of x times 4-bit matrices, each unit's rows with its own: y[n] = sum over k of x[k] (q[k, n] + zero[g, n]) scale[g, n].
+// Multiplies rows of x by 4-bit matrices, one matrix for each unit:
+//   y[n] = sum over k of x[k] (q[k, n] + zero[g, n]) scale[g, n]
 //
 //   global memory --32 KB--> nibbles --Cast--> half --MulAddDst--> sums of 8 rows, float
 //                                               x in half, spread   --Add--> one sum a group, + zero * sum of x,
 //                                                                            * scale, * power of two, + y
 //
-// Sums are float from the first product on. With kHalfSums the products and the first three additions are half (Mul, Add),
-// then a Cast: less vector work by CANN's table for A2 and A3 (128 half or 64 float additions a cycle; a half product added
-// to a float sum, 32), but each addition rounds by up to 2^-11 of its result, and so does each product unless x is
-// bfloat16: sums that cancel each other lose precision. In both cases x is multiplied as half, so each row is first divided by the
-// power of two of its largest value in the move: products are below 16, sums of eight below 128. The input of the second
-// product (Gated in umbra_finish.h) is stored so, with its powers beside it. The order of sums depends on shapes alone.
+// Sums are float from the first product on. With kHalfSums the products and the first three additions are half (Mul,
+// Add), and a Cast follows. By CANN's table for A2 and A3 this is less vector work (128 half or 64 float additions a
+// cycle, but 32 additions of a half product to a float sum). But each addition rounds by up to 2^-11 of its result, and
+// so does each product unless x is bfloat16, so sums that cancel each other lose precision. In both cases x is
+// multiplied as half, so each row is first divided by the power of two of its largest value in the move: products are
+// then below 16, and sums of eight below 128. The input of the second product (Gated in umbra_finish.h) is stored
+// divided in this way, with its powers beside it. The order of sums depends on shapes alone.
 //
-// No repeat of an instruction reads what another repeat of it has written: CANN does not promise that this works.
+// No repeat of an instruction reads what another repeat of it has written, since CANN does not promise that this works.
 #pragma once
 #include <type_traits>
 
@@ -19,8 +21,8 @@
 
 namespace umbra {
 
-// X is the form of x in global memory: half, bfloat16_t or Powered rows of K values; pair p uses row p / sharing. T is the
-// type of scales. A tile has `ranges` equal runs of columns, N / ranges apart: gate and up side by side.
+// X is the form of x in global memory: rows of K values, as half, bfloat16_t or Powered; pair p uses row p / sharing. T
+// is the type of scales. A tile has `ranges` runs of columns of equal width, N / ranges apart, such as gate and up.
 template <typename T, typename X, bool kHalfSums> class Product {
   public:
     static constexpr bool kPowered = std::is_same<X, Powered>::value;
@@ -63,7 +65,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
     const Given& x;
     const uint32_t sharing, ranges, cores;
 
-    // The most rows, at most `most`, that are a power of two times 32: whole groups of any size.
+    // The largest number of rows, at most `most`, that is a power of two times 32: whole groups of any size.
     __aicore__ inline uint32_t Rows(uint32_t most) const {
         uint32_t rows = kMostStep;
         while (rows > most)
@@ -71,7 +73,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
         return rows;
     }
 
-    __aicore__ inline uint32_t Pitch(const Move& m) const { return Up(m.width, kLanes); } // of one range
+    __aicore__ inline uint32_t Pitch(const Move& m) const { return Up(m.width, kLanes); } // pitch of one range
 
     __aicore__ inline void Start(Move& m, uint32_t task, uint32_t tasks) const {
         m.task = task;
@@ -136,7 +138,8 @@ template <typename T, typename X, bool kHalfSums> class Product {
         Next(m, tasks);
     }
 
-    // One range of `count` rows: `width` bytes, `stride` apart in global memory, ranges * pitch apart here.
+    // Copies one range of `count` rows of `width` bytes. Rows are `stride` apart in global memory, ranges * pitch apart
+    // here.
     __aicore__ inline void Copy(
         const LocalTensor<int8_t>& to, const GlobalTensor<int8_t>& from, uint32_t count, uint32_t width, uint32_t stride,
         uint32_t pitch) {
@@ -160,7 +163,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
             run = x.run;
         }
         const uint32_t block = Rows(Least((kHalfSums ? kBlock : kBlock / 2) / wide, run));
-        const uint32_t group = Least(bank.group, block); // a group of 128 may be two blocks, each with its scale
+        const uint32_t group = Least(bank.group, block); // a group of 128 may be two blocks, each scaled on its own
         for (uint32_t at = 0; at < m.rows; at += block) {
             const uint32_t count = Least(block, m.rows - at), groups = count / group;
             const uint32_t scales = at / bank.group * wide * sizeof(T);
@@ -172,7 +175,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
                     groups * wide);
             for (uint32_t r = 0; r < rows; ++r) {
                 const uint32_t own = r * m.rows + at;
-                if (kHalfSums || r == 0) // products in half take the place of the weights
+                if (kHalfSums || r == 0) // products in half overwrite the weights
                     AscendC::Cast(
                         room.weights, in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(),
                         RoundMode::CAST_NONE, count * wide);
@@ -191,7 +194,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
         room.stream.FreeTensor(in);
     }
 
-    // x (rows, count) in half, divided by powers of two; in float in room.x where that is needed.
+    // Returns x (rows, count) in half, divided by powers of two. It is in room.x in float as well if that is needed.
     __aicore__ inline LocalTensor<half> HalfRows(const LocalTensor<Value>& in, uint32_t rows, uint32_t count) {
         if constexpr (kPowered) {
             if (bank.hasZeros)

@@ -22,18 +22,18 @@ using AscendC::RoundMode;
 using AscendC::TPosition;
 
 constexpr uint32_t kLanes = 64, kHalfLanes = 128; // floats, halves in a vector
-constexpr uint32_t kMoved = 65536;     // nibbles in a move: 32 KB
-constexpr uint32_t kBlock = kMoved / 2; // nibbles that are in half at a time, at most
+constexpr uint32_t kMoved = 65536;     // most nibbles in a move: 32 KB
+constexpr uint32_t kBlock = kMoved / 2; // most nibbles that are converted to half at a time
 constexpr uint32_t kSummed = 8;         // rows that are added up first
-constexpr uint32_t kMostStep = 256;     // rows in a move
-constexpr uint32_t kMostRepeats = 128;  // of one instruction here; 255 is the limit
-constexpr uint32_t kMostX = 1024;   // values of x for one move
-constexpr uint32_t kWidest = 256;   // columns of a tile
+constexpr uint32_t kMostStep = 256;     // most rows in a move
+constexpr uint32_t kMostRepeats = 128;  // most repeats of an instruction here; the device's limit is 255
+constexpr uint32_t kMostX = 1024;   // most values of x for one move
+constexpr uint32_t kWidest = 256;   // most columns of a tile
 constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 4096, kXAt = kZerosAt + 4096;
 constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + kMostX / kLanes * 32;
 constexpr uint32_t kDepth = 2;
 
-// The second pipe of `event` waits until the first has finished its instructions so far.
+// Makes the second pipe of `event` wait until the first pipe has finished its instructions so far.
 template <HardEvent event> __aicore__ inline void Hand(AscendC::TPipe& pipe) {
     const event_t id = static_cast<event_t>(pipe.FetchEventID(event));
     AscendC::SetFlag<event>(id);
@@ -48,7 +48,7 @@ struct Room {
     LocalTensor<half> weights, spread, xHalf;
     LocalTensor<float> sums, y, scaled, x, scales, zeros;
     LocalTensor<float> largest, power, sumsOfX, spreadSums; // (8, 8) each, the last but one (8)
-    LocalTensor<uint16_t> exponent;                         // the bits of a float's exponent, over one vector
+    LocalTensor<uint16_t> exponent;                         // a mask of a float's exponent bits, over one vector
 
     __aicore__ inline void Init() {
         pipe.InitBuffer(stream, kDepth, kStream);
@@ -119,7 +119,8 @@ struct Room {
     // Divides each row of x (rows, pitch) by the power of two of the largest of its first `count` values, which goes to
     // room.power.
     __aicore__ inline void Normalise(uint32_t rows, uint32_t pitch, uint32_t count) {
-        // Largest magnitudes: of 32 values each, of a row, of all rows spread over a block each.
+        // Computes the largest magnitudes of 32 values each, then of each row, and spreads those over a block for each
+        // row.
         AscendC::Abs(sums, x, rows * pitch);
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t r = 0; r < rows; ++r)
@@ -155,7 +156,7 @@ struct Room {
     }
 };
 
-// Waits until every core has written what others read next.
+// Waits until every core has written the values that other cores read next.
 __aicore__ inline void Meet() {
     AscendC::PipeBarrier<PIPE_ALL>();
     AscendC::SyncAll<true>();

@@ -1,9 +1,10 @@
-// The NPU's side of torch.ops.umbra.* (schemas.py says what they take): checks, an output, one aclnn call each.
+// The NPU kernels of torch.ops.umbra.* (schemas.py describes their arguments). Each checks its arguments, allocates the
+// output and makes one aclnn call.
 //
 // EXEC_NPU_CMD_EXT finds the call in libcust_opapi.so below ASCEND_CUSTOM_OPP_PATH and puts it into torch_npu's task
-// queue, as torch_npu's own ops do (their EXEC_NPU_CMD needs symbols that the wheel does not export). So a capture sees
-// it, and TASK_QUEUE_ENABLE=2 moves its tiling to the queue's thread. It ignores what the sizing of the workspace
-// answers, so what the tiling would refuse is refused here.
+// queue, as torch_npu's own ops do (their EXEC_NPU_CMD needs symbols that the wheel does not export). So the call is
+// captured into graphs, and TASK_QUEUE_ENABLE=2 moves its tiling to the queue's thread. EXEC_NPU_CMD_EXT ignores errors
+// of GetWorkspaceSize, so everything that the tiling would refuse is refused here.
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -24,7 +25,7 @@ void check_rows(const Tensor &x) {
     TORCH_CHECK(x.size(1) % kStep == 0, "x: ", x.sizes(), ": K must be a multiple of ", kStep);
 }
 
-// A copy of weights in each step would cost more than the product.
+// Weights must be contiguous: copying them in each step would take longer than the product.
 void check_kept(const char *name, const Tensor &kept, at::ScalarType type) {
     TORCH_CHECK_TYPE(kept.scalar_type() == type, name, ": ", kept.scalar_type(), ": must be ", type);
     TORCH_CHECK(kept.is_contiguous(), name, ": ", kept.sizes(), " of strides ", kept.strides(), ": must be contiguous");
@@ -34,7 +35,7 @@ struct Names {
     const char *w, *scales, *zeros;
 };
 
-// w ([E,] k, N / 8), scales and zeros ([E,] k / G, N): N.
+// Checks w ([E,] k, N / 8), scales and zeros ([E,] k / G, N), and returns N.
 int64_t check_weight(const Names &names, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros, int64_t rank,
                      at::ScalarType type, int64_t k) {
     check_kept(names.w, w, at::kInt);

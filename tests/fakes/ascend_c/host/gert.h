@@ -1,7 +1,8 @@
-// Stand-ins for what op_host sources use of CANN's graph engine: shapes, types, attributes, and the three contexts.
+// Stand-ins for the parts of CANN's graph engine that op_host sources use: shapes, types, attributes, and the three
+// contexts.
 //
-// Only what the project's sources call. GetInput* count the inputs that are present, GetOptionalInput* those of the op's
-// definition, as in CANN.
+// Only functions that the project's sources call are here. As in CANN, GetInput* number the inputs that are present,
+// and GetOptionalInput* number the inputs of the op's definition.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -60,7 +61,7 @@ class TilingData {
     size_t size = 0;
 };
 
-struct Input { // one of the op's definition
+struct Input { // an input of the op's definition
     bool present;
     StorageShape shape;
     CompileTimeTensorDesc desc;
@@ -71,7 +72,7 @@ struct Attribute {
     int64_t number;
 };
 
-class RuntimeAttrs { // booleans and integers only
+class RuntimeAttrs { // only booleans and integers
   public:
     const bool *GetBool(size_t at) const { return at < values.size() && values[at].is_bool ? &values[at].flag : nullptr; }
     const int64_t *GetInt(size_t at) const {

@@ -10,7 +10,7 @@ std::string list(const std::vector<int64_t> &values) {
         text += (text.size() > 1 ? ", " : "") + std::to_string(value);
     return text + "]";
 }
-// The variant of the definition that all types fit, or -1.
+// The index of the definition's variant that all types fit, or -1.
 int variant(const ops::OpDef &op, const std::vector<gert::Input> &inputs) {
     for (size_t at = 0; at < op.inputs[0].types.size(); ++at) {
         bool fits = true;
@@ -72,7 +72,8 @@ std::string launch(const char *type, std::vector<gert::Input> inputs, const std:
 }
 } // namespace
 
-// ranks: -1 for an absent input; dims: all shapes one after another; attributes: the first few, others have their defaults. 0 and JSON, or 1 and what was refused.
+// `ranks` has -1 for an absent input, `dims` all shapes one after another, and `attributes` the first attributes; the
+// others have their defaults. Returns 0 with a JSON result, or 1 with the reason of a refusal.
 extern "C" int twin_host(const char *type, int count, const int *ranks, const int64_t *dims, const int *types,
                          int attribute_count, const int64_t *attributes, uint32_t cores, char *answer,
                          uint64_t answer_bytes) {

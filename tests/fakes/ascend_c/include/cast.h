@@ -1,7 +1,7 @@
 // Cast, for the pairs of types and rounding modes that Atlas A2/A3 document.
 //
-// To integers it saturates; to half and bfloat16 it overflows to infinity. Not modelled: CAST_ODD, int64, int32 to half
-// (which needs SetDeqScale), int4b_t and uint8_t as destinations.
+// A Cast to integers saturates; a Cast to half or bfloat16 overflows to infinity. Not modelled: CAST_ODD, int64, int32
+// to half (which needs SetDeqScale), int4b_t and uint8_t as destinations.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -48,7 +48,8 @@ template <class D> D nearest(float x) {
         return static_cast<D>(x);
 }
 
-// x to a narrower float. Its bits as a number, sign apart, count magnitudes up, which gives the neighbours.
+// Converts x to a narrower float. The bits of a float without its sign, taken as an integer, grow with its magnitude,
+// which gives the neighbours.
 template <class D> D to_narrow(double x, RoundMode mode) {
     const D near = nearest<D>(static_cast<float>(x));
     const double found = to_float(near);
@@ -111,7 +112,7 @@ void cast(Shape shape, const Walk &dst, const Walk &src, RoundMode mode) {
     if (std::is_same_v<S, int4b_t> && shape.lanes % 2)
         core().fail(text("%u elements of int4b_t: must be even", shape.lanes));
     using From = std::conditional_t<std::is_same_v<S, int4b_t>, int8_t, S>;
-    if (mode == RoundMode::CAST_NONE || mode == RoundMode::CAST_RINT) { // the common ones, in a loop of their own
+    if (mode == RoundMode::CAST_NONE || mode == RoundMode::CAST_RINT) { // the common modes have a loop of their own
         if constexpr (std::is_same_v<D, half> && std::is_same_v<From, int8_t>)
             return unary<false, D, S>(op, shape, dst, src, [](From x) { return static_cast<half>(float(x)); });
         else if constexpr (std::is_same_v<S, half> || std::is_same_v<S, bfloat16_t>) {

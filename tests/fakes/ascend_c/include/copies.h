@@ -1,13 +1,13 @@
 // DataCopy and DataCopyPad between global memory and the UB.
 //
-// Bytes that DataCopyPad adds without paddingValue are undefined: they count as never written. Not modelled: UB to UB,
-// slices, formats, atomic adds, SetPadValue.
+// Bytes that DataCopyPad adds without paddingValue are undefined: they are treated as never written. Not modelled:
+// copies from UB to UB, slices, formats, atomic adds, SetPadValue.
 #pragma once
 #include "sync.h"
 
 namespace twin {
 
-struct Piece { // one direction's geometry, all in bytes
+struct Piece { // geometry of one side of a copy, all in bytes
     uint32_t count, length, global_step, ub_step;
 };
 
@@ -23,7 +23,8 @@ template <class T> void check_copy(Core &core, const AscendC::LocalTensor<T> &lo
         core.fail("moves to global memory come from VECIN or VECOUT, not from VECCALC: " + local.slot->name);
 }
 
-// Moves pieces; `left` and `padded`: bytes before each piece in the UB, and all that it takes there.
+// Moves pieces. `left` is the number of bytes before each piece in the UB, `padded` the number of all bytes that it
+// takes there.
 template <bool in> void move(Core &core, uint16_t op, Slot *slot, uint32_t begin, uint8_t *global, Piece piece,
                              uint32_t left = 0, uint32_t padded = 0) {
     const int pipe = in ? PIPE_MTE2 : PIPE_MTE3;
@@ -47,7 +48,7 @@ template <bool in> void move(Core &core, uint16_t op, Slot *slot, uint32_t begin
             buffer.written += piece.length;
         }
     }
-    // pieces that touch are one burst
+    // adjacent pieces are one burst
     const bool dense = piece.global_step == piece.length;
     (in ? core.counts().in : core.counts().out)
         .add(dense ? 1 : piece.count, dense ? piece.count * piece.length : piece.length);

@@ -1,4 +1,4 @@
-// One vector core in a run, and the run: blocks take turns on one thread, handing over at SyncAll or at their end, so that
+// One vector core in a run, and the run. Blocks take turns on one thread and switch at SyncAll or at their end, so that
 // every run is the same.
 #pragma once
 #include <ucontext.h>
@@ -14,16 +14,16 @@ class TPipe;
 namespace twin {
 
 struct Flag {
-    bool set = false, taken = false; // taken: by AllocEventID or a queue
-    uint32_t known[kPipes];          // what the setter's pipe had ended
+    bool set = false, taken = false; // taken: AllocEventID or a queue has taken the flag
+    uint32_t known[kPipes];          // for each pipe, the last instruction that had ended when the flag was set
 };
 
 struct Core : Shadow {
     std::deque<Counts> phases{Counts{}};
-    std::deque<Slot> slots; // a deque: tensors point into it
+    std::deque<Slot> slots; // a deque, since tensors point to its elements
     AscendC::TPipe *pipe = nullptr;
     Flag flags[int(AscendC::HardEvent::COUNT)][8];
-    bool waits = false, done = false; // at a SyncAll; at its end
+    bool waits = false, done = false; // the block waits at a SyncAll; it has ended
     ucontext_t context;
 
     Counts &counts() { return phases.back(); }
@@ -35,8 +35,8 @@ struct Run {
     std::vector<std::unique_ptr<Core>> cores;
     std::vector<uint8_t> tiling;
     uint64_t key = 0;
-    int kernel_type = -1; // as the kernel declared it
-    Core *core = nullptr;  // whose turn it is
+    int kernel_type = -1; // the type that the kernel declared
+    Core *core = nullptr;  // the core that runs now
     ucontext_t scheduler;
 };
 
@@ -75,7 +75,7 @@ inline void set_flag(AscendC::HardEvent event, int id) {
     const int from = pipes_of(event).from;
     flag.set = true;
     std::copy(c.known[from], c.known[from] + kPipes, flag.known);
-    if (from != PIPE_S) // it was issued after what the scalar unit had waited for
+    if (from != PIPE_S) // the instruction was issued after everything that the scalar unit had waited for
         for (int other = PIPE_V; other < kPipes; ++other)
             flag.known[other] = std::max(flag.known[other], c.known[PIPE_S][other]);
     flag.known[from] = c.number[from];

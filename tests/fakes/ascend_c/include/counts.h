@@ -1,6 +1,6 @@
-// What a core did between two SyncAlls, counted; the cycle model's food.
+// Counts of a core's work between two SyncAlls, the input of the cycle model.
 //
-// Nothing here is time: overlap of pipes, bank conflicts, caches and instruction fetch are not modelled.
+// Counts are not times: overlap of pipes, bank conflicts, caches and instruction fetch are not modelled.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -12,7 +12,7 @@ namespace twin {
 
 struct Moves {
     uint64_t count = 0, bytes = 0, bursts = 0;
-    std::map<uint32_t, uint64_t> by_move, by_burst; // bytes of a move, of a contiguous piece in global memory -> how many
+    std::map<uint32_t, uint64_t> by_move, by_burst; // bytes of a move, of a contiguous piece in global memory -> count
     void add(uint32_t pieces, uint32_t piece_bytes) {
         count += 1, bytes += uint64_t(pieces) * piece_bytes, bursts += pieces;
         by_move[pieces * piece_bytes] += 1, by_burst[piece_bytes] += pieces;
@@ -24,7 +24,7 @@ struct Instructions {
 };
 
 struct Counts {
-    Moves in, out; // MTE2, MTE3
+    Moves in, out; // moves of MTE2 and of MTE3
     std::map<std::string, Instructions> vector;
     std::map<std::string, uint64_t> barriers;
     uint64_t flags = 0, scalar_ub = 0, scalar_gm = 0, scalar_gm_bytes = 0;

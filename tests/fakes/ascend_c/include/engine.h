@@ -1,11 +1,13 @@
-// How a vector instruction walks its operands: repeats of up to 256 bytes, in blocks of 32, the widest type counting.
+// The way in which a vector instruction steps through its operands: repeats of up to 256 bytes of the widest type, in
+// blocks of 32 bytes.
 //
-// Lane i of an operand lies in block i / (32 bytes / its width). Strides are in blocks: block stride 0 broadcasts one
-// block, repeat stride 0 repeats the same ones; repeats run in order. The overlap rules are the documented ones: within a
-// repeat a source and the destination are the same or apart; a repeat may not read what an earlier one wrote, except the
-// second source of Add, Sub, Mul, Max with a repeat stride of 0 (half, int32, float) and the destination that MulAddDst
-// and Axpy add to, for which the documentation has no rule (counted apart, see README.md).
-// Not modelled: masks bit by bit, masks set outside of the call, bank conflicts.
+// Lane i of an operand is in block i / (32 bytes / width of the type). Strides are in blocks: block stride 0 broadcasts
+// one block, repeat stride 0 uses the same blocks in each repeat. Repeats run in order. The overlap rules are the
+// documented ones. Within a repeat, a source and the destination are either the same or disjoint. A repeat may not read
+// what an earlier one wrote, with two exceptions: the second source of Add, Sub, Mul, Max with a repeat stride of 0
+// (half, int32, float), and the destination that MulAddDst and Axpy add to, for which the documentation has no rule
+// (these are counted separately, see README.md). Not modelled: masks bit by bit, masks set outside of the call, bank
+// conflicts.
 #pragma once
 #include "copies.h"
 
@@ -16,7 +18,7 @@ struct Walk { // one operand of an instruction
     uint32_t begin, bits;
     uint32_t block_stride = 1, repeat_stride = 8;
     const char *name;
-    bool chains = false; // may read what an earlier repeat wrote
+    bool chains = false; // whether a repeat may read what an earlier repeat wrote
 
     uint32_t block_lanes() const { return 256 / bits; }
     uint8_t *at(Core &core, uint32_t repeat, uint32_t lane) const {
@@ -38,7 +40,7 @@ Walk walk(const AscendC::LocalTensor<T> &tensor, const char *name, uint32_t bloc
     return {tensor.slot, tensor.begin, bits_of<T>, block_stride, repeat_stride, name, chains};
 }
 
-struct Shape { // lanes of one repeat; `count`: the form that takes a number of elements
+struct Shape { // lanes of one repeat; `count`: the form of the call that takes a number of elements
     uint32_t lanes, repeats;
     bool count;
 };
@@ -47,7 +49,7 @@ inline void check_overlap(Core &core, const Walk &dst, const Walk &src, Shape sh
     const bool same = dst.begin == src.begin && dst.bits == src.bits && dst.block_stride == src.block_stride;
     if (same && shape.repeats == 1)
         return;
-    static std::vector<int> written(kUbBytes / kBlock, -1); // the repeat that wrote a block
+    static std::vector<int> written(kUbBytes / kBlock, -1); // for each block, the repeat that wrote it
     std::vector<uint32_t> touched;
     auto blocks = [&](const Walk &walk, uint32_t repeat, auto each) {
         const uint32_t rows = (shape.lanes + walk.block_lanes() - 1) / walk.block_lanes();
@@ -74,7 +76,7 @@ inline void check_overlap(Core &core, const Walk &dst, const Walk &src, Shape sh
         core.fail(broken);
 }
 
-// Everything that is checked and recorded before the lanes are computed; false if there is nothing to do.
+// Does all checks and records before the lanes are computed. Returns false if there is nothing to compute.
 inline bool begin_vector(Core &core, uint16_t op, Shape shape, const Walk &dst, const Walk *first, size_t sources,
                          uint32_t widest, bool reads_dst) {
     core.op = op;
@@ -149,7 +151,7 @@ void unary(uint16_t op, Shape shape, const Walk &dst, const Walk &a, F f) {
         return;
     stretches(shape, {dst, a}, widest, [&](uint32_t repeat, uint32_t lane, uint32_t lanes) {
         D *to = reinterpret_cast<D *>(dst.at(core, repeat, lane));
-        if constexpr (std::is_same_v<A, int4b_t>) { // lanes are even, so is every stretch
+        if constexpr (std::is_same_v<A, int4b_t>) { // the number of lanes is even, and so is that of every stretch
             const uint8_t *from = a.at(core, repeat, lane);
             for (uint32_t i = 0; i < lanes; i += 2)
                 to[i] = f(int8_t(from[i / 2] << 4) >> 4), to[i + 1] = f(int8_t(from[i / 2]) >> 4);

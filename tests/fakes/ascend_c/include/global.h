@@ -1,8 +1,9 @@
-// Global memory: the buffers that a kernel was given, and who wrote and read which of their bytes in which phase.
+// Global memory: the buffers that a kernel was given, and for each byte the cores that wrote and read it, and in which
+// phase.
 //
-// A phase ends at a SyncAll. Cores may not touch bytes that another core writes in the same phase; one core's own moves
-// must be ordered as in the UB. Byte by byte, so cores may write neighbouring bytes.
-// Not modelled: caches (so scalar reads of bytes that kernels write are refused), alignment of the buffers themselves.
+// A phase ends at a SyncAll. A core may not access bytes that another core writes in the same phase; one core's own
+// moves must be ordered as in the UB. Bytes are checked one by one, so cores may write neighbouring bytes. Not
+// modelled: caches (so scalar reads of bytes that kernels write are refused), alignment of the buffers themselves.
 #pragma once
 #include <cstdlib>
 #include <memory>
@@ -15,7 +16,7 @@ enum class Role { INPUT, OUTPUT, WORKSPACE };
 
 struct Cell {
     uint16_t write_core, write_phase; // core + 1; 0: never written
-    uint32_t write;                   // number of the instruction
+    uint32_t write;                   // number of the instruction that wrote the byte
     uint16_t read_core, read_phase;   // core + 1; kSeveral: more than one
     uint32_t read;
 };
@@ -26,7 +27,7 @@ struct Buffer {
     Role role;
     uint8_t *base;
     uint64_t size;
-    std::unique_ptr<Cell[], decltype(&std::free)> cells{nullptr, &std::free}; // pages are taken as they are touched
+    std::unique_ptr<Cell[], decltype(&std::free)> cells{nullptr, &std::free}; // pages are allocated at first access
     uint64_t read = 0, written = 0;
 
     Buffer(std::string name_, Role role_, uint8_t *base_, uint64_t size_)

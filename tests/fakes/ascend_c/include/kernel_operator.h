@@ -1,3 +1,3 @@
-// The header that Ascend C kernels include; here it is the host twin. README.md says what it checks and what it does not.
+// The header that Ascend C kernels include; this one is the host twin's. README.md says what the twin checks.
 #pragma once
 #include "reduce.h"

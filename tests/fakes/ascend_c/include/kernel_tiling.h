@@ -1,6 +1,6 @@
-// The project's tiling header as a kernel sees it: plain structs of the same fields, which the real build generates.
+// The project's tiling header as a kernel sees it: plain structs with the same fields. The real build generates them.
 //
-// Included before a kernel's first line. Not modelled: arrays and nested structs in tiling data.
+// It is included before a kernel's first line. Not modelled: arrays and nested structs in tiling data.
 #pragma once
 #include <cstdint>
 

@@ -1,8 +1,9 @@
-// TPipe, TQue, TBuf: buffers of the UB and the flags that go with handing them on.
+// TPipe, TQue, TBuf: buffers of the UB, and the flags that order their use by different pipes.
 //
-// A queue's EnQue sets a flag from the pipe that fills (VECIN: MTE2, VECOUT: V) to the one that empties (V, MTE3), DeQue
-// waits for it; FreeTensor and the next AllocTensor do the same the other way. Each takes one of 8 event ids.
-// Not modelled: TQueBind, TBufPool, queues at VECCALC, in-place and const tensors, several TPipes at a time.
+// A queue's EnQue sets a flag from the pipe that fills a buffer (VECIN: MTE2, VECOUT: V) to the pipe that empties it
+// (V, MTE3), and DeQue waits for the flag. FreeTensor and the next AllocTensor do the same in the other direction. Each
+// flag takes one of 8 event ids. Not modelled: TQueBind, TBufPool, queues at VECCALC, in-place and const tensors,
+// several TPipes at a time.
 #pragma once
 #include "tensors.h"
 
@@ -34,7 +35,7 @@ class TPipe {
         buffer.slot->tensor_buffer = true;
         return true;
     }
-    // Gives all of the UB back; the queues' buffers must be free.
+    // Frees all of the UB; the queues' buffers must be free.
     void Reset() {
         release_all();
         for (twin::Slot &slot : twin::core().slots)
@@ -52,7 +53,7 @@ class TPipe {
     template <HardEvent event> TEventID AllocEventID() const { return twin::take_event(event); }
     template <HardEvent event> void ReleaseEventID(TEventID id) const { twin::flag_of(event, id).taken = false; }
 
-    // At the end and at Reset: nothing may be out; the flags of freed buffers are waited for.
+    // To be called at the end and at Reset: no buffer may be in use; waits for the flags of freed buffers.
     static void release_all();
 
   private:

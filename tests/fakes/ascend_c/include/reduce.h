@@ -1,6 +1,6 @@
-// Duplicate, Brcb and the reductions: instructions whose two sides have different shapes.
+// Duplicate, Brcb and the reductions: instructions with different shapes of source and destination.
 //
-// Sums are taken as binary trees over neighbours, as documented, with every step rounded to the type. Not modelled: masks
+// Sums are binary trees over neighbours, as documented, and every addition is rounded to the type. Not modelled: masks
 // bit by bit, ORDER_ONLY_INDEX and ORDER_INDEX_VALUE, reductions that take a number of elements.
 #pragma once
 #include "vector.h"
@@ -17,7 +17,8 @@ template <class T> T tree_sum(const T *values, uint32_t count, uint32_t lanes) {
     return level[0];
 }
 
-// The checks of a reduction: lanes are the source's; `written` bytes of the destination a repeat, `step` between them.
+// The checks of a reduction. Lanes are those of the source. Each repeat writes `written` bytes of the destination,
+// `step` bytes after those of the repeat before.
 template <class T>
 bool begin_reduction(uint16_t op, const AscendC::LocalTensor<T> &dst, const AscendC::LocalTensor<T> &src, int64_t mask,
                      int64_t repeats, uint32_t block_stride, uint32_t repeat_stride, uint32_t aligned, uint32_t written,
@@ -50,7 +51,7 @@ bool begin_reduction(uint16_t op, const AscendC::LocalTensor<T> &dst, const Asce
     return true;
 }
 
-// The lanes of one repeat of a strided source, side by side.
+// Copies the lanes of one repeat of a strided source to contiguous memory.
 template <class T> void gather(const Walk &src, uint32_t repeat, uint32_t lanes, T *to) {
     for (uint32_t lane = 0; lane < lanes; lane += 32 / sizeof(T))
         std::memcpy(to + lane, src.at(core(), repeat, lane), std::min<size_t>(32, (lanes - lane) * sizeof(T)));
@@ -76,7 +77,7 @@ template <class T> void Duplicate(const LocalTensor<T> &dst, const T &scalar, co
     twin::fill<T>(op, twin::by_count(count), twin::walk(dst, "the destination"), scalar);
 }
 
-// Each of 8 elements a repeat fills a block; the source is contiguous.
+// A repeat reads 8 elements and fills a block with each; the source is contiguous.
 template <class T>
 void Brcb(const LocalTensor<T> &dst, const LocalTensor<T> &src, uint32_t repeatTime, const BrcbRepeatParams &p) {
     static_assert(twin::one_of<T, int16_t, uint16_t, half, bfloat16_t, int32_t, uint32_t, float>,
@@ -111,7 +112,7 @@ void Brcb(const LocalTensor<T> &dst, const LocalTensor<T> &src, uint32_t repeatT
     done.count += 1, done.repeats += repeatTime;
 }
 
-// One value a repeat; dstRepStride in elements.
+// Writes one value in each repeat; dstRepStride is in elements.
 template <class T, bool isSetMask = true>
 void WholeReduceSum(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_t mask, int32_t repeatTime,
                     int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride) {
@@ -127,8 +128,8 @@ void WholeReduceSum(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_
     }
 }
 
-// The largest value, and after it its first lane as an integer of the same width unless ORDER_ONLY_VALUE; dstRepStride
-// in such results.
+// Writes the largest value and, unless ORDER_ONLY_VALUE, its first lane as an integer of the same width; dstRepStride
+// counts such results.
 template <class T, bool isSetMask = true>
 void WholeReduceMax(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_t mask, int32_t repeatTime,
                     int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride,
@@ -155,7 +156,8 @@ void WholeReduceMax(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_
     }
 }
 
-// One value a block, eight a repeat; blocks without a lane in the mask keep the destination's. dstRepStride in eights.
+// Writes one value for each block, eight in a repeat. Blocks without a lane in the mask leave the destination as it is.
+// dstRepStride counts eights of values.
 template <class T, bool isSetMask = true>
 void BlockReduceSum(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_t repeatTime, int32_t mask,
                     int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride) {

@@ -1,10 +1,11 @@
-// What one core knows of its unified buffer (UB): which bytes are written, by which pipe last, read by which since.
+// The twin's record of one core's unified buffer (UB): which bytes are written, by which pipe last, and which pipes
+// have read them since.
 //
 // Each pipe (S, V, MTE2, MTE3) numbers its instructions. known[p][q] is the last instruction of q that is sure to have
-// ended before p's next one starts; flags, queues and barriers raise it. Two accesses to a block of 32 bytes, one of them
-// a write, must be ordered by it; so must two of the same pipe, except the scalar unit's, which runs in order. What the
-// scalar unit has waited for, later instructions have too, because it issues them.
-// Coarser than the hardware: accesses to different bytes of one block count as the same place.
+// ended before p's next one starts; flags, queues and barriers raise it. Two accesses to a block of 32 bytes, of which
+// one is a write, must be ordered by it. This also holds for two accesses by the same pipe, except the scalar unit,
+// which runs in order. Instructions that the scalar unit issues later come after everything that it has waited for.
+// This is coarser than the hardware: accesses to different bytes of one block count as accesses to the same place.
 #pragma once
 #include <algorithm>
 #include <cstdarg>
@@ -38,14 +39,14 @@ inline std::string text(const char *format, ...) {
     return line;
 }
 
-// A piece of the UB that InitBuffer gave out: one buffer of a queue, or a TBuf.
+// A piece of the UB that InitBuffer allocated: one buffer of a queue, or a TBuf.
 struct Slot {
-    enum State { FREE, ALLOCATED, ENQUEUED, DEQUEUED, GONE } state = FREE; // GONE: TPipe::Reset
+    enum State { FREE, ALLOCATED, ENQUEUED, DEQUEUED, GONE } state = FREE; // GONE: freed by TPipe::Reset
     std::string name;
     uint32_t begin = 0, end = 0; // bytes in the UB
     AscendC::TPosition position = AscendC::TPosition::VECCALC;
-    int event = -1;                // the flag that guards it: of EnQue until DeQue, of FreeTensor until AllocTensor
-    bool tensor_buffer = false;    // a TBuf: always usable
+    int event = -1;                // the flag that guards it: of EnQue until DeQue, or of FreeTensor until AllocTensor
+    bool tensor_buffer = false;    // whether it is a TBuf, which can always be used
 };
 
 // Bytes of the UB that one operand of an instruction touches: `bytes` from `begin` in blocks of 32, then again `repeats`
@@ -69,7 +70,7 @@ struct Shadow {
     uint32_t number[kPipes] = {};
     uint32_t known[kPipes][kPipes] = {};
     uint16_t op = 0; // the instruction that runs, an index into op_names()
-    int index = 0;   // of the core
+    int index = 0;   // index of the core
 
     static std::vector<std::string> &op_names() {
         static std::vector<std::string> names{"start"};
@@ -90,7 +91,7 @@ struct Shadow {
         throw Error(text("core %d, %s: %s", index, op_names()[op].c_str(), rule.c_str()));
     }
 
-    // The next instruction of a pipe.
+    // Begins the next instruction of a pipe.
     void begin(int pipe, uint16_t op_) {
         op = op_;
         ++number[pipe];
@@ -150,7 +151,7 @@ struct Shadow {
                       int(last - slot.begin) + 1, slot.end - slot.begin));
     }
 
-    // Checks and records a read or a write of all of a region; in both the address may be inside a block.
+    // Checks and records a read or a write of all of a region. The address need not be that of a block's first byte.
     template <bool is_write> void touch(int pipe, Region region, const char *operand) {
         check(region, operand);
         if (!region.bytes)
@@ -180,7 +181,7 @@ struct Shadow {
     }
     void read(int pipe, const Region &region, const char *operand) { touch<false>(pipe, region, operand); }
     void write(int pipe, const Region &region, const char *operand) { touch<true>(pipe, region, operand); }
-    void forget(uint32_t begin_, uint32_t end) { // bytes that hold nothing in particular from now on
+    void forget(uint32_t begin_, uint32_t end) { // the bytes have no defined contents from now on
         for (uint32_t byte = begin_; byte < end; ++byte)
             blocks[byte / kBlock].written &= ~(1u << byte % kBlock);
         std::fill(ub + begin_, ub + end, 0xff);

@@ -1,4 +1,4 @@
-// Barriers, flags, SyncAll, and what a block knows of itself.
+// Barriers, flags, SyncAll, and the functions that return a block's index and the number of blocks.
 //
 // Not modelled: SyncAll in software (with a workspace), CrossCoreSetFlag, mutexes.
 #pragma once
@@ -37,7 +37,7 @@ template <bool isAIVOnly = true> void SyncAll() {
     core.phases.emplace_back();
 }
 
-// Memory of the library comes first in the workspace, ours after it.
+// The workspace begins with memory of CANN's library; the kernel's own part follows.
 constexpr uint64_t kLibraryWorkspace = 16 << 20;
 inline GM_ADDR GetUserWorkspace(GM_ADDR workspace) { return workspace + kLibraryWorkspace; }
 

@@ -1,7 +1,8 @@
-// LocalTensor and GlobalTensor: a place in the UB or in global memory, counted in elements.
+// LocalTensor and GlobalTensor: a range of the UB or of global memory, counted in elements.
 //
-// Scalar reads and writes of the UB run on the scalar pipe and need its flags. Scalar reads of global memory are for
-// inputs only, and scalar writes of it are absent: both go through a data cache that the twin does not have.
+// Scalar reads and writes of the UB run on the scalar pipe and need its flags. In global memory, scalar reads are
+// allowed only of inputs, and scalar writes are not available: both go through a data cache that the twin does not
+// have.
 #pragma once
 #include "core.h"
 
@@ -52,7 +53,7 @@ template <class T> class LocalTensor {
         return twin::core();
     }
     twin::Slot *slot = nullptr;
-    uint32_t begin = 0, size = 0; // bytes in the UB, elements
+    uint32_t begin = 0, size = 0; // begin: byte in the UB; size: number of elements
 
   private:
     twin::Region element(uint32_t at) const {

@@ -18,7 +18,7 @@ using half = _Float16;
 struct bfloat16_t {
     uint16_t bits;
 };
-struct int4b_t { // two a byte, low nibble first; tensors of it count elements
+struct int4b_t { // two in a byte, low nibble first; tensors count elements, not bytes
     uint8_t pair;
 };
 
@@ -31,7 +31,7 @@ inline float to_float(bfloat16_t x) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
-inline bfloat16_t to_bfloat16(float x) { // nearest, ties to even
+inline bfloat16_t to_bfloat16(float x) { // rounds to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
     if (x != x)

@@ -1,8 +1,8 @@
-// The vector instructions, lane by lane: Mul, Add, ..., MulAddDst, Axpy, Duplicate, Brcb; the reductions; Cast is in cast.h.
+// The vector instructions that work lane by lane: Mul, Add, ..., MulAddDst, Axpy. Others are in reduce.h and cast.h.
 //
-// Types are those that Atlas A2/A3 document; others do not compile. Each operation of half and float is rounded to
-// nearest, MulAddDst and Axpy after the product and after the sum. The hardware may round these once, and its Div and
-// Exp differ in the last bits.
+// The types are those documented for Atlas A2/A3; others do not compile. Each operation in half and float is rounded to
+// nearest; MulAddDst and Axpy round after the product and after the sum. The hardware may round these only once, and
+// its Div and Exp differ in the last bits.
 #pragma once
 #include <cmath>
 
@@ -12,7 +12,7 @@ namespace twin {
 template <class T> constexpr bool numeric = one_of<T, int16_t, half, int32_t, float>;
 template <class T> constexpr bool chain_type = one_of<T, half, int32_t, float>;
 
-// One operation, rounded to the type it is done in; integers wrap.
+// One operation, rounded to its type; integers wrap around.
 template <class T, class F> T rounded(T a, T b, F f) {
     if constexpr (std::is_same_v<T, half>)
         return static_cast<half>(static_cast<float>(f(float(a), float(b))));
@@ -126,11 +126,11 @@ namespace twin {
 template <class D, class S> constexpr bool multiply_add = std::is_same_v<D, S> ? one_of<D, half, float>
                                                                                 : std::is_same_v<D, float> &&
                                                                                       std::is_same_v<S, half>;
-// dst + a * b: exact products of halves in float, else rounded to the destination's type first
+// dst + a * b. Products of halves added to a float are exact; other products are rounded to the destination's type.
 template <class D, class S> D add_product(S a, S b, D d) {
     return rounded<D>(d, rounded<D>(static_cast<D>(a), static_cast<D>(b), Times{}), Plus{});
 }
-// A destination that is widened may not overlap its sources at all.
+// A destination of a wider type may not overlap its sources at all.
 template <class D, class S>
 void apart(const AscendC::LocalTensor<D> &dst, const AscendC::LocalTensor<S> &src, uint16_t op) {
     core().op = op;
@@ -145,7 +145,7 @@ template <class T, class U, bool isSetMask = true>
 void MulAddDst(const LocalTensor<T> &dst, const LocalTensor<U> &src0, const LocalTensor<U> &src1, uint64_t mask,
                uint32_t repeatTime, const BinaryRepeatParams &p) {
     static_assert(isSetMask && twin::multiply_add<T, U>, "MulAddDst does not support these types on Atlas A2/A3");
-    // sums over repeats are counted apart: the documentation says nothing of them
+    // sums over repeats are counted separately, since the documentation does not mention them
     static const uint16_t once = twin::name_op<T, U>("MulAddDst"), chained = twin::name_op<T, U>("MulAddDst chained");
     const uint16_t op = !p.dstRepStride && repeatTime > 1 ? chained : once;
     twin::apart(dst, src0, op), twin::apart(dst, src1, op);

@@ -1,4 +1,4 @@
-// One probe for each way in which two pipes, or two instructions of one pipe, can meet in the same bytes.
+// One probe for each way in which two pipes, or two instructions of one pipe, can access the same bytes.
 #include "probe.h"
 
 PROBE(load_then_compute) {
@@ -150,7 +150,7 @@ PROBE(flag_too_early) {
         pass<HardEvent::MTE2_V>();
     Muls(p.b, p.a, half(1), 16);
 }
-PROBE(flag_through_two) { // what MTE3 waited for through V holds for MTE3
+PROBE(flag_through_two) { // MTE3 waits for V, so it also waits for everything that V has waited for
     DataCopy(p.b, p.x, 16);
     if (!broken)
         pass<HardEvent::MTE2_V>();

@@ -91,7 +91,7 @@ PROBE(chain) { // only the second source may be the sum so far
     else
         Add(p.a, p.b, p.a, 128, 4, {1, 1, 1, 0, 8, 0});
 }
-PROBE(chain_type) { // and not in every type
+PROBE(chain_type) { // and only in some types
     p.ones();
     const auto a = p.a.template ReinterpretCast<int16_t>(), b = p.b.template ReinterpretCast<int16_t>();
     if (broken)

@@ -1,5 +1,5 @@
-// One kernel for each instruction whose numbers are tested: a, b and the first contents of d come in, d goes out, 4096
-// bytes each.
+// One kernel for each instruction whose results are tested. The inputs are a, b and the initial contents of d, the
+// output is d, each of 4096 bytes.
 #include "kernel_operator.h"
 
 using namespace AscendC;
@@ -90,7 +90,7 @@ OP(block_sum, float, float, half) { BlockReduceSum(d, a, 4, 44, 2, 1, 8); }
 OP(block_sum_half, half, half, half) { BlockReduceSum(d, a, 16, 128, 1, 1, 8); }
 OP(scalars, float, float, half) { d.SetValue(3, a.GetValue(5)), d.SetValue(4, a(6)); }
 
-// Moves: x is a (4096 bytes), y 4096 bytes that are first filled with -1.
+// Kernels of moves: x is the input a (4096 bytes); y has 4096 bytes, which are first filled with -1.
 #define MOVE(name)                                                                                                     \
     static void name##_body(LocalTensor<int16_t> &, GlobalTensor<int16_t> &, GlobalTensor<int16_t> &);                 \
     extern "C" __global__ __aicore__ void name(GM_ADDR x_, GM_ADDR y_, GM_ADDR, GM_ADDR) {                             \

@@ -1,5 +1,6 @@
-// What the twin's own test kernels share. Each probe is compiled twice: probe_broken breaks one rule, probe_kept does the
-// same and keeps it. x: 4096 bytes in, y: 4096 bytes out, 4096 bytes of workspace; two cores.
+// Shared by the test kernels of the twin. Each probe is compiled twice: probe_broken breaks one rule, and probe_kept
+// does the same without breaking it. x is an input of 4096 bytes, y an output of 4096 bytes, and the workspace has 4096
+// bytes. A probe runs on two cores.
 #pragma once
 #include "kernel_operator.h"
 
@@ -17,7 +18,7 @@ using namespace AscendC;
     }                                                                                                                  \
     template <bool broken> void name([[maybe_unused]] Probe &p)
 
-constexpr uint32_t kHalves = 2048; // in each of the buffers
+constexpr uint32_t kHalves = 2048; // number of halves in each of the buffers
 
 template <HardEvent event> void pass() {
     const int32_t id = GetTPipePtr()->FetchEventID(event);
@@ -35,11 +36,11 @@ struct Probe {
         pipe.InitBuffer(f_buffer, 4 * kHalves);
         a = a_buffer.Get<half>(), b = b_buffer.Get<half>(), f = f_buffer.Get<float>();
     }
-    void load() { // x into a
+    void load() { // copies x into a
         DataCopy(a, x, kHalves);
         pass<HardEvent::MTE2_V>();
     }
-    void ones() { // into a and b
+    void ones() { // fills a and b with ones
         Duplicate(a, half(1), kHalves), Duplicate(b, half(1), kHalves), Duplicate(f, 1.0f, kHalves);
         PipeBarrier<PIPE_V>();
     }

@@ -1,4 +1,4 @@
-// One probe for each rule of queues, of global memory, of what was never written, and of cores that meet.
+// One probe for each rule about queues, global memory, memory that was never written, and synchronisation of cores.
 #include "probe.h"
 
 using In = TQue<QuePosition::VECIN, 1>;

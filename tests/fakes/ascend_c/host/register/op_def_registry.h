@@ -1,4 +1,4 @@
-// Op definitions: keeps what the twin reads (names, presence, types, functions), accepts the rest.
+// Op definitions: keeps the parts that the twin reads (names, presence, types, functions), and ignores the rest.
 #pragma once
 #include <deque>
 #include <functional>
@@ -35,7 +35,7 @@ class OpAttrDef {
     std::string name;
     Option presence = REQUIRED;
     bool is_bool = false;
-    int64_t value = 0; // if it is not given
+    int64_t value = 0; // the value if none is given
 };
 
 class OpAICoreConfig {};

@@ -1,4 +1,5 @@
-// Tiling structs as the host fills them: set_ and get_ of every field, laid out in order, each at a multiple of its size.
+// Tiling structs as the host fills them: every field has set_ and get_, and fields are laid out in order, each at a
+// multiple of its size.
 #pragma once
 #include <cstring>
 
@@ -35,4 +36,4 @@ class TilingDef {
     }                                                                                                                  \
     size_t at_##name = place(sizeof(type))
 #define END_TILING_DATA_DEF }
-#define REGISTER_TILING_DATA_CLASS(op, name) // only the last of a chain of CANN's generators reads it
+#define REGISTER_TILING_DATA_CLASS(op, name) // read only by a later one of CANN's generators

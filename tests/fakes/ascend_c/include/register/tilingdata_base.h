@@ -1,2 +1,2 @@
-// For kernels the macros of kernel_tiling.h are enough.
+// Kernels need only the macros of kernel_tiling.h.
 #pragma once

@@ -1,4 +1,4 @@
-// The host side of a made-up op: y (rows of x, columns of w), its bias optional, in two types.
+// The host side of an op for tests: y (rows of x, columns of w), with an optional bias, in two types.
 #include <cstdio>
 
 #include "probe_tiling.h"
