@@ -18,6 +18,8 @@ from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS
 from tests.tiny import save_tiny, write_case
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -15,6 +15,8 @@ from benchmarks.cache_policies import Run, lfu, lru, lru_by_layer, optimum, resi
 from benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, save_trace
 from cpu_offload.policy.residency import Residency, Settings, Swap
 
+pytestmark = pytest.mark.slow
+
 DEFAULT, DEAR = Settings(), Settings(swap_cost=1.0)  # copies that are nearly free, and that cost a miss
 # .venv/bin/python -m benchmarks.offload_policy --demo-only --steps 16000 --record tests/data/demo_routing.npz
 DEMO = Path(__file__).parents[1] / "data" / "demo_routing.npz"

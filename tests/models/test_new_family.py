@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from files import ROOT
 from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.slow
 
 LINE = '    "toy_moe": Family("models.toy_moe.config:ToyMoeConfig", "models.toy_moe.model:ToyMoeForCausalLM"),\n'
 NAMES = {"qwen3_moe": "toy_moe", "Qwen3Moe": "ToyMoe"}

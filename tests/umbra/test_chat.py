@@ -15,6 +15,8 @@ from errors import UserError
 from files import ROOT
 from umbra import chat as chat_module
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "import sys; from umbra.chat import chat; chat(sys.argv[1], sys.argv[2:])"
 
 

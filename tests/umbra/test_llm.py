@@ -11,6 +11,8 @@ from errors import UserError
 from files import ROOT
 from umbra import LLM, Completion, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["Emma was", "It is a truth", "She"]
 DRAWN = SamplingParams(max_tokens=20, temperature=0.8, seed=1)
 

@@ -38,6 +38,8 @@ from ops.cpu.matrix import NativeExperts
 from tests.quantised import awq_meaning, quantise_tiny
 from tests.tiny import make_runner, save_tiny, tiny_case
 
+pytestmark = pytest.mark.slow
+
 SIZES = dict(
     hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=128,
     intermediate_size=128, num_experts=8, num_experts_per_tok=2, initializer_range=0.05,

@@ -14,6 +14,8 @@ from errors import UserError
 from executor.job.runner import ModelRunner
 from tests.tiny import make_runner, save_tiny, tiny_case
 
+pytestmark = pytest.mark.slow
+
 WAVES, BATCH, PROMPT, NEW = (16, 4, 12), 16, (4, 16), (8, 40)
 ARENA_MB = 1
 

@@ -21,6 +21,8 @@ from files import ROOT
 from tests.command import umbra
 from tests.tiny import save_tiny, write_case
 
+pytestmark = pytest.mark.slow
+
 TEXT = (ROOT / "checkpoints/austen_moe/held_out.txt").read_text()[:24000]
 
 

@@ -23,6 +23,8 @@ import pytest
 from files import ROOT
 from tests.tiny import save_tiny, write_case
 
+pytestmark = pytest.mark.slow
+
 RESULTS = ROOT / "results"
 
 

@@ -11,6 +11,8 @@ import pytest
 from files import ROOT
 from tests.tiny import save_tiny, write_case
 
+pytestmark = pytest.mark.slow
+
 SPLITS: dict[str, tuple[int, dict[str, int]]] = {  # kilobytes of a rank's arena: too few for all experts and all pages
     "tp2": (90, dict(world_size=2)),
     "tp4_moe_2x2": (45, dict(world_size=4, moe_tp_size=2)),

@@ -17,6 +17,8 @@ from executor.job.prompts import encode_prompts
 from files import ROOT
 from tests.tiny import make_runner, save_tiny, tiny_case, write_case
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53)), [2, 2], [60, 61, 62]]
 Arrays = dict[str, np.ndarray]

@@ -35,6 +35,8 @@ from ops.ascend.shapes import AscendShapes
 from ops.format import FORMATS
 from tests.tiny import save_tiny, tiny_case
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, DIM, EXPERTS, TOP_K = 151936, 128, 128, 8
 PAGES, BATCH, CHUNK, LONGEST = 4 * (4096 + 1024) // 128, 4, 4096, 4096 + 1024
 MIB = 1024 * 1024

@@ -19,6 +19,8 @@ from tests.command import umbra
 from tests.quantised import awq_meaning
 from tests.tiny import save_tiny
 
+pytestmark = pytest.mark.slow
+
 GROUP = 32
 WIDE = dict(moe_intermediate_size=32, intermediate_size=64)  # multiples of the group
 TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 6

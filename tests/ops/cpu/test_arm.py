@@ -14,6 +14,8 @@ import pytest
 from ops.cpu import engine
 from tests.ops.cpu.native.build import TESTS, core_sources, made_once, program, run
 
+pytestmark = pytest.mark.slow
+
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 WARNINGS = ["-O3", "-Wall", "-Wextra"]
 # GCC 12's own AVX-512 header trips the uninitialised warnings.

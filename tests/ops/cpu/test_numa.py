@@ -23,6 +23,8 @@ from ops.format import FORMATS
 from tests.ops.cpu.native.build import SOURCES, TESTS, program
 from tests.tiny import make_runner, save_tiny, tiny_case
 
+pytestmark = pytest.mark.slow
+
 module = engine.module
 CPU = torch.device("cpu")
 cpu = load_ops("cpu")

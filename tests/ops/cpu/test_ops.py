@@ -36,9 +36,11 @@ def start(threads: tuple[int, ...], instruction_set: str) -> None:
 
 
 ENGINES = [(s, (t,)) for s in SETS for t in (1, 2, 5)] + [(SETS[-1], (1, 2)), (SETS[-1], (1,) * 8)]
+QUICK = (SETS[-1], (2,))  # the engine of `bash test.sh --quick`
+MARKED = [pytest.param(e, marks=[] if e == QUICK else [pytest.mark.slow]) for e in ENGINES]
 
 
-@pytest.fixture(params=ENGINES, ids=lambda p: f"{p[0]}-{'+'.join(map(str, p[1]))}")
+@pytest.fixture(params=MARKED, ids=lambda p: f"{p[0]}-{'+'.join(map(str, p[1]))}")
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(3)
     start(request.param[1], request.param[0])

@@ -13,6 +13,8 @@ import pytest
 from files import ROOT
 from tests.ops.cpu.native.build import SOURCES, TESTS, core_sources, program, run
 
+pytestmark = pytest.mark.slow
+
 PRODUCTS = ["runtime/pool", *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "generic"))]
 SHADOW = [*PRODUCTS, *(f"shadow/{name}" for name in ("shadow", "worker", "copier"))]
 

@@ -20,6 +20,8 @@ from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
 from ops.format import FORMATS, Format
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 cpu = load_ops("cpu")
 KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"q4 zeros": Format("q4", 64, zeros=True)}

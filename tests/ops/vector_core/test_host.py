@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from tests.fakes.ascend_c import LIBRARY_WORKSPACE, Launch, TwinError, host
 
+pytestmark = pytest.mark.slow
+
 Shape = tuple[int, ...]
 Inputs = list[tuple[Shape, torch.dtype] | None]
 HALF, BF16, INT, FLOAT = torch.float16, torch.bfloat16, torch.int32, torch.float32

@@ -10,6 +10,8 @@ from ops.ascend.vector_core import reference
 from tests.fakes.ascend_c import TwinError
 from tests.ops.vector_core.launch import KERNELS, distinct, launch, mutated, random_weight
 
+pytestmark = pytest.mark.slow
+
 HALF, BFLOAT = torch.float16, torch.bfloat16
 BOUND = {HALF: 2e-3, BFLOAT: 1e-2}  # relative, of every row of y
 

@@ -43,6 +43,7 @@ def time(phases: list[Phase], **costs: Any) -> float:
     return sum(phase.time for phase in predict([phases], changed(**costs)))
 
 
+@pytest.mark.slow
 def test_counts_are_those_worked_out_by_hand() -> None:
     core, idle = tiny().cores[0][0], tiny().cores[1][0]
     assert core["mte2"]["by_move"] == {"256": 1, "512": 1, "4096": 1}  # x, scales (4, 64), nibbles

@@ -18,6 +18,8 @@ from files import ROOT
 from ops.ascend import vector_core
 from ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "ops/ascend/vector_core"
 OPS = {
     "UmbraFusedMoeW4a16": "umbra_fused_moe_w4a16",

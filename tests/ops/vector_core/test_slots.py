@@ -19,6 +19,8 @@ from tests.ops.vector_core.launch import KERNELS, distinct, launch, mutated, ran
 from tests.ops.vector_core.test_host import FIELDS
 from tests.ops.vector_core.test_kernels import BFLOAT, BOUND, HALF, worst_row
 
+pytestmark = pytest.mark.slow
+
 INT, FLOAT, BYTE = torch.int32, torch.float32, torch.uint8
 OP = "UmbraFusedMoeSlotsW4a16"
 

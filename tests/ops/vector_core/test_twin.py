@@ -10,6 +10,8 @@ import torch
 
 from tests.fakes.ascend_c import LIBRARY_WORKSPACE, Counts, Library, TwinError, build, run
 
+pytestmark = pytest.mark.slow
+
 PROBES = Path(__file__).parents[2] / "fakes" / "ascend_c" / "probes"
 TILING = PROBES / "op_host" / "probe_tiling.h"
 ALIGNED = "a UB address must be a multiple of 32 bytes"

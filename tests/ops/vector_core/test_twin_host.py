@@ -8,6 +8,8 @@ import torch
 from tests.fakes.ascend_c import LIBRARY_WORKSPACE, Launch, TwinError, host, run
 from tests.ops.vector_core.test_twin import PROBES, probes
 
+pytestmark = pytest.mark.slow
+
 HALF, BRAIN = torch.half, torch.bfloat16
 
 

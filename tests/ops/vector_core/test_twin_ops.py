@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.fakes.ascend_c import run
 from tests.ops.vector_core.test_twin import probes
 
+pytestmark = pytest.mark.slow
+
 TYPES = {
     "half": torch.half,
     "bfloat16_t": torch.bfloat16,

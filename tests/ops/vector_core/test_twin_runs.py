@@ -14,6 +14,8 @@ from tests.fakes.ascend_c import LIBRARY_WORKSPACE, TwinError, build, run
 from tests.ops.vector_core.test_twin import TILING, probes
 from tests.ops.vector_core.test_twin_ops import equal, random
 
+pytestmark = pytest.mark.slow
+
 
 def move(name: str) -> tuple[Tensor, Tensor]:
     x = random(torch.int16, 1)
