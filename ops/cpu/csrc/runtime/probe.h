@@ -12,8 +12,8 @@ namespace umbra {
 class ReadProbe {
 public:
     ReadProbe(Context& context, int64_t bytes);
-    uint64_t run(
-        Context& context) const;  // returns a value that depends on every byte, so that no read can be optimised away
+    // Returns a value that depends on every byte, so that no read can be optimised away.
+    uint64_t run(Context& context) const;
 
 private:
     Buffer memory_;

@@ -13,8 +13,8 @@ struct Job {
     const int64_t* slots;  // (experts) host copy of this layer's row of the device's table; 0: not resident
     void* sums;  // (tokens, hidden), the model's type; must be written in full even if every expert is resident
     int64_t tokens, top_k, hidden, layer, step;
-    void (*done)(Job*,
-                 int failed);  // called once for each submit that returned 0, from any thread, possibly within submit
+    // Called once for each submit that returned 0, from any thread, possibly within submit.
+    void (*done)(Job*, int failed);
 };
 using SubmitJob = int (*)(void* context, Job*);  // returns without waiting; not 0: refused
 

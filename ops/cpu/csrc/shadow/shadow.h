@@ -51,9 +51,8 @@ struct ShadowWork {
         : rows(rows), layer(layer), step(step), keep(std::move(keep)) {}
     virtual ~ShadowWork() = default;
     virtual void compute(Context& context) { rows.compute(context); }
-    virtual Job* finished() {
-        return nullptr;
-    }  // the bridge's job to report as done once the next work may be submitted
+    // The bridge's job, if any, to report as done once the next work may be submitted.
+    virtual Job* finished() { return nullptr; }
 
     ShadowError error(const std::string& what) const;
 };
