@@ -40,7 +40,16 @@ def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> 
     assert "runtime error" not in first.stderr
 
 
-def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["tests/ops/cpu/test_ops.py"],
+        ["tests/executor/platform/test_graph.py", "tests/ops/cpu/test_numa.py"],
+        ["tests/ops/cpu/test_shadow.py", "tests/ops/cpu/test_shadow_worker.py"],
+    ],
+    ids=["ops", "graph and NUMA", "shadow"],
+)
+def test_ops_touch_only_their_memory(tmp_path: Path, files: list[str]) -> None:
     """The parity and graph tests once more, on a module built with AddressSanitizer and UBSan."""
     flags = [
         "-O1",
@@ -63,20 +72,7 @@ def test_ops_touch_only_their_memory(tmp_path: Path) -> None:
     shutil.copy(module, tree / "ops" / "cpu" / "_native.so")
     libraries = [run("g++", f"-print-file-name=lib{name}.so").stdout.strip() for name in ("asan", "ubsan")]
     environment = os.environ | {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "tests/ops/cpu/test_ops.py",
-        "tests/executor/platform/test_graph.py",
-        "tests/ops/cpu/test_numa.py",
-        "tests/ops/cpu/test_shadow.py",
-        "tests/ops/cpu/test_shadow_worker.py",
-    ]
+    tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     done = run(*tests, cwd=tree, env=environment)
     assert " passed" in done.stdout
     assert "runtime error" not in done.stdout + done.stderr

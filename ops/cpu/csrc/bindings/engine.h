@@ -1,5 +1,5 @@
-// The engine of this process and what the bindings share. A binding takes addresses and sizes and knows nothing of torch:
-// ops/cpu checks types and shapes before it passes addresses.
+// The engine of this process and what the bindings share. Bindings take addresses and sizes and do not
+// depend on torch: ops/cpu checks types and shapes before it passes addresses.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -3,12 +3,12 @@
 // Layout of one page of one KV head, P tokens of D elements, a contiguous piece of memory:
 //   keys    [D][P], transposed, so that scores of P keys are P lanes and need no horizontal sums
 //   values  [P][D]
-//   int8 only: behind the elements float32 [P], each token's scale; element = int8 * scale, scale = max|row| / 127
+//   int8 only: after the elements float32 [P], each token's scale; element = int8 * scale, scale = max|row| / 127
 //
-// A task takes a few tokens and one KV head: all their query heads (rows) share every key and value that is read, and
-// each page's piece stays in the first cache while they do. Both products, queries by keys and probabilities by values,
-// are the same small matrix product: kAtOnce rows by 16 lanes of sums in registers.
-// Keys are scored in tiles of up to kTile, then the row's running maximum, sum and output are brought up to date.
+// A task handles a few tokens and one KV head. All their query heads (rows) share every key and value that is read, and
+// each page's piece stays in L1 meanwhile. Both products, queries by keys and probabilities by values, are the same
+// small matrix product: kAtOnce rows by 16 lanes of sums in registers.
+// Keys are scored in tiles of up to kTile; after each tile the row's running maximum, sum and output are updated.
 
 #include <algorithm>
 #include <cmath>
@@ -90,7 +90,7 @@ CLONES float largest(const float* x, int64_t count) {
     return most;
 }
 
-// scores become exp(score - most); returns their sum.
+// Replaces each score by exp(score - most) and returns the sum.
 CLONES float exponentials(float* scores, float most, int64_t count) {
     float lanes[kLanes] = {}, sum = 0;
     int64_t i = 0;
@@ -101,7 +101,7 @@ CLONES float exponentials(float* scores, float most, int64_t count) {
 }
 
 template <class T>
-struct Piece {  // of one page and KV head
+struct Piece {  // the keys or values of one page and KV head
     const T* elements;
     const float* scales;  // int8 only
 };
@@ -117,9 +117,9 @@ template <class T>
 void attend(const Attention& a, int64_t sequence, int64_t token, int64_t count, int64_t kv_head) {
     const int64_t group = a.heads / a.kv_heads, width = a.width, size = a.page_size;
     const int64_t* pages = a.block_tables + sequence * a.most_pages;
-    // A query at this position sees itself and all before.
+    // A query sees the keys up to its own position.
     const int64_t first_position = a.kv_lens[sequence] - (a.query_starts[sequence + 1] - token);
-    const auto place = [&](int64_t row) {  // of a row in q and out
+    const auto place = [&](int64_t row) {  // offset of a row in q and out
         return ((token + row / group) * a.heads + kv_head * group + row % group) * width;
     };
     float q[kMostRows * kMostWidth], sums[kMostRows * kMostWidth], scores[kMostRows * kTile];
@@ -134,7 +134,8 @@ void attend(const Attention& a, int64_t sequence, int64_t token, int64_t count, 
         const int64_t seen_by_last = first_position + (begin + rows - 1) / group + 1;
         for (int64_t start = 0; start < seen_by_last; start += kTile) {
             const int64_t end = std::min(seen_by_last, start + kTile);
-            const auto for_pages = [&](auto&& f) {  // f(piece index, offset in the page, keys, column of scores)
+            // Calls f(piece index, offset in the page, number of keys, column of scores).
+            const auto for_pages = [&](auto&& f) {
                 for (int64_t at = start, keys; at < end; at += keys) {
                     keys = std::min(size - at % size, end - at);
                     f(pages[at / size] * a.kv_heads + kv_head, at % size, keys, at - start);
@@ -143,7 +144,7 @@ void attend(const Attention& a, int64_t sequence, int64_t token, int64_t count, 
             std::fill(scores, scores + rows * kTile, 0.0f);
             for_pages([&](int64_t index, int64_t offset, int64_t keys, int64_t column) {
                 const Piece<T> k = piece_of<T>(a.k_cache, index, width * size, size);
-                // Whole vectors even where the sequence ends within the page; what lies behind is masked below.
+                // Whole vectors even if the sequence ends within the page; keys past its end are masked below.
                 const int64_t whole = std::min({(keys + kLanes - 1) / kLanes * kLanes, size - offset, kTile - column});
                 multiply(rows, width, whole, q, width, k.elements + offset, size, scores + column, kTile);
                 if (std::is_same_v<T, int8_t>)
@@ -154,7 +155,7 @@ void attend(const Attention& a, int64_t sequence, int64_t token, int64_t count, 
                 float* row = scores + r * kTile;
                 const int64_t seen =
                     std::clamp<int64_t>(first_position + (begin + r) / group + 1 - start, 0, end - start);
-                std::fill(row + seen, row + (end - start), 0.0f);  // weights of the future
+                std::fill(row + seen, row + (end - start), 0.0f);  // keys after the query's position
                 if (seen == 0) continue;
                 const float peak = std::max(most[r], largest(row, seen));
                 if (peak > most[r]) {
@@ -178,7 +179,7 @@ void attend(const Attention& a, int64_t sequence, int64_t token, int64_t count, 
     }
 }
 
-// One token of one head: `x` to every `step`-th of `to`.
+// Stores one token of one head: x goes to every `step`-th element of `to`.
 template <class T>
 void store(const float* x, int64_t width, T* to, int64_t step, float*) {
     for (int64_t d = 0; d < width; d++) to[d * step] = narrow<T>(x[d]);
@@ -225,7 +226,7 @@ void WriteKv::run(Context& context) const {
 }
 
 void Attention::run(Context& context) const {
-    // Few tokens: each a task. Many: several to a task, which then share the keys they read.
+    // With few tokens each is a task; with many a task takes several, which share the keys they read.
     const int64_t step = std::clamp<int64_t>(tokens * kv_heads / (context.pool.threads() * 8), 1, 8);
     with_cache_type(type, [&](auto example) {
         using T = decltype(example);

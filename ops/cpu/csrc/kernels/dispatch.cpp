@@ -13,11 +13,11 @@ namespace {
 struct Set {
     const char* name;
     const char* needs;
-    bool works;  // here
+    bool works;  // on this CPU
     const Kernels& (*kernels)();
 };
 
-// Every set of every architecture, so that a forced one always gets the right answer; better ones later.
+// Every set of every architecture, so that a request for any of them gets a precise error; better sets come later.
 std::vector<Set> all_sets() {
     std::vector<Set> sets{{"generic", "", true, kernels_generic},
                           {"avx2", "AVX2, FMA and F16C (x86-64)", false, nullptr},

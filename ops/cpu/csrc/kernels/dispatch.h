@@ -1,4 +1,4 @@
-// Which kernels this machine can run. Compiled without any instruction set, so asking is safe everywhere.
+// Which kernels this CPU can run. Compiled without any instruction-set flags, so that every CPU can execute it.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@
 
 namespace umbra {
 
-// Names of the sets that work here, the best last.
+// Names of the sets that this CPU can run, the best last.
 std::vector<std::string> usable_sets();
 
-// The kernels of a set; "auto": the best. Throws std::invalid_argument with one line that says what the CPU lacks.
+// The kernels of a set; "auto" means the best. Throws std::invalid_argument with one line naming what the CPU lacks.
 const Kernels& choose_kernels(const std::string& name);
 
 }  // namespace umbra

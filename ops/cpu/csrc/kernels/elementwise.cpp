@@ -1,5 +1,5 @@
-// Ops whose cost is small beside the matrix products: plain loops that the compiler vectorises, once for each of three
-// instruction sets. Sums run in 16 lanes, in the same order everywhere.
+// Ops whose cost is small beside the matrix products: plain loops that the compiler vectorises for each of three
+// instruction sets. Sums run in 16 lanes, in the same order in every set.
 
 #include "kernels/elementwise.h"
 
@@ -14,7 +14,7 @@
 namespace umbra {
 namespace {
 
-// Rows 0 .. rows - 1 of `width` elements each, shared over the pool when there is enough of them.
+// Calls f(row) for rows of `width` elements, shared over the pool if there are enough elements.
 template <class F>
 void for_rows(Context& context, int64_t rows, int64_t width, F&& f) {
     if (rows * width < kWorthSharing) {
@@ -56,13 +56,13 @@ CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
-// The place of the first largest element: the largest value first, in lanes, then its place.
+// The index of the first largest element: finds the largest value in lanes, then its index.
 CLONES int64_t first_largest(const float* x, int64_t count) {
     float least = x[0], most = x[0];
     widen_range(x, count, least, most);
     for (int64_t i = 0; i < count; i++)
         if (x[i] == most) return i;
-    return 0;  // NaN all over
+    return 0;  // every element is NaN
 }
 
 template <class Load>

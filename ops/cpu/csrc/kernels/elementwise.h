@@ -1,4 +1,4 @@
-// What other kernels share of the elementwise ops.
+// Parts of the elementwise ops that other kernels use.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The portable reference of every kernel: plain loops over the layouts of matrix.h.
+// Portable reference versions of every kernel: plain loops over the layouts of matrix.h.
 
 #include <cmath>
 

@@ -68,7 +68,7 @@ struct Matrix {
     size_t scale_count() const { return group ? static_cast<size_t>(k) / group * kRows : 0; }
     bool quantised() const { return format == Format::q8 || format == Format::q4; }
 
-    // Of matrices that follow each other in each plane, this being the first.
+    // Matrix `index` of those that follow this one in each plane.
     Matrix at(int64_t index) const {
         Matrix one = *this;
         const int64_t block = index * (n / kRows);
@@ -78,7 +78,7 @@ struct Matrix {
         return one;
     }
 
-    // Of a matrix whose planes' places are relative: the one at `address`.
+    // This matrix at `address`, its planes' pointers being offsets.
     Matrix moved(int64_t address) const {
         const auto move = [&](auto*& plane) {
             const uintptr_t at = reinterpret_cast<uintptr_t>(plane) + static_cast<uintptr_t>(address);
@@ -92,28 +92,29 @@ struct Matrix {
     }
 };
 
-// A matrix whose row blocks are divided over the NUMA nodes of the pool: parts[i], a matrix of its own, lies on node i
-// and is read by that node's threads only. Every expert is divided; whole experts on a node were rejected: the 8 of 128
-// that a token hits fall unevenly, and all wait for the fullest node, whose load is on average 1.26, 1.74 and 2.53 times
-// the mean on 2, 4 and 8 nodes. The price: activations cross between nodes, kilobytes beside megabytes of weights.
+// A matrix whose row blocks are divided over the NUMA nodes of the pool: parts[i], a complete matrix, lies on node i
+// and is read by that node's threads only. Every expert is divided this way. Rejected: whole experts per node. The 8 of
+// 128 experts that a token hits would fall unevenly, and every node would wait for the fullest one, whose load is on
+// average 1.26, 1.74 and 2.53 times the mean on 2, 4 and 8 nodes. The price: activations cross between nodes, which are
+// kilobytes beside megabytes of weights.
 struct SplitMatrix {
     std::vector<Matrix> parts;
-    std::vector<int32_t> first{0};  // row block at which each part begins, and where the last one ends
+    std::vector<int32_t> first{0};  // first row block of each part, and the end of the last one
 
     SplitMatrix(const Matrix& whole) : SplitMatrix(std::vector<Matrix>{whole}) {}
     explicit SplitMatrix(std::vector<Matrix> of) : parts(std::move(of)) {
         for (const Matrix& part : parts) first.push_back(first.back() + part.n / kRows);
     }
-    const Matrix& like() const { return parts[0]; }  // for what all parts have alike: format, columns, group
+    const Matrix& like() const { return parts[0]; }  // any part, for format, columns and group, which are equal in all
     int blocks() const { return first.back(); }
     int blocks(int node) const { return first[node + 1] - first[node]; }
 };
 
-// 32 quantised activations, with what belongs to them: a row is then one stream and one register of addresses.
+// 32 quantised activations with their scale and sum, so that a row is one stream with one address register.
 struct Block {
     int8_t q[kBlock];
     float scale;
-    int32_t start;  // -8 * sum of q: where sums of q4 start from, whose zero point is 8 unless it has its own
+    int32_t start;  // -8 * sum of q: the start of q4 sums, whose zero point is 8 unless the matrix has zero points
 
     int32_t sum() const { return -(start >> 3); }
 };
@@ -126,11 +127,11 @@ struct Rows {
     Rows from(int64_t row, int64_t k) const { return {x + row * k, blocks + row * (k / kBlock)}; }
 };
 
-// y[t * stride + r] for the 16 rows of block `block` and `count` activation rows, chosen by `index` (row numbers in
-// `rows`; null: 0, 1, 2 ...). A row's results do not depend on the rows beside it.
+// Writes y[t * stride + r] for the 16 rows of block `block` and `count` activation rows. `index` holds their numbers in
+// `rows`; null means 0, 1, 2 ... A row's results do not depend on the other rows.
 using Product = void (*)(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                          size_t stride);
-// Quantise `count` blocks of 32 floats.
+// Quantises `count` blocks of 32 floats.
 using Quantise = void (*)(const float* x, int count, Block* to);
 
 struct Kernels {

@@ -1,5 +1,5 @@
-// The mixture of experts, fused (Moe) or row by row (MoeRows): both are the same two phases, see ops.h, and differ only
-// in where an expert's matrices lie and in what becomes of its products.
+// The mixture of experts, fused (Moe) or row by row (MoeRows). Both run the two phases of ops.h and differ only in
+// where an expert's matrices lie and where its products go.
 
 #include <algorithm>
 #include <cstring>
@@ -11,13 +11,14 @@ namespace umbra {
 
 namespace {
 
-// to += weight * row. One function for Moe and AddRows, so that both round alike whatever the compiler contracts.
+// to += weight * row. One function for Moe and AddRows, so that both round alike whether or not the compiler fuses
+// multiplication and addition.
 __attribute__((noinline)) void add_weighted(const float* row, float weight, float* to, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] += weight * row[i];
 }
 
-// Whether expert e is to be computed, its matrix in a part of w13 or w2, what is done before the first of its products
-// arrive in columns first .. first + width - 1, and what with the products of an assignment.
+// Where Moe and MoeRows differ. computes: whether expert e is to be computed; expert_of: its matrix in a part of w13 or
+// w2; clear: runs before the first products for columns first .. first + width - 1; put: stores one pair's products.
 bool computes(const Moe&, int64_t) { return true; }
 Matrix expert_of(const Moe&, const Matrix& part, int64_t e) { return part.at(e); }
 void clear(const Moe& m, int64_t first, int64_t width) {
@@ -34,7 +35,7 @@ void put(const MoeRows& m, int64_t, int64_t pair, int64_t column, const float* y
     std::memcpy(m.rows + pair * m.hidden + column, y, count * sizeof(float));
 }
 
-// Scratch memory of an op, its assignments (pairs of a token and an expert) in order of expert, and its two phases.
+// One run of an op: its scratch memory, its assignments (pairs of a token and an expert) by expert, and its two phases.
 template <class Op>
 class MoeRun {
 public:
@@ -53,7 +54,8 @@ public:
         hs_ = h_scratch.split(h_);
     }
 
-    // By expert, stably, so that a token's experts are added in order of expert. Returns whether there are any.
+    // Sorts the assignments by expert, stably, so that a token's products are added in order of expert. Returns whether
+    // there are any.
     bool sort() {
         const int64_t assignments = m_.tokens * m_.k;
         std::fill(start_of_, start_of_ + m_.experts + 1, 0);
@@ -88,16 +90,16 @@ public:
     }
 
 private:
-    static constexpr int kGroup = kNear;  // blocks of w13: gate, up, gate, up: one stream, which makes 32 values of h
+    static constexpr int kGroup = kNear;  // blocks of w13 (gate, up, gate, up): one stream that yields 32 values of h
 
-    // f(first assignment, how many) for those of an expert, tile by tile
+    // Calls f(first assignment, count) for the assignments of expert e, tile by tile.
     template <class F>
     void for_assignments(int64_t e, F&& f) const {
         for (int start = start_of_[e]; start < start_of_[e + 1]; start += kTile)
             f(start, std::min(kTile, start_of_[e + 1] - start));
     }
 
-    // Tasks begin .. end - 1 of a node: each 32 values of h of one expert that was hit.
+    // Phase 1, tasks begin .. end - 1 of a node; each computes 32 values of h of one expert that was hit.
     void up(Context& context, int node, int begin, int end) {
         const int here = m_.w13.blocks(node) / kGroup;
         float y[kTile * kWide];  // gate, up, gate, up: 16 of each
@@ -122,7 +124,7 @@ private:
         }
     }
 
-    // Row blocks begin .. end - 1 of a node's part of the output: all experts' products.
+    // Phase 2, row blocks begin .. end - 1 of a node's part of the output: the products of all experts.
     void down(Context& context, int node, int begin, int end) {
         const Matrix& part = m_.w2.parts[node];
         const auto column = [&](int block) { return static_cast<int64_t>(m_.w2.first[node] + block) * kRows; };

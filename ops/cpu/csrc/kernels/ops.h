@@ -1,5 +1,5 @@
-// The ops of the CPU platform. Each is a struct of pointers and sizes with a `run`: eager use fills one and runs it once,
-// a tape keeps it and runs it at every replay. `run` allocates nothing; scratch memory comes with the struct.
+// The ops of the CPU platform. Each is a struct of pointers and sizes with a `run`. Eager calls fill one and run it
+// once; a tape keeps it and runs it at every replay. `run` allocates nothing: the struct brings its scratch memory.
 //
 // Activations are float32 everywhere. T: tokens; S: sequences.
 #pragma once
@@ -16,11 +16,11 @@ struct Context {
     const Kernels& kernels;
 };
 
-enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // of tables and caches; i8: caches only
+enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // element type of a table or cache; i8: caches only
 
 constexpr int kMostWidth = 256;  // of an attention head
 
-// Quantised copies of activation rows. `bytes`: those needed for `rows` rows of k.
+// Memory for quantised copies of activation rows; `bytes` is the size needed for `rows` rows of k columns.
 struct Scratch {
     uint8_t* memory = nullptr;
     static int64_t bytes(int64_t rows, int64_t k) {
@@ -39,7 +39,7 @@ struct Embedding {
 };
 
 struct RmsNorm {
-    const float* x;         // rows of `width`, `heads` to a token, tokens `stride` apart
+    const float* x;         // (T, heads, width), tokens `stride` apart
     const float* residual;  // added first, or null
     const float* weight;    // (width)
     float* out;             // contiguous
@@ -59,8 +59,8 @@ struct Rope {
 
 struct WriteKv {
     const float *k, *v;       // (T, heads, width), tokens k_stride and v_stride apart
-    void *k_cache, *v_cache;  // (pages, heads), each a piece as attention.cpp describes it
-    const int64_t* slots;
+    void *k_cache, *v_cache;  // (pages, heads) pieces, laid out as attention.cpp describes
+    const int64_t* slots;     // (T) page places: page * page_size + offset in the page
     int64_t tokens, heads, width, page_size, k_stride, v_stride;
     Type type;
     void run(Context&) const;
@@ -86,7 +86,7 @@ struct SiluMul {
 
 struct Route {
     const float* logits;  // (T, experts)
-    const float* bias;    // (experts), or null: added to the scores that choose, not to the weights
+    const float* bias;    // (experts) or null; added to the scores that select experts, not to the weights
     float* weights;       // (T, k)
     int64_t* ids;         // (T, k)
     float* scratch;       // (T, experts)
@@ -109,21 +109,21 @@ struct Linear {
     SplitMatrix w;
     const float* x;     // (T, k)
     const float* bias;  // (n), or null
-    float* out;         // (T, n), n the true number of rows
+    float* out;         // (T, n), n without padding rows
     Scratch scratch;
     int64_t tokens, n;
     void run(Context&) const;
 };
 
-// Fused mixture of experts. w13 and w2 are `experts` matrices, one after another in each plane. The row blocks of w13 are
-// those of gate and up in turn, so that a task below reads one stream of memory.
-// Two phases with one barrier between: (1) for each expert hit and each 32 rows of its intermediate size: gate and up
-// products, silu(gate) * up, and at once the quantisation of those 32 values, which are one activation block of (2);
-// (2) for each 16 rows of the output: the products of all experts, weighted, added in order of expert, so the result does
-// not depend on how tasks fall on threads.
+// Fused mixture of experts. w13 and w2 each hold `experts` matrices, one after another in each plane. The row blocks of
+// w13 alternate between gate and up, so that a task of phase 1 reads one stream of memory.
+// Two phases with one barrier between them. Phase 1, for each expert hit and each 32 rows of its intermediate size:
+// gate and up products, silu(gate) * up, and the quantisation of those 32 values, which are one activation block of
+// phase 2. Phase 2, for each 16 rows of the output: the weighted products of all experts, added in order of expert, so
+// that the result does not depend on which thread runs which task.
 struct Moe {
-    // Of the first expert: (2 * inner, hidden) and (hidden, inner), inner padded to a multiple of 32. Parts of w13 are
-    // multiples of 64 rows, so that the 32 values of h that become one activation block are made on one node.
+    // The first expert's (2 * inner, hidden) and (hidden, inner), inner padded to a multiple of 32. Each node's part of
+    // w13 has a multiple of 64 rows, so that the 32 values of one activation block are computed on one node.
     SplitMatrix w13, w2;
     const float* x;
     const float* weights;  // (T, k)
@@ -135,21 +135,22 @@ struct Moe {
     void run(Context&) const;
 };
 
-// A mixture whose experts lie anywhere, a block each, and are computed by different pools: the product rows that Moe adds
-// up, unweighted, each at its own place, so that the sum (AddRows) does not depend on who computed which. Of the pairs
-// of a token and an expert, those whose expert has an address and is not `elsewhere`.
+// A mixture whose experts lie anywhere in memory, one block each, and are computed by different pools. It writes the
+// unweighted product rows that Moe adds up, each to its own place, so that the sum (AddRows) does not depend on which
+// pool computed which row. It computes the pairs (token, expert) whose expert has an address and is not `elsewhere`.
 struct MoeRows {
-    // As in Moe, of any one expert: the planes' "addresses" are places in its block.
+    // As in Moe, for any one expert: the planes' addresses are offsets in its block.
     SplitMatrix w13, w2;
-    const int64_t* address;    // (experts) where blocks begin, multiples of 64; 0: absent
-    const int64_t* elsewhere;  // (experts) addresses too, or null
+    const int64_t* address;    // (experts) addresses of the blocks, multiples of 64; 0: absent
+    const int64_t* elsewhere;  // (experts) addresses of the experts another pool computes, 0 for others; or null
     const float* x;
     const int64_t* ids;  // (T, k)
     float* rows;         // (T * k, hidden)
-    uint8_t* scratch;    // as for a Moe
+    uint8_t* scratch;    // Moe::scratch_bytes
     int64_t tokens, k, experts, first_expert, hidden, inner;
 
-    // `run` in two steps: which pairs (false: none), the only one that reads `ids` and `elsewhere`; their products.
+    // `run` in two steps. `sort` selects the pairs, returns whether there are any, and is the only step that reads
+    // `ids` and `elsewhere`; `compute` computes their products.
     bool sort() const;
     void compute(Context&) const;
     void run(Context& context) const {
@@ -157,11 +158,11 @@ struct MoeRows {
     }
 };
 
-// The rows of all pairs, weighted, added in order of expert and, of equal ones, of place: bit for bit what Moe gives.
+// Adds the weighted rows of all pairs in order of expert, then of position: bit for bit the result of Moe.
 struct AddRows {
     const float* rows;
     const float* weights;  // (T, k)
-    const int64_t* ids;    // (T, k); those outside add nothing
+    const int64_t* ids;    // (T, k); ids outside this rank's experts add nothing
     float* out;            // (T, hidden)
     int64_t tokens, k, experts, first_expert, hidden;
     void run(Context&) const;

@@ -9,7 +9,7 @@
 namespace umbra {
 namespace {
 
-struct Place {        // of one row
+struct Place {        // where one row is stored
     uint8_t* quants;  // of its row block
     uint16_t* scales;
     uint8_t* zeros;
@@ -31,7 +31,7 @@ uint32_t word_at(const uint8_t* at) {
 }
 void put_word(uint8_t* at, uint32_t word) { std::memcpy(at, &word, 4); }
 
-// The quants of one row and one block of 32 columns, to and from where matrix.h puts them.
+// Writes and reads the quants of one row and one block of 32 columns in the layout of matrix.h.
 void put_block(Format format, uint8_t* plane, int lane, const uint8_t* q) {
     for (int i = 0; i < kBlock; i += 4) {
         if (format == Format::q8)
@@ -54,7 +54,7 @@ CLONES void range(const float* x, int64_t count, float* least, float* most) {
     widen_range(x, count, *least, *most);
 }
 
-// Nearest integers to x * inverse, plus zero, kept within 0 .. largest.
+// q = round(x * inverse) + zero, clamped to 0 .. largest.
 CLONES void levels(const float* x, float inverse, int zero, int largest, uint8_t* q) {
     for (int i = 0; i < kBlock; i++) {
         const int32_t level = nearest(x[i] * inverse) + zero;
@@ -62,7 +62,7 @@ CLONES void levels(const float* x, float inverse, int zero, int largest, uint8_t
     }
 }
 
-// One group of columns, from `start` on, of one row.
+// Quantises one group of columns of one row, from column `start` on.
 void pack_group(const Matrix& w, const Place& to, int64_t start, const float* from) {
     const int largest = w.format == Format::q8 ? 255 : 15, middle = (largest + 1) / 2;
     float least, most;
@@ -100,11 +100,11 @@ void unpack_quantised(const Matrix& w, const Place& from, int64_t k, float* to) 
     }
 }
 
-// f(the part they are in, the first one's row there, first, end) for the rows first .. end - 1 of `count` that fall
-// into one row block, shared over the pool.
+// Calls f(part, row, first, end) for each row block, shared over the pool: rows first .. end - 1 of the `count` given
+// rows go to `part` from its row `row` on.
 template <class F>
 void for_blocks(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, F&& f) {
-    const int64_t skipped = where.first % kRows;  // rows of the first block that stay as they are
+    const int64_t skipped = where.first % kRows;  // rows of the first block that stay unchanged
     const int64_t tasks = count ? (skipped + count + kRows - 1) / kRows : 0;
     context.pool.each(static_cast<int>(tasks), [&](int task, int) {
         const int64_t block = where.first / kRows + task * where.step;
@@ -122,7 +122,7 @@ void for_blocks(Context& context, const SplitMatrix& w, const RowRange& where, i
 void pack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, const float* from) {
     for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
         const int64_t k = w.k;
-        if (w.quantised()) {  // group by group, so that the lines the rows share stay in the first cache
+        if (w.quantised()) {  // group by group, so that the cache lines that rows share stay in L1
             for (int64_t start = 0; start < k; start += w.group)
                 for (int64_t i = first; i < end; i++) pack_group(w, place_of(w, row + i - first), start, from + i * k);
             return;
@@ -151,7 +151,7 @@ void pack_levels(Context& context, const SplitMatrix& split, const RowRange& whe
             }
         }
         const Place to = place_of(w, row);
-        const auto put = [&](auto format) {  // block by block: the rows share its lines
+        const auto put = [&](auto format) {  // block by block: the rows share its cache lines
             for (int64_t block = 0; block < w.k / kBlock; block++)
                 for (int64_t i = first; i < end; i++)
                     put_block(format, to.quants + block * w.block_bytes(), to.lane + static_cast<int>(i - first),

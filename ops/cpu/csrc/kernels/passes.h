@@ -8,7 +8,7 @@
 
 namespace umbra {
 
-// Call f with m, 1 <= m <= Most, as a compile-time constant.
+// Calls f with m, 1 <= m <= Most, as a compile-time constant.
 template <int Most, class F>
 void with_count(int m, F&& f) {
     if constexpr (Most > 1) {
@@ -17,7 +17,8 @@ void with_count(int m, F&& f) {
     f(std::integral_constant<int, Most>{});
 }
 
-// f(count constant, rows as `row(number)` gives them, where each row's 16 results go)
+// Calls f(count as a constant, operands, outputs) for each pass: `row(number)` is the operand of a row, and each row's
+// 16 results go to its output.
 template <int Most, class Row, class F>
 void for_passes(const int32_t* index, int count, float* y, size_t stride, Row&& row, F&& f) {
     for (int start = 0; start < count; start += Most) {
@@ -32,7 +33,7 @@ void for_passes(const int32_t* index, int count, float* y, size_t stride, Row&& 
     }
 }
 
-// The same for quantised rows of a product with w: f(whether w has zero points, as a constant, and then as above).
+// The same for quantised rows of a product with w; f's first argument says, as a constant, whether w has zero points.
 template <int Most, class F>
 void for_quantised_passes(const Matrix& w, const Rows& rows, const int32_t* index, int count, float* y, size_t stride,
                           F&& f) {
@@ -44,7 +45,7 @@ void for_quantised_passes(const Matrix& w, const Rows& rows, const int32_t* inde
     w.zeros ? passes(std::true_type{}) : passes(std::false_type{});
 }
 
-// Four int8 activations, i = 0 .. 7.
+// Activations 4i .. 4i+3 of a block as one word, i = 0 .. 7.
 inline int32_t four(const Block& block, int i) {
     int32_t word;
     __builtin_memcpy(&word, block.q + 4 * i, 4);

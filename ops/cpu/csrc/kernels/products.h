@@ -1,4 +1,4 @@
-// How the products of matrix.h are cut into tasks: what linear layers and mixtures of experts share.
+// How products are cut into tasks; shared by linear layers and mixtures of experts.
 #pragma once
 
 #include <algorithm>
@@ -7,11 +7,11 @@
 
 namespace umbra {
 
-constexpr int kTile = 64;  // activation rows that meet the same weights while both are in the second cache
-constexpr int kNear = 4;   // row blocks of such weights
+constexpr int kTile = 64;  // activation rows multiplied by the same weights while both are in L2
+constexpr int kNear = 4;   // row blocks of weights in such a tile
 constexpr int kWide = kNear * kRows;
 
-// f(row) for rows 0 .. count - 1, shared over the pool where there are many.
+// Calls f(row) for rows 0 .. count - 1, shared over the pool if there are many.
 template <class F>
 void each_row(Context& context, int64_t count, F&& f) {
     if (count < 4) {
@@ -21,7 +21,7 @@ void each_row(Context& context, int64_t count, F&& f) {
     }
 }
 
-// Quantise rows 0 .. count - 1 into `to`.
+// Quantises rows 0 .. count - 1 of to.x into to.blocks.
 inline void quantise_rows(Context& context, int64_t count, int64_t k, const Rows& to) {
     each_row(context, count, [&](int64_t i) {
         const Rows row = to.from(i, k);
@@ -36,16 +36,16 @@ inline void products(const Kernels& kernels, const Matrix& w, int block, int blo
     for (int b = 0; b < blocks; b++) product(w, block + b, rows, index, count, y + b * kRows, kWide);
 }
 
-// f(first block, last block) for all blocks begin .. end - 1: many activation rows meet kNear blocks at a time, which then
-// stay in the second cache; few take the blocks as one stream.
+// Calls f(first block, end) for blocks begin .. end - 1: with many activation rows for kNear blocks at a time, which
+// then stay in L2; with few rows for all blocks as one stream.
 template <class F>
 void for_near_blocks(int begin, int end, int64_t rows, F&& f) {
     const int near = rows > kTile ? kNear : end - begin;
     for (int block = begin; block < end; block += near) f(block, std::min(end, block + near));
 }
 
-// Ask for the first lines of a row block that will be read next: kernels prefetch within a block only, and the first
-// lines of 500 short streams a layer would each cost the full latency of memory.
+// Prefetches the first cache lines of the row block that is read next. Kernels prefetch within a block only, and the
+// first lines of 500 short streams per layer would each cost the full memory latency.
 inline void prefetch_block(const Matrix& w, int block) {
     const uint8_t* at = w.quants + block * w.quant_stride();
     for (int i = 0; i < 4096; i += 64) __builtin_prefetch(at + i);

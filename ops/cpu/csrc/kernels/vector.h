@@ -6,8 +6,8 @@
 
 #include "kernels/ops.h"
 
-// The compiler makes one version of such a function for each set and the loader picks, once; ThreadSanitizer's code
-// cannot run that early.
+// The compiler builds such a function once per instruction set and the loader picks one at startup. ThreadSanitizer's
+// code cannot run that early.
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -19,7 +19,8 @@ namespace umbra {
 
 constexpr int kLanes = 16;
 
-// Sixteen floats in as many registers as the set needs; handed on by reference, since by value each set has its own ABI.
+// Sixteen floats in as many registers as the set needs; passed by reference, since passing by value has a different ABI
+// in each set.
 typedef float Lanes __attribute__((vector_size(64)));
 typedef uint32_t Bits __attribute__((vector_size(64)));
 
@@ -49,11 +50,11 @@ ALWAYS_INLINE void load(const int8_t* at, Lanes& v) {
     std::memcpy(&bytes, at, sizeof bytes);
     typedef int16_t Shorts __attribute__((vector_size(32)));
     typedef int32_t Ints __attribute__((vector_size(64)));
-    // Step by step: for larger ones GCC goes element by element.
+    // Step by step: GCC converts larger steps element by element.
     v = __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Shorts), Ints), Lanes);
 }
 
-// Call f with a value of the type that `type` names.
+// Calls f with a value of the type that `type` names.
 template <class F>
 void with_type(Type type, F&& f) {
     switch (type) {
@@ -88,8 +89,8 @@ inline float add_lanes(const float* lanes) {
     return sum;
 }
 
-// The least and the largest of `least`, `most` and x, in lanes: a plain loop would be one chain of compares, since the
-// compiler may not reorder them (signed zeros).
+// Lowers `least` and raises `most` to the range of x. In lanes: a plain loop would be one chain of comparisons, which
+// the compiler may not reorder (signed zeros).
 ALWAYS_INLINE void widen_range(const float* x, int64_t count, float& least, float& most) {
     float low[kLanes], high[kLanes];
     for (int l = 0; l < kLanes; l++) low[l] = least, high[l] = most;
@@ -111,7 +112,7 @@ ALWAYS_INLINE void widen_range(const float* x, int64_t count, float& least, floa
     least = low[0], most = high[0];
 }
 
-// The nearest integer, to even, of |x| < 2^22: 1.5 * 2^23 added, it falls into the low bits.
+// Rounds |x| < 2^22 to the nearest integer, ties to even: adding 1.5 * 2^23 moves it into the low bits.
 ALWAYS_INLINE int32_t nearest(float x) {
     const float shifted = x + 12582912.0f;
     int32_t bits;

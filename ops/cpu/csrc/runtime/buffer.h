@@ -1,5 +1,5 @@
 // Memory for weights: zeroed, on huge pages where the system allows them (fewer TLB misses: streaming runs 10 to 50 %
-// faster), with room behind the end for kernels that prefetch ahead; on a NUMA node of choice.
+// faster), with spare bytes after the end for kernels that prefetch ahead, on a NUMA node of choice.
 #pragma once
 
 #include <linux/mempolicy.h>
@@ -17,7 +17,7 @@ namespace umbra {
 
 class Buffer {
 public:
-    // `memory`: the number of a node, -1: anywhere. Preferred, not bound: where a node is full the kernel takes the
+    // `memory` is a node's number, -1 for any. The node is preferred, not bound: if it is full the kernel takes the
     // next one, whereas bound memory that does not fit ends the process.
     explicit Buffer(int64_t bytes, int memory = -1) : size_(bytes), bytes_(bytes + kHuge + kReadAhead) {
         memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -32,13 +32,14 @@ public:
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
 
-    // Whether mbind took `memory`. It may refuse: no such call (qemu-user), forbidden (containers), no such memory.
+    // Whether mbind succeeded. It fails where the call is missing (qemu-user) or forbidden (containers), or where there
+    // is no such node.
     bool bound() const { return bound_; }
 
-    // The second best: pages lie where they are first written, so let threads of the pool's node `node` do that.
+    // The fallback where mbind failed: threads of the pool's node `node` write every page first, which places it there.
     void touch(Pool& pool, int node) {
         constexpr int64_t kPage = 4096;
-        const int64_t bytes = bytes_ - kHuge;  // from address() on
+        const int64_t bytes = bytes_ - kHuge;  // after address()
         pool.on_nodes([&](int n) { return n == node ? static_cast<int>((bytes + kHuge - 1) / kHuge) : 0; },
                       [&](int, int begin, int end, int) {
                           auto* at = reinterpret_cast<volatile char*>(address());
@@ -51,7 +52,7 @@ public:
 
 private:
     static constexpr int64_t kHuge = 2 << 20, kReadAhead = 8192;
-    int64_t size_, bytes_;  // asked for; mapped
+    int64_t size_, bytes_;  // requested size; mapped size
     void* memory_;
     bool bound_ = false;
 };

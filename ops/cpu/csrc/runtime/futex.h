@@ -1,4 +1,4 @@
-// How threads of this module wait for each other: a short spin, then sleep in the kernel.
+// How threads of this module wait: a short spin, then sleep in the kernel.
 #pragma once
 
 #include <linux/futex.h>
@@ -22,7 +22,7 @@ inline void pause() {
 #endif
 }
 
-// Sleep while `word` holds `seen`, at most for `limit`; may return earlier.
+// Sleeps while `word` holds `seen`, at most for `limit`; may return earlier.
 template <class T>
 void futex_wait(std::atomic<T>& word, uint32_t seen, const timespec* limit = nullptr) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, limit, nullptr, 0);

@@ -31,7 +31,7 @@ Pool::Pool(const std::vector<Team>& teams) : nodes_(teams.size()) {
                     work(n, thread);
                 });
             }
-    } catch (...) {  // the system gives no more threads
+    } catch (...) {  // the system refused another thread
         end_workers();
         throw;
     }
@@ -61,8 +61,8 @@ void Pool::run(Task task, void* context) {
     task_ = task, context_ = context;
     for (NodeTasks& node : nodes_) node.next.store(0, std::memory_order_relaxed);
     running_.store(threads_ - 1, std::memory_order_relaxed);
-    // Sequentially consistent with a worker's `sleepers_` increment and its second look at `epoch_`: either that
-    // look sees the new epoch, or this load sees the sleeper.
+    // Sequentially consistent with a worker's increment of `sleepers_` and its second load of `epoch_`: either that
+    // load sees the new epoch, or the load of `sleepers_` below sees the worker.
     epoch_.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake(epoch_);
     drain(0, 0);
@@ -79,9 +79,9 @@ void Pool::run(Task task, void* context) {
 
 void Pool::drain(int node, int thread) {
     std::atomic<int>& next = nodes_[node].next;
-    // Read once: the line is the one that every thread of the node counts up.
+    // Read once: they share a cache line with the counter that every thread of the node increments.
     const int count = nodes_[node].count, threads = nodes_[node].threads;
-    int begin = 0, dealt = 0;  // tasks and chunks before this round's
+    int begin = 0, dealt = 0;  // tasks and chunks of the rounds before this one
     for (;;) {
         const int chunk = next.fetch_add(1, std::memory_order_relaxed);
         const auto size = [&] { return threads == 1 ? count : std::max(1, (count - begin) / (2 * threads)); };

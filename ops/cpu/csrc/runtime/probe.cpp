@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t kChunk = 1 << 15;  // words: 256 KB
 
-// Twelve chains cover the latency of two units; the empty asm keeps each sum in its register and each step undone.
+// Twelve chains cover the latency of two units; the asm keeps each sum in its register and keeps the compiler from
+// merging steps.
 #define CHAINS(STEP) STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) STEP(8) STEP(9) STEP(10) STEP(11)
 
 #if defined(__x86_64__)

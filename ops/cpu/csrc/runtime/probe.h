@@ -1,5 +1,5 @@
-// The limits that speeds are compared with: how fast all threads together read memory, and how many int8 multiply-adds
-// they do on registers.
+// The hardware limits that speeds are compared with: how fast all threads together read memory, and how many int8
+// multiply-adds they do on registers.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,12 @@
 
 namespace umbra {
 
-// Memory touched once by the pool, so that pages lie where their readers are.
+// Memory that the pool wrote first, so that each page lies near its reader.
 class ReadProbe {
 public:
     ReadProbe(Context& context, int64_t bytes);
-    uint64_t run(Context& context) const;  // a value that depends on every byte, so nothing can be skipped
+    // Returns a value that depends on every byte, so that no read can be optimised away.
+    uint64_t run(Context& context) const;
 
 private:
     Buffer memory_;
@@ -20,7 +21,7 @@ private:
     uint64_t* words() const { return reinterpret_cast<uint64_t*>(memory_.address()); }
 };
 
-// `rounds` times a fixed amount of independent int8 dot products on every thread; returns the multiply-adds done.
+// Runs `rounds` times a fixed number of independent int8 dot products on every thread; returns the multiply-adds done.
 int64_t mac_probe(Context& context, int64_t rounds);
 
 }  // namespace umbra

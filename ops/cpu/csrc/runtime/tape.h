@@ -1,5 +1,5 @@
-// A captured step: op after op, each a kept struct, run without Python, locks or allocation. Every op ends with a barrier
-// of the pool, so it sees all that the ops before it wrote.
+// A captured step: a list of op structs that replays run in order, without Python, locks or allocation. Every op ends
+// with a barrier of the pool, so the next op sees everything it wrote.
 #pragma once
 
 #include <memory>

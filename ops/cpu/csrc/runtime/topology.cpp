@@ -11,7 +11,8 @@
 namespace umbra {
 namespace {
 
-// A file like "0-3,8,10-11": increasing numbers below kMostCpus. Nothing for a missing, overlong or different file.
+// Reads a file like "0-3,8,10-11" with increasing numbers below kMostCpus. Empty for a missing, overlong or malformed
+// file.
 std::optional<std::vector<int>> read_list(const std::string& path) {
     char text[8192];
     std::ifstream file(path);
@@ -83,7 +84,7 @@ std::vector<int> allowed_cpus() {
     if (sched_getaffinity(0, sizeof set, &set) == 0)
         for (int i = 0; i < kMostCpus; i++)
             if (CPU_ISSET(i, &set)) cpus.push_back(i);
-    if (cpus.empty()) cpus.push_back(0);  // refused only where there are more CPUs than the set holds
+    if (cpus.empty()) cpus.push_back(0);  // fails only if there are more CPUs than the set holds
     return cpus;
 }
 
@@ -99,7 +100,7 @@ std::vector<Node> read_nodes(const std::string& root, const std::vector<int>& al
         std::vector<int> mine;
         for (const int cpu : *cpus) {
             if (!std::count(allowed.begin(), allowed.end(), cpu)) continue;
-            if (!left.erase(cpu)) return one();  // on two nodes
+            if (!left.erase(cpu)) return one();  // listed on two nodes
             mine.push_back(cpu);
         }
         if (!mine.empty()) nodes.push_back({id, cores_of(root, mine)});
@@ -131,7 +132,7 @@ std::vector<Team> plan(const std::vector<Node>& nodes, int threads) {
         if (nodes[n].memory < 0) continue;
         teams[n].cpus = cpus_of(nodes[n]);
     }
-    // One thread after another goes where it leaves most cores for each thread; nodes that have none yet come first.
+    // Each thread goes to the node that then has most cores per thread; nodes without a thread come first.
     const auto gain = [&](size_t n) {
         const int given = teams[n].threads;
         return (given ? 0.0 : kMostCpus) + static_cast<double>(nodes[n].cores.size()) / (given + 1);

@@ -34,7 +34,7 @@ uint64_t Copier::submit(void* to, const void* from, std::vector<Piece> pieces) {
 }
 
 bool Copier::done(uint64_t ticket) const {
-    const bool ended = ended_;  // read first: what it finished before counts
+    const bool ended = ended_;  // read before `finished_`, so that copies finished before the end count
     if (finished_.load(std::memory_order_acquire) >= ticket) return true;
     if (ended) throw ShadowError("expert copies: the copier was stopped before copy " + std::to_string(ticket));
     return false;

@@ -1,9 +1,9 @@
-// Copies experts' blocks into slots on a thread of its own, one after another, while steps run.
+// Copies experts' blocks into expert slots, one after another, on its own thread while steps run.
 //
-// Ordering. A copy's bytes are written before its number is stored to `finished_` (release); `done` reads it (acquire).
-// Who sees a copy done writes the slot's address into the device's table, between two replays; the next replay runs on
-// that same thread. So no step reads a slot before it is whole. Nor is one written while in use: a slot is a copy's
-// target only after a table write, between replays too, that took its last address away.
+// Ordering. A copy's bytes are written before `finished_` counts it (release); `done` reads the counter (acquire). The
+// thread that sees a copy done writes the slot's address into the device's table between two replays, and runs the next
+// replay itself, so no step reads a slot before it is complete. No slot is overwritten while in use: before it becomes
+// the target of a copy, its address is removed from the table, also between two replays.
 #pragma once
 
 #include <atomic>
@@ -16,26 +16,26 @@
 
 namespace umbra {
 
-// Of something that lies in pieces in one place and is whole in another: bytes from each one's address.
+// A contiguous run of bytes of a copy: offsets from the target's and the source's address.
 struct Piece {
     int64_t to, from, bytes;
 };
 
 class Copier {
 public:
-    // `cpus` that its thread stays on; empty: the caller's. It inherits those otherwise, and the caller may be pinned.
+    // The thread is pinned to `cpus`. If empty it inherits the caller's CPUs, and the caller may be pinned to a few.
     explicit Copier(const std::vector<int>& cpus = {});
     ~Copier();
     Copier(const Copier&) = delete;
     Copier& operator=(const Copier&) = delete;
 
-    // A ticket; `done` without blocking whether its copy is, `wait` until it is. All throw once the copier was stopped,
-    // but for copies that are done; before they throw nothing is written any more.
+    // `submit` queues a copy and returns its ticket. `done` says without blocking whether it is finished; `wait` blocks
+    // until it is. Once the copier is stopped they throw, except for finished copies, and no more bytes are written.
     uint64_t submit(void* to, const void* from, std::vector<Piece> pieces);
     bool done(uint64_t ticket) const;
     void wait(uint64_t ticket);
 
-    // Ends after the copy that is being made; those behind it are not made.
+    // Ends the thread after the copy in flight; queued copies are dropped.
     void stop();
 
 private:

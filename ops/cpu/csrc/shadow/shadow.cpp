@@ -19,30 +19,30 @@ int64_t now() { return nanoseconds(Clock::now().time_since_epoch()); }
 
 }  // namespace
 
-// What the coordinator may touch: outlives an abandoned one.
+// Everything the coordinator may access. It is leaked with a coordinator that is abandoned.
 struct ShadowPool::State {
     const Kernels& kernels;
     const std::chrono::nanoseconds timeout;
-    std::unique_ptr<Pool> pool;                // made and used by the coordinator, its caller
-    std::shared_ptr<ShadowWork> work;          // in flight; changed by the device's thread
-    uint32_t ticket = 0;                       // its number
-    std::atomic<ShadowWork*> handed{nullptr};  // the same, until the coordinator takes it
-    std::mutex guard;                          // of `stopped` and of what is published last
+    std::unique_ptr<Pool> pool;                // made and used by the coordinator thread
+    std::shared_ptr<ShadowWork> work;          // in flight; changed by the device's thread only
+    uint32_t ticket = 0;                       // the work's number
+    std::atomic<ShadowWork*> handed{nullptr};  // the same work, until the coordinator takes it
+    std::mutex guard;                          // of `stopped` and of publishing
     bool stopped = false;
     std::atomic<bool> ended{false};
-    alignas(64) std::atomic<uint32_t> submitted{0};  // works, and the stop
-    alignas(64) std::atomic<uint32_t> asleep{0};     // the coordinator is
+    alignas(64) std::atomic<uint32_t> submitted{0};  // counts works and the stop
+    alignas(64) std::atomic<uint32_t> asleep{0};     // whether the coordinator is asleep
     alignas(64) std::atomic<uint32_t> done{0};       // number of the last work done
     std::atomic<uint32_t> news{0};                   // counts changes of `done` and `ended`
 
     State(const Kernels& kernels, double timeout) : kernels(kernels), timeout(static_cast<int64_t>(timeout * 1e9)) {}
 
-    void publish() {  // as Pool::run does
+    void publish() {  // the same ordering as in Pool::run
         submitted.fetch_add(1, std::memory_order_seq_cst);
         if (asleep.load(std::memory_order_seq_cst)) futex_wake(submitted);
     }
 
-    void tell() {
+    void report() {
         news.fetch_add(1, std::memory_order_seq_cst);
         futex_wake(news);
     }
@@ -66,16 +66,16 @@ struct ShadowPool::State {
             at->compute(context);
             at->ended = now();
             Job* const job = at->finished();
-            done.store(seen, std::memory_order_release);  // from here on, the work may be gone
-            tell();
+            done.store(seen, std::memory_order_release);  // from here on the work may be freed
+            report();
             if (job) job->done(job, 0);
         }
         pool.reset();
         ended.store(true, std::memory_order_release);
-        tell();
+        report();
     }
 
-    // Whether `arrived` came true in time.
+    // Waits until `arrived()` is true; false if that takes longer than `timeout`.
     template <class F>
     bool await(F&& arrived) {
         for (int spin = 0; spin < kSpins; spin++) {
@@ -150,7 +150,7 @@ std::vector<int> ShadowPool::split(int count) const {
 
 bool ShadowPool::submit(const std::shared_ptr<ShadowWork>& work) {
     State& state = *state_;
-    std::shared_ptr<ShadowWork> last = work;  // let go of behind the lock: what it keeps may belong to Python
+    std::shared_ptr<ShadowWork> last = work;  // released after the lock: what it keeps may be a Python object
     std::lock_guard<std::mutex> lock(state.guard);
     if (state.stopped) return false;
     state.work.swap(last);

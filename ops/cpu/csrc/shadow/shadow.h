@@ -1,23 +1,25 @@
-// Shadow experts: those that are not resident are computed by a second pool, from blocks of the shadow store, while the
+// Shadow experts: a second pool computes the experts that are not resident, from blocks of the shadow store, while the
 // main pool ("the device") computes the resident ones. On the tape a layer's mixture is Submit, MoeRows, Join.
 //
-// Who touches what. Tables of addresses, `ids`, counters and the step number are read and written by the device's thread
-// only: Submit sorts the pairs there before it hands over, so the shadow pool never looks at a table that changes between
-// replays. The shadow pool reads x, the sorted pairs and the store (written once, before the first step), and writes its
-// pairs' rows and scratch memory of its own. The device writes the other pairs' rows. The store's table never changes.
+// Data access. Only the device's thread reads and writes the tables of addresses, `ids`, the counters and the step
+// number. Submit sorts the pairs on that thread before it publishes the work, so the shadow pool never reads a table
+// that changes between replays. The shadow pool reads x, the sorted pairs and the store (written once, before the first
+// step), and writes the rows of its pairs and its own scratch memory. The device writes the rows of the other pairs.
+// The store's table never changes.
 //
-// Ordering. `submit` writes the work and publishes it by an increment of `submitted`; the coordinator, thread 0 of the
-// shadow pool, sees it by an acquire load. It reports by a store of `done` and a release increment of `news`; `wait`
-// returns after an acquire load that sees it, so Join sees the rows and all that was written before. An increment without
-// a work is the stop, behind which `submit` publishes nothing: what was handed over is done. One work is in
-// flight at most: Submit waits for one that an interrupted step left behind, before it writes anything that one reads.
-// So tables may be written whenever no op runs, between two replays: whoever reads them is the thread that writes them.
+// Ordering. `submit` writes the work and publishes it by incrementing `submitted`; the coordinator, thread 0 of the
+// shadow pool, sees it by an acquire load. The coordinator reports by a store to `done` and a release increment of
+// `news`; `wait` returns after an acquire load that sees it, so Join sees the rows and everything written before. An
+// increment without a work means stop; after it `submit` publishes nothing, and a work published before it is still
+// completed. At most one work is in flight: Submit waits for one that an interrupted step left behind before it writes
+// anything that work reads. So tables may be written whenever no op runs, between two replays: the thread that reads
+// them is the one that writes.
 //
-// Never a hang. Waiting has a deadline, after which it throws; a pool that was stopped throws at once. What a work in
-// flight may touch is owned by the work (`keep`), and a pool that does not end in time is abandoned: its thread is
-// detached and everything it may touch is never freed.
+// No hangs. Waiting has a deadline, after which it throws; waiting for a stopped pool throws at once. A work owns
+// everything it may access (`keep`). A pool that does not end in time is abandoned: its thread is detached, and
+// everything that the thread may access is never freed.
 //
-// Nothing is allocated in a step: works are made at capture and handed over by reference.
+// A step allocates nothing: works are made at capture and passed by reference.
 #pragma once
 
 #include <memory>
@@ -36,42 +38,43 @@ struct ShadowError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// The shadow's part of one layer's mixture; for jobs of a bridge see worker.h.
+// The shadow pool's part of one layer's mixture; worker.h has the form for a bridge's jobs.
 struct ShadowWork {
-    MoeRows rows;  // those that are not resident: `elsewhere` is the device's table
+    MoeRows rows;  // of the experts that are not resident: `elsewhere` is the device's table
     int64_t layer;
-    const int64_t* step;           // its number, for errors
-    std::shared_ptr<void> keep;    // what owns the memory
-    bool pending = false;          // handed over and not yet waited for
-    int64_t began = 0, ended = 0;  // when the pool was at it: nanoseconds of the steady clock
+    const int64_t* step;           // points to the step's number, for errors
+    std::shared_ptr<void> keep;    // owns the memory that the work reads and writes
+    bool pending = false;          // in flight: submitted and not yet waited for
+    int64_t began = 0, ended = 0;  // when the pool computed it: nanoseconds of the steady clock
 
     ShadowWork(const MoeRows& rows, int64_t layer, const int64_t* step, std::shared_ptr<void> keep)
         : rows(rows), layer(layer), step(step), keep(std::move(keep)) {}
     virtual ~ShadowWork() = default;
     virtual void compute(Context& context) { rows.compute(context); }
-    virtual Job* finished() { return nullptr; }  // whom to tell of it, once the next work may come
+    // The bridge's job, if any, to report as done once the next work may be submitted.
+    virtual Job* finished() { return nullptr; }
 
     ShadowError error(const std::string& what) const;
 };
 
 class ShadowPool {
 public:
-    // `timeout`: seconds that a wait, and the end of the pool, may take.
+    // `timeout`: seconds that a wait, and the end of the pool, may take at most.
     ShadowPool(const std::vector<Team>& teams, const Kernels& kernels, double timeout);
     ~ShadowPool();
     ShadowPool(const ShadowPool&) = delete;
     ShadowPool& operator=(const ShadowPool&) = delete;
 
-    // By one thread at a time. `submit` returns at once, false: the pool was stopped; `wait`: until what was submitted, if
-    // anything, is done; `idle`: whether it is.
+    // Called by one thread at a time. `submit` returns without waiting, false if the pool was stopped; `wait` blocks
+    // until the submitted work, if any, is done; `idle` says whether it is done.
     bool submit(const std::shared_ptr<ShadowWork>& work);
     void wait();
     bool idle() const;
 
-    // Ends the pool after the work that it has, if any. By any thread.
+    // Ends the pool after the work in flight, if any. May be called by any thread.
     void stop();
 
-    // Where each team's part of `count` things begins; the end of the last one too.
+    // Where each team's part of `count` items begins, and the end of the last part.
     std::vector<int> split(int count) const;
 
 private:
@@ -81,7 +84,7 @@ private:
     std::thread coordinator_;
 };
 
-// Counts the routing and hands the layer's work over, if there is any.
+// Counts the routing and submits the layer's work, if there is any.
 struct Submit {
     std::shared_ptr<ShadowPool> pool;
     std::shared_ptr<ShadowWork> work;
@@ -89,12 +92,12 @@ struct Submit {
     void run(Context&) const;
 };
 
-// Waits for what Submit handed over and adds up all rows.
+// Waits for the submitted work and adds up all rows.
 struct Join {
     std::shared_ptr<ShadowPool> pool;
     std::shared_ptr<ShadowWork> work;
     AddRows sum;
-    int64_t* times;  // when the pool began and ended, when Join came to wait and went on, in nanoseconds; 0: not needed
+    int64_t* times;  // (4) ns: pool began, pool ended, Join began to wait, Join went on; 0: no work was needed
     void run(Context&) const;
 };
 

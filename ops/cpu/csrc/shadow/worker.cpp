@@ -25,7 +25,7 @@ JobWork::Missing JobWork::take(Job* given) {
 }
 
 void JobWork::compute(Context& context) {
-    auto* const floats = const_cast<float*>(rows.x);  // first x, then the sums
+    auto* const floats = const_cast<float*>(rows.x);  // holds x first, then the sums
     const int64_t hidden = rows.hidden;
     with_type(type, [&](auto zero) {
         using T = decltype(zero);

@@ -1,13 +1,13 @@
-// The shadow pool as the worker of a bridge (../../ascend/csrc/bridge.cpp): each job's sums over the experts that are not
-// resident, in the model's type.
+// Uses the shadow pool as the worker of a bridge (ops/ascend/csrc/bridge.cpp): computes each job's sums over the
+// experts that are not resident, in the model's type.
 //
-// Who touches what. `submit`, in the thread of the callback, is the only one that reads a job's ids and slots: it counts
-// the routing, keeps the ids of what is missing, others becoming -1, and sorts them. The pool's threads then read x, the
-// weights, those ids and the store. So a job that is late, and still computed when the next step's tables are written,
-// does not look at them. Scratch memory may belong to many works: one job is computed at a time, and while a late one is
-// at it, others fail.
+// Data access. Only `submit`, on the callback's thread, reads a job's ids and slots: it counts the routing, copies the
+// ids of experts that are not resident (the others become -1), and sorts them. The pool's threads then read x, the
+// weights, those copied ids and the store. So a late job that is still computed while the next step's tables are
+// written does not read those tables. Works may share scratch memory: one job is computed at a time, and jobs that
+// arrive while a late one is computed fail.
 //
-// Sums are those of AddRows over the missing experts: float32, in order of expert, rounded once.
+// Sums are those of AddRows over the experts that are not resident: float32, in order of expert, rounded once.
 #pragma once
 
 #include <map>
@@ -17,22 +17,23 @@
 
 namespace umbra {
 
-// One layer's jobs of one number of tokens.
+// The jobs of one layer with one number of tokens.
 struct JobWork : ShadowWork {
-    Type type;            // the model's
-    const uint8_t* live;  // (tokens) 0: only pads the step, so no expert of it is counted or computed
+    Type type;            // of the model
+    const uint8_t* live;  // (tokens) 0: the token only pads the step; its experts are neither counted nor computed
     int64_t* counts;      // (experts) += 1 for each pair
-    int64_t* times;       // when the pool began and ended, and two zeros; 0: not needed
+    int64_t* times;       // (4) when the pool began and ended, then two zeros; all 0: the pool was not needed
     Job* job = nullptr;
     std::vector<float> weights;
 
-    // Of `rows`, x and ids are scratch memory too; `elsewhere` is not used.
+    // rows.x and rows.ids are scratch memory too; rows.elsewhere is not used.
     JobWork(const MoeRows& rows, int64_t layer, std::shared_ptr<void> keep, Type type, const uint8_t* live,
             int64_t* counts, int64_t* times)
         : ShadowWork(rows, layer, nullptr, std::move(keep)), type(type), live(live), counts(counts), times(times),
           weights(rows.tokens * rows.k) {}
 
-    enum Missing { kNone, kSome, kNowhere };  // the last: not in the store either
+    // Whether experts are not resident; kNowhere: one is not in the store either.
+    enum Missing { kNone, kSome, kNowhere };
     Missing take(Job* job);
     void compute(Context&) override;
     Job* finished() override;
@@ -42,7 +43,7 @@ class Worker {
 public:
     explicit Worker(std::shared_ptr<ShadowPool> pool) : pool_(std::move(pool)) {}
 
-    // Not while a step runs.
+    // Must not be called while a step runs.
     void add(std::shared_ptr<JobWork> work) { works_[{work->layer, work->rows.tokens}] = std::move(work); }
 
     static int submit(void* worker, Job* job);  // a SubmitJob

@@ -1,6 +1,6 @@
-// What both ARM sets share: reading the x16 layout by groups of four rows, and products with SDOT. A file includes
-// this once, after it has defined TARGET; everything here is internal to it, so nothing that was compiled for one set
-// is linked into the other.
+// Shared by both ARM sets: reading the x16 layout by groups of four rows, and products with SDOT. A file includes this
+// once, after defining TARGET; everything here is internal to that file, so code compiled for one set is never linked
+// into the other.
 //
 // Each 64-byte vector of the layout is four 16-byte ones, of 4 rows x 4 columns, which is what SDOT by lane takes: a
 // 32-bit lane of the sum is a row, and the lane of the activations names the four columns. A block of 32 columns gives
@@ -35,7 +35,7 @@ namespace {
 constexpr int kAhead = 1024;
 constexpr int kMost = 4;               // activation rows of one pass
 constexpr int kFour = 4;               // rows of a 16-byte vector
-constexpr int kFours = kRows / kFour;  // of them in a row block
+constexpr int kFours = kRows / kFour;  // such vectors in a row block
 
 template <Format F>
 constexpr int kVectors = F == Format::q4 ? 4 : 8;  // of 64 bytes in a block
@@ -64,7 +64,8 @@ struct Stream {
         : quants(w.quants + block * w.quant_stride()), scales(w.scales + block * w.scale_count()),
           zeros(Zeros ? w.zeros + block * w.scale_count() : nullptr), per_group(w.group / kBlock) {}
 
-    // Before each block: ask for what comes later and, where a group begins, read its scales and zero points.
+    // Called before each block: prefetches what comes later and, where a group begins, reads its scales and zero
+    // points.
     INLINE void enter() {
         for (int i = 0; i < kVectors<F>; i++) __builtin_prefetch(quants + kAhead + 64 * i);
         if (left-- > 0) return;

@@ -1,5 +1,5 @@
 // NEON with SMMLA (i8mm): a 2 x 8 matrix of weights times the transpose of a 2 x 8 one of activations, twice the work
-// of an SDOT. Everything but two or four quantised activation rows is the same as in neon.cpp.
+// of an SDOT. Used for two or four quantised activation rows; everything else is the same as in neon.cpp.
 //
 // Vectors i and i + 1 of the layout hold columns 4i .. 4i+3 and 4i+4 .. 4i+7 of four rows; zipped by 32-bit lanes they
 // are two rows of eight columns each. A sum's lanes are (row, activation) = (0,0) (0,1) (1,0) (1,1).
@@ -10,7 +10,7 @@
 namespace umbra {
 namespace {
 
-// raw[2i], raw[2i + 1]: rows 0 and 1, then rows 2 and 3, of the eight columns that both had.
+// raw[2i] becomes rows 0 and 1, raw[2i + 1] rows 2 and 3, of the eight columns that the two vectors held.
 template <Format F>
 INLINE void zip(uint8x16_t* raw) {
     repeat<kVectors<F> / 2>([&](auto i) LAMBDA {

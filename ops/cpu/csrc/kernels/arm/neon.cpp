@@ -1,4 +1,4 @@
-// NEON with SDOT, ARMv8.2: what Kunpeng 920 has.
+// NEON with SDOT (ARMv8.2), which Kunpeng 920 has.
 
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #include "kernels/arm/dot.h"
@@ -15,7 +15,7 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
                                 });
 }
 
-// Sixteen weights of one column.
+// Loads sixteen weights of one column.
 INLINE void widen16(const float* at, float32x4_t* v) {
     for (int i = 0; i < kFours; i++) v[i] = vld1q_f32(at + kFour * i);
 }

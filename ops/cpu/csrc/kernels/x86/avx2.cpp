@@ -1,5 +1,5 @@
-// AVX2: the sixteen rows of a block are two halves of eight, taken one after the other through the same 64-byte vectors.
-// maddubs multiplies unsigned by signed bytes and adds neighbours into 16 bits, saturating, so:
+// AVX2: the sixteen rows of a block are two halves of eight, taken one after the other through the same 64-byte
+// vectors. maddubs multiplies unsigned by signed bytes and adds neighbours into 16 bits, saturating, so:
 //   q4: quants 0 .. 15 times |q| <= 127, two products: at most 3,810; eight such sums fit 16 bits (30,480).
 //   q8: bytes minus 128 are signed; |w| <= 128 times q with w's sign, two products: at most 32,512, fits once.
 

@@ -61,7 +61,8 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
 #pragma GCC unroll 8
         for (int t = 0; t < M; t++) {
             const Block& x = *reinterpret_cast<const Block*>(base[t] + offset);
-            // Two chains of additions, so that none waits for the one before; one starts where the zero points leave it.
+            // Two chains of additions, so that none waits for the one before; one starts where the zero points leave
+            // it.
             const __m512i start = _mm512_set1_epi32(x.start);
             __m512i even = F == Format::q8 ? _mm512_slli_epi32(start, 4) : start, odd = _mm512_setzero_si512();
             if (Zeros) even = _mm512_srai_epi32(_mm512_mullo_epi32(zero, start), 3);
