@@ -175,7 +175,8 @@ class OffloadSettings:
 class AscendSettings:
     moe_routing: str = key(
         "fusion_v2", "operators that sort tokens by expert. fusion_v2: npu_moe_init_routing_v2; fusion_v1: the first "
-        "generation of fused routing; tp: plain operators. The products are grouped matmuls in all three", choices=("fusion_v2", "fusion_v1", "tp"),
+        "generation of fused routing; tp: plain operators. The products are grouped matmuls in all three",
+        choices=("fusion_v2", "fusion_v1", "tp"),
     )  # fmt: skip
     decode_gemv: str = key(
         "auto", "whether steps of few tokens multiply by 4-bit weights with our own kernels for the vector cores, "
