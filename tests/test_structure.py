@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: imports run one way, never in a circle; heavy libraries stay lazy.
+"""Rules about the project's structure: imports run one way and never in a circle; heavy libraries are imported lazily.
 
 Every import counts: at the top of a file, inside a function, and under TYPE_CHECKING.
 """

@@ -1,4 +1,4 @@
-"""tests/ascend runs the real torch_npu and torchair on a fake CANN (fake_cann/), in .venv/ascend: see test.sh."""
+"""tests/ascend runs the real torch_npu and torchair on a fake CANN (tests/fakes/cann), in .venv/ascend: see test.sh."""
 
 from collections.abc import Iterator
 

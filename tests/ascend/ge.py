@@ -1,4 +1,4 @@
-"""torchair's max-autotune mode without GE: FX is lowered to a GE graph for real, and the graph is kept instead of run.
+"""torchair's max-autotune mode without GE: torchair really lowers FX to a GE graph, which is kept instead of run.
 
 with ge_programs() as programs:
     compiled(x)          # gives zeroes of the right shapes and dtypes

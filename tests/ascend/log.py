@@ -1,4 +1,4 @@
-"""Reading the fake CANN's log: what was asked of the device, in order.
+"""Reads the fake CANN's log: the calls to the device, in order.
 
 with device_log() as log:
     step()

@@ -1,5 +1,5 @@
-"""L3: op by op on the fake device. The real host code takes every call, and what reaches the device is this list and
-nothing else: an added cast, copy or wait is seen in review."""
+"""L3: op by op on the fake device. The real host code accepts every call, and the calls that reach the device are
+exactly the lists here, so that an added cast, copy or wait is seen in review."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""L4, exe_mode ge_graph: what the real torchair hands to GE for a decode step."""
+"""L4, exe_mode ge_graph: the graph that the real torchair passes to GE for a decode step."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""L5: ranks, a fake device each, over torch_npu's real hccl backend: which collectives a step has and where, and with
-what each group's communicator is made."""
+"""L5: ranks with a fake device each over torch_npu's real hccl backend: the collectives of a step, and the settings of
+each group's communicator."""
 
 import contextlib
 import io

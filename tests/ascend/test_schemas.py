@@ -1,4 +1,5 @@
-"""L0: every call in ops/ascend binds to its op's schema, in each release that we claim, and leaves no default to it."""
+"""L0: every call in ops/ascend binds to its op's schema, in each supported release, and relies on none of its
+defaults."""
 
 import json
 from pathlib import Path

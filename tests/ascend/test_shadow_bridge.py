@@ -1,4 +1,4 @@
-"""Experts on the CPU inside a step on the NPU: the real bridge and the real torch_npu on streams that really wait."""
+"""Experts on the CPU inside a step on the NPU: the real bridge and torch_npu on the fake device's streams."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Cases with shadow experts on the fake device: what a step asks of it, what moves between steps, what goes wrong."""
+"""Cases with shadow experts on the fake device: the calls of a step, experts that move between steps, and faults."""
 
 import ctypes
 from collections.abc import Iterator

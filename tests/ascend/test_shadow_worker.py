@@ -1,4 +1,4 @@
-"""A step on the (fake) NPU whose missing experts a real shadow pool computes: bridge and native worker together."""
+"""A step on the fake NPU, with missing experts computed by a real shadow pool: bridge and native worker together."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""The residency policy: rules of every swap, what it learns, when it leaves things alone; the policies beside it."""
+"""The residency policy: the rules of every swap, what it learns, and when it does nothing; and the other policies."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Long steps whose missing experts are streamed to the device: the same bits, the same counts, what is recorded."""
+"""Long steps whose missing experts are streamed to the device: the same bits, the same counts, and the records."""
 
 import random
 from typing import Any

@@ -1,5 +1,6 @@
-"""A new model family is one folder under models/ and one line in the registry: docs/adding_a_model.md, done here in a
-copy of the project whose family `toy_moe` is Qwen3-MoE under other names, with a router that chooses by sigmoid."""
+"""A new model family is one folder under models/ and one line in the registry. The tests follow docs/adding_a_model.md
+in a copy of the project: their family `toy_moe` is Qwen3-MoE under other names, with a router that chooses by
+sigmoid."""
 
 import json
 import shutil

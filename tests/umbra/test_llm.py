@@ -1,4 +1,4 @@
-"""`import umbra`: what a script or a notebook gets."""
+"""`import umbra`, as a script or a notebook uses it."""
 
 import os
 import subprocess

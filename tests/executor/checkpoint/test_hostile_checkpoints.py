@@ -1,4 +1,4 @@
-"""Whatever a downloaded checkpoint holds: it loads, or one line names the file and what is wrong with it."""
+"""Any downloaded checkpoint either loads, or is refused in one line that names the file and its fault."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""All layers' caches in one arena: the same logits, bit for bit, whatever lies in the rest of it."""
+"""All layers' caches in one arena: the same logits, bit for bit, whatever the rest of the arena contains."""
 
 import random
 from collections.abc import Callable

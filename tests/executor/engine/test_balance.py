@@ -1,4 +1,4 @@
-"""Memory flows between pages and experts: no sequence fails for it, and it does not flow back and forth."""
+"""Memory moves between pages and experts: no sequence fails because of it, and it does not oscillate."""
 
 from collections import deque
 from itertools import pairwise

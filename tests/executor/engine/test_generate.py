@@ -1,4 +1,4 @@
-"""Generation: who stops when and why, sampling, prompts' policies, the report."""
+"""Generation: when and why sequences end, sampling, rules for prompts, the report."""
 
 import errno
 import json

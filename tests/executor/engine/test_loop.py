@@ -1,4 +1,4 @@
-"""The loop: submit, abort, step. What it promises to any driver, with a real model where tokens matter."""
+"""The loop's guarantees to its drivers: submit, abort, step; with a real model where tokens matter."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Splitting a model over ranks changes nothing: real jobs, started as a user starts them, against one rank."""
+"""A model split over ranks gives the same results as on one rank, in real jobs that are started as a user does."""
 
 import json
 import subprocess

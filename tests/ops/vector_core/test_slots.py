@@ -1,4 +1,4 @@
-"""Experts in slots of an arena: the layout of a block, what the host tells the kernel, and the kernel in the twin."""
+"""Experts in slots of an arena: the layout of a block, the kernel's tiling data, and the kernel in the twin."""
 
 import contextlib
 import struct
