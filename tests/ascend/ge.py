@@ -16,7 +16,7 @@ from unittest.mock import patch
 import sympy
 import torch
 
-# Never torch_npu.dynamo.torchair: that makes a second copy, which nobody patches.
+# Never import torch_npu.dynamo.torchair: that makes a second copy of the module, which is not patched.
 from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef, OpDef, TensorDescriptor
 from torchair.core import _backend
 from torchair.ge import _ge_graph

@@ -65,7 +65,7 @@ class DeviceLog:
 
 @contextmanager
 def device_log() -> Iterator[DeviceLog]:
-    """Logs everything that the block asks of the device, including launches still in torch_npu's queue at its end."""
+    """Logs all calls to the device within the block, including launches still in torch_npu's queue at its end."""
     log = DeviceLog()
     torch.npu.synchronize()
     _fake.fake_log_start()

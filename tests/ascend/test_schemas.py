@@ -37,7 +37,7 @@ def bound(call: Call, release: str) -> torch._C.FunctionSchema:
 
 
 def left_to_defaults(call: Call) -> set[str]:
-    """Arguments that every release knows and the call leaves out."""
+    """The arguments that every release has and that the call leaves out."""
     known = [{argument.name for argument in bound(call, release).arguments} for release in RELEASES]
     return set.intersection(*known) - call.arguments
 

@@ -80,7 +80,7 @@ class Histories(RuleBasedStateMachine):
         taken = {page for page in self.pages if page // UNITS // size == arena.free_extents[-1]} if moves else set()
         assert {old for old, _ in moves} == taken
         assert not moves or len(moves) == min(able.values())
-        assert not {new for _, new in moves} & set(self.pages)  # which nobody has
+        assert not {new for _, new in moves} & set(self.pages)  # moves go to pages without a holder
         assert len({new for _, new in moves}) == len(moves)
         self.pages = [dict(moves).get(page, page) for page in self.pages]
 

@@ -32,7 +32,7 @@ class Host:
         self.pinned = [self.arena.take_slot() for _ in range(pinned_slots)]
         self.experts: deque[int] = deque()  # slots, the coldest first
         self.departures = self.returns = 0  # extents
-        # Direction; pages that sequences have or want, with what the mark of that direction keeps free beside them.
+        # The direction, and the pages that sequences have or need plus the frames that are kept free in that direction.
         self.moves: list[tuple[str, int]] = []
         self.written: dict[int, tuple[int, int]] = {}  # page -> (sequence, which of its pages)
         self.pages = ElasticPages(self.arena, PAGE, self.arena.slot_frames, self.make_room, self.copy)
@@ -46,7 +46,7 @@ class Host:
         self.written[new] = self.written.pop(old)
 
     def write(self, sequences: list[Sequence]) -> None:
-        """Every page is where its holder looks for it, and those of nobody are forgotten."""
+        """Every page is where the list of its holder says, and pages without a holder are not recorded."""
         looked_for = {page: (id(s), i) for s in sequences for i, page in enumerate(s.pages)}
         self.written = {page: what for page, what in self.written.items() if page in looked_for}
         assert self.written.items() <= looked_for.items()
@@ -176,7 +176,7 @@ def test_a_small_wave_within_the_watermarks_moves_nothing() -> None:
 
 def test_experts_wait_for_lasting_room() -> None:
     host = Host(40, 2 * FRAME, low=2, high=10, patience=3)
-    for _ in range(20):  # every fourth step somebody holds everything
+    for _ in range(20):  # in every fourth step sequences hold all pages
         held: list[int] = []
         host.pages.extend(held, 39 * PAGE)
         host.step()

@@ -43,7 +43,8 @@ def shape(step: Step | None) -> Any:
 @settings(deadline=None)
 @given(st.data())
 def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject) -> None:
-    """Random submissions, aborts and tokens on the schedulers of three ranks, whose own pools order pages otherwise."""
+    """Random submissions, aborts and tokens on the schedulers of three ranks, each of which orders the pages of its own
+    pool differently."""
     limits = limits_of(data)
     table = -(-limits.max_sequence_length // limits.page_size)
     most = data.draw(st.integers(table, 3 * table))
@@ -101,7 +102,7 @@ def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject
 
 def check_step(scheduler: Scheduler, step: Step) -> None:
     limits, decoding = scheduler.limits, [s for s in scheduler.running if s.decoding]
-    assert all(s in step.sequences for s in decoding)  # nobody who decodes waits for a prompt
+    assert all(s in step.sequences for s in decoding)  # no decoding sequence waits for a prompt
     limit = limits.mixed_tokens if decoding else limits.prefill_tokens
     for group in range(limits.groups):
         prompts = sum(s.new_tokens for s in step.sequences if s.group == group and not s.decoding)

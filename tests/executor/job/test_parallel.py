@@ -44,7 +44,7 @@ def overrides_of(split: dict[str, Any]) -> list[str]:
 
 
 class Jobs:
-    """One job for all splits with as many ranks, run when the first of them is asked for."""
+    """One job for all splits with this number of ranks, run when the first of them is needed."""
 
     def __init__(self, folder: Path):
         self.folder = folder

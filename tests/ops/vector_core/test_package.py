@@ -195,7 +195,7 @@ def test_the_launcher_tells_cann_of_the_package(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_launcher_needs_no_torch() -> None:
-    """And the benchmark tells CANN of the package before torch, which may load torch_npu."""
+    """The benchmark, too, sets CANN's variable for the package before it imports torch, which may load torch_npu."""
     code = "import sys, executor.job.launch, benchmarks.npu_gemv; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

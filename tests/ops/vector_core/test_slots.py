@@ -228,7 +228,7 @@ def test_all_resident_gives_the_bits_of_the_other_op_and_reads_as_much(zeros: bo
 
 @pytest.mark.parametrize("missing", [0, 2, 4])
 def test_each_plane_of_a_resident_expert_is_read_once(missing: int) -> None:
-    """Experts that several tokens chose as well; nobody reads those that are missing, or were not chosen."""
+    """Some experts are chosen by several tokens. Experts that are missing, or not chosen, are not read."""
     layout = BlockLayout(96, 512, HALF, 32, 32, True)
     ids = torch.tensor([[0, 1, 2, 3]] * 6)
     places = [-1] * missing + scattered(layout, 6 - missing)
