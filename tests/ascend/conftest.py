@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# Loaded before any test module asks for torch.npu.
+# Loaded before any test module uses torch.npu.
 import torch
 import torch_npu  # noqa: F401  (registers the npu device)
 

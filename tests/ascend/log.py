@@ -32,8 +32,8 @@ def ran() -> list[tuple[int, str]]:
 
 
 class DeviceLog:
-    """Filled when its `with` block ends. A line is one of, where "captured " (inside a graph capture) or "update "
-    (changing a captured graph) may stand before what goes to a stream:
+    """Filled when its `with` block ends. A line is one of the following. Tasks of a stream may begin with "captured "
+    (inside a graph capture) or "update " (changing a captured graph):
 
         aclnnAdd (2,3)float32 (3)float32 scalar:int64 (2,3)float32  tensors in order, results last; :NZ, @strides(..)
                                                                     our own operators' attributes also: `true`, 96

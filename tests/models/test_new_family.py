@@ -65,4 +65,4 @@ def test_a_family_runs_from_one_folder_and_one_line(tmp_path: Path) -> None:
     run("--results", str(tmp_path / "results"), name="toy")
     report = json.loads((tmp_path / "results/report.json").read_text())
     assert [len(completion["tokens"]) for completion in report["completions"]] == [4, 4]
-    assert "fullest at " in run("--plan", name="toy_on_ascend")  # which runs the family's own steps on meta
+    assert "fullest at " in run("--plan", name="toy_on_ascend")  # `--plan` runs the family's own steps on meta

@@ -72,7 +72,7 @@ def test_prompts_may_be_ids_or_a_chat(llm: LLM) -> None:
 
 
 def test_text_of_several_bytes_comes_whole(llm: LLM) -> None:
-    """Pieces never end within a character, and what is half at the end comes all the same."""
+    """Pieces never end within a character; half of a character at the end of the text is returned as well."""
     text = "naïve — déjà vu “Ω” 你好 🙂"
     ids = llm.session.tokenizer.encode(text, chat=False)
     assert len(ids) > len(text.encode()) / 4

@@ -68,7 +68,7 @@ def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject
                     refused.append("")
                 except UserError as error:
                     refused.append(str(error))
-                    assert state(scheduler) == before  # no other sequence notices
+                    assert state(scheduler) == before  # other sequences are not affected
             assert len(set(refused)) == 1
             assert bool(refused[0]) == (not prompt or len(prompt) + params.max_tokens > limits.max_sequence_length)
         elif action == "abort":
@@ -150,7 +150,8 @@ def requests(**sampling: Any) -> list[Request]:
 
 
 def test_a_seed_gives_the_same_tokens_whatever_runs_beside(model: Path) -> None:
-    """Alone, in any order, in chunks, beside prompts that ride along, and after others were aborted."""
+    """The request runs alone, in any order, in chunks, beside prefills of other prompts, and after others were
+    aborted."""
     seeded = requests(temperature=1.0, seed=5)
     alone = [Driver(runner_of(model)).alone(request) for request in seeded]
     assert len({tuple(tokens) for tokens, _ in alone}) == len(alone)

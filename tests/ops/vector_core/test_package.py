@@ -74,7 +74,7 @@ def test_the_build_script_is_bash() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The sources elsewhere: a build here would make Umbra believe in kernels."""
+    """A copy of the sources in another folder, since Umbra would use kernels that are built in its own."""
     shutil.copytree(FOLDER, tmp_path / "ops/ascend/vector_core", ignore=shutil.ignore_patterns("build", "__pycache__"))
     return tmp_path
 
