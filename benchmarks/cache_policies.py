@@ -1,6 +1,7 @@
-"""Cache policies to compare with: each runs through a trace with a number of slots and returns its hits and copies.
+"""Cache policies for comparison. Each runs through a trace with a number of slots and returns its hits and copies.
 
-LRU, LFU and the optimum may copy at every miss, within a step, at no cost; residency copies only between steps.
+LRU, LFU and the optimum may copy at every miss, within a step, at no cost; the residency policy copies only between
+steps.
 """
 
 import heapq
@@ -15,12 +16,12 @@ from benchmarks.routing_traces import Trace
 from cpu_offload.policy.residency import Residency, Settings
 
 NEVER = 1 << 40
-LEARNING = 10  # the first 1 part in LEARNING of a trace: `static` learns from it, and no hits count there
+LEARNING = 10  # the first 1 / LEARNING of a trace: `static` learns from it, and its hits are not counted
 
 
 @dataclass(frozen=True)
 class Run:
-    """What happened in each step. (steps)"""
+    """The hits and copies of each step. (steps)"""
 
     uses: npt.NDArray[np.int64]
     hits: npt.NDArray[np.int64]
@@ -44,7 +45,7 @@ def by_step(trace: Trace, hits: list[bool], copies: list[bool]) -> Run:
 
 
 def lru(trace: Trace, slots: int, pools: int = 1) -> Run:
-    """`pools`: 1, or one for each layer with an equal share of the slots."""
+    """Least recently used. `pools` is 1, or the number of layers, each with an equal share of the slots."""
     most, each = slots // pools, trace.size // pools
     kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(pools)]
     hits = []
@@ -92,7 +93,8 @@ def static(trace: Trace, slots: int) -> Run:
 
 
 def optimum(trace: Trace, slots: int) -> Run:
-    """Belady: keeps what is used soonest; a miss that is next used later than all residents is not copied."""
+    """Belady's optimum: keeps the experts that are used soonest. A missing expert is not copied if all residents are
+    used sooner."""
     keys = trace.uses()[0]
     order = np.argsort(keys, kind="stable")
     following = np.full(len(keys), NEVER)
@@ -120,7 +122,7 @@ def optimum(trace: Trace, slots: int) -> Run:
 
 
 def residency(settings: Settings) -> Policy:
-    """Our policy, which decides after every step."""
+    """Umbra's policy, which decides after every step."""
 
     def run(trace: Trace, slots: int) -> Run:
         policy, resident, free = Residency(trace.layers, trace.experts, settings), np.zeros(trace.size, bool), slots

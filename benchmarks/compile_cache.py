@@ -1,5 +1,5 @@
-"""How long the first decode step takes without and with the compile cache, and the second. No GE, no kernels: what is
-timed is dynamo, torchair and our own checks.
+"""Times the first decode step without and with the compile cache, and the second step. Without GE and kernels, these
+are the times of dynamo, torchair and Umbra's own checks.
 
 source tools/setup.sh; umbra_ascend_python -m benchmarks.compile_cache 48        the number of layers
 """

@@ -16,7 +16,7 @@ take as long as the model; they must be those of the unconstrained run.
   tokens_per_s, steps (of decode), most_running (sequences at once)
   hit_rate, idle (frames free in a step, on average), most_kv_frames, copies, evictions, for_cache (evictions for the KV
               cache's sake), turns (how often frames changed direction between experts and cache)   of the last round
-  ended       sequences that did; or why the placement was refused
+  ended       number of sequences that ended, or why the placement was refused
 """
 
 import random
@@ -46,8 +46,8 @@ LEFT = 2  # sequences that still run when the next wave arrives
 PROMPT, NEW = (16, 64), (32, 192)  # tokens, from .. to
 SPLITS = (25, 50, 75, 100)
 ARENA_MB = 8
-SWAP_COST, MAX_SWAPS = 0.7, 4  # of a copy, in misses, as the planner measured it for the demo; at one decision
-MEASURE_S = 0.1  # of the planner, whose choices are all given
+SWAP_COST, MAX_SWAPS = 0.7, 4  # cost of a copy in misses, measured for the demo; most copies at one decision
+MEASURE_S = 0.1  # seconds of the planner's measurements: few, since nothing is left to choose
 COLUMNS = (
     ("placement", "placement", 14, ""),
     ("seconds", "seconds", 9, ".2f"),
@@ -94,13 +94,13 @@ def serve(
 
 
 def swings(history: History) -> list[int]:
-    """For each time that the experts' memory turned from shrinking to growing or back, by how many frames the cache had
-    changed in between. Few and large if memory follows demand; many and small if it oscillates."""
+    """The numbers of frames by which the cache changed between the times at which the experts' memory turned from
+    shrinking to growing or back. They are few and large if memory follows demand, many and small if it oscillates."""
     experts = [step.expert_frames for step in history.steps]
     cache = [step.kv_frames for step in history.steps]
     moves = [(step, now - last) for step, (last, now) in enumerate(pairwise(experts), 1) if now != last]
     turns = [(a, b, grew) for (a, grew), (b, grows) in pairwise(moves) if (grew > 0) != (grows > 0)]
-    # Experts return at the end of a step, which is seen in the next one, and leave while pages are taken.
+    # Experts return at the end of a step, which the next step records, and are evicted while pages are taken.
     return [cache[b] - cache[a - 1] if grew > 0 else cache[a] - cache[b - 1] for a, b, grew in turns]
 
 
@@ -118,7 +118,7 @@ def settings(threads: int, instruction_set: str, **offload: object) -> Case:
 
 
 def requests(case: Case) -> list[list[Request]]:
-    """Pieces of the held-out text, each its own."""
+    """Requests with different pieces of the held-out text."""
     folder, choose = model_folder(case), random.Random(0)
     ids = Tokenizer(folder).encode((folder / "held_out.txt").read_text(encoding="utf-8"), chat=False)
     starts = [choose.randrange(len(ids) - PROMPT[1]) for _ in range(sum(WAVES))]
@@ -145,7 +145,7 @@ class Placement:
         return self.runner.engine.offload.history
 
     def round(self, waves: list[list[Request]]) -> list[list[int]]:
-        """-> the tokens of each sequence"""
+        """Runs all waves once. -> the tokens of each sequence"""
         if self.runner.engine.offload:
             self.runner.engine.offload.forget()
         start, worked = time.perf_counter(), time.process_time()

@@ -1,8 +1,8 @@
 """The limits of this machine, measured in turn with the code that is compared with them.
 
 A shared machine's memory can deliver 30 GB/s in one minute and 50 in the next, so a limit measured once at the start is
-of little use: every round measures the limits and the subject one right after the other, and ratios are those of the
-medians.
+of little use: every round measures the limits and the subject one right after the other, and ratios are those of
+the medians.
 """
 
 import statistics

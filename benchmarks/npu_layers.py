@@ -1,4 +1,5 @@
-"""The layers of benchmarks/npu_gemv.py: random weights on the NPU, both ways through them, their graphs and times."""
+"""The layers of benchmarks/npu_gemv.py: random weights on the NPU, both ways to compute them, their graphs and
+times."""
 
 import math
 import statistics
@@ -17,7 +18,7 @@ from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendExperts
 from ops.format import Format
 
-BOUND = 0.02  # of the norm of a result: the reference rounds its dequantised weights and its activations to dtype
+BOUND = 0.02  # largest error relative to a result's norm; the reference rounds weights and activations to dtype
 NIBBLE = 4.6  # root mean square of -8 .. 7
 
 
@@ -39,7 +40,7 @@ class Layer:
     x: Tensor  # (batch, hidden)
     ids: Tensor  # (batch, k) int32
     weights: Tensor  # (batch, k)
-    nbytes: float  # of the experts that ids name, each once
+    nbytes: float  # bytes of the experts in `ids`, each counted once
     half_sums: bool = False
 
     def custom(self) -> Tensor:
@@ -56,12 +57,12 @@ def start(extension: Path) -> None:
 
 
 def computes() -> bool:
-    """False on a stand-in whose kernels do nothing."""
+    """Whether kernels compute; False on a stand-in device."""
     return (torch.ones(3).to("npu") * 2).tolist() == [2, 2, 2]
 
 
 def random_experts(shape: Shape, device: torch.device) -> AscendExperts:
-    """Every nibble equally often; results of about the size of x."""
+    """Experts in which all nibbles are equally frequent, with results of about the size of x."""
     dtype = getattr(torch, shape.dtype)
     experts = AscendExperts(shape.experts, shape.inner, shape.hidden, Format("q4", shape.group), dtype, device)
     for plane in (experts.w13, experts.w2):
@@ -73,7 +74,7 @@ def random_experts(shape: Shape, device: torch.device) -> AscendExperts:
 
 
 def layer(experts: AscendExperts, shape: Shape, batch: int, device: torch.device) -> Layer:
-    """Tokens that choose their experts evenly, without repeating one."""
+    """A layer with tokens that choose their experts evenly, each expert at most once."""
     ids = torch.rand(batch, shape.experts).topk(shape.top_k).indices.int()
     weights = torch.rand(batch, shape.top_k).softmax(-1)
     x = torch.randn(batch, shape.hidden).to(getattr(torch, shape.dtype))
@@ -90,7 +91,7 @@ def check(layers: Sequence[Layer]) -> None:
 
 
 class Graph:
-    """All calls captured, in order; their results live as long as it."""
+    """A graph of all calls, in order. Their results live as long as the graph."""
 
     def __init__(self, calls: Iterable[Callable[[], Tensor]]):
         self.graph = torch_npu.npu.NPUGraph()
@@ -116,7 +117,7 @@ def alternate(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 
 def measure(shape: Shape, batches: Sequence[int], rounds: int, read_bytes: int) -> Iterator[Row]:
-    """A row for each batch; none where the device computes nothing."""
+    """Yields a row for each batch, or none on a device that computes nothing."""
     torch.manual_seed(0)
     device = torch.device("npu", torch_npu.npu.current_device())
     real = computes()

@@ -1,4 +1,4 @@
-"""What shadow experts cost a decode step beside the experts' own work: microseconds of bookkeeping between two steps.
+"""Measures the bookkeeping of shadow experts between two decode steps, in microseconds.
 
     .venv/bin/python -m benchmarks.offload_overhead [--steps N] [--json FILE]
 
@@ -29,7 +29,7 @@ from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena
 from ops.format import FORMATS
 
-SHAPES = ((5, 32, 4), (48, 128, 8))  # the demo's; that of Qwen3-30B-A3B
+SHAPES = ((5, 32, 4), (48, 128, 8))  # shapes of the demo and of Qwen3-30B-A3B
 OTHERS = np.ones(64 << 20, np.uint8)  # read between steps, to empty the CPU's caches
 MOST_COPIES = 4  # at one decision
 PARTS = ("begin", "started", "end", "observe", "swaps")

@@ -1,4 +1,4 @@
-"""Which experts to keep on the device: hit rates and copies of our policy beside others and the offline optimum.
+"""Hit rates and copies of Umbra's residency policy, compared with other policies and the offline optimum.
 
     .venv/bin/python -m benchmarks.offload_policy [--steps N] [--trace FILE | --record FILE] [--json FILE] [--plot FILE]
 

@@ -37,7 +37,7 @@ class Trace:
 
     @property
     def size(self) -> int:
-        """Experts of all layers."""
+        """Number of experts in all layers."""
         return self.layers * self.experts
 
     def places(self) -> npt.NDArray[np.int64]:
@@ -46,14 +46,15 @@ class Trace:
         return keys.reshape(len(self.ids), -1)
 
     def uses(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(keys of all steps in order, each once a step, as its weights are read once; where each step begins)"""
+        """(keys of all steps in order, the index at which each step begins). A key appears once in a step, since its
+        weights are read once."""
         keys = np.sort(self.places(), axis=1)
         first = np.ones_like(keys, bool)
         first[:, 1:] = keys[:, 1:] != keys[:, :-1]
         return keys[first], np.cumsum(np.r_[0, first.sum(axis=1)])[:-1]
 
     def together(self, sequences: int) -> "Trace":
-        """The trace of decoding so many parts of the text in one batch."""
+        """The trace of decoding `sequences` parts of the text in one batch."""
         steps = len(self.ids) // sequences
         parts = self.ids[: steps * sequences].reshape(sequences, steps, self.layers, -1)
         joined = parts.transpose(1, 2, 0, 3).reshape(steps, self.layers, -1)

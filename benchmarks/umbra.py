@@ -17,7 +17,7 @@ from executor.engine.forced import ForcedRun
 from executor.job.runner import make_runner
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
 
-ROOM = 2  # tokens behind a context
+ROOM = 2  # tokens of room after a context
 
 
 class Umbra:
@@ -68,10 +68,10 @@ class Umbra:
         self.forced.extend([0] * len(contexts))
 
     def step(self, tokens: list[int]) -> Tensor:
-        """(sequences, vocabulary), overwritten by the next step."""
+        """Logits (sequences, vocabulary), which the next step overwrites."""
         self.forced.replace(tokens)
         return self.forced.decode_in_place()
 
     def capture_again(self) -> None:
-        """The next decode step is captured anew."""
+        """Makes the next decode step capture a new graph."""
         self.runner.engine.decode_step = self.runner.graph_compile()

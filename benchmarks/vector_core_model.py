@@ -4,8 +4,8 @@
     .venv/bin/python -m benchmarks.vector_core_model traffic  # bytes to and from global memory, also with half sums
 
 A phase (up to a SyncAll) lasts as long as the slowest pipe of its slowest core, but no less than all its bytes take
-from memory; pipes overlap, and the first load is waited for. What nobody has published has two values, in LOW and
-HIGH. Nothing is fitted to measurements of these kernels, or of the seed's.
+from memory; pipes overlap, and the first load is waited for. Constants that are not published have two
+values, in LOW and HIGH. Nothing is fitted to measurements of these kernels, or of the seed's.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def library(name: str) -> Library:
 
 
 def count(op: str, inputs: dict[str, torch.Tensor | None], half_sums: bool = False) -> Counts:
-    """What one launch of umbra_`op` does, as its host side cuts it; counts do not depend on values."""
+    """Counts of one launch of umbra_`op`, as its host side tiles it; they do not depend on values."""
     given = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in inputs.values()]
     name = f"umbra_{op}"
     launch = host("".join(part.capitalize() for part in name.split("_")), given, LOW.cores, attributes=[half_sums])
@@ -195,7 +195,7 @@ def weight_bytes(counts: Counts) -> int:
 
 
 def nibbles_cast(counts: Counts, phase: int) -> list[int]:
-    """Each core's work, in repeats."""
+    """Repeats of Cast from nibbles on each core, which stand for its work."""
     return [core[phase]["repeats"].get("Cast<half,int4b_t>", 0) for core in counts.cores]
 
 

@@ -1,12 +1,12 @@
-"""How things are computed: one signature per op (`interface.py`), its meaning (`reference.py`), implementations.
+"""The ops that models are written in: their signatures (`interface.py`), meaning (`reference.py`) and implementations.
 
-`ops/ascend` is made with a device, by its platform; the others are modules.
+The platform makes the ops of `ops/ascend` for its device; the other implementations are modules.
 """
 
 import importlib
 from typing import TYPE_CHECKING, cast
 
-if TYPE_CHECKING:  # the launcher, which must be quick, asks ops.ascend.vector_core what is built
+if TYPE_CHECKING:  # the launcher imports ops.ascend.vector_core and must start quickly
     from ops.interface import Ops
 
 IMPLEMENTATIONS = {
@@ -16,5 +16,5 @@ IMPLEMENTATIONS = {
 
 
 def load_ops(name: str) -> "Ops":
-    """The implementation `name`, imported only now."""
+    """Imports and returns the implementation `name`."""
     return cast("Ops", importlib.import_module(IMPLEMENTATIONS[name]))

@@ -1,4 +1,4 @@
-"""Tensors that stay where they are."""
+"""Tensors that keep their address."""
 
 from torch import Tensor, nn
 

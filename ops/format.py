@@ -1,6 +1,6 @@
-"""How weights are kept: the formats of matrices, and weights as a quantised checkpoint stores them.
+"""The formats of matrices, and weights as a quantised checkpoint stores them.
 
-The launcher reads GROUP_SIZES, and must start quickly: this file imports no torch.
+The launcher reads GROUP_SIZES and must start quickly, so this file does not import torch.
 """
 
 from dataclasses import dataclass

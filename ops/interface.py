@@ -17,10 +17,11 @@ class Matrix(Protocol):
     rows: int
     columns: int
     nbytes: int
-    storages: list[Tensor]  # all that it keeps
+    storages: list[Tensor]  # all tensors of the matrix
 
     def fill(self, row: int, part: Tensor | Quantised) -> None:
-        """Put `part` (m, columns) at rows row .. row + m; what is quantised as the matrix is kept stays bit for bit."""
+        """Put `part` (m, columns) at rows row .. row + m. A part that is quantised in the matrix's format is not
+        changed."""
 
 
 class ExpertMatrices(Protocol):
@@ -53,19 +54,19 @@ class Ops(Protocol):
         kv_lens: list[int],
         page_size: int,
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """A step's places in the paged cache as `write_kv` and `attention` take them; tensors still on the host."""
+        """The page places of a step in the form that `write_kv` and `attention` take; tensors are still on the host."""
 
     def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
         """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)
         `first_id` None: the table is whole, no id is outside."""
 
     def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> Matrix:
-        """Room for a matrix."""
+        """Allocates a matrix."""
 
     def expert_matrices(
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device
     ) -> ExpertMatrices:
-        """Room for the matrices of `count` experts."""
+        """Allocates the matrices of `count` experts."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N)"""
@@ -77,13 +78,13 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual)"""
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D), each angle standing twice."""
+        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D) have each angle twice."""
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Zeroed room for the keys or the values of one layer, in the implementation's own layout.
-        int8: each token's head has a scale of its own, max / 127."""
+        """Allocates zeros for the keys or the values of one layer, in the implementation's own layout. With int8, each
+        head of each token has a scale of its own, max / 127."""
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
         """Put k, v (T, kv_heads, D) into the caches, in place, at `places`: page * page_size + offset in the page."""
@@ -120,8 +121,8 @@ class Ops(Protocol):
         """The first of the largest of each row of x (S, V). -> (S) int64"""
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
-        """Weighted sum of the chosen experts that are here: down @ (silu(gate @ x) * (up @ x)), summed in float32.
+        """Weighted sum of the chosen experts on this rank: down @ (silu(gate @ x) * (up @ x)), summed in float32.
 
-        x (T, H); weights, ids (T, k), ids of experts that are elsewhere or negative add nothing; `experts` holds
-        first_expert .. first_expert + count; None: all experts are here, no id is outside. -> (T, H)
+        x (T, H); weights, ids (T, k), ids that are negative or of experts on other ranks add nothing; `experts` holds
+        first_expert .. first_expert + count; None: all experts are on this rank, no id is outside. -> (T, H)
         """

@@ -1,4 +1,4 @@
-"""`umbra ARGUMENTS` within this process: the same outcome as a process's, without the seconds that imports take."""
+"""Runs `umbra ARGUMENTS` within this process: the same outcome as in a new process, without the seconds of imports."""
 
 import os
 import sys

@@ -18,7 +18,7 @@ Written = tuple[dict[str, Tensor], Tensor]  # a module's tensors by their last n
 
 
 def levels_of(w: Tensor, group: int, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Any levels will do, as long as they use their whole range: (N, K) int, scales and zeros (N, K / group)."""
+    """Levels (N, K) int that use their whole range, scales and zeros (N, K / group). Which levels does not matter."""
     parts, top = w.unflatten(1, (-1, group)), (1 << bits) - 1
     low, high = parts.amin(-1), parts.amax(-1)
     if symmetric:

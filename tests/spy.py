@@ -1,4 +1,4 @@
-"""An engine whose steps a test looks at: it stands between the loop and the real engine, as any other engine could."""
+"""An engine that records its steps for a test. It is called by the loop and calls the real engine."""
 
 from collections.abc import Callable
 from typing import Any, cast

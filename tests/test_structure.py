@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check: imports run one way, never in a circle; heavy libraries stay lazy.
+"""Rules about the project's structure: imports run one way and never in a circle; heavy libraries are imported lazily.
 
 Every import counts: at the top of a file, inside a function, and under TYPE_CHECKING.
 """
@@ -29,7 +29,7 @@ FLOORS = [
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 WHOLE_CASE = FLOOR["executor.engine"]  # rooms below this one take what they need of a case, never all of it
-# Only these, files or folders, know Ascend's libraries, so that everything else imports on a laptop.
+# Only these files and folders import Ascend's libraries, so that everything else can be imported on a laptop.
 ASCEND = [
     "executor/platform/ascend/device.py",
     "executor/platform/ascend/graphs.py",
@@ -49,7 +49,7 @@ SOURCES = {module_of(path): path for path in sorted(FILES)}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that the file imports, wherever in it, as far as its name tells."""
+    """The names of all modules that the file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

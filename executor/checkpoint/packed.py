@@ -33,8 +33,8 @@ class PackedCache:
         self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE,
         shard_bytes: int = 1 << 30,
     ):  # fmt: skip
-        """`facts`: everything beside the checkpoint and the rank that decides the packed bytes. Files have at most
-        `shard_bytes`, as far as single tensors allow."""
+        """`facts` has everything that decides the packed bytes, except the checkpoint and the rank. Files have at most
+        `shard_bytes` bytes, unless a single tensor has more."""
         self.shard_bytes = shard_bytes
         self.storages = {
             f"{path}.{i}": storage.flatten().view(torch.uint8)

@@ -21,8 +21,8 @@ from models.registry import config_class
 CASES = ROOT / "yaml_configs"
 
 
-LARGEST_FILE = 8 << 20  # bytes of a case
-MOST_VALUES = 100_000  # of a case, with every alias written out
+LARGEST_FILE = 8 << 20  # most bytes of a case
+MOST_VALUES = 100_000  # most values of a case, with every alias written out
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -61,8 +61,8 @@ def make_case(
     data: dict[str, Any], name: str, where: str, overrides: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
 ) -> Case:  # fmt: skip
-    """A case from what YAML gave, which `overrides` ("section.key=value") and `settings` (a value for each key or
-    section.key) change. `where` names its source in every complaint."""
+    """Makes a case from `data`, which was read from YAML and is changed by `overrides` ("section.key=value") and by
+    `settings` (a value for each key or section.key). `where` names the source in error messages."""
     for key, value in (settings or {}).items():
         override(Case, data, key, list(value) if isinstance(value, tuple) else value)
     for pair in overrides:

@@ -27,7 +27,7 @@ class Platform(ABC):
 
     @property
     def quantised_head(self) -> bool:
-        """Whether the output head gets 8 bits where linear layers are quantised."""
+        """Whether the output head is quantised to 8 bits if linear layers are quantised."""
         return PLATFORMS[self.name].quantised_head
 
     @abstractmethod
@@ -39,8 +39,8 @@ class Platform(ABC):
         """`step`, a method of a model, run through graphs as `exe_mode` says. The result takes batches on the host."""
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
-        """The kernel that multiplies each part of `model`, where there was a choice; raises if the case asks for one
-        that its weights cannot have."""
+        """The kernels that multiply by the weights of parts of `model` for which there was a choice. Raises if the case
+        names a kernel that its weights do not fit."""
         return {}
 
     def group_options(self, group: str) -> Any:
@@ -52,7 +52,7 @@ class Platform(ABC):
         return 0
 
     def watched(self) -> AbstractContextManager[None]:
-        """Context of the steps of a run: a fallback to a slower way is printed, or with `strict` raised."""
+        """Context of the steps of a run, in which a fallback to slower code is printed, or with `strict` raised."""
         return nullcontext()
 
     def copy_ms(self, nbytes: int) -> float:

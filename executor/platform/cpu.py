@@ -23,7 +23,7 @@ from models.config import ModelConfig
 from ops import load_ops
 from ops.cpu.engine import Tape, placement, start
 
-MOST_THREADS = 16  # for each CPU; more than one never helps, and threads wait for each other without sleeping
+MOST_THREADS = 16  # most threads for each CPU; more than one never helps, since threads wait without sleeping
 
 
 class CpuPlatform(Platform):

@@ -1,4 +1,4 @@
-"""What a platform needs of a case. Imports nothing heavy: the launcher uses it too."""
+"""The settings of a case that a platform needs. Imports nothing heavy, since the launcher uses it too."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,21 +9,21 @@ from executor.parallel.partitions import ParallelSizes
 
 @dataclass(frozen=True)
 class PlatformSettings:
-    case: str  # its name, for messages and for the folder of compiled graphs
+    case: str  # name of the case, for messages and for the folder of compiled graphs
     exe_mode: str
     dtype: str
     strict: bool  # a fallback that would be silent is an error
     sizes: ParallelSizes
-    batch_size: int  # sequences that run together, of all data-parallel groups
+    batch_size: int  # most sequences that run together, in all data-parallel groups
     comm_timeout_s: int
-    threads: int | None  # of the CPU engine; None: as many as it finds worth having
-    instruction_set: str  # of the CPU engine
-    shadow_threads: int | None  # of the pool for shadow experts; None: no pool, or the planner chooses later
+    threads: int | None  # threads of the CPU engine; None: the engine measures how many are useful
+    instruction_set: str  # instruction set of the CPU engine
+    shadow_threads: int | None  # threads of the pool for shadow experts; None: no pool, or the planner chooses later
     shadow_timeout_s: int
     graphs: Path | None  # the folder that keeps compiled graphs for the next start; None: none are kept
     ascend: AscendSettings
     hccl: HcclSettings
-    # Everything of the case that can change a compiled graph: a kept graph is used only while all of it is the same.
+    # All settings of the case that can change a compiled graph. A kept graph is used only while none of them changes.
     graph_facts: dict[str, object] = field(repr=False)
 
     @property

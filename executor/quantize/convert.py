@@ -36,7 +36,7 @@ WINDOW = 256  # tokens of calibration text that attend to each other
 @dataclass(frozen=True)
 class Calibration:
     path: Path
-    tokens: int  # at most so many tokens from the beginning of the text are used
+    tokens: int  # most tokens, from the beginning of the text, that are used
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The calls of torch_npu's ops in ops/ascend, read from the source: run, a call could hide in a branch not taken."""
+"""The calls of torch_npu's ops in ops/ascend, found in the source, since a run could miss branches."""
 
 import ast
 from dataclasses import dataclass

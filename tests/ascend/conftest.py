@@ -1,10 +1,10 @@
-"""tests/ascend runs the real torch_npu and torchair on a fake CANN (fake_cann/), in .venv/ascend: see test.sh."""
+"""tests/ascend runs the real torch_npu and torchair on a fake CANN (tests/fakes/cann), in .venv/ascend: see test.sh."""
 
 from collections.abc import Iterator
 
 import pytest
 
-# Loaded before any test module asks for torch.npu.
+# Loaded before any test module uses torch.npu.
 import torch
 import torch_npu  # noqa: F401  (registers the npu device)
 

@@ -14,7 +14,8 @@ from ops.ascend.vector_core import extension, schemas  # noqa: F401 (declares th
 
 @functools.cache
 def built() -> Path:
-    """The extension, compiled once for each content of its sources, whoever else compiles it at the same time."""
+    """The extension, compiled once for each content of its sources. Several processes may call this at the same
+    time."""
     sources = extension.SOURCE.read_bytes() + Path(extension.__file__).read_bytes()
     where = Path(sys.prefix) / f"umbra_ascendc-{hashlib.sha256(sources).hexdigest()[:16]}.so"
     if not where.is_file():

@@ -1,4 +1,4 @@
-"""torchair's max-autotune mode without GE: FX is lowered to a GE graph for real, and the graph is kept instead of run.
+"""torchair's max-autotune mode without GE: torchair really lowers FX to a GE graph, which is kept instead of run.
 
 with ge_programs() as programs:
     compiled(x)          # gives zeroes of the right shapes and dtypes
@@ -16,7 +16,7 @@ from unittest.mock import patch
 import sympy
 import torch
 
-# Never torch_npu.dynamo.torchair: that makes a second copy, which nobody patches.
+# Never import torch_npu.dynamo.torchair: that makes a second copy of the module, which is not patched.
 from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef, OpDef, TensorDescriptor
 from torchair.core import _backend
 from torchair.ge import _ge_graph
@@ -26,8 +26,8 @@ Shape = tuple[int | str, ...]  # a dimension that is known only at run time is i
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor between nodes. torchair knows the shapes of what FX had; the others, such as a transposed weight on its
-    way into a product, have None and a meaningless dtype: GE would infer both."""
+    """A tensor between nodes. torchair has the shapes of tensors of the FX graph. Others, such as a transposed weight
+    before a product, have None and a meaningless dtype: GE would infer both."""
 
     source: str  # "node:output"
     shape: Shape | None
@@ -45,7 +45,7 @@ class Node:
 
 
 class GeProgram:
-    """What torchair hands to GE: the graph after torchair's own passes, and the compile options."""
+    """What torchair passes to GE: the graph after torchair's own passes, and the compile options."""
 
     def __init__(self, graph: GraphDef, options: dict[str, str]) -> None:
         self.graph = GraphDef()
@@ -125,8 +125,8 @@ def at_run_time(shape: Shape | None, sizes: dict[str, int]) -> list[int]:
 
 @contextmanager
 def ge_programs() -> Iterator[list[GeProgram]]:
-    """The programs that torchair hands to GE in this block, in order. Later calls of what was compiled must stand in
-    such a block as well: there is no GE to run it."""
+    """The programs that torchair passes to GE in this block, in order. Later calls of compiled functions must be in
+    such a block as well, since there is no GE to run them."""
     programs: list[GeProgram] = []
 
     def load(self: _backend.TorchNpuGraph, graph: _ge_graph.GeGraph, options: dict[str, str] | None = None) -> None:
@@ -143,7 +143,7 @@ def ge_programs() -> Iterator[list[GeProgram]]:
 
     with (
         patch.multiple(_backend.TorchNpuGraph, load=load, compile=lambda self: None, run=run),
-        # No operator libraries to ask, CANN's or ours.
+        # There are no operator libraries, neither CANN's nor ours.
         patch.object(_backend._torchair, "check_cann_compat", lambda *names: ""),
         patch.object(_backend._torchair, "get_registered_ir_def", lambda type: ("SUCCESS", [], [], [])),
     ):

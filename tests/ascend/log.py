@@ -1,4 +1,4 @@
-"""Reading the fake CANN's log: what was asked of the device, in order.
+"""Reads the fake CANN's log: the calls to the device, in order.
 
 with device_log() as log:
     step()
@@ -32,8 +32,8 @@ def ran() -> list[tuple[int, str]]:
 
 
 class DeviceLog:
-    """Filled when its `with` block ends. A line is one of, where "captured " (inside a graph capture) or "update "
-    (changing a captured graph) may stand before what goes to a stream:
+    """Filled when its `with` block ends. A line is one of the following. Tasks of a stream may begin with "captured "
+    (inside a graph capture) or "update " (changing a captured graph):
 
         aclnnAdd (2,3)float32 (3)float32 scalar:int64 (2,3)float32  tensors in order, results last; :NZ, @strides(..)
                                                                     our own operators' attributes also: `true`, 96
@@ -65,7 +65,7 @@ class DeviceLog:
 
 @contextmanager
 def device_log() -> Iterator[DeviceLog]:
-    """Logs everything that the block asks of the device, including launches still in torch_npu's queue at its end."""
+    """Logs all calls to the device within the block, including launches still in torch_npu's queue at its end."""
     log = DeviceLog()
     torch.npu.synchronize()
     _fake.fake_log_start()

@@ -1,7 +1,7 @@
-"""Plain CPU implementations under the real `npu::` schemas: the Ascend model code then computes, without a device.
+"""Plain CPU implementations under the real `npu::` schemas, with which the Ascend model code computes without a device.
 
-Importing this registers them. Each does what the op's documentation says and refuses what it forbids; what an op leaves
-undefined is NaN here, so that nothing can depend on it.
+Importing this registers them. Each does what the op's documentation says and refuses what it forbids. Values that an
+op leaves undefined are NaN here, so that nothing can depend on them.
 """
 
 from collections.abc import Callable, Sequence

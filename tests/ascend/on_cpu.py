@@ -1,4 +1,4 @@
-"""The Ascend ops as a platform on the CPU, and the reference ops beside it: the same runner, model and checkpoints."""
+"""Two platforms on the CPU, one with the Ascend ops and one with the reference ops: same runner, model, checkpoints."""
 
 from typing import ClassVar
 

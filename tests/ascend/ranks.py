@@ -1,4 +1,4 @@
-"""Running a function on several ranks, one process and one fake device each.
+"""Runs a function on several ranks, each with a process and a fake device of its own.
 
 def body(rank: int, size: int) -> list[str]:       # a module's own function, so that the child can import it
     join_hccl({"hccl_buffer_size": 400})
@@ -9,8 +9,8 @@ def body(rank: int, size: int) -> list[str]:       # a module's own function, so
 first, second = run_ranks(body, 2, 16)
 
 Importing torch_npu, torchair and transformers takes seconds, so ranks are forked from a server process that has
-imported them. It has touched no device and compiled nothing. Its environment, stdout and stderr are those of its own
-start, at the first use.
+imported them. That process has used no device and compiled nothing. Its environment, stdout and stderr are those of its
+start, which is at the first use.
 """
 
 import multiprocessing

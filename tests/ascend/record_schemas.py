@@ -3,7 +3,7 @@
 python -m pip download --no-deps torch_npu==2.12.0              for each release
 umbra_ascend_python -m tests.ascend.record_schemas *.whl        with tools/setup.sh sourced
 
-They are read out of each wheel's library, as the text that it registers: nothing of the wheel runs.
+The schemas are read from each wheel's library, which contains their text; no code of the wheel is run.
 """
 
 import json

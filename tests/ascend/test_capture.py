@@ -53,7 +53,7 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
 def test_inputs_without_fixed_addresses_are_copied_again(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mutation that the test above would detect."""
+    """A mutation that the test above detects."""
     monkeypatch.setattr(torch._dynamo, "mark_static_address", lambda tensor: None)
     runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}"), tmp_path)
     running = prefilled(runner)

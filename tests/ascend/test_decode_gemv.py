@@ -90,7 +90,7 @@ def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], fu
     for rank in range(2):
         with np.load(tmp_path / f"rank{rank}.npz") as arrays:
             assert_same(dict(arrays), expected, 1e-4)
-            short = 4 if rank and "attn_tp_size" in split else 0  # the prompt of one token is all that rank 1 has
+            short = 4 if rank and "attn_tp_size" in split else 0  # rank 1 has only the prompt of one token
             assert (int(arrays["fused"]), int(arrays["gemv"])) == (fused, 4 * STEPS + short)
 
 

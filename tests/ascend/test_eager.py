@@ -1,5 +1,5 @@
-"""L3: op by op on the fake device. The real host code takes every call, and what reaches the device is this list and
-nothing else: an added cast, copy or wait is seen in review."""
+"""L3: op by op on the fake device. The real host code accepts every call, and the calls that reach the device are
+exactly the lists here, so that an added cast, copy or wait is seen in review."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +65,7 @@ MOE = {
         "aclnnReduceSum (3,3,128)bfloat16 ints(1) (3,128)bfloat16",
     ],
 }
-FOUR_BITS = {  # the same layer with 4-bit weights: what stands in place of what
+FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
     ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
     ATTENTION[7]: "aclnnWeightQuantBatchMatmulV2 (3,256)bfloat16 (256,16)int32 (8,128)bfloat16 (3,128)bfloat16",
     EXPERTS[0]: "aclnnGroupedMatmulV5 [(9,128)bfloat16] [(8,128,16)int32] [(8,4,128)bfloat16] (8)int64 ints()"
@@ -80,7 +80,7 @@ PACKED_ATTENTION = (
 
 
 def decode_log(folder: Path, *overrides: str) -> list[str]:
-    """What one decode step of three sequences asks of the device."""
+    """The calls of one decode step of three sequences to the device."""
     runner = ascend_runner(ascend_case(folder, "exe_mode=eager", *overrides), folder)
     prefilled(runner)
     with device_log() as log:

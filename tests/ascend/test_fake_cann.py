@@ -1,4 +1,4 @@
-"""The fake CANN itself: what it must do for a test that runs on it to mean anything."""
+"""The fake CANN itself: the behaviour that the tests that run on it rely on."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What runs another way than the case says is told with the op's name, and is an error in a strict case."""
+"""If something runs in another way than the case says, a warning names the op; in a strict case it is an error."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""L4, exe_mode ge_graph: what the real torchair hands to GE for a decode step."""
+"""L4, exe_mode ge_graph: the graph that the real torchair passes to GE for a decode step."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def forget_compiled() -> None:
 
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> GeProgram:
-    """Compiled once for the tests that only look at it."""
+    """A program that is compiled once for the tests that only read it."""
     return decode_program(tmp_path_factory.mktemp("two_layers"))
 
 
@@ -46,7 +46,7 @@ def decode_program(folder: Path, *overrides: str, layers: int = 2, prompts: list
 
 
 def check(program: GeProgram, layers: int = 2) -> None:
-    """The decode step is what we mean it to be, and nothing is copied, cast or transposed on the way."""
+    """Checks that the decode step has the intended nodes, and that nothing is copied, cast or transposed."""
     count = program.count()
     assert not program.of("TensorMove", "Transpose", "TransposeD", "Identity", "TensorScatterUpdate")
     constants = {node.name for node in program.of("Const")}
@@ -125,6 +125,6 @@ def test_a_mistake_in_an_op_is_seen(
 
 
 def test_torchairs_own_rotary_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why ops/ascend/lowering.py is there; when this fails, it can go."""
+    """The reason for ops/ascend/lowering.py, which can be removed when this test fails."""
     monkeypatch.setattr(torch.ops.npu.npu_apply_rotary_pos_emb.default, "_ge_converter", lowering.TORCHAIRS_ROTARY)
     assert decode_program(tmp_path).count()["TensorMove"] == 2 * 2

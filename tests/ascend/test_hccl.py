@@ -1,5 +1,5 @@
-"""L5: ranks, a fake device each, over torch_npu's real hccl backend: which collectives a step has and where, and with
-what each group's communicator is made."""
+"""L5: ranks with a fake device each over torch_npu's real hccl backend: the collectives of a step, and the settings of
+each group's communicator."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from tests.ascend.ranks import run_ranks
 
 SUM, GATHER = "HcomAllReduce", "HcomAllGather"
 EXPERTS = (SUM, "MoeFinalizeRoutingV2")
-# What each collective of two layers takes in.
+# The input of each collective of two layers.
 SPLITS: dict[str, tuple[tuple[str, ...], list[tuple[str, str]]]] = {
     "tp": ((), [(SUM, "MaskedFill"), *[(SUM, "MatMul"), EXPERTS] * 2, (GATHER, "MatMul")]),
     "ep": (("moe_tp_size=1",), [(SUM, "MaskedFill"), *[(SUM, "MatMul"), EXPERTS] * 2, (GATHER, "MatMul")]),
@@ -44,12 +44,12 @@ def written_once(tmp_path: Path) -> None:
 
 @dataclass
 class Seen:
-    """What one rank saw."""
+    """The observations of one rank."""
 
-    collectives: list[tuple[str, str]]  # of the decode graph, in order, and what makes their input
-    groups: set[str]  # their communicators
-    opened: list[str]  # communicators that the device was asked for
-    cache: list[str]  # what the compile cache said
+    collectives: list[tuple[str, str]]  # those of the decode graph, in order, and the nodes that make their inputs
+    groups: set[str]  # communicators of the collectives
+    opened: list[str]  # communicators that were opened
+    cache: list[str]  # lines that the compile cache printed
 
 
 def started(rank: int, world_size: int, folder: Path, *overrides: str) -> tuple[Case, RankEnv]:

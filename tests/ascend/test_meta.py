@@ -1,5 +1,5 @@
-"""L1: the whole model under FakeTensorMode on the npu device: the real meta functions see every call, and the shapes
-and types that come out are right. What they do not check, ops/ascend checks itself."""
+"""L1: the whole model under FakeTensorMode on the npu device. The real meta functions are called for every op, and the
+resulting shapes and types are right. ops/ascend checks itself what these functions do not check."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The mixture of experts in slots, over the reference's op on the CPU: it is that of the same experts side by side."""
+"""A mixture of experts in slots, over the reference's op on the CPU, equals that of the same experts side by side."""
 
 import pytest
 import torch

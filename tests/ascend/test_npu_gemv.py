@@ -1,4 +1,5 @@
-"""benchmarks/npu_gemv.py: what it captures and replays on the fake NPU, which computes nothing; checks on the CPU."""
+"""benchmarks/npu_gemv.py: its captures and replays on the fake NPU, which computes nothing, and its checks on the
+CPU."""
 
 import pytest
 import torch

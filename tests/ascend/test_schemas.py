@@ -1,4 +1,5 @@
-"""L0: every call in ops/ascend binds to its op's schema, in each release that we claim, and leaves no default to it."""
+"""L0: every call in ops/ascend binds to its op's schema, in each supported release, and relies on none of its
+defaults."""
 
 import json
 from pathlib import Path
@@ -17,7 +18,7 @@ INSTALLED = torch_npu.__version__
 
 
 def schemas(release: str, op: str) -> list[torch._C.FunctionSchema]:
-    """Of each overload."""
+    """The schemas of all overloads."""
     texts = [text for text, releases in RECORDED.items() if release in releases]
     return [schema for schema in map(torch._C.parse_schema, texts) if schema.name == op]
 
@@ -36,7 +37,7 @@ def bound(call: Call, release: str) -> torch._C.FunctionSchema:
 
 
 def left_to_defaults(call: Call) -> set[str]:
-    """Arguments that every release knows and the call leaves out."""
+    """The arguments that every release has and that the call leaves out."""
     known = [{argument.name for argument in bound(call, release).arguments} for release in RELEASES]
     return set.intersection(*known) - call.arguments
 
@@ -73,7 +74,7 @@ def test_the_record_is_what_the_installed_release_registers() -> None:
         ("torch_npu.npu_swiglu(input=x, axis=-1)", r"unknown \['axis'\]"),
         ("torch_npu.npu_rms_norm(input=x, epsilon=1)", r"missing \['gamma'\]"),
         ("torch_npu.npu_swish_glu(input=x)", "has no npu_swish_glu"),
-        # newer than the oldest release that we claim
+        # newer than the oldest supported release
         ("torch_npu.npu_format_cast(input=x, acl_format=29, input_dtype=None)", r"2\.9\.0: .*unknown"),
     ],
 )
@@ -84,7 +85,7 @@ def test_a_call_that_does_not_bind_is_seen(source: str, complaint: str) -> None:
 
 
 def test_an_argument_left_to_its_default_is_seen() -> None:
-    """The mutation that bit: `layout` of the rotary op was BSH until 2.10 and is BSND since."""
+    """A mutation that was once a real bug: `layout` of the rotary op was BSH until 2.10 and is BSND since."""
     (call,) = calls_in("torch_npu.npu_apply_rotary_pos_emb(query=q, key=k, cos=c, sin=s, rotary_mode='half')", "f.py")
     assert left_to_defaults(call) == {"layout"}
 

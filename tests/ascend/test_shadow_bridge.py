@@ -1,4 +1,4 @@
-"""Experts on the CPU inside a step on the NPU: the real bridge and the real torch_npu on streams that really wait."""
+"""Experts on the CPU inside a step on the NPU: the real bridge and torch_npu on the fake device's streams."""
 
 import ctypes
 import os
@@ -34,7 +34,7 @@ def workers() -> Iterator[Workers]:
 
 @pytest.fixture
 def make(workers: Workers) -> Iterator[Callable[..., ShadowNodes]]:
-    """Nodes whose streams are forgotten after the test, if a callback still stands in them."""
+    """Makes nodes. After the test, their streams are dropped if a callback is still queued in them."""
     made = []
 
     def nodes(cann: str = CALLBACK, timeout_s: float = 30) -> ShadowNodes:
@@ -68,7 +68,7 @@ def check_order(begin: Callable[[], None], nodes: ShadowNodes, workers: Workers)
         after = ran()
     assert [line for stream, line in stalled if stream == side] == [*D2H, "callback begin"]
     assert [line.split()[0] for stream, line in stalled if stream != side] == ["aclnnSigmoid"]  # did not wait
-    # `join` of layer 0 stands behind its callback and copy; then layer 1.
+    # `join` of layer 0 comes after its callback and copy; then layer 1.
     names = [line if stream == side else line.split()[0] for stream, line in after]
     layer = ["callback end", "memcpy async H2D 96", "aclnnAdd"]
     assert names[:3] == layer

@@ -1,4 +1,4 @@
-"""Cases with shadow experts on the fake device: what a step asks of it, what moves between steps, what goes wrong."""
+"""Cases with shadow experts on the fake device: the calls of a step, experts that move between steps, and faults."""
 
 import ctypes
 from collections.abc import Iterator
@@ -143,7 +143,7 @@ def spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_leave_for_the_cache_and_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An arena with room for all experts or for all pages, not for both. Nothing is captured anew."""
+    """An arena with room for all experts or for all pages, but not for both. No graph is captured again."""
     spread_evenly(monkeypatch)
     sizes = ("exe_mode=acl_graph", f"arena_mb={(14 * 128 + 1) / 1024}", "page_size=128", "max_new_tokens=90")
     runner = runner_of(tmp_path, *sizes, "input_max_len=150", "max_swaps=4", mode="elastic")

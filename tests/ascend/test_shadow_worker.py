@@ -1,4 +1,4 @@
-"""A step on the (fake) NPU whose missing experts a real shadow pool computes: bridge and native worker together."""
+"""A step on the fake NPU, with missing experts computed by a real shadow pool: bridge and native worker together."""
 
 import gc
 import time
@@ -127,7 +127,7 @@ def arrives(sums: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("cann", CANN)
 def test_a_pool_that_is_too_slow(make: Callable[..., Step], cann: str) -> None:
-    """It is an error with NaNs on the device, and buffers that the pool still writes are not freed."""
+    """The step ends in an error with NaNs on the device, and buffers that the pool still writes are not freed."""
     step = slow(make, cann, timeout_s=0.02)
     step.run()
     with pytest.raises(BridgeError, match=r"layer 0, step 4: the shadow pool was not done within 20 ms"):
@@ -138,7 +138,7 @@ def test_a_pool_that_is_too_slow(make: Callable[..., Step], cann: str) -> None:
 
 @pytest.mark.parametrize("cann", CANN)
 def test_a_stopped_pool(make: Callable[..., Step], cann: str) -> None:
-    """No error if all experts are resident."""
+    """A stopped pool is an error only if experts are missing."""
     step = make(cann)
     step.pool.stop()
     for resident, missing in ((1, False), (0, True)):

@@ -1,4 +1,4 @@
-"""What `--plan` counts of a step is what the Ascend ops make: both on tensors without memory, here torch_npu's own."""
+"""The tensors of a step that `--plan` counts are those that the Ascend ops make with torch_npu's meta functions."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The vector-core ops on the fake NPU: what the torch extension asks of the device, and what it refuses."""
+"""The vector-core ops on the fake NPU: the calls that the torch extension makes to the device, and its refusals."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The ops of the vector cores as the reference has them, on the CPU; importing this registers them."""
+"""Registers, when imported, the reference's implementations of the vector-core ops for the CPU."""
 
 from collections import Counter
 from typing import Any

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Sizes that quantise, and positions for the longest prompt."""
+    """A case with sizes that can be quantised, and positions for the longest prompt."""
     folder = tmp_path_factory.mktemp("benchmarks")
     save_tiny(folder / "model", moe_intermediate_size=32, max_position_embeddings=4096)
     return str(write_case(folder / "tiny.yaml", folder / "model", model_config={"dtype": "bfloat16"}))

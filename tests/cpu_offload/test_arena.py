@@ -19,7 +19,7 @@ class Histories(RuleBasedStateMachine):
         self.arena = Arena(frames, 64 * frame_bytes, slot_bytes, UNITS)
         self.pages: list[int] = []
         self.slots: list[int] = []
-        self.most_extents = 0  # that the most pages at any time needed
+        self.most_extents = 0  # extents that the largest number of pages so far needed
 
     def extents_of_pages(self) -> set[int]:
         """Extents that hold pages, without the frames behind the last whole extent."""
@@ -51,7 +51,7 @@ class Histories(RuleBasedStateMachine):
         room = len(extents) * arena.extent_slots - len(self.slots)
         assert (room, len(extents) * arena.extent_frames) == (arena.free_slots, arena.slot_frames)
         slot = arena.take_slot()
-        assert (slot is None) == (not free and not room)  # whatever came and went before
+        assert (slot is None) == (not free and not room)  # whatever was taken and given back before
         if slot is not None:
             assert not room or slot // arena.extent_slots in extents  # no new extent while one has room
             self.slots.append(slot)
@@ -80,7 +80,7 @@ class Histories(RuleBasedStateMachine):
         taken = {page for page in self.pages if page // UNITS // size == arena.free_extents[-1]} if moves else set()
         assert {old for old, _ in moves} == taken
         assert not moves or len(moves) == min(able.values())
-        assert not {new for _, new in moves} & set(self.pages)  # which nobody has
+        assert not {new for _, new in moves} & set(self.pages)  # moves go to pages without a holder
         assert len({new for _, new in moves}) == len(moves)
         self.pages = [dict(moves).get(page, page) for page in self.pages]
 
@@ -127,7 +127,7 @@ class Histories(RuleBasedStateMachine):
         arena = self.arena
         assert not self.extents_of_pages() & {slot // arena.extent_slots for slot in self.slots}
         assert arena.free_frames + arena.slot_frames + len(self.pages) == arena.frames
-        assert len(self.extents_of_pages()) <= self.most_extents  # so much and no more do pages keep from slots
+        assert len(self.extents_of_pages()) <= self.most_extents  # pages never hold more extents than that
 
     def teardown(self) -> None:
         for unit in self.pages:
@@ -151,7 +151,7 @@ def test_an_extent_loses_little(frame: int, slot: int) -> None:
     assert slots * slot <= frames * frame
     few = -(-slot // frame)
     assert few <= frames < few + LOST
-    if slots * slot < (1 - 1 / LOST) * frames * frame:  # then nothing small loses less
+    if slots * slot < (1 - 1 / LOST) * frames * frame:  # then no small extent loses less
         sizes = range(few, few + LOST)
         assert slots / frames == max(n * frame // slot / n for n in sizes)
 

@@ -1,4 +1,4 @@
-"""The residency policy: rules of every swap, what it learns, when it leaves things alone; the policies beside it."""
+"""The residency policy: the rules of every swap, what it learns, and when it does nothing; and the other policies."""
 
 import functools
 import itertools
@@ -78,7 +78,7 @@ def test_at_least_lru(kind: str, chosen: Settings) -> None:
     trace = small(kind, 1500)
     for budget in (8, 2):
         ours, *theirs = (p(trace, trace.size // budget).measured()[0] for p in (residency(chosen), lru, lru_by_layer))
-        assert ours > max(theirs) - (0.005 if kind == "uniform" else 0)  # there all are equal but for chance
+        assert ours > max(theirs) - (0.005 if kind == "uniform" else 0)  # all policies are equal there but for chance
 
 
 @pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
@@ -152,7 +152,7 @@ def test_nine_tenths_of_the_optimum_on_the_demo_model(budget: float) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=6, max_size=12), st.integers(1, 2))
 def test_optimum_is_the_best_there_is(ids: list[int], slots: int) -> None:
-    """Against every possible choice: after a use, any set of slots out of residents and the used one."""
+    """Compares with every possible choice: after a use, any set of slots out of the residents and the used expert."""
     trace = Trace("", np.array(ids, np.uint8)[:, None, None], 5)
     best = {frozenset[int](): 0}
     for expert in ids:

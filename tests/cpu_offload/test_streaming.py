@@ -1,4 +1,4 @@
-"""Long steps whose missing experts are streamed to the device: the same bits, the same counts, what is recorded."""
+"""Long steps whose missing experts are streamed to the device: the same bits, the same counts, and the records."""
 
 import random
 from typing import Any
@@ -88,7 +88,7 @@ def test_any_placement_and_size_gives_the_bits_of_moe(format: Format) -> None:
         assert found.hits + found.misses == int(here.sum())
         assert found.streamed == (len(missing) * experts.blocks.block_bytes if tokens >= threshold else 0)
         if tokens >= threshold:
-            assert not experts.layer.times.any()  # nobody waited for the shadow pool
+            assert not experts.layer.times.any()  # nothing waited for the shadow pool
 
 
 def test_a_ring_smaller_than_what_is_missing_is_used_again() -> None:

@@ -1,5 +1,6 @@
-"""A new model family is one folder under models/ and one line in the registry: docs/adding_a_model.md, done here in a
-copy of the project whose family `toy_moe` is Qwen3-MoE under other names, with a router that chooses by sigmoid."""
+"""A new model family is one folder under models/ and one line in the registry. The tests follow docs/adding_a_model.md
+in a copy of the project: their family `toy_moe` is Qwen3-MoE under other names, with a router that chooses by
+sigmoid."""
 
 import json
 import shutil
@@ -67,4 +68,4 @@ def test_a_family_runs_from_one_folder_and_one_line(tmp_path: Path) -> None:
     run("--results", str(tmp_path / "results"), name="toy")
     report = json.loads((tmp_path / "results/report.json").read_text())
     assert [len(completion["tokens"]) for completion in report["completions"]] == [4, 4]
-    assert "fullest at " in run("--plan", name="toy_on_ascend")  # which runs the family's own steps on meta
+    assert "fullest at " in run("--plan", name="toy_on_ascend")  # `--plan` runs the family's own steps on meta

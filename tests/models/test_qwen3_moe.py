@@ -1,4 +1,4 @@
-"""Our Qwen3-MoE against transformers': the same logits over the grid of configuration options."""
+"""Umbra's Qwen3-MoE compared with that of transformers: the same logits for all configuration options."""
 
 import itertools
 from pathlib import Path

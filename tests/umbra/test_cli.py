@@ -1,4 +1,4 @@
-"""The command line: help that fits a screen, a light start, and commands that reach what they name."""
+"""The command line: help that fits a screen, a fast start, and commands that call their functions."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""`import umbra`: what a script or a notebook gets."""
+"""`import umbra`, as a script or a notebook uses it."""
 
 import os
 import subprocess
@@ -74,7 +74,7 @@ def test_prompts_may_be_ids_or_a_chat(llm: LLM) -> None:
 
 
 def test_text_of_several_bytes_comes_whole(llm: LLM) -> None:
-    """Pieces never end within a character, and what is half at the end comes all the same."""
+    """Pieces never end within a character; half of a character at the end of the text is returned as well."""
     text = "naïve — déjà vu “Ω” 你好 🙂"
     ids = llm.session.tokenizer.encode(text, chat=False)
     assert len(ids) > len(text.encode()) / 4

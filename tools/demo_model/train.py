@@ -127,7 +127,7 @@ def validation_loss(model: Qwen3MoeForCausalLM, tokens: torch.Tensor) -> float:
 
 
 def hub_config(saved: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 writes other key names than the Qwen3-MoE checkpoints on the hub have."""
+    """The config with the key names of Qwen3-MoE checkpoints on the hub, which differ from those of transformers 5."""
     config = dict(saved)
     config["num_experts"] = config.pop("num_local_experts", config.get("num_experts"))
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]

@@ -1,4 +1,4 @@
-"""AWQ, AutoAWQ's "gemm": packed along the outputs in an order of its own, zero points always.
+"""AWQ in AutoAWQ's "gemm" layout: packed along the outputs in a special order, always with zero points.
 
 qweight int32 (K, N / 8), qzeros int32 (K / group, N / 8), scales (K / group, N); w = (level - zero) * scale
 """

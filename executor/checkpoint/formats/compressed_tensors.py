@@ -4,7 +4,7 @@ pack-quantized  weight_packed int32 (N, ceil(K bits / 32)), weight_shape int64 (
                 with zero points, weight_zero_point int32 (ceil(N bits / 32), K / group), packed along N
 int-quantized   weight int8 (N, K), weight_scale (N, K / group), weight_zero_point int8 (N, K / group)
 
-w = (level - zero) * scale, both signed; packed they stand with 2^(bits - 1) added.
+w = (level - zero) * scale. Levels and zero points are signed; packed ones are stored with 2^(bits - 1) added.
 """
 
 import torch

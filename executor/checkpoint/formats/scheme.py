@@ -54,9 +54,9 @@ def check_sizes(module: str, *rules: tuple[str, int, str, int]) -> None:
 class Scheme(ABC):
     """How a checkpoint is quantised."""
 
-    title: str  # for messages
-    format: Format | None  # that keeps the weights bit for bit; None: there is none, they become floats
-    bits: int  # of a weight; 0: unquantised
+    title: str  # name of the format in messages
+    format: Format | None  # the format that keeps the weights bit for bit; None: there is none, they become floats
+    bits: int  # bits of a weight; 0: unquantised
     group: int  # columns that share a scale; -1: all of a row
     zeros: bool  # whether it has zero points
 

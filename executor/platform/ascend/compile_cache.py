@@ -7,9 +7,9 @@ beside each of its folders there is a manifest with everything that the graph wa
     compile_cache/<case>/rank<r>of<w>/tokens<n>/manifest.json   facts; files: null until the compile has succeeded
     compile_cache/<case>/rank<r>of<w>/tokens<n>/graph/    written by torchair
 
-If a fact differs, the graph is compiled again. Anything that this file does not leave behind (a missing manifest, a
-changed or unknown file, one that others could write) is refused and left alone, because it may belong to someone else.
-Does not import torch.
+If a fact differs, the graph is compiled again. Any state that this file does not produce (a missing manifest, a
+changed or unknown file, a file that others could write) is refused and left as it is, because it may belong to another
+user. This file does not import torch.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def compile_facts(
     `case` has every setting that can change a graph, `config` is the model's, `sources` a digest of the code that was
     traced, `kernels_built` the time at which the kernels of ops/ascend/vector_core were built (0: never).
     """
-    python = platform.python_version()  # its byte code is kept too
+    python = platform.python_version()  # torchair keeps Python byte code too
     made_by = dict(torch=versions.torch, torch_npu=versions.torch_npu, torchair=torchair, cann=versions.cann)
     made_by |= dict(python=python, sources=sources)
     return made_by | dict(kernels_built=kernels_built, model=dataclasses.asdict(config), case=case)
@@ -66,7 +66,7 @@ class CompileCache:
     def __init__(self, case_name: str, rank: int, world_size: int, facts: Facts, root: Path, patience_s: float = 900):
         self.root, self.place = root.resolve(), Path(case_name, f"rank{rank}of{world_size}")
         self.facts = dict(layout=LAYOUT) | facts | dict(rank=rank, world_size=world_size)
-        self.patience_s = patience_s  # bounded: ranks of two jobs that wait for each other would never end
+        self.patience_s = patience_s  # bounded, since ranks of two jobs could wait for each other for ever
 
     def open(self, tokens: int, shapes: Json) -> "Entry":
         """The entry for steps of `tokens` tokens and inputs of these shapes and types. The caller seals it once the

@@ -24,7 +24,7 @@ from ops.ascend import vector_core
 from ops.ascend.ops import AscendOps
 from ops.interface import Ops
 
-COPIES = 5  # the fastest of so many is taken as the time of one
+COPIES = 5  # number of copies that are timed; the fastest is taken
 
 
 class AscendPlatform(Platform):

@@ -1,7 +1,7 @@
 """Every environment variable that ranks on ascend are started with; the launcher sets them before any rank begins.
 
-A variable that the user has set stays as it is. One that contradicts the case is refused, because the case would claim
-one thing and HCCL do another. To the list of custom operators ours are added.
+A variable that the user has set stays as it is. One that contradicts the case is refused, because HCCL would not do
+what the case says. Umbra's custom operators are added to the list of custom operators.
 """
 
 from collections.abc import Mapping

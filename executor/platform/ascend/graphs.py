@@ -153,8 +153,8 @@ class AscendGraphs:
 
 
 def named(step: types.MethodType, rows: int) -> types.MethodType:
-    """A copy of the method whose code has a name of its own. Dynamo and torchair's cache distinguish compiled functions
-    by their code; of two sizes with the same code the cache would keep neither."""
+    """A copy of the method, with a different name of its code. Dynamo and torchair's cache distinguish compiled
+    functions by their code; of two sizes with the same code the cache would keep neither."""
     function: Any = step.__func__
     name = f"{function.__name__}_{rows}"
     copy = types.FunctionType(

@@ -20,8 +20,8 @@ BUILD = "bash ops/ascend/vector_core/build.sh"
 
 
 def gemv_tokens(settings: PlatformSettings, built: bool) -> int:
-    """Most tokens of a step whose products run on the vector cores; 0: no products do. `built`: ops/ascend/vector_core
-    has been built."""
+    """Most tokens of a step whose products run on the vector cores; 0: no products do. `built` says whether
+    ops/ascend/vector_core has been built."""
     wanted = settings.ascend.decode_gemv
     if wanted == "on" and not built:
         raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: the kernels are not built: run {BUILD}")

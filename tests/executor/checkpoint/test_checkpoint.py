@@ -1,4 +1,4 @@
-"""Loading proves completeness: what is missing, extra, misshapen or damaged is named, and nothing is loaded."""
+"""Loading proves completeness: a missing, extra, misshapen or damaged tensor is named, and nothing is loaded."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Whatever a downloaded checkpoint holds: it loads, or one line names the file and what is wrong with it."""
+"""Any downloaded checkpoint either loads, or is refused in one line that names the file and its fault."""
 
 import inspect
 import json
@@ -250,7 +250,7 @@ YARN = st.dictionaries(st.sampled_from(KEYS), SCALARS).map(lambda found: found |
 
 
 def parse(folder: Path, config: dict[str, Any]) -> Qwen3MoeConfig | str:
-    """The config, or the one line."""
+    """The config, or the one line of its error."""
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | config))
     start = time.process_time()
     try:

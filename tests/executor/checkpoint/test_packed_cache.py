@@ -89,7 +89,7 @@ def test_what_others_put_there_stays(case: Case, tmp_path: Path, capsys: pytest.
     said, _ = start(case, tmp_path, capsys)
     assert said.startswith("packed weights: made anew (none kept yet); packed weights: not kept in")
     assert [p.name for p in folder.iterdir()] == ["notes.txt"]
-    assert list((tmp_path / "kept").iterdir()) == [folder]  # and what a killed writer left is gone
+    assert list((tmp_path / "kept").iterdir()) == [folder]  # and the files of a killed writer are removed
 
 
 def test_not_asked_for_nothing_is_kept(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

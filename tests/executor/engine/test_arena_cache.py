@@ -1,4 +1,4 @@
-"""All layers' caches in one arena: the same logits, bit for bit, whatever lies in the rest of it."""
+"""All layers' caches in one arena: the same logits, bit for bit, whatever the rest of the arena contains."""
 
 import random
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def watch(runner: ModelRunner, **hooks: Callable[[Any], object]) -> list[Tensor]
 
 
 def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -> tuple[Arena, Tensor]:
-    """`slots`: which are taken, and leave from the first on."""
+    """Gives the runner caches in an arena. `slots` are the slots that are taken, which are evicted in this order."""
     build = build_of(case, runner.engine.platform.ops, runner.engine.parallel, runner.engine.platform.device, True)
     model = runner.engine.model
     units, frame_bytes = frame_of(model, case, build)
@@ -61,7 +61,8 @@ def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mode: str, kv_dtype: str) -> None:
-    """Before every step experts come and go, a page moves, and every byte that no page holds becomes garbage."""
+    """Before every step slots are taken and given back, a page moves, and all bytes that no page holds become
+    garbage."""
     save_tiny(tmp_path / "model", eos_token_id=None, num_hidden_layers=3)
     case = tiny_case(
         tmp_path, tmp_path / "model", exe_mode=mode, cache_config={"kv_dtype": kv_dtype}, data_config={"batch_size": 3}
@@ -91,7 +92,7 @@ def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mod
     moves = list[tuple[int, int]]()
 
     def anywhere(stays: int) -> list[tuple[int, int]]:
-        """Some page of some sequence to some frame that is free: more than the arena itself would ask for."""
+        """Moves any page of any sequence to any free frame, which is more than the arena itself does."""
         held = [page for s in runner.loop.scheduler.running for page in s.pages]
         if not held or (new := arena.take_page()) is None:
             return []
@@ -109,7 +110,7 @@ def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mod
     assert all(torch.equal(*pair) for pair in zip(logits, expected_logits, strict=True))
     assert len(moves) > len(logits) / 2
     assert sum(map(len, used)) > 3 * len(set.union(*used))  # pages were used again and again
-    assert arena.free_frames + arena.slot_frames == arena.frames - 1  # all came back but the padding rows' page
+    assert arena.free_frames + arena.slot_frames == arena.frames - 1  # all pages but the padding rows' were given back
 
 
 def test_layers_lie_beside_each_other_in_a_frame(tmp_path: Path) -> None:

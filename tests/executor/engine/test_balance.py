@@ -1,4 +1,4 @@
-"""Memory flows between pages and experts: no sequence fails for it, and it does not flow back and forth."""
+"""Memory moves between pages and experts: no sequence fails because of it, and it does not oscillate."""
 
 from collections import deque
 from itertools import pairwise
@@ -25,14 +25,14 @@ def sequence_of(index: int, prompt_len: int, new: int) -> Sequence:
 
 
 class Host:
-    """What the runner will be: experts fill whatever slots they may have, sequences run to their ends."""
+    """Stands for the runner: experts fill all slots that they may take, and sequences run to their ends."""
 
     def __init__(self, frames: int, slot_bytes: int, low: int, high: int, patience: int, pinned_slots: int = 0):
         self.arena = Arena(frames, FRAME, slot_bytes, units=4)
         self.pinned = [self.arena.take_slot() for _ in range(pinned_slots)]
         self.experts: deque[int] = deque()  # slots, the coldest first
         self.departures = self.returns = 0  # extents
-        # Direction; pages that sequences have or want, with what the mark of that direction keeps free beside them.
+        # The direction, and the pages that sequences have or need plus the frames that are kept free in that direction.
         self.moves: list[tuple[str, int]] = []
         self.written: dict[int, tuple[int, int]] = {}  # page -> (sequence, which of its pages)
         self.pages = ElasticPages(self.arena, PAGE, self.arena.slot_frames, self.make_room, self.copy)
@@ -46,7 +46,7 @@ class Host:
         self.written[new] = self.written.pop(old)
 
     def write(self, sequences: list[Sequence]) -> None:
-        """Every page is where its holder looks for it, and those of nobody are forgotten."""
+        """Every page is where the list of its holder says, and pages without a holder are not recorded."""
         looked_for = {page: (id(s), i) for s in sequences for i, page in enumerate(s.pages)}
         self.written = {page: what for page, what in self.written.items() if page in looked_for}
         assert self.written.items() <= looked_for.items()
@@ -65,7 +65,7 @@ class Host:
         before = self.arena.slot_frames
         for _ in range(self.balance.step()):
             slot = self.arena.take_slot()
-            assert slot is not None  # what was promised is there
+            assert slot is not None  # a slot that was promised is free
             self.experts.append(slot)
         if self.arena.slot_frames > before:
             assert self.arena.free_frames >= self.balance.high
@@ -73,8 +73,8 @@ class Host:
             self.returns += (self.arena.slot_frames - before) // self.arena.extent_frames
 
     def turns(self) -> int:
-        """How often the direction changed. Each time demand swung by more than high - low: held + high at a return is
-        less than held + low, or held + wanted at once, at the departures before and after it."""
+        """How often the direction changed. Each time, demand changed by more than high - low: held + high at a return
+        is less than held + low, or held + wanted at once, at the evictions before and after it."""
         pairs = [pair for pair in pairwise(self.moves) if pair[0][0] != pair[1][0]]
         for pair in pairs:
             level = dict(pair)
@@ -117,7 +117,8 @@ arrivals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20), st.integer
 def test_sequences_never_fail_while_experts_hold_memory(
     arrivals: list[tuple[int, int, int]], frames: int, slot_bytes: int, low: int, gap: int, patience: int, pinned: int
 ) -> None:
-    """The longest needs 13 pages. Whatever watermarks, all end; each move of memory is paid for by swings of demand."""
+    """The longest sequence needs 13 pages. With any watermarks, all sequences end, and memory moves only when demand
+    changes."""
     probe = Arena(frames, FRAME, slot_bytes, units=4)
     pinned = min(pinned, (frames - 14) // probe.extent_frames * probe.extent_slots)
     host = Host(frames, slot_bytes, low, low + gap, patience, pinned)
@@ -139,7 +140,8 @@ def test_sequences_never_fail_while_experts_hold_memory(
 @settings(deadline=None)
 @given(st.lists(st.integers(-3, 3), max_size=300), st.integers(0, 6), st.integers(1, 10), st.integers(64, 900))
 def test_moves_are_bounded_by_swings_of_demand(wanted: list[int], low: int, gap: int, slot_bytes: int) -> None:
-    """One holder takes and gives pages at will: experts turn round only where it swings by more than the gap."""
+    """One holder takes and gives pages at random: experts change direction only when it changes by more than the
+    gap."""
     host = Host(50, slot_bytes, low, low + gap, patience=2)
     held: list[int] = []
     variation = 0
@@ -171,12 +173,12 @@ def test_a_small_wave_within_the_watermarks_moves_nothing() -> None:
     host.step()
     assert (host.departures, host.arena.free_frames) == (1, 3)  # below the low mark, one leaves ahead of demand
     host.pages.extend(held, 39 * PAGE)
-    assert (host.departures, len(host.experts)) == (14, 0)  # and all, if they must
+    assert (host.departures, len(host.experts)) == (14, 0)  # and all of them, if necessary
 
 
 def test_experts_wait_for_lasting_room() -> None:
     host = Host(40, 2 * FRAME, low=2, high=10, patience=3)
-    for _ in range(20):  # every fourth step somebody holds everything
+    for _ in range(20):  # in every fourth step sequences hold all pages
         held: list[int] = []
         host.pages.extend(held, 39 * PAGE)
         host.step()
@@ -187,7 +189,8 @@ def test_experts_wait_for_lasting_room() -> None:
 
 
 def test_experts_return_where_pages_lie_scattered() -> None:
-    """Half of the pages of every extent end: those left move together, a few in a step, and experts have the others."""
+    """Half of the pages of every extent are given back. The others are moved together, a few in a step, and experts
+    take the freed extents."""
     host = Host(41, 2 * FRAME, low=1, high=5, patience=3)  # extents of 2 frames, a slot each
     stay, go = list[int](), list[int]()
     for pages in range(1, 21):
@@ -207,7 +210,7 @@ def test_experts_return_where_pages_lie_scattered() -> None:
 
 
 def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
-    """Experts that may not leave: sequences share the rest, and one that is too long for it is refused by name."""
+    """Experts that may not be evicted: sequences share the rest, and one that is too long for it is refused by name."""
     host = Host(40, 2 * FRAME, low=0, high=1, patience=0, pinned_slots=12)
     assert host.pages.pages == 40 - 24 - 1
     scheduler = Scheduler(Limits(8, 64, PAGE), (), host.pages)

@@ -1,4 +1,4 @@
-"""Generation: who stops when and why, sampling, prompts' policies, the report."""
+"""Generation: when and why sequences end, sampling, rules for prompts, the report."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def greedy(oracle: Any, ids: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_greedy_equals_transformers_whatever_runs_beside(tmp_path: Path, batch_size: int) -> None:
-    """With fewer places than prompts, late prompts are prefilled while others decode; no one notices."""
+    """With fewer places than prompts, late prompts are prefilled while others decode, which changes no tokens."""
     oracle = save_tiny(tmp_path / "model", eos_token_id=None)
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", data_config={"batch_size": batch_size}), tmp_path)
     for sequence in runner.model_generate(PROMPTS):

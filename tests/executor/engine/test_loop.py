@@ -1,4 +1,4 @@
-"""The loop: submit, abort, step. What it promises to any driver, with a real model where tokens matter."""
+"""The loop's guarantees to its drivers: submit, abort, step; with a real model where tokens matter."""
 
 from collections import Counter
 from pathlib import Path
@@ -43,7 +43,8 @@ def shape(step: Step | None) -> Any:
 @settings(deadline=None)
 @given(st.data())
 def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject) -> None:
-    """Random submissions, aborts and tokens on the schedulers of three ranks, whose own pools order pages otherwise."""
+    """Random submissions, aborts and tokens on the schedulers of three ranks, each of which orders the pages of its own
+    pool differently."""
     limits = limits_of(data)
     table = -(-limits.max_sequence_length // limits.page_size)
     most = data.draw(st.integers(table, 3 * table))
@@ -67,7 +68,7 @@ def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject
                     refused.append("")
                 except UserError as error:
                     refused.append(str(error))
-                    assert state(scheduler) == before  # no other sequence notices
+                    assert state(scheduler) == before  # other sequences are not affected
             assert len(set(refused)) == 1
             assert bool(refused[0]) == (not prompt or len(prompt) + params.max_tokens > limits.max_sequence_length)
         elif action == "abort":
@@ -101,7 +102,7 @@ def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject
 
 def check_step(scheduler: Scheduler, step: Step) -> None:
     limits, decoding = scheduler.limits, [s for s in scheduler.running if s.decoding]
-    assert all(s in step.sequences for s in decoding)  # nobody who decodes waits for a prompt
+    assert all(s in step.sequences for s in decoding)  # no decoding sequence waits for a prompt
     limit = limits.mixed_tokens if decoding else limits.prefill_tokens
     for group in range(limits.groups):
         prompts = sum(s.new_tokens for s in step.sequences if s.group == group and not s.decoding)
@@ -149,7 +150,8 @@ def requests(**sampling: Any) -> list[Request]:
 
 
 def test_a_seed_gives_the_same_tokens_whatever_runs_beside(model: Path) -> None:
-    """Alone, in any order, in chunks, beside prompts that ride along, and after others were aborted."""
+    """The request runs alone, in any order, in chunks, beside prefills of other prompts, and after others were
+    aborted."""
     seeded = requests(temperature=1.0, seed=5)
     alone = [Driver(runner_of(model)).alone(request) for request in seeded]
     assert len({tuple(tokens) for tokens, _ in alone}) == len(alone)

@@ -17,7 +17,7 @@ from executor.parallel.groups import Group
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
-MB = 60 / 1024  # of the arena: all cache and few experts, or more experts and little cache
+MB = 60 / 1024  # size of the arena: room for the whole cache and few experts, or for more experts and little cache
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_pa
     assert len({step.resident.tobytes() for step in steps}) > 3
     assert all(step.kv_frames + step.expert_frames + step.free_frames == arena.frames for step in steps)
     assert offload.history.for_cache > 0
-    assert arena.frames - arena.free_frames - arena.slot_frames == 1  # the padding page: all others came back
+    assert arena.frames - arena.free_frames - arena.slot_frames == 1  # the padding page: all others were given back
 
 
 def test_what_a_run_leaves(model: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Watch:
             assert arena.free_frames >= self.offload.balance.high
 
     def __call__(self) -> None:
-        """Each byte has at most one owner, and that is in the arena."""
+        """Each byte has at most one owner, and all owners are within the arena."""
         graphs = self.runner.engine.decode_step.graphs.values()  # type: ignore[attr-defined]
         self.captured |= {id(graph): graph for graph in graphs}
         offload, pool = self.offload, self.runner.loop.scheduler.pools[0]
@@ -116,7 +116,7 @@ def test_all_memory_for_experts_is_refused(model: Path) -> None:
 
 
 def test_the_benchmark_on_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends by itself where tokens differ."""
+    """The benchmark fails by itself if tokens differ."""
     files = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "elastic.png")]
     monkeypatch.setattr("sys.argv", ["elastic", "--rounds", "1", *files])
     elastic.main()

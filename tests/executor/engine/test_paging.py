@@ -63,7 +63,7 @@ def test_every_prompt_runs_to_its_end_within_the_worst_case(
         for g in range(groups):
             assert sum(s.group == g for s in scheduler.running) <= batch_size // groups
         if scheduler.waiting:
-            assert len(scheduler.running) == batch_size  # nobody waits beside a free place
+            assert len(scheduler.running) == batch_size  # no sequence waits while a place is free
         scheduler.reserve(scheduler.running)  # never runs out of pages
         for s in scheduler.running:
             s.cached = len(s.ids)
@@ -80,7 +80,7 @@ def test_every_prompt_runs_to_its_end_within_the_worst_case(
 def test_ranks_of_all_groups_decide_alike(
     prompts: list[tuple[int, int]], page_size: int, groups: int, more: int
 ) -> None:
-    """Pools have fewer pages than the worst case; which ones a rank's own pool hands out is its own affair."""
+    """Pools have fewer pages than the worst case; each rank's own pool may hand out pages in any order."""
     ranks = []
     for group in range(groups):
         own = PagePool(-(-29 // page_size) + more, page_size)

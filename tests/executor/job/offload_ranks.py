@@ -1,5 +1,6 @@
-"""A job whose ranks run a case without shadow experts, then with them. Each rank moves experts as it likes, some with
-copies that take longer: tokens and logits must be those without, bit for bit. Writes what each rank did."""
+"""A job whose ranks run a case without shadow experts, then with them. Each rank moves experts at random, and some
+copies take longer; tokens and logits must equal those without shadow experts, bit for bit. Writes the moves of each
+rank."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""Perplexity and divergence: equal to transformers' and to plain float64, and barely touched by quantisation."""
+"""Perplexity and divergence: equal to transformers' and to plain float64, and hardly changed by quantisation."""
 
 import json
 import os

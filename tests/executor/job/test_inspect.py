@@ -1,4 +1,5 @@
-"""What is said of a checkpoint without reading it: bytes of its files, formats, flaws, what a rank keeps of it."""
+"""The report about a checkpoint, made without reading weights: bytes, formats, flaws, and the part that a rank
+keeps."""
 
 import json
 import resource

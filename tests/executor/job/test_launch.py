@@ -183,7 +183,7 @@ def test_full_disk_is_one_line(demo: str, length: int, file: str) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 15, 16, 17, 30])  # each line has 16 bytes
 def test_complaints_reach_the_terminal_when_the_log_fills_up(tmp_path: Path, room: int) -> None:
-    """However many of a line's bytes still fit; other output fails once."""
+    """Errors are printed however many bytes of a line still fit; other output fails once."""
     code = f"""
     import resource, sys
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Shadow experts on several ranks: real jobs, whose ranks check that tokens and logits are those without."""
+"""Shadow experts on several ranks: real jobs, whose ranks check that tokens and logits equal those without shadows."""
 
 import json
 import subprocess

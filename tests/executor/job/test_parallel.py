@@ -1,4 +1,4 @@
-"""Splitting a model over ranks changes nothing: real jobs, started as a user starts them, against one rank."""
+"""A model split over ranks gives the same results as on one rank, in real jobs that are started as a user does."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def overrides_of(split: dict[str, Any]) -> list[str]:
 
 
 class Jobs:
-    """One job for all splits with as many ranks, run when the first of them is asked for."""
+    """One job for all splits with this number of ranks, run when the first of them is needed."""
 
     def __init__(self, folder: Path):
         self.folder = folder

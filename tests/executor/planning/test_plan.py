@@ -1,4 +1,4 @@
-"""`--plan`: every number against one worked out by hand, against what a real model takes, and what does not fit."""
+"""`--plan`: every number compared with one worked out by hand and with a real model; and cases that do not fit."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Cases on ascend: their rules, their HCCL groups, the environment their ranks are started with. No NPU, no torch."""
+"""Cases on ascend, without an NPU or torch: rules, HCCL groups, and the environment with which ranks are started."""
 
 import itertools
 import os

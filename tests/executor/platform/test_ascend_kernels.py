@@ -1,4 +1,4 @@
-"""Which kernels a case on ascend gets for its weights: chosen, reported and refused without an NPU or torch_npu."""
+"""The choice of kernels for a case on ascend, its report and its refusals, without an NPU or torch_npu."""
 
 import pytest
 import torch

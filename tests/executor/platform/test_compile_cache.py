@@ -1,4 +1,4 @@
-"""The guard of compiled graphs: which are used, compiled again or refused. A written file stands in for torchair."""
+"""The guard of compiled graphs: which are used, compiled again or refused. A file stands for torchair's graph."""
 
 import json
 import os

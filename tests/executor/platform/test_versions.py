@@ -1,4 +1,4 @@
-"""Versions that belong together, and how they are read from an installation; no Ascend software needed."""
+"""Versions that were tested together, and reading them from an installation; no Ascend software is needed."""
 
 import importlib.metadata
 import platform

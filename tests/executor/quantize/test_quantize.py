@@ -1,4 +1,4 @@
-"""`umbra quantize`: what it writes, the search for scales, and runs that are killed and go on."""
+"""`umbra quantize`: the files it writes, the search for scales, and runs that are killed and resumed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""NUMA: topology and plans on made-up sysfs trees, fallbacks here, and page placement on a made-up machine."""
+"""NUMA: topology and plans on made-up sysfs trees, fallbacks on this machine, page placement on an emulated one."""
 
 import os
 import platform

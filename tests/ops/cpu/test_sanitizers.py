@@ -1,4 +1,5 @@
-"""The native code under sanitizers: pool and tape for data races, every op for bad memory and undefined behaviour."""
+"""The native code under sanitizers: pool and tape for data races, every op for memory errors and undefined
+behaviour."""
 
 import os
 import platform

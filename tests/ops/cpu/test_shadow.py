@@ -1,4 +1,4 @@
-"""Shadow experts: the same bits for every placement, tables that change between replays, and faults that are told."""
+"""Shadow experts: the same bits for every placement, tables that change between replays, and errors after faults."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The shadow store over several NUMA nodes: the same bits, each node's rows in memory of its own, whole when copied."""
+"""The shadow store over several NUMA nodes: the same bits, rows in each node's own memory, whole copies."""
 
 from itertools import accumulate, pairwise
 

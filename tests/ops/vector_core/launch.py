@@ -1,4 +1,4 @@
-"""Runs an op as a caller would: its host side decides the launch, its kernel runs in the twin."""
+"""Runs an op as a caller does: its host side decides the launch, and its kernel runs in the twin."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The cycle model: what it is fed with, and that it reacts as a machine does."""
+"""The cycle model: its inputs, and that its times change as those of a machine would."""
 
 from __future__ import annotations
 

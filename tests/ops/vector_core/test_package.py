@@ -76,7 +76,7 @@ def test_the_build_script_is_bash() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The sources elsewhere: a build here would make Umbra believe in kernels."""
+    """A copy of the sources in another folder, since Umbra would use kernels that are built in its own."""
     shutil.copytree(FOLDER, tmp_path / "ops/ascend/vector_core", ignore=shutil.ignore_patterns("build", "__pycache__"))
     return tmp_path
 
@@ -197,7 +197,7 @@ def test_the_launcher_tells_cann_of_the_package(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_launcher_needs_no_torch() -> None:
-    """And the benchmark tells CANN of the package before torch, which may load torch_npu."""
+    """The benchmark, too, sets CANN's variable for the package before it imports torch, which may load torch_npu."""
     code = "import sys, executor.job.launch, benchmarks.npu_gemv; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -1,4 +1,4 @@
-"""Experts in slots of an arena: the layout of a block, what the host tells the kernel, and the kernel in the twin."""
+"""Experts in slots of an arena: the layout of a block, the kernel's tiling data, and the kernel in the twin."""
 
 import contextlib
 import struct
@@ -104,7 +104,7 @@ def test_refusals(place: int, wrong: object, attributes: list[int], complaint: s
 
 @dataclass
 class Mixture:
-    """Random experts at `places` of an arena, which is 0xFF, no number, wherever none of them is."""
+    """Random experts at `places` of an arena, in which all other bytes are 0xFF, which is NaN."""
 
     places: list[int]
     ids: Tensor
@@ -122,7 +122,7 @@ class Mixture:
         self.down = random_weight(count, self.inner, self.hidden, self.groups[1], self.dtype, self.zeros)
         self.x = torch.randn(len(self.ids), self.hidden).to(self.dtype)
         self.weights = torch.rand(self.ids.shape).to(self.dtype)
-        for expert, place in enumerate(self.places):  # who shares a place shares its weights
+        for expert, place in enumerate(self.places):  # experts at the same place have the same weights
             for plane in (*self.up, *self.down):
                 if plane is not None:
                     plane[expert] = plane[self.places.index(place)]
@@ -156,7 +156,7 @@ class Mixture:
         )  # fmt: skip
 
     def expected(self) -> Tensor:
-        """From the planes as they are, without an arena."""
+        """The result computed from the planes themselves, without an arena."""
         place = torch.tensor(self.places)[self.ids.long().clamp(0, len(self.places) - 1)]
         ids = torch.where(place < 0, -1, self.ids.int())
         return reference.fused_moe_w4a16(self.x, *self.up, *self.down, ids, self.weights, precise=True)
@@ -230,7 +230,7 @@ def test_all_resident_gives_the_bits_of_the_other_op_and_reads_as_much(zeros: bo
 
 @pytest.mark.parametrize("missing", [0, 2, 4])
 def test_each_plane_of_a_resident_expert_is_read_once(missing: int) -> None:
-    """Experts that several tokens chose as well; nobody reads those that are missing, or were not chosen."""
+    """Some experts are chosen by several tokens. Experts that are missing, or not chosen, are not read."""
     layout = BlockLayout(96, 512, HALF, 32, 32, True)
     ids = torch.tensor([[0, 1, 2, 3]] * 6)
     places = [-1] * missing + scattered(layout, 6 - missing)
@@ -240,7 +240,7 @@ def test_each_plane_of_a_resident_expert_is_read_once(missing: int) -> None:
 
 
 def beyond_4_gb(folder: Path) -> Mixture:
-    """Some of it; in a sparse file of 5 GB: only the blocks are ever written or read."""
+    """A mixture with places beyond 4 GB, in a sparse file of 5 GB: only the blocks are written or read."""
     arena = torch.from_file(str(folder / "arena"), shared=True, size=5 << 30, dtype=BYTE)
     layout, middle = BlockLayout(96, 256, BFLOAT, 64, 32, True), (1 << 32) // PLACE
     last = ((5 << 30) - layout.block_bytes) // PLACE

@@ -1,4 +1,4 @@
-"""Every rule that the twin checks: a kernel that breaks it is stopped, the same kernel keeping it runs."""
+"""Every rule that the twin checks: a kernel that breaks it is stopped, and the same kernel without the mistake runs."""
 
 from __future__ import annotations
 

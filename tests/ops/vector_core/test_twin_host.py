@@ -1,4 +1,4 @@
-"""The host side of ops in the twin: shapes and types in, what the kernel is launched with out; refusals."""
+"""The host side of ops in the twin: the launch that follows from shapes and types; refusals."""
 
 from __future__ import annotations
 

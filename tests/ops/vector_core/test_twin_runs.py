@@ -1,4 +1,4 @@
-"""The twin's moves, tiling data and counts, and what does not compile."""
+"""The twin's moves, tiling data and counts, and sources that must not compile."""
 
 from __future__ import annotations
 
