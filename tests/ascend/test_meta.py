@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from errors import UserError
 from executor.engine.batching import pack
 from executor.engine.pages import PagePool
-from executor.engine.request import Sequence
+from executor.engine.request import Request
+from executor.engine.sequence import new_sequence
 from executor.parallel.groups import Parallel
 from models.batch import Batch
 from models.build import Build, Formats
@@ -48,7 +49,7 @@ class Model:
     pool: PagePool
 
     def batch(self, lengths: list[int]) -> Batch:
-        sequences = [Sequence(i, "", [1] * n, n, 4, torch.Generator()) for i, n in enumerate(lengths)]
+        sequences = [new_sequence(i, Request((1,) * n)) for i, n in enumerate(lengths)]
         for s in sequences:
             self.pool.extend(s.pages, s.end)
         return pack(self.ops, sequences, self.pool, (sum(lengths),), 1).to(NPU)

@@ -38,58 +38,58 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using umbra::Job;
 using umbra::SubmitJob;
-using Stream = void *;
-constexpr size_t kStreams = 32; // most streams of one bridge
-constexpr int kBlock = 1, kReportTimeout = 507012, kSyncTimeout = 507046; // ACL_CALLBACK_BLOCK, ACL_ERROR_RT_..
+using Stream = void*;
+constexpr size_t kStreams = 32;                                            // most streams of one bridge
+constexpr int kBlock = 1, kReportTimeout = 507012, kSyncTimeout = 507046;  // ACL_CALLBACK_BLOCK, ACL_ERROR_RT_..
 constexpr milliseconds kReportWait{100};
 
 struct Acl {
-    int (*get_context)(void **);
-    int (*set_context)(void *);
+    int (*get_context)(void**);
+    int (*set_context)(void*);
     int (*subscribe)(uint64_t thread, Stream);
     int (*unsubscribe)(uint64_t thread, Stream);
     int (*process_report)(int32_t ms);
-    int (*launch_callback)(void (*)(void *), void *, int block, Stream);
-    int (*launch_host_func)(Stream, void (*)(void *), void *); // nullptr if this CANN does not have it
+    int (*launch_callback)(void (*)(void*), void*, int block, Stream);
+    int (*launch_host_func)(Stream, void (*)(void*), void*);  // nullptr if this CANN does not have it
     int (*synchronize_stream)(Stream, int32_t ms);
     int (*synchronize_device)(int32_t ms);
 };
 
-thread_local std::string told; // text of the error in this thread's last call that failed
+thread_local std::string told;  // text of the error in this thread's last call that failed
 
 struct Bridge;
 struct Payload {
-    Job job; // must be the first member: `done` casts a Job to its Payload
-    Bridge *bridge;
+    Job job;  // must be the first member: `done` casts a Job to its Payload
+    Bridge* bridge;
     size_t sum_bytes;
     enum { kIdle, kRunning, kDone, kFailed, kLate } state = kIdle;
-    int64_t seen = -1; // the last step whose callback has returned
+    int64_t seen = -1;  // the last step whose callback has returned
 };
 
 struct Bridge {
     Acl acl{};
-    void *library = nullptr, *device = nullptr; // device: the context of the thread that opened the bridge
+    void *library = nullptr, *device = nullptr;  // device: the context of the thread that opened the bridge
     bool host_func = false;
     SubmitJob submit = nullptr;
-    void *context = nullptr;
-    milliseconds limit{}; // most time that a job may take
+    void* context = nullptr;
+    milliseconds limit{};  // most time that a job may take
 
     std::mutex guard;
     std::condition_variable moved;
-    std::string error; // the first error; empty while there is none
+    std::string error;  // the first error; empty while there is none
     bool closing = false, stop = false, stopped = true;
     int64_t step = 0, events = 0;
-    int inside = 0, running = 0; // number of callbacks that run; number of jobs that are not done
-    int report_error = 0;        // last error of aclrtProcessReport, other than a timeout
+    int inside = 0, running = 0;  // number of callbacks that run; number of jobs that are not done
+    int report_error = 0;         // last error of aclrtProcessReport, other than a timeout
     std::vector<Stream> streams;
     std::thread reporter;
     uint64_t thread = 0;
 };
 
-bool fail(const std::string &why) { return told = why, false; }
+bool fail(const std::string& why) { return told = why, false; }
 
-bool bind(Acl &acl, void *library) {
-    const auto find = [&](auto &to, const char *name) {
+bool bind(Acl& acl, void* library) {
+    const auto find = [&](auto& to, const char* name) {
         to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(dlsym(library, name));
         return to || fail(std::string("libascendcl has no ") + name);
     };
@@ -101,14 +101,14 @@ bool bind(Acl &acl, void *library) {
            find(acl.synchronize_device, "aclrtSynchronizeDeviceWithTimeout");
 }
 
-void report(Bridge &b) {
+void report(Bridge& b) {
     b.acl.set_context(b.device);
     std::unique_lock<std::mutex> lock(b.guard);
     while (!b.stop) {
         lock.unlock();
         const int status = b.acl.process_report(static_cast<int32_t>(kReportWait.count()));
         lock.lock();
-        if (status && status != kReportTimeout) { // for example if no stream is subscribed yet; for error texts
+        if (status && status != kReportTimeout) {  // for example if no stream is subscribed yet; for error texts
             b.report_error = status;
             b.moved.wait_for(lock, milliseconds(1));
         }
@@ -119,13 +119,13 @@ void report(Bridge &b) {
 
 // Sets the sums to NaN, so that they cannot be taken for a result, and records the error. The stream continues. The
 // caller holds the mutex.
-void poison(Bridge &b, Payload &p, const std::string &why) {
+void poison(Bridge& b, Payload& p, const std::string& why) {
     if (b.error.empty())
         b.error = "layer " + std::to_string(p.job.layer) + ", step " + std::to_string(p.job.step) + ": " + why;
     memset(p.job.sums, 0xFF, p.sum_bytes);
 }
 
-void work(Bridge &b, Payload &p, std::unique_lock<std::mutex> &lock) {
+void work(Bridge& b, Payload& p, std::unique_lock<std::mutex>& lock) {
     if (!b.error.empty() || b.closing || p.state == Payload::kLate)
         return poison(b, p, "the bridge was closed before the callback came");
     p.state = Payload::kRunning;
@@ -140,23 +140,23 @@ void work(Bridge &b, Payload &p, std::unique_lock<std::mutex> &lock) {
         return poison(b, p, "the shadow pool refused the job");
     }
     b.moved.wait_until(lock, deadline, [&] { return p.state != Payload::kRunning || b.closing; });
-    if (p.state == Payload::kFailed)
-        poison(b, p, "the shadow pool failed");
+    if (p.state == Payload::kFailed) poison(b, p, "the shadow pool failed");
     if (p.state != Payload::kRunning) {
         p.state = Payload::kIdle;
         return;
     }
     p.state = Payload::kLate;
-    poison(b, p, b.closing ? "the bridge was closed while the shadow pool computed"
-                           : "the shadow pool was not done within " + std::to_string(b.limit.count()) + " ms");
+    poison(b, p,
+           b.closing ? "the bridge was closed while the shadow pool computed"
+                     : "the shadow pool was not done within " + std::to_string(b.limit.count()) + " ms");
 }
 
-void run(void *data) {
-    Payload &p = *static_cast<Payload *>(data);
-    Bridge &b = *p.bridge;
+void run(void* data) {
+    Payload& p = *static_cast<Payload*>(data);
+    Bridge& b = *p.bridge;
     std::unique_lock<std::mutex> lock(b.guard);
     const int64_t step = b.step;
-    if (p.state != Payload::kLate) // a late worker still reads its job
+    if (p.state != Payload::kLate)  // a late worker still reads its job
         p.job.step = step;
     ++b.events;
     ++b.inside;
@@ -167,27 +167,26 @@ void run(void *data) {
     b.moved.notify_all();
 }
 
-void done(Job *job, int failed) {
-    Payload &p = *reinterpret_cast<Payload *>(job);
+void done(Job* job, int failed) {
+    Payload& p = *reinterpret_cast<Payload*>(job);
     std::lock_guard<std::mutex> lock(p.bridge->guard);
     p.state = p.state == Payload::kLate ? Payload::kIdle : failed ? Payload::kFailed : Payload::kDone;
     --p.bridge->running;
     p.bridge->moved.notify_all();
 }
 
-} // namespace
+}  // namespace
 
 extern "C" {
 
-const char *umbra_bridge_told() { return told.c_str(); }
+const char* umbra_bridge_told() { return told.c_str(); }
 
 // Opens a bridge. Returns nullptr on failure, with its reason in umbra_bridge_told(). With `host_func` 1 the bridge
 // uses aclrtLaunchHostFunc if libascendcl has it.
-Bridge *umbra_bridge_open(const char *library, SubmitJob submit, void *context, int64_t limit_ms, int host_func) {
-    void *opened = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-    if (!opened)
-        return fail(dlerror()), nullptr;
-    auto *b = new Bridge;
+Bridge* umbra_bridge_open(const char* library, SubmitJob submit, void* context, int64_t limit_ms, int host_func) {
+    void* opened = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    if (!opened) return fail(dlerror()), nullptr;
+    auto* b = new Bridge;
     b->library = opened;
     if (!bind(b->acl, opened) || (b->acl.get_context(&b->device) && !fail("no device is set in this thread"))) {
         delete b;
@@ -205,67 +204,65 @@ Bridge *umbra_bridge_open(const char *library, SubmitJob submit, void *context, 
     return b;
 }
 
-int umbra_bridge_host_func(Bridge *b) { return b->host_func; }
+int umbra_bridge_host_func(Bridge* b) { return b->host_func; }
 
 // To be called once for each stream, before its first launch and outside of captures.
-int umbra_bridge_subscribe(Bridge *b, Stream stream) {
+int umbra_bridge_subscribe(Bridge* b, Stream stream) {
     std::lock_guard<std::mutex> lock(b->guard);
-    if (std::find(b->streams.begin(), b->streams.end(), stream) != b->streams.end())
-        return 0;
-    if (b->streams.size() == kStreams)
-        return !fail("a bridge serves " + std::to_string(kStreams) + " streams at most");
+    if (std::find(b->streams.begin(), b->streams.end(), stream) != b->streams.end()) return 0;
+    if (b->streams.size() == kStreams) return !fail("a bridge serves " + std::to_string(kStreams) + " streams at most");
     if (int status = b->host_func ? 0 : b->acl.subscribe(b->thread, stream))
         return !fail("aclrtSubscribeReport: error " + std::to_string(status));
     b->streams.push_back(stream);
     return 0;
 }
 
-Payload *umbra_payload_new(Bridge *b, const Job *job, size_t sum_bytes) {
-    auto *p = new Payload{*job, b, sum_bytes};
+Payload* umbra_payload_new(Bridge* b, const Job* job, size_t sum_bytes) {
+    auto* p = new Payload{*job, b, sum_bytes};
     p->job.done = done;
     return p;
 }
 // To be called only after umbra_bridge_close has returned 0.
-void umbra_payload_free(Payload *p) { delete p; }
-int64_t umbra_payload_seen(Payload *p) {
+void umbra_payload_free(Payload* p) { delete p; }
+int64_t umbra_payload_seen(Payload* p) {
     std::lock_guard<std::mutex> lock(p->bridge->guard);
     return p->seen;
 }
 
 // Queues the callback, or adds it to the graph that the stream is being captured into. `p` must outlive both.
-int umbra_bridge_launch(Bridge *b, Stream stream, Payload *p) {
-    const char *name = b->host_func ? "aclrtLaunchHostFunc" : "aclrtLaunchCallback";
-    const int status = b->host_func ? b->acl.launch_host_func(stream, run, p)
-                                    : b->acl.launch_callback(run, p, kBlock, stream);
+int umbra_bridge_launch(Bridge* b, Stream stream, Payload* p) {
+    const char* name = b->host_func ? "aclrtLaunchHostFunc" : "aclrtLaunchCallback";
+    const int status =
+        b->host_func ? b->acl.launch_host_func(stream, run, p) : b->acl.launch_callback(run, p, kBlock, stream);
     return status ? !fail(std::string(name) + ": error " + std::to_string(status)) : 0;
 }
 
 // Sets the step that later callbacks name in errors.
-void umbra_bridge_begin(Bridge *b, int64_t step) {
+void umbra_bridge_begin(Bridge* b, int64_t step) {
     std::lock_guard<std::mutex> lock(b->guard);
     b->step = step;
 }
 
 // Waits at most `ms` for the stream. 0: the stream is idle, 1: it is not idle yet, -1: an error, see
 // umbra_bridge_told().
-int umbra_bridge_synchronize(Bridge *b, Stream stream, int32_t ms) {
+int umbra_bridge_synchronize(Bridge* b, Stream stream, int32_t ms) {
     const int status = b->acl.synchronize_stream(stream, ms);
-    if (!status || status == kSyncTimeout)
-        return status != 0;
+    if (!status || status == kSyncTimeout) return status != 0;
     return fail("aclrtSynchronizeStreamWithTimeout: error " + std::to_string(status)), -1;
 }
 
-int64_t umbra_bridge_events(Bridge *b) { // a count that grows by one when a callback begins and when it ends
+int64_t umbra_bridge_events(Bridge* b) {  // a count that grows by one when a callback begins and when it ends
     std::lock_guard<std::mutex> lock(b->guard);
     return b->events;
 }
 
 // The text of the first error, or nullptr if there is none. If `otherwise` is given and there is no error yet, it
 // becomes the first error.
-const char *umbra_bridge_error(Bridge *b, const char *otherwise) {
+const char* umbra_bridge_error(Bridge* b, const char* otherwise) {
     std::lock_guard<std::mutex> lock(b->guard);
     if (b->error.empty() && otherwise)
-        b->error = otherwise + (b->report_error ? "; aclrtProcessReport: error " + std::to_string(b->report_error) : "");
+        b->error =
+            otherwise + (b->report_error ? "; aclrtProcessReport: error " + std::to_string(b->report_error) : "");
     told = b->error;
     return told.empty() ? nullptr : told.c_str();
 }
@@ -273,7 +270,7 @@ const char *umbra_bridge_error(Bridge *b, const char *otherwise) {
 // Closes the bridge. Callbacks that wait, and those that come later, return at once with sums of NaN. Returns 0 once
 // all work has ended. Returns 1 if after `ms` the device, a callback or a worker is still busy; then neither the bridge
 // nor its payloads and their buffers may ever be freed.
-int umbra_bridge_close(Bridge *b, int64_t ms) {
+int umbra_bridge_close(Bridge* b, int64_t ms) {
     const auto deadline = Clock::now() + milliseconds(ms);
     std::unique_lock<std::mutex> lock(b->guard);
     b->closing = true;
@@ -281,22 +278,20 @@ int umbra_bridge_close(Bridge *b, int64_t ms) {
     lock.unlock();
     const bool busy = !b->streams.empty() && b->acl.synchronize_device(static_cast<int32_t>(ms));
     for (Stream stream : b->streams)
-        if (!b->host_func)
-            b->acl.unsubscribe(b->thread, stream);
+        if (!b->host_func) b->acl.unsubscribe(b->thread, stream);
     lock.lock();
     b->stop = true;
     const bool quiet = b->moved.wait_until(lock, std::max(deadline, Clock::now() + 2 * kReportWait),
                                            [&] { return b->stopped && !b->inside && !b->running; });
     const bool joinable = b->stopped;
     lock.unlock();
-    if (b->reporter.joinable())
-        joinable ? b->reporter.join() : b->reporter.detach();
+    if (b->reporter.joinable()) joinable ? b->reporter.join() : b->reporter.detach();
     return busy || !quiet;
 }
 
-void umbra_bridge_free(Bridge *b) {
+void umbra_bridge_free(Bridge* b) {
     dlclose(b->library);
     delete b;
 }
 
-} // extern "C"
+}  // extern "C"

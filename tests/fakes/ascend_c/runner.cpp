@@ -11,18 +11,18 @@ namespace {
 
 constexpr size_t kStack = 1 << 20;
 
-struct Stacks { // one stack for each block; memory pages are allocated at their first access
+struct Stacks {  // one stack for each block; memory pages are allocated at their first access
     explicit Stacks(size_t count_)
-        : count(count_), memory(static_cast<uint8_t *>(mmap(nullptr, count * kStack, PROT_READ | PROT_WRITE,
-                                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {}
+        : count(count_), memory(static_cast<uint8_t*>(mmap(nullptr, count * kStack, PROT_READ | PROT_WRITE,
+                                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {}
     ~Stacks() { munmap(memory, count * kStack); }
     size_t count;
-    uint8_t *memory;
+    uint8_t* memory;
 };
 
 using Address = GM_ADDR;
 // All arguments are pointers, so passing more than the function takes does no harm.
-void call(void *function, const std::vector<Address> &a) {
+void call(void* function, const std::vector<Address>& a) {
     using Kernel = void (*)(Address, Address, Address, Address, Address, Address, Address, Address, Address, Address,
                             Address, Address, Address, Address, Address, Address);
     reinterpret_cast<Kernel>(function)(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12],
@@ -30,13 +30,13 @@ void call(void *function, const std::vector<Address> &a) {
 }
 
 struct Entry {
-    void *function;
+    void* function;
     std::vector<Address> arguments;
     std::string error;
 } entry;
 
 void end_of_block() {
-    Core &core = twin::core();
+    Core& core = twin::core();
     AscendC::TPipe::release_all();
     for (int event = 0; event < int(AscendC::HardEvent::COUNT); ++event)
         for (int id = 0; id < 8; ++id)
@@ -45,20 +45,20 @@ void end_of_block() {
 }
 
 void block() {
-    Core &core = twin::core();
+    Core& core = twin::core();
     try {
         call(entry.function, entry.arguments);
         core.op = Shadow::op_id("end");
         end_of_block();
-    } catch (const std::exception &error) {
+    } catch (const std::exception& error) {
         entry.error = error.what();
     }
     core.done = true;
     swapcontext(&core.context, &run()->scheduler);
 }
 
-void run_blocks(Run &run, Stacks &stacks) {
-    for (auto &core : run.cores) {
+void run_blocks(Run& run, Stacks& stacks) {
+    for (auto& core : run.cores) {
         getcontext(&core->context);
         core->context.uc_stack = {stacks.memory + core->index * kStack, 0, kStack};
         core->context.uc_link = nullptr;
@@ -66,58 +66,54 @@ void run_blocks(Run &run, Stacks &stacks) {
     }
     for (;; ++run.memory.phase) {
         const Core *waits = nullptr, *done = nullptr;
-        for (auto &core : run.cores) {
+        for (auto& core : run.cores) {
             run.core = core.get();
             core->waits = false;
-            if (!core->done)
-                swapcontext(&run.scheduler, &core->context);
-            if (!entry.error.empty())
-                return;
+            if (!core->done) swapcontext(&run.scheduler, &core->context);
+            if (!entry.error.empty()) return;
             (core->waits ? waits : done) = core.get();
         }
         if (waits && done)
-            entry.error = text("core %d ended without the SyncAll that core %d waits at: deadlock", done->index,
-                               waits->index);
-        if (!waits || !entry.error.empty())
-            return;
+            entry.error =
+                text("core %d ended without the SyncAll that core %d waits at: deadlock", done->index, waits->index);
+        if (!waits || !entry.error.empty()) return;
     }
 }
 
-std::string json(const Run &run) {
+std::string json(const Run& run) {
     std::string text = "{\"buffers\": {";
-    for (const Buffer &buffer : run.memory.buffers)
-        text += (&buffer == &run.memory.buffers[0] ? "\"" : ", \"") + buffer.name + "\": {\"read\": " +
-                std::to_string(buffer.read) + ", \"written\": " + std::to_string(buffer.written) + "}";
+    for (const Buffer& buffer : run.memory.buffers)
+        text += (&buffer == &run.memory.buffers[0] ? "\"" : ", \"") + buffer.name +
+                "\": {\"read\": " + std::to_string(buffer.read) + ", \"written\": " + std::to_string(buffer.written) +
+                "}";
     text += "}, \"cores\": [";
-    for (auto &core : run.cores) {
+    for (auto& core : run.cores) {
         text += core->index ? ", [" : "[";
-        for (auto &phase : core->phases)
-            text += (&phase == &core->phases.front() ? "" : ", ") + counts_json(phase);
+        for (auto& phase : core->phases) text += (&phase == &core->phases.front() ? "" : ", ") + counts_json(phase);
         text += "]";
     }
     return text + "]}";
 }
 
-} // namespace
+}  // namespace
 
 // Buffers are in the order of the kernel's arguments; a null base stands for an optional input that is absent. The
 // workspace is the last buffer, and its `base` is the start of the library's part. Returns 0, or 1 with the rule that
 // was broken in *answer.
-extern "C" int twin_run(const char *kernel, int count, const char **names, const int *roles, uint8_t **bases,
-                        const uint64_t *sizes, const uint8_t *tiling, uint64_t tiling_bytes, uint64_t key, int cores,
-                        char *answer, uint64_t answer_bytes) {
+extern "C" int twin_run(const char* kernel, int count, const char** names, const int* roles, uint8_t** bases,
+                        const uint64_t* sizes, const uint8_t* tiling, uint64_t tiling_bytes, uint64_t key, int cores,
+                        char* answer, uint64_t answer_bytes) {
     Run state;
     run() = &state;
     entry = Entry{};
-    auto answer_with = [&](const std::string &text, int code) {
-        if (text.size() + 1 > answer_bytes)
-            return 2;
+    auto answer_with = [&](const std::string& text, int code) {
+        if (text.size() + 1 > answer_bytes) return 2;
         std::memcpy(answer, text.c_str(), text.size() + 1);
         return code;
     };
     state.kernel = kernel, state.key = key;
     entry.function = dlsym(RTLD_DEFAULT, kernel);
-    if (Dl_info info; dladdr(reinterpret_cast<void *>(&twin_run), &info))
+    if (Dl_info info; dladdr(reinterpret_cast<void*>(&twin_run), &info))
         entry.function = dlsym(dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD), kernel);
     if (!entry.function || count > 14)
         return answer_with(text("no kernel %s of at most 14 buffers in the library", kernel), 1);
@@ -137,7 +133,6 @@ extern "C" int twin_run(const char *kernel, int count, const char **names, const
     }
     Stacks stacks(cores);
     run_blocks(state, stacks);
-    if (!entry.error.empty())
-        return answer_with(std::string(kernel) + ": " + entry.error, 1);
+    if (!entry.error.empty()) return answer_with(std::string(kernel) + ": " + entry.error, 1);
     return answer_with(json(state), 0);
 }

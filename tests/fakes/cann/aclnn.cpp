@@ -20,59 +20,54 @@
 namespace {
 
 struct Object {
-    std::string text; // the object's text in the log
+    std::string text;  // the object's text in the log
     std::vector<int64_t> shape;
-    std::vector<const Object *> members; // members of a list, which owns them
+    std::vector<const Object*> members;  // members of a list, which owns them
     size_t bytes = 0;                    // bytes of an element of a tensor
 };
 
 constexpr int kMostWords = 96;
-constexpr uintptr_t kMostNumber = 1 << 16; // below every address
-constexpr uintptr_t kFrames = 1 << 18; // largest distance of the caller's variables on the stack
+constexpr uintptr_t kMostNumber = 1 << 16;  // below every address
+constexpr uintptr_t kFrames = 1 << 18;      // largest distance of the caller's variables on the stack
 
 std::mutex guard;
-std::set<const Object *> alive;
-std::map<const void *, std::string> planned; // arguments of kernels that were sized and are not launched yet
+std::set<const Object*> alive;
+std::map<const void*, std::string> planned;  // arguments of kernels that were sized and are not launched yet
 
-const Object *keep(Object object) {
-    auto *kept = new Object(std::move(object));
+const Object* keep(Object object) {
+    auto* kept = new Object(std::move(object));
     std::lock_guard<std::mutex> lock(guard);
     alive.insert(kept);
     return kept;
 }
 
 // `object` may be null, since absent tensors are destroyed as well.
-int drop(const Object *object) {
+int drop(const Object* object) {
     {
         std::lock_guard<std::mutex> lock(guard);
-        if (!alive.erase(object))
-            return ACL_SUCCESS;
+        if (!alive.erase(object)) return ACL_SUCCESS;
     }
-    for (const Object *member : object->members)
-        drop(member);
+    for (const Object* member : object->members) drop(member);
     delete object;
     return ACL_SUCCESS;
 }
 
-template <class T> std::string row(const T *values, uint64_t count) {
+template <class T> std::string row(const T* values, uint64_t count) {
     std::string text;
-    for (uint64_t i = 0; i < count; ++i)
-        text += (i ? "," : "") + std::to_string(values[i]);
+    for (uint64_t i = 0; i < count; ++i) text += (i ? "," : "") + std::to_string(values[i]);
     return text;
 }
 
-const Object *keep_list(const Object *const *values, uint64_t count) {
+const Object* keep_list(const Object* const* values, uint64_t count) {
     std::string text;
-    for (uint64_t i = 0; i < count; ++i)
-        text += (i ? " " : "") + (values[i] ? values[i]->text : "none");
+    for (uint64_t i = 0; i < count; ++i) text += (i ? " " : "") + (values[i] ? values[i]->text : "none");
     return keep({"[" + text + "]", {}, {values, values + count}});
 }
 
-bool contiguous(const int64_t *shape, const int64_t *strides, uint64_t rank) {
+bool contiguous(const int64_t* shape, const int64_t* strides, uint64_t rank) {
     int64_t expected = 1;
     for (uint64_t i = rank; i-- > 0; expected *= shape[i])
-        if (shape[i] != 1 && strides[i] != expected)
-            return false;
+        if (shape[i] != 1 && strides[i] != expected) return false;
     return true;
 }
 
@@ -80,7 +75,7 @@ bool plain(int format) { return format == ACL_FORMAT_ND || format == ACL_FORMAT_
 
 // Whether the word points to eight zero bytes in the stack frames above this one.
 bool zero_on_stack(uintptr_t word, uintptr_t here) {
-    return word > here && word - here < kFrames && word % 8 == 0 && !*reinterpret_cast<const uint64_t *>(word);
+    return word > here && word - here < kFrames && word % 8 == 0 && !*reinterpret_cast<const uint64_t*>(word);
 }
 
 long plan(bool own, long first, va_list rest) {
@@ -89,14 +84,14 @@ long plan(bool own, long first, va_list rest) {
     uintptr_t word = first, before = 0;
     for (int i = 0; i < kMostWords; ++i, before = word, word = va_arg(rest, long)) {
         if (zero_on_stack(before, here) && zero_on_stack(word, here) && before != word) {
-            void *executor = fake::handle();
-            *reinterpret_cast<void **>(word) = executor;
+            void* executor = fake::handle();
+            *reinterpret_cast<void**>(word) = executor;
             std::lock_guard<std::mutex> lock(guard);
             planned[executor] = text;
             return 0;
         }
         std::lock_guard<std::mutex> lock(guard);
-        auto *object = reinterpret_cast<const Object *>(word);
+        auto* object = reinterpret_cast<const Object*>(word);
         if (alive.count(object))
             text += " " + object->text;
         else if (own && word == 1)
@@ -104,13 +99,13 @@ long plan(bool own, long first, va_list rest) {
         else if (own && word > 1 && word < kMostNumber)
             text += " " + std::to_string(word);
     }
-    return 0; // the end was not found: the log will have only the name
+    return 0;  // the end was not found: the log will have only the name
 }
 
-} // namespace
+}  // namespace
 
 std::string fake::type_name(int type) {
-    static const std::map<int, const char *> names = {
+    static const std::map<int, const char*> names = {
         {ACL_FLOAT, "float32"}, {ACL_FLOAT16, "float16"}, {ACL_INT8, "int8"},      {ACL_INT32, "int32"},
         {ACL_UINT8, "uint8"},   {ACL_INT16, "int16"},     {ACL_UINT16, "uint16"},  {ACL_UINT32, "uint32"},
         {ACL_INT64, "int64"},   {ACL_UINT64, "uint64"},   {ACL_DOUBLE, "float64"}, {ACL_BOOL, "bool"},
@@ -122,13 +117,13 @@ std::string fake::type_name(int type) {
 
 extern "C" {
 
-long fake_aclnn(const char *name, long first, va_list rest) {
-    constexpr const char *sizing = "WorkspaceSize";
+long fake_aclnn(const char* name, long first, va_list rest) {
+    constexpr const char* sizing = "WorkspaceSize";
     if (strlen(name) > strlen(sizing) && !strcmp(name + strlen(name) - strlen(sizing), sizing))
         return plan(!strncmp(name, "aclnnUmbra", strlen("aclnnUmbra")), first, rest);
-    va_arg(rest, long); // bytes of workspace
-    const void *executor = va_arg(rest, void *);
-    aclrtStream stream = va_arg(rest, void *);
+    va_arg(rest, long);  // bytes of workspace
+    const void* executor = va_arg(rest, void*);
+    aclrtStream stream = va_arg(rest, void*);
     std::string arguments;
     {
         std::lock_guard<std::mutex> lock(guard);
@@ -142,44 +137,38 @@ long fake_aclnn(const char *name, long first, va_list rest) {
 }
 
 // The text of a tensor is (2,3)bfloat16, with :NZ or :format4 if it is not plain, and @strides(1,2) if not contiguous.
-const Object *aclCreateTensor(const int64_t *shape, uint64_t rank, int type, const int64_t *strides, int64_t,
-                              int format, const int64_t *, uint64_t, void *) {
+const Object* aclCreateTensor(const int64_t* shape, uint64_t rank, int type, const int64_t* strides, int64_t,
+                              int format, const int64_t*, uint64_t, void*) {
     std::string text = "(" + row(shape, rank) + ")" + fake::type_name(type);
-    if (!plain(format))
-        text += format == ACL_FORMAT_FRACTAL_NZ ? ":NZ" : ":format" + std::to_string(format);
-    if (!contiguous(shape, strides, rank))
-        text += "@strides(" + row(strides, rank) + ")";
+    if (!plain(format)) text += format == ACL_FORMAT_FRACTAL_NZ ? ":NZ" : ":format" + std::to_string(format);
+    if (!contiguous(shape, strides, rank)) text += "@strides(" + row(strides, rank) + ")";
     return keep({text, {shape, shape + rank}, {}, aclDataTypeSize(static_cast<aclDataType>(type))});
 }
-aclError aclGetViewShape(const Object *tensor, int64_t **shape, uint64_t *rank) {
+aclError aclGetViewShape(const Object* tensor, int64_t** shape, uint64_t* rank) {
     *rank = tensor->shape.size();
-    *shape = new int64_t[*rank]; // the caller deletes it
+    *shape = new int64_t[*rank];  // the caller deletes it
     memcpy(*shape, tensor->shape.data(), *rank * sizeof(int64_t));
     return ACL_SUCCESS;
 }
 size_t aclDataTypeSize(aclDataType type) {
     switch (type) {
-    case ACL_INT8:
-    case ACL_UINT8:
-    case ACL_BOOL:
-        return 1;
-    case ACL_FLOAT16:
-    case ACL_BF16:
-    case ACL_INT16:
-    case ACL_UINT16:
-        return 2;
-    case ACL_INT64:
-    case ACL_UINT64:
-    case ACL_DOUBLE:
-        return 8;
-    default:
-        return 4;
+        case ACL_INT8:
+        case ACL_UINT8:
+        case ACL_BOOL: return 1;
+        case ACL_FLOAT16:
+        case ACL_BF16:
+        case ACL_INT16:
+        case ACL_UINT16: return 2;
+        case ACL_INT64:
+        case ACL_UINT64:
+        case ACL_DOUBLE: return 8;
+        default: return 4;
     }
 }
 // Returns the shape of a tensor's storage in another format. FRACTAL_NZ has columns in strips of 32 bytes, and rows in
 // groups of sixteen.
-aclError aclnnNpuFormatCastCalculateSizeAndFormat(const Object *tensor, int format, int, int64_t **storage,
-                                                  uint64_t *rank, int *actual) {
+aclError aclnnNpuFormatCastCalculateSizeAndFormat(const Object* tensor, int format, int, int64_t** storage,
+                                                  uint64_t* rank, int* actual) {
     std::vector<int64_t> shape = tensor->shape;
     if (format == ACL_FORMAT_FRACTAL_NZ && shape.size() >= 2) {
         const int64_t strip = 32 / tensor->bytes, columns = shape.back(), rows = shape[shape.size() - 2];
@@ -188,28 +177,28 @@ aclError aclnnNpuFormatCastCalculateSizeAndFormat(const Object *tensor, int form
     }
     *actual = format;
     *rank = shape.size();
-    *storage = new int64_t[*rank]; // the caller deletes it
+    *storage = new int64_t[*rank];  // the caller deletes it
     memcpy(*storage, shape.data(), *rank * sizeof(int64_t));
     return ACL_SUCCESS;
 }
-const Object *aclCreateScalar(void *, int type) { return keep({"scalar:" + fake::type_name(type), {}, {}}); }
-const Object *aclCreateIntArray(const int64_t *values, uint64_t count) {
+const Object* aclCreateScalar(void*, int type) { return keep({"scalar:" + fake::type_name(type), {}, {}}); }
+const Object* aclCreateIntArray(const int64_t* values, uint64_t count) {
     return keep({"ints(" + row(values, count) + ")", {}, {}});
 }
-const Object *aclCreateFloatArray(const float *values, uint64_t count) {
+const Object* aclCreateFloatArray(const float* values, uint64_t count) {
     return keep({"floats(" + row(values, count) + ")", {}, {}});
 }
-const Object *aclCreateBoolArray(const bool *values, uint64_t count) {
+const Object* aclCreateBoolArray(const bool* values, uint64_t count) {
     return keep({"bools(" + row(values, count) + ")", {}, {}});
 }
-const Object *aclCreateTensorList(const Object *const *values, uint64_t count) { return keep_list(values, count); }
-const Object *aclCreateScalarList(const Object *const *values, uint64_t count) { return keep_list(values, count); }
-int aclDestroyTensor(const Object *object) { return drop(object); }
-int aclDestroyScalar(const Object *object) { return drop(object); }
-int aclDestroyIntArray(const Object *object) { return drop(object); }
-int aclDestroyFloatArray(const Object *object) { return drop(object); }
-int aclDestroyBoolArray(const Object *object) { return drop(object); }
-int aclDestroyTensorList(const Object *object) { return drop(object); }
-int aclDestroyScalarList(const Object *object) { return drop(object); }
+const Object* aclCreateTensorList(const Object* const* values, uint64_t count) { return keep_list(values, count); }
+const Object* aclCreateScalarList(const Object* const* values, uint64_t count) { return keep_list(values, count); }
+int aclDestroyTensor(const Object* object) { return drop(object); }
+int aclDestroyScalar(const Object* object) { return drop(object); }
+int aclDestroyIntArray(const Object* object) { return drop(object); }
+int aclDestroyFloatArray(const Object* object) { return drop(object); }
+int aclDestroyBoolArray(const Object* object) { return drop(object); }
+int aclDestroyTensorList(const Object* object) { return drop(object); }
+int aclDestroyScalarList(const Object* object) { return drop(object); }
 
-} // extern "C"
+}  // extern "C"

@@ -9,23 +9,23 @@
 namespace {
 
 std::mutex guard;
-std::map<aclrtStream, aclmdlRI> streams;              // streams in a capture
-std::map<aclrtEvent, std::pair<aclmdlRI, fake::Token>> events; // events recorded in a capture
-std::map<aclrtStream, aclrtTaskGrp> updates;          // streams that are changing a task group
-std::map<aclmdlRI, int> graphs;                       // 1, 2, ... in the order of capture
-std::map<aclmdlRI, std::shared_ptr<std::vector<fake::Task>>> tasks; // tasks of each replay
-thread_local aclmdlRI mine = nullptr;                 // the capture that this thread has begun ...
-thread_local aclmdlRICaptureMode mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL; // ... and its mode
+std::map<aclrtStream, aclmdlRI> streams;                                   // streams in a capture
+std::map<aclrtEvent, std::pair<aclmdlRI, fake::Token>> events;             // events recorded in a capture
+std::map<aclrtStream, aclrtTaskGrp> updates;                               // streams that are changing a task group
+std::map<aclmdlRI, int> graphs;                                            // 1, 2, ... in the order of capture
+std::map<aclmdlRI, std::shared_ptr<std::vector<fake::Task>>> tasks;        // tasks of each replay
+thread_local aclmdlRI mine = nullptr;                                      // the capture that this thread has begun ...
+thread_local aclmdlRICaptureMode mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;  // ... and its mode
 thread_local aclmdlRICaptureMode wish = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 
-template <class Key> aclmdlRI in(const std::map<Key, aclmdlRI> &which, Key key) {
+template <class Key> aclmdlRI in(const std::map<Key, aclmdlRI>& which, Key key) {
     auto found = which.find(key);
     return found == which.end() ? nullptr : found->second;
 }
 
 std::string graph(aclmdlRI model) { return "graph " + std::to_string(graphs[model]); }
 
-} // namespace
+}  // namespace
 
 bool fake::captured(aclrtStream stream) {
     std::lock_guard<std::mutex> lock(guard);
@@ -41,7 +41,7 @@ std::string fake::phase(aclrtStream stream) {
     return updates.count(stream) ? "update " : in(streams, stream) ? "captured " : "";
 }
 
-aclError fake::task(aclrtStream stream, const std::string &line, const std::function<void()> &run) {
+aclError fake::task(aclrtStream stream, const std::string& line, const std::function<void()>& run) {
     return launch({Task::kRun, stream, line, run});
 }
 
@@ -49,12 +49,10 @@ aclError fake::launch(Task task) {
     NOT_IN_A_CALLBACK
     const std::string when = phase(task.stream);
     say(when + task.line);
-    if (when == "update ")
-        return ACL_SUCCESS; // the launch is captured: nothing runs
+    if (when == "update ") return ACL_SUCCESS;  // the launch is captured: nothing runs
     {
         std::lock_guard<std::mutex> lock(guard);
-        if (aclmdlRI model = in(streams, task.stream))
-            return tasks[model]->push_back(task), ACL_SUCCESS;
+        if (aclmdlRI model = in(streams, task.stream)) return tasks[model]->push_back(task), ACL_SUCCESS;
     }
     return enqueue(task), ACL_SUCCESS;
 }
@@ -64,8 +62,7 @@ extern "C" {
 aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode how) {
     NOT_IN_A_CALLBACK
     std::unique_lock<std::mutex> lock(guard);
-    if (in(streams, stream))
-        return ACL_ERROR_RT_STREAM_CAPTURED;
+    if (in(streams, stream)) return ACL_ERROR_RT_STREAM_CAPTURED;
     streams[stream] = mine = fake::handle();
     mode = how;
     graphs[mine] = static_cast<int>(graphs.size()) + 1;
@@ -74,29 +71,26 @@ aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode how) {
     return ACL_SUCCESS;
 }
 
-aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus *status, aclmdlRI *model) {
+aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus* status, aclmdlRI* model) {
     std::lock_guard<std::mutex> lock(guard);
     *model = in(streams, stream);
     *status = *model ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
     return ACL_SUCCESS;
 }
 
-aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI *model) {
+aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI* model) {
     std::lock_guard<std::mutex> lock(guard);
     *model = in(streams, stream);
-    if (!*model)
-        return ACL_ERROR_RT_STREAM_NOT_CAPTURED;
-    for (auto it = streams.begin(); it != streams.end();)
-        it = it->second == *model ? streams.erase(it) : std::next(it);
+    if (!*model) return ACL_ERROR_RT_STREAM_NOT_CAPTURED;
+    for (auto it = streams.begin(); it != streams.end();) it = it->second == *model ? streams.erase(it) : std::next(it);
     for (auto it = events.begin(); it != events.end();)
         it = it->second.first == *model ? events.erase(it) : std::next(it);
-    if (mine == *model)
-        mine = nullptr;
+    if (mine == *model) mine = nullptr;
     fake::say("capture end " + graph(*model));
     return ACL_SUCCESS;
 }
 
-aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *how) { return std::swap(wish, *how), ACL_SUCCESS; }
+aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode* how) { return std::swap(wish, *how), ACL_SUCCESS; }
 
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream stream) {
     NOT_IN_A_CALLBACK
@@ -141,17 +135,16 @@ aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
             return tasks[found->second.first]->push_back(wait), ACL_SUCCESS;
         }
         if (in(streams, stream))
-            return ACL_SUCCESS; // an event from outside the capture: it has happened before any replay
+            return ACL_SUCCESS;  // an event from outside the capture: it has happened before any replay
     }
     wait.token = fake::last_record(event);
-    if (wait.token)
-        fake::enqueue(wait);
+    if (wait.token) fake::enqueue(wait);
     return ACL_SUCCESS;
 }
 
 aclError aclmdlRICaptureTaskGrpBegin(aclrtStream) { return fake::say("task group begin"), ACL_SUCCESS; }
 
-aclError aclmdlRICaptureTaskGrpEnd(aclrtStream, aclrtTaskGrp *group) {
+aclError aclmdlRICaptureTaskGrpEnd(aclrtStream, aclrtTaskGrp* group) {
     *group = fake::handle();
     return fake::say("task group end"), ACL_SUCCESS;
 }
@@ -168,4 +161,4 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream stream) {
     return fake::say("task update end"), ACL_SUCCESS;
 }
 
-} // extern "C"
+}  // extern "C"

@@ -12,47 +12,47 @@
 
 namespace fake {
 
-constexpr int kDevices = 16; // dies of one server of this type
-constexpr const char *kSoc = "Ascend910_9391";
+constexpr int kDevices = 16;  // dies of one server of this type
+constexpr const char* kSoc = "Ascend910_9391";
 
-void say(const std::string &line);                    // logs a line about a call to the device, if a test reads the log
-void ran(aclrtStream stream, const std::string &line); // adds a task that a stream has run to the other log
-aclError violation(const std::string &what);           // records that a rule was broken, and makes the call fail
-void *handle();                                       // a new handle, with a number that no other has
-int number(const void *handle);                       // the number of a handle: 1, 2, ...
+void say(const std::string& line);  // logs a line about a call to the device, if a test reads the log
+void ran(aclrtStream stream, const std::string& line);  // adds a task that a stream has run to the other log
+aclError violation(const std::string& what);            // records that a rule was broken, and makes the call fail
+void* handle();                                         // a new handle, with a number that no other has
+int number(const void* handle);                         // the number of a handle: 1, 2, ...
 
 // --- streams (streams.cpp)
-using Token = std::shared_ptr<bool>; // one recording of an event: whether its stream has reached it
+using Token = std::shared_ptr<bool>;  // one recording of an event: whether its stream has reached it
 struct Task {
     enum Kind { kRun, kRecord, kWait, kCallback, kReplay } kind;
-    aclrtStream stream; // the stream whose subscription a callback needs, also in a replay
+    aclrtStream stream;  // the stream whose subscription a callback needs, also in a replay
     std::string line;
-    std::function<void()> run; // kRun, kCallback
-    Token token;               // kRecord, kWait
-    bool blocks = true, host = false; // whether a callback blocks its stream; whether it is called by CANN's own thread
-    std::shared_ptr<const std::vector<Task>> graph; // kReplay
+    std::function<void()> run;  // kRun, kCallback
+    Token token;                // kRecord, kWait
+    bool blocks = true,
+         host = false;  // whether a callback blocks its stream; whether it is called by CANN's own thread
+    std::shared_ptr<const std::vector<Task>> graph;  // kReplay
 };
-void enqueue(const Task &task); // runs the task before it returns if nothing on the stream has to wait
-void record(aclrtEvent event, const Token &token); // sets the latest recording of `event`
-Token last_record(aclrtEvent event);              // nullptr if there is none yet
-bool inside_callback(); // whether this thread is calling a host function
-aclError forbid(const char *call);
-#define NOT_IN_A_CALLBACK                                                                                              \
-    if (fake::inside_callback())                                                                                       \
-        return fake::forbid(__func__);
+void enqueue(const Task& task);  // runs the task before it returns if nothing on the stream has to wait
+void record(aclrtEvent event, const Token& token);  // sets the latest recording of `event`
+Token last_record(aclrtEvent event);                // nullptr if there is none yet
+bool inside_callback();                             // whether this thread is calling a host function
+aclError forbid(const char* call);
+#define NOT_IN_A_CALLBACK \
+    if (fake::inside_callback()) return fake::forbid(__func__);
 
 // --- captures (capture.cpp)
 // "" for an eager launch, "captured " while the stream is in a capture, "update " while it changes a captured graph.
 std::string phase(aclrtStream stream);
 // Logs a task for a stream, and queues it now or, if the stream is in a capture, at each replay.
-aclError task(aclrtStream stream, const std::string &line, const std::function<void()> &run);
+aclError task(aclrtStream stream, const std::string& line, const std::function<void()>& run);
 aclError launch(Task task);
 bool captured(aclrtStream stream);
-bool capturing(); // whether this thread has begun a capture that forbids waiting for the device
+bool capturing();  // whether this thread has begun a capture that forbids waiting for the device
 
 // --- memory (device.cpp)
-bool pinned(const void *p);
+bool pinned(const void* p);
 
 std::string type_name(int acl_type);
 
-} // namespace fake
+}  // namespace fake

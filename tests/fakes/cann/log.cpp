@@ -11,34 +11,32 @@ std::string lines, done, broken, taken;
 bool listening = false;
 std::atomic<uintptr_t> last{0};
 
-const char *take(std::string &from) {
+const char* take(std::string& from) {
     taken.swap(from);
     from.clear();
     return taken.c_str();
 }
-} // namespace
+}  // namespace
 
-void fake::say(const std::string &line) {
+void fake::say(const std::string& line) {
     std::lock_guard<std::mutex> lock(guard);
-    if (listening)
-        lines += line + '\n';
+    if (listening) lines += line + '\n';
 }
 
-void fake::ran(aclrtStream stream, const std::string &line) {
+void fake::ran(aclrtStream stream, const std::string& line) {
     std::lock_guard<std::mutex> lock(guard);
-    if (listening)
-        done += std::to_string(number(stream)) + ' ' + line + '\n';
+    if (listening) done += std::to_string(number(stream)) + ' ' + line + '\n';
 }
 
-aclError fake::violation(const std::string &what) {
+aclError fake::violation(const std::string& what) {
     std::lock_guard<std::mutex> lock(guard);
     broken += what + '\n';
     return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
 }
 
-void *fake::handle() { return reinterpret_cast<void *>((++last) << 4); }
+void* fake::handle() { return reinterpret_cast<void*>((++last) << 4); }
 
-int fake::number(const void *handle) { return static_cast<int>(reinterpret_cast<uintptr_t>(handle) >> 4); }
+int fake::number(const void* handle) { return static_cast<int>(reinterpret_cast<uintptr_t>(handle) >> 4); }
 
 extern "C" {
 
@@ -50,21 +48,21 @@ void fake_log_start() {
 }
 
 // Returns the log and stops logging. The text is valid until the next call of any of these functions.
-const char *fake_log_take() {
+const char* fake_log_take() {
     std::lock_guard<std::mutex> lock(guard);
     listening = false;
     return take(lines);
 }
 
 // Returns the tasks that the streams have run since the log was started, or since the last call.
-const char *fake_ran_take() {
+const char* fake_ran_take() {
     std::lock_guard<std::mutex> lock(guard);
     return take(done);
 }
 
-const char *fake_violations_take() {
+const char* fake_violations_take() {
     std::lock_guard<std::mutex> lock(guard);
     return take(broken);
 }
 
-} // extern "C"
+}  // extern "C"

@@ -5,6 +5,7 @@
 // Host functions run on real threads, by CANN's rules: a function of aclrtLaunchCallback on the thread that is
 // subscribed for the stream, once that thread calls aclrtProcessReport; a function of aclrtLaunchHostFunc on a thread
 // of CANN. A stream can have only one of the two kinds, and a host function must not call the device's API.
+#include <pthread.h>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -14,28 +15,27 @@
 #include <mutex>
 #include <set>
 #include <thread>
-#include <pthread.h>
 
 #include "fake.h"
 
 namespace {
 
-constexpr size_t kThreads = 32; // most threads that may be subscribed at a time
+constexpr size_t kThreads = 32;  // most threads that may be subscribed at a time
 
 struct Replay;
 struct Queue {
     aclrtStream stream;
     std::deque<fake::Task> tasks;
-    bool held = false; // whether a host function or a replay blocks the queue
-    Replay *replay = nullptr;
+    bool held = false;  // whether a host function or a replay blocks the queue
+    Replay* replay = nullptr;
 };
-struct Replay { // the streams of one graph, which run while the stream that replays it is blocked
-    Queue *by;
+struct Replay {  // the streams of one graph, which run while the stream that replays it is blocked
+    Queue* by;
     std::map<aclrtStream, Queue> queues;
 };
 struct Report {
     fake::Task task;
-    Queue *queue;
+    Queue* queue;
     int era;
 };
 
@@ -45,37 +45,36 @@ struct State {
     std::condition_variable moved;
     std::map<aclrtStream, Queue> queues;
     std::list<Replay> replays;
-    std::map<aclrtStream, uint64_t> subscribed; // stream -> its thread
-    std::map<aclrtStream, bool> kind;           // stream -> whether its host functions run on CANN's own thread
-    std::map<uint64_t, std::deque<Report>> reports; // thread -> reports; 0: CANN's own thread
+    std::map<aclrtStream, uint64_t> subscribed;      // stream -> its thread
+    std::map<aclrtStream, bool> kind;                // stream -> whether its host functions run on CANN's own thread
+    std::map<uint64_t, std::deque<Report>> reports;  // thread -> reports; 0: CANN's own thread
     std::map<aclrtEvent, fake::Token> recorded;
     bool own_thread = false;
-    int era = 0; // reports of an earlier era have no stream any more
+    int era = 0;  // reports of an earlier era have no stream any more
 };
-State &s = *new State;
+State& s = *new State;
 thread_local bool inside = false;
 
-Queue &queue(aclrtStream stream) {
-    Queue &found = s.queues[stream];
+Queue& queue(aclrtStream stream) {
+    Queue& found = s.queues[stream];
     found.stream = stream;
     return found;
 }
 
-bool empty(const Queue &q) { return q.tasks.empty() && !q.held; }
+bool empty(const Queue& q) { return q.tasks.empty() && !q.held; }
 
-void begin_replay(Queue &by, const std::vector<fake::Task> &tasks) {
+void begin_replay(Queue& by, const std::vector<fake::Task>& tasks) {
     by.held = true;
-    Replay &replay = s.replays.emplace_back();
+    Replay& replay = s.replays.emplace_back();
     replay.by = &by;
-    std::map<fake::Token, fake::Token> fresh; // recordings in the capture -> those of this replay
+    std::map<fake::Token, fake::Token> fresh;  // recordings in the capture -> those of this replay
     for (fake::Task task : tasks) {
         if (task.token) {
-            fake::Token &token = fresh[task.token];
-            if (!token)
-                token = std::make_shared<bool>(false);
+            fake::Token& token = fresh[task.token];
+            if (!token) token = std::make_shared<bool>(false);
             task.token = token;
         }
-        Queue &q = replay.queues[task.stream];
+        Queue& q = replay.queues[task.stream];
         q.stream = task.stream;
         q.replay = &replay;
         q.tasks.push_back(task);
@@ -83,33 +82,26 @@ void begin_replay(Queue &by, const std::vector<fake::Task> &tasks) {
 }
 
 // Runs the first task of `q` if it is ready.
-bool step(Queue &q) {
-    if (q.held || q.tasks.empty())
-        return false;
-    const fake::Task &next = q.tasks.front();
-    if (next.kind == fake::Task::kWait && !*next.token)
-        return false;
+bool step(Queue& q) {
+    if (q.held || q.tasks.empty()) return false;
+    const fake::Task& next = q.tasks.front();
+    if (next.kind == fake::Task::kWait && !*next.token) return false;
     if (next.kind == fake::Task::kCallback && !next.host && !s.subscribed.count(next.stream))
-        return false; // never fires
+        return false;  // never fires
     const fake::Task task = next;
     q.tasks.pop_front();
     switch (task.kind) {
-    case fake::Task::kRun:
-        fake::ran(q.stream, task.line);
-        task.run();
-        break;
-    case fake::Task::kRecord:
-        *task.token = true;
-        break;
-    case fake::Task::kWait:
-        break;
-    case fake::Task::kCallback:
-        q.held = task.blocks;
-        s.reports[task.host ? 0 : s.subscribed[task.stream]].push_back({task, &q, s.era});
-        break;
-    case fake::Task::kReplay:
-        begin_replay(q, *task.graph);
-        break;
+        case fake::Task::kRun:
+            fake::ran(q.stream, task.line);
+            task.run();
+            break;
+        case fake::Task::kRecord: *task.token = true; break;
+        case fake::Task::kWait: break;
+        case fake::Task::kCallback:
+            q.held = task.blocks;
+            s.reports[task.host ? 0 : s.subscribed[task.stream]].push_back({task, &q, s.era});
+            break;
+        case fake::Task::kReplay: begin_replay(q, *task.graph); break;
     }
     return true;
 }
@@ -117,14 +109,12 @@ bool step(Queue &q) {
 void pump() {
     for (bool moved = true; moved;) {
         moved = false;
-        for (auto &[_, q] : s.queues)
-            while (step(q))
-                moved = true;
+        for (auto& [_, q] : s.queues)
+            while (step(q)) moved = true;
         for (auto replay = s.replays.begin(); replay != s.replays.end();) {
             bool done = true;
-            for (auto &[_, q] : replay->queues) {
-                while (step(q))
-                    moved = true;
+            for (auto& [_, q] : replay->queues) {
+                while (step(q)) moved = true;
                 done = done && empty(q);
             }
             if (done) {
@@ -141,8 +131,7 @@ void pump() {
 // Runs a host function that was reported to `thread`. Returns false if none was reported in time.
 bool process(uint64_t thread, std::chrono::milliseconds most) {
     std::unique_lock<std::mutex> lock(s.guard);
-    if (!s.moved.wait_for(lock, most, [&] { return !s.reports[thread].empty(); }))
-        return false;
+    if (!s.moved.wait_for(lock, most, [&] { return !s.reports[thread].empty(); })) return false;
     const Report report = s.reports[thread].front();
     s.reports[thread].pop_front();
     const aclrtStream stream = report.task.stream;
@@ -153,23 +142,20 @@ bool process(uint64_t thread, std::chrono::milliseconds most) {
     inside = false;
     lock.lock();
     fake::ran(stream, "callback end");
-    if (report.era == s.era && report.task.blocks)
-        report.queue->held = false;
+    if (report.era == s.era && report.task.blocks) report.queue->held = false;
     pump();
     return true;
 }
 
 aclError host_function(aclrtStream stream, std::function<void()> run, bool blocks, bool host) {
-    NOT_IN_A_CALLBACK
-    {
+    NOT_IN_A_CALLBACK {
         std::lock_guard<std::mutex> lock(s.guard);
         if (s.kind.emplace(stream, host).first->second != host)
             return fake::violation("aclrtLaunchCallback and aclrtLaunchHostFunc on one stream");
         if (host && !s.own_thread) {
             s.own_thread = true;
             std::thread([] {
-                for (;;)
-                    process(0, std::chrono::milliseconds(1000));
+                for (;;) process(0, std::chrono::milliseconds(1000));
             }).detach();
         }
     }
@@ -180,20 +166,17 @@ aclError host_function(aclrtStream stream, std::function<void()> run, bool block
 }
 
 // If the host waits for the device during a capture, that is an error on a real device as well.
-template <class Done> aclError wait(const char *what, bool forbidden, int32_t ms, Done done) {
-    if (forbidden)
-        return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
+template <class Done> aclError wait(const char* what, bool forbidden, int32_t ms, Done done) {
+    if (forbidden) return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
     fake::say(std::string("synchronize ") + what);
     std::unique_lock<std::mutex> lock(s.guard);
-    if (ms < 0)
-        return s.moved.wait(lock, done), ACL_SUCCESS;
+    if (ms < 0) return s.moved.wait(lock, done), ACL_SUCCESS;
     return s.moved.wait_for(lock, std::chrono::milliseconds(ms), done) ? ACL_SUCCESS : ACL_ERROR_RT_STREAM_SYNC_TIMEOUT;
 }
 
 bool all_idle() {
-    for (const auto &[_, q] : s.queues)
-        if (!empty(q))
-            return false;
+    for (const auto& [_, q] : s.queues)
+        if (!empty(q)) return false;
     return true;
 }
 
@@ -202,9 +185,9 @@ bool happened(aclrtEvent event) {
     return found == s.recorded.end() || *found->second;
 }
 
-} // namespace
+}  // namespace
 
-void fake::enqueue(const Task &task) {
+void fake::enqueue(const Task& task) {
     std::lock_guard<std::mutex> lock(s.guard);
     queue(task.stream).tasks.push_back(task);
     pump();
@@ -212,9 +195,9 @@ void fake::enqueue(const Task &task) {
 
 bool fake::inside_callback() { return inside; }
 
-aclError fake::forbid(const char *call) { return violation(std::string(call) + " inside a callback"); }
+aclError fake::forbid(const char* call) { return violation(std::string(call) + " inside a callback"); }
 
-void fake::record(aclrtEvent event, const Token &token) {
+void fake::record(aclrtEvent event, const Token& token) {
     std::lock_guard<std::mutex> lock(s.guard);
     s.recorded[event] = token;
 }
@@ -242,18 +225,15 @@ void fake_streams_forget() {
 
 // All functions that are not written by hand call this. Inside a host function, calls of AscendCL functions are
 // forbidden, calls of other libraries are not.
-long fake_stub(const char *name) { return inside && !strncmp(name, "acl", 3) ? fake::forbid(name) : 0; }
+long fake_stub(const char* name) { return inside && !strncmp(name, "acl", 3) ? fake::forbid(name) : 0; }
 
 aclError aclrtSubscribeReport(uint64_t thread, aclrtStream stream) {
     NOT_IN_A_CALLBACK
     std::lock_guard<std::mutex> lock(s.guard);
     std::set<uint64_t> threads{thread};
-    for (const auto &[_, other] : s.subscribed)
-        threads.insert(other);
-    if (threads.size() > kThreads)
-        return ACL_ERROR_RT_THREAD_SUBSCRIBE;
-    if (!s.subscribed.emplace(stream, thread).second)
-        return ACL_ERROR_RT_STREAM_SUBSCRIBE;
+    for (const auto& [_, other] : s.subscribed) threads.insert(other);
+    if (threads.size() > kThreads) return ACL_ERROR_RT_THREAD_SUBSCRIBE;
+    if (!s.subscribed.emplace(stream, thread).second) return ACL_ERROR_RT_STREAM_SUBSCRIBE;
     pump();
     return ACL_SUCCESS;
 }
@@ -262,8 +242,7 @@ aclError aclrtUnSubscribeReport(uint64_t thread, aclrtStream stream) {
     NOT_IN_A_CALLBACK
     std::lock_guard<std::mutex> lock(s.guard);
     auto found = s.subscribed.find(stream);
-    if (found == s.subscribed.end() || found->second != thread)
-        return ACL_ERROR_RT_THREAD_SUBSCRIBE;
+    if (found == s.subscribed.end() || found->second != thread) return ACL_ERROR_RT_THREAD_SUBSCRIBE;
     return s.subscribed.erase(found), ACL_SUCCESS;
 }
 
@@ -273,21 +252,21 @@ aclError aclrtProcessReport(int32_t ms) {
     return came ? ACL_SUCCESS : ACL_ERROR_RT_REPORT_TIMEOUT;
 }
 
-aclError aclrtLaunchCallback(aclrtCallback function, void *data, aclrtCallbackBlockType type, aclrtStream stream) {
+aclError aclrtLaunchCallback(aclrtCallback function, void* data, aclrtCallbackBlockType type, aclrtStream stream) {
     return host_function(stream, [=] { function(data); }, type == ACL_CALLBACK_BLOCK, false);
 }
 
-aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *data) {
+aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void* data) {
     return host_function(stream, [=] { function(data); }, true, true);
 }
 
-aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
+aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus* status) {
     NOT_IN_A_CALLBACK
     std::lock_guard<std::mutex> lock(s.guard);
     *status = empty(queue(stream)) ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
     return ACL_SUCCESS;
 }
-aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
+aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus* status) {
     NOT_IN_A_CALLBACK
     std::lock_guard<std::mutex> lock(s.guard);
     *status = happened(event) ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
@@ -308,4 +287,4 @@ aclError aclrtSynchronizeEvent(aclrtEvent event) {
     return wait("event", false, -1, [=] { return happened(event); });
 }
 
-} // extern "C"
+}  // extern "C"

@@ -12,14 +12,14 @@ namespace fused_moe_slots {
 enum Place : size_t { X, ARENA, PLACES, IDS, WEIGHTS };
 enum Attribute : size_t { INNER, GROUP, GROUP2, HAS_ZEROS, HALF_SUMS };
 
-constexpr int64_t kPlace = 512; // bytes
+constexpr int64_t kPlace = 512;  // bytes
 
 int64_t placed(int64_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
 // The layout of ops/ascend/vector_core/blocks.py, by which the host fills blocks: w13 (H, 2I) and w2 (I, H) in nibbles,
 // each followed by its scales and zero points.
-umbra::Block block_of(const umbra::Problem &problem) {
-    const int64_t each = 2, nibbles = problem.k * problem.n; // bytes of a scale; nibbles of w2
+umbra::Block block_of(const umbra::Problem& problem) {
+    const int64_t each = 2, nibbles = problem.k * problem.n;  // bytes of a scale; nibbles of w2
     const int64_t scales = placed(problem.k / problem.group * 2 * problem.n * each);
     const int64_t scales2 = placed(problem.n / problem.group2 * problem.k * each);
     umbra::Block block;
@@ -32,20 +32,20 @@ umbra::Block block_of(const umbra::Problem &problem) {
     return block;
 }
 
-bool check_group(gert::TilingContext *context, int64_t group, int64_t rows) {
+bool check_group(gert::TilingContext* context, int64_t group, int64_t rows) {
     if (group != 32 && group != 64 && group != 128)
         return umbra::fail(context, "a group must be 32, 64 or 128 rows", group);
     return rows % group ? umbra::fail(context, "a group must divide its matrix's rows", group) : true;
 }
 
-ge::graphStatus tiling(gert::TilingContext *context) {
+ge::graphStatus tiling(gert::TilingContext* context) {
     if (!umbra::has_rank(context, X, 2) || !umbra::has_rank(context, ARENA, 1) ||
         !umbra::has_rank(context, PLACES, 1) || !umbra::has_rank(context, IDS, 2) ||
         !umbra::has_rank(context, WEIGHTS, 2))
         return ge::GRAPH_FAILED;
-    const gert::RuntimeAttrs *given = context->GetAttrs();
+    const gert::RuntimeAttrs* given = context->GetAttrs();
     const int64_t *inner = given->GetInt(INNER), *group = given->GetInt(GROUP), *group2 = given->GetInt(GROUP2);
-    const bool *zeros = given->GetBool(HAS_ZEROS);
+    const bool* zeros = given->GetBool(HAS_ZEROS);
     if (!inner || !group || !group2 || !zeros)
         return umbra::fail(context, "inner, group, group2 and zeros must be given", 0), ge::GRAPH_FAILED;
     const gert::Shape &x = *umbra::shape_at(context, X), &ids = *umbra::shape_at(context, IDS);
@@ -54,13 +54,11 @@ ge::graphStatus tiling(gert::TilingContext *context) {
         return umbra::fail(context, "K must be a multiple of 32", hidden), ge::GRAPH_FAILED;
     if (*inner < umbra::kStep || *inner % umbra::kStep)
         return umbra::fail(context, "K must be a multiple of 32", *inner), ge::GRAPH_FAILED;
-    if (!check_group(context, *group, hidden) || !check_group(context, *group2, *inner))
-        return ge::GRAPH_FAILED;
-    if (experts < 1)
-        return umbra::fail(context, "there must be a place for each expert", experts), ge::GRAPH_FAILED;
+    if (!check_group(context, *group, hidden) || !check_group(context, *group2, *inner)) return ge::GRAPH_FAILED;
+    if (experts < 1) return umbra::fail(context, "there must be a place for each expert", experts), ge::GRAPH_FAILED;
     if (ids.GetDim(0) != x.GetDim(0))
         return umbra::fail(context, "ids must have a row for each row of x", ids.GetDim(0)), ge::GRAPH_FAILED;
-    const gert::Shape &weights = *umbra::shape_at(context, WEIGHTS);
+    const gert::Shape& weights = *umbra::shape_at(context, WEIGHTS);
     if (!(weights == ids))
         return umbra::fail(context, "weights must have the shape of ids", weights.GetShapeSize()), ge::GRAPH_FAILED;
     const umbra::Problem problem{x.GetDim(0), ids.GetDim(1), experts, hidden, *inner, *group, *group2, *zeros};
@@ -70,14 +68,14 @@ ge::graphStatus tiling(gert::TilingContext *context) {
     return umbra::launch(context, problem, true, HALF_SUMS, block);
 }
 
-} // namespace fused_moe_slots
-} // namespace optiling
+}  // namespace fused_moe_slots
+}  // namespace optiling
 
 namespace ops {
 
 class UmbraFusedMoeSlotsW4a16 : public OpDef {
-  public:
-    explicit UmbraFusedMoeSlotsW4a16(const char *name) : OpDef(name) {
+public:
+    explicit UmbraFusedMoeSlotsW4a16(const char* name) : OpDef(name) {
         umbra::activation(Input("x"));
         umbra::fixed(Input("arena"), ge::DT_UINT8);
         umbra::fixed(Input("places"), ge::DT_INT32);
@@ -95,4 +93,4 @@ class UmbraFusedMoeSlotsW4a16 : public OpDef {
 };
 OP_ADD(UmbraFusedMoeSlotsW4a16);
 
-} // namespace ops
+}  // namespace ops

@@ -10,11 +10,10 @@ namespace fused_moe {
 
 enum Place : size_t { X, W13, S13, Z13, W2, S2, Z2, IDS, WEIGHTS };
 
-ge::graphStatus tiling(gert::TilingContext *context) {
+ge::graphStatus tiling(gert::TilingContext* context) {
     umbra::Weight w13, w2;
-    if (!umbra::has_rank(context, X, 2) || !umbra::has_rank(context, IDS, 2) ||
-        !umbra::has_rank(context, WEIGHTS, 2) || !umbra::read_weight(context, W13, 3, w13) ||
-        !umbra::read_weight(context, W2, 3, w2))
+    if (!umbra::has_rank(context, X, 2) || !umbra::has_rank(context, IDS, 2) || !umbra::has_rank(context, WEIGHTS, 2) ||
+        !umbra::read_weight(context, W13, 3, w13) || !umbra::read_weight(context, W2, 3, w2))
         return ge::GRAPH_FAILED;
     const gert::Shape &x = *umbra::shape_at(context, X), &ids = *umbra::shape_at(context, IDS);
     if (x.GetDim(1) != w13.k || w2.n != w13.k)
@@ -27,21 +26,21 @@ ge::graphStatus tiling(gert::TilingContext *context) {
         return umbra::fail(context, "zero points must belong to both of w13 and w2", w2.zeros), ge::GRAPH_FAILED;
     if (ids.GetDim(0) != x.GetDim(0))
         return umbra::fail(context, "ids must have a row for each row of x", ids.GetDim(0)), ge::GRAPH_FAILED;
-    const gert::Shape &weights = *umbra::shape_at(context, WEIGHTS);
+    const gert::Shape& weights = *umbra::shape_at(context, WEIGHTS);
     if (!(weights == ids))
         return umbra::fail(context, "weights must have the shape of ids", weights.GetShapeSize()), ge::GRAPH_FAILED;
-    return umbra::launch(
-        context, {x.GetDim(0), ids.GetDim(1), w13.experts, w13.k, w2.k, w13.group, w2.group, w13.zeros}, true);
+    return umbra::launch(context,
+                         {x.GetDim(0), ids.GetDim(1), w13.experts, w13.k, w2.k, w13.group, w2.group, w13.zeros}, true);
 }
 
-} // namespace fused_moe
-} // namespace optiling
+}  // namespace fused_moe
+}  // namespace optiling
 
 namespace ops {
 
 class UmbraFusedMoeW4a16 : public OpDef {
-  public:
-    explicit UmbraFusedMoeW4a16(const char *name) : OpDef(name) {
+public:
+    explicit UmbraFusedMoeW4a16(const char* name) : OpDef(name) {
         umbra::activation(Input("x"));
         umbra::fixed(Input("w13"), ge::DT_INT32);
         umbra::activation(Input("s13"));
@@ -59,4 +58,4 @@ class UmbraFusedMoeW4a16 : public OpDef {
 };
 OP_ADD(UmbraFusedMoeW4a16);
 
-} // namespace ops
+}  // namespace ops

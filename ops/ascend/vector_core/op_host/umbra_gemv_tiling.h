@@ -30,4 +30,4 @@ TILING_DATA_FIELD_DEF(uint32_t, s2);
 TILING_DATA_FIELD_DEF(uint32_t, z2);
 END_TILING_DATA_DEF;
 
-} // namespace optiling
+}  // namespace optiling

@@ -46,8 +46,8 @@ struct Partial {
 };
 
 // out = gate / (1 + exp(-gate)) * up
-__aicore__ inline void SwiGlu(
-    const LocalTensor<float>& out, const LocalTensor<float>& gate, const LocalTensor<float>& up, uint32_t count) {
+__aicore__ inline void SwiGlu(const LocalTensor<float>& out, const LocalTensor<float>& gate,
+                              const LocalTensor<float>& up, uint32_t count) {
     AscendC::Muls(out, gate, -1.0f, count);
     AscendC::PipeBarrier<PIPE_V>();
     AscendC::Exp(out, out, count);
@@ -68,7 +68,7 @@ struct Gated {
     uint32_t inner;
 
     __aicore__ inline void Store(const Done& d) const {
-        constexpr uint32_t kPowers = kMostRows * kWidest / 2; // floats before the powers in `out`
+        constexpr uint32_t kPowers = kMostRows * kWidest / 2;  // floats before the powers in `out`
         for (uint32_t r = 0; r < d.unit.rows; ++r) {
             const LocalTensor<float> gate = room.y[2 * r * d.pitch];
             SwiGlu(room.x[r * d.pitch], gate, gate[d.pitch], d.pitch);
@@ -83,9 +83,8 @@ struct Gated {
         const LocalTensor<half> rows = out.ReinterpretCast<half>();
         for (uint32_t r = 0; r < d.unit.rows; ++r) {
             const uint64_t pair = d.unit.pair[r], run = pair * Ceil(inner, h.run) + d.column / h.run;
-            AscendC::DataCopyPad(
-                h.rows[pair * inner + d.column], rows[r * d.pitch],
-                {1, static_cast<uint32_t>(d.width * sizeof(half)), 0, 0, 0});
+            AscendC::DataCopyPad(h.rows[pair * inner + d.column], rows[r * d.pitch],
+                                 {1, static_cast<uint32_t>(d.width * sizeof(half)), 0, 0, 0});
             AscendC::DataCopyPad(h.powers[run * 8], out[kPowers + r * 8], {1, 32, 0, 0, 0});
         }
         room.out.FreeTensor(out);
@@ -96,7 +95,7 @@ struct Gated {
 struct Weighted {
     Room& room;
     const GlobalTensor<float>& shares;
-    const float* weights; // weight of each pair
+    const float* weights;  // weight of each pair
     uint32_t n;
 
     __aicore__ inline void Store(const Done& d) const {
@@ -109,13 +108,11 @@ struct Weighted {
 };
 
 // sum (width) = the sum of `rows` rows of `from`, which are `stride` apart.
-__aicore__ inline void SumRows(
-    Room& room, const LocalTensor<float>& sum, const GlobalTensor<float>& from, uint32_t rows, uint64_t stride,
-    uint32_t width) {
+__aicore__ inline void SumRows(Room& room, const LocalTensor<float>& sum, const GlobalTensor<float>& from,
+                               uint32_t rows, uint64_t stride, uint32_t width) {
     LocalTensor<float> in = room.stream.AllocTensor<float>();
     const uint32_t pitch = Up(width, 8);
-    for (uint32_t r = 0; r < rows; ++r)
-        room.Fetch(in[r * pitch], from[r * stride], width);
+    for (uint32_t r = 0; r < rows; ++r) room.Fetch(in[r * pitch], from[r * stride], width);
     room.stream.EnQue(in);
     in = room.stream.DeQue<float>();
     room.AddUp(in, rows, pitch);
@@ -124,4 +121,4 @@ __aicore__ inline void SumRows(
     room.stream.FreeTensor(in);
 }
 
-} // namespace umbra
+}  // namespace umbra

@@ -26,22 +26,19 @@ struct Weights {
         AscendC::Cast(room.x, in, RoundMode::CAST_NONE, pairs);
         room.stream.FreeTensor(in);
         Hand<HardEvent::V_S>(room.pipe);
-        for (uint32_t i = 0; i < pairs; ++i)
-            of[i] = room.x.GetValue(i);
+        for (uint32_t i = 0; i < pairs; ++i) of[i] = room.x.GetValue(i);
         Hand<HardEvent::S_V>(room.pipe);
     }
 };
 
 // h = SwiGLU of the sums over parts (parts, pairs, 2 I), computed one tile of a pair at a time.
-__aicore__ inline void JoinParts(
-    Room& room, const Units& units, const GlobalTensor<float>& parts, const Powered& h, uint32_t pairs, uint32_t inner,
-    uint32_t cut) {
+__aicore__ inline void JoinParts(Room& room, const Units& units, const GlobalTensor<float>& parts, const Powered& h,
+                                 uint32_t pairs, uint32_t inner, uint32_t cut) {
     const uint32_t tiles = Ceil(inner, h.run);
     const uint64_t stride = static_cast<uint64_t>(pairs) * 2 * inner;
     for (uint32_t i = AscendC::GetBlockIdx(); i < pairs * tiles; i += AscendC::GetBlockNum()) {
         const uint32_t pair = i / tiles, column = i % tiles * h.run, width = Least(h.run, inner - column);
-        if (!units.here[pair])
-            continue;
+        if (!units.here[pair]) continue;
         const uint64_t at = static_cast<uint64_t>(pair) * 2 * inner + column;
         SumRows(room, room.y, parts[at], cut, stride, width);
         SumRows(room, room.y[width], parts[at + inner], cut, stride, width);
@@ -51,11 +48,10 @@ __aicore__ inline void JoinParts(
 
 // y = for each token the sum of the shares of its pairs that are in some unit.
 template <typename T>
-__aicore__ inline void JoinShares(
-    Room& room, const Units& units, const GlobalTensor<float>& shares, const GlobalTensor<T>& y, uint32_t tokens,
-    uint32_t topK, uint32_t hidden) {
+__aicore__ inline void JoinShares(Room& room, const Units& units, const GlobalTensor<float>& shares,
+                                  const GlobalTensor<T>& y, uint32_t tokens, uint32_t topK, uint32_t hidden) {
     const uint32_t slice = Least(Up(Ceil(tokens * hidden, AscendC::GetBlockNum()), kLanes), kWidest);
-    const uint32_t slices = Ceil(hidden, slice), most = kStream / sizeof(float) / slice; // rows that fit in a buffer
+    const uint32_t slices = Ceil(hidden, slice), most = kStream / sizeof(float) / slice;  // rows that fit in a buffer
     for (uint32_t i = AscendC::GetBlockIdx(); i < tokens * slices; i += AscendC::GetBlockNum()) {
         const uint32_t token = i / slices, column = i % slices * slice, width = Least(slice, hidden - column);
         AscendC::Duplicate(room.y, 0.0f, slice);
@@ -82,9 +78,9 @@ __aicore__ inline void JoinShares(
 
 // `up` is W13, `down` is W2.
 template <typename T, bool kHalfSums>
-__aicore__ inline void FusedMoe(
-    Room& room, const Units& units, const Weights& weights, const Bank& up, const Bank& down, GM_ADDR xAt, GM_ADDR yAt,
-    GM_ADDR workspace, const UmbraGemvTiling& t) {
+__aicore__ inline void FusedMoe(Room& room, const Units& units, const Weights& weights, const Bank& up,
+                                const Bank& down, GM_ADDR xAt, GM_ADDR yAt, GM_ADDR workspace,
+                                const UmbraGemvTiling& t) {
     const uint32_t pairs = t.tokens * t.topK, hidden = t.k, inner = t.n;
     GlobalTensor<T> x, y;
     GlobalTensor<float> parts, shares;
@@ -117,4 +113,4 @@ __aicore__ inline void FusedMoe(
     JoinShares(room, units, shares, y, t.tokens, t.topK, hidden);
 }
 
-} // namespace umbra
+}  // namespace umbra

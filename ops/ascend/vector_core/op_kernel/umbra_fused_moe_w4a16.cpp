@@ -2,9 +2,8 @@
 #include "umbra_fused.h"
 
 template <typename T, bool kHalfSums>
-__aicore__ inline void Run(
-    GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids, GM_ADDR weightsAt,
-    GM_ADDR y, GM_ADDR workspace, const UmbraGemvTiling& t) {
+__aicore__ inline void Run(GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2,
+                           GM_ADDR ids, GM_ADDR weightsAt, GM_ADDR y, GM_ADDR workspace, const UmbraGemvTiling& t) {
     umbra::Room room;
     umbra::Units units;
     umbra::Weights weights;
@@ -15,9 +14,10 @@ __aicore__ inline void Run(
     umbra::FusedMoe<T, kHalfSums>(room, units, weights, up, down, x, y, workspace, t);
 }
 
-extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(
-    GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids, GM_ADDR weights,
-    GM_ADDR y, GM_ADDR workspace, GM_ADDR tiling) {
+extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13,
+                                                            GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids,
+                                                            GM_ADDR weights, GM_ADDR y, GM_ADDR workspace,
+                                                            GM_ADDR tiling) {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     GET_TILING_DATA(t, tiling);
     GM_ADDR ours = AscendC::GetUserWorkspace(workspace);

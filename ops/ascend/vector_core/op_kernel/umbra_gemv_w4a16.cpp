@@ -3,12 +3,12 @@
 
 namespace umbra {
 
-constexpr uint32_t kSlice = 256; // columns that are summed up together
+constexpr uint32_t kSlice = 256;  // columns that are summed up together
 
 // `parts` (t.parts, rows, N): workspace for the sums of parts of K.
 template <typename T, bool kHalfSums>
-__aicore__ inline void Gemv(
-    Room& room, const Bank& bank, GM_ADDR xAt, GM_ADDR yAt, GM_ADDR partsAt, const UmbraGemvTiling& t) {
+__aicore__ inline void Gemv(Room& room, const Bank& bank, GM_ADDR xAt, GM_ADDR yAt, GM_ADDR partsAt,
+                            const UmbraGemvTiling& t) {
     GlobalTensor<T> x, y;
     GlobalTensor<float> parts;
     x.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(xAt));
@@ -16,8 +16,7 @@ __aicore__ inline void Gemv(
     parts.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(partsAt));
     const uint32_t rows = t.tokens, n = t.n, slices = Ceil(n, kSlice);
     Units units;
-    for (uint32_t row = 0; row < rows; ++row)
-        units.Add(row, 0, row > 0);
+    for (uint32_t row = 0; row < rows; ++row) units.Add(row, 0, row > 0);
 
     Product<T, T, kHalfSums> product(room, units, bank, x, 1, 1);
     product.Cut(t.parts, kLanes, true);
@@ -36,19 +35,19 @@ __aicore__ inline void Gemv(
     }
 }
 
-} // namespace umbra
+}  // namespace umbra
 
 template <typename T, bool kHalfSums>
-__aicore__ inline void Run(
-    GM_ADDR x, GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, GM_ADDR y, GM_ADDR parts, const UmbraGemvTiling& t) {
+__aicore__ inline void Run(GM_ADDR x, GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, GM_ADDR y, GM_ADDR parts,
+                           const UmbraGemvTiling& t) {
     umbra::Room room;
     room.Init();
     const umbra::Bank bank(w, scales, zeros, t.zeros, t.k, t.n, t.group);
     umbra::Gemv<T, kHalfSums>(room, bank, x, y, parts, t);
 }
 
-extern "C" __global__ __aicore__ void umbra_gemv_w4a16(
-    GM_ADDR x, GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, GM_ADDR y, GM_ADDR workspace, GM_ADDR tiling) {
+extern "C" __global__ __aicore__ void umbra_gemv_w4a16(GM_ADDR x, GM_ADDR w, GM_ADDR scales, GM_ADDR zeros, GM_ADDR y,
+                                                       GM_ADDR workspace, GM_ADDR tiling) {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     GET_TILING_DATA(t, tiling);
     GM_ADDR parts = AscendC::GetUserWorkspace(workspace);

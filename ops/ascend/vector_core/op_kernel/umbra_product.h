@@ -24,15 +24,14 @@ namespace umbra {
 // X is the form of x in global memory: rows of K values, as half, bfloat16_t or Powered; pair p uses row p / sharing. T
 // is the type of scales. A tile has `ranges` runs of columns of equal width, N / ranges apart, such as gate and up.
 template <typename T, typename X, bool kHalfSums> class Product {
-  public:
+public:
     static constexpr bool kPowered = std::is_same<X, Powered>::value;
     using Value = typename std::conditional<kPowered, half, X>::type;
     using Given = typename std::conditional<kPowered, Powered, GlobalTensor<Value>>::type;
 
-    __aicore__ inline Product(
-        Room& room, const Units& units, const Bank& bank, const Given& x, uint32_t sharing, uint32_t ranges)
-        : room(room), units(units), bank(bank), x(x), sharing(sharing), ranges(ranges),
-          cores(AscendC::GetBlockNum()) {}
+    __aicore__ inline Product(Room& room, const Units& units, const Bank& bank, const Given& x, uint32_t sharing,
+                              uint32_t ranges)
+        : room(room), units(units), bank(bank), x(x), sharing(sharing), ranges(ranges), cores(AscendC::GetBlockNum()) {}
 
     Split split;
 
@@ -46,11 +45,9 @@ template <typename T, typename X, bool kHalfSums> class Product {
         Move load{}, work{};
         Start(load, AscendC::GetBlockIdx(), tasks);
         Start(work, AscendC::GetBlockIdx(), tasks);
-        for (uint32_t ahead = 1; ahead < kDepth && load.task < tasks; ++ahead)
-            Load(load, tasks);
+        for (uint32_t ahead = 1; ahead < kDepth && load.task < tasks; ++ahead) Load(load, tasks);
         while (work.task < tasks) {
-            if (load.task < tasks)
-                Load(load, tasks);
+            if (load.task < tasks) Load(load, tasks);
             Compute(work);
             if (work.index + 1 == work.moves)
                 finish.Store({units.unit[work.unit], work.part, work.column, work.width, Pitch(work)});
@@ -58,7 +55,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
         }
     }
 
-  private:
+private:
     Room& room;
     const Units& units;
     const Bank& bank;
@@ -68,17 +65,15 @@ template <typename T, typename X, bool kHalfSums> class Product {
     // The largest number of rows, at most `most`, that is a power of two times 32: whole groups of any size.
     __aicore__ inline uint32_t Rows(uint32_t most) const {
         uint32_t rows = kMostStep;
-        while (rows > most)
-            rows /= 2;
+        while (rows > most) rows /= 2;
         return rows;
     }
 
-    __aicore__ inline uint32_t Pitch(const Move& m) const { return Up(m.width, kLanes); } // pitch of one range
+    __aicore__ inline uint32_t Pitch(const Move& m) const { return Up(m.width, kLanes); }  // pitch of one range
 
     __aicore__ inline void Start(Move& m, uint32_t task, uint32_t tasks) const {
         m.task = task;
-        if (task >= tasks)
-            return;
+        if (task >= tasks) return;
         const uint32_t tile = task % split.tiles, rest = task / split.tiles;
         m.part = rest % split.parts;
         m.unit = rest / split.parts;
@@ -116,11 +111,11 @@ template <typename T, typename X, bool kHalfSums> class Product {
             const uint64_t from = place * bank.apart + (row * bank.n + column) / 2;
             const uint64_t at = place * bank.scalesApart + (row / bank.group * bank.n + column) * each;
             Copy(in[r * pitch / 2], bank.w[from], m.rows, m.width / 2, bank.n / 2, pitch / 2);
-            Copy(in[kScalesAt + r * pitch * each], bank.scales[at], groups, m.width * each, bank.n * each, pitch * each);
+            Copy(in[kScalesAt + r * pitch * each], bank.scales[at], groups, m.width * each, bank.n * each,
+                 pitch * each);
             if (bank.hasZeros)
-                Copy(
-                    in[kZerosAt + r * pitch * each], bank.zeros[at], groups, m.width * each, bank.n * each,
-                    pitch * each);
+                Copy(in[kZerosAt + r * pitch * each], bank.zeros[at], groups, m.width * each, bank.n * each,
+                     pitch * each);
         }
         const LocalTensor<Value> rows = in[kXAt].template ReinterpretCast<Value>();
         for (uint32_t r = 0; r < unit.rows; ++r) {
@@ -140,54 +135,48 @@ template <typename T, typename X, bool kHalfSums> class Product {
 
     // Copies one range of `count` rows of `width` bytes. Rows are `stride` apart in global memory, ranges * pitch apart
     // here.
-    __aicore__ inline void Copy(
-        const LocalTensor<int8_t>& to, const GlobalTensor<int8_t>& from, uint32_t count, uint32_t width, uint32_t stride,
-        uint32_t pitch) {
+    __aicore__ inline void Copy(const LocalTensor<int8_t>& to, const GlobalTensor<int8_t>& from, uint32_t count,
+                                uint32_t width, uint32_t stride, uint32_t pitch) {
         const uint8_t pad = Up(width, 32) - width;
         AscendC::DataCopyPad(
-            to, from,
-            {static_cast<uint16_t>(count), width, stride - width, (ranges * pitch - width - pad) / 32, 0},
+            to, from, {static_cast<uint16_t>(count), width, stride - width, (ranges * pitch - width - pad) / 32, 0},
             {pad != 0, 0, pad, 0});
     }
 
     __aicore__ inline void Compute(const Move& m) {
         const uint32_t rows = units.unit[m.unit].rows, wide = ranges * Pitch(m);
         LocalTensor<int8_t> in = room.stream.template DeQue<int8_t>();
-        if (m.index == 0)
-            AscendC::Duplicate(room.y, 0.0f, rows * wide);
+        if (m.index == 0) AscendC::Duplicate(room.y, 0.0f, rows * wide);
         const LocalTensor<half> halves = HalfRows(in[kXAt].template ReinterpretCast<Value>(), rows, m.rows);
         LocalTensor<float> powers = room.power;
-        uint32_t run = kMostStep; // rows with one power
+        uint32_t run = kMostStep;  // rows with one power
         if constexpr (kPowered) {
             powers = in[kPowersAt].template ReinterpretCast<float>();
             run = x.run;
         }
         const uint32_t block = Rows(Least((kHalfSums ? kBlock : kBlock / 2) / wide, run));
-        const uint32_t group = Least(bank.group, block); // a group of 128 may be two blocks, each scaled on its own
+        const uint32_t group = Least(bank.group, block);  // a group of 128 may be two blocks, each scaled on its own
         for (uint32_t at = 0; at < m.rows; at += block) {
             const uint32_t count = Least(block, m.rows - at), groups = count / group;
             const uint32_t scales = at / bank.group * wide * sizeof(T);
-            AscendC::Cast(
-                room.scales, in[kScalesAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE, groups * wide);
+            AscendC::Cast(room.scales, in[kScalesAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE,
+                          groups * wide);
             if (bank.hasZeros)
-                AscendC::Cast(
-                    room.zeros, in[kZerosAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE,
-                    groups * wide);
+                AscendC::Cast(room.zeros, in[kZerosAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE,
+                              groups * wide);
             for (uint32_t r = 0; r < rows; ++r) {
                 const uint32_t own = r * m.rows + at;
-                if (kHalfSums || r == 0) // products in half overwrite the weights
-                    AscendC::Cast(
-                        room.weights, in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(),
-                        RoundMode::CAST_NONE, count * wide);
+                if (kHalfSums || r == 0)  // products in half overwrite the weights
+                    AscendC::Cast(room.weights, in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(),
+                                  RoundMode::CAST_NONE, count * wide);
                 if constexpr (kHalfSums)
                     HalfSums(halves[own], count, wide);
                 else
                     FloatSums(halves[own], count, wide);
                 AddGroups(own, count, group, wide);
                 const LocalTensor<float> power = powers[(r * Ceil(m.rows, run) + at / run) * 8];
-                AscendC::MulAddDst(
-                    room.y[r * wide], room.scaled, power, kLanes, static_cast<uint8_t>(wide / kLanes),
-                    {1, 1, 0, 8, 8, 0});
+                AscendC::MulAddDst(room.y[r * wide], room.scaled, power, kLanes, static_cast<uint8_t>(wide / kLanes),
+                                   {1, 1, 0, 8, 8, 0});
                 AscendC::PipeBarrier<PIPE_V>();
             }
         }
@@ -197,8 +186,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
     // Returns x (rows, count) in half, divided by powers of two. It is in room.x in float as well if that is needed.
     __aicore__ inline LocalTensor<half> HalfRows(const LocalTensor<Value>& in, uint32_t rows, uint32_t count) {
         if constexpr (kPowered) {
-            if (bank.hasZeros)
-                AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * count);
+            if (bank.hasZeros) AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * count);
             AscendC::PipeBarrier<PIPE_V>();
             return in;
         } else {
@@ -213,15 +201,14 @@ template <typename T, typename X, bool kHalfSums> class Product {
 
     // room.sums (count / 8, wide) = x (count) * room.weights (count, wide): row i has rows 8 i .. 8 i + 7, one in each pass.
     __aicore__ inline void FloatSums(const LocalTensor<half>& x, uint32_t count, uint32_t wide) {
-        const uint8_t sums = count / kSummed, row = wide / 8; // row: blocks of floats
+        const uint8_t sums = count / kSummed, row = wide / 8;  // row: blocks of floats
         AscendC::Brcb(room.spread, x, sums, {1, 8});
         AscendC::Duplicate(room.sums, 0.0f, sums * wide);
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t pass = 0; pass < kSummed; ++pass) {
             for (uint32_t c = 0; c < wide; c += kLanes)
-                AscendC::MulAddDst(
-                    room.sums[c], room.weights[pass * wide + c], room.spread[pass * 16], kLanes, sums,
-                    {1, 1, 0, row, static_cast<uint8_t>(row * kSummed / 2), kSummed});
+                AscendC::MulAddDst(room.sums[c], room.weights[pass * wide + c], room.spread[pass * 16], kLanes, sums,
+                                   {1, 1, 0, row, static_cast<uint8_t>(row * kSummed / 2), kSummed});
             AscendC::PipeBarrier<PIPE_V>();
         }
     }
@@ -229,22 +216,21 @@ template <typename T, typename X, bool kHalfSums> class Product {
     // The same in half; the products overwrite room.weights.
     __aicore__ inline void HalfSums(const LocalTensor<half>& x, uint32_t count, uint32_t wide) {
         const LocalTensor<half> products = room.weights;
-        const uint8_t row = wide / 16, sums = count / kSummed; // row: blocks of halves
+        const uint8_t row = wide / 16, sums = count / kSummed;  // row: blocks of halves
         AscendC::Brcb(room.spread, x, sums, {1, 8});
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t k = 0; k < count; k += kMostRepeats)
             for (uint32_t c = 0; c < wide; c += kHalfLanes)
-                AscendC::Mul(
-                    products[k * wide + c], products[k * wide + c], room.spread[k * 16], Least(kHalfLanes, wide - c),
-                    static_cast<uint8_t>(Least(kMostRepeats, count - k)), {1, 1, 0, row, row, 1});
+                AscendC::Mul(products[k * wide + c], products[k * wide + c], room.spread[k * 16],
+                             Least(kHalfLanes, wide - c), static_cast<uint8_t>(Least(kMostRepeats, count - k)),
+                             {1, 1, 0, row, row, 1});
         AscendC::PipeBarrier<PIPE_V>();
         AddNext(products, 1, count, wide);
         AddNext(products, 2, count, wide);
         // The last of the three leaves no gaps; its sums overwrite the spread x, which is not read any more.
         for (uint32_t c = 0; c < wide; c += kHalfLanes)
-            AscendC::Add(
-                room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c), sums,
-                {1, 1, 1, row, static_cast<uint8_t>(kSummed * row), static_cast<uint8_t>(kSummed * row)});
+            AscendC::Add(room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c), sums,
+                         {1, 1, 1, row, static_cast<uint8_t>(kSummed * row), static_cast<uint8_t>(kSummed * row)});
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Cast(room.sums, room.spread, RoundMode::CAST_NONE, sums * wide);
         AscendC::PipeBarrier<PIPE_V>();
@@ -253,7 +239,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
     // room.scaled (wide) = the sum over groups of (room.sums of the group + zero * sum of its x) * scale; x begins at `own`
     // in room.x.
     __aicore__ inline void AddGroups(uint32_t own, uint32_t count, uint32_t group, uint32_t wide) {
-        const uint32_t each = group / kSummed, groups = count / group; // sums in a group
+        const uint32_t each = group / kSummed, groups = count / group;  // sums in a group
         for (uint32_t span = each / 2; span; span /= 2) {
             for (uint32_t g = 0; g < groups; ++g) {
                 const LocalTensor<float> first = room.sums[g * each * wide];
@@ -261,8 +247,7 @@ template <typename T, typename X, bool kHalfSums> class Product {
             }
             AscendC::PipeBarrier<PIPE_V>();
         }
-        if (bank.hasZeros)
-            AddZeros(own, count, group, wide);
+        if (bank.hasZeros) AddZeros(own, count, group, wide);
         for (uint32_t g = 0; g < groups; ++g)
             AscendC::Mul(room.scaled[g * wide], room.sums[g * each * wide], room.scales[g * wide], wide);
         AscendC::PipeBarrier<PIPE_V>();
@@ -273,9 +258,8 @@ template <typename T, typename X, bool kHalfSums> class Product {
     __aicore__ inline void AddNext(const LocalTensor<half>& rows, uint32_t apart, uint32_t count, uint32_t wide) {
         const uint8_t stride = 2 * apart * wide / 16, repeats = count / (2 * apart);
         for (uint32_t c = 0; c < wide; c += kHalfLanes)
-            AscendC::Add(
-                rows[c], rows[c], rows[apart * wide + c], Least(kHalfLanes, wide - c), repeats,
-                {1, 1, 1, stride, stride, stride});
+            AscendC::Add(rows[c], rows[c], rows[apart * wide + c], Least(kHalfLanes, wide - c), repeats,
+                         {1, 1, 1, stride, stride, stride});
         AscendC::PipeBarrier<PIPE_V>();
     }
 
@@ -288,12 +272,12 @@ template <typename T, typename X, bool kHalfSums> class Product {
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t b = 0; b < blocks; ++b) {
             for (uint32_t g = 0; g < groups; ++g)
-                AscendC::MulAddDst(
-                    room.sums[g * each * wide], room.zeros[g * wide], room.spreadSums[(g * blocks + b) * 8], kLanes,
-                    static_cast<uint8_t>(wide / kLanes), {1, 1, 0, 8, 8, 0});
+                AscendC::MulAddDst(room.sums[g * each * wide], room.zeros[g * wide],
+                                   room.spreadSums[(g * blocks + b) * 8], kLanes, static_cast<uint8_t>(wide / kLanes),
+                                   {1, 1, 0, 8, 8, 0});
             AscendC::PipeBarrier<PIPE_V>();
         }
     }
 };
 
-} // namespace umbra
+}  // namespace umbra

@@ -21,14 +21,14 @@ using AscendC::LocalTensor;
 using AscendC::RoundMode;
 using AscendC::TPosition;
 
-constexpr uint32_t kLanes = 64, kHalfLanes = 128; // floats, halves in a vector
-constexpr uint32_t kMoved = 65536;     // most nibbles in a move: 32 KB
-constexpr uint32_t kBlock = kMoved / 2; // most nibbles that are converted to half at a time
-constexpr uint32_t kSummed = 8;         // rows that are added up first
-constexpr uint32_t kMostStep = 256;     // most rows in a move
-constexpr uint32_t kMostRepeats = 128;  // most repeats of an instruction here; the device's limit is 255
-constexpr uint32_t kMostX = 1024;   // most values of x for one move
-constexpr uint32_t kWidest = 256;   // most columns of a tile
+constexpr uint32_t kLanes = 64, kHalfLanes = 128;  // floats, halves in a vector
+constexpr uint32_t kMoved = 65536;                 // most nibbles in a move: 32 KB
+constexpr uint32_t kBlock = kMoved / 2;            // most nibbles that are converted to half at a time
+constexpr uint32_t kSummed = 8;                    // rows that are added up first
+constexpr uint32_t kMostStep = 256;                // most rows in a move
+constexpr uint32_t kMostRepeats = 128;             // most repeats of an instruction here; the device's limit is 255
+constexpr uint32_t kMostX = 1024;                  // most values of x for one move
+constexpr uint32_t kWidest = 256;                  // most columns of a tile
 constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 4096, kXAt = kZerosAt + 4096;
 constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + kMostX / kLanes * 32;
 constexpr uint32_t kDepth = 2;
@@ -47,8 +47,8 @@ struct Room {
     AscendC::TBuf<TPosition::VECCALC> weightsBuf, yBuf, spreadBuf, xBuf, xHalfBuf, scalesBuf, zerosBuf, smallBuf;
     LocalTensor<half> weights, spread, xHalf;
     LocalTensor<float> sums, y, scaled, x, scales, zeros;
-    LocalTensor<float> largest, power, sumsOfX, spreadSums; // (8, 8) each, the last but one (8)
-    LocalTensor<uint16_t> exponent;                         // a mask of a float's exponent bits, over one vector
+    LocalTensor<float> largest, power, sumsOfX, spreadSums;  // (8, 8) each, the last but one (8)
+    LocalTensor<uint16_t> exponent;                          // a mask of a float's exponent bits, over one vector
 
     __aicore__ inline void Init() {
         pipe.InitBuffer(stream, kDepth, kStream);
@@ -76,7 +76,7 @@ struct Room {
         spreadSums = small[128];
         sumsOfX = small[192];
         exponent = small[224].ReinterpretCast<uint16_t>();
-        AscendC::Duplicate(small, 1.0f, 224); // Brcb always reads eight values, even if fewer are used
+        AscendC::Duplicate(small, 1.0f, 224);  // Brcb always reads eight values, even if fewer are used
         AscendC::Duplicate(small[224].ReinterpretCast<uint32_t>(), 0x7f800000u, kLanes);
         // Columns beyond a narrow tile are computed and never stored; they must be numbers, not NaN.
         for (uint32_t i = 0; i < kDepth; ++i) {
@@ -90,8 +90,8 @@ struct Room {
     // Copies `count` contiguous values.
     template <typename T>
     __aicore__ inline void Fetch(const LocalTensor<T>& to, const GlobalTensor<T>& from, uint32_t count) {
-        AscendC::DataCopyPad(
-            to, from, {1, static_cast<uint32_t>(count * sizeof(T)), 0, 0, 0}, AscendC::DataCopyPadExtParams<T>());
+        AscendC::DataCopyPad(to, from, {1, static_cast<uint32_t>(count * sizeof(T)), 0, 0, 0},
+                             AscendC::DataCopyPadExtParams<T>());
     }
 
     // Calls taker.Take(i, value) for `count` values of global memory.
@@ -100,8 +100,7 @@ struct Room {
         LocalTensor<T> in = stream.AllocTensor<T>();
         Fetch(in, from, count);
         Hand<HardEvent::MTE2_S>(pipe);
-        for (uint32_t i = 0; i < count; ++i)
-            taker.Take(i, in.GetValue(i));
+        for (uint32_t i = 0; i < count; ++i) taker.Take(i, in.GetValue(i));
         Hand<HardEvent::S_MTE2>(pipe);
         stream.FreeTensor(in);
     }
@@ -124,11 +123,11 @@ struct Room {
         AscendC::Abs(sums, x, rows * pitch);
         AscendC::PipeBarrier<PIPE_V>();
         for (uint32_t r = 0; r < rows; ++r)
-            AscendC::WholeReduceMax<float>(
-                largest[r * 8], sums[r * pitch], 32, count / 32, 1, 1, 4, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+            AscendC::WholeReduceMax<float>(largest[r * 8], sums[r * pitch], 32, count / 32, 1, 1, 4,
+                                           AscendC::ReduceOrder::ORDER_ONLY_VALUE);
         AscendC::PipeBarrier<PIPE_V>();
-        AscendC::WholeReduceMax<float>(
-            sumsOfX, largest, count / 32, rows, 1, 1, 1, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+        AscendC::WholeReduceMax<float>(sumsOfX, largest, count / 32, rows, 1, 1, 1,
+                                       AscendC::ReduceOrder::ORDER_ONLY_VALUE);
         AscendC::PipeBarrier<PIPE_V>();
         AscendC::Maxs(sumsOfX, sumsOfX, 1e-30f, rows);
         AscendC::PipeBarrier<PIPE_V>();
@@ -144,14 +143,13 @@ struct Room {
 
     // Stores the first `width` values of row r of `rows` (unit.rows, pitch) in row unit.pair[r] of `to` (pairs, stride).
     template <typename T>
-    __aicore__ inline void Store(
-        LocalTensor<T>& rows, const Unit& unit, uint32_t pitch, uint32_t width, const GlobalTensor<T>& to, uint32_t stride) {
+    __aicore__ inline void Store(LocalTensor<T>& rows, const Unit& unit, uint32_t pitch, uint32_t width,
+                                 const GlobalTensor<T>& to, uint32_t stride) {
         out.EnQue(rows);
         rows = out.DeQue<T>();
         for (uint32_t r = 0; r < unit.rows; ++r)
-            AscendC::DataCopyPad(
-                to[static_cast<uint64_t>(unit.pair[r]) * stride], rows[r * pitch],
-                {1, static_cast<uint32_t>(width * sizeof(T)), 0, 0, 0});
+            AscendC::DataCopyPad(to[static_cast<uint64_t>(unit.pair[r]) * stride], rows[r * pitch],
+                                 {1, static_cast<uint32_t>(width * sizeof(T)), 0, 0, 0});
         out.FreeTensor(rows);
     }
 };
@@ -162,4 +160,4 @@ __aicore__ inline void Meet() {
     AscendC::SyncAll<true>();
 }
 
-} // namespace umbra
+}  // namespace umbra

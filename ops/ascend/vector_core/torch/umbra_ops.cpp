@@ -17,7 +17,7 @@ using MaybeTensor = std::optional<Tensor>;
 
 constexpr int64_t kMostTokens = 8, kMostPairs = 256, kMostExperts = 8192, kStep = 32, kNibbles = 8;
 
-void check_rows(const Tensor &x) {
+void check_rows(const Tensor& x) {
     TORCH_CHECK_TYPE(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16, "x: ", x.scalar_type(),
                      ": must be float16 or bfloat16");
     TORCH_CHECK(x.dim() == 2 && x.size(0) >= 1, "x: ", x.sizes(), ": must be (tokens, K) with a token or more");
@@ -26,7 +26,7 @@ void check_rows(const Tensor &x) {
 }
 
 // Weights must be contiguous: copying them in each step would take longer than the product.
-void check_kept(const char *name, const Tensor &kept, at::ScalarType type) {
+void check_kept(const char* name, const Tensor& kept, at::ScalarType type) {
     TORCH_CHECK_TYPE(kept.scalar_type() == type, name, ": ", kept.scalar_type(), ": must be ", type);
     TORCH_CHECK(kept.is_contiguous(), name, ": ", kept.sizes(), " of strides ", kept.strides(), ": must be contiguous");
 }
@@ -36,7 +36,7 @@ struct Names {
 };
 
 // Checks w ([E,] k, N / 8), scales and zeros ([E,] k / G, N), and returns N.
-int64_t check_weight(const Names &names, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros, int64_t rank,
+int64_t check_weight(const Names& names, const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t rank,
                      at::ScalarType type, int64_t k) {
     check_kept(names.w, w, at::kInt);
     check_kept(names.scales, scales, type);
@@ -58,7 +58,7 @@ int64_t check_weight(const Names &names, const Tensor &w, const Tensor &scales, 
     return n;
 }
 
-void check_routing(const Tensor &x, const Tensor &ids, const Tensor &weights) {
+void check_routing(const Tensor& x, const Tensor& ids, const Tensor& weights) {
     TORCH_CHECK_TYPE(ids.scalar_type() == at::kInt, "ids: ", ids.scalar_type(), ": must be int32");
     TORCH_CHECK(ids.dim() == 2 && ids.size(0) == x.size(0) && ids.size(1) >= 1, "ids: ", ids.sizes(), ": must be (",
                 x.size(0), ", k) with k of 1 or more");
@@ -68,9 +68,8 @@ void check_routing(const Tensor &x, const Tensor &ids, const Tensor &weights) {
     TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
 }
 
-Tensor fused_moe(const Tensor &x, const Tensor &w13, const Tensor &s13, const MaybeTensor &z13, const Tensor &w2,
-                 const Tensor &s2, const MaybeTensor &z2, const Tensor &ids, const Tensor &weights,
-                 bool half_sums) {
+Tensor fused_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
+                 const Tensor& s2, const MaybeTensor& z2, const Tensor& ids, const Tensor& weights, bool half_sums) {
     check_rows(x);
     const int64_t columns = check_weight({"w13", "s13", "z13"}, w13, s13, z13, 3, x.scalar_type(), x.size(1));
     const int64_t n = check_weight({"w2", "s2", "z2"}, w2, s2, z2, 3, x.scalar_type(), columns / 2);
@@ -85,31 +84,32 @@ Tensor fused_moe(const Tensor &x, const Tensor &w13, const Tensor &s13, const Ma
     return y;
 }
 
-void check_group(const char *name, int64_t group, int64_t rows) {
+void check_group(const char* name, int64_t group, int64_t rows) {
     TORCH_CHECK((group == 32 || group == 64 || group == 128) && rows % group == 0, name, ": ", group,
                 ": must be 32, 64 or 128, and divide ", rows);
 }
 
-Tensor fused_moe_slots(const Tensor &x, const Tensor &arena, const Tensor &places, const Tensor &ids,
-                       const Tensor &weights, int64_t inner, int64_t group, int64_t group2, bool zeros,
+Tensor fused_moe_slots(const Tensor& x, const Tensor& arena, const Tensor& places, const Tensor& ids,
+                       const Tensor& weights, int64_t inner, int64_t group, int64_t group2, bool zeros,
                        bool half_sums) {
     check_rows(x);
     check_kept("arena", arena, at::kByte);
     check_kept("places", places, at::kInt);
     TORCH_CHECK(arena.dim() == 1, "arena: ", arena.sizes(), ": must have one dimension");
-    TORCH_CHECK(places.dim() == 1 && places.size(0) >= 1 && places.size(0) <= kMostExperts, "places: ",
-                places.sizes(), ": must have one dimension, of 1 to ", kMostExperts, " experts");
+    TORCH_CHECK(places.dim() == 1 && places.size(0) >= 1 && places.size(0) <= kMostExperts, "places: ", places.sizes(),
+                ": must have one dimension, of 1 to ", kMostExperts, " experts");
     TORCH_CHECK(inner >= kStep && inner % kStep == 0, "inner: ", inner, ": must be a multiple of ", kStep);
     check_group("group", group, x.size(1));
     check_group("group2", group2, inner);
     check_routing(x, ids, weights);
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeSlotsW4a16, x, arena, places, ids, weights, inner, group, group2, zeros, half_sums, y);
+    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeSlotsW4a16, x, arena, places, ids, weights, inner, group, group2, zeros,
+                     half_sums, y);
     return y;
 }
 
-Tensor gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeTensor &zeros, bool half_sums) {
+Tensor gemv(const Tensor& x, const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, bool half_sums) {
     check_rows(x);
     const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 2, x.scalar_type(), x.size(1));
     const at::OptionalDeviceGuard guard(at::device_of(x));
@@ -118,7 +118,7 @@ Tensor gemv(const Tensor &x, const Tensor &w, const Tensor &scales, const MaybeT
     return y;
 }
 
-} // namespace
+}  // namespace
 
 TORCH_LIBRARY_IMPL(umbra, PrivateUse1, ops) {
     ops.impl("fused_moe_w4a16", fused_moe);

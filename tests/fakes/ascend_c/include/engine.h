@@ -13,45 +13,43 @@
 
 namespace twin {
 
-struct Walk { // one operand of an instruction
-    Slot *slot;
+struct Walk {  // one operand of an instruction
+    Slot* slot;
     uint32_t begin, bits;
     uint32_t block_stride = 1, repeat_stride = 8;
-    const char *name;
-    bool chains = false; // whether a repeat may read what an earlier repeat wrote
+    const char* name;
+    bool chains = false;  // whether a repeat may read what an earlier repeat wrote
 
     uint32_t block_lanes() const { return 256 / bits; }
-    uint8_t *at(Core &core, uint32_t repeat, uint32_t lane) const {
+    uint8_t* at(Core& core, uint32_t repeat, uint32_t lane) const {
         return core.ub + begin + repeat * repeat_stride * kBlock + lane / block_lanes() * block_stride * kBlock +
                lane % block_lanes() * bits / 8;
     }
     Region region(uint32_t lanes, uint32_t repeats) const {
         const uint32_t bytes = (uint64_t(lanes) * bits + 7) / 8;
-        if (block_stride == 1 && repeat_stride * kBlock == bytes)
-            return {slot, begin, bytes * repeats};
+        if (block_stride == 1 && repeat_stride * kBlock == bytes) return {slot, begin, bytes * repeats};
         return {slot, begin, bytes, block_stride, repeat_stride, repeats};
     }
 };
 
 template <class T>
-Walk walk(const AscendC::LocalTensor<T> &tensor, const char *name, uint32_t block_stride = 1,
+Walk walk(const AscendC::LocalTensor<T>& tensor, const char* name, uint32_t block_stride = 1,
           uint32_t repeat_stride = 8, bool chains = false) {
     tensor.valid();
     return {tensor.slot, tensor.begin, bits_of<T>, block_stride, repeat_stride, name, chains};
 }
 
-struct Shape { // lanes of one repeat; `count`: the form of the call that takes a number of elements
+struct Shape {  // lanes of one repeat; `count`: the form of the call that takes a number of elements
     uint32_t lanes, repeats;
     bool count;
 };
 
-inline void check_overlap(Core &core, const Walk &dst, const Walk &src, Shape shape) {
+inline void check_overlap(Core& core, const Walk& dst, const Walk& src, Shape shape) {
     const bool same = dst.begin == src.begin && dst.bits == src.bits && dst.block_stride == src.block_stride;
-    if (same && shape.repeats == 1)
-        return;
-    static std::vector<int> written(kUbBytes / kBlock, -1); // for each block, the repeat that wrote it
+    if (same && shape.repeats == 1) return;
+    static std::vector<int> written(kUbBytes / kBlock, -1);  // for each block, the repeat that wrote it
     std::vector<uint32_t> touched;
-    auto blocks = [&](const Walk &walk, uint32_t repeat, auto each) {
+    auto blocks = [&](const Walk& walk, uint32_t repeat, auto each) {
         const uint32_t rows = (shape.lanes + walk.block_lanes() - 1) / walk.block_lanes();
         for (uint32_t row = 0; row < rows; ++row)
             each(walk.begin / kBlock + repeat * walk.repeat_stride + row * walk.block_stride);
@@ -70,46 +68,40 @@ inline void check_overlap(Core &core, const Walk &dst, const Walk &src, Shape sh
                     broken = text("%s and the destination overlap in part", src.name);
             });
     }
-    for (uint32_t block : touched)
-        written[block] = -1;
-    if (!broken.empty())
-        core.fail(broken);
+    for (uint32_t block : touched) written[block] = -1;
+    if (!broken.empty()) core.fail(broken);
 }
 
 // Does all checks and records before the lanes are computed. Returns false if there is nothing to compute.
-inline bool begin_vector(Core &core, uint16_t op, Shape shape, const Walk &dst, const Walk *first, size_t sources,
+inline bool begin_vector(Core& core, uint16_t op, Shape shape, const Walk& dst, const Walk* first, size_t sources,
                          uint32_t widest, bool reads_dst) {
     core.op = op;
     const uint32_t most = 2048 / widest;
     if (!shape.count && (shape.lanes < 1 || shape.lanes > most))
         core.fail(text("mask %u is not in 1..%u", shape.lanes, most));
-    if (!shape.count && shape.repeats > 255)
-        core.fail(text("repeatTime %u is above 255", shape.repeats));
-    auto aligned = [&](const Walk &walk) {
+    if (!shape.count && shape.repeats > 255) core.fail(text("repeatTime %u is above 255", shape.repeats));
+    auto aligned = [&](const Walk& walk) {
         if (walk.begin % kBlock)
             core.fail(text("a UB address must be a multiple of 32 bytes: %s, byte %u of %s", walk.name,
                            walk.begin - walk.slot->begin, walk.slot->name.c_str()));
     };
     aligned(dst);
     std::for_each(first, first + sources, aligned);
-    if (!shape.lanes || !shape.repeats)
-        return false;
+    if (!shape.lanes || !shape.repeats) return false;
     core.begin(PIPE_V, op);
     const Region out = dst.region(shape.lanes, shape.repeats);
     for (size_t source = 0; source < sources; ++source) {
-        const Walk &walk = first[source];
+        const Walk& walk = first[source];
         const Region in = walk.region(shape.lanes, shape.repeats);
         core.read(PIPE_V, in, walk.name);
-        if (walk.slot == dst.slot && !shape.count)
-            check_overlap(core, dst, walk, shape);
+        if (walk.slot == dst.slot && !shape.count) check_overlap(core, dst, walk, shape);
         if (walk.slot == dst.slot && shape.count && walk.begin < dst.begin + out.bytes &&
             dst.begin < walk.begin + in.bytes && (walk.begin != dst.begin || walk.bits < dst.bits))
             core.fail(text("%s and the destination overlap in part", walk.name));
     }
-    if (reads_dst)
-        core.read(PIPE_V, out, "the destination that is added to");
+    if (reads_dst) core.read(PIPE_V, out, "the destination that is added to");
     core.write(PIPE_V, out, "the destination");
-    Instructions &done = core.counts().vector[Shadow::op_names()[op]];
+    Instructions& done = core.counts().vector[Shadow::op_names()[op]];
     done.count += 1;
     done.repeats += shape.count ? (shape.lanes + most - 1) / most : shape.repeats;
     return true;
@@ -119,8 +111,7 @@ inline bool begin_vector(Core &core, uint16_t op, Shape shape, const Walk &dst, 
 template <size_t operands, class Each>
 void stretches(Shape shape, const Walk (&walks)[operands], uint32_t widest, Each each) {
     bool dense = true;
-    for (const Walk &walk : walks)
-        dense = dense && walk.block_stride == 1;
+    for (const Walk& walk : walks) dense = dense && walk.block_stride == 1;
     const uint32_t step = dense ? shape.lanes : 256 / widest;
     for (uint32_t repeat = 0; repeat < shape.repeats; ++repeat)
         for (uint32_t lane = 0; lane < shape.lanes; lane += step)
@@ -128,35 +119,32 @@ void stretches(Shape shape, const Walk (&walks)[operands], uint32_t widest, Each
 }
 
 template <bool reads_dst = false, class D, class A, class B, class F>
-void binary(uint16_t op, Shape shape, const Walk &dst, const Walk &a, const Walk &b, F f) {
-    Core &core = twin::core();
+void binary(uint16_t op, Shape shape, const Walk& dst, const Walk& a, const Walk& b, F f) {
+    Core& core = twin::core();
     const uint32_t widest = std::max({dst.bits, a.bits, b.bits});
     const Walk sources[] = {a, b};
-    if (!begin_vector(core, op, shape, dst, sources, 2, widest, reads_dst))
-        return;
+    if (!begin_vector(core, op, shape, dst, sources, 2, widest, reads_dst)) return;
     stretches(shape, {dst, a, b}, widest, [&](uint32_t repeat, uint32_t lane, uint32_t lanes) {
-        D *to = reinterpret_cast<D *>(dst.at(core, repeat, lane));
-        const A *left = reinterpret_cast<const A *>(a.at(core, repeat, lane));
-        const B *right = reinterpret_cast<const B *>(b.at(core, repeat, lane));
-        for (uint32_t i = 0; i < lanes; ++i)
-            to[i] = f(left[i], right[i], to[i]);
+        D* to = reinterpret_cast<D*>(dst.at(core, repeat, lane));
+        const A* left = reinterpret_cast<const A*>(a.at(core, repeat, lane));
+        const B* right = reinterpret_cast<const B*>(b.at(core, repeat, lane));
+        for (uint32_t i = 0; i < lanes; ++i) to[i] = f(left[i], right[i], to[i]);
     });
 }
 
 template <bool reads_dst = false, class D, class A, class F>
-void unary(uint16_t op, Shape shape, const Walk &dst, const Walk &a, F f) {
-    Core &core = twin::core();
+void unary(uint16_t op, Shape shape, const Walk& dst, const Walk& a, F f) {
+    Core& core = twin::core();
     const uint32_t widest = std::max(dst.bits, a.bits);
-    if (!begin_vector(core, op, shape, dst, &a, 1, widest, reads_dst))
-        return;
+    if (!begin_vector(core, op, shape, dst, &a, 1, widest, reads_dst)) return;
     stretches(shape, {dst, a}, widest, [&](uint32_t repeat, uint32_t lane, uint32_t lanes) {
-        D *to = reinterpret_cast<D *>(dst.at(core, repeat, lane));
-        if constexpr (std::is_same_v<A, int4b_t>) { // the number of lanes is even, and so is that of every stretch
-            const uint8_t *from = a.at(core, repeat, lane);
+        D* to = reinterpret_cast<D*>(dst.at(core, repeat, lane));
+        if constexpr (std::is_same_v<A, int4b_t>) {  // the number of lanes is even, and so is that of every stretch
+            const uint8_t* from = a.at(core, repeat, lane);
             for (uint32_t i = 0; i < lanes; i += 2)
                 to[i] = f(int8_t(from[i / 2] << 4) >> 4), to[i + 1] = f(int8_t(from[i / 2]) >> 4);
         } else {
-            const A *from = reinterpret_cast<const A *>(a.at(core, repeat, lane));
+            const A* from = reinterpret_cast<const A*>(a.at(core, repeat, lane));
             for (uint32_t i = 0; i < lanes; ++i)
                 if constexpr (reads_dst)
                     to[i] = f(from[i], to[i]);
@@ -166,26 +154,24 @@ void unary(uint16_t op, Shape shape, const Walk &dst, const Walk &a, F f) {
     });
 }
 
-template <class D> void fill(uint16_t op, Shape shape, const Walk &dst, D value) {
-    Core &core = twin::core();
-    if (!begin_vector(core, op, shape, dst, nullptr, 0, dst.bits, false))
-        return;
+template <class D> void fill(uint16_t op, Shape shape, const Walk& dst, D value) {
+    Core& core = twin::core();
+    if (!begin_vector(core, op, shape, dst, nullptr, 0, dst.bits, false)) return;
     stretches(shape, {dst}, dst.bits, [&](uint32_t repeat, uint32_t lane, uint32_t lanes) {
-        D *to = reinterpret_cast<D *>(dst.at(core, repeat, lane));
+        D* to = reinterpret_cast<D*>(dst.at(core, repeat, lane));
         std::fill(to, to + lanes, value);
     });
 }
 
-template <class... T> uint16_t name_op(const char *name) {
+template <class... T> uint16_t name_op(const char* name) {
     std::string types;
     ((types += types.empty() ? name_of<T> : std::string(",") + name_of<T>), ...);
     return Shadow::op_id(std::string(name) + "<" + types + ">");
 }
 
 inline Shape by_count(int64_t count) {
-    if (count < 0 || count > kUbBytes * 2)
-        core().fail(text("%lld elements", (long long)count));
+    if (count < 0 || count > kUbBytes * 2) core().fail(text("%lld elements", (long long)count));
     return {uint32_t(count), 1, true};
 }
 
-} // namespace twin
+}  // namespace twin

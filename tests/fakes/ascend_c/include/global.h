@@ -15,9 +15,9 @@ namespace twin {
 enum class Role { INPUT, OUTPUT, WORKSPACE };
 
 struct Cell {
-    uint16_t write_core, write_phase; // core + 1; 0: never written
-    uint32_t write;                   // number of the instruction that wrote the byte
-    uint16_t read_core, read_phase;   // core + 1; kSeveral: more than one
+    uint16_t write_core, write_phase;  // core + 1; 0: never written
+    uint32_t write;                    // number of the instruction that wrote the byte
+    uint16_t read_core, read_phase;    // core + 1; kSeveral: more than one
     uint32_t read;
 };
 
@@ -25,15 +25,14 @@ struct Buffer {
     static constexpr uint16_t kSeveral = 0xffff;
     std::string name;
     Role role;
-    uint8_t *base;
+    uint8_t* base;
     uint64_t size;
-    std::unique_ptr<Cell[], decltype(&std::free)> cells{nullptr, &std::free}; // pages are allocated at first access
+    std::unique_ptr<Cell[], decltype(&std::free)> cells{nullptr, &std::free};  // pages are allocated at first access
     uint64_t read = 0, written = 0;
 
-    Buffer(std::string name_, Role role_, uint8_t *base_, uint64_t size_)
+    Buffer(std::string name_, Role role_, uint8_t* base_, uint64_t size_)
         : name(std::move(name_)), role(role_), base(base_), size(size_) {
-        if (role != Role::INPUT)
-            cells.reset(static_cast<Cell *>(std::calloc(size, sizeof(Cell))));
+        if (role != Role::INPUT) cells.reset(static_cast<Cell*>(std::calloc(size, sizeof(Cell))));
     }
 };
 
@@ -41,15 +40,13 @@ struct GlobalMemory {
     std::vector<Buffer> buffers;
     uint16_t phase = 0;
 
-    Buffer &find(const Shadow &core, const uint8_t *pointer, uint64_t bytes, const char *what) {
+    Buffer& find(const Shadow& core, const uint8_t* pointer, uint64_t bytes, const char* what) {
         const auto address = reinterpret_cast<uintptr_t>(pointer);
-        const Buffer *nearest = nullptr;
-        for (Buffer &buffer : buffers) {
+        const Buffer* nearest = nullptr;
+        for (Buffer& buffer : buffers) {
             const auto base = reinterpret_cast<uintptr_t>(buffer.base);
-            if (address >= base && address + bytes <= base + buffer.size)
-                return buffer;
-            if (address >= base && (!nearest || base > reinterpret_cast<uintptr_t>(nearest->base)))
-                nearest = &buffer;
+            if (address >= base && address + bytes <= base + buffer.size) return buffer;
+            if (address >= base && (!nearest || base > reinterpret_cast<uintptr_t>(nearest->base))) nearest = &buffer;
         }
         if (!pointer || !nearest)
             core.fail(text("%s %s", what, pointer ? "outside every buffer" : "of an absent (null) buffer"));
@@ -58,15 +55,13 @@ struct GlobalMemory {
                        (long long)(offset + bytes), nearest->name.c_str(), (long long)nearest->size));
     }
 
-    void check_read(Shadow &core, Buffer &buffer, const uint8_t *pointer, uint64_t bytes) {
-        if (buffer.role == Role::INPUT)
-            return;
+    void check_read(Shadow& core, Buffer& buffer, const uint8_t* pointer, uint64_t bytes) {
+        if (buffer.role == Role::INPUT) return;
         const uint16_t me = core.index + 1;
         for (uint64_t at = pointer - buffer.base, end = at + bytes; at < end; ++at) {
-            Cell &cell = buffer.cells[at];
+            Cell& cell = buffer.cells[at];
             auto where = [&] { return text("%s, byte %llu", buffer.name.c_str(), (unsigned long long)at); };
-            if (!cell.write_core)
-                core.fail("reads global bytes never written: " + where());
+            if (!cell.write_core) core.fail("reads global bytes never written: " + where());
             if (cell.write_core != me && cell.write_phase == phase)
                 core.fail(text("reads what core %d wrote without a SyncAll between: %s", cell.write_core - 1,
                                where().c_str()));
@@ -78,19 +73,18 @@ struct GlobalMemory {
         }
     }
 
-    void check_write(Shadow &core, Buffer &buffer, const uint8_t *pointer, uint64_t bytes) {
-        if (buffer.role == Role::INPUT)
-            core.fail("writes into the input " + buffer.name);
+    void check_write(Shadow& core, Buffer& buffer, const uint8_t* pointer, uint64_t bytes) {
+        if (buffer.role == Role::INPUT) core.fail("writes into the input " + buffer.name);
         const uint16_t me = core.index + 1;
         for (uint64_t at = pointer - buffer.base, end = at + bytes; at < end; ++at) {
-            Cell &cell = buffer.cells[at];
+            Cell& cell = buffer.cells[at];
             auto where = [&] { return text("%s, byte %llu", buffer.name.c_str(), (unsigned long long)at); };
             if (cell.write_core && cell.write_core != me && cell.write_phase == phase)
                 core.fail(text("writes what core %d wrote without a SyncAll between: %s", cell.write_core - 1,
                                where().c_str()));
             if (cell.read_core && cell.read_core != me && cell.read_phase == phase)
                 core.fail("writes what another core read without a SyncAll between: " + where());
-            const uint32_t *known = core.known[PIPE_MTE3];
+            const uint32_t* known = core.known[PIPE_MTE3];
             if (cell.read_core == me && cell.read > known[PIPE_MTE2])
                 core.fail("WAR hazard in global memory, no MTE2_MTE3 flag after the read: " + where());
             if (cell.write_core == me && cell.write != core.number[PIPE_MTE3] && cell.write > known[PIPE_MTE3])
@@ -100,4 +94,4 @@ struct GlobalMemory {
     }
 };
 
-} // namespace twin
+}  // namespace twin

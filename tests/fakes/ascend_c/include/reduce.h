@@ -7,36 +7,30 @@
 
 namespace twin {
 
-template <class T> T tree_sum(const T *values, uint32_t count, uint32_t lanes) { // values[count..lanes): absent
+template <class T> T tree_sum(const T* values, uint32_t count, uint32_t lanes) {  // values[count..lanes): absent
     T level[256 / sizeof(T)];
-    for (uint32_t i = 0; i < lanes; ++i)
-        level[i] = i < count ? values[i] : T(0);
+    for (uint32_t i = 0; i < lanes; ++i) level[i] = i < count ? values[i] : T(0);
     for (; lanes > 1; lanes /= 2)
-        for (uint32_t i = 0; i < lanes / 2; ++i)
-            level[i] = rounded(level[2 * i], level[2 * i + 1], Plus{});
+        for (uint32_t i = 0; i < lanes / 2; ++i) level[i] = rounded(level[2 * i], level[2 * i + 1], Plus{});
     return level[0];
 }
 
 // The checks of a reduction. Lanes are those of the source. Each repeat writes `written` bytes of the destination,
 // `step` bytes after those of the repeat before.
 template <class T>
-bool begin_reduction(uint16_t op, const AscendC::LocalTensor<T> &dst, const AscendC::LocalTensor<T> &src, int64_t mask,
+bool begin_reduction(uint16_t op, const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, int64_t mask,
                      int64_t repeats, uint32_t block_stride, uint32_t repeat_stride, uint32_t aligned, uint32_t written,
                      uint32_t step) {
     static_assert(one_of<T, half, float>, "reductions take half and float on Atlas A2/A3");
-    Core &core = twin::core();
+    Core& core = twin::core();
     core.op = op;
     src.valid(), dst.valid();
     if (mask < 0 || mask > int64_t(256 / sizeof(T)))
         core.fail(text("mask %lld is not in 0..%zu", (long long)mask, 256 / sizeof(T)));
-    if (repeats < 0 || repeats > 255)
-        core.fail(text("repeatTime %lld is not in 0..255", (long long)repeats));
-    if (src.begin % kBlock)
-        core.fail("a UB address must be a multiple of 32 bytes: the source");
-    if (dst.begin % aligned)
-        core.fail(text("the destination must be a multiple of %u bytes", aligned));
-    if (!mask || !repeats)
-        return false;
+    if (repeats < 0 || repeats > 255) core.fail(text("repeatTime %lld is not in 0..255", (long long)repeats));
+    if (src.begin % kBlock) core.fail("a UB address must be a multiple of 32 bytes: the source");
+    if (dst.begin % aligned) core.fail(text("the destination must be a multiple of %u bytes", aligned));
+    if (!mask || !repeats) return false;
     core.begin(PIPE_V, op);
     core.read(PIPE_V, {src.slot, src.begin, uint32_t(mask * sizeof(T)), block_stride, repeat_stride, uint32_t(repeats)},
               "the source");
@@ -46,23 +40,23 @@ bool begin_reduction(uint16_t op, const AscendC::LocalTensor<T> &dst, const Asce
         core.fail("a reduction of several repeats over its own source");
     for (uint32_t repeat = 0; repeat < repeats; ++repeat)
         core.write(PIPE_V, {dst.slot, dst.begin + repeat * step, written}, "the destination");
-    Instructions &done = core.counts().vector[Shadow::op_names()[op]];
+    Instructions& done = core.counts().vector[Shadow::op_names()[op]];
     done.count += 1, done.repeats += repeats;
     return true;
 }
 
 // Copies the lanes of one repeat of a strided source to contiguous memory.
-template <class T> void gather(const Walk &src, uint32_t repeat, uint32_t lanes, T *to) {
+template <class T> void gather(const Walk& src, uint32_t repeat, uint32_t lanes, T* to) {
     for (uint32_t lane = 0; lane < lanes; lane += 32 / sizeof(T))
         std::memcpy(to + lane, src.at(core(), repeat, lane), std::min<size_t>(32, (lanes - lane) * sizeof(T)));
 }
 
-} // namespace twin
+}  // namespace twin
 
 namespace AscendC {
 
 template <class T, bool isSetMask = true>
-void Duplicate(const LocalTensor<T> &dst, const T &scalar, uint64_t mask, uint32_t repeatTime, uint16_t dstBlockStride,
+void Duplicate(const LocalTensor<T>& dst, const T& scalar, uint64_t mask, uint32_t repeatTime, uint16_t dstBlockStride,
                uint8_t dstRepeatStride) {
     static_assert(isSetMask && twin::one_of<T, int16_t, uint16_t, half, bfloat16_t, int32_t, uint32_t, float>,
                   "Duplicate does not support this type on Atlas A2/A3");
@@ -70,7 +64,7 @@ void Duplicate(const LocalTensor<T> &dst, const T &scalar, uint64_t mask, uint32
     const auto walk = twin::walk(dst, "the destination", dstBlockStride, dstRepeatStride);
     twin::fill<T>(op, {uint32_t(mask), repeatTime, false}, walk, scalar);
 }
-template <class T> void Duplicate(const LocalTensor<T> &dst, const T &scalar, const int32_t &count) {
+template <class T> void Duplicate(const LocalTensor<T>& dst, const T& scalar, const int32_t& count) {
     static_assert(twin::one_of<T, int16_t, uint16_t, half, bfloat16_t, int32_t, uint32_t, float>,
                   "Duplicate does not support this type on Atlas A2/A3");
     static const uint16_t op = twin::name_op<T>("Duplicate");
@@ -79,21 +73,17 @@ template <class T> void Duplicate(const LocalTensor<T> &dst, const T &scalar, co
 
 // A repeat reads 8 elements and fills a block with each; the source is contiguous.
 template <class T>
-void Brcb(const LocalTensor<T> &dst, const LocalTensor<T> &src, uint32_t repeatTime, const BrcbRepeatParams &p) {
+void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint32_t repeatTime, const BrcbRepeatParams& p) {
     static_assert(twin::one_of<T, int16_t, uint16_t, half, bfloat16_t, int32_t, uint32_t, float>,
                   "Brcb does not support this type on Atlas A2/A3");
     static const uint16_t op = twin::name_op<T>("Brcb");
-    twin::Core &core = twin::core();
+    twin::Core& core = twin::core();
     core.op = op;
     src.valid(), dst.valid();
-    if (src.begin % 32 || dst.begin % 32)
-        core.fail("a UB address must be a multiple of 32 bytes");
-    if (repeatTime > 255)
-        core.fail(twin::text("repeatTime %u is above 255", repeatTime));
-    if (!p.dstBlkStride)
-        core.fail("dstBlkStride 0 is undefined");
-    if (!repeatTime)
-        return;
+    if (src.begin % 32 || dst.begin % 32) core.fail("a UB address must be a multiple of 32 bytes");
+    if (repeatTime > 255) core.fail(twin::text("repeatTime %u is above 255", repeatTime));
+    if (!p.dstBlkStride) core.fail("dstBlkStride 0 is undefined");
+    if (!repeatTime) return;
     const uint32_t bytes = 8 * sizeof(T) * repeatTime;
     const uint32_t end = dst.begin + ((repeatTime - 1) * p.dstRepStride + 7 * p.dstBlkStride + 1) * 32;
     if (dst.slot == src.slot && src.begin < end && dst.begin < src.begin + bytes)
@@ -104,17 +94,17 @@ void Brcb(const LocalTensor<T> &dst, const LocalTensor<T> &src, uint32_t repeatT
     for (uint32_t element = 0; element < 8 * repeatTime; ++element) {
         T value;
         std::memcpy(&value, core.ub + src.begin + element * sizeof(T), sizeof(T));
-        T *to = reinterpret_cast<T *>(core.ub + dst.begin +
-                                      (element / 8 * p.dstRepStride + element % 8 * p.dstBlkStride) * 32);
+        T* to = reinterpret_cast<T*>(core.ub + dst.begin +
+                                     (element / 8 * p.dstRepStride + element % 8 * p.dstBlkStride) * 32);
         std::fill(to, to + 32 / sizeof(T), value);
     }
-    twin::Instructions &done = core.counts().vector[twin::Shadow::op_names()[op]];
+    twin::Instructions& done = core.counts().vector[twin::Shadow::op_names()[op]];
     done.count += 1, done.repeats += repeatTime;
 }
 
 // Writes one value in each repeat; dstRepStride is in elements.
 template <class T, bool isSetMask = true>
-void WholeReduceSum(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_t mask, int32_t repeatTime,
+void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t mask, int32_t repeatTime,
                     int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride) {
     static const uint16_t op = twin::name_op<T>("WholeReduceSum");
     if (!twin::begin_reduction(op, dst, src, mask, repeatTime, srcBlkStride, srcRepStride, sizeof(T), sizeof(T),
@@ -131,7 +121,7 @@ void WholeReduceSum(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_
 // Writes the largest value and, unless ORDER_ONLY_VALUE, its first lane as an integer of the same width; dstRepStride
 // counts such results.
 template <class T, bool isSetMask = true>
-void WholeReduceMax(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_t mask, int32_t repeatTime,
+void WholeReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t mask, int32_t repeatTime,
                     int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride,
                     ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX) {
     static const uint16_t op = twin::name_op<T>("WholeReduceMax");
@@ -147,19 +137,18 @@ void WholeReduceMax(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_
     for (int32_t repeat = 0; repeat < repeatTime; ++repeat) {
         T lanes[256 / sizeof(T)];
         twin::gather(twin::walk(src, "the source", srcBlkStride, srcRepStride), repeat, mask, lanes);
-        const T *largest = std::max_element(lanes, lanes + mask);
+        const T* largest = std::max_element(lanes, lanes + mask);
         const Index at = largest - lanes;
-        uint8_t *to = twin::core().ub + dst.begin + repeat * dstRepStride * bytes;
+        uint8_t* to = twin::core().ub + dst.begin + repeat * dstRepStride * bytes;
         std::memcpy(to, largest, sizeof(T));
-        if (index)
-            std::memcpy(to + sizeof(T), &at, sizeof(T));
+        if (index) std::memcpy(to + sizeof(T), &at, sizeof(T));
     }
 }
 
 // Writes one value for each block, eight in a repeat. Blocks without a lane in the mask leave the destination as it is.
 // dstRepStride counts eights of values.
 template <class T, bool isSetMask = true>
-void BlockReduceSum(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_t repeatTime, int32_t mask,
+void BlockReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t repeatTime, int32_t mask,
                     int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride) {
     static const uint16_t op = twin::name_op<T>("BlockReduceSum");
     constexpr int32_t in_block = 32 / sizeof(T);
@@ -171,10 +160,10 @@ void BlockReduceSum(const LocalTensor<T> &dst, const LocalTensor<T> &src, int32_
         T lanes[256 / sizeof(T)], sums[8];
         twin::gather(twin::walk(src, "the source", srcBlkStride, srcRepStride), repeat, mask, lanes);
         for (uint32_t block = 0; block < blocks; ++block)
-            sums[block] = twin::tree_sum(lanes + block * in_block,
-                                         std::min<int32_t>(in_block, mask - block * in_block), in_block);
+            sums[block] = twin::tree_sum(lanes + block * in_block, std::min<int32_t>(in_block, mask - block * in_block),
+                                         in_block);
         std::memcpy(twin::core().ub + dst.begin + repeat * dstRepStride * 8 * sizeof(T), sums, blocks * sizeof(T));
     }
 }
 
-} // namespace AscendC
+}  // namespace AscendC

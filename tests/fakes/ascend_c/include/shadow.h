@@ -20,9 +20,9 @@
 namespace twin {
 
 constexpr uint32_t kUbBytes = 192 * 1024, kBlock = 32;
-constexpr int kPipes = 4; // the first four of pipe_t
-inline const char *pipe_name(int pipe) {
-    static const char *names[] = {"S", "V", "MTE2", "MTE3", "ALL"};
+constexpr int kPipes = 4;  // the first four of pipe_t
+inline const char* pipe_name(int pipe) {
+    static const char* names[] = {"S", "V", "MTE2", "MTE3", "ALL"};
     return names[pipe];
 }
 
@@ -30,7 +30,7 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-inline std::string text(const char *format, ...) {
+inline std::string text(const char* format, ...) {
     char line[512];
     va_list arguments;
     va_start(arguments, format);
@@ -41,24 +41,24 @@ inline std::string text(const char *format, ...) {
 
 // A piece of the UB that InitBuffer allocated: one buffer of a queue, or a TBuf.
 struct Slot {
-    enum State { FREE, ALLOCATED, ENQUEUED, DEQUEUED, GONE } state = FREE; // GONE: freed by TPipe::Reset
+    enum State { FREE, ALLOCATED, ENQUEUED, DEQUEUED, GONE } state = FREE;  // GONE: freed by TPipe::Reset
     std::string name;
-    uint32_t begin = 0, end = 0; // bytes in the UB
+    uint32_t begin = 0, end = 0;  // bytes in the UB
     AscendC::TPosition position = AscendC::TPosition::VECCALC;
-    int event = -1;                // the flag that guards it: of EnQue until DeQue, or of FreeTensor until AllocTensor
-    bool tensor_buffer = false;    // whether it is a TBuf, which can always be used
+    int event = -1;              // the flag that guards it: of EnQue until DeQue, or of FreeTensor until AllocTensor
+    bool tensor_buffer = false;  // whether it is a TBuf, which can always be used
 };
 
 // Bytes of the UB that one operand of an instruction touches: `bytes` from `begin` in blocks of 32, then again `repeats`
 // times.
 struct Region {
-    const Slot *slot;
-    uint32_t begin, bytes, block_stride = 1, repeat_stride = 0, repeats = 1; // strides in blocks
+    const Slot* slot;
+    uint32_t begin, bytes, block_stride = 1, repeat_stride = 0, repeats = 1;  // strides in blocks
 };
 
 struct Block {
-    uint32_t written = 0; // a bit for each byte
-    uint32_t write = 0;   // number of the last writing instruction
+    uint32_t written = 0;  // a bit for each byte
+    uint32_t write = 0;    // number of the last writing instruction
     uint32_t read[kPipes] = {};
     uint16_t write_op = 0;
     uint8_t write_pipe = 0;
@@ -69,25 +69,24 @@ struct Shadow {
     Block blocks[kUbBytes / kBlock];
     uint32_t number[kPipes] = {};
     uint32_t known[kPipes][kPipes] = {};
-    uint16_t op = 0; // the instruction that runs, an index into op_names()
-    int index = 0;   // index of the core
+    uint16_t op = 0;  // the instruction that runs, an index into op_names()
+    int index = 0;    // index of the core
 
-    static std::vector<std::string> &op_names() {
+    static std::vector<std::string>& op_names() {
         static std::vector<std::string> names{"start"};
         return names;
     }
-    static uint16_t op_id(const std::string &name) {
-        auto &names = op_names();
+    static uint16_t op_id(const std::string& name) {
+        auto& names = op_names();
         const auto found = std::find(names.begin(), names.end(), name);
-        if (found != names.end())
-            return found - names.begin();
+        if (found != names.end()) return found - names.begin();
         names.push_back(name);
         return names.size() - 1;
     }
 
-    Shadow() { std::fill(ub, ub + kUbBytes, 0xff); } // NaN in every float type
+    Shadow() { std::fill(ub, ub + kUbBytes, 0xff); }  // NaN in every float type
 
-    [[noreturn]] void fail(const std::string &rule) const {
+    [[noreturn]] void fail(const std::string& rule) const {
         throw Error(text("core %d, %s: %s", index, op_names()[op].c_str(), rule.c_str()));
     }
 
@@ -101,19 +100,18 @@ struct Shadow {
         known[PIPE_S][PIPE_S] = number[PIPE_S];
     }
 
-    void must_know(int pipe, int other, uint32_t instruction, const char *hazard, const Slot &slot, uint32_t block,
+    void must_know(int pipe, int other, uint32_t instruction, const char* hazard, const Slot& slot, uint32_t block,
                    uint16_t other_op) const {
-        if (instruction <= known[pipe][other])
-            return;
-        const char *missing = pipe != other ? "no flag, queue or PipeBarrier<PIPE_ALL> orders them" : nullptr;
+        if (instruction <= known[pipe][other]) return;
+        const char* missing = pipe != other ? "no flag, queue or PipeBarrier<PIPE_ALL> orders them" : nullptr;
         fail(text("%s on %s, bytes %d..%d: %s runs after an unfinished %s (%s); %s", hazard, slot.name.c_str(),
                   int(block * kBlock) - int(slot.begin), int(block * kBlock) - int(slot.begin) + 31, pipe_name(pipe),
                   pipe_name(other), other_op ? op_names()[other_op].c_str() : "a read",
                   missing ? missing : text("no PipeBarrier<PIPE_%s> between them", pipe_name(pipe)).c_str()));
     }
 
-    void read_block(int pipe, const Region &region, uint32_t index_, uint32_t mask, const char *operand) {
-        Block &block = blocks[index_];
+    void read_block(int pipe, const Region& region, uint32_t index_, uint32_t mask, const char* operand) {
+        Block& block = blocks[index_];
         if (block.write)
             must_know(pipe, block.write_pipe, block.write, "RAW hazard", *region.slot, index_, block.write_op);
         if (mask & ~block.written)
@@ -121,8 +119,8 @@ struct Shadow {
                       int(index_ * kBlock) - int(region.slot->begin) + __builtin_ctz(mask & ~block.written)));
         block.read[pipe] = number[pipe];
     }
-    void write_block(int pipe, const Region &region, uint32_t index_, uint32_t mask) {
-        Block &block = blocks[index_];
+    void write_block(int pipe, const Region& region, uint32_t index_, uint32_t mask) {
+        Block& block = blocks[index_];
         for (int other = 0; other < kPipes; ++other)
             if (!(other == pipe && block.read[other] == number[pipe]))
                 must_know(pipe, other, block.read[other], "WAR hazard", *region.slot, index_, 0);
@@ -132,16 +130,14 @@ struct Shadow {
         block.write = number[pipe], block.write_pipe = pipe, block.write_op = op;
     }
 
-    void check(const Region &region, const char *operand) const {
-        const Slot &slot = *region.slot;
-        if (slot.state == Slot::GONE)
-            fail(text("%s in %s is used after TPipe::Reset", operand, slot.name.c_str()));
+    void check(const Region& region, const char* operand) const {
+        const Slot& slot = *region.slot;
+        if (slot.state == Slot::GONE) fail(text("%s in %s is used after TPipe::Reset", operand, slot.name.c_str()));
         if (!slot.tensor_buffer && slot.state == Slot::FREE)
             fail(text("%s in %s is used after FreeTensor", operand, slot.name.c_str()));
         if (!slot.tensor_buffer && slot.state == Slot::ENQUEUED)
             fail(text("%s in %s is used between EnQue and DeQue", operand, slot.name.c_str()));
-        if (!region.bytes)
-            return;
+        if (!region.bytes) return;
         const uint32_t rows = (region.bytes - 1) / kBlock;
         const uint64_t last = region.begin + uint64_t(region.repeats - 1) * region.repeat_stride * kBlock +
                               uint64_t(rows) * region.block_stride * kBlock +
@@ -152,12 +148,10 @@ struct Shadow {
     }
 
     // Checks and records a read or a write of all of a region. The address need not be that of a block's first byte.
-    template <bool is_write> void touch(int pipe, Region region, const char *operand) {
+    template <bool is_write> void touch(int pipe, Region region, const char* operand) {
         check(region, operand);
-        if (!region.bytes)
-            return;
-        if (!region.repeat_stride)
-            region.repeats = 1; // the same bytes each time
+        if (!region.bytes) return;
+        if (!region.repeat_stride) region.repeats = 1;  // the same bytes each time
         const uint32_t bytes = region.block_stride ? region.bytes : std::min(region.bytes, kBlock);
         auto one = [&](uint32_t block, uint32_t mask) {
             if constexpr (is_write)
@@ -167,34 +161,30 @@ struct Shadow {
         };
         for (uint32_t repeat = 0; repeat < region.repeats; ++repeat) {
             const uint32_t start = region.begin + repeat * region.repeat_stride * kBlock;
-            const uint32_t shift = start % kBlock; // not 0 only for contiguous regions
+            const uint32_t shift = start % kBlock;  // not 0 only for contiguous regions
             uint32_t block = start / kBlock, left = bytes;
             if (shift) {
                 const uint32_t first = std::min(left, kBlock - shift);
-                one(block++, ((1u << first) - 1) << shift), left -= first; // first < 32
+                one(block++, ((1u << first) - 1) << shift), left -= first;  // first < 32
             }
-            for (; left >= kBlock; left -= kBlock, block += region.block_stride)
-                one(block, ~0u);
-            if (left)
-                one(block, (1u << left) - 1);
+            for (; left >= kBlock; left -= kBlock, block += region.block_stride) one(block, ~0u);
+            if (left) one(block, (1u << left) - 1);
         }
     }
-    void read(int pipe, const Region &region, const char *operand) { touch<false>(pipe, region, operand); }
-    void write(int pipe, const Region &region, const char *operand) { touch<true>(pipe, region, operand); }
-    void forget(uint32_t begin_, uint32_t end) { // the bytes have no defined contents from now on
-        for (uint32_t byte = begin_; byte < end; ++byte)
-            blocks[byte / kBlock].written &= ~(1u << byte % kBlock);
+    void read(int pipe, const Region& region, const char* operand) { touch<false>(pipe, region, operand); }
+    void write(int pipe, const Region& region, const char* operand) { touch<true>(pipe, region, operand); }
+    void forget(uint32_t begin_, uint32_t end) {  // the bytes have no defined contents from now on
+        for (uint32_t byte = begin_; byte < end; ++byte) blocks[byte / kBlock].written &= ~(1u << byte % kBlock);
         std::fill(ub + begin_, ub + end, 0xff);
     }
 
     void barrier(int pipe) {
         if (pipe == PIPE_ALL) {
-            for (auto &row : known)
-                std::copy(number, number + kPipes, row);
+            for (auto& row : known) std::copy(number, number + kPipes, row);
         } else {
             known[pipe][pipe] = number[pipe];
         }
     }
 };
 
-} // namespace twin
+}  // namespace twin

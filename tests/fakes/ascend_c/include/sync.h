@@ -12,7 +12,7 @@ namespace AscendC {
 
 template <pipe_t pipe> void PipeBarrier() {
     static_assert(pipe != PIPE_S, "the scalar pipe has no barrier");
-    twin::Core &core = twin::core();
+    twin::Core& core = twin::core();
     core.counts().barriers[twin::pipe_name(pipe)] += 1;
     core.barrier(pipe);
 }
@@ -27,10 +27,11 @@ inline int64_t GetBlockNum() { return twin::run()->cores.size(); }
 
 template <bool isAIVOnly = true> void SyncAll() {
     static_assert(isAIVOnly, "SyncAll<false> would wait for cube cores, which these kernels do not start");
-    twin::Core &core = twin::core();
+    twin::Core& core = twin::core();
     if (twin::run()->kernel_type != KERNEL_TYPE_MIX_AIV_1_0)
-        core.fail("SyncAll<true>() needs KERNEL_TYPE_MIX_AIV_1_0: with other vector types the hardware starts no "
-                  "scheduler for it");
+        core.fail(
+            "SyncAll<true>() needs KERNEL_TYPE_MIX_AIV_1_0: with other vector types the hardware starts no "
+            "scheduler for it");
     core.barrier(PIPE_ALL);
     core.waits = true;
     swapcontext(&core.context, &twin::run()->scheduler);
@@ -41,19 +42,19 @@ template <bool isAIVOnly = true> void SyncAll() {
 constexpr uint64_t kLibraryWorkspace = 16 << 20;
 inline GM_ADDR GetUserWorkspace(GM_ADDR workspace) { return workspace + kLibraryWorkspace; }
 
-} // namespace AscendC
+}  // namespace AscendC
 using AscendC::GetUserWorkspace;
 
 #define TILING_KEY_IS(k) (twin::run()->key == (k))
-#define GET_TILING_DATA(name, tiling)                                                                                  \
-    TWIN_TILING_STRUCT name;                                                                                           \
+#define GET_TILING_DATA(name, tiling) \
+    TWIN_TILING_STRUCT name;          \
     twin::copy_tiling(&name, sizeof name, tiling)
 
 namespace twin {
-inline void copy_tiling(void *to, size_t bytes, const uint8_t *tiling) {
-    const auto &data = run()->tiling;
+inline void copy_tiling(void* to, size_t bytes, const uint8_t* tiling) {
+    const auto& data = run()->tiling;
     if (tiling != data.data() || bytes > (data.size() + 7) / 8 * 8)
         core().fail(text("GET_TILING_DATA of %zu bytes, the host wrote %zu", bytes, data.size()));
     std::memcpy(to, tiling, std::min(bytes, data.size()));
 }
-} // namespace twin
+}  // namespace twin

@@ -9,16 +9,15 @@
 namespace AscendC {
 
 template <class T> class LocalTensor {
-  public:
+public:
     using PrimType = T;
     LocalTensor() = default;
-    LocalTensor(twin::Slot *slot_, uint32_t begin_, uint32_t size_) : slot(slot_), begin(begin_), size(size_) {}
+    LocalTensor(twin::Slot* slot_, uint32_t begin_, uint32_t size_) : slot(slot_), begin(begin_), size(size_) {}
 
     LocalTensor operator[](uint32_t offset) const {
         valid();
         const uint64_t bits = uint64_t(offset) * twin::bits_of<T>;
-        if (bits % 8)
-            twin::core().fail("an int4b_t tensor is cut inside a byte");
+        if (bits % 8) twin::core().fail("an int4b_t tensor is cut inside a byte");
         return {slot, uint32_t(begin + bits / 8), offset <= size ? size - offset : 0};
     }
     template <class U> LocalTensor<U> ReinterpretCast() const {
@@ -29,7 +28,7 @@ template <class T> class LocalTensor {
 
     T GetValue(uint32_t at) const {
         static const uint16_t op = twin::Shadow::op_id("GetValue");
-        twin::Core &core = valid();
+        twin::Core& core = valid();
         core.begin(PIPE_S, op);
         core.read(PIPE_S, element(at), "the tensor");
         core.counts().scalar_ub += 1;
@@ -40,22 +39,21 @@ template <class T> class LocalTensor {
     T operator()(uint32_t at) const { return GetValue(at); }
     void SetValue(uint32_t at, T value) const {
         static const uint16_t op = twin::Shadow::op_id("SetValue");
-        twin::Core &core = valid();
+        twin::Core& core = valid();
         core.begin(PIPE_S, op);
         core.write(PIPE_S, element(at), "the tensor");
         core.counts().scalar_ub += 1;
         std::memcpy(core.ub + element(at).begin, &value, sizeof(T));
     }
 
-    twin::Core &valid() const {
-        if (!slot)
-            twin::core().fail("a LocalTensor is used that no queue or TBuf gave out");
+    twin::Core& valid() const {
+        if (!slot) twin::core().fail("a LocalTensor is used that no queue or TBuf gave out");
         return twin::core();
     }
-    twin::Slot *slot = nullptr;
-    uint32_t begin = 0, size = 0; // begin: byte in the UB; size: number of elements
+    twin::Slot* slot = nullptr;
+    uint32_t begin = 0, size = 0;  // begin: byte in the UB; size: number of elements
 
-  private:
+private:
     twin::Region element(uint32_t at) const {
         static_assert(!std::is_same_v<T, int4b_t>, "scalar access to int4b_t");
         return {slot, uint32_t(begin + at * sizeof(T)), sizeof(T)};
@@ -63,22 +61,22 @@ template <class T> class LocalTensor {
 };
 
 template <class T> class GlobalTensor {
-  public:
+public:
     using PrimType = T;
-    void SetGlobalBuffer(T *pointer_, uint64_t size_ = 0) { pointer = pointer_, size = size_; }
+    void SetGlobalBuffer(T* pointer_, uint64_t size_ = 0) { pointer = pointer_, size = size_; }
     GlobalTensor operator[](uint64_t offset) const {
         GlobalTensor at = *this;
         at.pointer = pointer + offset;
         return at;
     }
-    const T *GetPhyAddr() const { return pointer; }
+    const T* GetPhyAddr() const { return pointer; }
     uint64_t GetSize() const { return size; }
     T GetValue(uint64_t at) const {
         static const uint16_t op = twin::Shadow::op_id("GetValue of global memory");
-        twin::Core &core = twin::core();
+        twin::Core& core = twin::core();
         core.begin(PIPE_S, op);
-        const auto *bytes = reinterpret_cast<const uint8_t *>(pointer + at);
-        twin::Buffer &buffer = twin::run()->memory.find(core, pointer ? bytes : nullptr, sizeof(T), "a scalar read");
+        const auto* bytes = reinterpret_cast<const uint8_t*>(pointer + at);
+        twin::Buffer& buffer = twin::run()->memory.find(core, pointer ? bytes : nullptr, sizeof(T), "a scalar read");
         if (buffer.role != twin::Role::INPUT)
             core.fail("scalar reads are for inputs only, their cache does not see what kernels write: " + buffer.name);
         buffer.read += sizeof(T);
@@ -88,8 +86,8 @@ template <class T> class GlobalTensor {
         return value;
     }
 
-    T *pointer = nullptr;
+    T* pointer = nullptr;
     uint64_t size = 0;
 };
 
-} // namespace AscendC
+}  // namespace AscendC

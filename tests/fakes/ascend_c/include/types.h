@@ -12,13 +12,13 @@
 #define __gm__
 #define __ubuf__
 #define __inline__ inline
-using GM_ADDR = uint8_t *;
+using GM_ADDR = uint8_t*;
 
 using half = _Float16;
 struct bfloat16_t {
     uint16_t bits;
 };
-struct int4b_t { // two in a byte, low nibble first; tensors count elements, not bytes
+struct int4b_t {  // two in a byte, low nibble first; tensors count elements, not bytes
     uint8_t pair;
 };
 
@@ -31,29 +31,28 @@ inline float to_float(bfloat16_t x) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
-inline bfloat16_t to_bfloat16(float x) { // rounds to nearest, ties to even
+inline bfloat16_t to_bfloat16(float x) {  // rounds to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
-    if (x != x)
-        return {static_cast<uint16_t>(bits >> 16 | 0x40)};
+    if (x != x) return {static_cast<uint16_t>(bits >> 16 | 0x40)};
     return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 template <class T> constexpr uint32_t bits_of = std::is_same_v<T, int4b_t> ? 4 : 8 * sizeof(T);
 template <class T, class... Of> constexpr bool one_of = (std::is_same_v<T, Of> || ...);
-template <class T> constexpr const char *name_of = "?";
-template <> inline constexpr const char *name_of<half> = "half";
-template <> inline constexpr const char *name_of<bfloat16_t> = "bfloat16_t";
-template <> inline constexpr const char *name_of<int4b_t> = "int4b_t";
-template <> inline constexpr const char *name_of<float> = "float";
-template <> inline constexpr const char *name_of<int8_t> = "int8_t";
-template <> inline constexpr const char *name_of<uint8_t> = "uint8_t";
-template <> inline constexpr const char *name_of<int16_t> = "int16_t";
-template <> inline constexpr const char *name_of<uint16_t> = "uint16_t";
-template <> inline constexpr const char *name_of<int32_t> = "int32_t";
-template <> inline constexpr const char *name_of<uint32_t> = "uint32_t";
-template <> inline constexpr const char *name_of<int64_t> = "int64_t";
-template <> inline constexpr const char *name_of<uint64_t> = "uint64_t";
-} // namespace twin
+template <class T> constexpr const char* name_of = "?";
+template <> inline constexpr const char* name_of<half> = "half";
+template <> inline constexpr const char* name_of<bfloat16_t> = "bfloat16_t";
+template <> inline constexpr const char* name_of<int4b_t> = "int4b_t";
+template <> inline constexpr const char* name_of<float> = "float";
+template <> inline constexpr const char* name_of<int8_t> = "int8_t";
+template <> inline constexpr const char* name_of<uint8_t> = "uint8_t";
+template <> inline constexpr const char* name_of<int16_t> = "int16_t";
+template <> inline constexpr const char* name_of<uint16_t> = "uint16_t";
+template <> inline constexpr const char* name_of<int32_t> = "int32_t";
+template <> inline constexpr const char* name_of<uint32_t> = "uint32_t";
+template <> inline constexpr const char* name_of<int64_t> = "int64_t";
+template <> inline constexpr const char* name_of<uint64_t> = "uint64_t";
+}  // namespace twin
 
 enum pipe_t { PIPE_S, PIPE_V, PIPE_MTE2, PIPE_MTE3, PIPE_ALL };
 enum event_t { EVENT_ID0, EVENT_ID1, EVENT_ID2, EVENT_ID3, EVENT_ID4, EVENT_ID5, EVENT_ID6, EVENT_ID7 };
@@ -68,13 +67,25 @@ enum class TPosition : uint8_t { GM, VECIN, VECOUT, VECCALC };
 using QuePosition = TPosition;
 
 enum class HardEvent : uint8_t {
-    S_V, S_MTE2, S_MTE3, V_S, V_MTE2, V_MTE3, MTE2_S, MTE2_V, MTE2_MTE3, MTE3_S, MTE3_V, MTE3_MTE2, COUNT
+    S_V,
+    S_MTE2,
+    S_MTE3,
+    V_S,
+    V_MTE2,
+    V_MTE3,
+    MTE2_S,
+    MTE2_V,
+    MTE2_MTE3,
+    MTE3_S,
+    MTE3_V,
+    MTE3_MTE2,
+    COUNT
 };
 
 enum class RoundMode { CAST_NONE, CAST_RINT, CAST_FLOOR, CAST_CEIL, CAST_ROUND, CAST_TRUNC, CAST_ODD };
 enum class ReduceOrder { ORDER_VALUE_INDEX, ORDER_INDEX_VALUE, ORDER_ONLY_VALUE, ORDER_ONLY_INDEX };
 
-struct BinaryRepeatParams { // strides in blocks of 32 bytes
+struct BinaryRepeatParams {  // strides in blocks of 32 bytes
     BinaryRepeatParams() = default;
     BinaryRepeatParams(uint8_t dst_block, uint8_t src0_block, uint8_t src1_block, uint8_t dst_repeat,
                        uint8_t src0_repeat, uint8_t src1_repeat)
@@ -95,20 +106,20 @@ struct BrcbRepeatParams {
     BrcbRepeatParams(uint16_t dst_block, uint16_t dst_repeat) : dstBlkStride(dst_block), dstRepStride(dst_repeat) {}
     uint16_t dstBlkStride = 1, dstRepStride = 8;
 };
-struct DataCopyParams { // everything in blocks of 32 bytes
+struct DataCopyParams {  // everything in blocks of 32 bytes
     DataCopyParams() = default;
     DataCopyParams(uint16_t count, uint16_t length, uint16_t src_gap, uint16_t dst_gap)
         : blockCount(count), blockLen(length), srcGap(src_gap), dstGap(dst_gap) {}
     uint16_t blockCount = 1, blockLen = 0, srcGap = 0, dstGap = 0;
 };
-struct DataCopyExtParams { // length in bytes; strides in bytes in global memory, in blocks of 32 bytes in the UB
+struct DataCopyExtParams {  // length in bytes; strides in bytes in global memory, in blocks of 32 bytes in the UB
     DataCopyExtParams() = default;
     DataCopyExtParams(uint16_t count, uint32_t length, uint32_t src_stride, uint32_t dst_stride, uint32_t rsv_in)
         : blockCount(count), blockLen(length), srcStride(src_stride), dstStride(dst_stride), rsv(rsv_in) {}
     uint16_t blockCount = 1;
     uint32_t blockLen = 0, srcStride = 0, dstStride = 0, rsv = 0;
 };
-template <class T> struct DataCopyPadExtParams { // paddings in elements
+template <class T> struct DataCopyPadExtParams {  // paddings in elements
     DataCopyPadExtParams() = default;
     DataCopyPadExtParams(bool pad, uint8_t left, uint8_t right, T value)
         : isPad(pad), leftPadding(left), rightPadding(right), paddingValue(value) {}
@@ -119,4 +130,4 @@ template <class T> struct DataCopyPadExtParams { // paddings in elements
 
 inline float ToFloat(bfloat16_t x) { return twin::to_float(x); }
 inline bfloat16_t ToBfloat16(float x) { return twin::to_bfloat16(x); }
-} // namespace AscendC
+}  // namespace AscendC

@@ -39,32 +39,32 @@ struct Larger {
 struct Bits {
     template <class T> T operator()(T a, T b) const { return a & b; }
 };
-} // namespace twin
+}  // namespace twin
 
 namespace AscendC {
 
 // CHAINS: whether the documentation lets the second source be the destination of an earlier repeat.
-#define TWIN_BINARY(NAME, F, TYPES, CHAINS)                                                                            \
-    template <class T, bool isSetMask = true>                                                                          \
-    void NAME(const LocalTensor<T> &dst, const LocalTensor<T> &src0, const LocalTensor<T> &src1, uint64_t mask,        \
-              uint32_t repeatTime, const BinaryRepeatParams &p) {                                                      \
-        static_assert(isSetMask && (TYPES), #NAME " does not support this type on Atlas A2/A3");                       \
-        static const uint16_t op = twin::name_op<T>(#NAME);                                                            \
-        const bool chains = CHAINS && twin::chain_type<T> && !(p.dstRepStride && p.src1RepStride);                     \
-        twin::binary<false, T, T, T>(op, {uint32_t(mask), repeatTime, false},                                          \
-                                     twin::walk(dst, "the destination", p.dstBlkStride, p.dstRepStride),               \
-                                     twin::walk(src0, "src0", p.src0BlkStride, p.src0RepStride),                       \
-                                     twin::walk(src1, "src1", p.src1BlkStride, p.src1RepStride, chains),               \
-                                     [](T a, T b, T) { return twin::rounded(a, b, twin::F{}); });                      \
-    }                                                                                                                  \
-    template <class T>                                                                                                 \
-    void NAME(const LocalTensor<T> &dst, const LocalTensor<T> &src0, const LocalTensor<T> &src1,                       \
-              const int32_t &count) {                                                                                  \
-        static_assert(TYPES, #NAME " does not support this type on Atlas A2/A3");                                      \
-        static const uint16_t op = twin::name_op<T>(#NAME);                                                            \
-        twin::binary<false, T, T, T>(op, twin::by_count(count), twin::walk(dst, "the destination"),                    \
-                                     twin::walk(src0, "src0"), twin::walk(src1, "src1"),                               \
-                                     [](T a, T b, T) { return twin::rounded(a, b, twin::F{}); });                      \
+#define TWIN_BINARY(NAME, F, TYPES, CHAINS)                                                                     \
+    template <class T, bool isSetMask = true>                                                                   \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask, \
+              uint32_t repeatTime, const BinaryRepeatParams& p) {                                               \
+        static_assert(isSetMask && (TYPES), #NAME " does not support this type on Atlas A2/A3");                \
+        static const uint16_t op = twin::name_op<T>(#NAME);                                                     \
+        const bool chains = CHAINS && twin::chain_type<T> && !(p.dstRepStride && p.src1RepStride);              \
+        twin::binary<false, T, T, T>(op, {uint32_t(mask), repeatTime, false},                                   \
+                                     twin::walk(dst, "the destination", p.dstBlkStride, p.dstRepStride),        \
+                                     twin::walk(src0, "src0", p.src0BlkStride, p.src0RepStride),                \
+                                     twin::walk(src1, "src1", p.src1BlkStride, p.src1RepStride, chains),        \
+                                     [](T a, T b, T) { return twin::rounded(a, b, twin::F{}); });               \
+    }                                                                                                           \
+    template <class T>                                                                                          \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1,                \
+              const int32_t& count) {                                                                           \
+        static_assert(TYPES, #NAME " does not support this type on Atlas A2/A3");                               \
+        static const uint16_t op = twin::name_op<T>(#NAME);                                                     \
+        twin::binary<false, T, T, T>(op, twin::by_count(count), twin::walk(dst, "the destination"),             \
+                                     twin::walk(src0, "src0"), twin::walk(src1, "src1"),                        \
+                                     [](T a, T b, T) { return twin::rounded(a, b, twin::F{}); });               \
     }
 TWIN_BINARY(Mul, Times, twin::numeric<T>, true)
 TWIN_BINARY(Add, Plus, twin::numeric<T>, true)
@@ -74,76 +74,79 @@ TWIN_BINARY(Div, Over, (twin::one_of<T, half, float>), false)
 TWIN_BINARY(And, Bits, (twin::one_of<T, int16_t, uint16_t>), false)
 #undef TWIN_BINARY
 
-#define TWIN_SCALAR(NAME, F)                                                                                           \
-    template <class T, bool isSetMask = true>                                                                          \
-    void NAME(const LocalTensor<T> &dst, const LocalTensor<T> &src, const T &scalar, uint64_t mask,                    \
-              uint32_t repeatTime, const UnaryRepeatParams &p) {                                                       \
-        static_assert(isSetMask && twin::numeric<T>, #NAME " does not support this type on Atlas A2/A3");              \
-        static const uint16_t op = twin::name_op<T>(#NAME);                                                            \
-        twin::unary<false, T, T>(op, {uint32_t(mask), repeatTime, false},                                              \
-                                 twin::walk(dst, "the destination", p.dstBlkStride, p.dstRepStride),                   \
-                                 twin::walk(src, "the source", p.srcBlkStride, p.srcRepStride),                        \
-                                 [scalar](T a) { return twin::rounded(a, scalar, twin::F{}); });                       \
-    }                                                                                                                  \
-    template <class T>                                                                                                 \
-    void NAME(const LocalTensor<T> &dst, const LocalTensor<T> &src, const T &scalar, const int32_t &count) {           \
-        static_assert(twin::numeric<T>, #NAME " does not support this type on Atlas A2/A3");                           \
-        static const uint16_t op = twin::name_op<T>(#NAME);                                                            \
-        twin::unary<false, T, T>(op, twin::by_count(count), twin::walk(dst, "the destination"),                        \
-                                 twin::walk(src, "the source"),                                                        \
-                                 [scalar](T a) { return twin::rounded(a, scalar, twin::F{}); });                       \
+#define TWIN_SCALAR(NAME, F)                                                                                 \
+    template <class T, bool isSetMask = true>                                                                \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalar, uint64_t mask,          \
+              uint32_t repeatTime, const UnaryRepeatParams& p) {                                             \
+        static_assert(isSetMask && twin::numeric<T>, #NAME " does not support this type on Atlas A2/A3");    \
+        static const uint16_t op = twin::name_op<T>(#NAME);                                                  \
+        twin::unary<false, T, T>(op, {uint32_t(mask), repeatTime, false},                                    \
+                                 twin::walk(dst, "the destination", p.dstBlkStride, p.dstRepStride),         \
+                                 twin::walk(src, "the source", p.srcBlkStride, p.srcRepStride),              \
+                                 [scalar](T a) { return twin::rounded(a, scalar, twin::F{}); });             \
+    }                                                                                                        \
+    template <class T>                                                                                       \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalar, const int32_t& count) { \
+        static_assert(twin::numeric<T>, #NAME " does not support this type on Atlas A2/A3");                 \
+        static const uint16_t op = twin::name_op<T>(#NAME);                                                  \
+        twin::unary<false, T, T>(op, twin::by_count(count), twin::walk(dst, "the destination"),              \
+                                 twin::walk(src, "the source"),                                              \
+                                 [scalar](T a) { return twin::rounded(a, scalar, twin::F{}); });             \
     }
 TWIN_SCALAR(Muls, Times)
 TWIN_SCALAR(Adds, Plus)
 TWIN_SCALAR(Maxs, Larger)
 #undef TWIN_SCALAR
 
-#define TWIN_UNARY(NAME, EXPRESSION)                                                                                   \
-    template <class T, bool isSetMask = true>                                                                          \
-    void NAME(const LocalTensor<T> &dst, const LocalTensor<T> &src, uint64_t mask, uint32_t repeatTime,                \
-              const UnaryRepeatParams &p) {                                                                            \
-        static_assert(isSetMask && twin::one_of<T, half, float>, #NAME " takes half and float on Atlas A2/A3");        \
-        static const uint16_t op = twin::name_op<T>(#NAME);                                                            \
-        twin::unary<false, T, T>(op, {uint32_t(mask), repeatTime, false},                                              \
-                                 twin::walk(dst, "the destination", p.dstBlkStride, p.dstRepStride),                   \
-                                 twin::walk(src, "the source", p.srcBlkStride, p.srcRepStride),                        \
-                                 [](T a) { const float x = a; return static_cast<T>(EXPRESSION); });                   \
-    }                                                                                                                  \
-    template <class T> void NAME(const LocalTensor<T> &dst, const LocalTensor<T> &src, const int32_t &count) {         \
-        static_assert(twin::one_of<T, half, float>, #NAME " takes half and float on Atlas A2/A3");                     \
-        static const uint16_t op = twin::name_op<T>(#NAME);                                                            \
-        twin::unary<false, T, T>(op, twin::by_count(count), twin::walk(dst, "the destination"),                        \
-                                 twin::walk(src, "the source"),                                                        \
-                                 [](T a) { const float x = a; return static_cast<T>(EXPRESSION); });                   \
+#define TWIN_UNARY(NAME, EXPRESSION)                                                                            \
+    template <class T, bool isSetMask = true>                                                                   \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint64_t mask, uint32_t repeatTime,         \
+              const UnaryRepeatParams& p) {                                                                     \
+        static_assert(isSetMask && twin::one_of<T, half, float>, #NAME " takes half and float on Atlas A2/A3"); \
+        static const uint16_t op = twin::name_op<T>(#NAME);                                                     \
+        twin::unary<false, T, T>(op, {uint32_t(mask), repeatTime, false},                                       \
+                                 twin::walk(dst, "the destination", p.dstBlkStride, p.dstRepStride),            \
+                                 twin::walk(src, "the source", p.srcBlkStride, p.srcRepStride), [](T a) {       \
+                                     const float x = a;                                                         \
+                                     return static_cast<T>(EXPRESSION);                                         \
+                                 });                                                                            \
+    }                                                                                                           \
+    template <class T> void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t& count) {  \
+        static_assert(twin::one_of<T, half, float>, #NAME " takes half and float on Atlas A2/A3");              \
+        static const uint16_t op = twin::name_op<T>(#NAME);                                                     \
+        twin::unary<false, T, T>(op, twin::by_count(count), twin::walk(dst, "the destination"),                 \
+                                 twin::walk(src, "the source"), [](T a) {                                       \
+                                     const float x = a;                                                         \
+                                     return static_cast<T>(EXPRESSION);                                         \
+                                 });                                                                            \
     }
 TWIN_UNARY(Abs, std::fabs(x))
 TWIN_UNARY(Exp, std::exp(x))
 #undef TWIN_UNARY
 
-} // namespace AscendC
+}  // namespace AscendC
 
 namespace twin {
-template <class D, class S> constexpr bool multiply_add = std::is_same_v<D, S> ? one_of<D, half, float>
-                                                                                : std::is_same_v<D, float> &&
-                                                                                      std::is_same_v<S, half>;
+template <class D, class S> constexpr bool multiply_add =
+    std::is_same_v<D, S> ? one_of<D, half, float> : std::is_same_v<D, float> && std::is_same_v<S, half>;
 // dst + a * b. Products of halves added to a float are exact; other products are rounded to the destination's type.
 template <class D, class S> D add_product(S a, S b, D d) {
     return rounded<D>(d, rounded<D>(static_cast<D>(a), static_cast<D>(b), Times{}), Plus{});
 }
 // A destination of a wider type may not overlap its sources at all.
 template <class D, class S>
-void apart(const AscendC::LocalTensor<D> &dst, const AscendC::LocalTensor<S> &src, uint16_t op) {
+void apart(const AscendC::LocalTensor<D>& dst, const AscendC::LocalTensor<S>& src, uint16_t op) {
     core().op = op;
     if (!std::is_same_v<D, S> && dst.slot == src.slot && dst.begin == src.begin)
         core().fail("float sums over half sources in the same place");
 }
-} // namespace twin
+}  // namespace twin
 
 namespace AscendC {
 
 template <class T, class U, bool isSetMask = true>
-void MulAddDst(const LocalTensor<T> &dst, const LocalTensor<U> &src0, const LocalTensor<U> &src1, uint64_t mask,
-               uint32_t repeatTime, const BinaryRepeatParams &p) {
+void MulAddDst(const LocalTensor<T>& dst, const LocalTensor<U>& src0, const LocalTensor<U>& src1, uint64_t mask,
+               uint32_t repeatTime, const BinaryRepeatParams& p) {
     static_assert(isSetMask && twin::multiply_add<T, U>, "MulAddDst does not support these types on Atlas A2/A3");
     // sums over repeats are counted separately, since the documentation does not mention them
     static const uint16_t once = twin::name_op<T, U>("MulAddDst"), chained = twin::name_op<T, U>("MulAddDst chained");
@@ -156,19 +159,19 @@ void MulAddDst(const LocalTensor<T> &dst, const LocalTensor<U> &src0, const Loca
                                 [](U a, U b, T d) { return twin::add_product<T, U>(a, b, d); });
 }
 template <class T, class U>
-void MulAddDst(const LocalTensor<T> &dst, const LocalTensor<U> &src0, const LocalTensor<U> &src1,
-               const int32_t &count) {
+void MulAddDst(const LocalTensor<T>& dst, const LocalTensor<U>& src0, const LocalTensor<U>& src1,
+               const int32_t& count) {
     static_assert(twin::multiply_add<T, U>, "MulAddDst does not support these types on Atlas A2/A3");
     static const uint16_t op = twin::name_op<T, U>("MulAddDst");
     twin::apart(dst, src0, op), twin::apart(dst, src1, op);
-    twin::binary<true, T, U, U>(op, twin::by_count(count), twin::walk(dst, "the destination"),
-                                twin::walk(src0, "src0"), twin::walk(src1, "src1"),
+    twin::binary<true, T, U, U>(op, twin::by_count(count), twin::walk(dst, "the destination"), twin::walk(src0, "src0"),
+                                twin::walk(src1, "src1"),
                                 [](U a, U b, T d) { return twin::add_product<T, U>(a, b, d); });
 }
 
 template <class T, class U, bool isSetMask = true>
-void Axpy(const LocalTensor<T> &dst, const LocalTensor<U> &src, const U &scalar, uint64_t mask, uint32_t repeatTime,
-          const UnaryRepeatParams &p) {
+void Axpy(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalar, uint64_t mask, uint32_t repeatTime,
+          const UnaryRepeatParams& p) {
     static_assert(isSetMask && twin::multiply_add<T, U>, "Axpy does not support these types on Atlas A2/A3");
     static const uint16_t once = twin::name_op<T, U>("Axpy"), chained = twin::name_op<T, U>("Axpy chained");
     const uint16_t op = !p.dstRepStride && repeatTime > 1 ? chained : once;
@@ -179,7 +182,7 @@ void Axpy(const LocalTensor<T> &dst, const LocalTensor<U> &src, const U &scalar,
                             [scalar](U a, T d) { return twin::add_product<T, U>(a, scalar, d); });
 }
 template <class T, class U>
-void Axpy(const LocalTensor<T> &dst, const LocalTensor<U> &src, const U &scalar, const int32_t &count) {
+void Axpy(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalar, const int32_t& count) {
     static_assert(twin::multiply_add<T, U>, "Axpy does not support these types on Atlas A2/A3");
     static const uint16_t op = twin::name_op<T, U>("Axpy");
     twin::apart(dst, src, op);
@@ -188,4 +191,4 @@ void Axpy(const LocalTensor<T> &dst, const LocalTensor<U> &src, const U &scalar,
                             [scalar](U a, T d) { return twin::add_product<T, U>(a, scalar, d); });
 }
 
-} // namespace AscendC
+}  // namespace AscendC

@@ -5,9 +5,7 @@ PROBE(alignment) {
     p.ones();
     Muls(p.b, p.a[broken ? 8 : 16], half(2), 128);
 }
-PROBE(alignment_copy) {
-    DataCopy(p.a[broken ? 8 : 16], p.x, 128);
-}
+PROBE(alignment_copy) { DataCopy(p.a[broken ? 8 : 16], p.x, 128); }
 PROBE(alignment_brcb) {
     p.ones();
     Brcb(p.b, p.a[broken ? 8 : 16], 1, {1, 8});
@@ -44,16 +42,14 @@ PROBE(block_length) {
     DataCopyExtParams params{1, broken ? 31u : 30u, 0, 0, 0};
     DataCopyPad(p.a, p.x, params, {false, 0, 0, half(0)});
 }
-PROBE(copy_length) {
-    DataCopy(p.a, p.x, broken ? 8 : 16);
-}
+PROBE(copy_length) { DataCopy(p.a, p.x, broken ? 8 : 16); }
 PROBE(padding) {
     DataCopyExtParams params{1, 32, 0, 0, 0};
     DataCopyPad(p.a, p.x, params, {true, 0, uint8_t(broken ? 17 : 16), half(0)});
 }
 PROBE(global_alignment) {
     GlobalTensor<half> odd;
-    odd.SetGlobalBuffer((__gm__ half *)((__gm__ uint8_t *)p.x.GetPhyAddr() + (broken ? 1 : 2)));
+    odd.SetGlobalBuffer((__gm__ half*)((__gm__ uint8_t*)p.x.GetPhyAddr() + (broken ? 1 : 2)));
     DataCopy(p.a, odd, 16);
 }
 PROBE(int4_count) {
@@ -80,18 +76,18 @@ PROBE(overlap_in_part_count) {
     p.ones();
     Muls(p.a[broken ? 16 : 0], p.a, half(2), 128);
 }
-PROBE(overlap_of_repeats) { // the second repeat reads what the first one wrote
+PROBE(overlap_of_repeats) {  // the second repeat reads what the first one wrote
     p.ones();
     Muls(p.a[broken ? 128 : 256], p.a, half(2), 128, 2, {1, 1, 8, 8});
 }
-PROBE(chain) { // only the second source may be the sum so far
+PROBE(chain) {  // only the second source may be the sum so far
     p.ones();
     if (broken)
         Add(p.a, p.a, p.b, 128, 4, {1, 1, 1, 0, 0, 8});
     else
         Add(p.a, p.b, p.a, 128, 4, {1, 1, 1, 0, 8, 0});
 }
-PROBE(chain_type) { // and only in some types
+PROBE(chain_type) {  // and only in some types
     p.ones();
     const auto a = p.a.template ReinterpretCast<int16_t>(), b = p.b.template ReinterpretCast<int16_t>();
     if (broken)
@@ -127,12 +123,8 @@ PROBE(beyond_buffer_repeats) {
     p.ones();
     Muls(p.a, p.b, half(1), 128, 4, {1, 1, 8, uint8_t(broken ? 41 : 40)});
 }
-PROBE(beyond_buffer_copy) {
-    DataCopy(p.a[broken ? 16 : 0], p.x, kHalves);
-}
-PROBE(get_too_much) {
-    p.a_buffer.template Get<half>(broken ? kHalves + 1 : kHalves);
-}
+PROBE(beyond_buffer_copy) { DataCopy(p.a[broken ? 16 : 0], p.x, kHalves); }
+PROBE(get_too_much) { p.a_buffer.template Get<half>(broken ? kHalves + 1 : kHalves); }
 PROBE(to_veccalc) {
     auto f = p.f.template ReinterpretCast<half>();
     if (broken)
@@ -144,14 +136,12 @@ PROBE(from_veccalc) {
     p.ones();
     pass<HardEvent::V_MTE3>();
     auto f = p.f.template ReinterpretCast<half>();
-    if (GetBlockIdx() == 0)
-        DataCopy(p.y, broken ? f : p.b, 16);
+    if (GetBlockIdx() == 0) DataCopy(p.y, broken ? f : p.b, 16);
 }
 PROBE(no_buffer) {
     LocalTensor<half> nothing;
     Duplicate(broken ? nothing : p.a, half(1), 16);
 }
 PROBE(second_pipe) {
-    if (broken)
-        TPipe second;
+    if (broken) TPipe second;
 }

@@ -4,13 +4,13 @@
 
 using namespace AscendC;
 
-#define OP(name, D, A, B)                                                                                              \
-    static void name##_body(LocalTensor<D> &d, LocalTensor<A> &a, LocalTensor<B> &b);                                  \
-    extern "C" __global__ __aicore__ void name(GM_ADDR a_, GM_ADDR b_, GM_ADDR d_, GM_ADDR y_, GM_ADDR, GM_ADDR) {     \
-        frame<D, A, B>(a_, b_, d_, y_, name##_body);                                                                   \
-    }                                                                                                                  \
-    static void name##_body([[maybe_unused]] LocalTensor<D> &d, [[maybe_unused]] LocalTensor<A> &a,                    \
-                            [[maybe_unused]] LocalTensor<B> &b)
+#define OP(name, D, A, B)                                                                                          \
+    static void name##_body(LocalTensor<D>& d, LocalTensor<A>& a, LocalTensor<B>& b);                              \
+    extern "C" __global__ __aicore__ void name(GM_ADDR a_, GM_ADDR b_, GM_ADDR d_, GM_ADDR y_, GM_ADDR, GM_ADDR) { \
+        frame<D, A, B>(a_, b_, d_, y_, name##_body);                                                               \
+    }                                                                                                              \
+    static void name##_body([[maybe_unused]] LocalTensor<D>& d, [[maybe_unused]] LocalTensor<A>& a,                \
+                            [[maybe_unused]] LocalTensor<B>& b)
 
 template <class D, class A, class B, class Body> void frame(GM_ADDR a_, GM_ADDR b_, GM_ADDR d_, GM_ADDR y_, Body body) {
     TPipe pipe;
@@ -21,7 +21,7 @@ template <class D, class A, class B, class Body> void frame(GM_ADDR a_, GM_ADDR 
         pipe.InitBuffer(buffers[at], 4096);
         bytes[at] = buffers[at].Get<int8_t>();
         GlobalTensor<int8_t> source;
-        source.SetGlobalBuffer((__gm__ int8_t *)sources[at]);
+        source.SetGlobalBuffer((__gm__ int8_t*)sources[at]);
         DataCopy(bytes[at], source, 4096);
     }
     PipeBarrier<PIPE_ALL>();
@@ -31,7 +31,7 @@ template <class D, class A, class B, class Body> void frame(GM_ADDR a_, GM_ADDR 
     body(d, a, b);
     PipeBarrier<PIPE_ALL>();
     GlobalTensor<int8_t> y;
-    y.SetGlobalBuffer((__gm__ int8_t *)y_);
+    y.SetGlobalBuffer((__gm__ int8_t*)y_);
     DataCopy(y, bytes[2], 4096);
 }
 
@@ -43,19 +43,21 @@ OP(cast_half, float, half, half) { Cast(d, a, RoundMode::CAST_NONE, 64, 16, {1, 
 OP(cast_bfloat16, float, bfloat16_t, half) { Cast(d, a, RoundMode::CAST_NONE, 1024); }
 OP(cast_int32, float, int32_t, half) { Cast(d, a, RoundMode::CAST_RINT, 1024); }
 OP(cast_int32_floor, float, int32_t, half) { Cast(d, a, RoundMode::CAST_FLOOR, 1024); }
-#define NARROW(type, mode, MODE)                                                                                       \
+#define NARROW(type, mode, MODE) \
     OP(cast_to_##type##_##mode, type, float, half) { Cast(d, a, RoundMode::CAST_##MODE, 1024); }
-#define EVERY_MODE(type)                                                                                               \
-    NARROW(type, rint, RINT) NARROW(type, floor, FLOOR) NARROW(type, ceil, CEIL) NARROW(type, round, ROUND)            \
-    NARROW(type, trunc, TRUNC)
+#define EVERY_MODE(type)     \
+    NARROW(type, rint, RINT) \
+    NARROW(type, floor, FLOOR) NARROW(type, ceil, CEIL) NARROW(type, round, ROUND) NARROW(type, trunc, TRUNC)
 EVERY_MODE(half)
 EVERY_MODE(bfloat16_t)
 EVERY_MODE(int32_t)
 EVERY_MODE(int16_t)
 EVERY_MODE(float)
 
-#define BINARY(name, Op, T) OP(name##_##T, T, T, T) { Op(d, a, b, 4096 / sizeof(T)); }
-#define NUMERIC(name, Op) BINARY(name, Op, half) BINARY(name, Op, float) BINARY(name, Op, int16_t) BINARY(name, Op, int32_t)
+#define BINARY(name, Op, T) \
+    OP(name##_##T, T, T, T) { Op(d, a, b, 4096 / sizeof(T)); }
+#define NUMERIC(name, Op) \
+    BINARY(name, Op, half) BINARY(name, Op, float) BINARY(name, Op, int16_t) BINARY(name, Op, int32_t)
 NUMERIC(mul, Mul)
 NUMERIC(add, Add)
 NUMERIC(sub, Sub)
@@ -91,31 +93,31 @@ OP(block_sum_half, half, half, half) { BlockReduceSum(d, a, 16, 128, 1, 1, 8); }
 OP(scalars, float, float, half) { d.SetValue(3, a.GetValue(5)), d.SetValue(4, a(6)); }
 
 // Kernels of moves: x is the input a (4096 bytes); y has 4096 bytes, which are first filled with -1.
-#define MOVE(name)                                                                                                     \
-    static void name##_body(LocalTensor<int16_t> &, GlobalTensor<int16_t> &, GlobalTensor<int16_t> &);                 \
-    extern "C" __global__ __aicore__ void name(GM_ADDR x_, GM_ADDR y_, GM_ADDR, GM_ADDR) {                             \
-        TPipe pipe;                                                                                                    \
-        TBuf<TPosition::VECIN> buffer;                                                                                 \
-        pipe.InitBuffer(buffer, 4096);                                                                                 \
-        auto ub = buffer.Get<int16_t>();                                                                               \
-        GlobalTensor<int16_t> x, y;                                                                                    \
-        x.SetGlobalBuffer((__gm__ int16_t *)x_), y.SetGlobalBuffer((__gm__ int16_t *)y_);                              \
-        Duplicate(ub, int16_t(-1), 2048);                                                                              \
-        PipeBarrier<PIPE_ALL>();                                                                                       \
-        name##_body(ub, x, y);                                                                                         \
-    }                                                                                                                  \
-    static void name##_body(LocalTensor<int16_t> &ub, GlobalTensor<int16_t> &x, GlobalTensor<int16_t> &y)
-MOVE(pad_in) { // rows of 10 elements, 22 apart, to rows of 2 + 10 + 3, filled up to 16, with 16 between
+#define MOVE(name)                                                                                  \
+    static void name##_body(LocalTensor<int16_t>&, GlobalTensor<int16_t>&, GlobalTensor<int16_t>&); \
+    extern "C" __global__ __aicore__ void name(GM_ADDR x_, GM_ADDR y_, GM_ADDR, GM_ADDR) {          \
+        TPipe pipe;                                                                                 \
+        TBuf<TPosition::VECIN> buffer;                                                              \
+        pipe.InitBuffer(buffer, 4096);                                                              \
+        auto ub = buffer.Get<int16_t>();                                                            \
+        GlobalTensor<int16_t> x, y;                                                                 \
+        x.SetGlobalBuffer((__gm__ int16_t*)x_), y.SetGlobalBuffer((__gm__ int16_t*)y_);             \
+        Duplicate(ub, int16_t(-1), 2048);                                                           \
+        PipeBarrier<PIPE_ALL>();                                                                    \
+        name##_body(ub, x, y);                                                                      \
+    }                                                                                               \
+    static void name##_body(LocalTensor<int16_t>& ub, GlobalTensor<int16_t>& x, GlobalTensor<int16_t>& y)
+MOVE(pad_in) {  // rows of 10 elements, 22 apart, to rows of 2 + 10 + 3, filled up to 16, with 16 between
     DataCopyPad(ub, x[1], {5, 20, 24, 1, 0}, {true, 2, 3, int16_t(77)});
     PipeBarrier<PIPE_ALL>();
     DataCopy(y, ub, 2048);
 }
-MOVE(pad_out) { // rows of 10 elements out of rows of 16 with 16 between, to rows 13 apart
+MOVE(pad_out) {  // rows of 10 elements out of rows of 16 with 16 between, to rows 13 apart
     DataCopy(ub, x, 2048);
     PipeBarrier<PIPE_ALL>();
     DataCopyPad(y[1], ub, {5, 20, 1, 6, 0});
 }
-MOVE(blocks) { // 3 times 2 blocks, 1 and 3 blocks between
+MOVE(blocks) {  // 3 times 2 blocks, 1 and 3 blocks between
     DataCopy(ub, x, {3, 2, 1, 3});
     PipeBarrier<PIPE_ALL>();
     DataCopy(y, ub, 2048);
@@ -132,17 +134,17 @@ extern "C" __global__ __aicore__ void tiling_and_ids(GM_ADDR absent, GM_ADDR y_,
     TQue<QuePosition::VECOUT, 1> out;
     pipe.InitBuffer(out, 1, 32);
     auto values = out.AllocTensor<int32_t>();
-    const int32_t found[8] = {int32_t(data.first), int32_t(data.wide >> 32), int32_t(data.last),
-                              int32_t(GetBlockIdx()), int32_t(GetBlockNum()), TILING_KEY_IS(2), absent == nullptr, 0};
-    for (int at = 0; at < 8; ++at)
-        values.SetValue(at, found[at]);
+    const int32_t found[8] = {
+        int32_t(data.first),    int32_t(data.wide >> 32), int32_t(data.last), int32_t(GetBlockIdx()),
+        int32_t(GetBlockNum()), TILING_KEY_IS(2),         absent == nullptr,  0};
+    for (int at = 0; at < 8; ++at) values.SetValue(at, found[at]);
     const auto event = static_cast<event_t>(GetTPipePtr()->FetchEventID(HardEvent::S_MTE3));
     SetFlag<HardEvent::S_MTE3>(event);
     WaitFlag<HardEvent::S_MTE3>(event);
     out.EnQue(values);
     values = out.DeQue<int32_t>();
     GlobalTensor<int32_t> y;
-    y.SetGlobalBuffer((__gm__ int32_t *)y_);
+    y.SetGlobalBuffer((__gm__ int32_t*)y_);
     DataCopy(y[8 * GetBlockIdx()], values, 8);
     out.FreeTensor(values);
 }
@@ -154,7 +156,7 @@ extern "C" __global__ __aicore__ void counted(GM_ADDR x_, GM_ADDR y_, GM_ADDR, G
     TBuf<TPosition::VECOUT> out;
     pipe.InitBuffer(in, 2, 1024), pipe.InitBuffer(out, 1024);
     GlobalTensor<half> x, y;
-    x.SetGlobalBuffer((__gm__ half *)x_), y.SetGlobalBuffer((__gm__ half *)y_);
+    x.SetGlobalBuffer((__gm__ half*)x_), y.SetGlobalBuffer((__gm__ half*)y_);
     auto sum = out.Get<half>();
     Duplicate(sum, half(0), 512);
     for (int64_t tile = 0; tile <= GetBlockIdx(); ++tile) {

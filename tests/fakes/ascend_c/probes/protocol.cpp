@@ -13,18 +13,15 @@ PROBE(nine_out) {
     In q;
     p.pipe.InitBuffer(q, 9, 32);
     LocalTensor<half> out[9];
-    for (int i = 0; i < (broken ? 9 : 8); ++i)
-        out[i] = q.template AllocTensor<half>();
-    for (int i = 0; i < 8; ++i)
-        q.FreeTensor(out[i]);
+    for (int i = 0; i < (broken ? 9 : 8); ++i) out[i] = q.template AllocTensor<half>();
+    for (int i = 0; i < 8; ++i) q.FreeTensor(out[i]);
 }
 PROBE(enqueue_unallocated) {
     In q;
     p.pipe.InitBuffer(q, 1, 256);
     auto tensor = q.template AllocTensor<half>();
     q.EnQue(tensor), tensor = q.template DeQue<half>();
-    if (broken)
-        q.EnQue(tensor), q.template DeQue<half>();
+    if (broken) q.EnQue(tensor), q.template DeQue<half>();
     q.FreeTensor(tensor);
 }
 PROBE(enqueue_foreign) {
@@ -38,7 +35,7 @@ PROBE(depth) {
     In shallow;
     TQue<QuePosition::VECIN, 2> deep;
     p.pipe.InitBuffer(shallow, 2, 256), p.pipe.InitBuffer(deep, 2, 256);
-    auto twice = [](auto &q) {
+    auto twice = [](auto& q) {
         auto first = q.template AllocTensor<half>(), second = q.template AllocTensor<half>();
         q.EnQue(first), q.EnQue(second);
         q.FreeTensor(q.template DeQue<half>()), q.FreeTensor(q.template DeQue<half>());
@@ -49,19 +46,16 @@ PROBE(dequeue_empty) {
     In q;
     p.pipe.InitBuffer(q, 1, 256);
     auto tensor = q.template AllocTensor<half>();
-    if (!broken)
-        q.EnQue(tensor);
+    if (!broken) q.EnQue(tensor);
     q.FreeTensor(q.template DeQue<half>());
 }
 PROBE(used_after_free) {
     In q;
     p.pipe.InitBuffer(q, 1, 256);
     auto tensor = q.template AllocTensor<half>();
-    if (broken)
-        q.FreeTensor(tensor);
+    if (broken) q.FreeTensor(tensor);
     Duplicate(tensor, half(1), 128);
-    if (!broken)
-        q.FreeTensor(tensor);
+    if (!broken) q.FreeTensor(tensor);
 }
 PROBE(used_in_queue) {
     In q;
@@ -69,8 +63,7 @@ PROBE(used_in_queue) {
     auto tensor = q.template AllocTensor<half>();
     DataCopy(tensor, p.x, 128);
     q.EnQue(tensor);
-    if (!broken)
-        tensor = q.template DeQue<half>();
+    if (!broken) tensor = q.template DeQue<half>();
     Muls(p.a, tensor, half(1), 128);
     q.FreeTensor(tensor);
 }
@@ -79,15 +72,13 @@ PROBE(freed_twice) {
     p.pipe.InitBuffer(q, 1, 256);
     auto tensor = q.template AllocTensor<half>();
     q.FreeTensor(tensor);
-    if (broken)
-        q.FreeTensor(tensor);
+    if (broken) q.FreeTensor(tensor);
 }
 PROBE(not_freed) {
     In q;
     p.pipe.InitBuffer(q, 1, 256);
     auto tensor = q.template AllocTensor<half>();
-    if (!broken)
-        q.FreeTensor(tensor);
+    if (!broken) q.FreeTensor(tensor);
 }
 PROBE(used_after_reset) {
     p.ones();
@@ -97,8 +88,7 @@ PROBE(used_after_reset) {
     Duplicate(broken ? p.b : p.a_buffer.template Get<half>(), half(1), 16);
 }
 PROBE(unwritten_ub) {
-    if (!broken)
-        p.ones();
+    if (!broken) p.ones();
     Muls(p.a, p.b, half(1), 128);
 }
 PROBE(unwritten_ub_in_part) {
@@ -111,21 +101,16 @@ PROBE(unwritten_padding) {
     pass<HardEvent::MTE2_V>();
     Muls(p.b, p.a, half(1), 16);
 }
-PROBE(unwritten_output) {
-    DataCopy(p.a, broken ? p.y : p.x, 16);
-}
+PROBE(unwritten_output) { DataCopy(p.a, broken ? p.y : p.x, 16); }
 PROBE(unwritten_workspace) {
     p.ones();
     pass<HardEvent::V_MTE3>();
     const uint64_t mine = GetBlockIdx() * 16;
-    if (!broken)
-        DataCopy(p.own[mine], p.b, 16);
+    if (!broken) DataCopy(p.own[mine], p.b, 16);
     pass<HardEvent::MTE3_MTE2>();
     DataCopy(p.a, p.own[mine], 16);
 }
-PROBE(read_outside) {
-    DataCopy(p.a, p.x[broken ? kHalves - 8 : kHalves - 16], 16);
-}
+PROBE(read_outside) { DataCopy(p.a, p.x[broken ? kHalves - 8 : kHalves - 16], 16); }
 PROBE(write_outside) {
     p.ones();
     pass<HardEvent::V_MTE3>();
@@ -134,8 +119,7 @@ PROBE(write_outside) {
 PROBE(library_workspace) {
     p.ones();
     pass<HardEvent::V_MTE3>();
-    if (GetBlockIdx() == 0)
-        DataCopy(broken ? p.own[-16] : p.own, p.b, 16);
+    if (GetBlockIdx() == 0) DataCopy(broken ? p.own[-16] : p.own, p.b, 16);
 }
 PROBE(absent_input) {
     GlobalTensor<half> absent;
@@ -144,8 +128,7 @@ PROBE(absent_input) {
 PROBE(write_input) {
     p.ones();
     pass<HardEvent::V_MTE3>();
-    if (GetBlockIdx() == 0)
-        DataCopy(broken ? p.x : p.y, p.b, 16);
+    if (GetBlockIdx() == 0) DataCopy(broken ? p.x : p.y, p.b, 16);
 }
 PROBE(same_output) {
     p.ones();
@@ -155,11 +138,9 @@ PROBE(same_output) {
 PROBE(scalar_output) {
     p.ones();
     pass<HardEvent::V_MTE3>();
-    if (GetBlockIdx() == 0)
-        DataCopy(p.y, p.b, 16);
+    if (GetBlockIdx() == 0) DataCopy(p.y, p.b, 16);
     SyncAll();
-    if (broken)
-        p.y.GetValue(0);
+    if (broken) p.y.GetValue(0);
     p.x.GetValue(0);
 }
 PROBE(other_cores_bytes) {
@@ -167,30 +148,22 @@ PROBE(other_cores_bytes) {
     pass<HardEvent::V_MTE2>();
     pass<HardEvent::V_MTE3>();
     DataCopy(p.own[16 * GetBlockIdx()], p.b, 16);
-    if (!broken)
-        SyncAll<true>();
-    if (GetBlockIdx() == 1)
-        DataCopy(p.a, p.own, 16);
+    if (!broken) SyncAll<true>();
+    if (GetBlockIdx() == 1) DataCopy(p.a, p.own, 16);
 }
 PROBE(overwritten_while_read) {
     p.ones();
     pass<HardEvent::V_MTE3>();
-    if (GetBlockIdx() == 0)
-        DataCopy(p.own, p.b, 16);
+    if (GetBlockIdx() == 0) DataCopy(p.own, p.b, 16);
     SyncAll();
-    if (GetBlockIdx() == 0)
-        DataCopy(p.a, p.own, 16);
-    if (!broken)
-        SyncAll();
-    if (GetBlockIdx() == 1)
-        DataCopy(p.own, p.b, 16);
+    if (GetBlockIdx() == 0) DataCopy(p.a, p.own, 16);
+    if (!broken) SyncAll();
+    if (GetBlockIdx() == 1) DataCopy(p.own, p.b, 16);
 }
 PROBE(missed_sync) {
-    if (!broken || GetBlockIdx() == 0)
-        SyncAll<true>();
+    if (!broken || GetBlockIdx() == 0) SyncAll<true>();
 }
 PROBE(sync_kernel_type) {
-    if (broken)
-        KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+    if (broken) KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     SyncAll<true>();
 }

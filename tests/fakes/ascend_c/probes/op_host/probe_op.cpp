@@ -9,10 +9,10 @@ namespace optiling {
 
 REGISTER_TILING_DATA_CLASS(ProbeOp, ProbeTiling)
 
-static ge::graphStatus tiling(gert::TilingContext *context) {
-    const gert::Shape &x = context->GetInputShape(0)->GetStorageShape();
-    const auto *bias = context->GetOptionalInputShape(1);
-    const gert::Shape &w = context->GetOptionalInputShape(2)->GetStorageShape();
+static ge::graphStatus tiling(gert::TilingContext* context) {
+    const gert::Shape& x = context->GetInputShape(0)->GetStorageShape();
+    const auto* bias = context->GetOptionalInputShape(1);
+    const gert::Shape& w = context->GetOptionalInputShape(2)->GetStorageShape();
     if (x.GetDim(1) != w.GetDim(0)) {
         std::fprintf(stderr, "[ERROR] %s: %lld columns\n", context->GetNodeType(), (long long)x.GetDim(1));
         return ge::GRAPH_FAILED;
@@ -29,22 +29,22 @@ static ge::graphStatus tiling(gert::TilingContext *context) {
     context->GetWorkspaceSizes(1)[0] = platform.GetLibApiWorkSpaceSize() + 64;
     return ge::GRAPH_SUCCESS;
 }
-static ge::graphStatus infer_shape(gert::InferShapeContext *context) {
+static ge::graphStatus infer_shape(gert::InferShapeContext* context) {
     *context->GetOutputShape(0) = {context->GetInputShape(0)->GetDim(0), context->GetOptionalInputShape(2)->GetDim(1)};
     return ge::GRAPH_SUCCESS;
 }
-static ge::graphStatus infer_type(gert::InferDataTypeContext *context) {
+static ge::graphStatus infer_type(gert::InferDataTypeContext* context) {
     return context->SetOutputDataType(0, context->GetInputDataType(0));
 }
 
-} // namespace optiling
+}  // namespace optiling
 
 namespace ops {
 
 class ProbeOp : public OpDef {
-  public:
-    explicit ProbeOp(const char *name) : OpDef(name) {
-        for (const char *input : {"x", "bias", "w"})
+public:
+    explicit ProbeOp(const char* name) : OpDef(name) {
+        for (const char* input : {"x", "bias", "w"})
             Input(input)
                 .ParamType(input[0] == 'b' ? OPTIONAL : REQUIRED)
                 .DataType({ge::DT_FLOAT16, ge::DT_BF16})
@@ -57,4 +57,4 @@ class ProbeOp : public OpDef {
 };
 OP_ADD(ProbeOp);
 
-} // namespace ops
+}  // namespace ops

@@ -8,4 +8,4 @@ TILING_DATA_FIELD_DEF(uint32_t, first);
 TILING_DATA_FIELD_DEF(uint64_t, wide);
 TILING_DATA_FIELD_DEF(uint8_t, last);
 END_TILING_DATA_DEF;
-} // namespace optiling
+}  // namespace optiling
