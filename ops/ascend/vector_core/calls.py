@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ops.ascend.vector_core import schemas  # noqa: F401 (declares the operators)
 from ops.ascend.vector_core.blocks import BlockLayout
 from ops.ascend.weights import AscendMatrix, Bank, Stored
 from ops.format import GROUP_SIZES

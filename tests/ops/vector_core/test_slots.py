@@ -270,7 +270,7 @@ def test_a_table_of_as_many_experts_as_there_may_be() -> None:
 
 MISTAKES = {
     # what, in which file, becomes what: another answer, or the twin stops
-    "missing ones are computed": ("umbra_plan.h", "        if (place < 0)\n            return;\n", ""),
+    "missing ones are computed": ("umbra_plan.h", "        if (place < 0) return;\n", ""),
     "the expert's number is its place": ("umbra_plan.h", "placed ? places.GetValue(id) : id", "id"),
     "the table is not read": ("umbra_plan.h", "        room.Fetch(chosen.places, table, experts);\n", ""),
     "32 bits": ("umbra_product.h", "place * bank.apart +", "static_cast<uint32_t>(place * bank.apart) +"),
