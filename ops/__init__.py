@@ -1,12 +1,12 @@
-"""How things are computed: one signature per op (`interface.py`), its meaning (`reference.py`), implementations.
-
-`ops/ascend` is made with a device, by its platform; the others are modules.
+"""The ops that models are computed with: their signatures (interface.py), their meaning (reference.py), how weights are
+kept (format.py), and one folder for each implementation. The platform creates Ascend's ops with its device; the other
+implementations are modules.
 """
 
 import importlib
 from typing import TYPE_CHECKING, cast
 
-if TYPE_CHECKING:  # the launcher, which must be quick, asks ops.ascend.vector_core what is built
+if TYPE_CHECKING:  # the launcher imports ops.ascend.vector_core and must start quickly
     from ops.interface import Ops
 
 IMPLEMENTATIONS = {
@@ -16,5 +16,5 @@ IMPLEMENTATIONS = {
 
 
 def load_ops(name: str) -> "Ops":
-    """The implementation `name`, imported only now."""
+    """Imports and returns the implementation `name`."""
     return cast("Ops", importlib.import_module(IMPLEMENTATIONS[name]))

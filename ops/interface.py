@@ -12,15 +12,15 @@ from ops.format import Format, Quantised
 
 
 class Matrix(Protocol):
-    """A weight matrix as an implementation keeps it, filled row range by row range."""
+    """A weight matrix in an implementation's own layout."""
 
     rows: int
     columns: int
     nbytes: int
-    storages: list[Tensor]  # all that it keeps
+    storages: list[Tensor]  # all of its memory
 
     def fill(self, row: int, part: Tensor | Quantised) -> None:
-        """Put `part` (m, columns) at rows row .. row + m; what is quantised as the matrix is kept stays bit for bit."""
+        """Writes `part` (m, columns) from `row` on. Quantised rows that fit the format are kept bit for bit."""
 
 
 class ExpertMatrices(Protocol):
@@ -31,7 +31,7 @@ class ExpertMatrices(Protocol):
     storages: list[Tensor]
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
-        """Put all of "gate", "up" or "down" of one expert."""
+        """Writes all of "gate", "up" or "down" of one expert."""
 
 
 # Lengths and offsets: a tensor that kernels read, or integers that the host passes with each launch.
@@ -40,29 +40,30 @@ Lengths = Tensor | tuple[int, ...]
 
 class Ops(Protocol):
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of norms, biases and angles beside matrices of `dtype`."""
+        """The type of norm weights, biases and rotary angles used with matrices of `dtype`."""
 
     def paging(
         self,
-        slots: list[int],
+        places: list[int],
         block_tables: list[list[int]],
         query_starts: list[int],
         kv_lens: list[int],
         page_size: int,
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """A step's places in the paged cache as `write_kv` and `attention` take them; tensors still on the host."""
+        """The page places of a step's new tokens, the block tables, and query_starts and kv_lens, as `write_kv` and
+        `attention` take them. Tensors are on the host. A page place is page * page_size + offset in the page."""
 
     def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
         """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)
-        `first_id` None: the table is whole, no id is outside."""
+        With `first_id` None the table is complete and no id is outside."""
 
     def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> Matrix:
-        """Room for a matrix."""
+        """Allocates a matrix; its content is undefined until filled."""
 
     def expert_matrices(
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device
     ) -> ExpertMatrices:
-        """Room for the matrices of `count` experts."""
+        """Allocates the matrices of `count` experts."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N)"""
@@ -74,16 +75,16 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual)"""
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D), each angle standing twice."""
+        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D), each angle repeated twice."""
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Zeroed room for the keys or the values of one layer, in the implementation's own layout.
-        int8: each token's head has a scale of its own, max / 127."""
+        """A zeroed cache for the keys or the values of one layer, in the implementation's own layout.
+        int8: each head of each token has its own scale, max / 127."""
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Put k, v (T, kv_heads, D) into the caches, in place, at `slots`: page * page_size + place in the page."""
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+        """Writes k, v (T, kv_heads, D) into the caches, in place, at the page places `places` (T)."""
 
     def attention(
         self,
@@ -97,8 +98,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention of packed queries over paged keys and values.
 
-        q (T, heads, D); sequence s owns rows query_starts[s] to query_starts[s + 1], which are the *last* tokens of
-        its kv_lens[s] cached ones; its pages are block_tables[s] (S, most pages), query heads share KV heads in
+        q (T, heads, D); sequence s has rows query_starts[s] .. query_starts[s + 1] - 1, which are the *last* of its
+        kv_lens[s] cached tokens; block_tables (S, most pages) holds its pages in row s; query heads share KV heads in
         equal, consecutive groups. -> (T, heads, D)
         """
 
@@ -117,8 +118,8 @@ class Ops(Protocol):
         """The first of the largest of each row of x (S, V). -> (S) int64"""
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
-        """Weighted sum of the chosen experts that are here: down @ (silu(gate @ x) * (up @ x)), summed in float32.
+        """Weighted sum of the routed experts that `experts` holds: down @ (silu(gate @ x) * (up @ x)), in float32.
 
-        x (T, H); weights, ids (T, k), ids of experts that are elsewhere or negative add nothing; `experts` holds
-        first_expert .. first_expert + count; None: all experts are here, no id is outside. -> (T, H)
+        x (T, H); weights, ids (T, k). `experts` holds ids first_expert .. first_expert + count - 1; other ids, also
+        negative ones, add nothing. With `first_expert` None it holds all experts and no id is outside. -> (T, H)
         """

@@ -1,4 +1,4 @@
-"""What each op of `interface.py` means: plain PyTorch, float32 inside, results in the type of the input."""
+"""The meaning of each op of interface.py: plain PyTorch that computes in float32 and returns the input's type."""
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ def vector_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def paging(
-    slots: list[int],
+    places: list[int],
     block_tables: list[list[int]],
     query_starts: list[int],
     kv_lens: list[int],
@@ -59,7 +59,7 @@ def paging(
         return torch.tensor(values, dtype=torch.int64)
 
     tables = tensor(block_tables).view(len(block_tables), -1 if block_tables else 0)
-    return tensor(slots), tables, tensor(query_starts), tensor(kv_lens)
+    return tensor(places), tables, tensor(query_starts), tensor(kv_lens)
 
 
 def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
@@ -101,17 +101,17 @@ def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch
     return torch.zeros(pages, page_size, kv_heads, width + SCALE * (dtype == torch.int8), dtype=dtype, device=device)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
     for x, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == torch.int8:
             scale = x.float().abs().amax(-1, keepdim=True) / 127
             quants = (x / torch.where(scale > 0, scale, 1)).round().to(torch.int8)
             x = torch.cat((quants, scale.view(torch.int8)), dim=-1)
-        cache.flatten(0, 1)[slots] = x.to(cache.dtype)
+        cache.flatten(0, 1)[places] = x.to(cache.dtype)
 
 
 def _cached(cache: Tensor, pages: Tensor, length: int) -> Tensor:
-    """The first `length` tokens on these pages, float32 (length, kv_heads, D)"""
+    """The first `length` cached tokens of `pages`, float32 (length, kv_heads, D)."""
     x = cache[pages].flatten(0, 1)[:length]
     if cache.dtype == torch.int8:
         return x[..., :-SCALE] * x[..., -SCALE:].contiguous().view(torch.float32)

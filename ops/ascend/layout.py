@@ -34,7 +34,7 @@ class AscendLayout:
 
     def paging(
         self,
-        slots: list[int],
+        places: list[int],
         block_tables: list[list[int]],
         query_starts: list[int],
         kv_lens: list[int],
@@ -42,7 +42,7 @@ class AscendLayout:
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
         """Slots (T, 2): page and place in it, so that a cache is written without a flat view of it, for which a graph
         would copy it. Lengths stay host integers: the attention op's launch takes them, no tensor need be read back."""
-        pairs = [divmod(slot, page_size) for slot in slots]
+        pairs = [divmod(place, page_size) for place in places]
         return (
             torch.tensor(pairs, dtype=torch.int64).view(-1, 2),
             torch.tensor(block_tables, dtype=torch.int32).view(len(block_tables), -1 if block_tables else 0),

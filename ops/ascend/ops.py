@@ -79,9 +79,9 @@ class AscendOps(AscendLayout):
         )  # fmt: skip
         return q.squeeze(1), k.squeeze(1)
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
         for x, cache in ((k, k_cache), (v, v_cache)):
-            torch_npu.npu_scatter_nd_update_(input=cache, indices=slots, updates=x.flatten(1))
+            torch_npu.npu_scatter_nd_update_(input=cache, indices=places, updates=x.flatten(1))
 
     def attention(
         self,

@@ -106,11 +106,11 @@ def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch
 
 
 @traced
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
     tokens, heads, width = k.shape
     dtype = k_cache.dtype
     native.write_kv(
-        _strided(k), _strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(slots, INT), tokens, heads,
+        _strided(k), _strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(places, INT), tokens, heads,
         width, k_cache.shape[3], k.stride(0), v.stride(0), TYPES[dtype],
     )  # fmt: skip
 
