@@ -1,6 +1,6 @@
-"""The ops that models are written in: their signatures (`interface.py`), meaning (`reference.py`) and implementations.
-
-The platform makes the ops of `ops/ascend` for its device; the other implementations are modules.
+"""The ops that models are computed with: their signatures (interface.py), their meaning (reference.py), how weights are
+kept (format.py), and one folder for each implementation. The platform creates Ascend's ops with its device; the other
+implementations are modules.
 """
 
 import importlib

@@ -12,16 +12,15 @@ from ops.format import Format, Quantised
 
 
 class Matrix(Protocol):
-    """A weight matrix as an implementation keeps it, filled row range by row range."""
+    """A weight matrix in an implementation's own layout."""
 
     rows: int
     columns: int
     nbytes: int
-    storages: list[Tensor]  # all tensors of the matrix
+    storages: list[Tensor]  # all of its memory
 
     def fill(self, row: int, part: Tensor | Quantised) -> None:
-        """Put `part` (m, columns) at rows row .. row + m. A part that is quantised in the matrix's format is not
-        changed."""
+        """Writes `part` (m, columns) from `row` on. Quantised rows that fit the format are kept bit for bit."""
 
 
 class ExpertMatrices(Protocol):
@@ -35,7 +34,7 @@ class ExpertMatrices(Protocol):
     def storages(self) -> list[Tensor]: ...
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
-        """Put all of "gate", "up" or "down" of one expert."""
+        """Writes all of "gate", "up" or "down" of one expert."""
 
 
 # Lengths and offsets: a tensor that kernels read, or integers that the host passes with each launch.
@@ -44,7 +43,7 @@ Lengths = Tensor | tuple[int, ...]
 
 class Ops(Protocol):
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of norms, biases and angles beside matrices of `dtype`."""
+        """The type of norm weights, biases and rotary angles used with matrices of `dtype`."""
 
     def paging(
         self,
@@ -54,14 +53,15 @@ class Ops(Protocol):
         kv_lens: list[int],
         page_size: int,
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """The page places of a step in the form that `write_kv` and `attention` take; tensors are still on the host."""
+        """The page places of a step's new tokens, the block tables, and query_starts and kv_lens, as `write_kv` and
+        `attention` take them. Tensors are on the host. A page place is page * page_size + offset in the page."""
 
     def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
         """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)
-        `first_id` None: the table is whole, no id is outside."""
+        With `first_id` None the table is complete and no id is outside."""
 
     def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> Matrix:
-        """Allocates a matrix."""
+        """Allocates a matrix; its content is undefined until filled."""
 
     def expert_matrices(
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device
@@ -78,16 +78,16 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual)"""
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D) have each angle twice."""
+        """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D), each angle repeated twice."""
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocates zeros for the keys or the values of one layer, in the implementation's own layout. With int8, each
-        head of each token has a scale of its own, max / 127."""
+        """A zeroed cache for the keys or the values of one layer, in the implementation's own layout.
+        int8: each head of each token has its own scale, max / 127."""
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
-        """Put k, v (T, kv_heads, D) into the caches, in place, at `places`: page * page_size + offset in the page."""
+        """Writes k, v (T, kv_heads, D) into the caches, in place, at the page places `places` (T)."""
 
     def attention(
         self,
@@ -101,8 +101,8 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention of packed queries over paged keys and values.
 
-        q (T, heads, D); sequence s owns rows query_starts[s] to query_starts[s + 1], which are the *last* tokens of
-        its kv_lens[s] cached ones; its pages are block_tables[s] (S, most pages), query heads share KV heads in
+        q (T, heads, D); sequence s has rows query_starts[s] .. query_starts[s + 1] - 1, which are the *last* of its
+        kv_lens[s] cached tokens; block_tables (S, most pages) holds its pages in row s; query heads share KV heads in
         equal, consecutive groups. -> (T, heads, D)
         """
 
@@ -121,8 +121,8 @@ class Ops(Protocol):
         """The first of the largest of each row of x (S, V). -> (S) int64"""
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
-        """Weighted sum of the chosen experts on this rank: down @ (silu(gate @ x) * (up @ x)), summed in float32.
+        """Weighted sum of the routed experts that `experts` holds: down @ (silu(gate @ x) * (up @ x)), in float32.
 
-        x (T, H); weights, ids (T, k), ids that are negative or of experts on other ranks add nothing; `experts` holds
-        first_expert .. first_expert + count; None: all experts are on this rank, no id is outside. -> (T, H)
+        x (T, H); weights, ids (T, k). `experts` holds ids first_expert .. first_expert + count - 1; other ids, also
+        negative ones, add nothing. With `first_expert` None it holds all experts and no id is outside. -> (T, H)
         """

@@ -1,4 +1,4 @@
-"""What each op of `interface.py` means: plain PyTorch, float32 inside, results in the type of the input."""
+"""The meaning of each op of interface.py: plain PyTorch that computes in float32 and returns the input's type."""
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +111,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Ten
 
 
 def _cached(cache: Tensor, pages: Tensor, length: int) -> Tensor:
-    """The first `length` tokens on these pages, float32 (length, kv_heads, D)"""
+    """The first `length` cached tokens of `pages`, float32 (length, kv_heads, D)."""
     x = cache[pages].flatten(0, 1)[:length]
     if cache.dtype == torch.int8:
         return x[..., :-SCALE] * x[..., -SCALE:].contiguous().view(torch.float32)

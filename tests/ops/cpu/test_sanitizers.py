@@ -6,18 +6,26 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pybind11
 import pytest
 
 from files import ROOT
-from tests.ops.cpu.native.build import SOURCES, TESTS, core_sources, program, run
+from tests.ops.cpu.native.build import SOURCES, TESTS, compile_all, core_sources, made_once, program, run
 
 pytestmark = pytest.mark.slow
 
 PRODUCTS = ["runtime/pool", *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "generic"))]
 SHADOW = [*PRODUCTS, *(f"shadow/{name}" for name in ("shadow", "worker", "copier"))]
+
+
+def flags_of(sanitizer: str) -> list[str]:
+    """The same for all programs, which then share object files."""
+    # Kernels read packed rows through wider types on purpose; x86 and ARM allow any alignment there.
+    flags = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined"]
+    return [*flags, "-w", "-fPIC", "-pthread"]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +39,7 @@ SHADOW = [*PRODUCTS, *(f"shadow/{name}" for name in ("shadow", "worker", "copier
     ],
 )
 def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> None:
-    flags = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize=alignment", "-pthread"]
+    flags = flags_of(sanitizer)
     sources = [TESTS / f"{stress}_stress.cpp", *(SOURCES / f"{part}.cpp" for part in parts)]
     stressed = program(f"{stress}_stress", "g++", flags, sources, ["-rdynamic", "-ldl"])
     first = subprocess.run([stressed], capture_output=True, text=True, timeout=120)
@@ -52,23 +60,16 @@ def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> 
 )
 def test_ops_touch_only_their_memory(tmp_path: Path, files: list[str]) -> None:
     """The parity and graph tests once more, on a module built with AddressSanitizer and UBSan."""
-    flags = [
-        "-O1",
-        "-g",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover=undefined",
-        "-w",
-        "-fPIC",
-    ]
-    # Kernels read packed rows through wider types on purpose; x86 and ARM allow any alignment there.
-    flags += ["-fno-sanitize=alignment", "-fvisibility=hidden", f"-I{pybind11.get_include()}"]
-    flags += run(
-        sys.executable, "-c", "import sysconfig; print('-I' + sysconfig.get_paths()['include'])"
-    ).stdout.split()
-    sources = [*(SOURCES / "bindings").glob("*.cpp"), *core_sources(platform.machine())]
-    module = program("_native.so", "g++", flags, sources, ["-shared", "-pthread"])
+    flags = flags_of("address,undefined")
+    includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
+    bindings = compile_all("g++", [*flags, *includes], sorted((SOURCES / "bindings").glob("*.cpp")))
+    core = compile_all("g++", flags, core_sources(platform.machine()))
+    module = made_once("_native.so", ["g++", *flags, *bindings, *core, "-shared"])
     tree = tmp_path / "tree"
-    ignored = shutil.ignore_patterns(".*", "results", "build", "_native*.so", "csrc")
+    # Besides what is not needed, folders in which other processes write meanwhile.
+    ignored = shutil.ignore_patterns(
+        ".*", "__pycache__", "results", "*_cache", "build", "_native*.so", "csrc", "*.safetensors"
+    )
     shutil.copytree(ROOT, tree, ignore=ignored)
     shutil.copy(module, tree / "ops" / "cpu" / "_native.so")
     libraries = [run("g++", f"-print-file-name=lib{name}.so").stdout.strip() for name in ("asan", "ubsan")]
