@@ -23,7 +23,6 @@ import torch
 
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.routing_traces import made_up
-from cpu_offload.cost.choices import NONE
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena
@@ -41,7 +40,7 @@ COLUMNS = (
 
 def made(layers: int, experts: int, swap_cost: float) -> Offload:
     slots = layers * experts // 4
-    offload = Offload(Settings("fixed", 0, slots, 1, 1, MOST_COPIES, 30), CpuDevice(NONE, 1))
+    offload = Offload(Settings("fixed", 0, slots, 1, 1, MOST_COPIES, 30), CpuDevice(stream_tokens=0, decode_tokens=1))
     for layer in range(layers):
         offload.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"])
     arena = Arena(slots * offload.slot_bytes // 1024 + 16, 1024, offload.slot_bytes, 2 * layers)

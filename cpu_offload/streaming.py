@@ -26,7 +26,7 @@ class Streaming:
     """The ring and the copies into it, shared by all layers."""
 
     def __init__(self, tokens: int, block_bytes: int):
-        """Steps of `tokens` tokens or more are streamed; -1: no step is, and no ring is allocated."""
+        """Steps of `tokens` tokens or more are streamed; 0: no step is, and no ring is allocated."""
         self.tokens = tokens
         blocks = RING if tokens > 0 else 0
         self._copier, self._buffer = Copier(), native.Buffer(bytes=max(blocks * block_bytes, 1), team=0)

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 from cpu_offload.cost.model import Planner
 
-NONE = -1  # the value of a choice to do nothing, since 0 stands for "the planner chooses"
 COPYING = 4  # copies may take 1 / COPYING of a step's time
 MOST_SWAPS = 32  # copies at one decision; the policy is made for no more
 Threads = tuple[int, int]  # threads of the device and of the shadow pool
@@ -28,16 +27,16 @@ class Choices:
     threads: Choice[Threads]
     slots: Choice[int]  # most experts that may be resident at once
     max_swaps: Choice[int]  # most copies at one decision
-    stream_tokens: Choice[int]  # fewest tokens of a step whose experts are streamed; NONE: never
+    stream_tokens: Choice[int]  # fewest tokens of a step whose experts are streamed; 0: none
 
     def table(self) -> list[str]:
         """The choices as lines to print."""
         device, shadow = self.threads.value
-        never = self.stream_tokens.value == NONE
+        never = self.stream_tokens.value == 0
         return [
             f"  threads           {device} + {shadow}: {self.threads.why}",
             f"  slots             {self.slots.why}",
-            f"  max_swaps         {max(self.max_swaps.value, 0)}: {self.max_swaps.why}",
+            f"  max_swaps         {self.max_swaps.value}: {self.max_swaps.why}",
             f"  stream_tokens     {'never' if never else self.stream_tokens.value}: {self.stream_tokens.why}",
         ]
 
@@ -129,13 +128,13 @@ def choose_streaming(planner: Planner, hit: float, decode: int, longest: int) ->
         sizes.append(1 << sizes[-1].bit_length())
     sizes = sorted({*sizes, longest})
     if longest <= decode:
-        return Choice(NONE, f"no prefill has more than {decode} tokens")
-    found = NONE
+        return Choice(0, f"no prefill has more than {decode} tokens")
+    found = 0
     for tokens in reversed(sizes):
         if planner.stream_ms(tokens, hit) >= planner.layer_ms(tokens, hit):
             break
         found = tokens
-    shown = found if found != NONE else longest
+    shown = found or longest
     why = (
         f"a layer of {shown} tokens at {hit:.0%} hits takes {planner.stream_ms(shown, hit):.3f} ms streamed, "
         f"{planner.layer_ms(shown, hit):.3f} computed by both"

@@ -22,10 +22,10 @@ def make_offload(case: Case, choices: Choices, platform: Platform, config: Model
     settings = Settings(
         mode=wanted.mode,
         start_layer=wanted.start_layer,
-        slots=max(choices.slots.value, 0),
+        slots=choices.slots.value,
         shadow_threads=choices.threads.value[1],
         interval=wanted.interval,
-        max_swaps=max(choices.max_swaps.value, 0),
+        max_swaps=choices.max_swaps.value,
         timeout_s=wanted.timeout_s,
     )
     return Offload(settings, platform.shadow_device(config.experts_per_token, choices.stream_tokens.value))

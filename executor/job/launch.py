@@ -16,6 +16,7 @@ from errors import EXIT_STATUS, UserError
 from executor.config.case import Case
 from executor.config.env import node_env
 from executor.config.load import load_case, load_model_config
+from executor.config.platforms import PLATFORMS
 from executor.engine.settings import platform_settings
 from executor.job.preflight import check_ready
 from executor.job.results import create_results, discard_results
@@ -53,7 +54,7 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
         raise UserError(f"NNODES={nodes.nnodes} does not divide world_size: {case.world_size} of case {case.name}")
     local = case.world_size // nodes.nnodes
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank sets its own threads; this silences torchrun's warning
-    if case.platform == "cpu":  # on Ascend, warnings of native code matter, such as that an op falls back
+    if PLATFORMS[case.platform].is_host:  # on Ascend, warnings of native code matter, such as that an op falls back
         # A lost connection to another rank also raises an exception, which is reported once.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if nodes.nnodes == 1:

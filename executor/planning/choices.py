@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 
 from cpu_offload.cost.choices import (
-    NONE,
     Choice,
     Choices,
     Split,
@@ -126,13 +125,13 @@ def choose(case: Case, sizes: Sizes, ranks: RankEnv, copy_ms: CopyMs = None) -> 
     planner = dataclasses.replace(planner, costs=dataclasses.replace(planner.costs, seconds=seconds))
     slots = _slots(case, planner, split)
     if wanted.mode == "fixed":
-        hit = max(slots.value, 0) / split.experts
+        hit = slots.value / split.experts
     data = case.data_config
     longest = min(batch * data.input_max_len, data.chunked_prefill_size or 1 << 62)
     if wanted.stream_tokens is None:
         streaming = choose_streaming(planner, hit, batch, longest)
     else:
-        streaming = given(wanted.stream_tokens or NONE)
+        streaming = given(wanted.stream_tokens)
     return planner, Choices(threads, slots, swaps_of(case, planner, hit), streaming)
 
 
@@ -140,7 +139,7 @@ def swaps_of(case: Case, planner: Planner, hit: float) -> Choice[int]:
     """Chooses the most copies at one decision. `hit` is the share of (token, expert) pairs whose expert is resident."""
     wanted = case.offload_config
     if wanted.mode == "resident":
-        return Choice(NONE, "all experts stay")
+        return Choice(0, "all experts stay")
     if wanted.max_swaps is not None:
         return given(wanted.max_swaps)
     return choose_swaps(planner, case.data_config.batch_size, hit, wanted.interval)

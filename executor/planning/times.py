@@ -59,7 +59,7 @@ class PlannedRun:
             self.planner = dataclasses.replace(self.planner, rest=rest, rest_from=where)
             swaps = swaps_of(self.case, self.planner, self.planner.compare(steps)["hit_rate"])
             self.choices = dataclasses.replace(self.choices, max_swaps=swaps)
-        offload.value_copies(self.planner.swap_cost, max(self.choices.max_swaps.value, 0))
+        offload.value_copies(self.planner.swap_cost, self.choices.max_swaps.value)
         offload.forget()
         print("\n".join(self.planner.table(self.case.data_config.batch_size) + self.choices.table()))
 
@@ -96,7 +96,7 @@ def show_offload_plan(case: Case) -> None:
     if platform.is_host:  # measured with the platform's own engine
         load_platform(case.platform)(platform_settings(case), ranks)
     planner, choices = choose(case, sizes, ranks)
-    longest, experts, most_slots = sizes.sketch.pages, sizes.split.experts, max(choices.slots.value, 0)
+    longest, experts, most_slots = sizes.sketch.pages, sizes.split.experts, choices.slots.value
     arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))

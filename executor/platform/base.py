@@ -62,7 +62,7 @@ class Platform(ABC):
     @abstractmethod
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         """The device side of shadow experts, for models with `top_k` experts a token. Steps of `stream_tokens` tokens
-        or more stream the experts that are not resident; -1: no step does."""
+        or more stream the experts that are not resident; 0: no step does."""
 
     @abstractmethod
     def peak_memory_bytes(self) -> int:

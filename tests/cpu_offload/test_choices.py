@@ -8,7 +8,6 @@ import pytest
 from cpu_offload.cost.choices import (
     COPYING,
     MOST_SWAPS,
-    NONE,
     Choice,
     Choices,
     Split,
@@ -43,7 +42,7 @@ def test_a_cheap_copy_streams_earlier() -> None:
     found = [choose_streaming(planner(copy=copy), 0.5, 4, 4096).value for copy in (0.001, 0.04, 0.08, 0.2)]
     assert found[0] == 5  # anything longer than a decode step
     assert all(a < b for a, b in pairwise(found))
-    assert choose_streaming(planner(copy=100.0), 0.5, 4, 4096).value == NONE
+    assert choose_streaming(planner(copy=100.0), 0.5, 4, 4096).value == 0
     for value, copy in zip(found[1:], (0.04, 0.08, 0.2), strict=True):
         one = planner(copy=copy)
         assert one.stream_ms(value, 0.5) < one.layer_ms(value, 0.5)
@@ -51,9 +50,9 @@ def test_a_cheap_copy_streams_earlier() -> None:
 
 
 def test_nothing_is_streamed_where_nothing_is_missing_or_the_cpu_is_as_fast() -> None:
-    assert choose_streaming(planner(copy=0.0), 1.0, 4, 4096).value == NONE
-    assert choose_streaming(planner(copy=0.01, shadow=Line(0, 1e-4, 1e-5)), 0.5, 4, 4096).value == NONE
-    assert choose_streaming(planner(copy=0.0), 0.5, 8, 8) == Choice(NONE, "no prefill has more than 8 tokens")
+    assert choose_streaming(planner(copy=0.0), 1.0, 4, 4096).value == 0
+    assert choose_streaming(planner(copy=0.01, shadow=Line(0, 1e-4, 1e-5)), 0.5, 4, 4096).value == 0
+    assert choose_streaming(planner(copy=0.0), 0.5, 8, 8) == Choice(0, "no prefill has more than 8 tokens")
     assert choose_streaming(planner(copy=0.0), 0.5, 8, 9).value == 9
 
 
@@ -141,7 +140,7 @@ def test_slow_copies_get_a_small_budget() -> None:
 
 
 def test_the_table_has_a_line_for_each_choice() -> None:
-    chosen = Choices(Choice((3, 1), "a"), Choice(7, "7 of 9: b"), given(-1), Choice(NONE, "c"))
+    chosen = Choices(Choice((3, 1), "a"), Choice(7, "7 of 9: b"), given(0), Choice(0, "c"))
     assert chosen.table() == [
         "  threads           3 + 1: a",
         "  slots             7 of 9: b",
