@@ -45,9 +45,9 @@ class Session:
             return cls(case_of_checkpoint(Path(model).expanduser(), settings, overrides))
         return cls(load_case(model, overrides, settings))
 
-    def default_sampling(self) -> SamplingParams:
-        """The sampling settings from the case's `sampling_config` and `max_new_tokens`."""
-        return self.runner.request(0, [], self.case.data_config.max_new_tokens).sampling
+    def default_sampling(self, index: int = 0) -> SamplingParams:
+        """The sampling settings of the case for prompt `index`, each of which has its own seed."""
+        return self.runner.request(index, [], self.case.data_config.max_new_tokens).sampling
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -55,9 +55,10 @@ class Session:
         """Returns one completion for each prompt, in their order. If any prompt cannot run, none is run."""
         if isinstance(prompts, str):
             raise UserError(f"prompts: {prompts!r:.40} is one text: give a list of prompts")
-        each = (
-            list(sampling) if isinstance(sampling, Sequence) else [sampling or self.default_sampling()] * len(prompts)
-        )
+        if sampling is None:
+            each = [self.default_sampling(i) for i in range(len(prompts))]
+        else:
+            each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise UserError(f"sampling: {len(each)} settings for {len(prompts)} prompts: give one for each, or one")
         ids = []
