@@ -50,7 +50,7 @@ case "${1:-}" in
 --quick)
     umbra_checks
     echo "== pytest, the quick tests"
-    .venv/bin/python -m pytest "${workers[@]}" -m "not slow" "${@:2}"
+    .venv/bin/python -m pytest "${workers[@]}" -m "not slow and not alone" "${@:2}"
     exit
     ;;
 ascend)
@@ -64,6 +64,8 @@ umbra_emulators
 umbra_checks
 status=0
 echo "== pytest"
-.venv/bin/python -m pytest "${workers[@]}" "$@" || status=$?
+.venv/bin/python -m pytest "${workers[@]}" -m "not alone" "$@" || status=$?
+echo "== pytest, what needs all cores for itself"
+.venv/bin/python -m pytest -m alone "$@" || [ $? = 5 ] || status=1 # 5: the arguments select none of them
 umbra_test_ascend || status=$?
 exit "$status"
