@@ -21,15 +21,22 @@ class ForcedRun:
         self.sequences: list[Sequence] = []  # in the order in which they were added
 
     def add(self, prompts: ListOf[ListOf[int]], room: int, all_logits: bool = False) -> list[Tensor]:
-        """Prefill `prompts` in one step, each with room for `room` tokens more. -> for each prompt the logits of its
-        last token (1, vocabulary), or of all its tokens (tokens, vocabulary); every rank gets all of them."""
+        """Prefill `prompts`, each with room for `room` tokens more: in chunks of the case's `chunked_prefill_size`, or in
+        one step with `all_logits`. -> for each prompt the logits of its last token (1, vocabulary), or of all its tokens
+        (tokens, vocabulary); every rank gets all of them."""
         sampling = SamplingParams(max_tokens=room)
         added = [new_sequence(len(self.sequences) + i, Request(tuple(ids), sampling)) for i, ids in enumerate(prompts)]
         for sequence in added:
             self.scheduler.add(sequence)
         self.scheduler.admit()
         self.sequences += added
-        return self._run([s for s in self.scheduler.running if s in added], added, False, all_logits)
+        waiting, found = [s for s in self.scheduler.running if s in added], dict[int, Tensor]()
+        while waiting:
+            limit = None if all_logits else self.scheduler.limits.prefill_tokens
+            part = self.scheduler.chunk(waiting, limit)
+            waiting = [s for s in waiting if s not in part or s.end < len(s.ids)]
+            found |= self._run(part, False, all_logits)  # of a prompt's chunks, the last one's logits stay
+        return [found[s.id] for s in added]
 
     def extend(self, tokens: ListOf[int]) -> None:
         """Append a token to each sequence; the next `decode` computes it."""
@@ -44,7 +51,8 @@ class ForcedRun:
 
     def decode(self) -> list[Tensor]:
         """One decode step of all sequences. -> the logits (1, vocabulary) of each; every rank gets all of them."""
-        return self._run(self.scheduler.running, self.sequences, True, True)
+        found = self._run(self.scheduler.running, True, True)
+        return [found[s.id] for s in self.sequences]
 
     def decode_in_place(self) -> Tensor:
         """Like `decode`, but returns only the logits of this rank's data-parallel group, (sequences, vocabulary). The
@@ -58,15 +66,15 @@ class ForcedRun:
         self.scheduler.retire()
         self.sequences = []
 
-    def _run(self, running: list[Sequence], order: list[Sequence], decode: bool, all_logits: bool) -> list[Tensor]:
+    def _run(self, running: list[Sequence], decode: bool, all_logits: bool) -> dict[int, Tensor]:
+        """One step. -> the logits of each sequence by its id"""
         rows = {s.id: s.new_tokens if all_logits else 1 for s in running}
         dp = self.engine.parallel.attn_dp
         counts = tuple(sum(rows[s.id] for s in running if s.group == g) for g in range(dp.size))
         logits = self._forward(running, decode, all_logits)
         everyone = dp.gather_rows(logits[: counts[dp.rank]].float(), counts).cpu().clone()
         parts = everyone.split([rows[s.id] for s in running])
-        each = dict(zip((s.id for s in running), parts, strict=True))
-        return [each[s.id] for s in order]
+        return dict(zip((s.id for s in running), parts, strict=True))
 
     @torch.inference_mode()
     def _forward(self, running: list[Sequence], decode: bool, all_logits: bool) -> Tensor:
@@ -74,5 +82,5 @@ class ForcedRun:
             batch = self.engine.pack(self.scheduler, running, decode, all_logits)
             logits = self.engine.forward(batch, decode)
         for sequence in running:
-            sequence.cached = sequence.end
+            sequence.cached, sequence.limit = sequence.end, None
         return logits

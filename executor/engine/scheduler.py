@@ -134,20 +134,23 @@ class Scheduler:
         self.admit()
         decoding = any(s.decoding for s in self.running)
         limit = self.limits.mixed_tokens if decoding else self.limits.prefill_tokens
+        prompts = self.chunk([s for s in self.running if not s.decoding], limit)
+        step = [s for s in self.running if s.decoding or s in prompts]
+        return Step(step) if step else None
+
+    def chunk(self, prompts: ListOf[Sequence], limit: int | None) -> list[Sequence]:
+        """Those of `prompts` that take tokens in the next step, the first ones first: at most `limit` tokens of each
+        data-parallel group; None: all tokens."""
         left: list[int | None] = [limit] * len(self.pools)
-        step = []
-        for sequence in self.running:
+        part = []
+        for sequence in prompts:
             room = left[sequence.group]
-            if sequence.decoding:
-                sequence.limit = None
-            elif room == 0:
-                continue
-            else:
+            if room != 0:
                 sequence.limit = room
                 if room is not None:
                     left[sequence.group] = room - sequence.new_tokens
-            step.append(sequence)
-        return Step(step) if step else None
+                part.append(sequence)
+        return part
 
     def reserve(self, sequences: Iterable[Sequence]) -> None:
         """Give each sequence the pages that its next step writes to."""
