@@ -21,9 +21,9 @@ class ForcedRun:
         self.sequences: list[Sequence] = []  # in the order in which they were added
 
     def add(self, prompts: ListOf[ListOf[int]], room: int, all_logits: bool = False) -> list[Tensor]:
-        """Prefill `prompts`, each with room for `room` tokens more: in chunks of the case's `chunked_prefill_size`, or in
-        one step with `all_logits`. -> for each prompt the logits of its last token (1, vocabulary), or of all its tokens
-        (tokens, vocabulary); every rank gets all of them."""
+        """Prefill `prompts`, each with room for `room` tokens more: in chunks of the case's `chunked_prefill_size`, or
+        in one step with `all_logits`. -> for each prompt the logits of its last token (1, vocabulary), or of all its
+        tokens (tokens, vocabulary); every rank gets all of them."""
         sampling = SamplingParams(max_tokens=room)
         added = [new_sequence(len(self.sequences) + i, Request(tuple(ids), sampling)) for i, ids in enumerate(prompts)]
         for sequence in added:
