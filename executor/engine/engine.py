@@ -41,8 +41,8 @@ class Engine:
         platform: Platform,
         parallel: Parallel,
         config: ModelConfig,
+        profiler: Profiler,
         choices: Choices | None = None,
-        profiler: Profiler | None = None,
         packed_cache: Callable[..., PackedCache] = PackedCache,
     ):
         start, rank = time.perf_counter(), parallel.world.rank
@@ -92,10 +92,8 @@ class Engine:
     def forward(self, batch: Batch, decode: bool) -> Tensor:
         """Returns the logits of this rank's data-parallel group. The device may still be computing them; reading the
         chosen tokens waits for it."""
-        if self.profiler is None:
-            return self._forward(batch, decode)
         with self.profiler.step("decode" if decode else "prefill"):
-            return self._forward(batch, decode)
+            return self.decode_step(batch) if decode else self.model.prefill(batch.to(self.platform.device))
 
     def choose(self, logits: Tensor, sequences: ListOf[Sequence]) -> list[int]:
         """Returns the next token of each of `sequences`, which are of all data-parallel groups. `logits` has one row
@@ -116,6 +114,3 @@ class Engine:
         yield
         if self.offload:
             self.offload.end(decode)
-
-    def _forward(self, batch: Batch, decode: bool) -> Tensor:
-        return self.decode_step(batch) if decode else self.model.prefill(batch.to(self.platform.device))

@@ -34,7 +34,7 @@ class ForcedRun:
         while waiting:
             limit = None if all_logits else self.scheduler.limits.prefill_tokens
             part = self.scheduler.chunk(waiting, limit)
-            waiting = [s for s in waiting if s not in part or s.end < len(s.ids)]
+            waiting = [s for s in waiting if s not in part or not s.complete]
             found |= self._run(part, False, all_logits)  # of a prompt's chunks, the last one's logits stay
         return [found[s.id] for s in added]
 

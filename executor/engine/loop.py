@@ -64,7 +64,7 @@ class Loop:
             logits = self.engine.forward(batch, decode)
             finished = step.finished_prompts
             mine = self.engine.parallel.attn_dp.rank
-            rows = [s in finished for s in step.sequences if s.group == mine]
+            rows = [s.complete for s in step.sequences if s.group == mine]
             if not all(rows):
                 logits = logits[[row for row, wanted in enumerate(rows) if wanted]]
             tokens = self.engine.choose(logits, finished) if finished else []

@@ -48,7 +48,7 @@ class Step:
     @property
     def finished_prompts(self) -> list[Sequence]:
         """The sequences that have all their tokens cached after the step, so that it chooses their next token."""
-        return [s for s in self.sequences if s.end == len(s.ids)]
+        return [s for s in self.sequences if s.complete]
 
 
 class Scheduler:
@@ -134,7 +134,7 @@ class Scheduler:
         self.admit()
         decoding = any(s.decoding for s in self.running)
         limit = self.limits.mixed_tokens if decoding else self.limits.prefill_tokens
-        prompts = self.chunk([s for s in self.running if not s.decoding], limit)
+        prompts = set(self.chunk([s for s in self.running if not s.decoding], limit))
         step = [s for s in self.running if s.decoding or s in prompts]
         return Step(step) if step else None
 

@@ -45,6 +45,11 @@ class Sequence:
         """Number of `ids` that are cached after the next step."""
         return self.cached + self.new_tokens
 
+    @property
+    def complete(self) -> bool:
+        """Whether all of `ids` are cached after the next step, so that the step chooses another token."""
+        return self.end == len(self.ids)
+
 
 def new_sequence(id: int, request: Request) -> Sequence:
     return Sequence(id, request, list(request.ids))

@@ -66,7 +66,7 @@ class ModelRunner:
         if case.offload_config.mode != "none":
             self.planned = PlannedRun(case, ranks, parallel.world, platform)
         choices = self.planned.choices if self.planned else None
-        self.engine = Engine(case, platform, parallel, self.config, choices, self.define_profiler(), self.packed_cache)
+        self.engine = Engine(case, platform, parallel, self.config, self.define_profiler(), choices, self.packed_cache)
         self.engine.decode_step = self.graph_compile()
         self.loop = Loop(self.engine, stop_ids(self.folder, self.config.eos_token_ids))
 
