@@ -1,24 +1,74 @@
-"""The interface of a model family's model."""
+"""A decoder-only language model: embedding, a family's decoder layers, output head."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from models.batch import Batch
+from models.build import Build
+from models.layers.embedding import HEAD, LMHead, VocabEmbedding
+from models.layers.norm import RMSNorm
+from models.layers.rotary import RotaryTable
+from models.rope import RopeConfig
 
 
-class CausalLM(nn.Module, ABC):
-    """A model, made from (config, build). Its weights are then filled, and its attention layers are given their
-    caches."""
+class DecoderConfig(Protocol):
+    """The part of a family's config that is used outside its decoder layers."""
 
-    @abstractmethod
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def rope(self) -> RopeConfig: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+class Decoder(nn.Module):
+    """The hidden states of a step's tokens. Each of `layers` takes (x, residual, cos, sin, batch), where x + residual
+    is its input and residual is None before the first, and returns (x, residual) for the next."""
+
+    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module]):
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
+        self.rotary = RotaryTable(build, config.rope, config.head_dim)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x, residual = self.embed_tokens(batch.token_ids), None  # (T, H)
+        cos, sin = self.rotary(batch.positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, batch)
+        return self.norm.add(x, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """A family's model; the family's own class takes (config, build). The weights of a new model are undefined until
+    they are filled, and its attention layers need their caches."""
+
+    def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module]):
+        super().__init__()
+        self.model = Decoder(config, build, layers)
+        source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
+        self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
+
     def prefill(self, batch: Batch) -> Tensor:
         """Runs any number of new tokens of each sequence. -> logits (rows wanted, vocabulary)"""
+        x = self.model(batch)
+        return self.lm_head(x if batch.logit_rows is None else x[batch.logit_rows])
 
-    @abstractmethod
     def decode(self, batch: Batch) -> Tensor:
         """Runs one new token of each sequence; graphs are captured of this. -> logits (S, vocabulary)"""
+        return self.lm_head(self.model(batch))
 
-    @abstractmethod
-    def ignored_weights(self) -> frozenset[str]:
-        """Checkpoint tensors that may be present although the model does not use them."""
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint may hold the tensor `name` although the model does not use it, such as the output head
+        beside a tied embedding."""
+        return name == HEAD != self.lm_head.source

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from errors import UserError
+
 
 class ModelConfig(Protocol):
     """A frozen dataclass that `from_folder` reads from a checkpoint's config.json."""
@@ -11,8 +13,8 @@ class ModelConfig(Protocol):
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Reads `folder`/config.json. A value that is invalid or not implemented raises a UserError that names its
-        key."""
+        """Reads `folder`/config.json, whose family was checked. A value that is invalid or not implemented raises a
+        UserError that names its key."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -36,3 +38,19 @@ class ModelConfig(Protocol):
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:
         """Raises UserError if a size does not divide the dimension that is split by it."""
+
+
+def check_even_split(key: str, ranks: int, what: str, total: int) -> None:
+    """Raises UserError unless `ranks`, the value of `key`, divides `total`."""
+    if total % ranks:
+        raise UserError(f"parallel_config: {key}: {ranks} does not divide {what}: {total}")
+
+
+def check_kv_split(attn_tp_size: int, kv_heads: int) -> None:
+    """Raises UserError unless each rank gets as many KV heads, or each KV head as many ranks, which hold copies."""
+    few, many = sorted((attn_tp_size, kv_heads))
+    if many % few:
+        raise UserError(
+            f"parallel_config: attn_tp_size: {attn_tp_size} and num_key_value_heads: {kv_heads}: one must divide the "
+            "other"
+        )

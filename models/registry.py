@@ -1,11 +1,14 @@
-"""The model families by `model_type`. Their modules are imported on demand: reading a config needs no torch."""
+"""The model families by `model_type`, and which of them a config.json belongs to. Their modules are imported on demand:
+reading a config needs no torch."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
+from models.hf_config import read_hf_config
 
 if TYPE_CHECKING:
     from models.build import Build
@@ -17,17 +20,48 @@ class Family:
     """The places of a family's classes, each as `module:name`."""
 
     config: str  # place of a models.config.ModelConfig
-    model: str  # place of a models.causal_lm.CausalLM
+    model: str  # place of a models.causal_lm.CausalLM; its name is also that in a config.json's `architectures`
+    old_type: str | None = None  # `model_type` in early checkpoints, if `architectures` names the model
 
 
 FAMILIES = {
     "qwen3_moe": Family("models.qwen3_moe.config:Qwen3MoeConfig", "models.qwen3_moe.model:Qwen3MoeForCausalLM"),
+    "minimax_m2": Family(
+        "models.minimax_m2.config:MiniMaxM2Config", "models.minimax_m2.model:MiniMaxM2ForCausalLM", old_type="minimax"
+    ),
 }
+# Models that are easily taken for one of a family above, by their `model_type`.
+OTHERS = {
+    "minimax": "MiniMax-01", "minimax_text_01": "MiniMax-01", "minimax_m1": "MiniMax-M1", "minimax_m3": "MiniMax-M3",
+    "minimax_m3_vl": "MiniMax-M3",
+}  # fmt: skip
 
 
-def config_class(model_type: str) -> type[ModelConfig]:
+def family_of(config: Mapping[str, Any]) -> str | None:
+    """The family that the contents of a config.json belong to; None: it is not supported."""
+    kind, architectures = config.get("model_type"), config.get("architectures")
+    for name, family in FAMILIES.items():
+        if kind == name or (kind == family.old_type and architectures == [family.model.partition(":")[2]]):
+            return name
+    return None
+
+
+def refusal(config: Mapping[str, Any]) -> str:
+    """Why the contents of a config.json belong to no family, for an error line."""
+    kind = config.get("model_type")
+    other = OTHERS.get(kind) if isinstance(kind, str) else None
+    note = f" ({other}, another architecture)" if other else ""
+    return f"model_type: {kind!r:.80}{note} is not supported, only {', '.join(FAMILIES)}"
+
+
+def read_config(folder: Path, model_type: str) -> ModelConfig:
+    """The config of the checkpoint in `folder`, which must belong to the family `model_type`."""
+    hf = read_hf_config(folder)
+    if (family := family_of(hf.data)) != model_type:
+        note = "" if family else f": {refusal(hf.data)}"
+        raise hf.error("model_type", f"does not match the case's model_name: {model_type!r}{note}")
     config: type[ModelConfig] = load(FAMILIES[model_type].config)
-    return config
+    return config.from_folder(folder)
 
 
 def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":

@@ -20,7 +20,7 @@ class YarnConfig:
 @dataclass(frozen=True)
 class RopeConfig:
     theta: float
-    dim: int
+    dim: int  # columns of a head that rotate, the first ones; the others stay as they are
     yarn: YarnConfig | None
 
     def inverse_frequencies(self) -> list[float]:
@@ -43,14 +43,15 @@ class RopeConfig:
         return self.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
-def read_rope(config: HfConfig, dim: int, max_positions: int) -> RopeConfig:
-    """Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which configs of transformers 5 have instead."""
+def read_rope(config: HfConfig, dim: int, max_positions: int, theta: float = 10000.0) -> RopeConfig:
+    """Reads `rope_theta`, by default `theta`, and `rope_scaling`, or `rope_parameters`, which configs of transformers 5
+    have instead."""
     key = "rope_parameters" if config.value("rope_parameters") is not None else "rope_scaling"
     scaling = config.value(key, default={})
     if not isinstance(scaling, dict):
         raise config.error(key, "must be a mapping")
     inner = HfConfig(scaling, f"{config.where}: {key}")
-    theta = inner.number("rope_theta", default=config.number("rope_theta", default=10000.0))
+    theta = inner.number("rope_theta", default=config.number("rope_theta", default=theta))
     kind = inner.value("rope_type", "type", default="default")
     if dim % 2:
         raise UserError(f"{config.where}: head_dim: {dim} must be even for rotary embedding")

@@ -64,6 +64,14 @@ class Quantised:
         return ((levels - zeros) * self.scales.float()[..., None]).flatten(1)
 
 
+def in_order(part: "Tensor | Quantised", order: list[int]) -> "Tensor | Quantised":
+    """The rows of `part` (m, ...) in the order `order`, m row numbers."""
+    if not isinstance(part, Quantised):
+        return part[order]
+    zeros = None if part.zeros is None else part.zeros[order]
+    return Quantised(part.bits, part.levels[order], part.scales[order], zeros)
+
+
 def floats(part: "Tensor | Quantised") -> "Tensor":
     """`part` as a float tensor: dequantised if it is quantised, otherwise unchanged."""
     return part.floats() if isinstance(part, Quantised) else part

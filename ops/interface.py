@@ -3,6 +3,7 @@
 T: tokens of the step, all sequences packed one after another. S: sequences. Shapes are (rows, columns).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -69,13 +70,25 @@ class Ops(Protocol):
         """Allocates the matrices of `count` experts."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
-        """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N)"""
+        """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N), float32 if the weight is, else as x"""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)"""
+
+    def split_rms_norm(
+        self,
+        parts: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        counts: Sequence[int],
+        eps: float,
+        total: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        """`rms_norm` of vectors that are split over ranks. parts[i] (T, N_i) and weights[i] (N_i) are this rank's parts
+        of vector i; the parts of all ranks have counts[i] elements together. `total` sums a float32 tensor over the
+        ranks, in place, and returns it; it is called once. -> parts of the normalised vectors"""
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate q and k (T, heads, D) by half-rotation; cos and sin (T, D), each angle repeated twice."""

@@ -1,5 +1,7 @@
 """The meaning of each op of interface.py: plain PyTorch that computes in float32 and returns the input's type."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,7 +72,7 @@ def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
 
 def linear(x: Tensor, weight: DenseMatrix, bias: Tensor | None) -> Tensor:
     y = x.float() @ weight.data.float().T
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if bias is None else y + bias.float()).to(torch.promote_types(x.dtype, weight.data.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,6 +84,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def split_rms_norm(
+    parts: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    counts: Sequence[int],
+    eps: float,
+    total: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    squares = total(torch.stack([x.float().square().sum(-1) for x in parts]))  # (parts, T)
+    scales = torch.rsqrt(squares / torch.tensor(counts, device=squares.device)[:, None] + eps)
+    return [
+        (x.float() * scale[:, None] * weight.float()).to(x.dtype)
+        for x, weight, scale in zip(parts, weights, scales, strict=True)
+    ]
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3-MoE checkpoints written by transformers, and cases that run them."""
+"""Tiny random checkpoints of each family, written by transformers, and cases that run them."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from executor.config.case import Case
 from executor.config.env import RankEnv
@@ -31,6 +31,26 @@ TINY = dict(
     eos_token_id=0,
     initializer_range=0.3,  # larger than usual: routing and attention are far from uniform
 )
+TINY_M2 = dict(  # twelve heads of 32 are not the hidden size; half of a head rotates
+    vocab_size=320,
+    hidden_size=192,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    head_dim=32,
+    rotary_dim=16,
+    rope_theta=5e6,
+    num_local_experts=16,
+    num_experts_per_tok=4,
+    max_position_embeddings=256,
+    initializer_range=0.08,
+)
+OFFICIAL_M2 = {  # keys of the official config.json that transformers does not use
+    "attn_type_list": [1, 1, 1], "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
+    "use_routing_bias": True, "shared_intermediate_size": 0, "use_mtp": True, "num_mtp_modules": 3,
+    "mtp_transformer_layers": 1,
+}  # fmt: skip
 ONE_RANK = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file="")
 
 
@@ -54,6 +74,37 @@ def save_tiny(folder: Path, hub_names: bool = True, **options: Any) -> Qwen3MoeF
         config["rope_theta"] = rope.pop("rope_theta")
         config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
         config["torch_dtype"] = config.pop("dtype")
+        path.write_text(json.dumps(config))
+    return model
+
+
+def save_tiny_m2(folder: Path, official: bool = True, **options: Any) -> MiniMaxM2ForCausalLM:
+    """A random MiniMax-M2 saved to `folder` in float32, with the keys of official files or those of transformers 5;
+    returned in evaluation mode as the oracle. Everything that transformers starts at zero or one is random."""
+    torch.manual_seed(11)
+    settings = TINY_M2 | options
+    model = MiniMaxM2ForCausalLM(MiniMaxM2Config(**settings)).eval()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if "norm" in name:
+                tensor.add_(torch.randn_like(tensor) * 0.3)
+            elif "e_score_correction_bias" in name:
+                tensor.copy_(5 + torch.randn_like(tensor) * 0.1)  # bfloat16 has steps of 0.03 here
+            elif "gate.weight" in name:
+                tensor.mul_(4)  # scores apart, so that rounding does not change the choice
+            elif "q_proj" in name:  # each head has a scale of its own
+                heads = tensor.view(settings["num_attention_heads"], -1)
+                heads.mul_(torch.linspace(0.3, 3, len(heads))[:, None])
+    model.save_pretrained(folder)
+    if official:
+        path = folder / "config.json"
+        config = json.loads(path.read_text()) | OFFICIAL_M2
+        config["attn_type_list"] = [1] * settings["num_hidden_layers"]
+        del config["rope_parameters"]
+        for name in ("rope_theta", "rotary_dim"):
+            config[name] = settings[name]
+        for name in ("eos_token_id", "bos_token_id", "partial_rotary_factor", "dtype"):
+            config.pop(name, None)
         path.write_text(json.dumps(config))
     return model
 
@@ -84,5 +135,5 @@ def make_runner(case: Case, results: Path) -> ModelRunner:
 
 
 @torch.no_grad()
-def oracle_logits(model: Qwen3MoeForCausalLM, ids: list[int]) -> torch.Tensor:
+def oracle_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     return model(torch.tensor([ids])).logits[0].float()

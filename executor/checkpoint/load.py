@@ -27,12 +27,15 @@ SIGNS = {  # endings of tensor names that only one format uses
 }
 
 
-def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignored: frozenset[str], progress: bool) -> int:
-    """Fills every weight of `model`; returns the number of bytes read. `ignored`: tensors that the checkpoint may hold
-    without the model using them. Values that are not finite are a warning that names their tensors."""
+Ignores = Callable[[str], bool]  # whether the model does not use the tensor of this name, although it may be there
+
+
+def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ignores, progress: bool) -> int:
+    """Fills every weight of `model`; returns the number of bytes read. Values that are not finite are a warning that
+    names their tensors."""
     wanted, files = wanted_by(model), CheckpointFiles(folder)
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
-    for problem, names in problems_of(files, stored, scheme, ignored):
+    for problem, names in problems_of(files, stored, scheme, ignores):
         raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
     strange: list[str] = []  # tensors with values that are not finite
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
@@ -88,14 +91,14 @@ def _finite(part: Tensor) -> bool:
     return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())
 
 
-def ignorable(names: Iterable[str], ignored: frozenset[str]) -> set[str]:
-    """Those of `names` that a checkpoint may hold although no weight is read from them: the model's `ignored`, and the
+def ignorable(names: Iterable[str], ignores: Ignores) -> set[str]:
+    """Those of `names` that a checkpoint may hold although no weight is read from them: what the model ignores, and the
     rotary frequencies that older tools wrote, which the config determines."""
-    return {name for name in names if name in ignored or name.endswith(".rotary_emb.inv_freq")}
+    return {name for name in names if ignores(name) or name.endswith(".rotary_emb.inv_freq")}
 
 
 def problems_of(
-    files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignored: frozenset[str]
+    files: CheckpointFiles, stored: dict[str, Stored], scheme: Scheme, ignores: Ignores
 ) -> list[tuple[str, list[str]]]:
     """(problem, names of the tensors or modules that have it) for everything that the files' headers show to be wrong,
     the likeliest cause first."""
@@ -121,7 +124,7 @@ def problems_of(
     problems = [
         (f"weights that are not stored as the config says ({scheme.title})", sorted(otherwise)),
         ("tensors missing", sorted(missing)),
-        ("tensors that the model does not know", sorted(there - needed - ignorable(there, ignored))),
+        ("tensors that the model does not know", sorted(there - needed - ignorable(there, ignores))),
         ("tensors that do not fit", wrong),
     ]
     return [(problem, names) for problem, names in problems if names]

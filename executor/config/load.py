@@ -16,7 +16,7 @@ from executor.config.schema import override, read
 from files import ROOT
 from models.config import ModelConfig
 from models.hf_config import short
-from models.registry import config_class
+from models.registry import read_config
 
 CASES = ROOT / "yaml_configs"
 
@@ -93,7 +93,7 @@ def model_folder(case: Case) -> Path:
 
 def load_model_config(case: Case) -> ModelConfig:
     """The configuration of the case's checkpoint; raises where the case asks for more than the model can do."""
-    config = config_class(case.model_name).from_folder(model_folder(case))
+    config = read_config(model_folder(case), case.model_name)
     sizes = case.parallel_sizes
     config.check_parallel(sizes.attn_tp, sizes.moe_tp, sizes.moe_ep, sizes.embed_tp, sizes.lmhead_tp)
     if case.max_sequence_length > config.max_positions:

@@ -28,7 +28,7 @@ def fill_weights(
         if cache.load(rank == 0):
             return None
     start, scheme = time.perf_counter(), read_scheme(folder)
-    read = load_checkpoint(model, folder, scheme, model.ignored_weights(), rank == 0)
+    read = load_checkpoint(model, folder, scheme, model.ignores, rank == 0)
     seconds = time.perf_counter() - start
     print(f"checkpoint: {scheme.title}; {read / 1e6:.1f} MB read at {read / 1e9 / seconds:.2f} GB/s")
     if cache:

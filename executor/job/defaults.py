@@ -11,7 +11,7 @@ from executor.checkpoint.formats.detect import read_scheme
 from executor.config.case import Case
 from executor.config.load import make_case
 from models.hf_config import read_json
-from models.registry import FAMILIES, config_class
+from models.registry import family_of, read_config, refusal
 
 SEQUENCES, PROMPT, NEW = 4, 4096, 1024  # sequences at once; tokens of each, if the model has enough positions
 SHARE = 0.7  # share of the machine's free memory that weights may take; the rest is for the KV cache and activations
@@ -20,12 +20,11 @@ SHARE = 0.7  # share of the machine's free memory that weights may take; the res
 def case_of_checkpoint(folder: Path, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> Case:
     """Returns a case that runs the checkpoint in `folder` on this machine's CPU. The user's settings override what is
     chosen here. Prints what was chosen."""
-    name = read_json(folder / "config.json").get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise UserError(
-            f"{folder / 'config.json'}: model_type: {name!r:.80} is not supported, only {', '.join(FAMILIES)}"
-        )
-    positions = config_class(name).from_folder(folder).max_positions
+    config = read_json(folder / "config.json")
+    name = family_of(config)
+    if name is None:
+        raise UserError(f"{folder / 'config.json'}: {refusal(config)}")
+    positions = read_config(folder, name).max_positions
     new = min(NEW, max(positions // 2, 1))
     data: dict[str, Any] = {
         "model_name": name,

@@ -26,7 +26,7 @@ from executor.planning.memory import cache_of, kind_of, sketch_of, weights_of
 from files import write_json
 from models.hf_config import read_json
 from models.layers.base import Piece, layers_of
-from models.registry import FAMILIES
+from models.registry import family_of, refusal
 from ops.format import Format
 
 IGNORED, UNKNOWN = "ignored", "unknown"
@@ -57,11 +57,11 @@ def inspect(folder: Path) -> dict[str, Any]:
     sketch, scheme, files = sketch_of(plain_case(folder)), read_scheme(folder), CheckpointFiles(folder)
     wanted = wanted_by(sketch.model)
     stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
-    kinds = dict.fromkeys(ignorable(files.place, sketch.model.ignored_weights()), IGNORED)
+    kinds = dict.fromkeys(ignorable(files.place, sketch.model.ignores), IGNORED)
     for path, layer in reversed(layers_of(sketch.model)):  # tied weights are listed under the embedding's name
         for piece in layer.pieces(path):
             kinds |= dict.fromkeys(stored[piece.name].tensors, kind_of(sketch.model, path, layer))
-    problems = problems_of(files, stored, scheme, sketch.model.ignored_weights())
+    problems = problems_of(files, stored, scheme, sketch.model.ignores)
     components = components_of(files, kinds)
     paths = set(files.place.values())
     parameters = sum(prod(pieces[0].shape) for pieces in wanted.values())
@@ -101,10 +101,11 @@ def model_type(folder: Path) -> str:
     config = folder / "config.json"
     if not config.is_file():
         raise UserError(f"{folder} is no checkpoint: it holds no config.json: name the folder that does")
-    name = read_json(config).get("model_type")
-    if name not in tuple(FAMILIES):
-        raise UserError(f"{config}: model_type: {name!r:.80} is not supported, only {', '.join(FAMILIES)}")
-    return str(name)
+    data = read_json(config)
+    name = family_of(data)
+    if name is None:
+        raise UserError(f"{config}: {refusal(data)}")
+    return name
 
 
 def plain_case(folder: Path) -> Case:

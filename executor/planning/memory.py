@@ -31,8 +31,9 @@ from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
-from models.layers.norm import RMSNorm
+from models.layers.norm import RMSNorm, SplitRMSNorm
 from models.layers.rotary import RotaryTable
+from models.layers.router import Router, SelectionBias
 from models.registry import load, model_class
 from ops.ascend.layout import CAUSAL_MASK
 from ops.ascend.shapes import AscendShapes
@@ -42,6 +43,10 @@ WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
     "weights", "KV cache", "prefill step", "decode graphs", "HCCL buffers", "allowance",
 )  # fmt: skip
 EXPERTS = ("experts", "experts' scales")
+KINDS: dict[type[nn.Module], str] = {
+    VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", SplitRMSNorm: "norms", Experts: "experts",
+    Router: "router", SelectionBias: "router",
+}  # fmt: skip
 ROWS = ("embedding", "rotary")  # tables of which a step reads one row for each token
 # A tenth of 64 GB, rounded down: serving engines usually leave as much free.
 ALLOWANCE = Part(
@@ -141,11 +146,10 @@ def weights_of(model: nn.Module) -> list[Part]:
 
 def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
     """The kind of a layer as the plan names it: by its class or, for a plain matrix, by the modules beside it."""
-    kinds = {VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", Experts: "experts"}
-    if type(layer) in kinds:
-        return kinds[type(layer)]
+    if type(layer) in KINDS:
+        return KINDS[type(layer)]
     around = {type(child) for child in model.get_submodule(path.rpartition(".")[0]).children()}
-    return "attention" if PagedAttention in around else "router" if Experts in around else "dense MLP"
+    return "attention" if PagedAttention in around else "dense MLP"
 
 
 def cache_of(model: nn.Module, page_size: int) -> Part:

@@ -68,7 +68,7 @@ class Routing:
 class LayerMath:
     def __init__(self, config: Qwen3MoeConfig, sparse: bool, length: int):
         self.config, self.sparse = config, sparse
-        self.cos, self.sin = rotary_angles(config.rope, length)  # (L, head_dim)
+        self.cos, self.sin = rotary_angles(config.rope, config.head_dim, length)  # (L, head_dim)
 
     def normed(self, w: Weights, name: str, x: Tensor) -> Tensor:
         return rms_norm(x, w(f"{name}.weight"), self.config.rms_norm_eps)

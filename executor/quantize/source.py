@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from executor.checkpoint.formats.scheme import FLOATS, Unquantised
 from executor.quantize.layer import float_shapes, linear_shapes
 from executor.quantize.pack import PACKED
 from models.qwen3_moe.config import Qwen3MoeConfig
+from models.registry import read_config
 
 CONFIG = "config.json"
 # Files that are copied unchanged where the checkpoint has them.
@@ -32,7 +34,8 @@ class Source:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
-        self.folder, self.config, scheme = folder, Qwen3MoeConfig.from_folder(folder), read_scheme(folder)
+        self.folder, self.config = folder, cast(Qwen3MoeConfig, read_config(folder, "qwen3_moe"))
+        scheme = read_scheme(folder)
         if not isinstance(scheme, Unquantised):
             raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name the float checkpoint")
         self.companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]

@@ -2,9 +2,17 @@
 
 from torch import Tensor, nn
 
+from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
 from ops.fixed import fixed
+
+
+def kv_shard(attn_tp: Shard, kv_heads: int) -> Shard:
+    """The part of the KV heads that a rank of `attn_tp` holds. If there are more ranks than KV heads, neighbouring
+    ranks hold copies of the same head."""
+    size = min(attn_tp.size, kv_heads)
+    return Shard(attn_tp.rank * size // attn_tp.size, size)
 
 
 class PagedAttention(nn.Module):

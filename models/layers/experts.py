@@ -16,18 +16,27 @@ class Experts(Layer):
 
     `forward` gathers the tokens of all data-parallel groups; one all-reduce over all ranks then sums over both splits.
     With `build.offload` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
+    `names` are the checkpoint's names of an expert's gate, up and down matrices.
     """
 
-    def __init__(self, build: Build, experts: int, hidden: int, intermediate: int):
+    def __init__(
+        self,
+        build: Build,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ):
         super().__init__()
+        self.names = dict(zip(("gate", "up", "down"), names, strict=True))
         self.ops, self.world, self.dp = build.ops, build.parallel.world, build.parallel.attn_dp
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.here = build.parallel.moe_ep.part(experts)
         self.part = build.parallel.moe_tp.part(intermediate)
         count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
         self.first = self.here.start if count < experts else None
-        names = [f"{expert}.{which}_proj" for expert in range(experts) for which in ("gate", "up", "down")]
-        format = build.at("experts").linear(names, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
+        modules = [f"{expert}.{name}" for expert in range(experts) for name in names]
+        format = build.at("experts").linear(modules, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
         sizes = inner, hidden, format
         self.shadowed = build.offload.experts(build.path, self.here, *sizes) if build.offload else None
         self.weights: ExpertMatrices = self.shadowed or build.ops.expert_matrices(count, *sizes, build.device)
@@ -47,8 +56,8 @@ class Experts(Layer):
     def pieces(self, path: str) -> Iterator[Piece]:
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         for expert in range(self.experts):
-            for which in ("gate", "up", "down"):
-                name = f"{path}.{expert}.{which}_proj.weight"
+            for which, module in self.names.items():
+                name = f"{path}.{expert}.{module}.weight"
                 shape, part = (tall, (ALL, self.part)) if which == "down" else (wide, (self.part, ALL))
                 if self.here.start <= expert < self.here.stop:
                     fill = partial(self.weights.fill, expert - self.here.start, which)

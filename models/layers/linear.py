@@ -1,38 +1,49 @@
 """Matrix products whose weights are split over ranks by output rows or by input columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from executor.parallel.groups import Group
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
+from ops.format import in_order
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint matrix of `rows` output rows, of which this rank keeps the range `part`."""
+    """A checkpoint matrix of `rows` output rows, or vector of as many elements, of which this rank keeps the range
+    `part`. `order` is the order of rows within each head, if it is not the checkpoint's (models/layers/rotary.py)."""
 
     name: str
     rows: int
     part: slice
+    order: tuple[int, ...] | None = None
 
     @property
     def kept(self) -> int:
         return self.part.stop - self.part.start
 
+    def fills(self, fill: Callable[[Any], object]) -> Callable[[Any], object]:
+        """A function that calls `fill` with the rows it is given, which are this rank's, in the order of this rank."""
+        if self.order is None:
+            return fill
+        order, dim = self.order, len(self.order)
+        rows = [head + row for head in range(0, self.kept, dim) for row in order]
+        return lambda part: fill(in_order(part, rows))
+
 
 class MergedLinear(Layer):
     """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. No communication is needed."""
 
-    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False, router: bool = False):
+    def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False):
         super().__init__()
-        self.ops, self.sources, self.router = build.ops, sources, router
+        self.ops, self.sources = build.ops, sources
         outputs = sum(s.kept for s in sources)
-        names, formats = [source.name for source in sources], build.formats
-        self.weight = build.matrix(outputs, inputs, formats.plain if router else build.linear(names, (inputs, 1)))
+        self.weight = build.matrix(outputs, inputs, build.linear([source.name for source in sources], (inputs, 1)))
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (inputs + bias)
         self.nbytes = self.weight.nbytes
@@ -44,12 +55,12 @@ class MergedLinear(Layer):
         parent, inputs = path.rpartition(".")[0], self.weight.columns
         row = 0
         for source in self.sources:
-            fill = partial(self.weight.fill, row)
+            fill = source.fills(partial(self.weight.fill, row))
             name, shape, part = f"{parent}.{source.name}.weight", (source.rows, inputs), (source.part, ALL)
-            yield Piece(name, shape, part, fill, linear=True, router=self.router)
+            yield Piece(name, shape, part, fill, linear=True)
             if self.bias is not None:
                 into = self.bias[row : row + source.kept]
-                yield Piece(f"{parent}.{source.name}.bias", (source.rows,), (source.part,), into.copy_)
+                yield Piece(f"{parent}.{source.name}.bias", (source.rows,), (source.part,), source.fills(into.copy_))
             row += source.kept
 
 

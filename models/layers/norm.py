@@ -1,11 +1,13 @@
 """Normalisation."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from executor.parallel.groups import Group
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
+from models.layers.linear import Source
 
 
 class RMSNorm(Layer):
@@ -26,3 +28,31 @@ class RMSNorm(Layer):
 
     def pieces(self, path: str) -> Iterator[Piece]:
         yield Piece(f"{path}.weight", tuple(self.weight.shape), (ALL,), self.weight.copy_)
+
+
+class SplitRMSNorm(Layer):
+    """RMSNorm of several vectors, each of which is split over the ranks of `group`: the mean square is that of the
+    whole vector. One all-reduce serves all vectors. A vector's parts overlap where ranks hold copies of the same KV
+    head; all elements then occur equally often, so the mean is that of the vector."""
+
+    def __init__(self, build: Build, group: Group, sources: Sequence[Source], eps: float):
+        super().__init__()
+        self.ops, self.group, self.sources, self.eps = build.ops, group, sources, eps
+        self.weights = [build.vector(source.kept) for source in sources]
+        self.counts = [source.kept * group.size for source in sources]  # elements that each sum of squares has
+        self.elements = sum(source.kept for source in sources)
+        self.nbytes = sum(weight.nbytes for weight in self.weights)
+
+    def forward(self, *parts: Tensor) -> list[Tensor]:
+        """This rank's part (T, kept) of each vector. -> these parts of the normalised vectors"""
+        if self.group.size == 1:
+            return [self.ops.rms_norm(x, w, self.eps) for x, w in zip(parts, self.weights, strict=True)]
+        return self.ops.split_rms_norm(parts, self.weights, self.counts, self.eps, self.group.all_reduce)
+
+    def storages(self) -> Iterator[Tensor]:
+        yield from self.weights
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        parent = path.rpartition(".")[0]
+        for source, weight in zip(self.sources, self.weights, strict=True):
+            yield Piece(f"{parent}.{source.name}.weight", (source.rows,), (source.part,), source.fills(weight.copy_))

@@ -1,4 +1,9 @@
-"""Rotary position embedding: a table of the angles at every position."""
+"""Rotary position embedding: a table of the angles at every position.
+
+`Ops.rope` rotates all of a head: column i with column i + head_dim / 2. Where only the first columns of a head rotate,
+the query and key heads are kept in another order of columns, so that the pairs are these; columns that do not rotate
+have the angle zero. Products of queries and keys, and sums of squares, do not depend on the order.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -8,22 +13,35 @@ from models.rope import RopeConfig
 from ops.fixed import fixed
 
 
-def rotary_angles(config: RopeConfig, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles at positions 0 .. `positions` - 1, each (positions, dim) float32."""
+def rotary_angles(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles at positions 0 .. `positions` - 1, each (positions, head_dim) float32, for heads in
+    `head_order`."""
     scale = config.yarn.attention_factor if config.yarn else 1.0
-    frequencies = torch.tensor(config.inverse_frequencies(), dtype=torch.float32)
+    frequencies = torch.zeros(head_dim // 2, dtype=torch.float32)
+    frequencies[: config.dim // 2] = torch.tensor(config.inverse_frequencies(), dtype=torch.float32)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies.repeat(2)
     return angles.cos() * scale, angles.sin() * scale
 
 
-class RotaryTable(nn.Module):
-    """cos and sin for each position that a sequence of the case can reach, each (positions, dim)."""
+def head_order(config: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
+    """The order in which a query or key head's columns are kept; None: as in the checkpoint. For head_dim 8 of which 4
+    columns rotate: 0 1 4 5 2 3 6 7."""
+    turning, half = range(config.dim), config.dim // 2
+    still = range(config.dim, head_dim)
+    if not still:
+        return None
+    return (*turning[:half], *still[: len(still) // 2], *turning[half:], *still[len(still) // 2 :])
 
-    def __init__(self, build: Build, config: RopeConfig):
+
+class RotaryTable(nn.Module):
+    """cos and sin for each position that a sequence of the case can reach, each (positions, head_dim)."""
+
+    def __init__(self, build: Build, config: RopeConfig, head_dim: int):
         super().__init__()
         self.ops = build.ops
         dtype = build.ops.vector_type(build.dtype)
-        self.cos, self.sin = (fixed(t.to(build.device, dtype)) for t in rotary_angles(config, build.max_positions))
+        angles = rotary_angles(config, head_dim, build.max_positions)
+        self.cos, self.sin = (fixed(t.to(build.device, dtype)) for t in angles)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.ops.embedding(positions, self.cos, None), self.ops.embedding(positions, self.sin, None)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError
+from models.config import check_even_split, check_kv_split
 from models.hf_config import read_hf_config
 from models.rope import RopeConfig, read_rope
 
@@ -33,7 +33,7 @@ class Qwen3MoeConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Qwen3MoeConfig":
-        hf = read_hf_config(folder, "qwen3_moe")
+        hf = read_hf_config(folder)
         hf.refuse("hidden_act", "silu")
         hf.refuse("use_sliding_window", False)
         layers = hf.size("num_hidden_layers", default=24, maximum=LARGEST_DEPTH)
@@ -88,24 +88,12 @@ class Qwen3MoeConfig:
     def check_parallel(
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:
-        """Raises UserError unless all splits are even. If ranks are more than KV heads, they hold copies of the
-        heads."""
-        rules = [
-            ("attn_tp_size", attn_tp_size, "num_attention_heads", self.num_attention_heads),
-            ("embed_tp_size", embed_tp_size, "vocab_size", self.vocab_size),
-            ("lmhead_tp_size", lmhead_tp_size, "vocab_size", self.vocab_size),
-        ]
+        check_even_split("attn_tp_size", attn_tp_size, "num_attention_heads", self.num_attention_heads)
+        check_even_split("embed_tp_size", embed_tp_size, "vocab_size", self.vocab_size)
+        check_even_split("lmhead_tp_size", lmhead_tp_size, "vocab_size", self.vocab_size)
         if any(self.sparse_layers):
-            rules.append(("moe_tp_size", moe_tp_size, "moe_intermediate_size", self.moe_intermediate_size))
-            rules.append(("world_size / moe_tp_size", moe_ep_size, "num_experts", self.num_experts))
+            check_even_split("moe_tp_size", moe_tp_size, "moe_intermediate_size", self.moe_intermediate_size)
+            check_even_split("world_size / moe_tp_size", moe_ep_size, "num_experts", self.num_experts)
         if not all(self.sparse_layers):
-            rules.append(("attn_tp_size", attn_tp_size, "intermediate_size of dense layers", self.intermediate_size))
-        for name, size, what, total in rules:
-            if total % size:
-                raise UserError(f"parallel_config: {name}: {size} does not divide {what}: {total}")
-        few, many = sorted((attn_tp_size, self.num_key_value_heads))
-        if many % few:
-            raise UserError(
-                f"parallel_config: attn_tp_size: {attn_tp_size} and num_key_value_heads: {self.num_key_value_heads}: "
-                "one must divide the other"
-            )
+            check_even_split("attn_tp_size", attn_tp_size, "intermediate_size of dense layers", self.intermediate_size)
+        check_kv_split(attn_tp_size, self.num_key_value_heads)

@@ -6,16 +6,14 @@ handled by the layers.
 
 from torch import Tensor, nn
 
-from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
 from models.causal_lm import CausalLM
-from models.layers.attention import PagedAttention
-from models.layers.embedding import HEAD, LMHead, VocabEmbedding
+from models.layers.attention import PagedAttention, kv_shard
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear, Source
 from models.layers.norm import RMSNorm
-from models.layers.rotary import RotaryTable
+from models.layers.router import Router
 from models.qwen3_moe.config import Qwen3MoeConfig
 
 
@@ -23,18 +21,16 @@ class Attention(nn.Module):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
         super().__init__()
         dim, tp, bias = config.head_dim, build.parallel.attn_tp, config.attention_bias
-        # If there are more ranks than KV heads, neighbouring ranks hold copies of the same head.
-        kv_split = min(tp.size, config.num_key_value_heads)
-        kv_shard = Shard(tp.rank * kv_split // tp.size, kv_split)
         q_rows, kv_rows = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        kv_part = kv_shard(tp, config.num_key_value_heads).part(kv_rows)
         self.head_dim, self.ops = dim, build.ops
         self.qkv_proj = MergedLinear(
             build,
             config.hidden_size,
             [
                 Source("q_proj", q_rows, tp.part(q_rows)),
-                Source("k_proj", kv_rows, kv_shard.part(kv_rows)),
-                Source("v_proj", kv_rows, kv_shard.part(kv_rows)),
+                Source("k_proj", kv_rows, kv_part),
+                Source("v_proj", kv_rows, kv_part),
             ],
             bias,
         )
@@ -68,12 +64,7 @@ class SparseMoeBlock(nn.Module):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
         super().__init__()
         self.ops, self.top_k, self.renormalise = build.ops, config.num_experts_per_tok, config.norm_topk_prob
-        self.gate = MergedLinear(
-            build,
-            config.hidden_size,
-            [Source("gate", config.num_experts, slice(0, config.num_experts))],
-            router=True,
-        )
+        self.gate = Router(build, config.hidden_size, config.num_experts)
         self.experts = Experts(build, config.num_experts, config.hidden_size, config.moe_intermediate_size)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
@@ -98,37 +89,9 @@ class DecoderLayer(nn.Module):
         return self.mlp(x, batch), residual
 
 
-class Decoder(nn.Module):
-    def __init__(self, config: Qwen3MoeConfig, build: Build):
-        super().__init__()
-        self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
-        self.rotary = RotaryTable(build, config.rope)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, build.at(f"model.layers.{i}"), sparse) for i, sparse in enumerate(config.sparse_layers)
-        )
-        self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, batch: Batch) -> Tensor:
-        x, residual = self.embed_tokens(batch.token_ids), None  # (T, H)
-        cos, sin = self.rotary(batch.positions)
-        for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, batch)
-        return self.norm.add(x, residual)[0]
-
-
 class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, config: Qwen3MoeConfig, build: Build):
-        super().__init__()
-        self.model = Decoder(config, build)
-        source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
-        self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
-
-    def prefill(self, batch: Batch) -> Tensor:
-        x = self.model(batch)
-        return self.lm_head(x if batch.logit_rows is None else x[batch.logit_rows])
-
-    def decode(self, batch: Batch) -> Tensor:
-        return self.lm_head(self.model(batch))
-
-    def ignored_weights(self) -> frozenset[str]:
-        return frozenset({HEAD} - {self.lm_head.source})  # some checkpoints contain a tied head's tensor too
+        layers = (
+            DecoderLayer(config, build.at(f"model.layers.{i}"), sparse) for i, sparse in enumerate(config.sparse_layers)
+        )
+        super().__init__(config, build, layers)

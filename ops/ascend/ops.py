@@ -6,6 +6,8 @@ those of `quant_mode` of npu_moe_init_routing_v2 and `layout` of npu_apply_rotar
 Shapes and types are checked here only if neither the schemas nor the meta functions check them.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 import torch_npu
@@ -59,6 +61,8 @@ class AscendOps(AscendLayout):
                 quant_scale=None, quant_offset=None, bias=bias, antiquant_group_size=weight.format.group,
                 inner_precise=0,
             )  # fmt: skip
+        if weight.data.dtype == torch.float32:
+            x = x.float()
         return torch.mm(x, weight.data) if bias is None else torch.addmm(bias, x, weight.data)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,6 +71,18 @@ class AscendOps(AscendLayout):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         out, _, total = torch_npu.npu_add_rms_norm(x1=x, x2=residual, gamma=weight, epsilon=eps)
         return out, total
+
+    def split_rms_norm(
+        self,
+        parts: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        counts: Sequence[int],
+        eps: float,
+        total: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        squares = total(torch.stack([x.float().square().sum(-1) for x in parts]))  # (parts, T)
+        scales = [torch.rsqrt(row / count + eps)[:, None] for row, count in zip(squares, counts, strict=True)]
+        return [(x.float() * s).to(x.dtype) * w for x, w, s in zip(parts, weights, scales, strict=True)]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if q.shape[-1] not in HEAD_DIMS:
@@ -159,7 +175,8 @@ class AscendOps(AscendLayout):
         scores = logits.sigmoid()
         ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
         weights = scores.gather(-1, ids)
-        return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids.int()
+        weights = weights / weights.sum(-1, keepdim=True) if renormalise else weights
+        return weights.to(self.dtype), ids.int()
 
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(-1)

@@ -5,7 +5,7 @@ a step takes. `tests/ascend/test_shapes.py` compares the two. Workspaces inside 
 With the kernels of ops/ascend/vector_core, a decode step makes fewer temporaries than are counted here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class AscendShapes(AscendLayout):
         return rows if first_id is None else self.made("masked rows", rows, *rows.shape)
 
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
+        if weight.data.dtype == torch.float32 != x.dtype:
+            x = self.made("input in float32", x, *x.shape, dtype=torch.float32)
         return self.made("product", x, len(x), weight.rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,6 +42,17 @@ class AscendShapes(AscendLayout):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = self.made("residual sum", x, *x.shape)
         return self.rms_norm(x, weight, eps), total
+
+    def split_rms_norm(
+        self,
+        parts: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        counts: Sequence[int],
+        eps: float,
+        total: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        total(self.made("sums of squares", parts[0], len(parts), len(parts[0]), dtype=torch.float32))
+        return [self.made("normalised", x, *x.shape) for x in parts]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return q, k  # rotated in place

@@ -4,7 +4,7 @@ Calls into the native module are positional here: keywords cost half a microseco
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -85,6 +85,26 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
         tokens, heads, width, rows.stride(0), eps,
     )  # fmt: skip
     return out, total
+
+
+@traced
+def split_rms_norm(
+    parts: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    counts: Sequence[int],
+    eps: float,
+    total: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    squares, outs = torch.empty(len(parts), len(parts[0])), [torch.empty(x.shape) for x in parts]
+    for x, row in zip(parts, squares.unbind(), strict=True):
+        native.square_sums(_strided(x[:, None]), pointer(row), len(x), x.shape[1], x.stride(0))
+    total(squares)
+    for x, row, weight, out, count in zip(parts, squares.unbind(), weights, outs, counts, strict=True):
+        native.scale_by_squares(
+            _strided(x[:, None]), pointer(row), pointer(weight), pointer(out), len(x), x.shape[1], x.stride(0), count,
+            eps,
+        )  # fmt: skip
+    return outs
 
 
 @traced

@@ -35,7 +35,7 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
     found: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # (few, more, why not) -> part of a layer -> layers
     for path, layer in layers_of(model):
         place = re.search(r"\.(\d+)\.(.+)", path)
-        if place and isinstance(layer, (Experts, MergedLinear, RowLinear)) and not getattr(layer, "router", False):
+        if place and isinstance(layer, (Experts, MergedLinear, RowLinear)):
             weights: Any = layer.weights if isinstance(layer, Experts) else layer.weight
             why = unfit(weights)
             if why and settings.ascend.decode_gemv == "on":

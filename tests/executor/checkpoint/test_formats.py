@@ -98,7 +98,7 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
     engine.start(1, "auto")
     build = build_of(case, load_ops("cpu"), place_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
     model = cast(Any, model_class(case.model_name)(load_model_config(case), build))
-    load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignored_weights(), progress=False)
+    load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignores, progress=False)
     return cast(nn.Module, model)
 
 

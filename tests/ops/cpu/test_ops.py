@@ -198,6 +198,24 @@ def test_norms(shape: tuple[int, ...]) -> None:
         close(cpu.add_rms_norm(x, residual, weight, 1e-5), reference.add_rms_norm(x, residual, weight, 1e-5))
 
 
+@pytest.mark.parametrize(("tokens", "width"), [(1, 96), (5, 40), (300, 256)])
+@pytest.mark.usefixtures("kernels")
+def test_norms_of_vectors_split_over_ranks(tokens: int, width: int) -> None:
+    """With the sums of squares of all ranks, each rank's part is that part of the whole vector's norm."""
+    rows, weights = torch.randn(tokens, 3 * width), [torch.randn(width), torch.randn(2 * width)]
+    parts, counts = rows.split([width, 2 * width], dim=-1), [4 * width, 8 * width]
+    others = torch.rand(2, tokens) * width
+    ours, expected = (
+        ops.split_rms_norm(parts, weights, counts, 1e-6, lambda squares: squares.add_(others))
+        for ops in (cpu, reference)
+    )
+    close(ours, expected)
+    whole = torch.cat((parts[0], torch.randn(tokens, 3 * width)), dim=-1)
+    rest = whole[:, width:].square().sum(-1)
+    [part] = cpu.split_rms_norm(parts[:1], weights[:1], counts[:1], 1e-6, lambda squares: squares.add_(rest))
+    close(part, reference.rms_norm(whole, torch.ones(4 * width), 1e-6)[:, :width] * weights[0])
+
+
 @pytest.mark.usefixtures("kernels")
 def test_heads_inside_a_wider_row() -> None:
     """q, k and v are views into one projection: tokens lie further apart than their heads fill."""

@@ -32,6 +32,21 @@ void bind_ops(py::module_& m) {
         py::arg("x"), py::arg("residual"), py::arg("weight"), py::arg("out"), py::arg("total"), py::arg("tokens"),
         py::arg("heads"), py::arg("width"), py::arg("stride"), py::arg("eps"));
     m.def(
+        "square_sums",
+        [](uintptr_t x, uintptr_t squares, int64_t tokens, int64_t width, int64_t stride) {
+            submit(SquareSums{at<const float>(x), at<float>(squares), tokens, width, stride});
+        },
+        py::arg("x"), py::arg("squares"), py::arg("tokens"), py::arg("width"), py::arg("stride"));
+    m.def(
+        "scale_by_squares",
+        [](uintptr_t x, uintptr_t squares, uintptr_t weight, uintptr_t out, int64_t tokens, int64_t width,
+           int64_t stride, int64_t count, float eps) {
+            submit(ScaleBySquares{at<const float>(x), at<const float>(squares), at<const float>(weight), at<float>(out),
+                                  tokens, width, stride, count, eps});
+        },
+        py::arg("x"), py::arg("squares"), py::arg("weight"), py::arg("out"), py::arg("tokens"), py::arg("width"),
+        py::arg("stride"), py::arg("count"), py::arg("eps"));
+    m.def(
         "rope",
         [](uintptr_t x, uintptr_t cos, uintptr_t sin, uintptr_t out, int64_t tokens, int64_t heads, int64_t width,
            int64_t stride) {

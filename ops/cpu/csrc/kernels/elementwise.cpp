@@ -27,21 +27,37 @@ void for_rows(Context& context, int64_t rows, int64_t width, F&& f) {
     });
 }
 
+__attribute__((always_inline)) inline float square_sum(const float* x, int64_t width) {
+    float lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes)
+        for (int l = 0; l < kLanes; l++) lanes[l] += x[i + l] * x[i + l];
+    float sum = 0;
+    for (; i < width; i++) sum += x[i] * x[i];
+    return sum + add_lanes(lanes);
+}
+
+__attribute__((always_inline)) inline void scale_row(const float* x, const float* weight, float* out, int64_t width,
+                                                     float mean_square, float eps) {
+    const float scale = 1.0f / std::sqrt(mean_square + eps);
+    for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
+}
+
 CLONES void norm_row(const float* x, const float* residual, const float* weight, float* out, float* total,
                      int64_t width, float eps) {
-    float lanes[kLanes] = {};
     for (int64_t i = 0; i < width; i++) {
         const float v = residual ? x[i] + residual[i] : x[i];
         if (total) total[i] = v;
         out[i] = v;
     }
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes)
-        for (int l = 0; l < kLanes; l++) lanes[l] += out[i + l] * out[i + l];
-    float sum = 0;
-    for (; i < width; i++) sum += out[i] * out[i];
-    const float scale = 1.0f / std::sqrt((sum + add_lanes(lanes)) / static_cast<float>(width) + eps);
-    for (int64_t j = 0; j < width; j++) out[j] = out[j] * scale * weight[j];
+    scale_row(out, weight, out, width, square_sum(out, width) / static_cast<float>(width), eps);
+}
+
+CLONES void square_row(const float* x, float* square, int64_t width) { *square = square_sum(x, width); }
+
+CLONES void scale_by_square(const float* x, const float* weight, float* out, int64_t width, float mean_square,
+                            float eps) {
+    scale_row(x, weight, out, width, mean_square, eps);
 }
 
 CLONES void rope_row(const float* x, const float* cos, const float* sin, float* out, int64_t width) {
@@ -93,6 +109,16 @@ void RmsNorm::run(Context& context) const {
         const int64_t from = i / heads * stride + i % heads * width, to = i * width;
         norm_row(x + from, residual ? residual + to : nullptr, weight, out + to, total ? total + to : nullptr, width,
                  eps);
+    });
+}
+
+void SquareSums::run(Context& context) const {
+    for_rows(context, tokens, width, [&](int64_t t) { square_row(x + t * stride, squares + t, width); });
+}
+
+void ScaleBySquares::run(Context& context) const {
+    for_rows(context, tokens, width, [&](int64_t t) {
+        scale_by_square(x + t * stride, weight, out + t * width, width, squares[t] / static_cast<float>(count), eps);
     });
 }
 

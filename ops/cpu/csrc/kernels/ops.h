@@ -49,6 +49,24 @@ struct RmsNorm {
     void run(Context&) const;
 };
 
+// The two halves of an RmsNorm whose rows are split over ranks; between them the ranks sum `squares`.
+struct SquareSums {
+    const float* x;  // (T, width), tokens `stride` apart
+    float* squares;  // (T)
+    int64_t tokens, width, stride;
+    void run(Context&) const;
+};
+
+struct ScaleBySquares {
+    const float* x;        // (T, width), tokens `stride` apart
+    const float* squares;  // (T), of whole rows
+    const float* weight;   // (width)
+    float* out;            // contiguous
+    int64_t tokens, width, stride, count;  // count: elements of a whole row
+    float eps;
+    void run(Context&) const;
+};
+
 struct Rope {
     const float* x;          // (T, heads, width), tokens `stride` apart
     const float *cos, *sin;  // (T, width)

@@ -1,0 +1,44 @@
+"""The router of a mixture-of-experts layer: what its choice of experts is computed from."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from models.build import Build
+from models.layers.base import ALL, Layer, Piece
+from ops.fixed import fixed
+from ops.format import Format
+
+
+class Router(Layer):
+    """A score for each expert: the product x W^T, computed whole on every rank. Its weight is never quantised; it is
+    kept in the format `kind`, or in that of other small matrices."""
+
+    def __init__(self, build: Build, hidden: int, experts: int, kind: Format | None = None):
+        super().__init__()
+        self.ops = build.ops
+        self.weight = build.matrix(experts, hidden, kind or build.formats.plain)
+        self.elements, self.nbytes = experts * hidden, self.weight.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, hidden). -> scores (T, experts), in float32 if the weight is, else in the type of `x`"""
+        return self.ops.linear(x, self.weight, None)
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        shape, fill = (self.weight.rows, self.weight.columns), partial(self.weight.fill, 0)
+        yield Piece(f"{path}.weight", shape, (ALL, ALL), fill, linear=True, router=True)
+
+
+class SelectionBias(Layer):
+    """A float32 number for each expert, added to its score when experts are chosen. The checkpoint tensor has the name
+    of this layer's path."""
+
+    def __init__(self, build: Build, experts: int):
+        super().__init__()
+        self.values = fixed(torch.empty(experts, dtype=torch.float32, device=build.device))
+        self.elements, self.nbytes = experts, self.values.nbytes
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        yield Piece(path, tuple(self.values.shape), (ALL,), self.values.copy_)
