@@ -34,9 +34,9 @@ def pack(
     for s in sequences:
         ids += s.ids[s.cached : s.end]
         positions += range(s.cached, s.end)
-        places += pool.slots(s.pages, s.cached, s.end)
+        places += pool.places(s.blocks, s.cached, s.end)
         starts.append(len(ids))
-    tables = [s.pages + [0] * (table_width - len(s.pages)) for s in sequences]
+    tables = [[b.page for b in s.blocks] + [0] * (table_width - len(s.blocks)) for s in sequences]
     lengths = [s.end for s in sequences]
     for _ in range(rows - len(sequences)):
         ids.append(0)

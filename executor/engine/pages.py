@@ -1,14 +1,25 @@
-"""The pages of the KV cache: which pages are free, and which pages each sequence holds."""
+"""The pages of the KV cache: which are free, and which are given out as blocks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cpu_offload.memory.arena import Arena
 from errors import UserError
 
 
+@dataclass(eq=False)
+class Block:
+    """A page that was taken, and what it holds. Several sequences may share one; when a page moves, only `page`
+    changes."""
+
+    page: int  # its number in block tables
+    holders: int = 1  # number of sequences that hold it
+    key: bytes = b""  # of a full page that later prompts can find (executor/engine/prefixes.py)
+
+
 class Pages(ABC):
-    """Hands out page numbers. Each page has at most one holder at a time."""
+    """Hands out pages."""
 
     pages: int  # most pages that all sequences together may hold
     padding: int  # number of one more page, which no sequence holds: padding rows are written to it
@@ -19,33 +30,29 @@ class Pages(ABC):
         """Returns how many pages can be taken, after trying to make `wanted` pages free."""
 
     @abstractmethod
-    def take(self) -> int: ...
+    def take(self) -> Block: ...
 
     @abstractmethod
-    def give(self, pages: list[int]) -> None: ...
+    def give(self, blocks: list[Block]) -> None: ...
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def extend(self, held: list[int], tokens: int) -> None:
-        """Grow `held`, a sequence's pages, in place until they have room for `tokens` tokens. If pages are missing,
-        none is taken and an error is raised."""
+    def extend(self, held: list[Block], tokens: int) -> int:
+        """Grow `held`, a sequence's pages, in place until they have room for `tokens` tokens. Returns the number of
+        pages taken. If pages are missing, none is taken and an error is raised."""
         missing = self.pages_for(tokens) - len(held)
         available = self.available(missing)
         if missing > available:
             raise UserError(f"KV cache: {missing} more pages of {self.page_size} tokens needed, {available} free")
         for _ in range(missing):
             held.append(self.take())
+        return max(missing, 0)
 
-    def release(self, held: list[int]) -> None:
-        """Take back all pages in `held` and empty it."""
-        self.give(held)
-        held.clear()
-
-    def slots(self, held: list[int], start: int, stop: int) -> list[int]:
+    def places(self, held: list[Block], start: int, stop: int) -> list[int]:
         """The page places (positions in the KV cache) of tokens start .. stop - 1 of the sequence that holds `held`."""
         size = self.page_size
-        return [held[i // size] * size + i % size for i in range(start, stop)]
+        return [held[i // size].page * size + i % size for i in range(start, stop)]
 
 
 class PagePool(Pages):
@@ -58,11 +65,11 @@ class PagePool(Pages):
     def available(self, wanted: int) -> int:
         return len(self.free)
 
-    def take(self) -> int:
-        return self.free.pop()
+    def take(self) -> Block:
+        return Block(self.free.pop())
 
-    def give(self, pages: list[int]) -> None:
-        self.free.extend(reversed(pages))
+    def give(self, blocks: list[Block]) -> None:
+        self.free.extend(block.page for block in reversed(blocks))
 
 
 class ElasticPages(Pages):
@@ -79,35 +86,30 @@ class ElasticPages(Pages):
     ):
         """`pinned` is the number of frames of experts that may not be evicted. `copy(from, to)` copies a page."""
         self.arena, self.make_room, self.copy = arena, make_room, copy
-        self.holders: dict[int, list[int]] = {}  # page -> the list of pages of the sequence that holds it
-        self.pages, self.padding, self.page_size = arena.frames - pinned - 1, self.take(), page_size
+        self.blocks: dict[int, Block] = {}  # by page
+        self.pages, self.padding, self.page_size = arena.frames - pinned - 1, self.take().page, page_size
 
     def available(self, wanted: int) -> int:
         if wanted > self.arena.free_frames:
             self.make_room(wanted - self.arena.free_frames)
         return self.arena.free_frames
 
-    def take(self) -> int:
+    def take(self) -> Block:
         page = self.arena.take_page()
         if page is None:
             raise UserError("KV cache: the arena has no page left")
-        return page
+        block = self.blocks[page] = Block(page)
+        return block
 
-    def extend(self, held: list[int], tokens: int) -> None:
-        before = len(held)
-        super().extend(held, tokens)
-        self.holders |= dict.fromkeys(held[before:], held)
-
-    def give(self, pages: list[int]) -> None:
-        for page in pages:
-            self.arena.give_page(page)
-            del self.holders[page]
+    def give(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            self.arena.give_page(block.page)
+            del self.blocks[block.page]
 
     def gather(self) -> None:
         """Frees an extent of the arena by moving pages, if that is possible. To be called between two steps: it copies
-        the contents of the moved pages and updates the lists of pages of their sequences, from which the block tables
-        of each step are made."""
+        the contents of the moved pages and updates their blocks, from which the block tables of each step are made."""
         for old, new in self.arena.gather(self.padding):
             self.copy(old, new)
-            held = self.holders[new] = self.holders.pop(old)
-            held[held.index(old)] = new
+            block = self.blocks[new] = self.blocks.pop(old)
+            block.page = new

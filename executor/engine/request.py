@@ -49,6 +49,8 @@ class Request:
 
     ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    priority: int = 0  # requests with a lower number run first and are preempted last
+    salt: bytes = b""  # only requests with the same salt find each other's prefixes
 
 
 @dataclass(frozen=True)
@@ -58,3 +60,4 @@ class Event:
     id: int
     tokens: tuple[int, ...]  # the new tokens, including one that ends the request
     finish_reason: str  # "stop", "length" or "abort"; empty while the request runs
+    found: int = 0  # prompt tokens that were in the prefix cache

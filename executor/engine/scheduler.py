@@ -5,14 +5,23 @@ Every rank runs the same scheduler on the same calls, so all ranks agree without
 its own pool of pages and an equal share of the batch.
 
 Shadow experts do not change that, although on each rank copies end at other times, other experts are resident and other
-pages are free. Admission depends on how many pages a pool may hand out at most and on how long sequences may become,
-not on which experts are resident; pages that were promised can always be had, because experts are evicted for them
-(ElasticPages). The number of pages is the same on all ranks: all have as many experts of the same size, and an arena of
-one size. The page numbers differ: a rank packs the block tables of its own group only, for its own cache, and counts
-the pages of the other groups with PagePools that no cache belongs to.
+pages are free. Decisions depend only on how many pages a pool may hand out at most, and on how many of them are held,
+promised and kept, not on which experts are resident; pages within that number can always be had, because experts are
+evicted for them (ElasticPages). The number of pages is the same on all ranks: all have as many experts of the same
+size, and an arena of one size. The page numbers differ: a rank packs the block tables of its own group only, for its
+own cache, and counts the pages of the other groups with PagePools that no cache belongs to.
+
+Who gives way. The pages of a group are committed (held by sequences or promised to them), kept (prefixes of sequences
+that have ended, for later prompts), or neither; experts live in those. As sequences grow, kept prefixes are dropped
+first, down to `prefix_floor` pages, as long as fewer than `expert_pages` are left for experts; then experts are
+evicted; then the other prefixes are dropped; and then the youngest sequence is preempted: it gives back its pages and
+waits, and later computes them again, as far as they are no longer kept.
 """
 
-from collections import deque
+import bisect
+import hashlib
+import itertools
+from array import array
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
@@ -20,8 +29,11 @@ from dataclasses import dataclass
 from errors import UserError
 from executor.config.case import Case
 from executor.engine.pages import PagePool, Pages
+from executor.engine.prefixes import PageCache, extend_keys
 from executor.engine.request import Event
 from executor.engine.sequence import Sequence
+
+MOST_PREEMPTIONS = 4  # of one sequence; it then waits until it can be promised all pages it will need
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,11 @@ class Limits:
     groups: int = 1  # data-parallel groups
     prefill_tokens: int | None = None  # most prompt tokens of each group in a step; None: no limit
     mixed_tokens: int | None = None  # the same for a step in which other sequences decode
+    # Most tokens beyond those it has that a sequence is promised when it is admitted. With None it is promised pages
+    # for all tokens that it may ever have, and nothing is ever preempted.
+    reserve: int | None = None
+    prefixes: bool = False  # whether the pages of sequences that have ended are kept for later prompts
+    prefix_floor: int = 0  # kept pages that are dropped only after all experts
 
 
 @dataclass(frozen=True)
@@ -63,8 +80,13 @@ class Scheduler:
         self.pools: list[Pages] = [PagePool(pages, limits.page_size) for _ in range(limits.groups)]
         if pool:
             self.pools[group] = pool
-        self.waiting: deque[Sequence] = deque()
+        self.caches = [PageCache(pool) for pool in self.pools]
+        self.expert_pages = 0  # pages that kept prefixes leave to experts
+        self.mixed_tokens = limits.mixed_tokens
+        self.waiting: list[Sequence] = []  # by priority and arrival
         self.running: list[Sequence] = []  # ordered by group, in a group by admission
+        self.preempted: list[Sequence] = []  # by the last `schedule`
+        self._arrivals = itertools.count()
 
     @property
     def idle(self) -> bool:
@@ -88,7 +110,8 @@ class Scheduler:
                 f"KV cache: prompt {sequence.id} may need {needed} pages of {pool.page_size} tokens, sequences can "
                 f"have {pool.pages}"
             )
-        self.waiting.append(sequence)
+        sequence.arrival = next(self._arrivals)
+        self._wait(sequence)
 
     def abort(self, id: int) -> Event | None:
         """End a request between two steps; None if it has ended already."""
@@ -105,25 +128,51 @@ class Scheduler:
         """Move waiting sequences into free places, emptiest group first. The step that is being scheduled starts
         their prefill.
 
-        A sequence is admitted only while its pool has pages for all sequences of the group at their longest, so that
-        each can grow to its end.
+        A sequence is admitted only while its pool has all pages that were promised to the group's sequences and those
+        that this one is promised.
         """
         load = [sum(s.group == g for s in self.running) for g in range(len(self.pools))]
-        promised = [sum(self._most_pages(s) for s in self.running if s.group == g) for g in range(len(self.pools))]
         admitted: list[Sequence] = []
         while self.waiting and min(load) < self.per_group:
             sequence, group = self.waiting[0], load.index(min(load))
-            needed = self._most_pages(sequence)
-            if promised[group] + needed > self.pools[group].pages:
+            cache = self.caches[group]
+            if self.limits.prefixes:
+                extend_keys(sequence.keys, sequence.ids, self.limits.page_size, sequence.request.salt)
+            found = cache.find(sequence.keys, len(sequence.ids))
+            promised = self._promise(sequence)
+            shared = sum(block.holders > 0 for block in found)
+            if self.committed(group) + promised - shared > self.pools[group].pages:
                 break  # first come, first served: all later sequences wait as well
-            self.waiting.popleft()
-            sequence.group = group
+            self.waiting.pop(0)
+            cache.hold(found)
+            sequence.group, sequence.blocks, sequence.promised = group, found, promised
+            sequence.published, sequence.cached = len(found), len(found) * self.limits.page_size
+            if not sequence.preemptions:
+                sequence.found = sequence.cached
             load[group] += 1
-            promised[group] += needed
             admitted.append(sequence)
+            bisect.insort(self.running, sequence, key=lambda s: s.group)
+            self._trim(group)
         admitted.sort(key=lambda s: s.group)
-        self.running = sorted(self.running + admitted, key=lambda s: s.group)
         return admitted
+
+    def committed(self, group: int) -> int:
+        """Number of pages that the sequences of a group hold or were promised."""
+        more = (s.promised - len(s.blocks) for s in self.running if s.group == group)
+        return self.caches[group].held + sum(more)
+
+    def _promise(self, sequence: Sequence) -> int:
+        """Number of pages that a sequence is promised when it is admitted. One that was preempted often is promised all
+        that it can ever need."""
+        pool, reserve = self.pools[0], self.limits.reserve
+        if reserve is None or sequence.preemptions >= MOST_PREEMPTIONS:
+            return pool.pages_for(sequence.longest)
+        return pool.pages_for(min(sequence.longest, len(sequence.ids) + reserve))
+
+    def _trim(self, group: int) -> None:
+        """Drop kept prefixes of the group that have to give way to sequences or experts."""
+        room = self.pools[group].pages - self.committed(group)
+        self.caches[group].trim(min(room, max(self.limits.prefix_floor, room - self.expert_pages)))
 
     def schedule(self) -> Step | None:
         """Returns the next step; None if nothing is left to do.
@@ -131,12 +180,39 @@ class Scheduler:
         Sequences that decode take one token each, and prompts fill up the step within their limit: the smaller one
         while any sequence decodes, so that a long prompt does not keep it waiting.
         """
+        self.preempted = []
         self.admit()
         decoding = any(s.decoding for s in self.running)
-        limit = self.limits.mixed_tokens if decoding else self.limits.prefill_tokens
+        limit = self.mixed_tokens if decoding else self.limits.prefill_tokens
         prompts = set(self.chunk([s for s in self.running if not s.decoding], limit))
         step = [s for s in self.running if s.decoding or s in prompts]
+        for sequence in sorted(step, key=_seniority):
+            self._make_room(sequence)
+        step = [s for s in step if s not in self.preempted]
         return Step(step) if step else None
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """Promise a running sequence the pages of its next step, unless it is preempted itself for want of them."""
+        group, needed = sequence.group, self.pools[0].pages_for(sequence.end)
+        while sequence not in self.preempted and needed > sequence.promised:
+            if self.committed(group) + needed - sequence.promised <= self.pools[group].pages:
+                sequence.promised = needed
+                self._trim(group)
+            else:
+                self._preempt(max((s for s in self.running if s.group == group), key=_seniority))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take back the pages of a running sequence, which waits until it is admitted again and computes them anew."""
+        self.caches[sequence.group].release(sequence.blocks)
+        self.running.remove(sequence)
+        sequence.blocks, sequence.promised, sequence.cached, sequence.limit = [], 0, 0, None
+        sequence.preemptions += 1
+        self.preempted.append(sequence)
+        self._wait(sequence)
+        self._trim(sequence.group)
+
+    def _wait(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=lambda s: (s.request.priority, s.arrival))
 
     def chunk(self, prompts: ListOf[Sequence], limit: int | None) -> list[Sequence]:
         """Those of `prompts` that take tokens in the next step, the first ones first: at most `limit` tokens of each
@@ -155,13 +231,14 @@ class Scheduler:
     def reserve(self, sequences: Iterable[Sequence]) -> None:
         """Give each sequence the pages that its next step writes to."""
         for sequence in sequences:
-            self.pools[sequence.group].extend(sequence.pages, sequence.end)
+            self.caches[sequence.group].extend(sequence.blocks, sequence.end)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
         """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order."""
         finished = step.finished_prompts
         for sequence in step.sequences:
             sequence.cached, sequence.limit = sequence.end, None
+            self._publish(sequence)
         for sequence, token in zip(finished, tokens, strict=True):
             sequence.ids.append(token)
             sampling = sequence.request.sampling
@@ -170,18 +247,38 @@ class Scheduler:
             elif len(sequence.generated) >= sampling.max_tokens:
                 sequence.finish_reason = "length"
         self.retire()
-        return [Event(s.id, (token,), s.finish_reason) for s, token in zip(finished, tokens, strict=True)]
+        return [Event(s.id, (token,), s.finish_reason, s.found) for s, token in zip(finished, tokens, strict=True)]
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let later prompts find the pages of `sequence` that are full."""
+        size = self.limits.page_size
+        if self.limits.prefixes and sequence.cached // size > sequence.published:
+            extend_keys(sequence.keys, sequence.ids[: sequence.cached], size, sequence.request.salt)
+            for page in range(sequence.published, sequence.cached // size):
+                self.caches[sequence.group].publish(sequence.blocks, page, sequence.keys[page])
+            sequence.published = sequence.cached // size
 
     def retire(self) -> list[Sequence]:
         """Remove the sequences that have finished, take back their pages, and return those sequences."""
         finished = [s for s in self.running if s.finish_reason]
         for sequence in finished:
-            self.pools[sequence.group].release(sequence.pages)
+            self.caches[sequence.group].release(sequence.blocks)
+            sequence.blocks = []
         self.running = [s for s in self.running if not s.finish_reason]
+        for group in {s.group for s in finished}:
+            self._trim(group)
         return finished
 
-    def _most_pages(self, sequence: Sequence) -> int:
-        return self.pools[0].pages_for(sequence.longest)
+    def digest(self) -> int:
+        """A number of 64 bits that differs, with near certainty, between ranks whose sequences differ."""
+        facts = array("q", (fact for s in self.running for fact in (s.id, s.group, s.cached, len(s.ids), s.ids[-1])))
+        facts.extend((len(self.waiting), *(count for c in self.caches for count in (c.held, len(c.idle)))))
+        return int.from_bytes(hashlib.blake2b(facts.tobytes(), digest_size=8).digest(), "little")
+
+
+def _seniority(sequence: Sequence) -> tuple[bool, int, int]:
+    """A key that orders sequences from the one that is preempted last to the one that is preempted first."""
+    return sequence.preemptions < MOST_PREEMPTIONS, sequence.request.priority, sequence.arrival
 
 
 def limits_of(case: Case) -> Limits:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from executor.engine.pages import Block
 from executor.engine.request import Request
 
 
@@ -10,10 +11,16 @@ class Sequence:
     id: int
     request: Request
     ids: list[int]  # prompt and generated tokens
+    arrival: int = 0  # orders the sequences of a scheduler
     group: int = 0  # the data-parallel group that runs it
     cached: int = 0  # number of `ids` whose keys and values are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not cached yet
-    pages: list[int] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)  # its pages
+    promised: int = 0  # number of pages that it may have at least, those in `blocks` included
+    keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
+    published: int = 0  # number of its first pages that later prompts can find
+    found: int = 0  # prompt tokens whose pages were found when it was first admitted
+    preemptions: int = 0
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
 
     @property

@@ -51,7 +51,7 @@ class Model:
     def batch(self, lengths: list[int]) -> Batch:
         sequences = [new_sequence(i, Request((1,) * n)) for i, n in enumerate(lengths)]
         for s in sequences:
-            self.pool.extend(s.pages, s.end)
+            self.pool.extend(s.blocks, s.end)
         return pack(self.ops, sequences, self.pool, (sum(lengths),), 1).to(NPU)
 
 

@@ -84,7 +84,7 @@ def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mod
         while dice.random() < 0.7 and (slot := arena.take_slot()) is not None:
             slots.append(slot)
             raw[arena.slot_offset(slot) :][: arena.slot_bytes] = NAN
-        held = {page // arena.units for s in runner.loop.scheduler.running for page in s.pages}
+        held = {b.page // arena.units for s in runner.loop.scheduler.running for b in s.blocks}
         for frame in set(range(arena.frames)) - held:
             raw[frame * arena.frame_bytes :][: arena.frame_bytes] = NAN
         used.append(held)
@@ -93,7 +93,7 @@ def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mod
 
     def anywhere(stays: int) -> list[tuple[int, int]]:
         """Moves any page of any sequence to any free frame, which is more than the arena itself does."""
-        held = [page for s in runner.loop.scheduler.running for page in s.pages]
+        held = [b.page for s in runner.loop.scheduler.running for b in s.blocks]
         if not held or (new := arena.take_page()) is None:
             return []
         moves.append((dice.choice(held), new))

@@ -11,7 +11,7 @@ from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
 from errors import UserError
 from executor.engine.batching import pack
-from executor.engine.pages import ElasticPages
+from executor.engine.pages import Block, ElasticPages
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Limits, Scheduler
 from executor.engine.sequence import Sequence, new_sequence
@@ -47,7 +47,7 @@ class Host:
 
     def write(self, sequences: list[Sequence]) -> None:
         """Every page is where the list of its holder says, and pages without a holder are not recorded."""
-        looked_for = {page: (id(s), i) for s in sequences for i, page in enumerate(s.pages)}
+        looked_for = {block.page: (id(s), i) for s in sequences for i, block in enumerate(s.blocks)}
         self.written = {page: what for page, what in self.written.items() if page in looked_for}
         assert self.written.items() <= looked_for.items()
         self.written = looked_for
@@ -143,7 +143,7 @@ def test_moves_are_bounded_by_swings_of_demand(wanted: list[int], low: int, gap:
     """One holder takes and gives pages at random: experts change direction only when it changes by more than the
     gap."""
     host = Host(50, slot_bytes, low, low + gap, patience=2)
-    held: list[int] = []
+    held: list[Block] = []
     variation = 0
     for change in [0] * 5 + wanted:
         host.step()
@@ -162,11 +162,12 @@ def test_a_small_wave_within_the_watermarks_moves_nothing() -> None:
     for _ in range(5):
         host.step()
     assert (host.returns, host.arena.free_frames) == (14, 11)  # of 39 frames the most that leave 10 free
-    held: list[int] = []
+    held: list[Block] = []
     for _ in range(100):
         host.pages.extend(held, 8 * PAGE)
         host.step()
-        host.pages.release(held)
+        host.pages.give(held)
+        held.clear()
         host.step()
     assert (host.returns, host.departures) == (14, 0)
     host.pages.extend(held, 10 * PAGE)
@@ -179,10 +180,10 @@ def test_a_small_wave_within_the_watermarks_moves_nothing() -> None:
 def test_experts_wait_for_lasting_room() -> None:
     host = Host(40, 2 * FRAME, low=2, high=10, patience=3)
     for _ in range(20):  # in every fourth step sequences hold all pages
-        held: list[int] = []
+        held: list[Block] = []
         host.pages.extend(held, 39 * PAGE)
         host.step()
-        host.pages.release(held)
+        host.pages.give(held)
         for _ in range(3):
             host.step()
     assert host.returns == 0
@@ -192,21 +193,21 @@ def test_experts_return_where_pages_lie_scattered() -> None:
     """Half of the pages of every extent are given back. The others are moved together, a few in a step, and experts
     take the freed extents."""
     host = Host(41, 2 * FRAME, low=1, high=5, patience=3)  # extents of 2 frames, a slot each
-    stay, go = list[int](), list[int]()
+    stay, go = list[Block](), list[Block]()
     for pages in range(1, 21):
         host.pages.extend(stay, pages * PAGE)
         host.pages.extend(go, pages * PAGE)
-    host.pages.release(go)
-    before, moved = set(stay), list[int]()
+    host.pages.give(go)
+    before, moved = {block.page for block in stay}, list[int]()
     for _ in range(30):
-        now = list(stay)
-        host.written = {page: (0, i) for i, page in enumerate(stay)}
+        now = {block.page for block in stay}
+        host.written = {block.page: (0, i) for i, block in enumerate(stay)}
         host.step()
-        moved.append(len(set(stay) - set(now)))
-        assert host.written == {page: (0, i) for i, page in enumerate(stay)}
+        moved.append(len({block.page for block in stay} - now))
+        assert host.written == {block.page: (0, i) for i, block in enumerate(stay)}
     assert host.returns == 7  # of 20 free frames the most that leave 5
     assert max(moved) == 1
-    assert sum(moved) == len(set(stay) - before) == 7
+    assert sum(moved) == len({block.page for block in stay} - before) == 7
 
 
 def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
@@ -229,7 +230,7 @@ def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
     assert most == 2
     with pytest.raises(UserError, match="prompt 9 may need 16 pages of 4 tokens, sequences can have 15"):
         scheduler.add(sequence_of(9, 50, 14))
-    held: list[int] = []
+    held: list[Block] = []
     with pytest.raises(UserError, match="KV cache: 16 more pages of 4 tokens needed, 15 free"):
         host.pages.extend(held, 16 * PAGE)
     assert held == []
@@ -237,11 +238,11 @@ def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
 
 def test_padding_rows_write_to_a_page_of_the_arena_that_is_nobodys() -> None:
     host = Host(10, 2 * FRAME, low=0, high=1, patience=0, pinned_slots=1)  # frames 0 and 1
-    held: list[int] = []
+    held: list[Block] = []
     host.pages.extend(held, 7 * PAGE)
     batch = pack(load_ops("reference"), [], host.pages, (2,), table_width=3, rows=2)
     (page,) = set(batch.block_tables.flatten().tolist())
-    assert sorted([*held, page]) == list(range(8, 40, 4))
+    assert sorted([*(block.page for block in held), page]) == list(range(8, 40, 4))
     assert batch.places.tolist() == [page * PAGE] * 2
 
 

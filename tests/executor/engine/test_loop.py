@@ -31,7 +31,7 @@ def limits_of(data: st.DataObject) -> Limits:
 
 def state(scheduler: Scheduler) -> Any:
     return [
-        [(s.id, s.group, s.cached, tuple(s.ids), s.finish_reason, len(s.pages)) for s in sequences]
+        [(s.id, s.group, s.cached, tuple(s.ids), s.finish_reason, len(s.blocks)) for s in sequences]
         for sequences in (scheduler.waiting, scheduler.running)
     ]
 
@@ -95,9 +95,9 @@ def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject
         for scheduler in ranks:
             for group, pool in enumerate(scheduler.pools):
                 assert isinstance(pool, PagePool)
-                held = [page for s in scheduler.running if s.group == group for page in s.pages]
+                held = [b.page for s in scheduler.running if s.group == group for b in s.blocks]
                 assert sorted(held + pool.free) == list(range(most))
-                assert not any(s.pages for s in scheduler.waiting)
+                assert not any(s.blocks for s in scheduler.waiting)
 
 
 def check_step(scheduler: Scheduler, step: Step) -> None:

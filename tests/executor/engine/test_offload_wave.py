@@ -70,7 +70,7 @@ class Watch:
         offload, pool = self.offload, self.runner.loop.scheduler.pools[0]
         arena, memory = offload.arena, offload.device.memory
         begin, frame = memory.data_ptr(), arena.frame_bytes
-        units = [page for s in self.runner.loop.scheduler.running for page in s.pages] + [pool.padding]
+        units = [b.page for s in self.runner.loop.scheduler.running for b in s.blocks] + [pool.padding]
         owned = [(begin + unit // arena.units * frame, frame) for unit in units]
         owned += [(begin + arena.slot_offset(slot), offload.slot_bytes) for slot in offload.slots.values()]
         owned.sort()

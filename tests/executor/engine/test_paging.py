@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from errors import UserError
 from executor.engine.batching import pack
-from executor.engine.pages import PagePool
+from executor.engine.pages import Block, PagePool
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Limits, Scheduler
 from executor.engine.sequence import Sequence, new_sequence
@@ -23,12 +23,12 @@ def sequence(index: int, prompt_len: int, new: int) -> Sequence:
 
 @given(st.data(), st.integers(1, 30), st.integers(1, 7))
 def test_no_page_has_two_holders_and_none_is_lost(data: st.DataObject, pages: int, page_size: int) -> None:
-    pool, holders = PagePool(pages, page_size), [[] for _ in range(4)]  # type: ignore[var-annotated]
+    pool, holders = PagePool(pages, page_size), [list[Block]() for _ in range(4)]
     for _ in range(data.draw(st.integers(1, 30))):
         held = holders[data.draw(st.integers(0, 3))]
         if data.draw(st.booleans()):
-            pool.release(held)
-            assert held == []
+            pool.give(held)
+            held.clear()
         else:
             tokens, before, free = data.draw(st.integers(0, 60)), list(held), len(pool.free)
             missing = pool.pages_for(tokens) - len(held)
@@ -40,7 +40,7 @@ def test_no_page_has_two_holders_and_none_is_lost(data: st.DataObject, pages: in
                 pool.extend(held, tokens)
                 assert len(held) * page_size >= tokens
                 assert held[: len(before)] == before  # what is cached stays where it is
-        everywhere = [page for held in holders for page in held] + pool.free
+        everywhere = [block.page for held in holders for block in held] + pool.free
         assert sorted(everywhere) == list(range(pages))
 
 
@@ -118,7 +118,7 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
         active = [s for s in sequences if s.cached < lens[s.id]]
         for s in active:
             s.ids = s.ids[:0] + list(range(data.draw(st.integers(s.cached + 1, lens[s.id]))))
-            pool.extend(s.pages, len(s.ids))
+            pool.extend(s.blocks, len(s.ids))
         batch = pack(reference, active, pool, (sum(s.new_tokens for s in active),), 12, all_logits=True)
         q, k, v = (torch.cat([whole[s.id][t][s.cached : len(s.ids)] for s in active]) for t in range(3))
         assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.cached :]]

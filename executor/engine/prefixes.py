@@ -1,0 +1,98 @@
+"""Keeps full pages of the KV cache after their sequences have ended, so that later prompts that begin alike need not
+compute them again.
+
+A page is found by a key: a hash of its tokens and of the key of the page before it, so that it stands for everything up
+to its end. The first page's key also depends on the request's salt: requests with different salts never find each
+other's pages, or learn from the time that a prompt takes whether they are there.
+
+Only full pages are shared, and the last token of a prompt is always computed, so no sequence ever writes into a page
+that another one can read.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence as ListOf
+
+from executor.engine.pages import Block, Pages
+
+KEY_BYTES = 32  # nobody can make two texts with equal keys, so tokens need not be compared
+
+
+def extend_keys(keys: list[bytes], ids: ListOf[int], page_size: int, salt: bytes) -> None:
+    """Grow `keys` in place to the keys of all full pages of `ids`."""
+    for page in range(len(keys), len(ids) // page_size):
+        before = keys[-1] if keys else hashlib.blake2b(salt, digest_size=KEY_BYTES).digest()
+        tokens = array("q", ids[page * page_size : (page + 1) * page_size]).tobytes()
+        keys.append(hashlib.blake2b(before + tokens, digest_size=KEY_BYTES).digest())
+
+
+class PageCache:
+    """The pages of one data-parallel group: those that sequences hold, and those that are kept for later prompts.
+
+    A page's predecessor is held or kept wherever the page is: sequences hold all pages up to their end, and give back
+    the last ones first, so that `trim`, which drops what was given back longest ago, drops a page before its
+    predecessor.
+    """
+
+    def __init__(self, pool: Pages):
+        self.pool = pool
+        self.held = 0  # number of pages that sequences hold
+        self.index: dict[bytes, Block] = {}  # full pages by key
+        self.idle: dict[bytes, Block] = {}  # those of `index` that no sequence holds, in the order of their last use
+
+    def find(self, keys: ListOf[bytes], tokens: int) -> list[Block]:
+        """The pages that hold the beginning of `tokens` tokens, whose full pages have the keys `keys`. The last token
+        is never among them."""
+        found: list[Block] = []
+        for key in keys[: (tokens - 1) // self.pool.page_size]:
+            block = self.index.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def hold(self, blocks: list[Block]) -> None:
+        """Count one more sequence as holder of `blocks`, which `find` returned."""
+        for block in blocks:
+            if not block.holders:
+                del self.idle[block.key]
+                self.held += 1
+            block.holders += 1
+
+    def extend(self, blocks: list[Block], tokens: int) -> None:
+        """Grow `blocks`, a sequence's pages, in place until they have room for `tokens` tokens."""
+        self.held += self.pool.extend(blocks, tokens)
+
+    def publish(self, blocks: list[Block], page: int, key: bytes) -> None:
+        """Let later prompts find the full page `blocks[page]` of a sequence under `key`. If another sequence has
+        published such a page already, this one is given back, and that one is held in its place."""
+        block = blocks[page]
+        if not block.key:
+            other = self.index.setdefault(key, block)
+            if other is block:
+                block.key = key
+            else:
+                self.hold([other])
+                self.release([block])
+                blocks[page] = other
+
+    def release(self, blocks: list[Block]) -> None:
+        """Count one holder less of each of `blocks`. Pages without holders are kept if they are published."""
+        unknown = []
+        for block in reversed(blocks):
+            block.holders -= 1
+            if not block.holders:
+                self.held -= 1
+                if block.key:
+                    self.idle[block.key] = block
+                else:
+                    unknown.append(block)
+        self.pool.give(unknown[::-1])
+
+    def trim(self, most: int) -> None:
+        """Drop the pages that were used longest ago until at most `most` are kept without a holder."""
+        while len(self.idle) > max(most, 0):
+            key = next(iter(self.idle))
+            block = self.idle.pop(key)
+            del self.index[key]
+            self.pool.give([block])
