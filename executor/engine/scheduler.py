@@ -181,6 +181,8 @@ class Scheduler:
         while any sequence decodes, so that a long prompt does not keep it waiting.
         """
         self.preempted = []
+        for group in range(len(self.caches)):
+            self._trim(group)  # `expert_pages` may have changed
         self.admit()
         decoding = any(s.decoding for s in self.running)
         limit = self.mixed_tokens if decoding else self.limits.prefill_tokens

@@ -1,0 +1,193 @@
+"""Shared prefixes, promises and preemption: over random histories every request gets all its tokens, every page holds
+the tokens it is found by, and copies of the scheduler stay equal."""
+
+from collections import Counter
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from executor.engine.pages import PagePool
+from executor.engine.prefixes import extend_keys
+from executor.engine.request import Request, SamplingParams
+from executor.engine.scheduler import MOST_PREEMPTIONS, Limits, Scheduler
+from executor.engine.sequence import Sequence, new_sequence
+
+LONGEST = 40
+
+
+class Rank:
+    """A scheduler beside a record of what each page contains."""
+
+    def __init__(self, limits: Limits, pages: int, number: int):
+        own = PagePool(pages, limits.page_size)
+        own.free = own.free[number:] + own.free[:number]
+        self.scheduler = Scheduler(limits, (), own, number % limits.groups)
+        self.written: dict[tuple[int, int], tuple[bytes, tuple[int, ...]]] = {}  # (group, place) -> (salt, all before)
+
+    def step(self, tokens: dict[int, int]) -> Any:
+        """Runs one step in which sequence i gets the token tokens[i]. -> what all ranks must agree on"""
+        scheduler = self.scheduler
+        step = scheduler.schedule()
+        if step is None:
+            return None
+        scheduler.reserve(step.sequences)
+        for s in step.sequences:
+            pool, salt = scheduler.pools[s.group], s.request.salt
+            places = pool.places(s.blocks, 0, s.end)
+            for position, place in enumerate(places):
+                content = salt, tuple(s.ids[: position + 1])
+                if position < s.cached:
+                    assert self.written[s.group, place] == content  # also what another sequence computed
+                else:
+                    self.written[s.group, place] = content
+            shared = [b for b in s.blocks if b.holders > 1]
+            assert all(b in s.blocks[: s.cached // pool.page_size] for b in shared)  # nobody writes into a shared page
+        events = scheduler.commit(step, [tokens[s.id] for s in step.finished_prompts])
+        return [(s.id, s.group, s.cached, s.preemptions) for s in step.sequences], events
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        for group, (pool, cache) in enumerate(zip(scheduler.pools, scheduler.caches, strict=True)):
+            assert isinstance(pool, PagePool)
+            blocks = Counter(b for s in scheduler.running if s.group == group for b in s.blocks)
+            assert all(b.holders == count for b, count in blocks.items())
+            assert cache.held == len(blocks)
+            kept = [b.page for b in cache.idle.values()]
+            assert sorted([b.page for b in blocks] + kept + pool.free) == list(range(pool.pages))
+            assert scheduler.committed(group) + len(kept) <= pool.pages
+            assert all(cache.index[key] is b and b.key == key and not b.holders for key, b in cache.idle.items())
+            room = pool.pages - scheduler.committed(group)
+            assert len(kept) <= max(scheduler.limits.prefix_floor, room - scheduler.expert_pages)
+        assert not any(s.blocks or s.cached for s in scheduler.waiting)
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=30)  # of two tokens, so that many begin alike
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data(), st.integers(1, 3), st.integers(1, 4), st.sampled_from([None, 0, 1, 7]), st.integers(0, 30))
+def test_every_request_gets_its_tokens_whatever_gives_way(
+    data: st.DataObject, groups: int, page_size: int, reserve: int | None, more: int
+) -> None:
+    limits = Limits(
+        3 * groups, LONGEST, page_size, groups, data.draw(st.sampled_from([None, 5])), 3, reserve, True,
+        data.draw(st.integers(0, 3)),
+    )  # fmt: skip
+    ranks = [Rank(limits, -(-LONGEST // page_size) + more, number) for number in range(3)]
+    wanted: dict[int, int] = {}
+    got = Counter[int]()
+    number = 0
+    for _ in range(data.draw(st.integers(5, 40))):
+        if data.draw(st.booleans()):
+            ids, most = tuple(data.draw(prompts)), data.draw(st.integers(1, 10))
+            request = Request(
+                ids,
+                SamplingParams(max_tokens=most),
+                data.draw(st.integers(0, 1)),
+                data.draw(st.sampled_from([b"", b"a"])),
+            )
+            for rank in ranks:
+                rank.scheduler.add(new_sequence(number, request))
+            wanted[number], number = most, number + 1
+        if data.draw(st.integers(0, 9)) == 0 and number:
+            id = data.draw(st.integers(0, number - 1))
+            told = [rank.scheduler.abort(id) for rank in ranks]
+            assert told == [told[0]] * 3
+            if told[0]:
+                del wanted[id]
+        pages = data.draw(st.integers(0, 5))
+        for rank in ranks:
+            rank.scheduler.expert_pages = pages
+        advance(ranks, number, got, data.draw(st.integers(0, 1)))
+    for _ in range(4000):
+        if ranks[0].scheduler.idle:
+            break
+        advance(ranks, number, got, 0)
+    assert ranks[0].scheduler.idle
+    assert {id: got[id] for id in wanted} == wanted
+    assert all(cache.held == 0 for rank in ranks for cache in rank.scheduler.caches)
+
+
+def advance(ranks: list[Rank], number: int, got: Counter[int], token: int) -> None:
+    told = [rank.step(dict.fromkeys(range(number), token)) for rank in ranks]
+    assert told == [told[0]] * 3
+    for rank in ranks:
+        rank.scheduler.retire()
+        if told[0] is not None:
+            rank.check()
+    assert len({rank.scheduler.digest() for rank in ranks}) == 1
+    for event in told[0][1] if told[0] else []:
+        got[event.id] += len(event.tokens)
+
+
+def run_alone(scheduler: Scheduler, id: int, ids: list[int], most: int, salt: bytes = b"") -> Sequence:
+    sequence = new_sequence(id, Request(tuple(ids), SamplingParams(max_tokens=most), salt=salt))
+    scheduler.add(sequence)
+    while not scheduler.idle:
+        step = scheduler.schedule()
+        assert step
+        scheduler.reserve(step.sequences)
+        scheduler.commit(step, [7] * len(step.finished_prompts))
+    return sequence
+
+
+def test_a_conversation_is_found_again_and_other_salts_find_nothing() -> None:
+    scheduler = Scheduler(Limits(2, 100, 4, prefixes=True))
+    first = run_alone(scheduler, 0, list(range(10)), 7)
+    assert first.found == 0
+    again = run_alone(scheduler, 1, first.ids, 3)  # 17 tokens, of which the last was never computed
+    assert again.found == 16
+    assert run_alone(scheduler, 2, list(range(8)), 3).found == 4  # the last token is always computed
+    assert run_alone(scheduler, 3, first.ids, 3, salt=b"other").found == 0
+    assert run_alone(scheduler, 4, [9, *range(1, 10)], 3).found == 0
+
+
+def test_what_was_used_last_is_kept_and_a_page_goes_before_its_predecessor() -> None:
+    scheduler = Scheduler(Limits(1, 32, 4, prefixes=True))
+    cache = scheduler.caches[0]
+    run_alone(scheduler, 0, list(range(12)), 1)
+    run_alone(scheduler, 1, list(range(50, 62)), 1)
+    run_alone(scheduler, 2, list(range(9)), 1)  # uses two pages of the first again
+    keys: list[bytes] = []
+    extend_keys(keys, list(range(12)), 4, b"")
+    assert len(cache.idle) == 6
+    cache.trim(2)
+    assert list(cache.idle) == [keys[1], keys[0]]
+    cache.trim(1)
+    assert list(cache.idle) == [keys[0]]
+
+
+def test_the_youngest_is_preempted_and_its_prefix_is_found_when_it_returns() -> None:
+    scheduler = Scheduler(Limits(2, 40, 4, reserve=0, prefixes=True), (), PagePool(10, 4))
+    old, young = (
+        new_sequence(i, Request(tuple(range(100 * i, 100 * i + 16)), SamplingParams(max_tokens=24))) for i in range(2)
+    )
+    scheduler.add(old)
+    scheduler.add(young)
+    seen = []
+    while not scheduler.idle:
+        step = scheduler.schedule()
+        assert step
+        seen += [(s.id, len(s.ids)) for s in scheduler.preempted]
+        scheduler.reserve(step.sequences)
+        scheduler.commit(step, [7] * len(step.finished_prompts))
+        assert young.preemptions <= MOST_PREEMPTIONS
+    assert seen[0][0] == 1
+    assert not old.preemptions
+    assert [len(s.generated) for s in (old, young)] == [24, 24]
+    assert young.found == 0  # counts what was found at its first admission
+
+
+def test_a_higher_priority_runs_first_and_is_preempted_last() -> None:
+    scheduler = Scheduler(Limits(1, 40, 4, reserve=0), (), PagePool(10, 4))
+    for id, priority in ((0, 5), (1, 0), (2, 5)):
+        scheduler.add(new_sequence(id, Request((1, 2), SamplingParams(max_tokens=2), priority)))
+    order = []
+    while not scheduler.idle:
+        step = scheduler.schedule()
+        assert step
+        order += [s.id for s in step.sequences if s.id not in order]
+        scheduler.reserve(step.sequences)
+        scheduler.commit(step, [7] * len(step.finished_prompts))
+    assert order == [1, 0, 2]
