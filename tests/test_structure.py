@@ -24,6 +24,7 @@ FLOORS = [
     ["executor.planning"],
     ["executor.quantize"],
     ["executor.job"],
+    ["executor.serving"],
     ["umbra", "run"],
     ["benchmarks", "tools"],
 ]

@@ -203,6 +203,37 @@ class AscendSettings:
     )
 
 
+@dataclass(frozen=True)
+class ServeSettings:
+    host: str = key("127.0.0.1", "address that the server listens on; one that others can reach needs `api_key_file`")
+    port: int = key(8000, "port that the server listens on", minimum=1, maximum=65535)
+    api_key_file: str = key("", "file with one API key a line; clients must send one of them; empty: none is needed")
+    model_name: str = key("", "the model's name in the API; empty: the case's name")
+    max_queue: int | None = key(
+        None, "most requests that wait; further ones get status 429; 0: four times `batch_size`", means=OPEN, minimum=0
+    )
+    target_ttft_s: float = key(
+        30.0, "a request whose first token would take longer than this, by the tokens that wait before it and the "
+        "measured rate, gets status 429", minimum=0.1,
+    )  # fmt: skip
+    queue_timeout_s: float = key(60.0, "a request that waits longer than this gets status 503", minimum=0.1)
+    reserve: int | None = key(
+        256, "most tokens beyond its prompt that a request is promised when it starts; more are given while there is "
+        "memory, and then the youngest request is preempted: it waits and is computed again; -1: all of its "
+        "`max_tokens`, so that nothing is ever preempted", means={-1: None}, minimum=-1,
+    )  # fmt: skip
+    prefix_cache: bool = key(True, "keep the KV pages of requests that have ended, for later prompts that begin alike")
+    prefix_floor_mb: int = key(64, "kept prefixes up to this size are dropped only after all experts", minimum=0)
+    prefill_pause_ms: int = key(
+        200, "prompts are prefilled in chunks that keep running requests waiting about this long", minimum=1
+    )
+    drain_s: float = key(30.0, "most seconds that running requests have to end when the server is asked to", minimum=0)
+    step_timeout_s: float = key(
+        60.0, "ranks that have not finished a step after this many seconds are ended, with the cause named", minimum=1
+    )
+    restarts: int = key(0, "how often ranks that died are started again while the port stays open", minimum=0)
+
+
 def _own_buffer(of: str) -> Any:
     return key(None, f"buffer_mb for {of}; 0: the value of buffer_mb", means=OPEN, minimum=0, maximum=65536)
 
@@ -267,6 +298,7 @@ class Case:
     quantization: QuantizationSettings = section(QuantizationSettings)
     cache_config: CacheSettings = section(CacheSettings)
     offload_config: OffloadSettings = section(OffloadSettings)
+    serve_config: ServeSettings = section(ServeSettings)
     ascend_config: AscendSettings = section(AscendSettings)
     hccl_config: HcclSettings = section(HcclSettings)
 

@@ -1,0 +1,201 @@
+"""The messages between the front and rank 0, and the one that rank 0 shares with all ranks before each step.
+
+Each is one msgpack map with its type's name in `type`. Nothing here executes code when it is decoded, and decoding checks
+every field's type.
+"""
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True):
+    pass
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the text of an answer must match: a JSON schema, a regular expression, or a Lark grammar of llguidance."""
+
+    kind: str  # "json", "regex", "lark"
+    text: str
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields of executor.engine.request.SamplingParams."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # number of alternatives beside each token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt, from the second on
+    grammar: Grammar | None = None
+
+
+# Front to rank 0.
+
+
+class Submit(Message, frozen=True):
+    """A request. `id` is counted by the front and never used again while it runs."""
+
+    id: int
+    ids: list[int]
+    sampling: Sampling
+    priority: int = 0
+    salt: bytes = b""
+
+
+class Abort(Message, frozen=True):
+    """Ends a request; it gets no further rows. A request that has ended is left alone."""
+
+    id: int
+
+
+class Stop(Message, frozen=True):
+    """All requests have ended: the ranks leave together."""
+
+
+class Ping(Message, frozen=True):
+    number: int
+
+
+# Rank 0 to the front.
+
+
+class Progress(Message, frozen=True):
+    """How far the start is, for those who ask meanwhile."""
+
+    stage: str
+    share: float  # 0 to 1
+
+
+class Ready(Message, frozen=True):
+    """The ranks take requests."""
+
+    longest: int  # most tokens of a prompt and its answer
+    batch_size: int
+    vocabulary: int
+    page_size: int
+    pages: int  # of one data-parallel group
+    groups: int
+    stop_ids: list[int]
+    prefill_rate: float  # prompt tokens a second, measured in the warm-up
+
+
+class TopToken(msgspec.Struct, frozen=True, array_like=True):
+    token: int
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    logprob: float
+    top: list[TopToken]
+
+
+class Row(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one step did for one request."""
+
+    id: int
+    tokens: list[int]
+    finish: str = ""  # "stop", "length"; empty while it runs
+    found: int = 0  # prompt tokens that were in the prefix cache; in the first row of a request
+    logprobs: list[TokenLogprob] = []  # one for each of `tokens`, if wanted
+    prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens from the second on, in the first row, if wanted
+
+
+class Out(Message, frozen=True):
+    """The rows of one step."""
+
+    step: int
+    rows: list[Row]
+
+
+class Refused(Message, frozen=True):
+    """A request that cannot run."""
+
+    id: int
+    reason: str
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The pages of one data-parallel group."""
+
+    held: int  # by sequences
+    promised: int  # to them, beyond those
+    kept: int  # prefixes without a sequence
+
+
+class Running(msgspec.Struct, frozen=True):
+    id: int
+    prompt: int  # tokens
+    cached: int  # of prompt and answer
+    generated: int
+    longest: int
+    preemptions: int
+
+
+class State(Message, frozen=True):
+    """A snapshot for metrics and the live page, a few times a second."""
+
+    step: int
+    waiting: int
+    running: list[Running]
+    groups: list[Group]
+    preemptions: int  # in total
+    experts_resident: int = 0  # on rank 0; so are the following
+    experts: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
+    arena_frames: int = 0
+    expert_frames: int = 0
+    free_frames: int = 0
+    shadow_exposed_s: float = 0.0  # total time that steps waited for shadow experts
+    prefill_rate: float = 0.0  # prompt tokens a second, lately
+    decode_rate: float = 0.0  # generated tokens a second, lately
+
+
+class Residency(Message, frozen=True):
+    """Which experts are resident, and how much they are used, on rank 0; at most once a second, if somebody watches."""
+
+    layers: int
+    experts: int
+    resident: bytes  # one bit for each expert, layer by layer, the lowest bit first
+    heat: bytes  # one byte for each expert, 255 the most used
+
+
+class Watch(Message, frozen=True):
+    """From the front: whether somebody looks at the live page."""
+
+    residency: bool
+
+
+class Pong(Message, frozen=True):
+    number: int
+    step: int
+
+
+class Fatal(Message, frozen=True):
+    """The ranks cannot go on; they end after this."""
+
+    reason: str
+
+
+class Tick(Message, frozen=True):
+    """From rank 0 to all ranks before each step: everything that comes from a clock, a socket or a measurement, so that
+    all ranks decide alike."""
+
+    number: int
+    digest: int  # of rank 0's scheduler, after the step before
+    mixed_tokens: int | None  # Limits.mixed_tokens for this step
+    expert_pages: int
+    events: list[Submit | Abort | Stop]
+
+
+ToEngine = Submit | Abort | Stop | Ping | Watch
+ToFront = Progress | Ready | Out | Refused | State | Residency | Pong | Fatal
