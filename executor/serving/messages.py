@@ -1,7 +1,6 @@
 """The messages between the front and rank 0, and the one that rank 0 shares with all ranks before each step.
 
-Each is one msgpack map with its type's name in `type`. Nothing here executes code when it is decoded, and decoding checks
-every field's type.
+Each is one msgpack map with its type's name in `type`. Decoding executes no code, and checks the type of every field.
 """
 
 import msgspec
