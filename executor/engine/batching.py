@@ -31,11 +31,13 @@ def pack(
     positions: list[int] = []
     places: list[int] = []
     starts = [0]
+    rows_wanted: list[int] = []
     for s in sequences:
         ids += s.ids[s.cached : s.end]
         positions += range(s.cached, s.end)
         places += pool.places(s.blocks, s.cached, s.end)
         starts.append(len(ids))
+        rows_wanted += range(len(ids) - s.logit_rows, len(ids))
     tables = [[b.page for b in s.blocks] + [0] * (table_width - len(s.blocks)) for s in sequences]
     lengths = [s.end for s in sequences]
     for _ in range(rows - len(sequences)):
@@ -43,6 +45,7 @@ def pack(
         positions.append(0)
         places.append(pool.padding * pool.page_size)
         starts.append(len(ids))
+        rows_wanted.append(len(ids) - 1)
         tables.append([pool.padding] * table_width)
         lengths.append(PADDING_LENGTH)
     paged = ops.paging(places, tables, starts, lengths, pool.page_size)
@@ -50,6 +53,6 @@ def pack(
         torch.tensor(ids, dtype=torch.int64),
         torch.tensor(positions, dtype=torch.int64),
         *paged,
-        logit_rows=None if all_logits else torch.tensor([end - 1 for end in starts[1:]], dtype=torch.int64),
+        logit_rows=None if all_logits else torch.tensor(rows_wanted, dtype=torch.int64),
         tokens_per_group=tokens_per_group,
     )

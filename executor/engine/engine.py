@@ -1,22 +1,25 @@
 """One rank's model on its device, with its KV cache: turns batches into logits. The scheduler handles requests."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpu_offload.cost.choices import Choices
 from executor.checkpoint.packed import PackedCache
+from executor.checkpoint.tokenizer import Tokenizer, stop_ids
 from executor.config.case import Case
 from executor.config.load import model_folder
 from executor.engine.batching import pack
 from executor.engine.building import bind_caches, build_of
 from executor.engine.pages import PagePool, Pages
 from executor.engine.profiler import Profiler
-from executor.engine.sampling import choose
+from executor.engine.sampling import choose, logprobs_of
 from executor.engine.scheduler import Scheduler, limits_of
 from executor.engine.sequence import Sequence
 from executor.engine.shadows import make_offload, open_arena
@@ -27,6 +30,9 @@ from models.batch import Batch
 from models.config import ModelConfig
 from models.layers.base import layers_of
 from models.registry import model_class
+
+if TYPE_CHECKING:
+    from executor.engine.grammar import Grammars
 
 ForwardStep = Callable[[Batch], Tensor]
 
@@ -100,10 +106,30 @@ class Engine:
         for each sequence of this rank's group."""
         dp = self.parallel.attn_dp
         mine = [s for s in sequences if s.group == dp.rank]
+        for sequence in mine:
+            if (grammar := sequence.request.sampling.grammar) and not sequence.matcher:
+                sequence.matcher = self.grammars.matcher(grammar)
         chosen = choose(self.platform.ops, logits[: len(mine)], mine)
         counts = tuple(sum(s.group == g for s in sequences) for g in range(dp.size))
         tokens: list[int] = dp.gather_rows(chosen, counts).tolist()
         return tokens
+
+    def logprobs(self, logits: Tensor, tokens: ListOf[int], counts: tuple[int, ...], most: int) -> list[list[float]]:
+        """The rows of `logprobs_of` for all data-parallel groups, of which group g has counts[g]. `logits` and `tokens`
+        are of this rank's group."""
+        dp = self.parallel.attn_dp
+        rows = logprobs_of(logits, torch.tensor(tokens, dtype=torch.int64, device=logits.device), most)
+        found: list[list[float]] = dp.gather_rows(rows, counts).tolist()
+        return found
+
+    @functools.cached_property
+    def grammars(self) -> "Grammars":
+        """Made when the first request has a grammar: it takes about a second for a large vocabulary."""
+        from executor.engine.grammar import Grammars
+
+        folder, vocabulary = model_folder(self.case), self.config.vocab_size
+        tokenizer = Tokenizer(folder, vocabulary)
+        return Grammars(tokenizer, vocabulary, stop_ids(folder, self.config.eos_token_ids))
 
     @contextmanager
     def step(self, decode: bool) -> Iterator[None]:

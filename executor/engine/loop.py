@@ -2,10 +2,15 @@
 
 import itertools
 import time
+from collections.abc import Sequence as ListOf
+from dataclasses import replace
+
+from torch import Tensor
 
 from errors import UserError
 from executor.engine.engine import Engine
-from executor.engine.request import Event, Request
+from executor.engine.request import Event, Request, TokenLogprob
+from executor.engine.sampling import token_logprob
 from executor.engine.scheduler import Scheduler, limits_of
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
@@ -18,6 +23,7 @@ class Loop:
         self.engine, self.stop_ids = engine, stop_ids
         self.scheduler = Scheduler(limits_of(engine.case), stop_ids, engine.pages, engine.parallel.attn_dp.rank)
         self.timings = Timings()
+        self._group = engine.parallel.attn_dp.rank
         self._ids = itertools.count()
         self._aborted: list[Event] = []
         self._admitted: dict[int, float] = {}  # id -> time of admission in seconds, of sequences without a first token
@@ -63,13 +69,71 @@ class Loop:
             batch = self.engine.pack(self.scheduler, step.sequences, decode)
             logits = self.engine.forward(batch, decode)
             finished = step.finished_prompts
-            mine = self.engine.parallel.attn_dp.rank
-            rows = [s.complete for s in step.sequences if s.group == mine]
-            if not all(rows):
-                logits = logits[[row for row, wanted in enumerate(rows) if wanted]]
+            self._score(logits, step.sequences)
+            logits = _last_rows(logits, [s for s in step.sequences if s.group == self._group])
             tokens = self.engine.choose(logits, finished) if finished else []
+            logprobs = self._logprobs(logits, finished, tokens)
         events = self.scheduler.commit(step, tokens)
+        if logprobs:
+            events = [replace(event, logprobs=logprobs.get(event.id, ())) for event in events]
+        for index, sequence in enumerate(finished):
+            if sequence.prompt_logprobs and len(sequence.generated) == 1:
+                events[index] = replace(events[index], prompt_logprobs=tuple(sequence.prompt_logprobs))
         now = time.perf_counter()
         self.timings.add(prompt_tokens, decoding, now - start)
         self.timings.first_token += [now - self._admitted.pop(e.id) for e in events if e.id in self._admitted]
         return aborted + events
+
+    def _logprobs(
+        self, logits: Tensor, sequences: ListOf[Sequence], tokens: ListOf[int]
+    ) -> dict[int, tuple[TokenLogprob, ...]]:
+        """The log-probabilities of the chosen `tokens` of all `sequences` that want them, by id. `logits` has the rows
+        of this rank's group."""
+        wanted = {s.id: s.request.sampling.logprobs for s in sequences if s.request.sampling.logprobs is not None}
+        if not wanted:
+            return {}
+        mine = [(s, token) for s, token in zip(sequences, tokens, strict=True) if s.group == self._group]
+        rows = [row for row, (s, _) in enumerate(mine) if s.id in wanted]
+        chosen = [token for s, token in mine if s.id in wanted]
+        asking = [s for s in sequences if s.id in wanted]
+        found = self.engine.logprobs(logits[rows], chosen, self._counts(asking), max(wanted.values()))
+        return {s.id: (token_logprob(row, wanted[s.id]),) for s, row in zip(asking, found, strict=True)}
+
+    def _score(self, logits: Tensor, sequences: ListOf[Sequence]) -> None:
+        """Keeps the log-probabilities of prompt tokens that are computed in this step, for those who want them.
+        `logits` has `logit_rows` rows for each of this rank's `sequences`."""
+        asking = [s for s in sequences if s.scored]
+        if not asking:
+            return
+        rows: list[int] = []
+        targets: list[int] = []
+        first = 0
+        for s in (s for s in sequences if s.group == self._group):
+            if s.scored:
+                rows += range(first, first + _scores(s))
+                targets += s.ids[s.cached + 1 : s.cached + 1 + _scores(s)]
+            first += s.logit_rows
+        most = max(s.request.sampling.prompt_logprobs or 0 for s in asking)
+        counts = tuple(sum(_scores(s) for s in asking if s.group == g) for g in range(len(self.scheduler.pools)))
+        found = iter(self.engine.logprobs(logits[rows], targets, counts, most))
+        for s in asking:
+            own = s.request.sampling.prompt_logprobs or 0
+            s.prompt_logprobs += [token_logprob(next(found), own) for _ in range(_scores(s))]
+
+    def _counts(self, sequences: ListOf[Sequence]) -> tuple[int, ...]:
+        """Number of `sequences` in each data-parallel group."""
+        return tuple(sum(s.group == g for s in sequences) for g in range(len(self.scheduler.pools)))
+
+
+def _scores(sequence: Sequence) -> int:
+    """Number of prompt tokens whose log-probabilities the next step gives: those after each token that it takes."""
+    return min(sequence.end, sequence.prompt_len - 1) - sequence.cached
+
+
+def _last_rows(logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
+    """The logits after the last token of each of `sequences` that has all its tokens computed. `logits` has
+    `logit_rows` rows for each of `sequences`."""
+    if all(s.complete and s.logit_rows == 1 for s in sequences):
+        return logits  # behind the last sequence there may be padding
+    ends = itertools.accumulate(s.logit_rows for s in sequences)
+    return logits[[end - 1 for end, s in zip(ends, sequences, strict=True) if s.complete]]

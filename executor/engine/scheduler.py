@@ -33,6 +33,7 @@ from executor.engine.prefixes import PageCache, extend_keys
 from executor.engine.request import Event
 from executor.engine.sequence import Sequence
 
+MOST_SCORED = 256  # prompt tokens of a sequence in a step, if their log-probabilities are wanted
 MOST_PREEMPTIONS = 4  # of one sequence; it then waits until it can be promised all pages it will need
 
 
@@ -138,7 +139,7 @@ class Scheduler:
             cache = self.caches[group]
             if self.limits.prefixes:
                 extend_keys(sequence.keys, sequence.ids, self.limits.page_size, sequence.request.salt)
-            found = cache.find(sequence.keys, len(sequence.ids))
+            found = [] if sequence.scored else cache.find(sequence.keys, len(sequence.ids))
             promised = self._promise(sequence)
             shared = sum(block.holders > 0 for block in found)
             if self.committed(group) + promised - shared > self.pools[group].pages:
@@ -209,6 +210,8 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.blocks, sequence.promised, sequence.cached, sequence.limit = [], 0, 0, None
         sequence.preemptions += 1
+        if not sequence.generated:
+            sequence.prompt_logprobs = []
         self.preempted.append(sequence)
         self._wait(sequence)
         self._trim(sequence.group)
@@ -225,6 +228,8 @@ class Scheduler:
             room = left[sequence.group]
             if room != 0:
                 sequence.limit = room
+                if sequence.scored:  # each of its rows has logits over the whole vocabulary
+                    sequence.limit = min(sequence.new_tokens, MOST_SCORED)
                 if room is not None:
                     left[sequence.group] = room - sequence.new_tokens
                 part.append(sequence)
@@ -236,12 +241,16 @@ class Scheduler:
             self.caches[sequence.group].extend(sequence.blocks, sequence.end)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
-        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order."""
+        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order; -1 for one
+        whose grammar cannot be followed any further."""
         finished = step.finished_prompts
         for sequence in step.sequences:
             sequence.cached, sequence.limit = sequence.end, None
             self._publish(sequence)
         for sequence, token in zip(finished, tokens, strict=True):
+            if token < 0:
+                sequence.finish_reason = "error"
+                continue
             sequence.ids.append(token)
             sampling = sequence.request.sampling
             if token in sampling.stop_token_ids or (token in self.stop_ids and not sampling.ignore_eos):
@@ -249,7 +258,10 @@ class Scheduler:
             elif len(sequence.generated) >= sampling.max_tokens:
                 sequence.finish_reason = "length"
         self.retire()
-        return [Event(s.id, (token,), s.finish_reason, s.found) for s, token in zip(finished, tokens, strict=True)]
+        return [
+            Event(s.id, (token,) if token >= 0 else (), s.finish_reason, s.found)
+            for s, token in zip(finished, tokens, strict=True)
+        ]
 
     def _publish(self, sequence: Sequence) -> None:
         """Let later prompts find the pages of `sequence` that are full."""

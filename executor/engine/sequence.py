@@ -1,9 +1,13 @@
 """A request on its way through the engine."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from executor.engine.pages import Block
-from executor.engine.request import Request
+from executor.engine.request import Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from executor.engine.grammar import Matcher
 
 
 @dataclass(eq=False)
@@ -21,6 +25,8 @@ class Sequence:
     published: int = 0  # number of its first pages that later prompts can find
     found: int = 0  # prompt tokens whose pages were found when it was first admitted
     preemptions: int = 0
+    matcher: "Matcher | None" = None  # of its grammar, on the ranks that choose its tokens
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
 
     @property
@@ -51,6 +57,17 @@ class Sequence:
     def end(self) -> int:
         """Number of `ids` that are cached after the next step."""
         return self.cached + self.new_tokens
+
+    @property
+    def logit_rows(self) -> int:
+        """Number of tokens of the next step whose logits are wanted."""
+        return self.new_tokens if self.scored else 1
+
+    @property
+    def scored(self) -> bool:
+        """Whether the next step computes prompt tokens whose log-probabilities are wanted."""
+        wanted = self.request.sampling.prompt_logprobs is not None and len(self.ids) == self.prompt_len
+        return wanted and self.cached < self.prompt_len - 1
 
     @property
     def complete(self) -> bool:
