@@ -223,7 +223,7 @@ class ServeSettings:
         "`max_tokens`, so that nothing is ever preempted", means={-1: None}, minimum=-1,
     )  # fmt: skip
     prefix_cache: bool = key(True, "keep the KV pages of requests that have ended, for later prompts that begin alike")
-    prefix_floor_mb: int = key(64, "kept prefixes up to this size are dropped only after all experts", minimum=0)
+    prefix_floor: int = key(2048, "tokens of kept prefixes that are dropped only after all experts", minimum=0)
     prefill_pause_ms: int = key(
         200, "prompts are prefilled in chunks that keep running requests waiting about this long", minimum=1
     )

@@ -38,6 +38,12 @@ def case_name() -> str | None:
     return os.environ.get("CASE_NAME")
 
 
+def serve_socket() -> Path | None:
+    """The Unix socket of the front that started these ranks; None: no front did."""
+    path = os.environ.get("UMBRA_SERVE_SOCKET")
+    return Path(path) if path else None
+
+
 def cann_home() -> Path | None:
     """The folder that CANN is installed in, as its set_env.sh sets it; None: unknown."""
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")

@@ -17,11 +17,12 @@ from executor.engine.timings import Timings
 
 
 class Loop:
-    """`stop_ids` are the model's end-of-sequence tokens."""
+    """`stop_ids` are the model's end-of-sequence tokens; `serving` says whether the case's `serve_config` applies."""
 
-    def __init__(self, engine: Engine, stop_ids: frozenset[int]):
+    def __init__(self, engine: Engine, stop_ids: frozenset[int], serving: bool = False):
         self.engine, self.stop_ids = engine, stop_ids
-        self.scheduler = Scheduler(limits_of(engine.case), stop_ids, engine.pages, engine.parallel.attn_dp.rank)
+        limits = limits_of(engine.case, serving)
+        self.scheduler = Scheduler(limits, stop_ids, engine.pages, engine.parallel.attn_dp.rank)
         self.timings = Timings()
         self._group = engine.parallel.attn_dp.rank
         self._ids = itertools.count()

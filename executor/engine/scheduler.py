@@ -295,8 +295,9 @@ def _seniority(sequence: Sequence) -> tuple[bool, int, int]:
     return sequence.preemptions < MOST_PREEMPTIONS, sequence.request.priority, sequence.arrival
 
 
-def limits_of(case: Case) -> Limits:
-    data = case.data_config
+def limits_of(case: Case, serving: bool = False) -> Limits:
+    """The limits of a run of the case's prompts or, with `serving`, of a server of the case."""
+    data, serve = case.data_config, case.serve_config
     sizes = [size for size in (data.chunked_prefill_size, data.mixed_prefill_size) if size]
     return Limits(
         batch_size=data.batch_size,
@@ -305,4 +306,7 @@ def limits_of(case: Case) -> Limits:
         groups=case.attn_dp_size,
         prefill_tokens=data.chunked_prefill_size,
         mixed_tokens=min(sizes, default=None),
+        reserve=serve.reserve if serving else None,
+        prefixes=serving and serve.prefix_cache,
+        prefix_floor=serve.prefix_floor // case.cache_config.page_size if serving else 0,
     )

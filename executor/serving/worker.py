@@ -1,0 +1,278 @@
+"""The program of each rank of a server: it steps the engine on the requests that the front sends to rank 0.
+
+Rank 0 shares one tick before each step; when nothing is to do, ranks wait for the next one, which comes at least every
+few seconds, so that a dead rank is noticed and no collective waits for long.
+"""
+
+import argparse
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Sequence as ListOf
+from pathlib import Path
+
+from errors import UserError, run_main
+from executor.checkpoint.tokenizer import stop_ids
+from executor.config import env
+from executor.config.load import load_case
+from executor.engine import request
+from executor.engine.loop import Loop
+from executor.engine.request import Event, Grammar, Request, SamplingParams
+from executor.engine.sequence import Sequence, new_sequence
+from executor.job.rank import run_rank
+from executor.job.runner import ModelRunner, make_runner
+from executor.serving.channel import Channel
+from executor.serving.control import Control
+from executor.serving.messages import (
+    Abort,
+    Fatal,
+    Group,
+    Out,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Refused,
+    Row,
+    Running,
+    Sampling,
+    State,
+    Stop,
+    Submit,
+    Tick,
+    TokenLogprob,
+    TopToken,
+)
+
+IDLE_S = 2.0  # seconds between two ticks while nothing is to do
+STATE_S = 0.25
+WARM_UP_TOKENS = 64  # of each prompt of the warm-up
+
+
+class Worker:
+    """`channel` is rank 0's connection to the front; the other ranks have None."""
+
+    def __init__(self, runner: ModelRunner, channel: Channel | None):
+        self.runner, self.channel = runner, channel
+        case, engine = runner.case, runner.engine
+        self.case, self.engine = case, engine
+        self.stop_ids = stop_ids(runner.folder, runner.config.eos_token_ids)
+        self.loop = Loop(engine, self.stop_ids, serving=True)
+        self.control = Control(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
+        self.steps = self.preemptions = 0
+        self.prefill_rate = 0.0  # prompt tokens a second
+        self.stopping = False
+        self._reported = 0.0  # time of the last State
+        self._since = (time.perf_counter(), 0)  # time and tokens at the last State
+        self._generated = 0
+
+    def run(self) -> None:
+        """Serves until the front stops the ranks."""
+        self.warm_up()
+        if self.channel:
+            self.channel.send(self.ready())
+        while not self.stopping:
+            tick = self.control.share(self.next_tick(self.channel) if self.channel else None)
+            self.check(tick)
+            self.apply(tick)
+            self.step()
+
+    def next_tick(self, channel: Channel) -> Tick:
+        """Rank 0's tick: the messages that have come from the front, and what it has measured."""
+        events: list[Submit | Abort | Stop] = []
+        for message in channel.receive(0 if not self.loop.idle else IDLE_S):
+            if message is None:
+                events.append(Stop())
+            elif isinstance(message, Ping):
+                channel.send(Pong(message.number, self.steps))
+            elif isinstance(message, Submit | Abort | Stop):
+                events.append(message)
+        self.report()
+        return Tick(
+            self.steps, self.loop.scheduler.digest(), self.mixed_tokens(), self.loop.scheduler.expert_pages, events
+        )
+
+    def check(self, tick: Tick) -> None:
+        """Raises unless this rank's requests are in the state of rank 0's."""
+        own = self.loop.scheduler.digest()
+        if (tick.number, tick.digest) != (self.steps, own):
+            raise RuntimeError(
+                f"rank {self.runner.ranks.rank} differs from rank 0 at step {tick.number}: its step {self.steps} has "
+                f"the digest {own:016x}, rank 0's {tick.digest:016x}"
+            )
+
+    def apply(self, tick: Tick) -> None:
+        """Bookkeeping of what has come since the last step, on every rank alike."""
+        scheduler = self.loop.scheduler
+        scheduler.mixed_tokens, scheduler.expert_pages = tick.mixed_tokens, tick.expert_pages
+        for event in tick.events:
+            if isinstance(event, Submit):
+                try:
+                    self.loop.add(sequence_of(event))
+                except UserError as error:
+                    if self.channel:
+                        self.channel.send(Refused(event.id, str(error)))
+            elif isinstance(event, Abort):
+                self.loop.abort(event.id)
+            else:
+                self.stopping = True
+
+    def step(self) -> None:
+        """One step of the engine, if there is something to do."""
+        start, timings = time.perf_counter(), self.loop.timings
+        before = timings.prefill_tokens
+        events = self.loop.step()
+        self.steps += 1
+        for sequence in self.loop.scheduler.preempted:
+            self.preemptions += 1
+            again = len(sequence.ids)
+            print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
+        tokens = timings.prefill_tokens - before
+        if tokens >= self.case.cache_config.page_size:
+            rate = tokens / (time.perf_counter() - start)
+            self.prefill_rate = rate if not self.prefill_rate else 0.8 * self.prefill_rate + 0.2 * rate
+        self._generated += sum(len(event.tokens) for event in events)
+        rows = [row_of(event) for event in events if event.finish_reason != "abort"]
+        if self.channel and rows:
+            self.channel.send(Out(self.steps, rows))
+
+    def mixed_tokens(self) -> int | None:
+        """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
+        page, most = self.case.cache_config.page_size, self.case.data_config.chunked_prefill_size
+        wanted = int(self.prefill_rate * self.case.serve_config.prefill_pause_ms / 1000) // page * page
+        chunk = max(page, wanted) if self.prefill_rate else self.loop.scheduler.limits.mixed_tokens
+        return chunk if most is None or chunk is None else min(chunk, most)
+
+    def warm_up(self) -> None:
+        """Runs prompts until a step of every number of sequences has run once, so that all graphs are captured, and
+        measures the prefill."""
+        limits = self.loop.scheduler.limits
+        longest = limits.max_sequence_length
+        length = max(1, min(WARM_UP_TOKENS, longest - limits.batch_size - 1))
+        for index in range(limits.batch_size):
+            sampling = SamplingParams(max_tokens=min(2 + index, longest - length), ignore_eos=True)
+            ids = tuple((index * 7919 + i) % self.runner.config.vocab_size for i in range(length))
+            self.loop.add(new_sequence(-1 - index, Request(ids, sampling)))
+        total = sum(s.longest - s.prompt_len for s in self.loop.scheduler.waiting)
+        while not self.loop.idle:
+            self.step()
+            if self.channel:
+                self.channel.send(Progress("warming up", min(self._generated / total, 1.0)))
+        for cache in self.loop.scheduler.caches:
+            cache.trim(0)
+        self._generated = 0
+
+    def ready(self) -> Ready:
+        limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]
+        return Ready(
+            longest=min(limits.max_sequence_length, pool.pages * limits.page_size),
+            batch_size=limits.batch_size,
+            vocabulary=self.runner.config.vocab_size,
+            page_size=limits.page_size,
+            pages=pool.pages,
+            groups=limits.groups,
+            stop_ids=sorted(self.stop_ids),
+            prefill_rate=self.prefill_rate,
+        )
+
+    def report(self) -> None:
+        """Sends the front a snapshot, a few times a second, and forgets the times of the steps before."""
+        now = time.perf_counter()
+        if not self.channel or now - self._reported < STATE_S:
+            return
+        self._reported = now
+        since, generated = self._since
+        self._since = now, self._generated
+        self.loop.timings = type(self.loop.timings)()  # a server must not collect the times of all its steps
+        scheduler = self.loop.scheduler
+        groups = [
+            Group(cache.held, scheduler.committed(g) - cache.held, len(cache.idle))
+            for g, cache in enumerate(scheduler.caches)
+        ]
+        self.channel.send(
+            State(
+                step=self.steps,
+                waiting=len(scheduler.waiting),
+                running=[running_of(s) for s in scheduler.running],
+                groups=groups,
+                preemptions=self.preemptions,
+                prefill_rate=self.prefill_rate,
+                decode_rate=(self._generated - generated) / (now - since),
+            )
+        )
+
+
+def sequence_of(submit: Submit) -> Sequence:
+    """Raises UserError if the request's settings are out of range."""
+    fields = {name: getattr(submit.sampling, name) for name in Sampling.__struct_fields__}
+    if grammar := submit.sampling.grammar:
+        fields["grammar"] = Grammar(grammar.kind, grammar.text)
+    wanted = Request(tuple(submit.ids), SamplingParams(**fields), submit.priority, submit.salt)
+    return new_sequence(submit.id, wanted)
+
+
+def row_of(event: Event) -> Row:
+    return Row(
+        id=event.id,
+        tokens=list(event.tokens),
+        finish=event.finish_reason,
+        found=event.found,
+        logprobs=[logprob_of(found) for found in event.logprobs],
+        prompt_logprobs=[logprob_of(found) for found in event.prompt_logprobs],
+    )
+
+
+def logprob_of(found: request.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(found.logprob, [TopToken(token, value) for token, value in found.top])
+
+
+def running_of(sequence: Sequence) -> Running:
+    return Running(
+        id=sequence.id,
+        prompt=sequence.prompt_len,
+        cached=sequence.cached,
+        generated=len(sequence.generated),
+        longest=sequence.longest,
+        preemptions=sequence.preemptions,
+    )
+
+
+def serve(results: Path, ranks: env.RankEnv, case_name: str, overrides: ListOf[str]) -> None:
+    """The body of one rank: connects, loads, serves."""
+    path = env.serve_socket()
+    if path is None:
+        raise UserError("UMBRA_SERVE_SOCKET is not set: the server's front starts its ranks: bash serve.sh CASE")
+    faulthandler.register(signal.SIGUSR1, file=open(results / f"stacks{ranks.rank}.txt", "w"), all_threads=True)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the front ends the ranks
+    channel = Channel(path) if ranks.rank == 0 else None
+    try:
+        if channel:
+            channel.send(Progress("loading weights", 0.0))
+        runner = make_runner(load_case(case_name, list(overrides)), results, ranks)
+        runner.setup()
+        Worker(runner, channel).run()
+    except Exception as error:
+        if channel:
+            channel.send(Fatal(str(error) or type(error).__name__))
+        raise
+    finally:
+        if channel:
+            channel.close()
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Runs one rank of a server; the front starts all of them.")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
+    parser.add_argument("--results", type=Path, help="folder of this run")
+    args = parser.parse_args(argv)
+    name = env.case_name()
+    if not name:
+        raise UserError("CASE_NAME is not set: the server's front starts its ranks: bash serve.sh CASE")
+    case = load_case(name, args.set)
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    run_rank(case, args.results, lambda results, ranks: serve(results, ranks, name, args.set))
+
+
+if __name__ == "__main__":
+    run_main(main)
