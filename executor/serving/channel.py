@@ -1,10 +1,12 @@
 """Messages over a Unix socket: each is a length of four bytes and that many bytes of msgpack. A closed socket is the
 notice that the other side has ended."""
 
+import os
 import queue
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from executor.serving.messages import Message, ToEngine
 
 HEADER = struct.Struct("<I")
 LARGEST = 64 << 20  # bytes of a message
+ORPHAN_S = 30.0  # a rank whose front has ended ends itself after this many seconds
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -78,6 +81,8 @@ class Channel:
         except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
             print(f"the front's messages cannot be read: {error}")
         self._inbox.put(None)
+        time.sleep(ORPHAN_S)  # the engine's thread reads None and leaves; unless it hangs
+        os._exit(1)
 
     def _write(self) -> None:
         try:
