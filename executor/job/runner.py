@@ -24,8 +24,9 @@ from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.settings import platform_settings
 from executor.engine.timings import Timings
+from executor.job.answers import completion
 from executor.job.prompts import encode_prompts
-from executor.job.report import Completion, make_report
+from executor.job.report import make_report
 from executor.job.shadow_report import write_offload
 from executor.parallel.groups import Parallel
 from executor.planning.host_memory import check_host_memory
@@ -111,7 +112,7 @@ class ModelRunner:
 
     def run(self) -> dict[str, Any]:
         """Set up, generate every prompt of the case, and report."""
-        tokenizer = open_tokenizer(self.folder, self.config.vocab_size, bool(self.case.data_config.prompts))
+        tokenizer = open_tokenizer(self.folder, bool(self.case.data_config.prompts), self.config.vocab_size)
         if self.case.data_config.prompts and tokenizer:
             prompts = list(zip(self.case.data_config.prompts, encode_prompts(self.case, tokenizer), strict=True))
         else:
@@ -125,7 +126,7 @@ class ModelRunner:
             self.planned.begin(offload, self.loop.timings.pure_decode_steps)
         sequences = self.model_generate(prompts)
         completions = [
-            Completion(text, tokenizer.decode(s.generated) if tokenizer else "", s.generated, s.finish_reason)
+            completion(self.case, tokenizer, text, s.ids[: s.prompt_len], s.generated, s.finish_reason)
             for (text, _), s in zip(prompts, sequences, strict=True)
         ]
         world, device = engine.parallel.world, engine.platform.device
