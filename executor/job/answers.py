@@ -7,7 +7,7 @@ from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.job.report import Completion
 from executor.text.formats import choose_format
-from executor.text.parser import Parser
+from executor.text.parser import Answer, Parser
 
 
 def answer_parser(
