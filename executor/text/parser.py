@@ -73,6 +73,7 @@ class Answer:
 class State(Enum):
     REASONING = auto()
     CONTENT = auto()
+    OPEN = auto()  # after the mark of a block, of which only white space and a call make a block
     BLOCK = auto()  # between the calls of a block; text here is dropped
     NAME = auto()  # after the mark of a call or a parameter, up to `>`
     CALL = auto()  # between the parameters of a call; text here is dropped
@@ -99,15 +100,16 @@ class Marks:
 @lru_cache
 def _marks(format: Format, tools: bool, split: bool) -> dict[State, Marks]:
     blocks = (format.block,) if tools else ()
-    calls = tuple(filter(None, (*blocks, format.block_end, format.call))) if tools else ()
+    calls = (*blocks, format.block_end, format.call) if tools and format.call else blocks
     return {
         State.REASONING: Marks((THINK, THINK_END, *blocks)),
         State.CONTENT: Marks((*((THINK_END,) if split else ()), *calls)),
+        State.OPEN: Marks((format.block, format.block_end, format.call or "{")),
         State.BLOCK: Marks((format.call, format.block_end)),
         State.NAME: Marks((">", "<", "\n")),
         State.CALL: Marks((format.parameter, format.call_end, format.call, format.block_end)),
         State.VALUE: Marks((format.parameter_end, format.parameter, format.call_end, format.block_end)),
-        State.JSON: Marks((format.block_end, format.block, '"')),
+        State.JSON: Marks((format.block_end, format.block, THINK_END, '"')),
         State.STRING: Marks(("\\\\", '\\"', '"', "\n")),  # JSON has no line break in a string, so one ends a broken one
     }
 
@@ -155,8 +157,9 @@ class Parser:
     def finish(self) -> list[Part]:
         """What is left when the output has ended. What was held back was no mark; an open call ends with the
         parameters that it has."""
-        text, self._buffer, self._at = self._buffer[self._at :], "", 0
-        self._step(text, "")
+        while self._at < len(self._buffer):
+            text, self._at = self._buffer[self._at :], len(self._buffer)
+            self._step(text, "")
         if self._state in (State.JSON, State.STRING):
             self._end_json("")
         self._end_call()
@@ -173,14 +176,14 @@ class Parser:
         return parts
 
     def _advance(self) -> bool:
-        """Pass on the text up to the next mark of this state, or all that is certain; True if there was a mark."""
-        fresh = self._fresh and self._state is State.CONTENT
-        marks = self._first if fresh else self._marks[self._state]
+        """Pass on the text up to the next mark of this state, or all that is certain; False if more text is needed."""
+        state, fresh = self._state, self._fresh
+        marks = self._first if fresh and state is State.CONTENT else self._marks[state]
         found = marks.pattern.search(self._buffer, self._at)
         end = found.start() if found else marks.tail(self._buffer, self._at)
         text, self._at = self._buffer[self._at : end], found.end() if found else end
         self._step(text, found[0] if found else "")
-        return found is not None
+        return found is not None or (state, fresh) != (self._state, self._fresh)
 
     def _step(self, text: str, mark: str) -> None:
         """Take the text of the current state up to `mark`, which ends it; an empty mark is none."""
@@ -193,12 +196,26 @@ class Parser:
                 self._open_block(state)
         elif state is State.CONTENT:
             self._say(state, text)
-            if mark == THINK:
+            if mark == THINK and self._fresh:
                 self._turn(State.REASONING)
-            elif mark and mark == format.block:
+            elif mark == THINK:  # after content it is text
+                self._say(state, mark)
+            elif mark == format.block:
                 self._open_block(state)
             elif mark and mark == format.call:
                 self._open_name(mark, state)
+        elif state is State.OPEN:
+            if text.strip() or mark == format.block:  # it was no block but text, and so is what follows
+                self._state = self._outer
+                self._say(self._outer, format.block + self._text.getvalue())
+                self._at -= len(text) + len(mark)
+            elif mark == format.block_end:
+                self._turn(State.CONTENT)
+            elif mark and mark == format.call:
+                self._open_name(mark, State.BLOCK)
+            else:
+                self._write(text + mark)
+                self._state = State.JSON if mark else state
         elif state is State.BLOCK:
             if mark == format.call:
                 self._open_name(mark, state)
@@ -250,10 +267,7 @@ class Parser:
         self._state, self._newlines, self._trim, self._fresh = state, 0, True, False
 
     def _open_block(self, outer: State) -> None:
-        if self._format.call:
-            self._turn(State.BLOCK)
-        else:
-            self._state, self._outer, self._text = State.JSON, outer, StringIO()
+        self._state, self._outer, self._text = State.OPEN, outer, StringIO()
 
     def _open_name(self, mark: str, outer: State) -> None:
         self._state, self._outer, self._opener, self._name = State.NAME, outer, mark, ""
@@ -278,7 +292,7 @@ class Parser:
             self._state = outer
             if outer is State.CONTENT:  # no call, so it is text
                 self._say(outer, opener + self._name)
-        self._at -= len(mark)  # it counts in the state before
+        self._at -= len(mark)  # it counts in the state after
 
     def _between_parameters(self, mark: str) -> None:
         """What a mark within a call does; any but those of parameters ends the call."""
@@ -312,7 +326,7 @@ class Parser:
             self._text.write(text)
 
     def _end_json(self, mark: str) -> None:
-        """The call is complete, or `mark` or the end of the output makes it none: then it was text."""
+        """`mark` or the end of the output ends a call as JSON. One that is none was text."""
         format, text = self._format, self._text.getvalue()
         call = read_call(text) if len(text) <= LONGEST_VALUE else ("", "")
         if call:
@@ -322,5 +336,5 @@ class Parser:
         else:
             self._state = self._outer
             self._say(self._outer, format.block + text + (mark if mark == format.block_end else ""))
-        if mark == format.block:
-            self._open_block(self._state)
+        if mark != format.block_end:
+            self._at -= len(mark)  # it counts in the state after

@@ -13,7 +13,7 @@ from executor.text.formats import FORMATS, THINK, THINK_END
 MINIMAX = """
 {%- set turns = messages[1:] if messages[0].role == 'system' else messages %}
 {%- set ns = namespace(last_user=-1, called=false) %}
-{%- for message in turns if message.role == 'user' %}{% set ns.last_user = turns.index(message) %}{% endfor %}
+{%- for message in turns %}{% if message.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}{% endfor %}
 {{- ']~!b[]~b]system\\n' }}
 {{- messages[0].content if messages[0].role == 'system' else 'A model answers.' }}
 {%- if tools %}

@@ -69,6 +69,15 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
     "optional, not there": (QWEN3, {}, "\n\nb\n", answer("", "\n\nb\n")),
     "optional, empty": (QWEN3, {}, "<think>\n\n</think>\n\nb", answer("", "b")),
     "optional, forced": (QWEN3, {"reasoning": True}, "a\n</think>\n\nb", answer("a", "b")),
+    "block mark in reasoning": (
+        M2, {"reasoning": True}, "a\n<minimax:tool_call>\nb</think>\n\nc", answer("a\n<minimax:tool_call>\nb", "c"),
+    ),
+    "block mark in content": (
+        M2, {}, "the `<minimax:tool_call>` of\n<minimax:tool_call> </mini" + m2(invoke("g")),
+        answer("", "the `<minimax:tool_call>` of\n<minimax:tool_call> </mini", ("g", {})),
+    ),
+    "block mark at the end": (M2, {"reasoning": True}, "a\n<minimax:tool_call>\n", answer("a")),
+    "block without a call": (CODER, {}, "a\n<tool_call>\n</tool_call>\nb", answer("", "ab")),
     "inline": (
         M2, {"reasoning": True, "split": False}, "a\n</think>\n\nb" + m2(invoke("g")),
         answer("", "<think>a\n</think>\n\nb", ("g", {})),
@@ -123,7 +132,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
                               "other": "1"})),
     ),
     "types, alternatives": (
-        M2, {}, m2(invoke("f", choice="1", any="1"), invoke("f", choice="null", any="false"), invoke("f", choice="1e9")),
+        M2, {},
+        m2(invoke("f", choice="1", any="1"), invoke("f", choice="null", any="false"), invoke("f", choice="1e9")),
         answer("", "", ("f", {"choice": 1, "any": 1}), ("f", {"choice": None, "any": False}), ("f", {"choice": "1e9"})),
     ),
     "hostile values": (
@@ -132,13 +142,15 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
     ),
     # Calls of Qwen3-Coder
     "coder": (
-        CODER, {}, "x" + qwen("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\nb\n</parameter>\n</function>"),
+        CODER, {},
+        "x" + qwen("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\nb\n</parameter>\n</function>"),
         answer("", "x", ("f", {"i": 1, "s": "a\nb"})),
     ),
     "coder, bare": (CODER, {}, "<function=f></function>\n</tool_call>", answer("", "", ("f", {}))),
     # Calls of Qwen3
     "json": (
-        QWEN3, {}, "x" + qwen('{"name": "f", "arguments": {"a": 1.0, "s": "é\\n</tool_call>\\\\\\""}}') + qwen('{"name": "g"}'),
+        QWEN3, {},
+        "x" + qwen('{"name": "f", "arguments": {"a": 1.0, "s": "é\\n</tool_call>\\\\\\""}}') + qwen('{"name": "g"}'),
         answer("", "x", ("f", {"a": 1.0, "s": 'é\n</tool_call>\\"'}), ("g", {})),
     ),
     "json in reasoning": (
@@ -162,6 +174,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
                            answer("", "<tool_call>", ("g", {}))),
     "json, cut off": (QWEN3, {}, 'x\n<tool_call>{"name": "f", "ar', answer("", 'x\n<tool_call>{"name": "f", "ar')),
     "json, not an object": (QWEN3, {}, qwen("[1]"), answer("", qwen("[1]"))),
+    "json, closed reasoning": (
+        QWEN3, {"reasoning": True}, 'a <tool_call>{"a": 1</think>\n\nc', answer('a <tool_call>{"a": 1', "c"),
+    ),
     "json, arguments no object": (QWEN3, {}, qwen('{"name": "g", "arguments": 1}'),
                                   answer("", qwen('{"name": "g", "arguments": 1}'))),
     "json, not finite": (QWEN3, {}, qwen('{"name": "g", "arguments": {"a": NaN}}'),
@@ -262,6 +277,7 @@ def test_what_is_certain_is_not_held_back() -> None:
     for piece, expected in told:
         assert parser.push(piece) == expected, piece
     assert parser.finish() == []
+    assert merged(new(M2).push("a <thi")) == [Part("content", "a <thi")]  # no reasoning can begin behind content
     assert new(M2, tools=[]).push("a\n\n") == [Part("content", "a\n\n")]  # no mark can follow that makes them layout
 
 
@@ -275,16 +291,15 @@ class Counting(Parser):
         self.held = max(self.held, len(self._buffer) - self._at, len(self._name))
         return parts
 
-    def _advance(self) -> bool:
-        before = self._at
-        found = super()._advance()
-        self.looked += (self._at if found else len(self._buffer)) - before
+    def _step(self, text: str, mark: str) -> None:
+        self.looked += len(text) + (len(mark) or len(self._buffer) - self._at)
         self.steps += 1
-        return found
+        super()._step(text, mark)
 
 
 HOSTILE = [
-    "<think", "<think>", "</think>", "<", "\n", '"', "\\", "<tool_call>", "<tool_call>{", '<tool_call>"\n', "</tool_call>",
+    "<think", "<think>", "</think>", "<", "\n", '"', "\\", "<tool_call>", "<tool_call>{", '<tool_call>{"\n',
+    "<tool_call>x", "</tool_call>",
     "<minimax:tool_call>", "<invoke name=", '<invoke name="g">', A, "<parameter name=", '<parameter name="s">',
     "<function=g>", "<parameter=s>", "[", '{"a":', "<minimax:tool_call" + "é",
 ]  # fmt: skip
@@ -292,18 +307,19 @@ STARTS = ["", "<minimax:tool_call>" + A + '<parameter name="o">', '<tool_call>{"
           '<tool_call>{"name": "g", "arguments": ', "<tool_call><function=f><parameter=a>"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [M2, QWEN3, CODER])
 @pytest.mark.parametrize("bit", HOSTILE)
 def test_hostile_outputs_take_linear_work_and_bounded_memory(format: str, bit: str) -> None:
     for start in STARTS:
-        for size, letters in ((1_000_000 // len(STARTS), False), (6_000, True)):
+        for size, letters in ((50_000 if start else 1_000_000, False), (2_000, True)):
             text = start + bit * (size // len(bit))
             parser = Counting(FORMATS[format], TOOLS)
             parts = [p for piece in text for p in parser.push(piece)] if letters else parser.push(text)
             parts += parser.finish()
             assert parser.held <= parser_module.LONGEST_NAME + 20
-            assert parser.looked <= 3 * len(text) + 20 * parser.steps * letters
-            assert parser.steps <= len(text) * (1 + letters) + 2
+            assert parser.looked <= 3 * len(text) + 20 * len(text) * letters
+            assert parser.steps <= 2 * len(text) + 2
             assert sum(len(part.text) for part in parts) <= 3 * len(text) + 20
 
 
