@@ -40,21 +40,27 @@ def _read() -> str | None:
 
 def _answer(session: Session, history: list[Message]) -> Message:
     """Print the answer piece by piece while it is generated, its reasoning dimmed, and return it as a message."""
-    parts: list[Part] = []
+    shown: list[Part] = []
     with _interrupts() as interrupted:
-        stream = session.parts(history)
-        for part in stream:
-            if parts and parts[-1].kind != part.kind:
-                print("\n")
-            dimmed = part.kind == "reasoning" and sys.stdout.isatty()
-            print(f"\033[2m{part.text}\033[0m" if dimmed else part.text, end="", flush=True)
-            parts.append(part)
+        parser, stream = session.parser(history), session.stream(history)
+        for piece in stream:
+            _show(parser.push(piece), shown)
             if interrupted:
                 stream.close()
-                print(" [stopped]", end="")
                 break
-    print("\n")
-    return Answer.of(parts).message()
+        _show(parser.finish(), shown)
+    print(" [stopped]\n" if interrupted else "\n")
+    return Answer.of(shown).message()
+
+
+def _show(parts: list[Part], shown: list[Part]) -> None:
+    """Print `parts` and append them to `shown`, those before them."""
+    for part in parts:
+        if shown and shown[-1].kind != part.kind:
+            print("\n")
+        dimmed = part.kind == "reasoning" and sys.stdout.isatty()
+        print(f"\033[2m{part.text}\033[0m" if dimmed else part.text, end="", flush=True)
+        shown.append(part)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from executor.engine.request import SamplingParams
-from executor.job.report import Completion
+from executor.job.answers import Reply
 from executor.job.session import Prompt, Session
 from executor.text.parser import Part
 
@@ -26,8 +26,8 @@ class LLM:
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
-        """Returns one completion for each prompt, in their order. At most `batch_size` prompts of the case run
+    ) -> list[Reply]:
+        """Returns one reply for each prompt, in their order. At most `batch_size` prompts of the case run
         together.
 
         A prompt is a text, token ids, a chat as messages {"role": ..., "content": ...}, or a `Chat`, which may have

@@ -10,7 +10,6 @@ import torch
 
 from executor.config.case import Case
 from executor.engine.timings import Timings
-from executor.text.parser import Answer
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,6 @@ class Completion:
     text: str  # as it was generated, marks of reasoning and tool calls included
     tokens: list[int]
     finish_reason: str
-    answer: Answer  # what `text` says, by the marks of the model's format
 
 
 def make_report(

@@ -24,9 +24,8 @@ from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.settings import platform_settings
 from executor.engine.timings import Timings
-from executor.job.answers import completion
 from executor.job.prompts import encode_prompts
-from executor.job.report import make_report
+from executor.job.report import Completion, make_report
 from executor.job.shadow_report import write_offload
 from executor.parallel.groups import Parallel
 from executor.planning.host_memory import check_host_memory
@@ -126,7 +125,7 @@ class ModelRunner:
             self.planned.begin(offload, self.loop.timings.pure_decode_steps)
         sequences = self.model_generate(prompts)
         completions = [
-            completion(self.case, tokenizer, text, s.ids[: s.prompt_len], s.generated, s.finish_reason)
+            Completion(text, tokenizer.decode(s.generated) if tokenizer else "", s.generated, s.finish_reason)
             for (text, _), s in zip(prompts, sequences, strict=True)
         ]
         world, device = engine.parallel.world, engine.platform.device

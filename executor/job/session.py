@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from errors import UserError
 from executor.checkpoint.tokenizer import Tokenizer
@@ -13,10 +13,9 @@ from executor.config.case import Case
 from executor.config.env import rank_env
 from executor.config.load import load_case, model_folder
 from executor.engine.request import Event, Request, SamplingParams
-from executor.job.answers import answer_parser, completion
+from executor.job.answers import Reply, answer_parser
 from executor.job.defaults import case_of_checkpoint
 from executor.job.preflight import check_ready
-from executor.job.report import Completion
 from executor.job.runner import make_runner
 from executor.text.chat import Chat, Message
 from executor.text.parser import Parser, Part
@@ -54,8 +53,8 @@ class Session:
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
-        """Returns one completion for each prompt, in their order. If any prompt cannot run, none is run."""
+    ) -> list[Reply]:
+        """Returns one reply for each prompt, in their order. If any prompt cannot run, none is run."""
         if isinstance(prompts, str):
             raise UserError(f"prompts: {prompts!r:.40} is one text: give a list of prompts")
         if sampling is None:
@@ -73,17 +72,18 @@ class Session:
             for id in ids:
                 self._end(id)
             raise
-        completions = []
+        replies = []
         try:
             for prompt, tokens, id in zip(prompts, encoded, ids, strict=True):
                 events = list(self._follow(id))
                 new = [token for event in events for token in event.tokens]
-                shown, reason = prompt if isinstance(prompt, str) else "", events[-1].finish_reason
-                completions.append(completion(self.case, self.tokenizer, shown, tokens, new, reason, _tools(prompt)))
+                text, shown = self.tokenizer.decode(new), prompt if isinstance(prompt, str) else ""
+                answer = self._parser(tokens, prompt).whole(text)
+                replies.append(Reply(shown, text, new, events[-1].finish_reason, answer))
         finally:
             for id in ids:
                 self._end(id)
-        return completions
+        return replies
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
         """Yields the text piece by piece, as it is generated; closing the iterator aborts the request."""
@@ -92,8 +92,12 @@ class Session:
     def parts(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Part, None, None]:
         """Yields reasoning, content and tool calls as they become certain; closing the iterator aborts the request."""
         ids = self.encode(prompt)
-        parser = answer_parser(self.case, self.tokenizer, ids, _tools(prompt))
-        return _read(self._pieces(self._submit(ids, sampling or self.default_sampling())), parser)
+        pieces = self._pieces(self._submit(ids, sampling or self.default_sampling()))
+        return _read(pieces, self._parser(ids, prompt))
+
+    def parser(self, prompt: Prompt) -> Parser:
+        """The parser of the answer to `prompt`."""
+        return self._parser(self.encode(prompt), prompt)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text or a chat; token ids are returned as they are."""
@@ -117,6 +121,9 @@ class Session:
             print("(the oldest turn is forgotten: the conversation is longer than input_max_len)")
             messages = messages[2:]
         return messages
+
+    def _parser(self, ids: list[int], prompt: Prompt) -> Parser:
+        return answer_parser(self.case, self.tokenizer, ids, prompt.tools if isinstance(prompt, Chat) else ())
 
     def _submit(self, ids: list[int], sampling: SamplingParams) -> int:
         room = self.case.max_sequence_length - len(ids)
@@ -154,10 +161,6 @@ class Session:
         """Abort the request if it still runs, and drop its events."""
         self.loop.abort(id)
         self._events.pop(id, None)
-
-
-def _tools(prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-    return prompt.tools if isinstance(prompt, Chat) else ()
 
 
 def _read(pieces: Generator[str, None, None], parser: Parser) -> Generator[Part, None, None]:

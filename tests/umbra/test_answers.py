@@ -1,5 +1,6 @@
 """What `import umbra` and the chat make of a model's answer, with a model whose words are given."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,26 @@ def test_a_request_ends_when_its_parts_are_closed(tmp_path: Path) -> None:
     assert len(llm.session.loop.scheduler.running) == 1
     parts.close()
     assert not llm.session.loop.scheduler.running
+
+
+def test_ctrl_c_stops_a_chat_also_while_nothing_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = open_llm(tmp_path, "minimax_m2").session
+    let_say(session, "look\n\n\n\n", monkeypatch)
+    pieces, stream = [], session.stream
+
+    def interrupted(prompt: Prompt) -> Iterator[str]:
+        for piece in stream(prompt):
+            pieces.append(piece)
+            if piece == "\n":  # which is held back: it may be layout
+                signal.raise_signal(signal.SIGINT)
+            yield piece
+
+    monkeypatch.setattr(session, "stream", interrupted)
+    assert chat_module._answer(session, [USER]) == {"role": "assistant", "content": "", "reasoning_content": "look\n"}
+    assert pieces == [*"look\n"]
+    assert capsys.readouterr().out.endswith("look\n [stopped]\n\n")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
