@@ -59,7 +59,7 @@ def unwrapped(text: str) -> str:
 def read_json_text(text: str) -> Any:
     """The JSON value in `text`; None if it is none, is nested too deeply, or has a number that is not finite."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(text)  # also reads NaN
     except (ValueError, RecursionError):
         return None
     level = [value]
@@ -94,10 +94,6 @@ def to_json(value: Any) -> str:
     except UnicodeEncodeError:
         return json.dumps(value)
     return text
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _types(schema: object) -> frozenset[str]:
