@@ -24,7 +24,8 @@ class ModelConfig(Protocol):
         """Tokens of the longest sequence that the position embedding is made for."""
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Used if generation_config.json has none; empty: the tokenizer's are used then."""
 
     @property
     def expert_count(self) -> int:
