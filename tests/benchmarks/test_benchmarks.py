@@ -82,7 +82,7 @@ def test_gguf_file_has_every_weight(family: str, tmp_path: Path, format: str, re
 
 def test_gguf_of_minimax_m2_is_in_the_checkpoints_order(tmp_path: Path) -> None:
     """The engine keeps query and key heads in another order; llama.cpp rotates the first columns of a head."""
-    oracle = save_tiny_m2(tmp_path / "model").state_dict()
+    oracle = save_tiny_m2(tmp_path / "model", rotary_dim=8).state_dict()  # with 16 of 32 the order is its own inverse
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2"), tmp_path)
     written = {e.name: torch.cat(list(e.read())) for e in entries(runner.engine.model, runner.config, "float32")}
     theirs = {
