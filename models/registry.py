@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
-from models.hf_config import read_hf_config
+from models.hf_config import read_hf_config, short
 
 if TYPE_CHECKING:
     from models.build import Build
@@ -21,13 +21,13 @@ class Family:
 
     config: str  # place of a models.config.ModelConfig
     model: str  # place of a models.causal_lm.CausalLM; its name is also that in a config.json's `architectures`
-    old_type: str | None = None  # `model_type` in early checkpoints, if `architectures` names the model
+    old_types: tuple[str, ...] = ()  # `model_type` in early checkpoints, if `architectures` names the model
 
 
 FAMILIES = {
     "qwen3_moe": Family("models.qwen3_moe.config:Qwen3MoeConfig", "models.qwen3_moe.model:Qwen3MoeForCausalLM"),
     "minimax_m2": Family(
-        "models.minimax_m2.config:MiniMaxM2Config", "models.minimax_m2.model:MiniMaxM2ForCausalLM", old_type="minimax"
+        "models.minimax_m2.config:MiniMaxM2Config", "models.minimax_m2.model:MiniMaxM2ForCausalLM", ("minimax",)
     ),
 }
 # Models that are easily taken for one of a family above, by their `model_type`.
@@ -41,7 +41,7 @@ def family_of(config: Mapping[str, Any]) -> str | None:
     """The family that the contents of a config.json belong to; None: it is not supported."""
     kind, architectures = config.get("model_type"), config.get("architectures")
     for name, family in FAMILIES.items():
-        if kind == name or (kind == family.old_type and architectures == [family.model.partition(":")[2]]):
+        if kind == name or (kind in family.old_types and architectures == [family.model.partition(":")[2]]):
             return name
     return None
 
@@ -51,7 +51,7 @@ def refusal(config: Mapping[str, Any]) -> str:
     kind = config.get("model_type")
     other = OTHERS.get(kind) if isinstance(kind, str) else None
     note = f" ({other}, another architecture)" if other else ""
-    return f"model_type: {kind!r:.80}{note} is not supported, only {', '.join(FAMILIES)}"
+    return f"model_type: {short(kind)}{note} is not supported, only {', '.join(FAMILIES)}"
 
 
 def read_config(folder: Path, model_type: str) -> ModelConfig:
