@@ -5,6 +5,8 @@ from typing import Any, ClassVar, Protocol
 
 from errors import UserError
 
+LARGEST_DEPTH = 4096  # bounds what an untrusted config can allocate: layers are built before weights are read
+
 
 class ModelConfig(Protocol):
     """A frozen dataclass that `from_folder` reads from a checkpoint's config.json."""

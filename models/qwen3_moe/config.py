@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import check_even_split, check_kv_split
+from models.config import LARGEST_DEPTH, check_even_split, check_kv_split
 from models.hf_config import read_hf_config
 from models.rope import RopeConfig, read_rope
-
-LARGEST_DEPTH = 4096  # bounds what an untrusted config can allocate: layers are built before weights are read
 
 
 @dataclass(frozen=True)
