@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from errors import UserError
 from models.config import ModelConfig
-from models.hf_config import read_hf_config, short
+from models.hf_config import read_hf_config, read_json, short
 
 if TYPE_CHECKING:
     from models.build import Build
@@ -46,22 +47,30 @@ def family_of(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def refusal(config: Mapping[str, Any]) -> str:
-    """Why the contents of a config.json belong to no family, for an error line."""
-    kind = config.get("model_type")
-    other = OTHERS.get(kind) if isinstance(kind, str) else None
-    note = f" ({other}, another architecture)" if other else ""
-    return f"model_type: {short(kind)}{note} is not supported, only {', '.join(FAMILIES)}"
+def family_in(folder: Path) -> str:
+    """The family of the checkpoint in `folder`; raises UserError if that is not supported."""
+    config = read_json(folder / "config.json")
+    if (family := family_of(config)) is None:
+        raise UserError(f"{folder / 'config.json'}: {_refusal(config)}")
+    return family
 
 
 def read_config(folder: Path, model_type: str) -> ModelConfig:
     """The config of the checkpoint in `folder`, which must belong to the family `model_type`."""
     hf = read_hf_config(folder)
     if (family := family_of(hf.data)) != model_type:
-        note = "" if family else f": {refusal(hf.data)}"
+        note = "" if family else f": {_refusal(hf.data)}"
         raise hf.error("model_type", f"does not match the case's model_name: {model_type!r}{note}")
     config: type[ModelConfig] = load(FAMILIES[model_type].config)
     return config.from_folder(folder)
+
+
+def _refusal(config: Mapping[str, Any]) -> str:
+    """Why the contents of a config.json belong to no family, for an error line."""
+    kind = config.get("model_type")
+    other = OTHERS.get(kind) if isinstance(kind, str) else None
+    note = f" ({other}, another architecture)" if other else ""
+    return f"model_type: {short(kind)}{note} is not supported, only {', '.join(FAMILIES)}"
 
 
 def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":
