@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import MiniMaxM2ForCausalLM
 
 from errors import UserError
+from executor.engine.forced import ForcedRun
+from executor.engine.sequence import Sequence
 from executor.job.logits import collect_logits
 from tests.tiny import OFFICIAL_M2, TINY_M2, make_runner, oracle_logits, save_tiny_m2, tiny_case
 
@@ -35,8 +37,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "graph": {"exe_mode": "graph"},
-    "prefill_in_chunks": {"data_config": {"chunked_prefill_size": 5}},
-    "chunks_and_graph": {"exe_mode": "graph", "data_config": {"chunked_prefill_size": 5}},
     "pages_of_1": {"cache_config": {"page_size": 1}},
 }
 
@@ -86,6 +86,14 @@ def formulas(folder: Path, ids: list[int], rotary_dim: int) -> np.ndarray:
     return (norm(x, "model.norm") @ w["lm_head.weight"].T).float().numpy()
 
 
+class CountedRun(ForcedRun):
+    steps = 0
+
+    def _run(self, running: list[Sequence], decode: bool, all_logits: bool) -> dict[int, Tensor]:
+        self.steps += 1
+        return super()._run(running, decode, all_logits)
+
+
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> MiniMaxM2ForCausalLM:
     """Changes the tensors of the checkpoint in place; the oracle that then reads it."""
     tensors = load_file(folder / "model.safetensors")
@@ -126,6 +134,21 @@ def test_logits_equal_transformers(tmp_path: Path, config: str) -> None:
 def test_every_way_to_run_equals_transformers(tmp_path: Path, run: str) -> None:
     oracle = save_tiny_m2(tmp_path / "model")
     assert_equal(logits_of(tmp_path / "model", **RUNS[run]), oracle)
+
+
+@pytest.mark.parametrize("exe_mode", ["eager", "graph"])
+def test_prefill_in_chunks(tmp_path: Path, exe_mode: str) -> None:
+    oracle = save_tiny_m2(tmp_path / "model")
+    sections = {"exe_mode": exe_mode, "data_config": {"chunked_prefill_size": 5}}
+    case = tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2", **sections)
+    forced = CountedRun(make_runner(case, tmp_path).engine)
+    last = forced.add(PROMPTS, 2)
+    assert forced.steps == -(-sum(map(len, PROMPTS)) // 5)
+    tokens = [int(logits.argmax()) for logits in last]
+    forced.extend(tokens)
+    for prompt, token, *ours in zip(PROMPTS, tokens, last, forced.decode(), strict=True):
+        expected = oracle_logits(oracle, [*prompt, token])[-2:]
+        np.testing.assert_allclose(torch.cat(ours).numpy(), expected.numpy(), atol=1e-4)
 
 
 @pytest.mark.parametrize("config", ["tiny", "a_quarter_rotates", "16_heads_on_2"])

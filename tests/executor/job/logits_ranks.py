@@ -17,6 +17,7 @@ from torch import distributed
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
+from executor.engine.forced import ForcedRun
 from executor.job.logits import collect_logits, sized_for
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
@@ -42,6 +43,11 @@ def main() -> None:
                 runner = make_runner(case, results, ranks)
                 runner.setup()
                 arrays = collect_logits(runner, ids, args.steps)
+                if case.data_config.chunked_prefill_size:  # `collect_logits` prefills in one step
+                    forced = ForcedRun(runner.engine)
+                    for i, logits in enumerate(forced.add(ids, 1)):
+                        arrays[f"prefill_{i}"][-1:] = logits
+                    forced.close()
             if ranks.rank == 0:
                 np.savez(args.jobs.with_name(f"{name}.npz"), **arrays)
 
