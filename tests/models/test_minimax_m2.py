@@ -200,6 +200,16 @@ def test_half_precision_rounds_matrices_alone(tmp_path: Path, dtype: str) -> Non
     assert_equal(arrays, edit_tensors(tmp_path / "model", rounded))
 
 
+@pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.1), ("float16", 0.002)])
+def test_half_precision_stays_close(tmp_path: Path, dtype: str, allowed: float) -> None:
+    """The errors' root mean square beside that of the logits: a token may get other experts."""
+    oracle = save_tiny_m2(tmp_path / "model")
+    arrays = logits_of(tmp_path / "model", model_config={"dtype": dtype})
+    for i, prompt in enumerate(PROMPTS):
+        expected = oracle_logits(oracle, prompt).numpy()
+        assert (arrays[f"prefill_{i}"] - expected).std() < allowed * expected.std()
+
+
 def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
     """The config of every release tells of three, of which no release has weights; other names are refused."""
     oracle = save_tiny_m2(tmp_path / "model")
