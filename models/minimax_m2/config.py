@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError
-from models.config import LARGEST_DEPTH, check_even_split, check_kv_split
+from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split
 from models.hf_config import HfConfig, read_hf_config
 from models.rope import RopeConfig, read_rope
 
@@ -70,6 +70,7 @@ class MiniMaxM2Config:
         )
         if config.num_attention_heads % config.num_key_value_heads:
             raise hf.error("num_key_value_heads", f"does not divide num_attention_heads: {config.num_attention_heads}")
+        check_experts(hf, "num_local_experts", config.num_local_experts, layers)
         if config.num_experts_per_tok > config.num_local_experts:
             raise hf.error("num_experts_per_tok", f"is more than num_local_experts: {config.num_local_experts}")
         return config

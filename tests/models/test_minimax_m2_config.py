@@ -128,6 +128,7 @@ def test_a_share_that_was_rounded_agrees(tmp_path: Path) -> None:
         ({"num_experts_per_tok": 257}, "num_experts_per_tok: 257 is more than num_local_experts: 256"),
         ({"num_local_experts": 0}, "num_local_experts: 0 must be an integer from 1 to 65536"),
         ({"num_local_experts": 65537}, "num_local_experts: 65537 must be an integer from 1 to 65536"),
+        ({"num_local_experts": 65536}, "num_local_experts: 65536 in each of 62 layers is more than 524288 together"),
         ({"num_hidden_layers": 4097}, "num_hidden_layers: 4097 must be an integer from 1 to 4096"),
         ({"num_mtp_modules": 4097}, "num_mtp_modules: 4097 must be an integer from 0 to 4096"),
         ({"hidden_size": 1 << 40}, "hidden_size: 1099511627776 must be an integer from 1 to"),
