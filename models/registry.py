@@ -3,7 +3,7 @@ reading a config needs no torch."""
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,17 @@ class Family:
     config: str  # place of a models.config.ModelConfig
     model: str  # place of a models.causal_lm.CausalLM; its name is also that in a config.json's `architectures`
     old_types: tuple[str, ...] = ()  # `model_type` in early checkpoints, if `architectures` names the model
+    # Parts of tensors' names that some tools write, each with the name of the model's module.
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 FAMILIES = {
     "qwen3_moe": Family("models.qwen3_moe.config:Qwen3MoeConfig", "models.qwen3_moe.model:Qwen3MoeForCausalLM"),
     "minimax_m2": Family(
-        "models.minimax_m2.config:MiniMaxM2Config", "models.minimax_m2.model:MiniMaxM2ForCausalLM", ("minimax",)
+        "models.minimax_m2.config:MiniMaxM2Config",
+        "models.minimax_m2.model:MiniMaxM2ForCausalLM",
+        ("minimax",),
+        aliases={"mlp": "block_sparse_moe"},
     ),
 }
 # Models that are easily taken for one of a family above, by their `model_type`.
@@ -53,6 +58,12 @@ def family_in(folder: Path) -> str:
     if (family := family_of(config)) is None:
         raise UserError(f"{folder / 'config.json'}: {_refusal(config)}")
     return family
+
+
+def aliases_of(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """The aliases of the family that the contents of a config.json belong to."""
+    family = family_of(config)
+    return FAMILIES[family].aliases if family else {}
 
 
 def read_config(folder: Path, model_type: str) -> ModelConfig:

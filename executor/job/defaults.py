@@ -45,7 +45,7 @@ def _method(folder: Path) -> str:
     """The `quantization.method` to use: auto if the checkpoint is quantised or its weights fit into memory as they are,
     else q8 or q4."""
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if read_scheme(folder).format is not None:
+    if any(encoding.format for encoding in read_scheme(folder).encodings):
         return "auto"
     room = SHARE * _free_bytes()
     return "auto" if size <= room else "q8" if size / 2 <= room else "q4"

@@ -253,7 +253,6 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("awq", lambda t, c: c.update(version="gemv"), r"version: 'gemv' is not implemented"),
         ("awq", lambda t, c: c.update(quant_method="exl2"), r"quant_method: 'exl2' must be one of awq, gptq"),
         ("awq", lambda t, c: c.update(modules_to_not_convert=7), "modules_to_not_convert: 7 must be a list of names"),
-        ("awq", lambda t, c: c.update(modules_to_not_convert=["mlp"]), r"up_proj\.qweight, AWQ's or GPTQ's"),
         ("gptq", lambda t, c: c.update(desc_act=True), "desc_act: True is not supported: it scatters"),
         ("gptq", put(f"{Q}.g_idx", lambda x: x.flip(0)), rf"{Q}\.g_idx: inputs are not in the order of their groups"),
         ("gptq", lambda t, c: c.update(sym=True), r"qzeros: sym is true, but zero points are not all 8"),
@@ -277,6 +276,24 @@ def test_what_is_wrong_is_named(tmp_path: Path, model: Path, format: str, edit: 
     assert str(checkpoint) in str(error.value) or Q in str(error.value) or "layers.0" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("format", "wrong"),
+    [
+        ("awq", {"modules_to_not_convert": ["mlp"]}),
+        ("gptq", {"dynamic": {r"-:.*experts\.\d+\.(gate|up|down)_proj$": {}}}),
+        ("pack-quantized", {"ignore": ["lm_head", r"re:.*\.mlp\."]}),
+        ("fp8", {"modules_to_not_convert": ["experts", "gate"]}),
+    ],
+)
+def test_where_the_config_is_wrong_the_files_decide(
+    tmp_path: Path, model: Path, format: str, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = edited(model, tmp_path, format, lambda tensors, config: config.update(wrong))
+    assert_kept(built(checkpoint), load_file(tmp_path / "quantised-floats/model.safetensors"), format != "fp8")
+    [warning] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert "48 modules are not stored as the config says; they are read as the files store them: model." in warning
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(list(SCHEMES)),
@@ -293,6 +310,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, model: Path, format: str, edit: 
 def test_any_config_is_read_or_refused(method: str, config: dict[str, Any]) -> None:
     with contextlib.suppress(UserError):
         scheme = SCHEMES[method](HfConfig(config, "config.json"))
-        assert scheme.quantised("model.layers.0.mlp.gate_proj") in (True, False)
-        stored = scheme.stored("model.layers.0.mlp.gate_proj", 256, 256)
-        assert all(prod(need.shape) <= 1 << 20 for need in stored.tensors.values())
+        assert scheme.encoding("model.layers.0.mlp.gate_proj") in (None, *scheme.encodings)
+        for encoding in scheme.encodings:
+            stored = encoding.stored("model.layers.0.mlp.gate_proj", 256, 256)
+            assert all(prod(need.shape) <= 1 << 20 for need in stored.tensors.values())
