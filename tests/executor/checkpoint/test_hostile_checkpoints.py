@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from errors import UserError
+from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Unquantised
 from executor.checkpoint.load import load_checkpoint
 from models import rope
@@ -179,6 +180,65 @@ def test_bad_index_is_one_line(model: CausalLM, tmp_path: Path, name: str) -> No
     said = complaint_of(model, tmp_path)
     assert said.startswith(f"{tmp_path / INDEX}: ")
     assert complaint in said
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_bad_index_is_one_line_before_the_model_is_built(valid: Path, tmp_path: Path, name: str) -> None:
+    """A quantised checkpoint's index decides how modules are stored."""
+    content, complaint = INDEXES[name]
+    config = json.loads((valid / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / INDEX).write_text(json.dumps(content))
+    with pytest.raises(UserError) as raised:
+        read_scheme(tmp_path)
+    said = one_line(raised.value)
+    assert said.startswith(f"{tmp_path / INDEX}: ")
+    assert complaint in said
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_file_is_one_line_before_the_model_is_built(valid: Path, tmp_path: Path, name: str) -> None:
+    content, complaint = FILES[name]
+    (tmp_path / "config.json").write_text((valid / "config.json").read_text())
+    (tmp_path / SINGLE).write_bytes(content)
+    if name == "metadata of numbers":  # only safetensors itself reads that
+        assert read_scheme(tmp_path).names == {"w": "w"}
+        return
+    with pytest.raises(UserError) as raised:
+        read_scheme(tmp_path)
+    assert complaint in one_line(raised.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a.mlp.w", "a.block_sparse_moe.w"], ["a.mlp.\x1b[2J" + "x" * 5000, "a.block_sparse_moe.\x1b[2J" + "x" * 5000]],
+)
+def test_two_spellings_of_one_tensor_are_one_line(tmp_path: Path, names: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minimax_m2"}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "x.safetensors")}))
+    with pytest.raises(UserError, match="are two names of one tensor of the model") as raised:
+        read_scheme(tmp_path)
+    assert one_line(raised.value).startswith(f"{tmp_path / INDEX}: a.mlp.")
+
+
+def test_an_index_of_many_names_is_read_in_time(tmp_path: Path) -> None:
+    """As many as MiniMax-M2 has in four bits, under names that other tools write."""
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{module}.{kind}" for layer in range(62) for expert in range(256)
+        for module in ("w1", "w2", "w3") for kind in ("qweight", "qzeros", "scales")
+    ]  # fmt: skip
+    quantization = {"quant_method": "awq", "group_size": 128, "modules_to_not_convert": [n[:-8] for n in names[:9000]]}
+    config = {"model_type": "minimax_m2", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "x.safetensors")}))
+    start = time.process_time()
+    scheme = read_scheme(tmp_path)
+    modules = [f"model.layers.{i // 768}.block_sparse_moe.experts.{i // 3 % 256}.w{i % 3 + 1}" for i in range(62 * 768)]
+    assert all(scheme.encoding(module) for module in modules)
+    assert sum(scheme.contradicts(module) for module in modules) > 1000
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("name", SHARDS)
