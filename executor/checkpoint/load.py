@@ -48,7 +48,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
             for piece in wanted[name]:
                 if piece.fill is not None:
                     part = _part(files, stored[name], piece)
-                    if isinstance(part, Tensor) and not _finite(part) and name not in strange:
+                    if not _finite(part) and name not in strange:
                         strange.append(name)
                     piece.fill(part)
             files.relieve()
@@ -96,8 +96,10 @@ def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quan
     return part
 
 
-def _finite(part: Tensor) -> bool:
+def _finite(part: Tensor | Quantised) -> bool:
     """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
+    if isinstance(part, Quantised):  # the scales were checked; of the levels, only floats can be strange
+        return not part.float8 or bool((part.levels.view(torch.uint8) & 0x7F != 0x7F).all())
     return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())
 
 

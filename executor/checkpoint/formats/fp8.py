@@ -5,19 +5,17 @@ weight float8_e4m3 (N, K), weight_scale_inv (ceil(N / 128), ceil(K / 128)); w = 
 compressed-tensors writes the same under the names weight and weight_scale.
 """
 
-import torch
-from torch import Tensor
-
-from executor.checkpoint.formats.bitpack import covering
+from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.patterns import inside
 from executor.checkpoint.formats.scheme import FLOATS, Encoding, Fetch, Needed, Scheme, Stored
 from models.hf_config import HfConfig
+from ops.format import F8, Quantised
 
 BLOCK = 128
 
 
 class Fp8Blocks(Encoding):
-    title, format = f"FP8 e4m3 in blocks of {BLOCK} x {BLOCK}", None
+    title, format = f"FP8 e4m3 in blocks of {BLOCK} x {BLOCK}", F8
     bits, group, zeros = 8, BLOCK, False
 
     def __init__(self, scale: str = "weight_scale_inv"):
@@ -27,11 +25,11 @@ class Fp8Blocks(Encoding):
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         weight, scale = (f"{module}.{sign}" for sign in self.signs)
 
-        def read(fetch: Fetch, outputs: slice, inputs: slice) -> Tensor:
-            (down, in_rows), (right, in_columns) = covering(outputs, BLOCK), covering(inputs, BLOCK)
-            scales = fetch(scale, down, right).float()
-            wide = scales.repeat_interleave(BLOCK, 0)[in_rows].repeat_interleave(BLOCK, 1)[:, in_columns]
-            return fetch(weight, outputs, inputs).to(torch.float32) * wide
+        def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
+            down, in_rows = covering(outputs, BLOCK)
+            right, cut = groups_of(inputs, BLOCK)
+            scales = fetch(scale, down, right).float().repeat_interleave(BLOCK, 0)[in_rows]
+            return Quantised(bits=8, levels=fetch(weight, outputs, inputs), scales=cut(scales), zeros=None)
 
         blocks = -(-rows // BLOCK), -(-columns // BLOCK)
         return Stored({weight: Needed((rows, columns), ("F8_E4M3",)), scale: Needed(blocks, FLOATS)}, read)
