@@ -100,12 +100,16 @@ def test_a_layout_means_its_floats(tmp_path: Path, model: Path, name: str, capsy
     }  # fmt: skip
 
 
-Q4, F32 = "q4", "float32"
+Q4, F8, F32 = "q4", "f8", "float32"
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("official", [(F8, F8, F8)] * 2),
+        ("mratsim FP8 and INT4", [(Q4, F8, F8)] * 2),
+        ("EliasOenal, AWQ beside FP8 attention", [(Q4, F8, F8)] * 2),
+        ("FP8 with attention in floats", [(F8, F32, F32)] * 2),
         ("QuantTrio M2", [(Q4, Q4, Q4)] * 2),
         ("QuantTrio M2.1", [(Q4, F32, F32)] * 2),
         ("QuantTrio M2.5", [(F32, F32, F32), (Q4, F32, F32)]),
@@ -151,8 +155,8 @@ def test_two_ranks_split_inside_blocks_and_groups(tmp_path: Path, model: Path, n
         check_values(built(tmp_path / "published", rank, world_size=2), means)
 
 
-@pytest.mark.parametrize(("method", "error"), [("none", 0.02), ("q8", 0.03), ("q4", 0.4)])
-def test_the_original_becomes_floats_or_is_quantised_anew(
+@pytest.mark.parametrize(("method", "error"), [("auto", 0.02), ("none", 0.02), ("q8", 0.03), ("q4", 0.4)])
+def test_the_original_is_kept_or_becomes_floats_or_is_quantised_anew(
     tmp_path: Path, model: Path, method: str, error: float
 ) -> None:
     """The error of a token's logits relative to their spread, in bfloat16, against the exact values in float32."""
