@@ -52,7 +52,9 @@ class Settings:
 def the_one(sizes: set[T], start_layer: int) -> T:
     """The only element of `sizes`. Slots are interchangeable, so experts of all layers with shadows have one size."""
     if len(sizes) != 1:
-        raise UserError(f"offload_config.start_layer: {start_layer}: no layers with experts of one size")
+        raise UserError(
+            f"offload_config.start_layer: {start_layer}: no layers with experts of one size and format from there on"
+        )
     return next(iter(sizes))
 
 

@@ -166,6 +166,19 @@ def test_the_original_is_kept_or_becomes_floats_or_is_quantised_anew(
     assert 1e-4 < float(((ours - theirs).abs().mean(-1) / theirs.std(-1)).median()) < error
 
 
+@pytest.mark.parametrize(("name", "start"), [("official", 0), ("QuantTrio M2.5", 1)])
+def test_experts_with_shadows_are_kept_as_others(tmp_path: Path, model: Path, name: str, start: int) -> None:
+    """The same bits, wherever experts are. The slots of all layers with shadows have one size."""
+    LAYOUTS[name].write(model, tmp_path / "published")
+    offload = {"mode": "fixed", "slots": 5, "start_layer": start, "measure_s": 0.01}
+    with_shadows = logits(tmp_path / "published", "auto", offload_config=offload)
+    for mine, expected in zip(with_shadows, logits(tmp_path / "published", "auto"), strict=True):
+        assert torch.equal(mine, expected)
+    if start:
+        with pytest.raises(UserError, match=r"start_layer: 0: no layers with experts of one size and format"):
+            logits(tmp_path / "published", "auto", offload_config=offload | {"start_layer": 0})
+
+
 def test_gate_names_no_other_module(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": official()}))
     scheme = read_scheme(tmp_path)
