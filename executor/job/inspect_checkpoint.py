@@ -97,10 +97,12 @@ def inspect_rank(case: Case) -> dict[str, Any]:
     ranks."""
     sketch = sketch_of(case)
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
-    formats = sketch.build.formats
+    formats, modules = sketch.build.formats, linear_modules(wanted_by(sketch.model))
+    own = {formats.own(module) for module in modules} if formats.own else {formats.linear}
     return {
         "case": case.name, "platform": case.platform, "ranks": case.world_size,
-        "linear_format": in_words(formats.linear), "head_format": in_words(formats.head),
+        "linear_format": ", ".join(sorted(in_words(format) for format in own if format)),
+        "head_format": in_words(formats.head),
         "weights": {part.name: part.nbytes for part in weights}, "weights_nbytes": sum(part.nbytes for part in weights),
         "kv_cache_nbytes": cache.nbytes, "kv_cache": cache.how,
     }  # fmt: skip

@@ -26,6 +26,10 @@ def read_scheme(folder: Path) -> Scheme:
     scheme = _said(config)
     scheme.aliases = aliases_of(config.data)
     scheme.names = names_in(folder, scheme.aliases)
+    # Matrices of an FP8 original may have been left beside those that were quantised anew.
+    blocks = any(name.endswith(".weight_scale_inv") for name in scheme.names or ())
+    if blocks and scheme.encodings and not isinstance(scheme, Fp8):
+        scheme.encodings += (Fp8Blocks(),)
     return scheme
 
 
@@ -34,8 +38,5 @@ def _said(config: HfConfig) -> Scheme:
         if config.value(key) is not None:
             inner = config.inner(key)
             method = inner.one_of("quant_method", allowed=tuple(SCHEMES))
-            scheme = SCHEMES[method](inner)
-            if method != "fp8":  # matrices of an FP8 original may have been left beside those that were quantised anew
-                scheme.encodings += (Fp8Blocks(),)
-            return scheme
+            return SCHEMES[method](inner)
     return Unquantised()

@@ -16,7 +16,7 @@ from executor.checkpoint.load import load_checkpoint
 from executor.config.load import load_model_config
 from executor.engine.building import build_of
 from executor.job.defaults import case_of_checkpoint
-from executor.job.inspect_checkpoint import inspect
+from executor.job.inspect_checkpoint import inspect, inspect_rank
 from executor.job.logits import prefill_logits
 from executor.parallel.join import place_of
 from models.layers.base import layers_of
@@ -93,6 +93,9 @@ def test_a_layout_means_its_floats(tmp_path: Path, model: Path, name: str, capsy
     assert not count or f": {count} modules are not stored as the config says; they are read as the" in said[0]
     facts = inspect(tmp_path / "published")
     assert facts["problems"] == []
+    assert sum(e["modules"] for e in (facts["quantization"], *facts["quantization"]["mixed_with"])) == sum(
+        layout.ways(module) is not None for module in load_file(floats / "model.safetensors")
+    )
     assert len(facts["quantization"]["contradictions"]) == count
     assert facts["total"]["files"] == 3
     assert {c["name"] for c in facts["components"]} - {"ignored"} == {
@@ -130,6 +133,12 @@ def test_what_is_kept_is_decided_by_layer_and_module(
     ours = built(tmp_path / "published")
     assert kinds(ours) == expected
     check_values(ours, load_file(floats / "model.safetensors"))
+
+
+def test_a_rank_of_a_mixed_checkpoint_is_told_in_all_its_formats(tmp_path: Path, model: Path) -> None:
+    LAYOUTS["mratsim FP8 and INT4"].write(model, tmp_path / "published")
+    facts = inspect_rank(case_for(tmp_path / "published"))
+    assert facts["linear_format"] == "f8 in groups of 128, q4 in groups of 32"
 
 
 def check_values(model: nn.Module, means: dict[str, Tensor]) -> None:
