@@ -64,7 +64,7 @@ class Plane:
         self.scales: Tensor | None = None
         self.offsets: Tensor | None = None
         if not format.quantised:
-            self.data = make((*lead, columns, rows), dtype)
+            self.data = make((*lead, columns, rows), getattr(torch, format.kind))
             return
         if format.kind != "q4":
             raise UserError(f"quantization.method: {format.kind} has no products on ascend: use q4 or none")
