@@ -44,6 +44,8 @@ class AscendOps(AscendLayout):
     ):
         super().__init__(dtype)
         self.gemv_tokens, self.half_sums, self.can = gemv_tokens, half_sums, can
+        # The type of npu_moe_finalize_routing's scales: float32 is taken beside bfloat16 rows only.
+        self.scales_type = torch.float32 if dtype == torch.bfloat16 and can.float_scales else dtype
         self.route_experts = moe.ROUTINGS[routing]
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
 
@@ -86,27 +88,21 @@ class AscendOps(AscendLayout):
         total: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
         """Each part is normalised by its own mean square, then each row is multiplied by a factor. All parts of a
-        vector are equally long, so the mean of their mean squares is that of the vector; eps is in both means, so
-        nothing is subtracted, and rows of zeros stay finite."""
+        vector are equally long, so the mean of their mean squares is that of the vector; eps is in both, so nothing is
+        subtracted, and rows of zeros stay finite.
+
+        A product of bfloat16 rows and float32 factors in PyTorch would convert the rows to float32 and back. The sum
+        over one expert for each token is the same product, rounded once."""
+        tokens = parts[0].shape[0]
         (ranks,) = {count // x.shape[1] for x, count in zip(parts, counts, strict=True)}
         normed = [torch_npu.npu_rms_norm(input=x, gamma=w, epsilon=eps) for x, w in zip(parts, weights, strict=True)]
         rstd = torch.cat([r.flatten() for _, r in normed])  # (parts * T) float32: (own mean square + eps) ** -0.5
-        factors = total(rstd.pow(-2) * (1 / ranks)).rsqrt() / rstd
+        factors = (total(rstd.pow(-2) / ranks).rsqrt() / rstd).to(self.scales_type)
+        rows = torch.arange(tokens, dtype=torch.int32, device=rstd.device)
         return [
-            self.multiply_rows(y, factor)
-            for (y, _), factor in zip(normed, factors.split(parts[0].shape[0]), strict=True)
+            moe.weighted_sum(y, factor[:, None], rows, None, moe.BY_ROW)
+            for (y, _), factor in zip(normed, factors.split(tokens), strict=True)
         ]
-
-    def multiply_rows(self, x: Tensor, factors: Tensor) -> Tensor:
-        """x (T, N) times factors (T) float32, rounded once. A product in PyTorch would convert x to float32 and back,
-        which is two kernels more. So this is a mixture of one expert whose rows are in token order."""
-        return moe.weighted_sum(
-            x,
-            factors[:, None] if self.can.float_scales and x.dtype != torch.float16 else factors[:, None].to(x.dtype),
-            torch.arange(x.shape[0], dtype=torch.int32, device=x.device),
-            None,
-            moe.BY_ROW,
-        )
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if q.shape[-1] not in HEAD_DIMS:

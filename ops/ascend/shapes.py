@@ -55,21 +55,21 @@ class AscendShapes(AscendLayout):
         rstds = [self.made("rstd", x, len(x), 1, dtype=torch.float32) for x in parts]
         rstd = self.made("rstd of all parts", rstds[0], len(parts) * len(parts[0]))
         factors = self._factors(rstd, total)
-        return [self._rows_multiplied(x, factors) for x in normed]
+        _rows = self.made("row numbers", factors, len(parts[0]), dtype=torch.int32)
+        return [self.made("multiplied rows", x, *x.shape) for x in normed]
 
     def _factors(self, rstd: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
         means = total(self._means(rstd))
         roots = self.made("roots of means", means, *means.shape)
         del means
-        return self.made("factors", roots, *roots.shape)
+        factors = self.made("factors", roots, *roots.shape)
+        del roots
+        halves = self.dtype == torch.float16
+        return self.made("factors", factors, *factors.shape, dtype=self.dtype) if halves else factors
 
     def _means(self, rstd: Tensor) -> Tensor:
         squares = self.made("mean squares", rstd, *rstd.shape)
         return self.made("parts of means", squares, *squares.shape)
-
-    def _rows_multiplied(self, x: Tensor, factors: Tensor) -> Tensor:
-        _rows = self.made("row numbers", factors, len(x), dtype=torch.int32)
-        return self.made("multiplied rows", x, *x.shape)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return q, k  # rotated in place

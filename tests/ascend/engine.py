@@ -26,7 +26,7 @@ class Family:
 
     name: str
     save: Callable[..., Any]
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     inner: str  # the name of the width of an expert
     config: Any
     model: Any
@@ -39,7 +39,7 @@ class Family:
 SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
 M2_SIZES = dict(
     hidden_size=128, head_dim=64, rotary_dim=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-    num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=3, vocab_size=96,
+    num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=3, vocab_size=96, initializer_range=0.2,
 )  # fmt: skip
 QWEN3 = Family("qwen3_moe", save_tiny, SIZES, "moe_intermediate_size", Qwen3MoeConfig, Qwen3MoeForCausalLM)
 M2 = Family("minimax_m2", save_tiny_m2, M2_SIZES, "intermediate_size", MiniMaxM2Config, MiniMaxM2ForCausalLM)
