@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Family:
 
     name: str
     save: Callable[..., Any]
-    sizes: dict[str, Any]
+    sizes: dict[str, Any] = field(compare=False)
     inner: str  # the name of the width of an expert
     config: Any
     model: Any
