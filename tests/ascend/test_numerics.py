@@ -26,7 +26,6 @@ from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
-SIZES = dict(hidden_size=64, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=32)
 
 
 def save(family: Family, folder: Path, inner: int = 32, **options: Any) -> None:
