@@ -111,8 +111,9 @@ class AscendShapes(AscendLayout):
     def _plain_gating(self, logits: Tensor, bias: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
         scores = self.made("scores", logits, *logits.shape)
         biased = scores if bias is None else self.made("biased scores", scores, *scores.shape)
+        top = self.made("largest scores", biased, len(logits), top_k)
         ids = self.made("ids", biased, len(logits), top_k, dtype=torch.int64)
-        del biased
+        del biased, top
         weights = self._in_own_type(self.made("weights", scores, *ids.shape))
         return weights, self.made("ids", ids, *ids.shape, dtype=torch.int32)
 

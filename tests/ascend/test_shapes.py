@@ -52,3 +52,26 @@ def test_as_much_is_alive_at_the_fullest_moment(
             npu = torch.device("npu", 0)
             real = most(AscendOps(BF16, npu, routing), npu, tokens, sequences)
         assert planned == real
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("op", ["split_rms_norm", "route_sigmoid", "route_sigmoid without bias", "not renormalised"])
+def test_an_op_of_minimax_m2_has_the_same_tensors(op: str, dtype: torch.dtype) -> None:
+    """Alone, since in a step another op has the fullest moment."""
+    ledger = Ledger()
+
+    def most(ops: Any, device: torch.device) -> int:
+        q, k = (torch.empty(5, 96, dtype=dtype, device=device)[:, : 16 * n] for n in (4, 1))
+        scores, bias = (torch.empty(*shape, device=device) for shape in ((5, 64), (64,)))
+        steps: dict[str, Any] = {
+            "split_rms_norm": lambda _: ops.split_rms_norm([q, k], [q[0], k[0]], [512, 128], 1e-6, lambda x: x),
+            "route_sigmoid": lambda _: ops.route_sigmoid(scores, bias, 3, True),
+            "route_sigmoid without bias": lambda _: ops.route_sigmoid(scores, None, 3, True),
+            "not renormalised": lambda _: ops.route_sigmoid(scores, bias, 3, False),
+        }
+        return ledger.fullest(torch.nn.Identity(), steps[op], Any).nbytes  # type: ignore[arg-type]
+
+    planned = most(AscendShapes(dtype, "fusion_v2", ledger.note), torch.device("meta"))
+    with FakeTensorMode():
+        npu = torch.device("npu", 0)
+        assert planned == most(AscendOps(dtype, npu, "fusion_v2"), npu)
