@@ -101,7 +101,7 @@ class AscendOps(AscendLayout):
         rows = torch.arange(tokens, dtype=torch.int32, device=rstd.device)
         return [
             moe.weighted_sum(y, factor[:, None], rows, None, moe.BY_ROW)
-            for (y, _), factor in zip(normed, factors.split(tokens), strict=True)
+            for (y, _), factor in zip(normed, factors.view(len(parts), tokens).unbind(), strict=True)
         ]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

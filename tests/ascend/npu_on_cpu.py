@@ -193,7 +193,8 @@ def npu_moe_finalize_routing(
     )
     tokens, top_k = scales.shape
     rows = expanded_permuted_rows[expanded_src_to_dst_row.long()].float()
-    shaped = rows.view(tokens, top_k, -1) if drop_pad_mode == 2 else rows.view(top_k, tokens, -1).transpose(0, 1)
+    width = rows.shape[1]
+    shaped = rows.view(tokens, top_k, width) if drop_pad_mode == 2 else rows.view(top_k, tokens, width).transpose(0, 1)
     return (shaped * scales.float()[..., None]).sum(1).to(expanded_permuted_rows.dtype)
 
 

@@ -107,7 +107,7 @@ def test_collectives_of_a_decode_step(tmp_path: Path, family: Family, split: str
         assert f"rank={rank} buffer=200 expansion={2 if split == 'dp' else 3} " in line
 
 
-SPLIT_NORM = Counter(ConcatV2=1, Pow=1, RealDiv=2, Rsqrt=1, SplitV=1, MoeFinalizeRoutingV2=2)
+SPLIT_NORM = Counter(ConcatV2=1, Pow=1, RealDiv=2, Rsqrt=1, Unpack=1, MoeFinalizeRoutingV2=2)
 
 
 def test_the_split_norm_of_minimax_m2(tmp_path: Path) -> None:

@@ -74,6 +74,13 @@ def test_parts_are_those_of_the_whole_norm(ranks: int) -> None:
         assert not any(x[-1].any() for x in mine)
 
 
+def test_a_step_without_tokens() -> None:
+    """A data-parallel group may have none."""
+    ops = AscendOps(torch.float32, CPU, "fusion_v2")
+    q, k = ops.split_rms_norm([torch.empty(0, 6), torch.empty(0, 4)], [torch.ones(6), torch.ones(4)], [12, 8], EPS, abs)
+    assert (q.shape, k.shape) == ((0, 6), (0, 4))
+
+
 def scale_error(mine: Tensor, expected: Tensor) -> float:
     """The error that a token's elements have in common, at most: that of its length."""
     common = (mine.float() * expected).sum(-1) / expected.square().sum(-1)
