@@ -15,7 +15,7 @@ from files import ROOT
 FLOORS = [
     ["errors"],
     ["files"],
-    ["ops", "executor.parallel"],
+    ["ops", "executor.parallel", "executor.text"],
     ["models", "cpu_offload"],
     ["executor.config"],
     ["executor.checkpoint"],

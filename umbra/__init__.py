@@ -5,10 +5,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from executor.engine.request import SamplingParams
     from executor.job.report import Completion
+    from executor.text.chat import Chat
     from umbra.llm import LLM
 
-__all__ = ["LLM", "Completion", "SamplingParams"]
-HOMES = {"LLM": "umbra.llm", "Completion": "executor.job.report", "SamplingParams": "executor.engine.request"}
+__all__ = ["LLM", "Chat", "Completion", "SamplingParams"]
+HOMES = {
+    "LLM": "umbra.llm",
+    "Chat": "executor.text.chat",
+    "Completion": "executor.job.report",
+    "SamplingParams": "executor.engine.request",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,13 @@
 """A chat at the terminal: `bash infer.sh --chat CASE`."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from executor.job.session import Message, Session
+from executor.job.session import Session
+from executor.text.chat import Message
+from executor.text.parser import Answer, Part
 
 HELP = "Ctrl-C stops an answer; /new forgets the conversation; Ctrl-D or /quit ends."
 
@@ -22,7 +25,7 @@ def chat(case_name: str, overrides: list[str]) -> None:
             history = []
         elif line:
             history = session.shortened([*history, {"role": "user", "content": line}])
-            history.append({"role": "assistant", "content": _answer(session, history)})
+            history.append(_answer(session, history))
 
 
 def _read() -> str | None:
@@ -35,20 +38,29 @@ def _read() -> str | None:
     return None if line == "/quit" else line
 
 
-def _answer(session: Session, history: list[Message]) -> str:
-    """Print the answer piece by piece while it is generated, and return it."""
-    pieces = []
+def _answer(session: Session, history: list[Message]) -> Message:
+    """Print the answer piece by piece while it is generated, its reasoning dimmed, and return it as a message."""
+    shown: list[Part] = []
     with _interrupts() as interrupted:
-        stream = session.stream(history)
+        parser, stream = session.parser(history), session.stream(history)
         for piece in stream:
-            print(piece, end="", flush=True)
-            pieces.append(piece)
+            _show(parser.push(piece), shown)
             if interrupted:
                 stream.close()
-                print(" [stopped]", end="")
                 break
-    print("\n")
-    return "".join(pieces)
+        _show(parser.finish(), shown)
+    print(" [stopped]\n" if interrupted else "\n")
+    return Answer.of(shown).message()
+
+
+def _show(parts: list[Part], shown: list[Part]) -> None:
+    """Print `parts` and append them to `shown`, those before them."""
+    for part in parts:
+        if shown and shown[-1].kind != part.kind:
+            print("\n")
+        dimmed = part.kind == "reasoning" and sys.stdout.isatty()
+        print(f"\033[2m{part.text}\033[0m" if dimmed else part.text, end="", flush=True)
+        shown.append(part)
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from executor.engine.request import SamplingParams
-from executor.job.report import Completion
+from executor.job.answers import Reply
 from executor.job.session import Prompt, Session
+from executor.text.parser import Part
 
 
 class LLM:
@@ -25,16 +26,21 @@ class LLM:
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
-        """Returns one completion for each prompt, in their order. At most `batch_size` prompts of the case run
+    ) -> list[Reply]:
+        """Returns one reply for each prompt, in their order. At most `batch_size` prompts of the case run
         together.
 
-        A prompt is a text, token ids, or a chat as messages {"role": ..., "content": ...}. `sampling` is one
-        for all prompts or one for each; None: as the case says. If any prompt cannot run, none is run.
+        A prompt is a text, token ids, a chat as messages {"role": ..., "content": ...}, or a `Chat`, which may have
+        tools. `sampling` is one for all prompts or one for each; None: as the case says. If any prompt cannot run, none
+        is run.
         """
         return self.session.generate(prompts, sampling)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
-        """Yields the completion piece by piece, as its tokens are made. Closing the iterator ends the request. Several
+        """Yields the text piece by piece, as its tokens are made. Closing the iterator ends the request. Several
         streams of one LLM run together."""
         return self.session.stream(prompt, sampling)
+
+    def parts(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Part, None, None]:
+        """Like `stream`, but yields reasoning, content and tool calls (docs/text.md)."""
+        return self.session.parts(prompt, sampling)

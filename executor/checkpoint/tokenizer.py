@@ -5,7 +5,11 @@ from pathlib import Path
 
 from errors import UserError
 from executor.checkpoint.names import TOKENIZER_FILES
+from executor.text.chat import Chat
+from executor.text.formats import TAGS, THINK
 from models.hf_config import HfConfig, read_json
+
+TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
 
 
 class Tokenizer:
@@ -18,30 +22,46 @@ class Tokenizer:
         logging.set_verbosity_error()
         try:
             self.hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self.backend = self.hf.backend_tokenizer
         except Exception as error:  # the library raises whatever the file provokes
             raise UserError(f"{folder}: tokenizer not readable: {' '.join(str(error).split())[:300]}") from None
+        added = self.backend.get_added_tokens_decoder().items()
+        # Tokenizers differ in whether they call the marks of reasoning and tool calls special; a parser needs them.
+        self.hidden = frozenset(id for id, token in added if token.special and token.content not in TAGS)
+
+    @property
+    def template(self) -> str:
+        """The text of the chat template; of several that have names, all. Empty: there is none."""
+        templates = self.hf.chat_template or ""
+        return "\n".join(templates.values()) if isinstance(templates, dict) else templates
 
     def encode(self, prompt: str, chat: bool) -> list[int]:
         """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn."""
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"the prompt {prompt!r:.40} has half of a surrogate pair: not text") from None
-        if not chat:
-            return self._checked(self.hf(prompt)["input_ids"])
-        return self.encode_chat([{"role": "user", "content": prompt}])
+        return self.encode_chat(Chat([{"role": "user", "content": prompt}])) if chat else self._ids(prompt)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, chat: Chat) -> list[int]:
         """A conversation through the checkpoint's chat template, up to where the next answer begins."""
         if not self.hf.chat_template:
             raise UserError("model_config.tokenizer_mode: chat: this checkpoint's tokenizer has no chat template")
+        messages, tools = chat.for_template(), list(chat.tools) or None
         try:
-            text = self.hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.hf.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **chat.settings
+            )
         except Exception as error:  # a template is a program of the checkpoint's author, run in jinja2's sandbox
             raise UserError(f"the checkpoint's chat template failed: {' '.join(str(error).split())[:300]}") from None
-        return self._checked(self.hf(text, add_special_tokens=False)["input_ids"])
+        return self._ids(text, add_special_tokens=False)
 
-    def _checked(self, ids: list[int]) -> list[int]:
+    def opens_reasoning(self, ids: list[int]) -> bool:
+        """Whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
+        return str(self.backend.decode(ids[-TAIL:], skip_special_tokens=False)).rstrip().endswith(THINK)
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"the prompt {text!r:.40} has half of a surrogate pair: not text") from None
+        ids = self.hf(text, **options)["input_ids"]
         if self.vocabulary is not None and ids and max(ids) >= self.vocabulary:
             raise UserError(
                 f"{self.folder}: its tokenizer gives {max(ids)}, outside vocab_size {self.vocabulary}: tokenizer and "
@@ -50,8 +70,9 @@ class Tokenizer:
         return list(ids)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`, without special tokens."""
-        return str(self.hf.decode(ids, skip_special_tokens=True))
+        """The text of `ids`, without special tokens other than the marks of reasoning and tool calls."""
+        shown = [id for id in ids if id not in self.hidden]
+        return str(self.backend.decode(shown, skip_special_tokens=False))
 
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self)
@@ -63,7 +84,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer):
         from tokenizers.decoders import DecodeStream
 
-        self.tokenizer, self.stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        self.tokenizer, self.stream = tokenizer, DecodeStream(skip_special_tokens=False)
         self.tokens: list[int] = []
         self.given = ""
 
@@ -71,8 +92,9 @@ class Detokenizer:
         """The text that is certain after `tokens`, beyond what was given before; often empty."""
         piece = ""
         for token in tokens:
-            self.tokens.append(token)
-            piece += self.stream.step(self.tokenizer.hf.backend_tokenizer, token) or ""
+            if token not in self.tokenizer.hidden:
+                self.tokens.append(token)
+                piece += self.stream.step(self.tokenizer.backend, token) or ""
         self.given += piece
         return piece
 
@@ -81,7 +103,7 @@ class Detokenizer:
         return self.tokenizer.decode(self.tokens).removeprefix(self.given)
 
 
-def open_tokenizer(folder: Path, vocabulary: int, needed: bool) -> Tokenizer | None:
+def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None) -> Tokenizer | None:
     """The tokenizer of the checkpoint in `folder`; None where it has no tokenizer and none is `needed`."""
     if needed or all((folder / name).is_file() for name in TOKENIZER_FILES):
         return Tokenizer(folder, vocabulary)
@@ -89,10 +111,15 @@ def open_tokenizer(folder: Path, vocabulary: int, needed: bool) -> Tokenizer | N
 
 
 def stop_ids(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:
-    """End-of-sequence ids: those of generation_config.json, or else `from_config`, those of config.json."""
+    """End-of-sequence ids: those of generation_config.json; or else `from_config`, those of config.json, which a family
+    leaves empty if its checkpoints have wrong ones there; or else the tokenizer's, if there is a tokenizer."""
     path = folder / "generation_config.json"
     if path.is_file():
         ids = HfConfig(read_json(path), str(path)).one_or_more("eos_token_id")
         if ids:
             return frozenset(ids)
-    return frozenset(from_config)
+    if from_config:
+        return frozenset(from_config)
+    tokenizer = open_tokenizer(folder, needed=False)
+    eos = tokenizer.hf.eos_token_id if tokenizer else None
+    return frozenset() if eos is None else frozenset([eos])

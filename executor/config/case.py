@@ -10,6 +10,7 @@ from typing import Any
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
 from executor.parallel.partitions import GROUPS, ParallelSizes
+from executor.text.formats import FORMATS
 from models.registry import FAMILIES
 from ops.format import GROUP_SIZES
 
@@ -29,6 +30,14 @@ class ModelSettings:
     tokenizer_mode: str = key(
         "default", "`chat` puts each prompt through the checkpoint's chat template", choices=("default", "chat")
     )
+    output_format: str = key(
+        "auto", "how the model marks reasoning and tool calls in its answers (docs/text.md). auto: as its chat "
+        "template says; none: answers are plain text", choices=("auto", *FORMATS, "none"),
+    )  # fmt: skip
+    reasoning: str = key(
+        "split", "split: reasoning is told apart from the answer's content; inline: it stays in the content, after "
+        "`<think>`, for clients that cannot give it back separately", choices=("split", "inline"),
+    )  # fmt: skip
     enable_cache_compile: bool = key(
         False, "keep compiled graphs in `compile_cache/CASE` for the next start (graph modes only)"
     )

@@ -24,9 +24,8 @@ from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from executor.planning.memory import cache_of, kind_of, sketch_of, weights_of
 from files import write_json
-from models.hf_config import read_json
 from models.layers.base import Piece, layers_of
-from models.registry import family_of, refusal
+from models.registry import family_in
 from ops.format import Format
 
 IGNORED, UNKNOWN = "ignored", "unknown"
@@ -98,14 +97,9 @@ def inspect_rank(case: Case) -> dict[str, Any]:
 
 
 def model_type(folder: Path) -> str:
-    config = folder / "config.json"
-    if not config.is_file():
+    if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no checkpoint: it holds no config.json: name the folder that does")
-    data = read_json(config)
-    name = family_of(data)
-    if name is None:
-        raise UserError(f"{config}: {refusal(data)}")
-    return name
+    return family_in(folder)
 
 
 def plain_case(folder: Path) -> Case:

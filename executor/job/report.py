@@ -15,7 +15,7 @@ from executor.engine.timings import Timings
 @dataclass(frozen=True)
 class Completion:
     prompt: str
-    text: str
+    text: str  # as it was generated, marks of reasoning and tool calls included
     tokens: list[int]
     finish_reason: str
 

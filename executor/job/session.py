@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -12,14 +13,15 @@ from executor.config.case import Case
 from executor.config.env import rank_env
 from executor.config.load import load_case, model_folder
 from executor.engine.request import Event, Request, SamplingParams
+from executor.job.answers import Reply, answer_parser
 from executor.job.defaults import case_of_checkpoint
 from executor.job.preflight import check_ready
-from executor.job.report import Completion
 from executor.job.runner import make_runner
+from executor.text.chat import Chat, Message
+from executor.text.parser import Parser, Part
 from files import ROOT
 
-Message = dict[str, str]  # role, content
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[Message] | Chat
 
 
 class Session:
@@ -51,8 +53,8 @@ class Session:
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Completion]:
-        """Returns one completion for each prompt, in their order. If any prompt cannot run, none is run."""
+    ) -> list[Reply]:
+        """Returns one reply for each prompt, in their order. If any prompt cannot run, none is run."""
         if isinstance(prompts, str):
             raise UserError(f"prompts: {prompts!r:.40} is one text: give a list of prompts")
         if sampling is None:
@@ -61,45 +63,57 @@ class Session:
             each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise UserError(f"sampling: {len(each)} settings for {len(prompts)} prompts: give one for each, or one")
-        ids = []
+        ids, encoded = [], []
         try:
             for prompt, params in zip(prompts, each, strict=True):
-                ids.append(self._submit(prompt, params))
+                encoded.append(self.encode(prompt))
+                ids.append(self._submit(encoded[-1], params))
         except UserError:
             for id in ids:
                 self._end(id)
             raise
-        completions = []
+        replies = []
         try:
-            for prompt, id in zip(prompts, ids, strict=True):
+            for prompt, tokens, id in zip(prompts, encoded, ids, strict=True):
                 events = list(self._follow(id))
-                tokens = [token for event in events for token in event.tokens]
-                text = self.tokenizer.decode(tokens)
-                completions.append(Completion(_shown(prompt), text, tokens, events[-1].finish_reason))
+                new = [token for event in events for token in event.tokens]
+                text, shown = self.tokenizer.decode(new), prompt if isinstance(prompt, str) else ""
+                answer = self._parser(tokens, prompt).whole(text)
+                replies.append(Reply(shown, text, new, events[-1].finish_reason, answer))
         finally:
             for id in ids:
                 self._end(id)
-        return completions
+        return replies
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
-        """Yields the completion piece by piece; closing the iterator aborts the request."""
-        id = self._submit(prompt, sampling or self.default_sampling())
-        return self._pieces(id)
+        """Yields the text piece by piece, as it is generated; closing the iterator aborts the request."""
+        return self._pieces(self._submit(self.encode(prompt), sampling or self.default_sampling()))
+
+    def parts(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Part, None, None]:
+        """Yields reasoning, content and tool calls as they become certain; closing the iterator aborts the request."""
+        ids = self.encode(prompt)
+        pieces = self._pieces(self._submit(ids, sampling or self.default_sampling()))
+        return _read(pieces, self._parser(ids, prompt))
+
+    def parser(self, prompt: Prompt) -> Parser:
+        """The parser of the answer to `prompt`."""
+        return self._parser(self.encode(prompt), prompt)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text or a chat; token ids are returned as they are."""
-        chat = self.case.model_config.tokenizer_mode == "chat"
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, chat)
+            return self.tokenizer.encode(prompt, self.case.model_config.tokenizer_mode == "chat")
+        if isinstance(prompt, Chat):
+            return self.tokenizer.encode_chat(prompt)
         if all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
             return list(cast(Sequence[int], prompt))
         if all(isinstance(part, dict) for part in prompt):
-            return self.tokenizer.encode_chat(list(cast(Sequence[Message], prompt)))
+            return self.tokenizer.encode_chat(Chat(cast(Sequence[Message], prompt)))
         raise UserError(f"prompt: {prompt!r:.60} is neither a text nor token ids nor a list of messages")
 
     def check_chat(self) -> None:
         """Refuses a model without a chat template."""
-        self.tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+        self.tokenizer.encode("Hello", chat=True)
 
     def shortened(self, messages: list[Message]) -> list[Message]:
         """The messages without the oldest turns that do not fit `input_max_len`; the last one always stays."""
@@ -108,8 +122,10 @@ class Session:
             messages = messages[2:]
         return messages
 
-    def _submit(self, prompt: Prompt, sampling: SamplingParams) -> int:
-        ids = self.encode(prompt)
+    def _parser(self, ids: list[int], prompt: Prompt) -> Parser:
+        return answer_parser(self.case, self.tokenizer, ids, prompt.tools if isinstance(prompt, Chat) else ())
+
+    def _submit(self, ids: list[int], sampling: SamplingParams) -> int:
         room = self.case.max_sequence_length - len(ids)
         if 0 < room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=room)  # it then ends with finish_reason "length"
@@ -147,5 +163,8 @@ class Session:
         self._events.pop(id, None)
 
 
-def _shown(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else ""
+def _read(pieces: Generator[str, None, None], parser: Parser) -> Generator[Part, None, None]:
+    with closing(pieces):
+        for piece in pieces:
+            yield from parser.push(piece)
+        yield from parser.finish()
