@@ -178,6 +178,33 @@ def test_one_more_sum_a_layer_where_attention_is_split(
         assert lines[begin : begin + len(EAGER_NORM)] == [line.format(**shapes) for line in EAGER_NORM]
 
 
+def captured_steps(rank: int, folder: Path, mode: str) -> list[list[str]]:
+    """The calls of the first two decode steps to the device."""
+    case, ranks = started(rank, 2, folder, f"exe_mode={mode}")
+    runner = ascend_runner(case, folder, ranks)
+    prefilled(runner)
+    steps = []
+    for _ in range(2):
+        with device_log() as log:
+            runner.loop.step()
+        steps.append(log.lines)
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+def test_the_split_norm_is_captured(tmp_path: Path, mode: str) -> None:
+    """The same kernels as op by op, some of them in place, and the sum between them; a replay calls none again."""
+    ascend_case(tmp_path, family=M2)
+    for first, second in run_ranks(captured_steps, 2, tmp_path, mode):
+        lines = [line.removeprefix("captured ") for line in first if line.startswith(("captured", "hccl"))]
+        begins = [i for i, line in enumerate(lines) if "aclnnRmsNorm" in line and "strides" in line][::2]
+        wanted = [line.split()[0] for line in EAGER_NORM]
+        names = [line.split()[0].replace("Inplace", "") for line in lines]
+        assert [names[i : i + len(wanted)] for i in begins] == [wanted] * 2
+        assert len([line for line in second if line.startswith("replay graph")]) == 1
+        assert not [line for line in second if "RmsNorm" in line or "Routing" in line]
+
+
 def test_a_sum_left_out_is_seen(tmp_path: Path) -> None:
     ascend_case(tmp_path)
     for seen in run_ranks(decode_without_sums, 2, tmp_path):
