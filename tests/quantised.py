@@ -139,7 +139,7 @@ def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, 
 
 
 def is_quantised(name: str) -> bool:
-    return ".layers." in name and name.endswith("_proj.weight")
+    return ".layers." in name and (name.endswith("_proj.weight") or ".experts." in name)
 
 
 def quantise_tiny(model: Path, to: Path, format: str, group: int = 32, bits: int = 4, symmetric: bool = False) -> Path:

@@ -1,7 +1,7 @@
 """Weights in the layout of Ascend's matrix products: transposed, in FRACTAL_NZ tiles or packed to 4 bits along outputs.
 
 format     shape               a value is
-float      (K, N)              w
+float      (K, N)              w, in the format's own type
 q4         (K, N / 8) int32    (nibble + offset) * scale; nibble i of a word, low bits first, is output 8 n + i, signed
   scales   (K / group, N)      in the model's type, and offsets likewise where there are zero points
 
@@ -64,7 +64,7 @@ class Plane:
         self.scales: Tensor | None = None
         self.offsets: Tensor | None = None
         if not format.quantised:
-            self.data = make((*lead, columns, rows), dtype)
+            self.data = make((*lead, columns, rows), getattr(torch, format.kind))
             return
         if format.kind != "q4":
             raise UserError(f"quantization.method: {format.kind} has no products on ascend: use q4 or none")

@@ -81,6 +81,13 @@ def test_fused(groups: tuple[int, int], zeros: bool, dtype: torch.dtype) -> None
             assert worst_row(y, expected) < BOUND[dtype], (hidden, inner)
 
 
+@pytest.mark.parametrize(("inner", "group2"), [(192, 64), (96, 32)])
+def test_fused_in_the_widths_of_minimax_m2(inner: int, group2: int) -> None:
+    """Over eight and sixteen ranks, with groups of 128 as in its AWQ checkpoints."""
+    y, expected = fused(2, 2, 4, 3072, inner, (128, group2), BFLOAT, True)
+    assert worst_row(y, expected) < BOUND[BFLOAT]
+
+
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize("tokens", [1, 5, 8])
 def test_dense(tokens: int, dtype: torch.dtype) -> None:
