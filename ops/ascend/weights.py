@@ -160,12 +160,20 @@ def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns nibbles, scales and offsets as `quantise` does. Levels already in this format are not rounded again."""
+    """Returns nibbles, scales and offsets as `quantise` does."""
+    part = in_levels(part, format)
+    scales, zeros = part.in_groups(format.group)
+    offsets = torch.zeros_like(scales) if zeros is None else 8 - zeros.to(scales.dtype)
+    return part.levels.to(torch.int32) - 8, scales, offsets
+
+
+def in_levels(part: Tensor | Quantised, format: Format) -> Quantised:
+    """`part` quantised to `format`. Levels already in this format are not rounded again."""
     if isinstance(part, Quantised) and part.fits(format):
-        scales, zeros = part.in_groups(format.group)
-        offsets = torch.zeros_like(scales) if zeros is None else 8 - zeros.to(scales.dtype)
-        return part.levels.to(torch.int32) - 8, scales, offsets
-    return quantise(floats(part), format.group, format.zeros)
+        return part
+    nibbles, scales, offsets = quantise(floats(part), format.group, format.zeros)
+    zeros = (8 - offsets).to(torch.uint8) if format.zeros else None
+    return Quantised(4, (nibbles + 8).to(torch.uint8), scales, zeros)
 
 
 def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
