@@ -111,9 +111,10 @@ class ShadowPool:
         self._step = self.step.numpy()
         self.native = native.ShadowPool(teams=self.teams, timeout=timeout)
 
-    def count_step(self) -> None:
-        """The caller counts each step before it runs."""
+    def count_step(self) -> int:
+        """The caller counts each step before it runs. -> the step's number"""
         self._step[0] += 1  # numpy is faster here than torch
+        return int(self._step[0])
 
     def stop(self) -> None:
         """Ends the threads once they have finished the work in flight; later steps that need them fail."""
