@@ -117,7 +117,7 @@ class Offload:
             layer.share(*map(torch.from_numpy, rows))
         # The value of `counts` when it was last read, and the routing of the interval so far.
         self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))
-        self.step_number = 0
+        self.step = self.step_number = 0  # number of this step, and of decode steps so far
         self.forget()
         self._place_first()
 
