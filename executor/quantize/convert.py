@@ -122,15 +122,16 @@ def _wide(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 def _rounded(target: Target, index: int, name: str) -> bool:
     """Whether the weight `name` of a layer is quantised."""
-    return target.quantised(f"model.layers.{index}.{name}")
+    return target.quantised(f"model.layers.{index}.{name}".removesuffix(".weight"))
 
 
 def _written(target: Target, index: int, folds: list[Fold]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one layer as they are written to the checkpoint."""
     for name, tensor in fold(target.source.layer(index), folds):
         full = f"model.layers.{index}.{name}"
-        if target.quantised(full):
-            yield from target.tensors(full.removesuffix(".weight"), tensor).items()
+        module = full.removesuffix(".weight")
+        if target.quantised(module):
+            yield from target.tensors(module, tensor).items()
         else:
             yield full, tensor.to(target.source.float_type(full))
 

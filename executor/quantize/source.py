@@ -11,8 +11,7 @@ from torch import Tensor
 from errors import UserError, listed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.fp8 import Fp8
-from executor.checkpoint.formats.scheme import Unquantised
+from executor.checkpoint.formats.fp8 import Fp8Blocks
 from executor.checkpoint.load import problems_of, stored_as, wanted_by
 from executor.parallel.groups import Parallel
 from executor.quantize.layer import LayerConfig, LayerMath
@@ -52,19 +51,22 @@ class Source:
             raise UserError(f"--model {folder}: {name} cannot be quantised, only {', '.join(FAMILIES)}")
         config = read_config(folder, name)
         self.folder, self.family, self.config = folder, FAMILIES[name], cast(LayerConfig, config)
-        self.scheme = scheme = read_scheme(folder)
-        if not isinstance(scheme, Unquantised | Fp8):
-            raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
-        self.companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
-        self.files = CheckpointFiles(folder)
+        scheme = read_scheme(folder)
         build = Build(
             load_ops("reference"), Parallel(), Formats(PLAIN, PLAIN, PLAIN), torch.float32, torch.device("meta"),
             max_positions=1,
         )  # fmt: skip
         model = model_class(name)(config, build)
         wanted = wanted_by(model)
-        self.stored = {name: stored_as(pieces, scheme, self.files.in_floats) for name, pieces in wanted.items()}
-        self.pieces = {name: pieces[0] for name, pieces in wanted.items()}  # all of a weight's pieces say the same
+        self.shapes = {name: pieces[0].shape for name, pieces in wanted.items()}
+        linear = [name for name, pieces in wanted.items() if pieces[0].linear]
+        self.linear = {name.removesuffix(".weight"): self.shapes[name] for name in linear}  # (out, in) of each module
+        self.encodings = {type(encoding) for encoding in map(scheme.encoding, self.linear) if encoding}
+        if self.encodings - {Fp8Blocks}:
+            raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
+        self.companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+        self.files = CheckpointFiles(folder, scheme.aliases)
+        self.stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
         for problem, names in problems_of(self.files, self.stored, scheme, model.ignores):
             raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
 
@@ -76,12 +78,12 @@ class Source:
 
     def rest(self) -> dict[str, Tensor]:
         """The tensors that belong to no decoder layer."""
-        names = [name for name in self.pieces if not name.startswith("model.layers.")]
+        names = [name for name in self.shapes if not name.startswith("model.layers.")]
         return {name: self.read(name).to(self.float_type(name)) for name in names}
 
     def read(self, name: str) -> Tensor:
         """The weight of this name: as it is stored, or in float32 if it is quantised."""
-        part = self.stored[name].read(self.files, *(slice(0, size) for size in self.pieces[name].shape))
+        part = self.stored[name].read(self.files, *(slice(0, size) for size in self.shapes[name]))
         self.files.relieve()
         return cast(Tensor, part)  # neither floats nor FP8 is read as `Quantised`
 
@@ -110,7 +112,7 @@ class LayerTensors(Mapping[str, Tensor]):
 
     def __init__(self, source: Source, prefix: str):
         self.source, self.prefix = source, prefix
-        self.names = [name.removeprefix(prefix) for name in source.pieces if name.startswith(prefix)]
+        self.names = [name.removeprefix(prefix) for name in source.shapes if name.startswith(prefix)]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.source.read(self.prefix + name)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from errors import UserError
 from executor.checkpoint.formats.detect import SCHEMES
+from executor.checkpoint.formats.patterns import inside
 from executor.checkpoint.formats.scheme import Scheme
 from executor.quantize.source import CONFIG, Source
 from models.hf_config import HfConfig
@@ -42,19 +43,18 @@ class Target(ABC):
         """What readers make of the config: it says which modules are quantised."""
         return SCHEMES[self.quantisation["quant_method"]](HfConfig(self.quantisation, CONFIG))
 
-    def quantised(self, name: str) -> bool:
-        """Whether the weight `name` is quantised."""
-        return self.source.pieces[name].linear and self.scheme.quantised(name.removesuffix(".weight"))
+    def quantised(self, module: str) -> bool:
+        return module in self.source.linear and self.scheme.said(module) is not None
 
     def check(self) -> None:
         """Refuse a source in this format, sizes that it cannot store, and modules to keep that the model does not
         have."""
-        if self.source.scheme.title == self.scheme.title:
-            raise UserError(f"--model {self.source.folder}: is quantised already ({self.scheme.title})")
-        linears = [name for name, piece in self.source.pieces.items() if piece.linear]
+        source = self.source
+        if source.encodings.intersection(map(type, self.scheme.encodings)):
+            raise UserError(f"--model {source.folder}: is quantised already ({self.scheme.title})")
         for name in self.keep:
-            if not any(f".{name.strip('.')}." in f".{linear}." for linear in linears):
-                raise UserError(f"--keep {name}: is no module of {self.source.folder}, and no part of one's path")
-        for name in linears:
-            if self.quantised(name) and (wrong := self.check_sizes(*self.source.pieces[name].shape)):
-                raise UserError(f"{self.source.folder}: {name}: {wrong}")
+            if not any(map(inside([name]), source.linear)):
+                raise UserError(f"--keep {name}: is no module of {source.folder}, and no part of one's path")
+        for module, (rows, columns) in source.linear.items():
+            if self.quantised(module) and (wrong := self.check_sizes(rows, columns)):
+                raise UserError(f"{source.folder}: {module}.weight: {wrong}")
