@@ -263,6 +263,7 @@ def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
         (["--tokens", "100"], "--tokens 100: must be at least 2, and needs --calibrate"),
         (["--model", "nowhere"], "--model nowhere: is not a folder"),
         (["--calibrate", "nowhere.txt"], "--calibrate nowhere.txt: not readable"),
+        (["--format", "fp8"], "--format fp8: has neither --group nor --calibrate"),
     ],
 )
 def test_bad_arguments_are_one_line(model: Path, tmp_path: Path, arguments: list[str], complaint: str) -> None:
