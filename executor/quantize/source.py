@@ -18,10 +18,10 @@ from executor.quantize.layer import LayerConfig, LayerMath
 from executor.quantize.minimax_m2 import MiniMaxM2Layer
 from executor.quantize.qwen3_moe import Qwen3MoeLayer
 from models.build import Build, Formats
-from models.hf_config import read_json
-from models.registry import family_of, model_class, read_config, refusal
+from models.hf_config import read_json, short
+from models.registry import family_of, model_class, read_config
 from ops import load_ops
-from ops.format import FORMATS
+from ops.format import FORMATS, floats
 
 CONFIG = "config.json"
 # Files that are copied unchanged where the checkpoint has them.
@@ -45,10 +45,9 @@ class Source:
             raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
         data = read_json(folder / CONFIG)
         name = family_of(data)
-        if name is None:
-            raise UserError(f"{folder / CONFIG}: {refusal(data)}")
         if name not in FAMILIES:
-            raise UserError(f"--model {folder}: {name} cannot be quantised, only {', '.join(FAMILIES)}")
+            kind = short(data.get("model_type"))
+            raise UserError(f"{folder / CONFIG}: model_type: {kind} cannot be quantised, only {', '.join(FAMILIES)}")
         config = read_config(folder, name)
         self.folder, self.family, self.config = folder, FAMILIES[name], cast(LayerConfig, config)
         scheme = read_scheme(folder)
@@ -85,7 +84,7 @@ class Source:
         """The weight of this name: as it is stored, or in float32 if it is quantised."""
         part = self.stored[name].read(self.files, *(slice(0, size) for size in self.shapes[name]))
         self.files.relieve()
-        return cast(Tensor, part)  # neither floats nor FP8 is read as `Quantised`
+        return floats(part)
 
     def float_type(self, name: str) -> torch.dtype:
         """The type in which the weight is written if it stays in floats: its own, or bfloat16 if it is quantised."""
