@@ -1,4 +1,4 @@
-"""The shipped FP8 and AWQ folders of the MiniMax-M2 demo are what `umbra quantize` writes of it, and stay close to it."""
+"""The FP8 and AWQ folders of the MiniMax-M2 demo are what `umbra quantize` writes of it, and stay close to it."""
 
 import hashlib
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_the_awq_folder_was_made_of_the_demo() -> None:
 
 
 def logits(folder: Path, case_name: str) -> Tensor:
-    case = load_case(case_name, ["keep_packed=false"])
+    case = load_case(case_name, ["keep_packed=false", "method=auto"])
     ids = Tokenizer(DEMO).encode(HELD_OUT, chat=False)[:1024]
     rows = [ids[start : start + 256] for start in range(0, len(ids), 256)]
     return torch.cat(prefill_logits(make_runner(sized_for(case, rows, 0), folder), rows)).log_softmax(-1)
@@ -60,7 +60,7 @@ def logits(folder: Path, case_name: str) -> Tensor:
 
 def test_the_folders_stay_close_to_the_demo(tmp_path: Path) -> None:
     exact = logits(tmp_path, "demo_minimax")
-    for case, most in (("demo_minimax_fp8", MOST_FP8), ("demo_minimax_awq", MOST_AWQ)):
+    for case, most in (("demo_minimax_fp8", 0.01), ("demo_minimax_awq", 0.05)):
         ours = logits(tmp_path, case)
         assert 0 < float((exact.exp() * (exact - ours)).sum(-1).mean()) < most
 
