@@ -18,8 +18,7 @@ from executor.quantize.layer import LayerConfig, LayerMath
 from executor.quantize.minimax_m2 import MiniMaxM2Layer
 from executor.quantize.qwen3_moe import Qwen3MoeLayer
 from models.build import Build, Formats
-from models.hf_config import read_json, short
-from models.registry import family_of, model_class, read_config
+from models.registry import family_in, model_class, read_config
 from ops import load_ops
 from ops.format import FORMATS, floats
 
@@ -43,11 +42,9 @@ class Source:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
-        data = read_json(folder / CONFIG)
-        name = family_of(data)
+        name = family_in(folder)
         if name not in FAMILIES:
-            kind = short(data.get("model_type"))
-            raise UserError(f"{folder / CONFIG}: model_type: {kind} cannot be quantised, only {', '.join(FAMILIES)}")
+            raise UserError(f"--model {folder}: {name} cannot be quantised, only {', '.join(FAMILIES)}")
         config = read_config(folder, name)
         self.folder, self.family, self.config = folder, FAMILIES[name], cast(LayerConfig, config)
         scheme = read_scheme(folder)
