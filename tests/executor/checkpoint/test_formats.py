@@ -25,6 +25,7 @@ from executor.config.load import load_model_config
 from executor.engine.building import build_of
 from executor.job.logits import prefill_logits
 from executor.parallel.join import place_of
+from executor.quantize.awq import AwqTarget
 from executor.quantize.convert import convert
 from executor.quantize.source import Source
 from models.hf_config import HfConfig
@@ -166,7 +167,7 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str, ranks: 
 
 
 def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
-    convert(Source(model), tmp_path / "quantised", 64, None)
+    convert(tmp_path / "quantised", AwqTarget(Source(model), (), 64))
     means = {name: t for path in (tmp_path / "quantised").glob("*.safetensors") for name, t in load_file(path).items()}
     for name in [name.removesuffix(".qweight") for name in means if name.endswith(".qweight")]:
         means[f"{name}.weight"] = awq_meaning(name, means)
