@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -101,9 +102,15 @@ class Server:
 
     async def open(
         self, path: str, data: Any = None, method: str = "POST", headers: dict[str, str] | None = None,
-        raw: bytes | None = None,
+        raw: bytes | None = None, buffer: int = 0,
     ) -> Connection:  # fmt: skip
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        """`buffer` is the number of bytes that the system keeps of an answer which is not read; 0: its choice."""
+        connection = socket.socket()
+        if buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=connection)
         body = raw if raw is not None else b"" if data is None else json.dumps(data).encode()
         lines = {"host": f"127.0.0.1:{self.port}", "content-length": str(len(body))} | (headers or {})
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())

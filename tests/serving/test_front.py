@@ -14,6 +14,7 @@ from tests.serving.front import Connection, Server, until
 from tests.serving.test_chat import TOOL, run
 
 LONG = "word " * 200
+WIDE = {str(i): True for i in range(600)}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ LONG = "word " * 200
         ({"guided_regex": "("}, "response_format"),
         ({"guided_grammar": "start"}, "response_format"),
         ({"guided_regex": "a" * 70_000}, "guided_regex"),
-        ({"structured_outputs": {"json": {"properties": {str(i): True for i in range(600)}}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -373,8 +374,7 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await late.all()).status == 408
         # An endless answer that nobody reads.
         body = {"prompt": "x", "max_tokens": 10**6, "stream": True, "ignore_eos": True}
-        unread: Connection = await server.open("/v1/completions", body)
-        unread.reader._limit = 1 << 10  # type: ignore[attr-defined]
+        unread: Connection = await server.open("/v1/completions", body, buffer=4096)
         unread.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await until(lambda: server.engine.submitted)
         await ended(server)
