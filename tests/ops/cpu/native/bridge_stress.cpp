@@ -160,14 +160,18 @@ int main() {
         check(run.wait() && run.error() == std::string("layer 5, step 7: the shadow pool failed"), "failed");
         run.close(0);
     }
-    failing = false, slow_ms = 20;
+    failing = false, slow_ms = 60;
+    int poisoned = 0;
     for (int round = 0; round < 20; ++round) {  // closed with a callback pending, or waiting for its worker
         Run run(5000);
         run.step(round);
         std::this_thread::sleep_for(milliseconds(round % 4));
         run.close(0);
-        check(std::isnan(run.back[0]), "poisoned");
+        // On a busy machine a worker can be done before this thread runs again.
+        check(std::isnan(run.back[0]) || run.back[0] == round, "closed early");
+        poisoned += std::isnan(run.back[0]);
     }
+    check(poisoned > 0, "poisoned");
     over = true;
     streams.join();
     workers.join();
