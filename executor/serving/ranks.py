@@ -8,6 +8,8 @@ from executor.config.load import load_case
 from executor.job.launch import launch
 from executor.serving.processes import end_with, run_and_leave
 
+WORKER = ["-m", "executor.serving.worker"]  # the program of each rank
+
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Starts the ranks of a server, or those of another node than its own.")
@@ -18,7 +20,7 @@ def main(argv: list[str]) -> None:
     if args.front:
         end_with(args.front)
     os.environ["CASE_NAME"] = args.case
-    launch(load_case(args.case, args.set), ["-m", "executor.serving.worker", *(f"--set={pair}" for pair in args.set)])
+    launch(load_case(args.case, args.set), [*WORKER, *(f"--set={pair}" for pair in args.set)])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from errors import EXIT_STATUS
@@ -28,6 +28,8 @@ LOGS = re.compile("; all ranks' logs: .*")  # the part of a launcher's error lin
 class Supervisor:
     """Of the ranks of `case`, which connect to `client`. `name` is what the user called the case: a name or a file.
     `told` is called with each line that a person should read."""
+
+    launcher: Sequence[str] = ("-m", "executor.serving.ranks")
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class Supervisor:
             if self.stopping:  # called while the process was started
                 await self._end_all()
             errors = asyncio.create_task(self._read_errors(cast(asyncio.StreamReader, process.stderr)))
-            watch = asyncio.create_task(self._watch())
+            watch = asyncio.create_task(self._watch(process.pid))
             self.status = await process.wait()
             watch.cancel()
             await self._end_all()
@@ -91,7 +93,7 @@ class Supervisor:
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "executor.serving.ranks", self.name, f"--front={os.getpid()}",
+            sys.executable, *self.launcher, self.name, f"--front={os.getpid()}",
             *(f"--set={pair}" for pair in self.overrides),
             cwd=ROOT, env=os.environ | {SOCKET: str(self.client.path)}, stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE, start_new_session=True,
@@ -122,10 +124,11 @@ class Supervisor:
             return f"{who}: exit status {status}" + (f": {self.client.reason}" if self.client.reason != ENDED else "")
         return self.client.reason or f"the ranks have ended with exit status {status}"
 
-    async def _watch(self) -> None:
-        """Ends the ranks if they hang, or if rank 0 has left and its launcher does not notice."""
+    async def _watch(self, launcher: int) -> None:
+        """Ends the ranks if they hang, if rank 0 has left and the launcher does not notice, or if the launcher, whose
+        process id is given, has ended without them: it counts as running while ranks hold its stderr."""
         client, came = self.client, False
-        while not self._hung:
+        while not self._hung and is_running(launcher):
             await asyncio.sleep(CHECK_S)
             came = came or client.alive
             patience = max(self.case.serve_config.step_timeout_s, PATIENCE * client.longest_step)
