@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,14 +112,14 @@ class EngineClient:
         return next(self._ids)
 
     async def rows(
-        self, ids: list[int], sampling: Sampling, priority: int = 0, salt: bytes = b""
-    ) -> AsyncIterator[Row]:
-        """Submits a request and yields its rows; the last one has a finish reason. Closing the iterator ends the
-        request. Raises RequestRefused or EngineGone. If ranks end before the first row, and are started again, the
-        request is submitted to them again."""
+        self, ids: list[int], sampling: Sampling, priority: int = 0, salt: bytes = b"", id: int | None = None
+    ) -> AsyncGenerator[Row, None]:
+        """Submits a request and yields its rows; the last one has a finish reason. `id` is one of `next_id`, for those
+        who want to know it. Closing the iterator ends the request. If ranks end before its first row, and are started
+        again, the request is submitted to them again. Raises RequestRefused or EngineGone."""
         if not self.ready or not self._writer:
             raise EngineGone(self.reason or "the model is still loading")
-        id = self.next_id()
+        id = self.next_id() if id is None else id
         asked = self._asked[id] = Asked(Submit(id, ids, sampling, priority, salt))
         finished = False
         try:

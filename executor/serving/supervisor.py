@@ -64,7 +64,7 @@ class Supervisor:
             await self._end_all()
             await errors
             if self.stopping:
-                self.client.lost("the server is stopping", again=False)
+                self.client.lost(self.client.reason or ENDED, again=False)
                 return
             line = self._reason(process.pid, self.status)
             reason = LOGS.sub("", line)
@@ -77,13 +77,13 @@ class Supervisor:
             self.restarts += 1
             self.told(f"{line}; starting the ranks again ({self.restarts} of {self.case.serve_config.restarts})")
 
-    async def stop(self) -> None:
-        """Ends all ranks: they are asked to leave together, and killed if they do not."""
+    async def stop(self, wait_s: float = END_S) -> None:
+        """Ends all ranks: those that serve are asked to leave together, and all are killed after `wait_s` seconds."""
         self.stopping = True
         if self.client.ready and self._process:
             self.client.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), END_S)
+                await asyncio.wait_for(self._process.wait(), wait_s)
         await self._end_all()
 
     def processes(self) -> list[Process]:
