@@ -9,7 +9,7 @@ Only full pages are shared, and the last token of a prompt is always computed, s
 that another one can read.
 
 What one more page would be worth, and one less, is counted as well: how often prompts found one of the pages that would
-be dropped next, and how often they looked for one that was dropped last.
+be dropped next, and how often they looked for one that was dropped lately.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ class PageCache:
         self.held = 0  # number of pages that sequences hold
         self.index: dict[bytes, Block] = {}  # full pages by key
         self.idle: dict[bytes, Block] = {}  # those of `index` that no sequence holds, in the order of their last use
-        self.margin = max(1, pool.pages // MARGIN)
-        self.dropped: dict[bytes, None] = {}  # keys of the last `margin` pages that were dropped
+        self.margin, self.most_dropped = max(1, pool.pages // MARGIN), max(1, pool.pages // 2)
+        self.dropped: dict[bytes, None] = {}  # keys of the last `most_dropped` pages that were dropped
         self.last_hits = 0  # number of pages found that were among the `margin` next ones to be dropped
         self.missed_hits = 0  # number of pages looked for that were among `dropped`
 
@@ -114,5 +114,5 @@ class PageCache:
             del self.index[key]
             self.pool.give([block])
             self.dropped[key] = None
-            if len(self.dropped) > self.margin:
+            if len(self.dropped) > self.most_dropped:
                 del self.dropped[next(iter(self.dropped))]

@@ -51,7 +51,7 @@ class Shares:
         self.margin = max(1, self.pages // MARGIN)
         self.expert_pages = self.pages // 2
         self._at, self._before = time.monotonic(), self._counts()
-        self._rates = np.zeros(3)  # a second: pages found that would go next, pages missed that went last, decode steps
+        self._rates = np.zeros(3)  # a second: pages found that would go next, pages missed that are gone, decode steps
 
     def decide(self, prefill_s: float) -> None:
         """To be called between steps. `prefill_s` is the seconds that the prefill of a page takes."""
@@ -63,14 +63,16 @@ class Shares:
         self._at, self._before = now, counts
         found, missed, steps = self._rates.tolist()
         come, go = (uses * steps * self.usage.miss_s for uses in self.experts_at_margin())
+        missed *= self.margin / self.caches[0].most_dropped
         self.move(found * prefill_s, missed * prefill_s, come, go)
 
     def move(self, prefixes_go: float, prefixes_come: float, experts_come: float, experts_go: float) -> None:
         """Moves the share, given what a margin of pages is worth to those that would come and to those that would
         go."""
-        if experts_come > CLEARLY * prefixes_go:
+        more, fewer = experts_come - CLEARLY * prefixes_go, prefixes_come - CLEARLY * experts_go
+        if more > max(fewer, 0):
             self.expert_pages = min(self.pages, self.expert_pages + self.margin)
-        elif prefixes_come > CLEARLY * experts_go:
+        elif fewer > 0:
             self.expert_pages = max(0, self.expert_pages - self.margin)
 
     def experts_at_margin(self) -> tuple[float, float]:
