@@ -11,7 +11,7 @@ from errors import UserError
 from executor.engine.engine import Engine
 from executor.engine.request import Event, Request, TokenLogprob
 from executor.engine.sampling import token_logprob
-from executor.engine.scheduler import Scheduler, limits_of
+from executor.engine.scheduler import Scheduler, Step, limits_of
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
 
@@ -56,8 +56,11 @@ class Loop:
 
     def step(self) -> list[Event]:
         """Admit waiting requests and run one step. Returns the events of all requests that got a token or ended."""
+        return self.run(self.scheduler.schedule())
+
+    def run(self, step: Step | None) -> list[Event]:
+        """Like `step`, for a caller that has called the scheduler itself."""
         aborted, self._aborted = self._aborted, []
-        step = self.scheduler.schedule()
         if step is None:
             return aborted
         start, decode = time.perf_counter(), step.decode

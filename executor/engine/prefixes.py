@@ -7,14 +7,19 @@ other's pages, or learn from the time that a prompt takes whether they are there
 
 Only full pages are shared, and the last token of a prompt is always computed, so no sequence ever writes into a page
 that another one can read.
+
+What one more page would be worth, and one less, is counted as well: how often prompts found one of the pages that would
+be dropped next, and how often they looked for one that was dropped lately.
 """
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Sequence as ListOf
 
 from executor.engine.pages import Block, Pages
 
+MARGIN = 16  # the worth of kept pages is measured on one of this many of all pages
 KEY_BYTES = 32  # nobody can make two texts with equal keys, so tokens need not be compared
 
 
@@ -39,6 +44,10 @@ class PageCache:
         self.held = 0  # number of pages that sequences hold
         self.index: dict[bytes, Block] = {}  # full pages by key
         self.idle: dict[bytes, Block] = {}  # those of `index` that no sequence holds, in the order of their last use
+        self.margin, self.most_dropped = max(1, pool.pages // MARGIN), max(1, pool.pages // 2)
+        self.dropped: dict[bytes, None] = {}  # keys of the last `most_dropped` pages that were dropped
+        self.last_hits = 0  # number of pages found that were among the `margin` next ones to be dropped
+        self.missed_hits = 0  # number of pages looked for that were among `dropped`
 
     def find(self, keys: ListOf[bytes], tokens: int) -> list[Block]:
         """The pages that hold the beginning of `tokens` tokens, whose full pages have the keys `keys`. The last token
@@ -53,11 +62,18 @@ class PageCache:
 
     def hold(self, blocks: list[Block]) -> None:
         """Count one more sequence as holder of `blocks`, which `find` returned."""
+        if any(not block.holders for block in blocks):
+            last = set(itertools.islice(self.idle, self.margin))
+            self.last_hits += sum(block.key in last for block in blocks)
         for block in blocks:
             if not block.holders:
                 del self.idle[block.key]
                 self.held += 1
             block.holders += 1
+
+    def count_missed(self, keys: ListOf[bytes]) -> None:
+        """Count which pages of a prompt, whose keys are those behind the pages found, were dropped lately."""
+        self.missed_hits += sum(1 for _ in itertools.takewhile(self.dropped.__contains__, keys))
 
     def extend(self, blocks: list[Block], tokens: int) -> None:
         """Grow `blocks`, a sequence's pages, in place until they have room for `tokens` tokens."""
@@ -71,6 +87,7 @@ class PageCache:
             other = self.index.setdefault(key, block)
             if other is block:
                 block.key = key
+                self.dropped.pop(key, None)
             else:
                 self.hold([other])
                 self.release([block])
@@ -96,3 +113,6 @@ class PageCache:
             block = self.idle.pop(key)
             del self.index[key]
             self.pool.give([block])
+            self.dropped[key] = None
+            if len(self.dropped) > self.most_dropped:
+                del self.dropped[next(iter(self.dropped))]

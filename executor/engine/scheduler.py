@@ -82,7 +82,7 @@ class Scheduler:
         if pool:
             self.pools[group] = pool
         self.caches = [PageCache(pool) for pool in self.pools]
-        self.expert_pages = 0  # pages that kept prefixes leave to experts
+        self.expert_pages = 0  # pages of each group that kept prefixes leave to experts
         self.mixed_tokens = limits.mixed_tokens
         self.waiting: list[Sequence] = []  # by priority and arrival
         self.running: list[Sequence] = []  # ordered by group, in a group by admission
@@ -139,12 +139,14 @@ class Scheduler:
             cache = self.caches[group]
             if self.limits.prefixes:
                 extend_keys(sequence.keys, sequence.ids, self.limits.page_size, sequence.request.salt)
-            found = [] if sequence.scored else cache.find(sequence.keys, len(sequence.ids))
+            keys = [] if sequence.scored else sequence.keys
+            found = cache.find(keys, len(sequence.ids))
             promised = self._promise(sequence)
             shared = sum(block.holders > 0 for block in found)
             if self.committed(group) + promised - shared > self.pools[group].pages:
                 break  # first come, first served: all later sequences wait as well
             self.waiting.pop(0)
+            cache.count_missed(keys[len(found) :])
             cache.hold(found)
             sequence.group, sequence.blocks, sequence.promised = group, found, promised
             sequence.published, sequence.cached = len(found), len(found) * self.limits.page_size
@@ -283,9 +285,11 @@ class Scheduler:
             self._trim(group)
         return finished
 
-    def digest(self) -> int:
-        """A number of 64 bits that differs, with near certainty, between ranks whose sequences differ."""
+    def digest(self, step: Step | None = None) -> int:
+        """A number of 64 bits that differs, with near certainty, between ranks whose sequences differ, or whose next
+        `step` does."""
         facts = array("q", (fact for s in self.running for fact in (s.id, s.group, s.cached, len(s.ids), s.ids[-1])))
+        facts.extend(fact for s in (step.sequences if step else ()) for fact in (s.id, s.end))
         facts.extend((len(self.waiting), *(count for c in self.caches for count in (c.held, len(c.idle)))))
         return int.from_bytes(hashlib.blake2b(facts.tobytes(), digest_size=8).digest(), "little")
 

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,20 +73,22 @@ def _launch_ranks(case: Case, program: list[str]) -> None:
 
     logging.disable(logging.ERROR)  # torchrun's own messages; a failure is reported once, below
     results = create_results(case.name)
-    ranks = [*where, f"--nproc-per-node={local}", "--max-restarts=0", *program, "--results", str(results)]
-    config, command, arguments = config_from_args(get_args_parser().parse_args(ranks))
-    try:
-        elastic_launch(config, command)(*arguments)
-    except ChildFailedError as error:
-        status = _report(error, results)
-        if status == EXIT_STATUS:
+    with tempfile.TemporaryDirectory(prefix="umbra_") as words:  # where ranks leave the reasons of their failures
+        ranks = [*where, f"--nproc-per-node={local}", "--max-restarts=0", f"--log-dir={words}"]
+        ranks += [*program, "--results", str(results)]
+        config, command, arguments = config_from_args(get_args_parser().parse_args(ranks))
+        try:
+            elastic_launch(config, command)(*arguments)
+        except ChildFailedError as error:
+            status = _report(error, results)
+            if status == EXIT_STATUS:
+                discard_results(results)
+            sys.exit(status)
+        except SignalException as error:
+            sys.exit(128 + error.sigval)
+        except DistError as error:
             discard_results(results)
-        sys.exit(status)
-    except SignalException as error:
-        sys.exit(128 + error.sigval)
-    except DistError as error:
-        discard_results(results)
-        raise UserError(f"the nodes did not find each other at {config.rdzv_endpoint}: {error}") from None
+            raise UserError(f"the nodes did not find each other at {config.rdzv_endpoint}: {error}") from None
 
 
 def _report(error: "ChildFailedError", results: Path) -> int:
@@ -95,9 +98,11 @@ def _report(error: "ChildFailedError", results: Path) -> int:
     if failure.exitcode == EXIT_STATUS and record:
         print(f"error: {record['message']}", file=sys.stderr)
         return EXIT_STATUS
-    if "extraInfo" in record:
-        print(record["extraInfo"]["py_callstack"], file=sys.stderr)
     how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
+    if "extraInfo" in record:
+        stack = record["extraInfo"]["py_callstack"]
+        print(stack, file=sys.stderr)
+        how += f": {UserError(stack.strip().splitlines()[-1])!s:.300}"
     print(f"error: rank {rank} (pid {failure.pid}) failed: {how}; all ranks' logs: {results}", file=sys.stderr)
     return 1
 

@@ -1,6 +1,7 @@
 """Messages over a Unix socket: each is a length of four bytes and that many bytes of msgpack. A closed socket is the
 notice that the other side has ended."""
 
+import contextlib
 import os
 import queue
 import socket
@@ -17,7 +18,9 @@ from executor.serving.messages import Message, ToEngine
 
 HEADER = struct.Struct("<I")
 LARGEST = 64 << 20  # bytes of a message
-ORPHAN_S = 30.0  # a rank whose front has ended ends itself after this many seconds
+ORPHAN_S = 5.0  # seconds after the end of the front in which rank 0 leaves by itself, or is ended
+CLOSE_S = 2.0  # seconds to send what is waiting
+MOST_WAITING = 1000  # messages that wait to be sent; while there are more, the front does not read
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -49,12 +52,18 @@ class Channel:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._closed = False
         threading.Thread(target=self._read, daemon=True, name="channel reader").start()
         self._writer = threading.Thread(target=self._write, daemon=True, name="channel writer")
         self._writer.start()
 
     def send(self, message: Message) -> None:
         self._outbox.put(message)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the front does not read what it is sent: then nothing should be sent that it can do without."""
+        return self._outbox.qsize() > MOST_WAITING
 
     def receive(self, wait_s: float) -> list[Any]:
         """All messages that have come. If there are none, waits up to `wait_s` seconds for one. None among them says
@@ -70,7 +79,10 @@ class Channel:
     def close(self) -> None:
         """Sends what is waiting and closes the socket."""
         self._outbox.put(None)
-        self._writer.join(timeout=10)
+        self._writer.join(timeout=CLOSE_S)
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # the reading thread holds the socket open otherwise
         self._socket.close()
 
     def _read(self) -> None:
@@ -79,10 +91,12 @@ class Channel:
                 while header := stream.read(HEADER.size):
                     self._inbox.put(self._decoder.decode(stream.read(length_of(header))))
         except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
-            print(f"the front's messages cannot be read: {error}")
+            if not self._closed:
+                print(f"the front's messages cannot be read: {error}")
         self._inbox.put(None)
-        time.sleep(ORPHAN_S)  # the engine's thread reads None and leaves; unless it hangs
-        os._exit(1)
+        time.sleep(ORPHAN_S)  # the engine's thread reads None and leaves, unless it hangs or still loads
+        if not self._closed:
+            os._exit(1)
 
     def _write(self) -> None:
         try:

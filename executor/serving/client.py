@@ -3,8 +3,12 @@
 import asyncio
 import contextlib
 import itertools
+import os
+import socket
+import struct
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,8 @@ from executor.serving.messages import (
 )
 
 PING_S = 2.0
+FRESH_S = 10.0  # ranks that have not answered for this long, and for two of their longest steps, do not serve
+ENDED = "the ranks have ended"
 
 
 class EngineGone(Exception):
@@ -40,6 +46,15 @@ class EngineGone(Exception):
 
 class RequestRefused(Exception):
     """The engine cannot run this request; the text says why."""
+
+
+@dataclass
+class Asked:
+    """A request that has not ended."""
+
+    submit: Submit
+    rows: asyncio.Queue[Row | Exception] = field(default_factory=asyncio.Queue)
+    begun: bool = False  # whether a row has come
 
 
 class EngineClient:
@@ -54,21 +69,25 @@ class EngineClient:
         self.residency: Residency | None = None
         self.reason = ""  # why the ranks have ended
         self.alive = False  # whether rank 0 is connected
-        self.pong_at = 0.0  # time of its last answer to a ping
-        self.rows_at = time.monotonic()  # time of its last rows
-        self._waiting: dict[int, asyncio.Queue[Row | Exception]] = {}
-        self._ids = itertools.count()
+        self.heard_at = 0.0  # time of its last rows or its last answer to a ping
+        self.longest_step = 0.0  # most seconds that it took to answer a ping, which it does between two steps
+        self.supervised = False  # whether somebody calls `lost` when the ranks have ended
+        self.gone = asyncio.Event()  # set while no rank is connected after one was
+        self._asked: dict[int, Asked] = {}
+        self._ids = itertools.count()  # goes on when ranks are started again, so that no id comes twice
         self._decoder: Any = msgspec.msgpack.Decoder(ToFront)
         self._writer: asyncio.StreamWriter | None = None
         self._server: asyncio.Server | None = None
-        self.gone = asyncio.Event()  # set while no rank is connected after one was
         self._pings = itertools.count()
+        self._pinged: dict[int, float] = {}  # times of the pings that are not answered yet
 
     async def listen(self) -> None:
         """Returns when ranks can connect."""
         self._server = await asyncio.start_unix_server(self._serve, path=str(self.path))
 
     def close(self) -> None:
+        if self._writer:
+            self._writer.close()
         if self._server:
             self._server.close()
         with contextlib.suppress(OSError):
@@ -77,7 +96,17 @@ class EngineClient:
     @property
     def open_requests(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._waiting)
+        return len(self._asked)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the ranks were last heard of."""
+        return time.monotonic() - self.heard_at
+
+    @property
+    def serving(self) -> bool:
+        """Whether the ranks take requests and have answered lately."""
+        return self.alive and self.ready is not None and self.silent_s < max(FRESH_S, 2 * self.longest_step)
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -86,24 +115,25 @@ class EngineClient:
         self, ids: list[int], sampling: Sampling, priority: int = 0, salt: bytes = b"", id: int | None = None
     ) -> AsyncGenerator[Row, None]:
         """Submits a request and yields its rows; the last one has a finish reason. `id` is one of `next_id`, for those
-        who want to know it. Closing the iterator ends the request. Raises RequestRefused or EngineGone."""
+        who want to know it. Closing the iterator ends the request. If ranks end before its first row, and are started
+        again, the request is submitted to them again. Raises RequestRefused or EngineGone."""
         if not self.ready or not self._writer:
             raise EngineGone(self.reason or "the model is still loading")
         id = self.next_id() if id is None else id
-        queue = self._waiting[id] = asyncio.Queue()
+        asked = self._asked[id] = Asked(Submit(id, ids, sampling, priority, salt))
         finished = False
         try:
-            self.send(Submit(id, ids, sampling, priority, salt))
+            self.send(asked.submit)
             while not finished:
-                row = await queue.get()
+                row = await asked.rows.get()
                 if isinstance(row, Exception):
                     finished = True
                     raise row
                 finished = bool(row.finish)
                 yield row
         finally:
-            self._waiting.pop(id, None)
-            if not finished and self._writer:
+            self._asked.pop(id, None)
+            if not finished:
                 self.send(Abort(id))
 
     def send(self, message: Message) -> None:
@@ -117,46 +147,65 @@ class EngineClient:
         """Asks the ranks to leave."""
         self.send(Stop())
 
+    def lost(self, reason: str, again: bool) -> None:
+        """The ranks have ended, `reason` says why. With `again`, they are started again, and requests without a row
+        wait for them."""
+        self.reason = reason
+        for id, asked in list(self._asked.items()):
+            if asked.begun or not again:
+                del self._asked[id]
+                asked.rows.put_nowait(EngineGone(reason))
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._writer:  # only one rank 0 at a time
+        if self._writer or not _is_own(writer.get_extra_info("socket")):  # only one rank 0 at a time
             writer.close()
             return
-        self._writer, self.alive, self.reason = writer, True, ""
+        self._writer, self.alive = writer, True
         self.gone.clear()
         pings = asyncio.create_task(self._ping())
+        fault = ""
         try:
             while True:
                 header = await reader.readexactly(HEADER.size)
                 self._take(self._decoder.decode(await reader.readexactly(length_of(header))))
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError, msgspec.MsgspecError) as error:
-            self.reason = self.reason or (
-                "the ranks have ended" if isinstance(error, asyncio.IncompleteReadError) else f"{error}"
-            )
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except (ValueError, msgspec.MsgspecError) as error:
+            fault = f"a message of rank 0 cannot be read: {error}"
         finally:
             pings.cancel()
             self._writer, self.ready, self.alive, self.state = None, None, False, None
-            for queue in self._waiting.values():
-                queue.put_nowait(EngineGone(self.reason))
+            self.reason = fault or self.reason or ENDED
+            self._pinged.clear()
             self.gone.set()
             writer.close()
+            if not self.supervised:
+                self.lost(self.reason, again=False)
 
     async def _ping(self) -> None:
+        """Pings the ranks once they are ready; before that they do not answer."""
         while True:
-            self.send(Ping(next(self._pings)))
+            if self.ready:
+                number = next(self._pings)
+                self._pinged[number] = time.monotonic()
+                self.send(Ping(number))
             await asyncio.sleep(PING_S)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Out):
-            self.rows_at = time.monotonic()
+            self.heard_at = time.monotonic()
             for row in message.rows:
-                if queue := self._waiting.get(row.id):
-                    queue.put_nowait(row)
+                if asked := self._asked.get(row.id):
+                    asked.begun = True
+                    asked.rows.put_nowait(row)
             return
         if isinstance(message, Refused):
-            if queue := self._waiting.get(message.id):
-                queue.put_nowait(RequestRefused(message.reason))
+            if asked := self._asked.get(message.id):
+                asked.rows.put_nowait(RequestRefused(message.reason))
         elif isinstance(message, Ready):
-            self.ready, self.pong_at = message, time.monotonic()
+            self.ready, self.heard_at, self.reason, self.longest_step = message, time.monotonic(), "", 0.0
+            for asked in self._asked.values():  # of ranks that have ended
+                self.send(asked.submit)
         elif isinstance(message, Progress):
             self.progress = message
         elif isinstance(message, State):
@@ -164,7 +213,16 @@ class EngineClient:
         elif isinstance(message, Residency):
             self.residency = message
         elif isinstance(message, Pong):
-            self.pong_at = time.monotonic()
+            self.heard_at = time.monotonic()
+            took = self.heard_at - self._pinged.pop(message.number, self.heard_at)
+            self.longest_step = max(self.longest_step, took)
         elif isinstance(message, Fatal):
             self.reason = message.reason
         self.changed(message)
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is of this user."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.getuid())

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 THREADS = 2
 MOST_JOBS = 64  # of the threads, waiting ones included
 LOOK_S = 0.5  # seconds between two looks at whether a request still waits
-FRESH_S = 10.0  # an answer of rank 0 that is older says nothing
 
 Result = TypeVar("Result")
 
@@ -70,8 +69,7 @@ class Front:
             return "failed"
         if not self.client.ready or not self.text:
             return "loading"
-        silent = time.monotonic() - max(self.client.pong_at, self.client.rows_at)
-        return "serving" if silent < FRESH_S else "silent"
+        return "serving" if self.client.serving else "silent"
 
     def check_serving(self) -> tuple[Ready, "Text"]:
         """Raises ApiError unless requests are taken."""

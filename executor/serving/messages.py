@@ -85,6 +85,7 @@ class Ready(Message, frozen=True):
     groups: int
     stop_ids: list[int]
     prefill_rate: float  # prompt tokens a second, measured in the warm-up
+    results: str = ""  # folder of the ranks' logs
 
 
 class TopToken(msgspec.Struct, frozen=True, array_like=True):
@@ -190,7 +191,7 @@ class Tick(Message, frozen=True):
     all ranks decide alike."""
 
     number: int
-    digest: int  # of rank 0's scheduler, after the step before
+    digest: int  # of what rank 0 runs in this step, and of its scheduler
     mixed_tokens: int | None  # Limits.mixed_tokens for this step
     expert_pages: int
     events: list[Submit | Abort | Stop]

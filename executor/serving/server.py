@@ -48,7 +48,7 @@ def serve(case_name: str, overrides: list[str]) -> None:
     keys = Keys.read(settings.api_key_file)
     check_address(settings.host, keys)
     with listening(settings.host, settings.port) as listener:
-        status = asyncio.run(Run(case, overrides, keys).run(listener))
+        status = asyncio.run(Run(case, case_name, overrides, keys).run(listener))
     sys.exit(status)
 
 
@@ -72,14 +72,14 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 class Run:
     """One server from its start to its end."""
 
-    def __init__(self, case: Case, overrides: list[str], keys: Keys):
+    def __init__(self, case: Case, case_name: str, overrides: list[str], keys: Keys):
         self.case = case
         self.signals: list[int] = []
         self.asked = asyncio.Event()  # at the first signal
         self.forced = asyncio.Event()  # at the second
         self.folder = tempfile.TemporaryDirectory(prefix="umbra-")  # only this user may enter it
         self.client = EngineClient(Path(self.folder.name) / "engine", self._changed)
-        self.supervisor = Supervisor(case, overrides, self.client)
+        self.supervisor = Supervisor(case, case_name, overrides, self.client)
         self.front = Front(case, keys, self.client, self.supervisor)
 
     async def run(self, listener: socket.socket) -> int:

@@ -1,106 +1,166 @@
-"""Starts the ranks, notices when they die or hang, and starts them again if the case allows it."""
+"""Starts the ranks, notices when they die or hang, says why, and starts them again if the case allows it."""
 
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import cast
 
+from errors import EXIT_STATUS
 from executor.config.case import Case
-from executor.serving.client import EngineClient
+from executor.serving.client import ENDED, EngineClient
+from executor.serving.processes import SOCKET, Process, is_running, processes_of, send, signal_name
 from files import ROOT
 
-SOCKET = "UMBRA_SERVE_SOCKET"
 CHECK_S = 0.5
 END_S = 10.0  # seconds that ranks have to leave before they are killed
+LAUNCHER_S = 3.0  # seconds that a launcher has to clean up
 STACKS_S = 1.0  # seconds to write the stacks of hung ranks
+PATIENCE = 10  # a step that takes this many times longer than any before it hangs, if it takes `step_timeout_s`
+LONGEST_LINE = 4096  # bytes of an error line
+LOGS = re.compile("; all ranks' logs: .*")  # the part of a launcher's error line that only its user needs
 
 
 class Supervisor:
-    """Of the ranks of `case`, which connect to `client`. `told` is called with each line that a person should read."""
+    """Of the ranks of `case`, which connect to `client`. `name` is what the user called the case: a name or a file.
+    `told` is called with each line that a person should read."""
 
-    def __init__(self, case: Case, overrides: list[str], client: EngineClient, told: Callable[[str], None] = print):
-        self.case, self.overrides, self.client, self.told = case, overrides, client, told
+    launcher: Sequence[str] = ("-m", "executor.serving.ranks")
+
+    def __init__(
+        self,
+        case: Case,
+        name: str,
+        overrides: list[str],
+        client: EngineClient,
+        told: Callable[[str], None] = print,
+    ):
+        self.case, self.name, self.overrides, self.client, self.told = case, name, overrides, client, told
         self.restarts = 0  # how often ranks were started again
         self.failed = ""  # why there are no ranks and will be none
         self.stopping = False
+        self.status: int | None = None  # exit status of the last launcher
         self._process: asyncio.subprocess.Process | None = None
+        self._hung = ""  # why this supervisor has ended the ranks
+        self._error = ""  # the last error line of the launcher
+        client.supervised = True
 
     async def run(self) -> None:
         """Keeps ranks running until `stop` is called, or they have failed too often; `failed` then says why."""
         while True:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "executor.serving.ranks", self.case.name, *(f"--set={s}" for s in self.overrides),
-                cwd=ROOT, env=os.environ | {SOCKET: str(self.client.path)}, stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-            if self.stopping:
+            self._hung = self._error = ""
+            self.client.reason = self.client.reason if self.restarts else ""
+            process = self._process = await self._start()
+            if self.stopping:  # called while the process was started
                 await self._end_all()
-            hung = asyncio.create_task(self._end_if_hung())
-            status = await self._process.wait()
-            hung.cancel()
+            errors = asyncio.create_task(self._read_errors(cast(asyncio.StreamReader, process.stderr)))
+            watch = asyncio.create_task(self._watch(process.pid))
+            self.status = await process.wait()
+            watch.cancel()
             await self._end_all()
+            await errors
             if self.stopping:
+                self.client.lost(self.client.reason or ENDED, again=False)
                 return
-            reason = self.client.reason or f"the ranks ended with status {status}"
-            if self.restarts >= self.case.serve_config.restarts:
+            line = self._reason(process.pid, self.status)
+            reason = LOGS.sub("", line)
+            again = self.status != EXIT_STATUS and self.restarts < self.case.serve_config.restarts
+            self.client.lost(reason, again)
+            if not again:
                 self.failed = reason
-                self.told(f"error: {reason}")
+                self.told(f"error: {line}")
                 return
             self.restarts += 1
-            self.told(f"{reason}; starting the ranks again ({self.restarts} of {self.case.serve_config.restarts})")
+            self.told(f"{line}; starting the ranks again ({self.restarts} of {self.case.serve_config.restarts})")
 
     async def stop(self, wait_s: float = END_S) -> None:
         """Ends all ranks: those that serve are asked to leave together, and all are killed after `wait_s` seconds."""
         self.stopping = True
-        self.client.stop()
-        if self._process and self._process.returncode is None and self.client.ready:
-            with contextlib.suppress(asyncio.TimeoutError):
+        if self.client.ready and self._process:
+            self.client.stop()
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), wait_s)
         await self._end_all()
 
-    async def _end_if_hung(self) -> None:
-        """Ends the ranks if they should work and nothing is heard of them."""
-        while True:
+    def processes(self) -> list[Process]:
+        """The launcher and the ranks that run on this machine."""
+        found = processes_of(self.client.path)
+        return [Process(p.pid, 0) for p in found] if self.case.world_size == 1 else found  # it replaces its launcher
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, *self.launcher, self.name, f"--front={os.getpid()}",
+            *(f"--set={pair}" for pair in self.overrides),
+            cwd=ROOT, env=os.environ | {SOCKET: str(self.client.path)}, stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+
+    async def _read_errors(self, stream: asyncio.StreamReader) -> None:
+        """Passes on what the launcher writes to stderr, except its error line, which is kept."""
+        rest = b""
+        while data := await stream.read(65536):
+            *lines, rest = (rest + data).split(b"\n")
+            lines, rest = (lines, rest) if len(rest) < LONGEST_LINE else ([*lines, rest], b"")
+            for line in lines:
+                if line.startswith(b"error: "):
+                    self._error = line[len(b"error: ") : LONGEST_LINE].decode(errors="replace")
+                else:
+                    with contextlib.suppress(OSError):
+                        os.write(2, line + b"\n")
+
+    def _reason(self, launcher: int, status: int) -> str:
+        """Why the ranks ended, whose launcher had this process id and exit status."""
+        if self._hung or self._error:
+            return self._hung or self._error
+        alone = self.case.world_size == 1
+        who = f"{'rank 0' if alone else 'the launcher'} (pid {launcher}) failed"
+        if status < 0 or status > 128:
+            return f"{who}: killed by {signal_name(-status if status < 0 else status - 128)}"
+        if alone and status:
+            return f"{who}: exit status {status}" + (f": {self.client.reason}" if self.client.reason != ENDED else "")
+        return self.client.reason or f"the ranks have ended with exit status {status}"
+
+    async def _watch(self, launcher: int) -> None:
+        """Ends the ranks if they hang, if rank 0 has left and the launcher does not notice, or if the launcher, whose
+        process id is given, has ended without them: it counts as running while ranks hold its stderr."""
+        client, came = self.client, False
+        while not self._hung and is_running(launcher):
             await asyncio.sleep(CHECK_S)
-            client = self.client
-            silent = time.monotonic() - max(client.rows_at, client.pong_at)
-            if client.ready and silent > self.case.serve_config.step_timeout_s:
-                client.reason = (
-                    f"the ranks have not answered for {silent:.0f} s: their stacks are in the results folder"
+            came = came or client.alive
+            patience = max(self.case.serve_config.step_timeout_s, PATIENCE * client.longest_step)
+            if came and not client.alive:
+                await asyncio.sleep(END_S)
+                self._hung = client.reason
+            elif client.ready and client.silent_s > patience:
+                ranks = [process for process in self.processes() if process.rank is not None]
+                halted = [f"rank {p.rank} (pid {p.pid})" for p in ranks if p.stopped]
+                self._hung = f"the ranks have not answered for {client.silent_s:.0f} s" + (
+                    f": {', '.join(halted)} halted by a signal" if halted else ""
                 )
-                for pid in self._ranks():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGUSR1)
+                send(signal.SIGUSR1, ranks)  # they write their stacks
+                self.told(f"{self._hung}; the stacks of all ranks are in {client.ready.results}")
                 await asyncio.sleep(STACKS_S)
-                await self._end_all()
-                return
+        await self._end_all()
 
     async def _end_all(self) -> None:
-        """Kills every process that was started for these ranks, and returns when none is left."""
-        pids = list(self._ranks())
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        while any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in pids):
-            await asyncio.sleep(0.01)
-
-    def _ranks(self) -> Iterator[int]:
-        """The processes of the launcher and its ranks: those that have this front's socket in their environment."""
-        wanted = f"{SOCKET}={self.client.path}".encode()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                with contextlib.suppress(OSError):
-                    if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                        yield int(entry.name)
+        """Ends every rank and its launcher, and returns when none is left."""
+        processes = self.processes()
+        send(signal.SIGKILL, [process for process in processes if process.rank is not None])
+        send(signal.SIGTERM, [process for process in processes if process.rank is None])  # it removes its files
+        while not await _ended(processes, LAUNCHER_S):
+            processes = self.processes()
+            send(signal.SIGKILL, processes)
 
 
-def _is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+async def _ended(processes: list[Process], within_s: float) -> bool:
+    """Waits until all `processes` have ended. -> whether they have"""
+    deadline = time.monotonic() + within_s
+    while any(is_running(process.pid) for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.01)
+    return True

@@ -12,14 +12,20 @@ import time
 from collections.abc import Sequence as ListOf
 from pathlib import Path
 
-from errors import UserError, run_main
+import numpy as np
+from msgspec.structs import replace
+
+from cpu_offload.manager import Offload
+from errors import UserError
 from executor.checkpoint.tokenizer import stop_ids
 from executor.config import env
 from executor.config.load import load_case
 from executor.engine import request
 from executor.engine.loop import Loop
 from executor.engine.request import Event, Grammar, Request, SamplingParams
+from executor.engine.scheduler import Step
 from executor.engine.sequence import Sequence, new_sequence
+from executor.engine.timings import Timings
 from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
 from executor.serving.channel import Channel
@@ -34,6 +40,7 @@ from executor.serving.messages import (
     Progress,
     Ready,
     Refused,
+    Residency,
     Row,
     Running,
     Sampling,
@@ -43,10 +50,15 @@ from executor.serving.messages import (
     Tick,
     TokenLogprob,
     TopToken,
+    Watch,
 )
+from executor.serving.processes import run_and_leave
+from executor.serving.shares import Shares, Usage
 
 IDLE_S = 2.0  # seconds between two ticks while nothing is to do
 STATE_S = 0.25
+RESIDENCY_S = 1.0
+TIDY = 64  # steps
 WARM_UP_TOKENS = 64  # of each prompt of the warm-up
 
 
@@ -60,23 +72,45 @@ class Worker:
         self.stop_ids = stop_ids(runner.folder, runner.config.eos_token_ids)
         self.loop = Loop(engine, self.stop_ids, serving=True)
         self.control = Control(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
+        self.usage = Usage(engine.offload) if engine.offload else None
+        self.shares = None
+        if self.usage and case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes:
+            self.shares = Shares(self.loop.scheduler.caches, self.usage)
         self.steps = self.preemptions = 0
         self.prefill_rate = 0.0  # prompt tokens a second
-        self.stopping = False
-        self._reported = 0.0  # time of the last State
+        self.stopping = self.watched = False
+        self._reported = self._residency_sent = 0.0  # times of the last State and the last Residency
+        self._residency: Residency | None = None  # the last one
         self._since = (time.perf_counter(), 0)  # time and tokens at the last State
         self._generated = 0
 
     def run(self) -> None:
         """Serves until the front stops the ranks."""
-        self.warm_up()
+        with self.engine.platform.watched():
+            self.warm_up()
+            if self.channel:
+                self.channel.send(self.ready())
+            while not self.stopping:
+                self.turn()
+
+    def turn(self) -> None:
+        """Shares one tick, and runs its step. Rank 0 decides on the step before it shares the tick, and every other
+        rank compares its own decision before it runs the step, so that ranks that differ end here instead of waiting
+        for each other in a collective."""
+        scheduler = self.loop.scheduler
         if self.channel:
-            self.channel.send(self.ready())
-        while not self.stopping:
-            tick = self.control.share(self.next_tick(self.channel) if self.channel else None)
-            self.check(tick)
+            tick = self.next_tick(self.channel)
             self.apply(tick)
-            self.step()
+            step = scheduler.schedule()
+            self.control.share(replace(tick, digest=scheduler.digest(step)))
+        else:
+            tick = self.control.share(None)
+            self.apply(tick)
+            step = scheduler.schedule()
+            self.check(tick, scheduler.digest(step))
+        self.step(step)
+        if self.steps % TIDY == 0:
+            self.tidy()
 
     def next_tick(self, channel: Channel) -> Tick:
         """Rank 0's tick: the messages that have come from the front, and what it has measured."""
@@ -86,16 +120,17 @@ class Worker:
                 events.append(Stop())
             elif isinstance(message, Ping):
                 channel.send(Pong(message.number, self.steps))
+            elif isinstance(message, Watch):
+                self.watched, self._residency = message.residency, None
             elif isinstance(message, Submit | Abort | Stop):
                 events.append(message)
-        self.report()
-        return Tick(
-            self.steps, self.loop.scheduler.digest(), self.mixed_tokens(), self.loop.scheduler.expert_pages, events
-        )
+        self.report(channel)
+        if self.shares and self.prefill_rate:
+            self.shares.decide(self.case.cache_config.page_size / self.prefill_rate)
+        return Tick(self.steps, 0, self.mixed_tokens(), self.shares.expert_pages if self.shares else 0, events)
 
-    def check(self, tick: Tick) -> None:
-        """Raises unless this rank's requests are in the state of rank 0's."""
-        own = self.loop.scheduler.digest()
+    def check(self, tick: Tick, own: int) -> None:
+        """Raises unless this rank, whose digest is `own`, does what rank 0 does."""
         if (tick.number, tick.digest) != (self.steps, own):
             raise RuntimeError(
                 f"rank {self.runner.ranks.rank} differs from rank 0 at step {tick.number}: its step {self.steps} has "
@@ -109,7 +144,7 @@ class Worker:
         for event in tick.events:
             if isinstance(event, Submit):
                 try:
-                    self.loop.add(sequence_of(event))
+                    self.loop.add(self.sequence_of(event))
                 except UserError as error:
                     if self.channel:
                         self.channel.send(Refused(event.id, str(error)))
@@ -118,11 +153,21 @@ class Worker:
             else:
                 self.stopping = True
 
-    def step(self) -> None:
-        """One step of the engine, if there is something to do."""
+    def sequence_of(self, submit: Submit) -> Sequence:
+        """Raises UserError if the request cannot run: a step in which it fails would end all others as well."""
+        sequence = sequence_of(submit)
+        sampling, vocabulary = sequence.request.sampling, self.runner.config.vocab_size
+        if wrong := [token for token in sampling.logit_bias if token >= vocabulary]:
+            raise UserError(f"logit_bias: token {wrong[0]} is outside the vocabulary of {vocabulary}")
+        if sampling.grammar:
+            sequence.matcher = self.engine.grammars.matcher(sampling.grammar)
+        return sequence
+
+    def step(self, step: Step | None) -> None:
+        """Runs a step of the engine, if there is something to do."""
         start, timings = time.perf_counter(), self.loop.timings
         before = timings.prefill_tokens
-        events = self.loop.step()
+        events = self.loop.run(step)
         self.steps += 1
         for sequence in self.loop.scheduler.preempted:
             self.preemptions += 1
@@ -137,6 +182,12 @@ class Worker:
         if self.channel and rows:
             self.channel.send(Out(self.steps, rows))
 
+    def tidy(self) -> None:
+        """Forgets what runs collect step by step for their report: a server runs for ever."""
+        self.loop.timings = Timings()
+        if self.usage:
+            self.usage.take()
+
     def mixed_tokens(self) -> int | None:
         """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
         page, most = self.case.cache_config.page_size, self.case.data_config.chunked_prefill_size
@@ -147,21 +198,25 @@ class Worker:
     def warm_up(self) -> None:
         """Runs prompts until a step of every number of sequences has run once, so that all graphs are captured, and
         measures the prefill."""
-        limits = self.loop.scheduler.limits
+        scheduler, offload = self.loop.scheduler, self.engine.offload
+        limits = scheduler.limits
         longest = limits.max_sequence_length
         length = max(1, min(WARM_UP_TOKENS, longest - limits.batch_size - 1))
         for index in range(limits.batch_size):
             sampling = SamplingParams(max_tokens=min(2 + index, longest - length), ignore_eos=True)
             ids = tuple((index * 7919 + i) % self.runner.config.vocab_size for i in range(length))
             self.loop.add(new_sequence(-1 - index, Request(ids, sampling)))
-        total = sum(s.longest - s.prompt_len for s in self.loop.scheduler.waiting)
+        total = sum(s.longest - s.prompt_len for s in scheduler.waiting)
         while not self.loop.idle:
-            self.step()
+            self.step(scheduler.schedule())
             if self.channel:
                 self.channel.send(Progress("warming up", min(self._generated / total, 1.0)))
-        for cache in self.loop.scheduler.caches:
+        for cache in scheduler.caches:
             cache.trim(0)
-        self._generated = 0
+        if offload and self.runner.planned:
+            self.runner.planned.begin(offload, self.loop.timings.pure_decode_steps)
+        self.steps = self.preemptions = self._generated = 0
+        self.tidy()
 
     def ready(self) -> Ready:
         limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]
@@ -174,33 +229,51 @@ class Worker:
             groups=limits.groups,
             stop_ids=sorted(self.stop_ids),
             prefill_rate=self.prefill_rate,
+            results=str(self.runner.results),
         )
 
-    def report(self) -> None:
-        """Sends the front a snapshot, a few times a second, and forgets the times of the steps before."""
+    def report(self, channel: Channel) -> None:
+        """Sends the front a snapshot, a few times a second."""
         now = time.perf_counter()
-        if not self.channel or now - self._reported < STATE_S:
+        if now - self._reported < STATE_S or channel.behind:
             return
-        self._reported = now
         since, generated = self._since
-        self._since = now, self._generated
-        self.loop.timings = type(self.loop.timings)()  # a server must not collect the times of all its steps
+        self._reported, self._since = now, (now, self._generated)
         scheduler = self.loop.scheduler
         groups = [
             Group(cache.held, scheduler.committed(g) - cache.held, len(cache.idle))
             for g, cache in enumerate(scheduler.caches)
         ]
-        self.channel.send(
-            State(
-                step=self.steps,
-                waiting=len(scheduler.waiting),
-                running=[running_of(s) for s in scheduler.running],
-                groups=groups,
-                preemptions=self.preemptions,
-                prefill_rate=self.prefill_rate,
-                decode_rate=(self._generated - generated) / (now - since),
-            )
+        state = State(
+            step=self.steps,
+            waiting=len(scheduler.waiting),
+            running=[running_of(s) for s in scheduler.running],
+            groups=groups,
+            preemptions=self.preemptions,
+            prefill_rate=self.prefill_rate,
+            decode_rate=(self._generated - generated) / (now - since),
         )
+        if usage := self.usage:
+            usage.take()
+            arena, published = usage.offload.arena, usage.offload.published
+            state = replace(
+                state,
+                experts_resident=int(published.sum()),
+                experts=published.size,
+                expert_hits=usage.hits,
+                expert_misses=usage.misses,
+                arena_frames=arena.frames,
+                expert_frames=arena.slot_frames,
+                free_frames=arena.free_frames,
+                shadow_exposed_s=usage.exposed_s,
+            )
+            if self.watched and now - self._residency_sent >= RESIDENCY_S:
+                self._residency_sent = now
+                residency = residency_of(usage.offload)
+                if residency != self._residency:
+                    self._residency = residency
+                    channel.send(residency)
+        channel.send(state)
 
 
 def sequence_of(submit: Submit) -> Sequence:
@@ -210,6 +283,14 @@ def sequence_of(submit: Submit) -> Sequence:
         fields["grammar"] = Grammar(grammar.kind, grammar.text)
     wanted = Request(tuple(submit.ids), SamplingParams(**fields), submit.priority, submit.salt)
     return new_sequence(submit.id, wanted)
+
+
+def residency_of(offload: Offload) -> Residency:
+    """Which experts are resident, and how much they are used."""
+    uses = offload.residency.forecast.lasting.clip(0)
+    heat = (uses * (255 / max(float(uses.max()), 1e-9))).astype(np.uint8)
+    layers, experts = offload.published.shape
+    return Residency(layers, experts, np.packbits(offload.published, bitorder="little").tobytes(), heat.tobytes())
 
 
 def row_of(event: Event) -> Row:
@@ -240,12 +321,10 @@ def running_of(sequence: Sequence) -> Running:
 
 def serve(results: Path, ranks: env.RankEnv, case_name: str, overrides: ListOf[str]) -> None:
     """The body of one rank: connects, loads, serves."""
-    path = env.serve_socket()
-    if path is None:
-        raise UserError("UMBRA_SERVE_SOCKET is not set: the server's front starts its ranks: bash serve.sh CASE")
-    faulthandler.register(signal.SIGUSR1, file=open(results / f"stacks{ranks.rank}.txt", "w"), all_threads=True)  # noqa: SIM115
+    stacks = open(results / f"stacks{ranks.rank}.log", "w")  # noqa: SIM115 (until the end)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the front ends the ranks
-    channel = Channel(path) if ranks.rank == 0 else None
+    channel = open_channel() if ranks.rank == 0 else None
     try:
         if channel:
             channel.send(Progress("loading weights", 0.0))
@@ -254,11 +333,18 @@ def serve(results: Path, ranks: env.RankEnv, case_name: str, overrides: ListOf[s
         Worker(runner, channel).run()
     except Exception as error:
         if channel:
-            channel.send(Fatal(str(error) or type(error).__name__))
+            channel.send(Fatal(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"))
         raise
     finally:
         if channel:
             channel.close()
+
+
+def open_channel() -> Channel:
+    path = env.serve_socket()
+    if path is None:
+        raise UserError("UMBRA_SERVE_SOCKET is not set: the server's front starts its ranks: bash serve.sh CASE")
+    return Channel(path)
 
 
 def main(argv: list[str]) -> None:
@@ -275,4 +361,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_and_leave(main)

@@ -37,6 +37,8 @@ def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) ->
 class Traffic:
     """Stands for the front: the messages of each tick are drawn from `seed`."""
 
+    behind = False
+
     def __init__(self, steps: int, seed: int):
         self.random, self.steps = random.Random(seed), steps
         self.submitted: list[Submit] = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from errors import UserError
-from executor.serving import app, front, server, sse
+from executor.serving import app, client, front, server, sse
 from executor.serving.auth import Keys, check_address
 from tests.serving.front import Connection, Server, until
 from tests.serving.test_chat import TOOL, run
@@ -318,7 +318,7 @@ def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
 
 
 def test_ready_says_when_the_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "FRESH_S", 0.2)
+    monkeypatch.setattr(client, "FRESH_S", 0.2)
 
     async def scenario(server: Server) -> None:
         server.engine.hung = True

@@ -1,0 +1,91 @@
+"""How many pages kept prefixes leave to experts: rank 0's judgement, from what one more page is worth to each.
+
+Both worths are seconds that are saved in a second. A page of prefixes saves its prefill each time that a prompt finds
+it; a page of experts saves the wait for the shadow pool each time that one of them is used. Each is measured at the
+margin: for the pages (experts) that would come next, and for those that would go next. The share moves by one margin at
+a time, and only if what comes is worth clearly more than what goes, so that it rests where both are worth alike.
+"""
+
+import time
+from collections.abc import Sequence as ListOf
+
+import numpy as np
+
+from cpu_offload.history import busy_ns, exposed_ns
+from cpu_offload.manager import Offload
+from executor.engine.prefixes import MARGIN, PageCache
+
+DECIDE_S = 1.0  # seconds between two decisions
+MEMORY = 0.95  # what a measurement keeps of the one before it: half of it is gone after about 14 decisions
+CLEARLY = 1.5  # the share moves if what comes is worth this many times what goes
+
+
+class Usage:
+    """What steps have used of the experts of one rank, in total. Takes it from the offload's history, which it empties:
+    a server must not collect all its steps."""
+
+    def __init__(self, offload: Offload):
+        self.offload = offload
+        self.hits = self.misses = self.steps = 0
+        self.exposed_s = 0.0  # seconds that steps waited for shadow experts
+
+    def take(self) -> None:
+        for step in self.offload.history.steps:
+            self.hits += int(step.hits.sum())
+            self.misses += int(step.misses.sum())
+            waited = exposed_ns(step) if step.times[:, 2].any() else busy_ns(step)
+            self.exposed_s += float(waited.sum()) / 1e9
+            self.steps += 1
+        self.offload.forget()
+
+    @property
+    def miss_s(self) -> float:
+        """Seconds that one miss takes."""
+        return self.exposed_s / max(self.misses, 1)
+
+
+class Shares:
+    def __init__(self, caches: ListOf[PageCache], usage: Usage):
+        self.caches, self.usage = caches, usage
+        self.pages = caches[0].pool.pages
+        self.margin = max(1, self.pages // MARGIN)
+        self.expert_pages = self.pages // 2
+        self._at, self._before = time.monotonic(), self._counts()
+        self._rates = np.zeros(3)  # a second: pages found that would go next, pages missed that are gone, decode steps
+
+    def decide(self, prefill_s: float) -> None:
+        """To be called between steps. `prefill_s` is the seconds that the prefill of a page takes."""
+        now, counts = time.monotonic(), self._counts()
+        if now - self._at < DECIDE_S:
+            return
+        rates = (counts - self._before) / (now - self._at)
+        self._rates = MEMORY * self._rates + (1 - MEMORY) * rates
+        self._at, self._before = now, counts
+        found, missed, steps = self._rates.tolist()
+        come, go = (uses * steps * self.usage.miss_s for uses in self.experts_at_margin())
+        missed *= self.margin / self.caches[0].most_dropped
+        self.move(found * prefill_s, missed * prefill_s, come, go)
+
+    def move(self, prefixes_go: float, prefixes_come: float, experts_come: float, experts_go: float) -> None:
+        """Moves the share, given what a margin of pages is worth to those that would come and to those that would
+        go."""
+        more, fewer = experts_come - CLEARLY * prefixes_go, prefixes_come - CLEARLY * experts_go
+        if more > max(fewer, 0):
+            self.expert_pages = min(self.pages, self.expert_pages + self.margin)
+        elif fewer > 0:
+            self.expert_pages = max(0, self.expert_pages - self.margin)
+
+    def experts_at_margin(self) -> tuple[float, float]:
+        """Uses in a decode step of the experts that would become resident, and of those that would leave, if experts
+        had a margin of pages more or less."""
+        offload = self.usage.offload
+        arena, here = offload.arena, offload.here.reshape(-1)
+        count = max(1, self.margin * arena.extent_slots // arena.extent_frames)
+        uses = offload.residency.forecast.lasting / offload.settings.interval
+        come, go = np.sort(uses[~here])[-count:], np.sort(uses[here])[:count]
+        return float(come.clip(0).sum()), float(go.clip(0).sum())
+
+    def _counts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        found = sum(cache.last_hits for cache in self.caches)
+        missed = sum(cache.missed_hits for cache in self.caches)
+        return np.array([found, missed, self.usage.steps], dtype=np.float64)

@@ -1,0 +1,225 @@
+"""Ranks that die, hang, differ or are refused: the front learns why, requests are told or served again, nothing stays
+behind."""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from executor.config.load import load_case
+from executor.serving.client import EngineClient, EngineGone
+from executor.serving.messages import Sampling
+from executor.serving.processes import processes_of
+from executor.serving.supervisor import Supervisor
+from files import ROOT
+from tests.tiny import save_tiny, write_case
+
+pytestmark = pytest.mark.slow
+
+LONG = [i % 90 for i in range(600)]  # prefilled in as many steps
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("supervised")
+    save_tiny(folder / "model", num_key_value_heads=8, max_position_embeddings=1024)
+    data = {"input_max_len": 600, "max_new_tokens": 200, "batch_size": 2, "chunked_prefill_size": 1}
+    name = write_case(folder / f"{folder.name}.yaml", folder / "model", world_size=2, data_config=data, threads=1)
+    yield str(name)
+    shutil.rmtree(ROOT / "results" / folder.name, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files; empty when the test ends."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    assert not list(folder.iterdir())
+
+
+@asynccontextmanager
+async def served(folder: Path, case: str, *overrides: str, faulty: bool = False) -> AsyncIterator[Supervisor]:
+    """A supervisor whose ranks take requests, or have failed. Whatever happens, none of them is left."""
+    client = EngineClient(folder / "socket")
+    await client.listen()
+    supervisor = Supervisor(load_case(case, list(overrides)), case, list(overrides), client)
+    if faulty:
+        supervisor.launcher = ["tests/serving/faulty_ranks.py"]
+    running = asyncio.create_task(supervisor.run())
+    try:
+        await until(lambda: client.serving or bool(supervisor.failed), 120)
+        yield supervisor
+    finally:
+        await supervisor.stop()
+        await running
+        client.close()
+    assert not supervisor.processes()
+    assert not client.path.exists()
+
+
+async def until(condition: Callable[[], bool], within_s: float) -> float:
+    """Waits for `condition`. -> the seconds that it took"""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < within_s
+        await asyncio.sleep(0.01)
+    return time.monotonic() - start
+
+
+async def answer(client: EngineClient, ids: list[int], tokens: int) -> tuple[list[int], str]:
+    """The tokens of a request, and why it ended."""
+    found: list[int] = []
+    try:
+        async for row in client.rows(ids, Sampling(tokens, ignore_eos=True)):
+            found += row.tokens
+    except EngineGone as gone:
+        return found, str(gone)
+    return found, "whole"
+
+
+def victim(supervisor: Supervisor, rank: int | None) -> int:
+    return next(process.pid for process in supervisor.processes() if process.rank == rank)
+
+
+@pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 0), (2, 1), (2, None)])
+def test_requests_when_a_process_is_killed(
+    tmp_path: Path, temporary: Path, case: str, world: int, rank: int | None
+) -> None:
+    """Two requests decode and one waits, or one is in its prefill: those without a row are answered by the next ranks,
+    the others are told why. Then the ranks leave together."""
+
+    async def run() -> None:
+        async with served(tmp_path, case, f"world_size={world}", "serve_config.restarts=2") as supervisor:
+            client = supervisor.client
+            for phase in ("decode", "prefill"):
+                pid = victim(supervisor, rank)
+                if phase == "decode":
+                    begun = [asyncio.create_task(answer(client, [i], 200)) for i in (1, 2)]
+                    await until(lambda: all(asked.begun for asked in client._asked.values()), 20)
+                prompt = LONG if phase == "decode" else LONG[1:]  # no prefix of what is known
+                asked = asyncio.create_task(answer(client, prompt, 3))
+                await asyncio.sleep(0.03)
+                os.kill(pid, signal.SIGKILL)
+                assert await until(lambda: not client.serving, 10) < 3  # milliseconds on a machine that is idle
+                tokens, why = await asked
+                assert (tokens, why) == await answer(client, prompt, 3)
+                assert (len(tokens), why) == (3, "whole")
+                if phase == "decode":
+                    who = "the launcher" if rank is None else f"rank {rank}"
+                    for tokens, why in [await task for task in begun]:
+                        assert 0 < len(tokens) < 200
+                        assert why == f"{who} (pid {pid}) failed: killed by SIGKILL"
+                assert supervisor.restarts == 1 + (phase == "prefill")
+            start = time.monotonic()
+            await supervisor.stop()
+            assert time.monotonic() - start < 5
+        assert (supervisor.status, supervisor.failed) == (0, "")
+
+    asyncio.run(run())
+    if rank is None:  # nobody else knows the launcher's folders
+        shutil.rmtree(temporary)
+        temporary.mkdir()
+
+
+FAULTS = {
+    "raise": r"rank 1 \(pid \d+\) failed: exit status 1: in a step",
+    "differ": r"rank 1 \(pid \d+\) failed: exit status 1: RuntimeError: rank 1 differs from rank 0 at step \d+: its .*",
+    "refuse": "the cup is empty",
+    "hang": r"the ranks have not answered for \d+ s",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_cause_is_told(
+    tmp_path: Path, case: str, fault: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAULT", fault)
+
+    async def run() -> None:
+        options = ["serve_config.step_timeout_s=2", "serve_config.restarts=9"] if fault == "refuse" else []
+        async with served(tmp_path, case, "serve_config.step_timeout_s=2", *options, faulty=True) as supervisor:
+            if not supervisor.failed:
+                _, why = await answer(supervisor.client, [1, 2, 3], 100)
+                assert re.fullmatch(FAULTS[fault], why)
+                await until(lambda: bool(supervisor.failed), 10)
+            assert re.fullmatch(FAULTS[fault], supervisor.failed)
+            assert (await answer(supervisor.client, [1], 1))[1] == supervisor.failed
+            assert not supervisor.restarts  # a case that is refused would be refused again
+
+    asyncio.run(run())
+    shown = capfd.readouterr()
+    assert shown.out.count("error: ") == 1
+    if fault == "hang":
+        (folder,) = re.findall("the stacks of all ranks are in (.*)", shown.out)
+        assert "faulty_schedule" in Path(folder, "stacks1.log").read_text()
+        assert "all_reduce" in Path(folder, "stacks0.log").read_text()  # it waits for rank 1
+
+
+def test_a_halted_rank_is_named(tmp_path: Path, case: str) -> None:
+    async def run() -> None:
+        async with served(tmp_path, case, "serve_config.step_timeout_s=1") as supervisor:
+            pid = victim(supervisor, 1)
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: bool(supervisor.failed), 60)
+            assert supervisor.failed.endswith(f": rank 1 (pid {pid}) halted by a signal")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("phase", ["load", "idle", "hang"])
+def test_ranks_end_with_their_front(tmp_path: Path, temporary: Path, case: str, phase: str) -> None:
+    path = tmp_path / "socket"
+    front = subprocess.Popen(
+        [sys.executable, "tests/serving/lonely_front.py", case, str(path), phase],
+        cwd=ROOT, env=os.environ | {"FAULT": phase}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wanted = "row\n" if phase == "hang" else "reached\n"
+    assert front.stdout
+    try:
+        assert any(line == wanted for line in front.stdout)
+        if phase == "hang":
+            time.sleep(1)
+        assert len(processes_of(path)) == 3
+    finally:
+        front.kill()
+        front.wait()
+    start = time.monotonic()
+    while processes_of(path):
+        assert time.monotonic() - start < 20  # at once on a machine that is idle
+        time.sleep(0.05)
+    front.stdout.close()
+
+
+def test_stop_while_loading(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT", "load")
+
+    async def run() -> None:
+        client = EngineClient(tmp_path / "socket")
+        await client.listen()
+        supervisor = Supervisor(load_case(case), case, [], client)
+        supervisor.launcher = ["tests/serving/faulty_ranks.py"]
+        running = asyncio.create_task(supervisor.run())
+        await until(lambda: client.alive, 60)
+        start = time.monotonic()
+        await supervisor.stop()
+        await running
+        assert time.monotonic() - start < 5
+        assert not supervisor.processes()
+        with contextlib.suppress(EngineGone):
+            async for _ in client.rows([1], Sampling(1)):
+                raise AssertionError
+        client.close()
+
+    asyncio.run(run())
