@@ -63,6 +63,10 @@ WIDE = {str(i): True for i in range(600)}
         ({"guided_grammar": "start"}, "response_format"),
         ({"guided_regex": "a" * 70_000}, "guided_regex"),
         ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
+        ({"guided_json": {"multipleOf": 999983}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]}}, "guided_json"),
+        ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
