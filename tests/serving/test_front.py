@@ -321,6 +321,30 @@ def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
     run(scenario, LONG, engine={"step_s": 0.01})
 
 
+class Restarting:
+    """A supervisor that starts the ranks again."""
+
+    failed, stopping, restarts = "", False, 0
+
+
+def test_requests_without_a_token_are_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "LOOK_S", 0.02)
+
+    async def scenario(server: Server) -> None:
+        server.front.supervisor = Restarting()  # type: ignore[assignment]
+        waiting = await server.open("/v1/completions", {"prompt": "Hi"})
+        await until(lambda: server.engine.running)
+        await server.engine.die()
+        await until(lambda: server.front.client.reason)
+        assert (await server.get("/health/ready")).status == 503
+        server.engine.running, server.engine.prefill_s = [], 0.0
+        await server.engine.connect()
+        assert (await waiting.all()).json["choices"][0]["text"] == "Hello!"
+        await ended(server)
+
+    run(scenario, engine={"prefill_s": 60.0})
+
+
 def test_ready_says_when_the_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "FRESH_S", 0.2)
 
