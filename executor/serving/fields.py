@@ -125,6 +125,11 @@ class Fields(msgspec.Struct, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every event has the usage so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -134,7 +139,6 @@ def read(kind: type[Request], data: Any) -> Request:
     are not supported and not at a value at which they ask for nothing."""
     if not isinstance(data, dict):
         raise ApiError(400, "the request's body must be a JSON object")
-    check_depth(data)
     for name, idle in UNSUPPORTED.items():
         value = data.get(name)
         if value is not None and name not in kind.__struct_fields__ and not any(value == v for v in idle):

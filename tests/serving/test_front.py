@@ -432,6 +432,7 @@ def test_floods_do_not_stop_health_checks() -> None:
     async def scenario(server: Server) -> None:
         loop, took = asyncio.get_running_loop(), []
         bodies = [b'{"prompt": "' + b"x" * (1 << 20) + b'"}', b"[" * (1 << 20), b"x" * (1 << 20)]
+        bodies.append(b'{"prompt": [' + b"1," * (1 << 20) + b"1]}")
         flood = [asyncio.create_task(server.ask("/v1/completions", raw=body)) for body in bodies * 8]
         for _ in range(50):
             start = loop.time()
