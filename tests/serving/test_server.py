@@ -176,6 +176,28 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         running.check_nothing_is_left()
 
 
+def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
+    with server(tmp_path) as running:
+        while running.ask("/health").status != 200:
+            time.sleep(0.05)
+        assert running.ask("/health/ready").json["status"] == "loading"
+        assert running.ask("/v1/chat/completions", CHAT).error["code"] == "loading"
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait() == 0
+        running.check_nothing_is_left()
+
+
+def test_ranks_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
+    with server(tmp_path) as running:
+        running.wait_until_ready()
+        assert running.ranks()
+        running.process.kill()
+        end = time.monotonic() + 60
+        while running.ranks():
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
 def test_ranks_are_started_again_once(tmp_path: Path) -> None:
     with server(tmp_path, "restarts=1") as running:
         running.wait_until_ready()
