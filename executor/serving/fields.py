@@ -222,16 +222,16 @@ def _biases(given: dict[str, float], vocabulary: int) -> dict[int, float]:
     return biases
 
 
-def length_of_answer(given: int | None, name: str, prompt: int, longest: int) -> int:
+def length_of_answer(given: int | None, name: str, prompt: int, where: str, longest: int) -> int:
     """Most tokens of an answer to a prompt of `prompt` tokens: `given`, or as many as fit, whichever is less. Raises
-    ApiError if not even one fits, or if `given` is none."""
+    ApiError if not even one fits, or if `given` is less. `name` and `where` are the fields of answer and prompt."""
     if given is not None and given < 1:
         raise invalid(name, f"{given} must be at least 1")
     if prompt >= longest:
         raise ApiError(
             400,
             f"the prompt has {prompt} tokens, and prompt and answer together can have at most {longest}: shorten it",
-            "messages" if name == "max_completion_tokens" else "prompt",
+            where,
             "context_length_exceeded",
         )
     return min(longest - prompt, longest if given is None else given)

@@ -163,11 +163,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
         check_grammar(grammar, text, ready)
     if request.logprobs:
         text.grammars(ready)  # it knows the bytes of tokens
-    try:
-        most = length_of_answer(most_given, name, len(ids), ready.longest)
-    except ApiError as error:
-        error.param = "messages" if error.code else error.param
-        raise
+    most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
     sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
     job = Job(ids, sampling, tuple(request.stops), request.priority or 0, salt_of(salt, request.cache_salt))
     made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())

@@ -131,7 +131,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Com
             raise invalid("prompt", f"token {wrong[0]} is outside the vocabulary of {ready.vocabulary}")
         if not ids:
             raise invalid("prompt", "a prompt must have at least one token")
-        most = length_of_answer(longest, "max_tokens", len(ids), ready.longest)
+        most = length_of_answer(longest, "max_tokens", len(ids), "prompt", ready.longest)
         sampling = sampling_of(request, front.case, ready, most, grammar, request.logprobs)
         if request.echo and request.logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
