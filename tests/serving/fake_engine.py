@@ -33,7 +33,7 @@ HEADER = struct.Struct("<I")
 
 
 @dataclass
-class Sequence_:
+class Entry:
     submit: Submit
     answer: list[int]  # all that it will say
     done: int = 0
@@ -61,8 +61,8 @@ class FakeEngine:
         self.found: int = options.get("found", 0)
         self.submitted: list[Submit] = []
         self.aborted: list[int] = []
-        self.waiting: list[Sequence_] = []
-        self.running: list[Sequence_] = []
+        self.waiting: list[Entry] = []
+        self.running: list[Entry] = []
         self.stopped = False
         self.hung = False  # True: it answers nothing
         self.steps = 0
@@ -129,7 +129,7 @@ class FakeEngine:
             self.send(Refused(submit.id, answer))
         else:
             ends = [] if submit.sampling.ignore_eos else self.stop_ids[:1]
-            self.waiting.append(Sequence_(submit, [*answer, *ends]))
+            self.waiting.append(Entry(submit, [*answer, *ends]))
 
     async def _steps(self) -> None:
         loop = asyncio.get_running_loop()
@@ -156,7 +156,7 @@ class FakeEngine:
                     )
                 )  # fmt: skip
 
-    def _row(self, s: Sequence_) -> Row | None:
+    def _row(self, s: Entry) -> Row | None:
         sampling = s.submit.sampling
         if s.done < 0:
             s.done += 1

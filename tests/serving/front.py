@@ -98,7 +98,6 @@ class Server:
     engine: FakeEngine
     port: int
     tokenizer: Tokenizer
-    said: str = ""
 
     async def open(
         self, path: str, data: Any = None, method: str = "POST", headers: dict[str, str] | None = None,
