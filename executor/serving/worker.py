@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence as ListOf
 from pathlib import Path
 
+import msgspec
+
 from errors import UserError, run_main
 from executor.checkpoint.tokenizer import stop_ids
 from executor.config import env
@@ -24,6 +26,7 @@ from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
 from executor.serving.channel import Channel
 from executor.serving.control import Control
+from executor.serving.experts import ExpertTotals
 from executor.serving.messages import (
     Abort,
     Fatal,
@@ -43,10 +46,15 @@ from executor.serving.messages import (
     Tick,
     TokenLogprob,
     TopToken,
+    Watch,
 )
 
 IDLE_S = 2.0  # seconds between two ticks while nothing is to do
 STATE_S = 0.25
+RESIDENCY_S = 1.0
+FORGET_STEPS = 64  # steps whose records are kept at most
+MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
+QUEUE_SHOWN = 16  # waiting requests in a snapshot
 WARM_UP_TOKENS = 64  # of each prompt of the warm-up
 
 
@@ -63,9 +71,15 @@ class Worker:
         self.steps = self.preemptions = 0
         self.prefill_rate = 0.0  # prompt tokens a second
         self.stopping = False
+        self.experts: ExpertTotals | None = None  # once the warm-up is over
+        self.watched = False  # whether somebody wants to see where experts are
         self._reported = 0.0  # time of the last State
+        self._shown = 0.0  # time of the last Residency
         self._since = (time.perf_counter(), 0)  # time and tokens at the last State
         self._generated = 0
+        self._step_tokens: list[int] = []  # since the last State
+        self._arrived: dict[int, float] = {}  # id -> time, of requests that have not begun
+        self._queued_s: dict[int, float] = {}  # id -> how long it waited, of requests without a first row
 
     def run(self) -> None:
         """Serves until the front stops the ranks."""
@@ -77,6 +91,8 @@ class Worker:
             self.check(tick)
             self.apply(tick)
             self.step()
+            if self.steps % FORGET_STEPS == 0:
+                self.forget()
 
     def next_tick(self, channel: Channel) -> Tick:
         """Rank 0's tick: the messages that have come from the front, and what it has measured."""
@@ -88,6 +104,8 @@ class Worker:
                 channel.send(Pong(message.number, self.steps))
             elif isinstance(message, Submit | Abort | Stop):
                 events.append(message)
+            elif isinstance(message, Watch):
+                self.watched = message.residency
         self.report()
         return Tick(
             self.steps, self.loop.scheduler.digest(), self.mixed_tokens(), self.loop.scheduler.expert_pages, events
@@ -110,6 +128,7 @@ class Worker:
             if isinstance(event, Submit):
                 try:
                     self.loop.add(sequence_of(event))
+                    self._arrived[event.id] = time.perf_counter()
                 except UserError as error:
                     if self.channel:
                         self.channel.send(Refused(event.id, str(error)))
@@ -121,7 +140,7 @@ class Worker:
     def step(self) -> None:
         """One step of the engine, if there is something to do."""
         start, timings = time.perf_counter(), self.loop.timings
-        before = timings.prefill_tokens
+        before, decoded = timings.prefill_tokens, timings.decode_tokens
         events = self.loop.step()
         self.steps += 1
         for sequence in self.loop.scheduler.preempted:
@@ -133,9 +152,22 @@ class Worker:
             rate = tokens / (time.perf_counter() - start)
             self.prefill_rate = rate if not self.prefill_rate else 0.8 * self.prefill_rate + 0.2 * rate
         self._generated += sum(len(event.tokens) for event in events)
-        rows = [row_of(event) for event in events if event.finish_reason != "abort"]
+        if total := tokens + timings.decode_tokens - decoded:
+            self._step_tokens.append(total)
+        for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
+            if (arrived := self._arrived.pop(id, None)) is not None:
+                self._queued_s[id] = start - arrived
+        found = [(event, row_of(event, self._queued_s.pop(event.id, 0.0))) for event in events]
+        rows = [row for event, row in found if event.finish_reason != "abort"]
         if self.channel and rows:
             self.channel.send(Out(self.steps, rows))
+
+    def forget(self) -> None:
+        """Drops what is recorded of each step, which would grow for as long as the server runs."""
+        self.loop.timings = type(self.loop.timings)()
+        if self.experts:
+            self.experts.collect()
+        del self._step_tokens[:-MOST_STEP_TOKENS]
 
     def mixed_tokens(self) -> int | None:
         """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
@@ -161,7 +193,11 @@ class Worker:
                 self.channel.send(Progress("warming up", min(self._generated / total, 1.0)))
         for cache in self.loop.scheduler.caches:
             cache.trim(0)
-        self._generated = 0
+        self._generated, self._step_tokens = 0, []
+        if (offload := self.engine.offload) and self.runner.planned:
+            offload.forget()
+            self.runner.planned.begin(offload, ())  # most steps of the warm-up captured a graph: they say nothing
+            self.experts = ExpertTotals(offload)
 
     def ready(self) -> Ready:
         limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]
@@ -177,30 +213,39 @@ class Worker:
         )
 
     def report(self) -> None:
-        """Sends the front a snapshot, a few times a second, and forgets the times of the steps before."""
+        """Sends the front a snapshot, a few times a second, and where experts are, if somebody watches."""
         now = time.perf_counter()
         if not self.channel or now - self._reported < STATE_S:
             return
         self._reported = now
         since, generated = self._since
         self._since = now, self._generated
-        self.loop.timings = type(self.loop.timings)()  # a server must not collect the times of all its steps
-        scheduler = self.loop.scheduler
+        self.forget()
+        scheduler, pages = self.loop.scheduler, self.loop.scheduler.pools[0]
         groups = [
             Group(cache.held, scheduler.committed(g) - cache.held, len(cache.idle))
             for g, cache in enumerate(scheduler.caches)
         ]
-        self.channel.send(
-            State(
-                step=self.steps,
-                waiting=len(scheduler.waiting),
-                running=[running_of(s) for s in scheduler.running],
-                groups=groups,
-                preemptions=self.preemptions,
-                prefill_rate=self.prefill_rate,
-                decode_rate=(self._generated - generated) / (now - since),
-            )
+        state = State(
+            step=self.steps,
+            waiting=len(scheduler.waiting),
+            running=[running_of(s) for s in scheduler.running],
+            queue=[running_of(s) for s in scheduler.waiting[:QUEUE_SHOWN]],
+            groups=groups,
+            preemptions=self.preemptions,
+            step_tokens=self._step_tokens,
+            prefill_rate=self.prefill_rate,
+            decode_rate=(self._generated - generated) / (now - since),
+            arena_frames=pages.pages,
+            free_frames=pages.pages - groups[0].held - groups[0].kept,
         )
+        self._step_tokens = []
+        if self.experts:
+            state = msgspec.structs.replace(state, **self.experts.fields())
+            if self.watched and now - self._shown >= RESIDENCY_S and (residency := self.experts.changed()):
+                self._shown = now
+                self.channel.send(residency)
+        self.channel.send(state)
 
 
 def sequence_of(submit: Submit) -> Sequence:
@@ -212,12 +257,13 @@ def sequence_of(submit: Submit) -> Sequence:
     return new_sequence(submit.id, wanted)
 
 
-def row_of(event: Event) -> Row:
+def row_of(event: Event, queued_s: float = 0.0) -> Row:
     return Row(
         id=event.id,
         tokens=list(event.tokens),
         finish=event.finish_reason,
         found=event.found,
+        queued_s=queued_s,
         logprobs=[logprob_of(found) for found in event.logprobs],
         prompt_logprobs=[logprob_of(found) for found in event.prompt_logprobs],
     )
