@@ -79,6 +79,10 @@ def make_parser() -> Parser:
     add.add_argument("case", nargs="?", default="demo_chat", help=f"{CASE} (default: demo_chat)")
     overrides(add)
 
+    add = command("serve", serve_case, "serve a case to OpenAI clients over HTTP", "demo_chat --set port=8001")
+    add.add_argument("case", nargs="?", default="demo_chat", help=f"{CASE} (default: demo_chat)")
+    overrides(add)
+
     add = command(
         "plan", plan, "count a rank's memory; with shadow experts also predict times", "qwen3_235b_a22b_w4a16_tp8"
     )
@@ -170,6 +174,12 @@ def talk(args: argparse.Namespace) -> None:
     from umbra.chat import chat
 
     chat(args.case, args.set)
+
+
+def serve_case(args: argparse.Namespace) -> None:
+    from executor.serving.server import serve
+
+    serve(args.case, args.set)
 
 
 def plan(args: argparse.Namespace) -> None:

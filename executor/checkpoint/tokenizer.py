@@ -1,6 +1,6 @@
 """Text to token ids and back, with the tokenizer, chat template and end-of-sequence ids of the checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from errors import UserError
@@ -9,6 +9,8 @@ from executor.text.chat import Chat
 from executor.text.formats import TAGS, THINK
 from models.hf_config import HfConfig, read_json
 
+CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
+HALF = "\ufffd"  # stands for a part of a character
 TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
 
 
@@ -35,9 +37,12 @@ class Tokenizer:
         templates = self.hf.chat_template or ""
         return "\n".join(templates.values()) if isinstance(templates, dict) else templates
 
-    def encode(self, prompt: str, chat: bool) -> list[int]:
-        """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn."""
-        return self.encode_chat(Chat([{"role": "user", "content": prompt}])) if chat else self._ids(prompt)
+    def encode(self, prompt: str, chat: bool, special: bool = True) -> list[int]:
+        """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn. `special`
+        says whether the tokenizer adds special tokens, such as one that begins a text, if it does."""
+        if chat:
+            return self.encode_chat(Chat([{"role": "user", "content": prompt}]))
+        return self._ids(prompt, add_special_tokens=special)
 
     def encode_chat(self, chat: Chat) -> list[int]:
         """A conversation through the checkpoint's chat template, up to where the next answer begins."""
@@ -74,33 +79,54 @@ class Tokenizer:
         shown = [id for id in ids if id not in self.hidden]
         return str(self.backend.decode(shown, skip_special_tokens=False))
 
-    def detokenizer(self) -> "Detokenizer":
-        return Detokenizer(self)
+    def detokenizer(self, prompt: Sequence[int] = ()) -> "Detokenizer":
+        """For the tokens that follow `prompt`."""
+        return Detokenizer(self, prompt)
 
 
 class Detokenizer:
     """Text piece by piece as tokens come: a piece is given once no later token can change it."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        from tokenizers.decoders import DecodeStream
-
-        self.tokenizer, self.stream = tokenizer, DecodeStream(skip_special_tokens=False)
-        self.tokens: list[int] = []
-        self.given = ""
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self.tokenizer = tokenizer
+        before = [id for id in prompt[-CONTEXT:] if id not in tokenizer.hidden]
+        if tokenizer.decode(before).endswith(HALF):
+            before = []
+        self._pending: list[int] = []  # shown tokens whose text was not given yet
+        self._start(before)
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that is certain after `tokens`, beyond what was given before; often empty."""
-        piece = ""
+        text = ""
         for token in tokens:
             if token not in self.tokenizer.hidden:
-                self.tokens.append(token)
-                piece += self.stream.step(self.tokenizer.backend, token) or ""
-        self.given += piece
-        return piece
+                self._pending.append(token)
+                text += self._step(token)
+        return text
 
     def rest(self) -> str:
         """What is left at the end, such as half of a character."""
-        return self.tokenizer.decode(self.tokens).removeprefix(self.given)
+        text = self.tokenizer.decode([*self._before, *self._pending])
+        self._pending = []
+        return text.removeprefix(self.tokenizer.decode(self._before))
+
+    def _start(self, before: list[int]) -> None:
+        """Begins a stream whose next token follows those `before`, which decide whether its space is shown."""
+        from tokenizers.decoders import DecodeStream
+
+        self._before, self._stream = before, DecodeStream(ids=before, skip_special_tokens=False)
+
+    def _step(self, token: int) -> str:
+        try:
+            piece = self._stream.step(self.tokenizer.backend, token)
+        except Exception:  # the library finds that later tokens changed text which it had given
+            piece = self.rest()
+            self._start([])
+        if piece is None:
+            return ""
+        if self._pending:
+            self._before, self._pending = self._pending, []
+        return str(piece)
 
 
 def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None) -> Tokenizer | None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +83,13 @@ class EngineClient:
         return next(self._ids)
 
     async def rows(
-        self, ids: list[int], sampling: Sampling, priority: int = 0, salt: bytes = b""
-    ) -> AsyncIterator[Row]:
-        """Submits a request and yields its rows; the last one has a finish reason. Closing the iterator ends the
-        request. Raises RequestRefused or EngineGone."""
+        self, ids: list[int], sampling: Sampling, priority: int = 0, salt: bytes = b"", id: int | None = None
+    ) -> AsyncGenerator[Row, None]:
+        """Submits a request and yields its rows; the last one has a finish reason. `id` is one of `next_id`, for those
+        who want to know it. Closing the iterator ends the request. Raises RequestRefused or EngineGone."""
         if not self.ready or not self._writer:
             raise EngineGone(self.reason or "the model is still loading")
-        id = self.next_id()
+        id = self.next_id() if id is None else id
         queue = self._waiting[id] = asyncio.Queue()
         finished = False
         try:

@@ -37,6 +37,8 @@ class Supervisor:
                 cwd=ROOT, env=os.environ | {SOCKET: str(self.client.path)}, stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
+            if self.stopping:
+                await self._end_all()
             hung = asyncio.create_task(self._end_if_hung())
             status = await self._process.wait()
             hung.cancel()
@@ -51,13 +53,13 @@ class Supervisor:
             self.restarts += 1
             self.told(f"{reason}; starting the ranks again ({self.restarts} of {self.case.serve_config.restarts})")
 
-    async def stop(self) -> None:
-        """Ends all ranks: they are asked to leave together, and killed if they do not."""
+    async def stop(self, wait_s: float = END_S) -> None:
+        """Ends all ranks: those that serve are asked to leave together, and all are killed after `wait_s` seconds."""
         self.stopping = True
         self.client.stop()
-        if self._process and self._process.returncode is None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), END_S)
+        if self._process and self._process.returncode is None and self.client.ready:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._process.wait(), wait_s)
         await self._end_all()
 
     async def _end_if_hung(self) -> None:

@@ -1,0 +1,219 @@
+"""The server's routes, and what holds for all of them: keys, sizes, request ids, errors of one shape."""
+
+import asyncio
+import secrets
+import traceback
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from executor.serving import openai_chat, openai_completions, tokenizing
+from executor.serving.auth import check_origin
+from executor.serving.errors import ApiError
+from executor.serving.fields import Fields, unknown
+from executor.serving.front import Front
+from executor.serving.sse import ClientGone, EventStream, Json, while_connected
+
+LARGEST_BODY = 8 << 20  # bytes
+BODY_S = 30.0  # seconds that a body may take to come
+SMALL = 1 << 16  # bytes of a body that is read in the event loop
+OPEN_PATHS = frozenset({"/health", "/health/ready"})  # without a key
+CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
+
+Endpoint = Callable[[Front, Request], Awaitable[Response]]
+WHILE_DRAINING = frozenset({"GET", "HEAD"})
+
+
+async def health(front: Front, request: Request) -> Response:
+    """Whether the front is alive."""
+    return Json({"status": "alive"})
+
+
+async def ready(front: Front, request: Request) -> Response:
+    """Whether requests are taken, by a fresh answer of the ranks."""
+    state, client = front.state, front.client
+    body: dict[str, Any] = {"status": state}
+    if state == "loading":
+        body |= {"stage": client.progress.stage, "progress": client.progress.share, "reason": client.reason or None}
+    elif state == "failed" and front.supervisor:
+        body["reason"] = front.supervisor.failed
+    return Json(body, 200 if state == "serving" else 503, {} if state == "serving" else {"Retry-After": "1"})
+
+
+def model_card(front: Front) -> dict[str, Any]:
+    ready = front.client.ready
+    card = {"id": front.name, "object": "model", "created": front.created, "owned_by": "umbra"}
+    return {**card, "max_model_len": ready.longest if ready else front.case.max_sequence_length}
+
+
+async def models(front: Front, request: Request) -> Response:
+    return Json({"object": "list", "data": [model_card(front)]})
+
+
+async def model(front: Front, request: Request) -> Response:
+    front.check_model(request.path_params["name"])
+    return Json(model_card(front))
+
+
+async def completions(front: Front, request: Request) -> Response:
+    data = await read_json(front, request)
+    count_unknown(front, openai_completions.CompletionRequest, data)
+    completion = await while_connected(request, openai_completions.prepare(front, data, request.state.salt))
+    if completion.request.stream:
+        return await EventStream.start(request, openai_completions.events(completion))
+    return Json(await while_connected(request, openai_completions.whole(completion)))
+
+
+async def chat_completions(front: Front, request: Request) -> Response:
+    data = await read_json(front, request)
+    count_unknown(front, openai_chat.ChatRequest, data)
+    chat = await while_connected(request, openai_chat.prepare(front, data, request.state.salt))
+    if chat.request.stream:
+        return await EventStream.start(request, openai_chat.events(chat))
+    return Json(await while_connected(request, openai_chat.whole(chat)))
+
+
+async def tokenize(front: Front, request: Request) -> Response:
+    data = await read_json(front, request)
+    return Json(await while_connected(request, tokenizing.tokenize(front, data)))
+
+
+async def detokenize(front: Front, request: Request) -> Response:
+    data = await read_json(front, request)
+    return Json(await while_connected(request, tokenizing.detokenize(front, data)))
+
+
+ROUTES: list[tuple[str, str, Endpoint]] = [
+    ("GET", "/health", health),
+    ("GET", "/health/ready", ready),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", model),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+]
+
+
+class App:
+    """The ASGI application of `front`."""
+
+    def __init__(self, front: Front):
+        self.front = front
+        routes = [Route(path, self._endpoint(call), methods=[method]) for method, path, call in ROUTES]
+        self.router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        scope["app"] = self  # so that the router raises for what it does not have
+        headers = Headers(scope=scope)
+        id, begun = request_id(headers), False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                MutableHeaders(scope=message)["x-request-id"] = id
+                if self.front.draining:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        counted = scope["method"] not in WHILE_DRAINING
+        self.front.open += counted
+        try:
+            await self._answer(scope, headers, receive, send_with_id)
+        except Exception:
+            traceback.print_exc()
+            if begun:
+                raise
+            error = ApiError(500, f"the server failed; its log has the reason under {id}", None, "internal_error")
+            await error_response(error)(scope, receive, send_with_id)
+        finally:
+            self.front.open -= counted
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        try:
+            check_origin(headers, self.front.case.serve_config.host, self.front.keys)
+            if scope["path"] not in OPEN_PATHS:
+                scope.setdefault("state", {})["salt"] = self.front.keys.check(headers)
+            if scope["method"] not in WHILE_DRAINING and self.front.draining:
+                self.front.check_serving()
+            await self.router(scope, receive, send)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+        except HTTPException as error:
+            text = {
+                404: f"there is nothing at {scope['path'][:80]}",
+                405: f"{scope['method'][:20]} is not for this path",
+            }
+            shown = ApiError(error.status_code, text.get(error.status_code, error.detail))
+            await error_response(shown, dict(error.headers or {}))(scope, receive, send)
+        except ClientGone:
+            await Response(status_code=CLOSED)(scope, receive, send)
+
+    def _endpoint(self, call: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        return partial(call, self.front)
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    if error.status in (401, 403, 408, 413):  # the rest of the body is not read
+        headers = {**(headers or {}), "Connection": "close"}
+    return Json(error.envelope(), error.status, {**(headers or {}), **error.headers})
+
+
+def request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return (
+        given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else f"req_{secrets.token_hex(12)}"
+    )
+
+
+async def read_json(front: Front, request: Request) -> Any:
+    """The request's body, read from JSON. Raises ApiError if it is too large, too slow, or no JSON."""
+    body = bytearray()
+    try:
+        if int(request.headers.get("content-length", 0)) > LARGEST_BODY:
+            raise too_large()
+        await asyncio.wait_for(_read(request, body), BODY_S)
+    except asyncio.TimeoutError:
+        raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
+    decode = partial(msgspec.json.decode, bytes(body))
+    try:
+        return decode() if len(body) < SMALL else await front.work(decode)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the request's body is no JSON: {error}") from None
+    except RecursionError:
+        raise ApiError(400, "the request's body is nested too deeply") from None
+
+
+async def _read(request: Request, body: bytearray) -> None:
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > LARGEST_BODY:
+            raise too_large()
+        if not message.get("more_body"):
+            return
+
+
+def too_large() -> ApiError:
+    return ApiError(413, f"the request's body is larger than {LARGEST_BODY >> 20} MB")
+
+
+def count_unknown(front: Front, kind: type[Fields], data: Any) -> None:
+    """Counts the fields that nothing reads."""
+    if isinstance(data, dict):
+        for name in unknown(kind, data)[:16]:
+            if name in front.unknown or len(front.unknown) < 256:
+                front.unknown[name[:64]] += 1

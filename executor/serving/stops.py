@@ -1,0 +1,33 @@
+"""Finds stop strings in text that comes in pieces."""
+
+from collections.abc import Sequence
+
+
+class Stops:
+    """Passes text on up to the stop string that is complete first; of several that end together, the longest counts.
+    Held back is only a tail that is the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops = tuple(stops)
+        self.found = False
+        self._beginnings = {stop[:end] for stop in stops for end in range(1, len(stop))}
+        self._longest = max(map(len, self._beginnings), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that is certain to come before any stop string. After `found`, there is none."""
+        if not self.stops or self.found:
+            return "" if self.found else text
+        text = self._held + text
+        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        tail = next((k for k in range(min(self._longest, len(text)), 0, -1) if text[-k:] in self._beginnings), 0)
+        self._held = text[len(text) - tail :]
+        return text[: len(text) - tail]
+
+    def finish(self) -> str:
+        """What was held back, when the output has ended."""
+        held, self._held = self._held, ""
+        return held

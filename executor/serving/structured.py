@@ -1,0 +1,185 @@
+"""Grammars that answers follow: those that a request asks for, and those of tool calls that it demands."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from executor.serving.errors import ApiError, invalid
+from executor.serving.fields import Fields
+from executor.serving.messages import Grammar
+from executor.text.formats import FORMATS, THINK, THINK_END, Format
+
+LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
+DEEPEST = 32  # levels of a schema
+MOST_PROPERTIES = 512  # of a schema, in all its levels
+MOST_CALLS = 8  # calls of one answer, if calls are demanded
+COMPACT = {"whitespace_flexible": False}  # without it, an answer may be endless white space
+ANYTHING = r"/(.|\n)*/"
+
+
+def wanted_grammar(fields: Fields) -> Grammar | None:
+    """The grammar that the request asks for in one of several ways. Raises ApiError for several, or a bad one."""
+    asked = fields.structured_outputs
+    given: list[tuple[str, str, Any]] = [
+        ("guided_json", "json", fields.guided_json),
+        ("guided_regex", "regex", fields.guided_regex),
+        ("guided_choice", "choice", fields.guided_choice),
+        ("guided_grammar", "lark", fields.guided_grammar),
+    ]
+    if asked:
+        given += [
+            ("structured_outputs.json", "json", asked.json),
+            ("structured_outputs.regex", "regex", asked.regex),
+            ("structured_outputs.choice", "choice", asked.choice),
+            ("structured_outputs.grammar", "lark", asked.grammar),
+            ("structured_outputs.json_object", "json", {"type": "object"} if asked.json_object else None),
+        ]
+    given.append(("response_format", *_of_format(fields.response_format)))
+    found = [(param, kind, value) for param, kind, value in given if value is not None]
+    if len(found) > 1:
+        raise invalid(found[1][0], f"{found[0][0]} is given as well: give one of them")
+    return _grammar(*found[0]) if found else None
+
+
+def _of_format(format: Mapping[str, Any] | None) -> tuple[str, Any]:
+    """The kind and the value of the grammar that `response_format` asks for; a value None is none."""
+    kind = (format or {"type": "text"}).get("type")
+    if format is None or kind == "text":
+        return "json", None
+    if kind == "json_object":
+        return "json", {"type": "object"}
+    if kind == "json_schema":
+        named = format.get("json_schema")
+        schema = named.get("schema") if isinstance(named, Mapping) else None
+        if not isinstance(schema, Mapping | bool):
+            raise invalid("response_format.json_schema.schema", "must be a JSON schema")
+        return "json", schema
+    names = {"regex": ("regex", "pattern"), "grammar": ("lark", "grammar")}
+    if kind not in names:
+        raise invalid("response_format.type", f"{kind!r:.40} is none of text, json_object, json_schema, regex, grammar")
+    to, key = names[kind]
+    if not isinstance(format.get(key), str):
+        raise invalid(f"response_format.{key}", "must be a string")
+    return to, format[key]
+
+
+def _grammar(param: str, kind: str, value: Any) -> Grammar:
+    if kind == "choice":
+        kind, value = "regex", "|".join(map(re.escape, value))
+    elif kind == "json":
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise invalid(param, "is no JSON") from None
+        check_schema(param, value)
+        value = json.dumps(value)
+    if not value or len(value.encode(errors="replace")) > LARGEST:
+        raise invalid(param, f"must have 1 to {LARGEST} bytes")
+    return Grammar(kind, value)
+
+
+def check_schema(param: str, schema: Any) -> None:
+    """Raises ApiError for a JSON schema that is too deep or too large."""
+    if not isinstance(schema, dict | bool):
+        raise invalid(param, "must be a JSON schema: an object or a boolean")
+    level, properties = [schema], 0
+    for _ in range(DEEPEST):
+        properties += sum(len(v["properties"]) for v in level if isinstance(v, dict) and _has_properties(v))
+        level = [w for v in level if isinstance(v, dict | list) for w in (v.values() if isinstance(v, dict) else v)]
+        if properties > MOST_PROPERTIES:
+            raise invalid(param, f"has more than {MOST_PROPERTIES} properties")
+        if not level:
+            return
+    raise invalid(param, f"is nested more than {DEEPEST} levels deep")
+
+
+def _has_properties(schema: dict[str, Any]) -> bool:
+    return isinstance(schema.get("properties"), dict)
+
+
+def after_reasoning(grammar: Grammar, opened: bool) -> Grammar:
+    """`grammar` for the content of an answer that first reasons, for which it is free. `opened` says that the prompt
+    ends within reasoning; otherwise the model may leave it out. A Lark grammar describes the whole answer."""
+    if grammar.kind == "lark":
+        return grammar
+    if grammar.kind == "json":
+        body = f"%json {_compact(json.loads(grammar.text))}"
+    else:
+        body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
+    return Grammar("lark", f"{_reasoned('answer', opened)}\nanswer: {body}\n")
+
+
+def calls_grammar(
+    tools: Sequence[Mapping[str, Any]], format: Format | None, several: bool, opened: bool | None, tokens: "MarkTokens"
+) -> Grammar:
+    """A grammar of calls of `tools`, in the `format` in which the model writes them. `opened` says whether the prompt
+    ends within reasoning; None: the model does not reason. `tokens` has the ids of marks that are special tokens."""
+    format = format or FORMATS["qwen3"]
+    rules: list[str] = []
+    names = []
+    for number, tool in enumerate(tools):
+        function, name = tool["function"], f"call{number}"
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        check_schema(f"tools[{number}].function.parameters", parameters)
+        names.append(name)
+        rules += _call_rules(name, function["name"], parameters, format)
+    one = f"({' | '.join(names)})"
+    block, end = (
+        tokens.get(format.block, _quoted(format.block)),
+        tokens.get(format.block_end, _quoted(format.block_end)),
+    )
+    if format.call:
+        more = f'("\\n" {one}){{0,{MOST_CALLS - 1}}}' if several else ""
+        calls = f'calls: {block} "\\n" {one} {more} "\\n" {end}'
+    else:
+        single = f'{block} "\\n" {one} "\\n" {end}'
+        calls = f"calls: {single}" + (f' ("\\n" {single}){{0,{MOST_CALLS - 1}}}' if several else "")
+    start = "start: calls" if opened is None else _reasoned("calls", opened)
+    text = "\n".join([start, calls, *rules]) + "\n"
+    if len(text) > LARGEST:
+        raise ApiError(400, f"tools: their schemas make a grammar of more than {LARGEST} characters", "tools")
+    return Grammar("lark", text)
+
+
+MarkTokens = Mapping[str, str]  # mark -> how a Lark grammar writes it as a token
+
+
+def _reasoned(then: str, opened: bool) -> str:
+    """Rules for reasoning and the rule `then`."""
+    start = f'start: thoughts "\\n\\n" {then}' if opened else f'start: ({_quoted(THINK)} thoughts "\\n\\n")? {then}'
+    return f"{start}\nthoughts[suffix={_quoted(THINK_END)}]: {ANYTHING}"
+
+
+def _call_rules(rule: str, name: str, parameters: Any, format: Format) -> list[str]:
+    """The rules of a call of the tool `name`, of which the first is called `rule`."""
+    if not format.call:
+        schema = _compact(parameters if isinstance(parameters, dict) else {"type": "object"})
+        opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        return [f'{rule}: {opening} {rule}a "}}"', f"{rule}a: %json {schema}"]
+    quote = '"' if format.call.endswith("name=") else ""
+    properties = parameters.get("properties", {}) if isinstance(parameters, dict) else {}
+    required = parameters.get("required", []) if isinstance(parameters, dict) else []
+    parts, rules = [], []
+    for number, (key, schema) in enumerate(properties.items()):
+        value = f"{rule}p{number}"
+        end = "\n" + format.parameter_end
+        opening = json.dumps(f"{format.parameter}{quote}{key}{quote}>\n")
+        if isinstance(schema, dict) and schema.get("type", "string") != "string":
+            rules.append(f"{value}: %json {_compact(schema)}")
+            part = f"{opening} {value} {json.dumps(end)}"
+        else:
+            rules.append(f"{value}[suffix={json.dumps(end)}]: {ANYTHING}")
+            part = f"{opening} {value}"
+        parts.append(f'{part} "\\n"' if key in required else f'({part} "\\n")?')
+    opening = json.dumps(f"{format.call}{quote}{name}{quote}>\n")
+    return [f"{rule}: {opening} {' '.join(parts)} {json.dumps(format.call_end)}", *rules]
+
+
+def _compact(schema: Any) -> str:
+    return json.dumps({**schema, "x-guidance": COMPACT} if isinstance(schema, dict) else schema)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)

@@ -1,0 +1,69 @@
+"""POST /tokenize and /detokenize: text to token ids and back, in the shapes of vLLM's server."""
+
+from typing import Any
+
+import msgspec
+
+from errors import UserError
+from executor.serving.errors import ApiError, invalid, of_validation
+from executor.serving.fields import check_depth
+from executor.serving.front import Front
+from executor.serving.openai_chat import messages_of
+from executor.serving.openai_completions import check_length
+from executor.text.chat import Chat
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+async def tokenize(front: Front, data: Any) -> dict[str, Any]:
+    ready, text = front.check_serving()
+    request = _read(TokenizeRequest, data)
+    front.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("prompt", "give either prompt or messages")
+    messages = None if request.messages is None else messages_of(request.messages)
+
+    def encoded() -> list[int]:
+        try:
+            if messages is not None:
+                return text.tokenizer.encode_chat(Chat(messages, request.tools or []))
+            check_length(request.prompt or "", "prompt", text, ready)
+            return text.tokenizer.encode(request.prompt or "", False, request.add_special_tokens is not False)
+        except UserError as error:
+            raise ApiError(400, str(error), "prompt" if messages is None else "messages") from None
+
+    ids = await front.work(encoded)
+    body: dict[str, Any] = {"count": len(ids), "max_model_len": ready.longest, "tokens": ids}
+    if request.return_token_strs:
+        body["token_strs"] = [text.tokenizer.backend.id_to_token(id) for id in ids]
+    return body
+
+
+async def detokenize(front: Front, data: Any) -> dict[str, Any]:
+    ready, text = front.check_serving()
+    request = _read(DetokenizeRequest, data)
+    front.check_model(request.model)
+    if wrong := [id for id in request.tokens if not 0 <= id < ready.vocabulary]:
+        raise invalid("tokens", f"{wrong[0]} is outside the vocabulary of {ready.vocabulary}")
+    prompt = await front.work(lambda: text.tokenizer.backend.decode(request.tokens, skip_special_tokens=False))
+    return {"prompt": prompt}
+
+
+def _read(kind: Any, data: Any) -> Any:
+    check_depth(data)
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise of_validation(error) from None
