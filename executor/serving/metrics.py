@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -22,6 +23,7 @@ TENANTS = ("sequences", "prefixes", "experts", "free")
 REASONS = ("queue_full", "too_slow", "timeout")
 ENDS = ("stop", "length", "abort", "error")
 WINDOW_S = 60.0
+PAST_S, PAST = 1.0, 300  # seconds between two samples for the page, and number of samples
 SAMPLES = 8192  # most in a window
 # Upper bounds of histograms: seconds of whole requests, to the first token, between tokens; tokens.
 LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
@@ -50,6 +52,17 @@ class Window:
         return [values[min(int(share * len(values)), len(values) - 1)] if values else None for share in shares]
 
 
+@dataclass(frozen=True)
+class Sample:
+    """The server at one time. Hits and misses are totals since the start."""
+
+    at: float
+    memory: dict[str, int]
+    rate: float  # generated tokens a second since the sample before
+    hits: int
+    misses: int
+
+
 def memory(state: State) -> dict[str, int]:
     """How the frames of rank 0's arena are divided. The padding page counts as a sequence's."""
     kept = state.groups[0].kept if state.groups else 0
@@ -74,6 +87,9 @@ class Metrics:
     def __init__(self, model_name: str):
         self.registry, self._model = CollectorRegistry(), model_name
         self.first_token, self.between_tokens = Window(), Window()  # seconds
+        self.past: deque[Sample] = deque(maxlen=PAST)
+        self.since: dict[int, float] = {}  # id -> when a request that runs or waits was first seen
+        self.tokens = self.looked_for = self.found = 0  # generated; of prompts; of those in the prefix cache
         self.running = self._gauge("num_requests_running", "Requests in the batch.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Part of the KV cache that sequences hold; 1: all.")
@@ -103,19 +119,20 @@ class Metrics:
         self.exposed_s = Total(self._counter("shadow_exposed_seconds", "For which decode steps waited for shadows."))
         frames = Gauge("umbra:arena_frames", "Rank 0's memory.", ["model_name", "tenant"], registry=self.registry)
         self.frames = {tenant: frames.labels(model_name, tenant) for tenant in TENANTS}
-        self._pages = 1
+        self._rejected: dict[str, Total] = {}
+        self._pages = 1  # of all groups
+        self._sampled = (time.monotonic(), 0)  # time and tokens
 
-    def text(self) -> bytes:
-        """All metrics in the format of `CONTENT_TYPE`."""
+    def text(self, rejected: Mapping[str, int]) -> bytes:
+        """All metrics in the format of `CONTENT_TYPE`. `rejected` has the number of requests that were not taken, by
+        reason."""
+        for reason, count in rejected.items():
+            self._rejected.setdefault(reason, Total(self.rejections(reason))).set(count)
         return generate_latest(self.registry)
 
     def arrived(self, prompt_tokens: int) -> "Timeline":
         """To be called when a request has been taken."""
         return Timeline(self, prompt_tokens)
-
-    def rejected(self, reason: str) -> None:
-        """To be called for a request that is not taken, or has waited too long."""
-        self.rejections(reason).inc()
 
     def take(self, message: Message) -> None:
         """To be called with each message of the engine that is not a row."""
@@ -136,6 +153,15 @@ class Metrics:
             self.exposed_s.set(message.shadow_exposed_s)
             for tenant, frames in memory(message).items():
                 self.frames[tenant].set(frames)
+            self._sample(message)
+
+    def _sample(self, state: State) -> None:
+        now, (at, tokens) = time.monotonic(), self._sampled
+        self.since = {request.id: self.since.get(request.id, now) for request in (*state.running, *state.queue)}
+        if now - at >= PAST_S:
+            self._sampled = now, self.tokens
+            rate = (self.tokens - tokens) / (now - at)
+            self.past.append(Sample(now, memory(state), rate, state.expert_hits, state.expert_misses))
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(PREFIX + name, text, ["model_name"], registry=self.registry).labels(self._model)
@@ -157,21 +183,31 @@ class Metrics:
 
 
 class Timeline:
-    """Of one request: its rows, and once its end."""
+    """Of one request. Leaving its block ends it, if it has not ended: as aborted or, with an error, as failed."""
 
     def __init__(self, metrics: Metrics, prompt_tokens: int):
         self.metrics, self.prompt_tokens = metrics, prompt_tokens
         self.arrived = self.first = self.last = time.monotonic()
         self.tokens, self.queued_s, self.ended = 0, 0.0, False
 
+    async def __aenter__(self) -> "Timeline":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end("error" if kind and issubclass(kind, Exception) else "abort")
+
     def row(self, row: Row) -> None:
+        """To be called with each row of the request."""
         metrics, now = self.metrics, time.monotonic()
         metrics.generated.inc(len(row.tokens))
+        metrics.tokens += len(row.tokens)
         if not self.tokens:
             self.first, self.queued_s = now, row.queued_s
             metrics.prompt.inc(self.prompt_tokens)
             metrics.prefix_queries.inc(self.prompt_tokens)
             metrics.prefix_hits.inc(row.found)
+            metrics.looked_for += self.prompt_tokens
+            metrics.found += row.found
             metrics.queue_s.observe(row.queued_s)
             metrics.ttft_s.observe(now - self.arrived)
             metrics.first_token.add(now - self.arrived)

@@ -65,8 +65,10 @@ class Stream:
         made = given = 0  # characters of the detokenizer, and of pieces
         held: list[Token] = []
         first = True
-        async with aclosing(self.front.rows(job, ticket)) as rows:
+        metrics, source = self.front.metrics, self.front.rows(job, ticket)
+        async with metrics.arrived(len(job.ids)) as timeline, aclosing(source) as rows:
             async for row in rows:
+                timeline.row(row)
                 self.usage.completion += len(row.tokens)
                 if first:
                     first, self.prompt_logprobs = False, row.prompt_logprobs
@@ -90,6 +92,7 @@ class Stream:
                     held = held[len(tokens) :]
                     yield Piece(text, tokens, finish)
                 if finish:
+                    timeline.end(finish)
                     return
 
 

@@ -10,9 +10,7 @@ from tests.tiny import save_tiny, write_case
 
 pytestmark = pytest.mark.slow
 
-SPLITS: dict[
-    str, tuple[float, dict[str, int]]
-] = {  # kilobytes of a rank's arena: too few for experts and all pages
+SPLITS: dict[str, tuple[float, dict[str, int]]] = {  # kilobytes of a rank's arena: too few for experts and all pages
     "tp4": (45, {"moe_tp_size": 2}),
     "dp2_tp2": (60, {"attn_tp_size": 2, "moe_tp_size": 2}),
 }
