@@ -11,6 +11,7 @@ from models.hf_config import HfConfig, read_json
 
 CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
 HALF = "\ufffd"  # stands for a part of a character
+LONGEST_HELD = 64  # tokens without a whole character at their end; text is then given as it is, to bound the work
 TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
 
 
@@ -85,48 +86,44 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text piece by piece as tokens come: a piece is given once no later token can change it."""
+    """Text piece by piece as tokens come: a piece is given once no later token can change it.
+
+    Each token is decoded together with a few before it, which decide how its text begins, and with those since the last
+    whole character.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
         self.tokenizer = tokenizer
+        self._pending: list[int] = []  # shown tokens since the text last ended with a whole character
+        self._given = 0  # characters of their text that were given
         before = [id for id in prompt[-CONTEXT:] if id not in tokenizer.hidden]
-        if tokenizer.decode(before).endswith(HALF):
-            before = []
-        self._pending: list[int] = []  # shown tokens whose text was not given yet
-        self._start(before)
+        self._start([] if tokenizer.decode(before).endswith(HALF) else before)
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that is certain after `tokens`, beyond what was given before; often empty."""
-        text = ""
-        for token in tokens:
-            if token not in self.tokenizer.hidden:
-                self._pending.append(token)
-                text += self._step(token)
-        return text
+        return "".join([self._push(token) for token in tokens if token not in self.tokenizer.hidden])
 
     def rest(self) -> str:
         """What is left at the end, such as half of a character."""
-        text = self.tokenizer.decode([*self._before, *self._pending])
-        self._pending = []
-        return text.removeprefix(self.tokenizer.decode(self._before))
+        text = self._text()[self._given :]
+        self._start([])
+        return text
+
+    def _push(self, token: int) -> str:
+        self._pending.append(token)
+        text, given = self._text(), self._given
+        if not text.endswith(HALF) or len(self._pending) > LONGEST_HELD:
+            self._start([] if text.endswith(HALF) else self._pending[-CONTEXT:])
+            return text[given:]
+        self._given = max(given, len(text.rstrip(HALF)))
+        return text[given : self._given]
+
+    def _text(self) -> str:
+        return self.tokenizer.decode([*self._before, *self._pending])[self._skipped :]
 
     def _start(self, before: list[int]) -> None:
-        """Begins a stream whose next token follows those `before`, which decide whether its space is shown."""
-        from tokenizers.decoders import DecodeStream
-
-        self._before, self._stream = before, DecodeStream(ids=before, skip_special_tokens=False)
-
-    def _step(self, token: int) -> str:
-        try:
-            piece = self._stream.step(self.tokenizer.backend, token)
-        except Exception:  # the library finds that later tokens changed text which it had given
-            piece = self.rest()
-            self._start([])
-        if piece is None:
-            return ""
-        if self._pending:
-            self._before, self._pending = self._pending, []
-        return str(piece)
+        """What comes next follows the tokens `before`."""
+        self._before, self._skipped, self._pending, self._given = before, len(self.tokenizer.decode(before)), [], 0
 
 
 def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None) -> Tokenizer | None:

@@ -8,12 +8,11 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.load import load_model_config, model_folder
-from executor.engine.grammar import Grammars
 from executor.serving.auth import Keys
 from executor.serving.client import EngineClient, EngineGone, RequestRefused
 from executor.serving.errors import ApiError, unavailable
@@ -23,6 +22,9 @@ from executor.serving.messages import Ready, Row, Sampling
 from executor.serving.metrics import Metrics
 from executor.serving.supervisor import Supervisor
 from executor.text.formats import Format, choose_format
+
+if TYPE_CHECKING:
+    from executor.engine.grammar import Grammars  # imports torch, for which a port need not wait
 
 THREADS = 2
 MOST_JOBS = 64  # of the threads, waiting ones included
@@ -189,7 +191,10 @@ class Text:
         self.longest_token = max(map(len, tokenizer.backend.get_vocab()))
         self._grammars: Grammars | None = None
 
-    def grammars(self, ready: Ready) -> Grammars:
+    def grammars(self, ready: Ready) -> "Grammars":
+        """Takes seconds when it is called first."""
+        from executor.engine.grammar import Grammars
+
         if not self._grammars:
             self._grammars = Grammars(self.tokenizer, ready.vocabulary, ready.stop_ids)
         return self._grammars

@@ -30,6 +30,7 @@ from executor.serving.supervisor import Supervisor
 
 HEADER_S = 10.0  # seconds that a request's headers may take to come
 UNREAD_S = 60.0  # seconds that a client may leave an answer unread
+UNREAD = 1 << 18  # bytes of an answer that the system keeps for a client before it is slow
 KEEP_S = 30  # seconds that a connection stays open between two requests
 LOOK_S = 0.05
 CLOSE_S = 2  # seconds that answers which are being sent have, when everything else has ended
@@ -57,6 +58,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD)  # of the connections
         listener.bind((host.strip("[]"), port))
     except OSError as error:
         listener.close()

@@ -13,7 +13,7 @@ from files import ROOT
 from tests.command import umbra
 from umbra.cli import benchmarks
 
-COMMANDS = ["run", "chat", "plan", "list", "inspect", "quantize", "evaluate", "logits", "bench"]
+COMMANDS = ["run", "chat", "serve", "plan", "list", "inspect", "quantize", "evaluate", "logits", "bench"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda command: " ".join(command) or "-")
