@@ -18,7 +18,7 @@ from executor.serving.client import EngineClient, EngineGone, RequestRefused
 from executor.serving.errors import ApiError, unavailable
 from executor.serving.limits import Limits, Ticket
 from executor.serving.live import Live
-from executor.serving.messages import Ready, Row, Sampling
+from executor.serving.messages import Message, Ready, Row, Sampling
 from executor.serving.metrics import Metrics
 from executor.serving.supervisor import Supervisor
 from executor.text.formats import Format, choose_format
@@ -176,6 +176,11 @@ class Front:
                 break
             await asyncio.sleep(LOOK_S)
         return False
+
+    def take(self, message: Message) -> None:
+        """To be called with each message of the engine that is not a row."""
+        self.metrics.take(message)
+        self.live.take(message)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

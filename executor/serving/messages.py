@@ -104,9 +104,9 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: list[int]
     finish: str = ""  # "stop", "length"; empty while it runs
     found: int = 0  # prompt tokens that were in the prefix cache; in the first row of a request
-    queued_s: float = 0.0  # how long it waited until its first step; in the first row of a request
     logprobs: list[TokenLogprob] = []  # one for each of `tokens`, if wanted
     prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens from the second on, in the first row, if wanted
+    queued_s: float = 0.0  # how long it waited until its first step; in the first row of a request
 
 
 class Out(Message, frozen=True):
@@ -148,8 +148,6 @@ class State(Message, frozen=True):
     running: list[Running]
     groups: list[Group]
     preemptions: int  # in total
-    queue: list[Running] = []  # the first of those that wait
-    step_tokens: list[int] = []  # tokens of each step since the last snapshot
     experts_resident: int = 0  # on rank 0, among those with shadows; so are the following
     experts: int = 0
     expert_hits: int = 0  # pairs of a token and its expert in decode steps, in total
@@ -160,6 +158,8 @@ class State(Message, frozen=True):
     shadow_exposed_s: float = 0.0  # total time that decode steps waited for shadow experts
     prefill_rate: float = 0.0  # prompt tokens a second, lately
     decode_rate: float = 0.0  # generated tokens a second, lately
+    queue: list[Running] = []  # the first of those that wait
+    step_tokens: list[int] = []  # tokens of each step since the last snapshot
 
 
 class Residency(Message, frozen=True):

@@ -150,8 +150,7 @@ class Run:
         (self.forced if self.asked.is_set() else self.asked).set()
 
     def _changed(self, message: Message) -> None:
-        self.front.metrics.take(message)
-        self.front.live.take(message)
+        self.front.take(message)
         if isinstance(message, Ready):
             self._announce()
 

@@ -87,12 +87,13 @@ class Stream:
                     text += stops.push(detokenizer.rest()) + stops.finish()
                 given += len(text)
                 finish = "stop" if stops.found else row.finish
+                if finish:
+                    timeline.end(finish)
                 tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]
                 if text or tokens or finish:
                     held = held[len(tokens) :]
                     yield Piece(text, tokens, finish)
                 if finish:
-                    timeline.end(finish)
                     return
 
 
