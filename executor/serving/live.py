@@ -36,8 +36,8 @@ def live_page() -> Response:
     """The page. Its policy lets the browser run the page's own script only, and connect to this server only."""
     nonce = secrets.token_urlsafe(16)
     policy = (
-        f"default-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     headers = {
         "Content-Security-Policy": policy,
