@@ -68,7 +68,7 @@ def write(folder: Path, format: str, **shape: int) -> None:
     scheme, tensors = read_scheme(folder), {}
     for path, layer in layers_of(model):
         for piece in layer.pieces(path):
-            for name, need in stored_as([piece], scheme, lambda name: False).tensors.items():
+            for name, need in stored_as([piece], scheme).tensors.items():
                 tensors[name] = made(name, need, piece)
     save_file(tensors, folder / "model.safetensors")
 

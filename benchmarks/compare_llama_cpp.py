@@ -1,8 +1,9 @@
 """Speed of Umbra and of llama.cpp with the same weights and tokens, measured in turns within one process.
 
-    .venv/bin/python -m benchmarks.compare_llama_cpp [--layers 8] [--format q4|q8] [--json FILE] [--plot FILE]
+    .venv/bin/python -m benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--format q4|q8]
+        [--json FILE] [--plot FILE]
 
-The weights are random, with Qwen3-30B-A3B's layer shapes, and written as GGUF with exactly the same values
+The weights are random, with the shapes of the case's model, and written as GGUF with exactly the same values
 (gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
 engines use the same number of threads. llama.cpp runs with or without flash attention, whichever is faster in a short
 trial of the row. Before anything is timed, both must give the same logits.
@@ -168,12 +169,12 @@ def lines(rows: list[Row], phase: str) -> Lines:
 def main(argv: list[str]) -> None:
     parser = flags(__doc__)
     parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
-    parser.add_argument("--layers", type=int, help="default: the case's, 8; the weights are in memory twice")
+    parser.add_argument("--layers", type=int, help="default: the case's; the weights are in memory twice")
     parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
     parser.add_argument("--context", type=int, default=64, help="cached tokens of a sequence when it decodes")
     parser.add_argument("--pairs", type=int, default=7, help="turns of each engine, after one that is not counted")
     parser.add_argument(
-        "--folder", type=Path, help="for the GGUF file (0.35 GB a layer and 1 GB); default: a temporary one"
+        "--folder", type=Path, help="for the GGUF file, as large as the weights; default: a temporary one"
     )
     parser.add_argument("--keep", action="store_true", help="keep the GGUF file")
     args = parser.parse_args(argv)

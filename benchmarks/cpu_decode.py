@@ -1,6 +1,7 @@
-"""Decode and prefill speed of a model with Qwen3-30B-A3B's layer shapes on the CPU, beside the machine's limits.
+"""Decode and prefill speed of the model of a case on the CPU, beside the machine's limits.
 
-    .venv/bin/python -m benchmarks.cpu_decode [--layers 8] [--format q4|q8] [--threads 2] [--json FILE] [--plot FILE]
+    .venv/bin/python -m benchmarks.cpu_decode [--case bench_30b_shape_cpu] [--layers N] [--batches 1 4 8]
+        [--format q4|q8] [--threads 2] [--json FILE] [--plot FILE]
 
 Weights are random with zero mean; each sequence has random tokens of its own. A step takes token ids and returns logits
 through the engine: packing, prefill in the case's chunks, and the replayed decode graph are included, sampling is not.
@@ -20,7 +21,7 @@ A row, of the table and of `rows` in the JSON file:
                  Attention's own products count in the time, not in the multiply-adds.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
-from models.layers.norm import RMSNorm
+from models.layers.linear import MergedLinear, RowLinear
+from models.layers.router import Router
 
 BATCHES, PROMPTS = (1, 4, 8), (128, 512, 2048)
 COLUMNS = (
@@ -103,14 +105,14 @@ def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> flo
             total += tokens * top_k * layer.elements / layer.experts
         elif isinstance(layer, LMHead):
             total += logit_rows * layer.elements
-        elif not isinstance(layer, (VocabEmbedding, RMSNorm)):
+        elif isinstance(layer, (MergedLinear, RowLinear, Router)):
             total += tokens * layer.elements
     return total
 
 
-def measure(engine: Umbra, limits: Limits, context: int, seconds: float) -> Iterator[Row]:
+def measure(engine: Umbra, limits: Limits, batches: Sequence[int], context: int, seconds: float) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
-    model, top_k = engine.model, engine.config.num_experts_per_tok
+    model, top_k = engine.model, engine.config.experts_per_token
 
     def timed(step: Callable[[], object], least: int, routed: Routed) -> dict[str, float]:
         runs = {"step": step, "count": routed.count, "read": limits.read, "multiply": limits.multiply}
@@ -125,7 +127,7 @@ def measure(engine: Umbra, limits: Limits, context: int, seconds: float) -> Iter
             int8_fraction=macs / took["step"] / 1e9 / limits.int8_gmacs(took["multiply"]),
         )  # fmt: skip
 
-    for batch in BATCHES:
+    for batch in batches:
         engine.begin(engine.random_prompts(batch, context, generator))
         with Routed(model) as routed:
             engine.capture_again()  # so that Routed records the ids of this graph
@@ -155,16 +157,18 @@ def lines(rows: list[Row], phase: str) -> Lines:
 def main(argv: list[str]) -> None:
     parser = flags(__doc__)
     parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
-    parser.add_argument("--layers", type=int, help="default: the case's, 8; all 48 take 17 GB in q4")
+    parser.add_argument("--layers", type=int, help="default: the case's")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="sequences in a decode step")
     parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
     parser.add_argument("--context", type=int, default=64, help="cached tokens of a sequence when it decodes")
     parser.add_argument("--seconds", type=float, default=3.0, help="measured for each row")
     args = parser.parse_args(argv)
-    if args.context < 1:
-        raise UserError(f"--context {args.context}: must be at least 1")
+    for flag, least in (("context", args.context), ("batches", min(args.batches))):
+        if least < 1:
+            raise UserError(f"--{flag} {least}: must be at least 1")
     longest = max(*PROMPTS, args.context)
-    engine = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, max(BATCHES), longest)
-    rows = printed(measure(engine, Limits(), args.context, args.seconds), COLUMNS)
+    engine = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, max(args.batches), longest)
+    rows = printed(measure(engine, Limits(), args.batches, args.context, args.seconds), COLUMNS)
     settings = {key: getattr(args, key) for key in ("case", "format", "context", "threads", "instruction_set")}
     write_rows(args.json, rows, layers=engine.config.num_hidden_layers, **settings)
     panels = {"sequences (decode)": lines(rows, "decode"), "tokens of the prompt (prefill)": lines(rows, "prefill")}

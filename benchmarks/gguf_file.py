@@ -1,16 +1,17 @@
-"""Writes a loaded Qwen3-MoE as a GGUF file for llama.cpp, with exactly the same values.
+"""Writes a loaded model as a GGUF file for llama.cpp, with exactly the same values.
 
 The formats agree: q4 is Q4_0 and q8 is Q8_0, 32 columns of (quant - zero) * scale with a float16 scale. Only the order
 of the bytes differs, so the blocks are made from the dequantised values, whatever their layout in memory: the scale is
 derived from a block's largest value, and a check proves that scale and quants give back every value exactly.
 
-Rows keep their order, because llama.cpp rotates halves ("neox") in this architecture, as the checkpoint does.
+Rows are in the checkpoint's order, because llama.cpp rotates halves ("neox") in these architectures, as the checkpoint
+does.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
+from models.causal_lm import CausalLM
+from models.minimax_m2.config import MiniMaxM2Config
 from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.model import DecoderLayer, Qwen3MoeForCausalLM, SparseMoeBlock
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint
 GROUP = 32
 PART = 256  # rows
+Config = Qwen3MoeConfig | MiniMaxM2Config
 TYPES = {"q4": "Q4_0", "q8": "Q8_0", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -58,19 +62,30 @@ def _blocks(values: np.ndarray[Any, np.dtype[np.float32]], format: str) -> Bytes
     return np.concatenate([scale.view(np.uint8), quants.view(np.uint8)], axis=1).reshape(len(values), -1)
 
 
-def entries(model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, format: str) -> Iterator[Entry]:
+def as_in_checkpoint(rows: Tensor, order: Order) -> Tensor:
+    """`rows`, or the elements of a vector, of which each head's are in `order`, as in the checkpoint."""
+    if order is None:
+        return rows
+    return rows.unflatten(0, (-1, len(order)))[:, torch.tensor(order).argsort()].flatten(0, 1)
+
+
+def entries(model: CausalLM, config: Config, format: str) -> Iterator[Entry]:
     """Every tensor by llama.cpp's name; matrices in `format`, except the output head in q8."""
     hidden = config.hidden_size
 
-    def plain(name: str, weight: Tensor) -> Entry:
+    def plain(name: str, weight: Tensor, order: Order = None) -> Entry:
         format = str(weight.dtype).removeprefix("torch.")
-        return Entry(name, tuple(weight.shape), format, lambda: iter([weight]))
+        return Entry(name, tuple(weight.shape), format, lambda: iter([as_in_checkpoint(weight, order)]))
 
-    def matrix(name: str, weight: Any, format: str, part: slice | None = None) -> Entry:
+    def matrix(name: str, weight: Any, format: str, part: slice | None = None, order: Order = None) -> Entry:
         """Rows `part` of a NativeMatrix."""
         part = part or slice(0, weight.rows)
-        shape = part.stop - part.start, weight.columns
-        return Entry(name, shape, format, lambda: iter([weight.packed.dequantised(0, weight.rows)[part]]))
+        rows = part.stop - part.start
+
+        def read() -> Iterator[Tensor]:
+            yield as_in_checkpoint(weight.packed.dequantised(0, rows, part.start), order)
+
+        return Entry(name, (rows, weight.columns), format, read)
 
     def experts(name: str, weights: Any, which: str) -> Entry:
         rows, columns = (hidden, weights.inner) if which == "down" else (weights.inner, hidden)
@@ -80,28 +95,36 @@ def entries(model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, format: str) -> 
     yield plain("token_embd.weight", model.model.embed_tokens.table)
     yield plain("output_norm.weight", model.model.norm.weight)
     yield matrix("output.weight", model.lm_head.weight, "q8")
-    for i, layer in enumerate(cast("list[DecoderLayer]", list(model.model.layers))):
-        attention, moe = layer.self_attn, cast(SparseMoeBlock, layer.mlp)
+    layers: Any = model.model.layers
+    for i, layer in enumerate(layers):
+        attention = layer.self_attn
         yield plain(f"blk.{i}.attn_norm.weight", layer.input_layernorm.weight)
         yield plain(f"blk.{i}.ffn_norm.weight", layer.post_attention_layernorm.weight)
-        yield plain(f"blk.{i}.attn_q_norm.weight", attention.q_norm.weight)
-        yield plain(f"blk.{i}.attn_k_norm.weight", attention.k_norm.weight)
         start = 0
-        for name, size in zip("qkv", attention.sizes, strict=True):
-            part = slice(start, start + size)
-            yield matrix(f"blk.{i}.attn_{name}.weight", attention.qkv_proj.weight, format, part)
-            start += size
+        for name, source in zip("qkv", attention.qkv_proj.sources, strict=True):
+            part = slice(start, start + source.kept)
+            yield matrix(f"blk.{i}.attn_{name}.weight", attention.qkv_proj.weight, format, part, source.order)
+            start += source.kept
+        if isinstance(config, MiniMaxM2Config):
+            moe = layer.block_sparse_moe
+            yield plain(f"blk.{i}.exp_probs_b.bias", moe.e_score_correction_bias.values)
+            for name, source, weight in zip("qk", attention.qk_norm.sources, attention.qk_norm.weights, strict=True):
+                yield plain(f"blk.{i}.attn_{name}_norm.weight", weight, source.order)
+        else:
+            moe = layer.mlp
+            yield plain(f"blk.{i}.attn_q_norm.weight", attention.q_norm.weight)
+            yield plain(f"blk.{i}.attn_k_norm.weight", attention.k_norm.weight)
         yield matrix(f"blk.{i}.attn_output.weight", attention.o_proj.weight, format)
         yield matrix(f"blk.{i}.ffn_gate_inp.weight", moe.gate.weight, "float32")  # llama.cpp accepts no other type
         for which in ("gate", "up", "down"):
             yield experts(f"blk.{i}.ffn_{which}_exps.weight", moe.experts.weights, which)
 
 
-def write_gguf(path: Path, model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, format: str) -> None:
+def write_gguf(path: Path, model: CausalLM, config: Config, format: str) -> None:
     """Write the file tensor by tensor; at most one tensor is held in memory beside the model."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
-    writer = GGUFWriter(path, "qwen3moe")
+    writer = GGUFWriter(path, "minimax-m2" if isinstance(config, MiniMaxM2Config) else "qwen3moe")
     describe(writer, config)
     tensors = list(entries(model, config, format))
     for entry in tensors:
@@ -120,10 +143,21 @@ def write_gguf(path: Path, model: Qwen3MoeForCausalLM, config: Qwen3MoeConfig, f
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-def describe(writer: Any, config: Qwen3MoeConfig) -> None:
+def describe(writer: Any, config: Config) -> None:
     """Write the metadata that llama.cpp requires for this architecture, without a tokenizer."""
-    if config.rope.yarn or config.attention_bias or config.tie_word_embeddings or not config.norm_topk_prob:
-        raise UserError("GGUF: YaRN, biases, tied embeddings and norm_topk_prob: false are not written")
+    from gguf import ExpertGatingFuncType
+
+    if config.rope.yarn or config.tie_word_embeddings:
+        raise UserError("GGUF: YaRN and tied embeddings are not written")
+    if isinstance(config, MiniMaxM2Config):
+        if not config.use_routing_bias:
+            raise UserError("GGUF: llama.cpp has no minimax-m2 with use_routing_bias: false")
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    else:
+        if config.attention_bias or not config.norm_topk_prob:
+            raise UserError("GGUF: biases and norm_topk_prob: false are not written")
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -135,7 +169,7 @@ def describe(writer: Any, config: Qwen3MoeConfig) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_rope_dimension_count(config.rope.dim)
+    writer.add_expert_count(config.expert_count)
+    writer.add_expert_used_count(config.experts_per_token)
     writer.add_tokenizer_model("no_vocab")

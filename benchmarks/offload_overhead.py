@@ -28,7 +28,7 @@ from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena
 from ops.format import FORMATS
 
-SHAPES = ((5, 32, 4), (48, 128, 8))  # shapes of the demo and of Qwen3-30B-A3B
+SHAPES = ((5, 32, 4), (48, 128, 8), (62, 256, 8))  # the demo, Qwen3-30B-A3B, MiniMax-M2
 OTHERS = np.ones(64 << 20, np.uint8)  # read between steps, to empty the CPU's caches
 MOST_COPIES = 4  # at one decision
 PARTS = ("begin", "started", "end", "observe", "swaps")

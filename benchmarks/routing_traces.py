@@ -6,11 +6,9 @@ A trace file is an .npz with `ids`, uint8 (steps, layers, k), and `experts`, the
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
@@ -19,7 +17,7 @@ from executor.job.logits import prefill_logits, with_room
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
 from files import write_whole
-from models.qwen3_moe.model import SparseMoeBlock
+from models.layers.experts import Experts
 
 WINDOW = 1024  # tokens of text in one context of the demo model
 KINDS = ("uniform", "Zipf", "Zipf, drifting", "Zipf, new halfway")
@@ -70,18 +68,6 @@ def load_trace(path: Path) -> Trace:
         return Trace("demo", data["ids"], int(data["experts"]))
 
 
-class Recorder:
-    """Takes the place of a layer's ops and records the experts that it routes to."""
-
-    def __init__(self, ops: Any, kept: list[npt.NDArray[np.uint8]]):
-        self._ops, self._kept = ops, kept
-
-    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        weights, ids = self._ops.route_softmax(logits, top_k, renormalise)
-        self._kept.append(ids.numpy().astype(np.uint8))
-        return weights, ids
-
-
 def record_demo(results: Path, steps: int | None) -> Trace:
     """The trace of the demo model on its held-out text, one step for each token.
 
@@ -94,14 +80,14 @@ def record_demo(results: Path, steps: int | None) -> Trace:
         runner = make_runner(case, results, ranks)
         runner.setup()
         kept: list[npt.NDArray[np.uint8]] = []
-        blocks = [m for m in runner.engine.model.modules() if isinstance(m, SparseMoeBlock)]
-        for block in blocks:
-            block.ops = Recorder(block.ops, kept)  # type: ignore[assignment]
+        experts = [m for m in runner.engine.model.modules() if isinstance(m, Experts)]
+        for layer in experts:
+            layer.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[2].numpy().astype(np.uint8)))
         windows = read_windows(case, runner.folder / "held_out.txt", WINDOW)
         for window in windows[: -(-steps // WINDOW) if steps else None]:
             prefill_logits(runner, [window])
-        layers = [np.concatenate(kept[i :: len(blocks)]) for i in range(len(blocks))]  # each (tokens, k)
-        traces.append(Trace("demo", np.stack(layers, axis=1)[:steps], runner.config.num_experts))
+        layers = [np.concatenate(kept[i :: len(experts)]) for i in range(len(experts))]  # each (tokens, k)
+        traces.append(Trace("demo", np.stack(layers, axis=1)[:steps], runner.config.expert_count))
 
     run_rank(case, results, record)
     return traces[0]

@@ -15,9 +15,20 @@ from executor.config.env import rank_env
 from executor.config.load import load_case
 from executor.engine.forced import ForcedRun
 from executor.job.runner import make_runner
-from models.qwen3_moe.model import Qwen3MoeForCausalLM
+from models.config import ModelConfig
+from models.layers.experts import Experts
+from models.qwen3_moe.config import Qwen3MoeConfig
 
 ROOM = 2  # tokens of room after a context
+
+
+def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The same shapes in another number of layers, all with experts."""
+    if layers < 1:
+        raise UserError(f"--layers {layers}: must be at least 1")
+    if isinstance(config, Qwen3MoeConfig):
+        return dataclasses.replace(config, num_hidden_layers=layers, sparse_layers=(True,) * layers)
+    return dataclasses.replace(config, num_hidden_layers=layers)
 
 
 class Umbra:
@@ -33,19 +44,13 @@ class Umbra:
         )  # fmt: skip
         case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])
         self.runner = make_runner(case, Path("results"), rank_env())
-        config = self.runner.config
-        if not all(config.sparse_layers):
-            raise UserError(f"{case_name}: has dense layers; these benchmarks know only experts in every layer")
-        layers = config.num_hidden_layers if layers is None else layers
-        if layers < 1:
-            raise UserError(f"--layers {layers}: must be at least 1")
-        self.config = self.runner.config = dataclasses.replace(
-            config, num_hidden_layers=layers, sparse_layers=(True,) * layers
-        )
+        if layers is not None:
+            self.runner.config = with_layers(self.runner.config, layers)
+        self.config = self.runner.config
         self.runner.setup()
-        if not isinstance(self.runner.engine.model, Qwen3MoeForCausalLM):
-            raise UserError(f"{case_name}: these benchmarks know only qwen3_moe")
         self.model = self.runner.engine.model
+        if sum(isinstance(layer, Experts) for layer in self.model.modules()) < self.config.num_hidden_layers:
+            raise UserError(f"{case_name}: has dense layers; these benchmarks know only experts in every layer")
         self.forced = ForcedRun(self.runner.engine)
 
     def random_prompts(self, count: int, length: int, generator: torch.Generator) -> list[list[int]]:

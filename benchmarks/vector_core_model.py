@@ -26,7 +26,7 @@ BFLOAT16 = torch.bfloat16
 SEED_US = {1: (43.42, 199.43), 2: (60.49, 266.82), 4: (96.18, 515.69), 8: (174.35, 936.17)}  # kernel, grouped matmul
 RATED = 1600  # GB/s
 NIBBLES, SCALES = ("w13", "w2"), ("s13", "s2")
-MODELS = (("Qwen3-30B-A3B", 2048, 768), ("Qwen3-235B-A22B", 4096, 1536))  # H, I
+MODELS = (("Qwen3-30B-A3B", 2048, 768), ("Qwen3-235B-A22B", 4096, 1536), ("MiniMax-M2", 3072, 1536))  # H, I
 SHOWN = ("memory", "mte2", "vector", "repeats", "barriers", "scalar")
 
 

@@ -29,7 +29,7 @@ from ops.ascend.shadow import ShadowNodes, pinned
 from ops.ascend.slots import Slots
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import AscendExperts, Stored
+from ops.ascend.weights import AscendExperts, Stored, in_levels
 from ops.cpu.shadow import ShadowPool, Worker
 from ops.fixed import fixed
 from ops.format import Format, Quantised
@@ -70,6 +70,9 @@ class NpuExperts(ShadowedExperts):
         return self.image.w2
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
+        if self.format.quantised:  # once for both copies: each side has a rule of its own for rounding floats
+            part = in_levels(part, self.format)
+            part = dataclasses.replace(part, scales=part.scales.to(self.device.ops.dtype))
         super().fill(expert, which, part)
         self.image.fill(expert, which, part)
 

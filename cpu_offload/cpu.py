@@ -74,7 +74,7 @@ class CpuDevice(Device):
         return self.layers[-1]
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
-        self.memory, self.copier = memory, Copier()
+        self.memory, self.start, self.copier = memory, memory.data_ptr(), Copier()
         self.streaming = Streaming(self.stream_tokens, self.layers[0].slot_bytes)
         for layer in self.layers:
             layer.open(self.streaming, self.decode_tokens, note)
@@ -84,8 +84,7 @@ class CpuDevice(Device):
         return self.streaming.ring.nbytes
 
     def copy(self, place: Place, start: int) -> int:
-        layer = self.layers[place[0]]
-        return self.copier.submit(self.memory[start : start + layer.slot_bytes], layer.store[place[1]])
+        return self.copier.fill(self.start + start, self.layers[place[0]].store[place[1]])
 
     def done(self, ticket: int) -> bool:
         return self.copier.done(ticket)
@@ -94,7 +93,7 @@ class CpuDevice(Device):
         self.copier.wait(ticket)
 
     def publish(self, place: Place, start: int) -> None:
-        self.layers[place[0]].place(place[1], self.memory.data_ptr() + start)
+        self.layers[place[0]].place(place[1], self.start + start)
 
     def withdraw(self, place: Place) -> None:
         self.layers[place[0]].place(place[1], 0)

@@ -52,7 +52,9 @@ class Settings:
 def the_one(sizes: set[T], start_layer: int) -> T:
     """The only element of `sizes`. Slots are interchangeable, so experts of all layers with shadows have one size."""
     if len(sizes) != 1:
-        raise UserError(f"offload_config.start_layer: {start_layer}: no layers with experts of one size")
+        raise UserError(
+            f"offload_config.start_layer: {start_layer}: no layers with experts of one size and format from there on"
+        )
     return next(iter(sizes))
 
 
@@ -115,14 +117,14 @@ class Offload:
             layer.share(*map(torch.from_numpy, rows))
         # The value of `counts` when it was last read, and the routing of the interval so far.
         self.seen, self.routed = (np.zeros(shape, np.int64) for _ in range(2))
-        self.step_number = 0
+        self.step = self.step_number = 0  # number of this step, and of decode steps so far
         self.forget()
         self._place_first()
 
     def begin(self) -> None:
         """To be called before a step takes its KV pages. Publishes experts whose copies are complete, and keeps frames
         free ahead of demand."""
-        self.pool.count_step()
+        self.step = self.pool.count_step()
         if self.settings.mode == "elastic":
             self.balance.step()
         for copy in [copy for copy in self.copies.values() if self.device.done(copy.ticket)]:
@@ -131,7 +133,7 @@ class Offload:
     def started(self, tokens: Sequence[int], live: Sequence[int]) -> None:
         """To be called before the step's ops run. `tokens` and `live` have the number of tokens of each data-parallel
         group: `tokens` with padding, `live` without."""
-        self.device.begin(int(self.pool.step), tokens, live)
+        self.device.begin(self.step, tokens, live)
         self.started_at = time.monotonic_ns()
 
     def end(self, decode: bool) -> None:

@@ -23,9 +23,9 @@ class Formats:
     plain: Format
     linear: Format
     head: Format
-    # Set if `linear` is the checkpoint's own quantisation: says whether the module at a path is quantised in the
-    # checkpoint. Those modules keep their quantised weights as they are; all others become `plain`.
-    own: Callable[[str], bool] | None = None
+    # Set if `linear` is the checkpoint's own quantisation: the format that keeps the quantised weights of the module at
+    # a path as they are, or None for a module that becomes `plain`.
+    own: Callable[[str], Format | None] | None = None
 
 
 class ShadowedExperts(ExpertMatrices, Protocol):
@@ -63,10 +63,11 @@ class Build:
     def linear(self, names: Sequence[str], *columns: tuple[int, int]) -> Format:
         """The format of a matrix that holds the linear modules `names`. Each of `columns` is (input columns of a
         module, ranks that they are split over), since quantisation groups must not cross the borders between ranks."""
-        format = self.formats.linear
         if self.formats.own is None:
-            return format
-        if not all(self.formats.own(f"{self.path}.{name}") for name in names):
+            return self.formats.linear
+        own = {self.formats.own(f"{self.path}.{name}") for name in names}
+        format = own.pop()
+        if own or format is None:  # a matrix has one format
             return dataclasses.replace(self.formats.plain, tiled=True)
         for group in reversed(GROUP_SIZES):  # part of a quantisation group is a smaller group with the same scale
             if format.group % group == 0 and all(count // parts % group == 0 for count, parts in columns):

@@ -71,4 +71,4 @@ class CausalLM(nn.Module):
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold the tensor `name` although the model does not use it, such as the output head
         beside a tied embedding."""
-        return name == HEAD != self.lm_head.source
+        return name == HEAD and self.lm_head.source != HEAD

@@ -4,6 +4,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from errors import UserError
+from models.hf_config import HfConfig
+
+# Bounds of what an untrusted config can allocate: layers are built before weights are read.
+LARGEST_DEPTH = 4096  # layers
+MOST_EXPERTS = 1 << 19  # of all layers together
 
 
 class ModelConfig(Protocol):
@@ -39,6 +44,12 @@ class ModelConfig(Protocol):
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:
         """Raises UserError if a size does not divide the dimension that is split by it."""
+
+
+def check_experts(config: HfConfig, key: str, experts: int, layers: int) -> None:
+    """Raises UserError if `layers` layers of `experts` experts each, the value of `key`, are unreasonably many."""
+    if experts * layers > MOST_EXPERTS:
+        raise config.error(key, f"in each of {layers} layers is more than {MOST_EXPERTS} together")
 
 
 def check_even_split(key: str, ranks: int, what: str, total: int) -> None:

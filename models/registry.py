@@ -3,12 +3,13 @@ reading a config needs no torch."""
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from errors import UserError
 from models.config import ModelConfig
-from models.hf_config import read_hf_config
+from models.hf_config import read_hf_config, read_json, short
 
 if TYPE_CHECKING:
     from models.build import Build
@@ -21,13 +22,18 @@ class Family:
 
     config: str  # place of a models.config.ModelConfig
     model: str  # place of a models.causal_lm.CausalLM; its name is also that in a config.json's `architectures`
-    old_type: str | None = None  # `model_type` in early checkpoints, if `architectures` names the model
+    old_types: tuple[str, ...] = ()  # `model_type` in early checkpoints, if `architectures` names the model
+    # Parts of tensors' names that some tools write, each with the name of the model's module.
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 FAMILIES = {
     "qwen3_moe": Family("models.qwen3_moe.config:Qwen3MoeConfig", "models.qwen3_moe.model:Qwen3MoeForCausalLM"),
     "minimax_m2": Family(
-        "models.minimax_m2.config:MiniMaxM2Config", "models.minimax_m2.model:MiniMaxM2ForCausalLM", old_type="minimax"
+        "models.minimax_m2.config:MiniMaxM2Config",
+        "models.minimax_m2.model:MiniMaxM2ForCausalLM",
+        ("minimax",),
+        aliases={"mlp": "block_sparse_moe"},
     ),
 }
 # Models that are easily taken for one of a family above, by their `model_type`.
@@ -41,27 +47,41 @@ def family_of(config: Mapping[str, Any]) -> str | None:
     """The family that the contents of a config.json belong to; None: it is not supported."""
     kind, architectures = config.get("model_type"), config.get("architectures")
     for name, family in FAMILIES.items():
-        if kind == name or (kind == family.old_type and architectures == [family.model.partition(":")[2]]):
+        if kind == name or (kind in family.old_types and architectures == [family.model.partition(":")[2]]):
             return name
     return None
 
 
-def refusal(config: Mapping[str, Any]) -> str:
-    """Why the contents of a config.json belong to no family, for an error line."""
-    kind = config.get("model_type")
-    other = OTHERS.get(kind) if isinstance(kind, str) else None
-    note = f" ({other}, another architecture)" if other else ""
-    return f"model_type: {kind!r:.80}{note} is not supported, only {', '.join(FAMILIES)}"
+def family_in(folder: Path) -> str:
+    """The family of the checkpoint in `folder`; raises UserError if that is not supported."""
+    config = read_json(folder / "config.json")
+    if (family := family_of(config)) is None:
+        raise UserError(f"{folder / 'config.json'}: {_refusal(config)}")
+    return family
+
+
+def aliases_of(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """The aliases of the family that the contents of a config.json belong to."""
+    family = family_of(config)
+    return FAMILIES[family].aliases if family else {}
 
 
 def read_config(folder: Path, model_type: str) -> ModelConfig:
     """The config of the checkpoint in `folder`, which must belong to the family `model_type`."""
     hf = read_hf_config(folder)
     if (family := family_of(hf.data)) != model_type:
-        note = "" if family else f": {refusal(hf.data)}"
+        note = "" if family else f": {_refusal(hf.data)}"
         raise hf.error("model_type", f"does not match the case's model_name: {model_type!r}{note}")
     config: type[ModelConfig] = load(FAMILIES[model_type].config)
     return config.from_folder(folder)
+
+
+def _refusal(config: Mapping[str, Any]) -> str:
+    """Why the contents of a config.json belong to no family, for an error line."""
+    kind = config.get("model_type")
+    other = OTHERS.get(kind) if isinstance(kind, str) else None
+    note = f" ({other}, another architecture)" if other else ""
+    return f"model_type: {short(kind)}{note} is not supported, only {', '.join(FAMILIES)}"
 
 
 def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":

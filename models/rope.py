@@ -43,26 +43,27 @@ class RopeConfig:
         return self.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
-def read_rope(config: HfConfig, dim: int, max_positions: int, theta: float = 10000.0) -> RopeConfig:
+def read_rope(
+    config: HfConfig, dim: int, max_positions: int, theta: float = 10000.0, kinds: tuple[str, ...] = ("default", "yarn")
+) -> RopeConfig:
     """Reads `rope_theta`, by default `theta`, and `rope_scaling`, or `rope_parameters`, which configs of transformers 5
-    have instead."""
-    key = "rope_parameters" if config.value("rope_parameters") is not None else "rope_scaling"
-    scaling = config.value(key, default={})
-    if not isinstance(scaling, dict):
-        raise config.error(key, "must be a mapping")
-    inner = HfConfig(scaling, f"{config.where}: {key}")
+    have instead. `kinds`: the types of rotary embedding that the model may have."""
+    keys = [key for key in ("rope_parameters", "rope_scaling") if config.value(key) is not None]
+    if len(keys) > 1:
+        raise config.error("rope_scaling", "and rope_parameters are both set: remove the one that is not meant")
+    inner = config.inner(keys[0]) if keys else HfConfig({}, config.where)
     theta = inner.number("rope_theta", default=config.number("rope_theta", default=theta))
     kind = inner.value("rope_type", "type", default="default")
     if dim % 2:
         raise UserError(f"{config.where}: head_dim: {dim} must be even for rotary embedding")
+    if kind not in kinds:
+        raise UserError(f"{inner.where}: rope type {short(kind)} is not implemented, only {' and '.join(kinds)}")
     if kind == "default":
         return RopeConfig(theta, dim, None)
-    if kind != "yarn":
-        raise UserError(f"{config.where}: {key}: rope type {short(kind)} is not implemented (default and yarn are)")
     original = inner.size("original_max_position_embeddings", default=max_positions)
     factor = inner.number("factor", default=max_positions / original)
     if theta <= 1 or factor < 1:
-        raise UserError(f"{config.where}: {key}: yarn needs rope_theta above 1 and factor of at least 1")
+        raise UserError(f"{inner.where}: yarn needs rope_theta above 1 and factor of at least 1")
     yarn = YarnConfig(
         factor=factor,
         original_length=original,

@@ -38,10 +38,10 @@ def meaning(levels: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def packed(levels: Tensor, shifts: list[int]) -> Tensor:
-    """(a, b) to (a, b / n) int32, one element after another."""
-    count, numbers = len(shifts), levels.tolist()
-    words = [[sum(row[i + j] << shifts[j] for j in range(count)) for i in range(0, len(row), count)] for row in numbers]
-    return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.int32))
+    """(a, b) to (a, b / n) int32: of n elements, element j at the bit shifts[j]."""
+    parts = levels.unflatten(1, (-1, len(shifts))).numpy().astype(np.uint32)
+    words = sum((parts[..., j] << np.uint32(shift) for j, shift in enumerate(shifts)), np.uint32(0))
+    return torch.from_numpy(words.view(np.int32))
 
 
 def awq(w: Tensor, group: int, bits: int, symmetric: bool) -> Written:
@@ -139,7 +139,7 @@ def config_of(format: str, group: int, bits: int, symmetric: bool) -> dict[str, 
 
 
 def is_quantised(name: str) -> bool:
-    return ".layers." in name and name.endswith("_proj.weight")
+    return ".layers." in name and (name.endswith("_proj.weight") or ".experts." in name)
 
 
 def quantise_tiny(model: Path, to: Path, format: str, group: int = 32, bits: int = 4, symmetric: bool = False) -> Path:

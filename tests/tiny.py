@@ -46,6 +46,19 @@ TINY_M2 = dict(  # twelve heads of 32 are not the hidden size; half of a head ro
     max_position_embeddings=256,
     initializer_range=0.08,
 )
+TINY_AS_M2 = dict(  # a MiniMax-M2 of the sizes in TINY
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=8,
+    rotary_dim=4,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    initializer_range=0.3,
+)
 OFFICIAL_M2 = {  # keys of the official config.json that transformers does not use
     "attn_type_list": [1, 1, 1], "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
     "use_routing_bias": True, "shared_intermediate_size": 0, "use_mtp": True, "num_mtp_modules": 3,

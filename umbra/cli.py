@@ -105,14 +105,19 @@ def make_parser() -> Parser:
     add = command(
         "quantize",
         quantize,
-        "quantise a Qwen3-MoE checkpoint to 4 bits (AWQ); started again, it resumes",
+        "quantise a checkpoint to 4 bits (AWQ) or to FP8; started again, it resumes",
         "--model checkpoints/austen_moe --out OUT --group 32 --calibrate TEXT.txt",
     )
-    add.add_argument("--model", type=Path, required=True, help="folder of a float checkpoint")
+    add.add_argument("--model", type=Path, required=True, help="folder of a checkpoint in floats, or in FP8 blocks")
     add.add_argument("--out", type=Path, required=True, help="folder to write: new, or left by the same command")
-    add.add_argument("--group", type=int, choices=GROUP_SIZES, default=128, help="columns that share a scale")
-    add.add_argument("--calibrate", type=Path, metavar="TEXT", help="a UTF-8 text like those the model will see")
+    add.add_argument("--format", choices=("awq", "fp8"), default="awq", help="what to write (default awq)")
+    add.add_argument("--group", type=int, choices=GROUP_SIZES, help="awq: columns that share a scale (default 128)")
+    add.add_argument("--calibrate", type=Path, metavar="TEXT", help="awq: a UTF-8 text like those the model will see")
     add.add_argument("--tokens", type=int, help=f"tokens of the text to use at most (default {QUANTIZE_TOKENS})")
+    add.add_argument(
+        "--keep", nargs="+", action="extend", default=[], metavar="MODULE",
+        help="leave in floats: self_attn, or model.layers.0.block_sparse_moe.experts",
+    )  # fmt: skip
 
     add = command(
         "evaluate",
@@ -205,11 +210,16 @@ def inspect(args: argparse.Namespace) -> None:
 def quantize(args: argparse.Namespace) -> None:
     if args.tokens is not None and (args.calibrate is None or args.tokens < 2):
         raise UserError(f"--tokens {args.tokens}: must be at least 2, and needs --calibrate")
+    if args.format == "fp8" and (args.group or args.calibrate):
+        raise UserError("--format fp8: has neither --group nor --calibrate")
+    from executor.quantize.awq import AwqTarget
     from executor.quantize.convert import Calibration, convert
+    from executor.quantize.fp8 import Fp8Target
     from executor.quantize.source import Source
 
-    calibration = Calibration(args.calibrate, args.tokens or QUANTIZE_TOKENS) if args.calibrate else None
-    convert(Source(args.model), args.out, args.group, calibration)
+    source, keep = Source(args.model), tuple(args.keep)
+    target = Fp8Target(source, keep) if args.format == "fp8" else AwqTarget(source, keep, args.group or 128)
+    convert(args.out, target, Calibration(args.calibrate, args.tokens or QUANTIZE_TOKENS) if args.calibrate else None)
     print(f"wrote {args.out}")
 
 

@@ -1,8 +1,8 @@
 """Measures the costs of the planner's model on made-up experts: one layer's mixture, replayed on a tape as in a step.
 
-Successive calls use the blocks of different layers, so that the CPU's caches hold as few of them as in a step. The
-engine's threads compute the experts that count as resident from the same memory: on platform `cpu`, device and shadow
-pool share it.
+Successive experts use successive blocks, so that the CPU's caches hold as few of them as in a step. The engine's
+threads compute the experts that count as resident from the same memory: on platform `cpu`, device and shadow pool share
+it.
 """
 
 import time
@@ -20,34 +20,29 @@ INT = torch.int64
 LEAST, MOST = 2, 25  # fewest and most calls of one kind of measurement, after a first call that warms up
 QUEUED = 8  # copies in flight at once
 BYTE = 0x3C  # made-up blocks consist of it: a small, normal number in every format
-MADE_UP = 64 << 20  # bytes of made-up blocks: more than most caches hold
+MADE_UP = 256 << 20  # most bytes of made-up blocks: more than most caches hold, and written within a second
+READ = 16 << 20  # bytes that each thread reads where its speed of reading is measured
 LONG = 64  # tokens of the step that represents prefills
 
 
-def made_up(blocks: ExpertBlocks, experts: int, layers: int) -> list[Tensor]:
-    """Returns the blocks of as many of the `layers` as fit into MADE_UP bytes: for each layer a tensor (experts, block
-    bytes)."""
-    size = experts * blocks.block_bytes
-    return [
-        torch.frombuffer(native.Buffer(bytes=size, team=0), dtype=torch.uint8)
-        .fill_(BYTE)
-        .view(experts, blocks.block_bytes)
-        for _ in range(min(layers, -(-MADE_UP // size)))
-    ]
+def made_up(blocks: ExpertBlocks, experts: int) -> Tensor:
+    """Returns as many of `experts` blocks as fit into MADE_UP bytes, at least QUEUED of them: (blocks, block bytes)."""
+    count = min(experts, max(MADE_UP // blocks.block_bytes, QUEUED))
+    buffer = native.Buffer(bytes=count * blocks.block_bytes, team=0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).fill_(BYTE).view(count, blocks.block_bytes)
 
 
 class Probe:
-    """One layer's mixture of `tokens` tokens; each call takes its experts from the next of `stores`."""
+    """One layer's mixture of `tokens` tokens; each call takes its experts from the next blocks of `made`. Where these
+    are fewer than the experts, several experts share a block."""
 
-    def __init__(self, pool: ShadowPool, blocks: ExpertBlocks, stores: list[Tensor], tokens: int, top_k: int):
-        self.pool, self.top_k = pool, top_k
-        count = len(stores[0])
-        self.addresses = [torch.tensor([block.data_ptr() for block in store]) for store in stores]
+    def __init__(self, pool: ShadowPool, blocks: ExpertBlocks, made: Tensor, shape: Shape, tokens: int):
+        self.pool, self.top_k, count = pool, shape.top_k, shape.experts
+        self.addresses = torch.tensor([block.data_ptr() for block in made])
         here, device, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 4))
-        self.layer = ShadowLayer(0, blocks, here, device, counts, times, stores)
-        self.layer.store.copy_(self.addresses[0])
-        self.ids = torch.full((tokens, top_k), count)  # an id beyond the last expert: routed to no expert
-        x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, top_k), 1 / top_k)
+        self.layer = ShadowLayer(0, blocks, here, device, counts, times, made)
+        self.ids = torch.full((tokens, self.top_k), count)  # an id beyond the last expert: routed to no expert
+        x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, self.top_k), 1 / self.top_k)
         self.tape, self.turn = Tape(), 0
         with self.tape.capture():
             job = submit(pool, self.layer, x, self.ids)
@@ -62,9 +57,10 @@ class Probe:
     def __call__(self, resident: int, missing: int) -> float:
         """Milliseconds of a replay that uses `resident` resident experts and `missing` missing ones."""
         count, used = len(self.layer.store), resident + missing
-        self.layer.store.copy_(self.addresses[self.turn % len(self.addresses)])
-        experts = (torch.arange(used) + self.turn * used) % count
-        self.turn += 1
+        order = torch.arange(used) + self.turn
+        experts = order % count
+        self.turn += used
+        self.layer.store[experts] = self.addresses[order % len(self.addresses)]
         self.layer.device.zero_()
         self.layer.device[experts[:resident]] = self.layer.store[experts[:resident]]
         self.ids.fill_(count)
@@ -79,9 +75,9 @@ class Probe:
 
 
 def measure(
-    pool: ShadowPool, threads: int, blocks: ExpertBlocks, stores: list[Tensor], shape: Shape, most: int, seconds: float
+    pool: ShadowPool, threads: int, blocks: ExpertBlocks, made: Tensor, shape: Shape, most: int, seconds: float
 ) -> Costs:
-    """Measures the costs, in about `seconds`. `pool` has `threads` threads, `stores` is the result of `made_up`, and a
+    """Measures the costs, in about `seconds`. `pool` has `threads` threads, `made` is the result of `made_up`, and a
     decode step has at most `most` tokens."""
     start = time.perf_counter()
     numbers = sorted({1, most, LONG})
@@ -92,7 +88,7 @@ def measure(
         if 0 < experts <= shape.experts
     ]
     budget = Budget(seconds, 2 * len(kinds) + 2 * len(numbers) + 1)
-    probes = {tokens: Probe(pool, blocks, stores, tokens, shape.top_k) for tokens in numbers}
+    probes = {tokens: Probe(pool, blocks, made, shape, tokens) for tokens in numbers}
     base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
     sides: list[list[Sample]] = [[], []]
     for tokens, experts in kinds:
@@ -106,7 +102,7 @@ def measure(
         device=device,
         shadow=shadow,
         slip=_slip(probes, base, device, shadow, budget),
-        copy=_copy(stores, budget),
+        copy=_copy(made, budget),
         block_bytes=blocks.block_bytes,
         threads=(sum(team.threads for team in native.teams()), threads),
         seconds=time.perf_counter() - start,
@@ -143,20 +139,19 @@ def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, bud
     return sum(found) / len(found) if found else 0.0
 
 
-def _copy(stores: list[Tensor], budget: Budget) -> float:
+def _copy(made: Tensor, budget: Budget) -> float:
     """Milliseconds of copying one block while several are queued, so that the time in which the copier's thread wakes
     up, for which no step waits, is not counted."""
     copier, turn = Copier(), 0
-    slots = stores[0][:QUEUED].clone()  # memory that was written before, as an arena's is
+    slots = made[:QUEUED].clone()  # memory that was written before, as an arena's is
 
     def once() -> float:
         nonlocal turn
-        source = stores[turn % len(stores)]
-        first, turn = turn * len(slots), turn + 1
         start = time.perf_counter()
-        tickets = [copier.submit(slot, source[(first + i) % len(source)]) for i, slot in enumerate(slots)]
+        tickets = [copier.submit(slot, made[(turn + i) % len(made)]) for i, slot in enumerate(slots)]
         for ticket in tickets:
             copier.wait(ticket)
+        turn += len(slots)
         return 1e3 * (time.perf_counter() - start) / len(slots)
 
     return budget.fastest(once)
@@ -164,7 +159,7 @@ def _copy(stores: list[Tensor], budget: Budget) -> float:
 
 def read_ms(nbytes: int, seconds: float) -> float:
     """Milliseconds in which the engine reads `nbytes` bytes, measured for about `seconds`."""
-    probed = min(sum(team.threads for team in native.teams()), 32) * MADE_UP // 4
+    probed = min(sum(team.threads for team in native.teams()), 32) * READ
     probe = native.ReadProbe(bytes=probed)
 
     def once() -> float:

@@ -3,33 +3,38 @@
 The files are untrusted: everything that is wrong with them is a UserError that names the file.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import UserError, listed
-from executor.checkpoint.formats.scheme import FLOATS
 from executor.checkpoint.header import check_header
+from executor.checkpoint.index import in_model, read_index
 from executor.checkpoint.names import INDEX, SINGLE
-from models.hf_config import read_json
 
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 MAPPED = 256 << 20  # bytes read before all maps are dropped: mapped pages count as memory of this process
 
 
 class CheckpointFiles:
-    """The tensors of the checkpoint in `folder`; an instance called with a name and slices reads that part."""
+    """The tensors of the checkpoint in `folder`; an instance called with a name and slices reads that part. Names are
+    the model's: `aliases` has parts of names that differ from these, each with the model's part."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, aliases: Mapping[str, str] = NO_ALIASES):
+        self.folder, self.aliases = folder, aliases
         self.read = 0  # bytes in total
         self._maps: dict[Path, safe_open] = {}
         self._mapped = 0
+        self.place: dict[str, Path] = {}  # the file that each tensor is in
+        self._names: dict[str, str] = {}  # the name that each tensor has there
         single, index = folder / SINGLE, folder / INDEX
         if single.is_file():
-            self.place = self._tensors([single])
+            self._open([single])
         elif index.is_file():
-            self.place = self._indexed(index)
+            self._open_indexed(index)
         else:
             raise UserError(f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read)")
 
@@ -38,16 +43,12 @@ class CheckpointFiles:
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
         """(shape, name of the type in safetensors) of a tensor"""
-        header = self._map(self.place[name]).get_slice(name)
+        header = self._map(self.place[name]).get_slice(self._names[name])
         return tuple(header.get_shape()), header.get_dtype()
-
-    def in_floats(self, name: str) -> bool:
-        """Whether the checkpoint has this tensor, in a type of floats."""
-        return name in self and self.header(name)[1] in FLOATS
 
     def __call__(self, name: str, *part: slice) -> Tensor:
         try:
-            tensor: Tensor = self._map(self.place[name]).get_slice(name)[part]
+            tensor: Tensor = self._map(self.place[name]).get_slice(self._names[name])[part]
         except (SafetensorError, OSError) as error:
             raise UserError(f"{self.place[name]}: {name}: truncated or corrupt: {error}") from None
         self.read += tensor.nbytes
@@ -68,25 +69,18 @@ class CheckpointFiles:
                 raise UserError(f"{path}: truncated or corrupt: {error}") from None
         return self._maps[path]
 
-    def _tensors(self, paths: list[Path]) -> dict[str, Path]:
-        place: dict[str, Path] = {}
+    def _open(self, paths: list[Path]) -> None:
         for path in paths:
             check_header(path)
-            for name in self._map(path).keys():  # noqa: SIM118 (no mapping)
-                if name in place:
-                    raise UserError(f"{path}: tensor {name} is also in {place[name].name}")
-                place[name] = path
-        return place
+            for name, theirs in in_model(self._map(path).keys(), self.aliases, path).items():
+                if name in self.place:
+                    raise UserError(f"{path}: tensor {name} is also in {self.place[name].name}")
+                self.place[name], self._names[name] = path, theirs
 
-    def _indexed(self, index: Path) -> dict[str, Path]:
-        listed_in = read_json(index).get("weight_map")
-        if not isinstance(listed_in, dict) or not listed_in or not all(isinstance(v, str) for v in listed_in.values()):
-            raise UserError(f"{index}: weight_map must map tensor names to file names")
-        for name in listed_in.values():
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise UserError(f"{index}: {name!r:.80} is not the name of a .safetensors file in the same folder")
-        place = self._tensors([self.folder / name for name in sorted(set(listed_in.values()))])
-        astray = [n for n, file_name in listed_in.items() if place.get(n) != self.folder / file_name]
+    def _open_indexed(self, index: Path) -> None:
+        listed_in = read_index(index)
+        self._open([self.folder / name for name in sorted(set(listed_in.values()))])
+        expected = {name: listed_in[theirs] for name, theirs in in_model(listed_in, self.aliases, index).items()}
+        astray = [name for name, file in expected.items() if self.place.get(name) != self.folder / file]
         if astray:
             raise UserError(f"{index}: tensors that are not in the file the index names: {listed(sorted(astray))}")
-        return place

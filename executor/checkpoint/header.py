@@ -22,9 +22,9 @@ BITS = {
 }
 
 
-def check_header(path: Path) -> None:
-    """Refuse a file unless every tensor has a known type and the size that its shape gives, no two have the same name,
-    and together they fill the file without gaps or overlaps."""
+def check_header(path: Path) -> list[str]:
+    """Returns the names of the file's tensors. Refuses the file unless every tensor has a known type and the size that
+    its shape gives, no two have the same name, and together they fill the file without gaps or overlaps."""
     try:
         if not path.is_file():
             raise UserError(f"{path} does not exist, but the checkpoint's index names it")
@@ -39,6 +39,7 @@ def check_header(path: Path) -> None:
             end = after
         if end != room:
             raise ValueError(f"{room} bytes of tensors, but the header tells of {end}")
+        return list(entries)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: truncated or corrupt: {error}") from None
 

@@ -25,7 +25,8 @@ SIGNS = {  # endings of tensor names that only one format uses
     "g_idx": "GPTQ's",
     "weight_scale_inv": "block-scaled FP8's",
 }
-
+CONTRADICTION = "modules are not stored as the config says; they are read as the files store them"
+KV_SCALES = (".k_scale", ".v_scale")  # of a KV cache in FP8, which is no part of the weights
 
 Ignores = Callable[[str], bool]  # whether the model does not use the tensor of this name, although it may be there
 
@@ -33,10 +34,12 @@ Ignores = Callable[[str], bool]  # whether the model does not use the tensor of 
 def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ignores, progress: bool) -> int:
     """Fills every weight of `model`; returns the number of bytes read. Values that are not finite are a warning that
     names their tensors."""
-    wanted, files = wanted_by(model), CheckpointFiles(folder)
-    stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
+    wanted, files = wanted_by(model), CheckpointFiles(folder, scheme.aliases)
+    stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
     for problem, names in problems_of(files, stored, scheme, ignores):
         raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
+    if odd := contradictions(wanted, scheme):
+        print(f"warning: {folder}: {len(odd)} {CONTRADICTION}: {listed(odd)}")
     strange: list[str] = []  # tensors with values that are not finite
     bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
     with bar:
@@ -45,7 +48,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
             for piece in wanted[name]:
                 if piece.fill is not None:
                     part = _part(files, stored[name], piece)
-                    if isinstance(part, Tensor) and not _finite(part) and name not in strange:
+                    if not _finite(part) and name not in strange:
                         strange.append(name)
                     piece.fill(part)
             files.relieve()
@@ -67,15 +70,22 @@ def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
     return wanted
 
 
-def stored_as(pieces: list[Piece], scheme: Scheme, in_floats: Callable[[str], bool]) -> Stored:
-    """How the checkpoint stores the weight that `pieces` are parts of. Routers may be stored in floats although the
-    config does not say so: many configs omit it."""
+def stored_as(pieces: list[Piece], scheme: Scheme) -> Stored:
+    """How the checkpoint stores the weight that `pieces` are parts of."""
     first = pieces[0]
     module = first.name.removesuffix(".weight")
-    if first.linear and scheme.quantised(module) and not (first.router and in_floats(first.name)):
+    if first.linear and (encoding := scheme.encoding(module)):
         rows, columns = first.shape
-        return scheme.stored(module, rows, columns)
+        return encoding.stored(module, rows, columns)
     return plain(first.name, first.shape)
+
+
+def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
+    """The modules that the files store otherwise than the config says. Routers in floats are none: many configs do not
+    mention them."""
+    modules = {name.removesuffix(".weight"): pieces[0] for name, pieces in wanted.items() if pieces[0].linear}
+    odd = {module: piece for module, piece in modules.items() if scheme.contradicts(module)}
+    return sorted(module for module, piece in odd.items() if not piece.router or scheme.encoding(module))
 
 
 def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
@@ -86,15 +96,17 @@ def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quan
     return part
 
 
-def _finite(part: Tensor) -> bool:
+def _finite(part: Tensor | Quantised) -> bool:
     """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
+    if isinstance(part, Quantised):  # the scales were checked; of the levels, only floats can be strange
+        return not part.float8 or bool((part.levels.view(torch.uint8) & 0x7F != 0x7F).all())
     return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())
 
 
 def ignorable(names: Iterable[str], ignores: Ignores) -> set[str]:
-    """Those of `names` that a checkpoint may hold although no weight is read from them: what the model ignores, and the
-    rotary frequencies that older tools wrote, which the config determines."""
-    return {name for name in names if ignores(name) or name.endswith(".rotary_emb.inv_freq")}
+    """Those of `names` that a checkpoint may hold although no weight is read from them: what the model ignores, the
+    rotary frequencies that older tools wrote, which the config determines, and scales of the KV cache."""
+    return {name for name in names if ignores(name) or name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
 
 
 def problems_of(

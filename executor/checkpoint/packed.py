@@ -25,7 +25,7 @@ from models.layers.base import layers_of
 
 CACHE = ROOT / "packed_cache"
 MANIFEST = "manifest.json"
-LAYOUT = 2  # raised whenever the meaning of packed bytes changes
+LAYOUT = 3  # raised whenever the meaning of packed bytes changes
 
 
 class PackedCache:

@@ -7,23 +7,22 @@ from models.layers.base import layers_of
 
 
 def random_weights(model: nn.Module, seed: int) -> None:
-    """Fills every weight of `model`: matrices with zero mean and the scale of a trained model, norms with ones.
+    """Fills every weight of `model`: matrices with zero mean and the scale of a trained model, vectors near one.
 
     Writes at the speed of memory: all matrices are cut from one block of random numbers. The length of the block
-    shares no factor with the length of a row, so that no two rows or experts are equal.
+    shares no factor with the length of a row, so that no two rows or experts are equal. The largest matrices, whose
+    numbers take several times their memory before they are packed, are filled while the others take none.
     """
     block = torch.randn((1 << 22) - 3, generator=torch.Generator().manual_seed(seed)) * 0.02
     offset = 0
-    for path, layer in layers_of(model):
-        for piece in layer.pieces(path):
-            if piece.fill is None:
-                continue
-            if len(piece.shape) == 1:
-                piece.fill(torch.ones(piece.kept_shape))
-                continue
-            parts, missing = [], piece.kept_elements
-            while missing:
-                parts.append(block[offset : offset + missing])
-                offset = (offset + len(parts[-1])) % len(block)
-                missing -= len(parts[-1])
-            piece.fill(torch.cat(parts).view(piece.kept_shape))
+    pieces = [piece for path, layer in layers_of(model) for piece in layer.pieces(path)]
+    for piece in sorted(pieces, key=lambda piece: piece.kept_elements, reverse=True):
+        if piece.fill is None:
+            continue
+        parts, missing = [], piece.kept_elements
+        while missing:
+            parts.append(block[offset : offset + missing])
+            offset = (offset + len(parts[-1])) % len(block)
+            missing -= len(parts[-1])
+        numbers = torch.cat(parts).view(piece.kept_shape)
+        piece.fill(1 + numbers if numbers.dim() == 1 else numbers)

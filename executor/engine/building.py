@@ -40,9 +40,15 @@ def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
     plain, wanted = FORMATS[case.model_config.dtype], case.quantization
     tiled = dataclasses.replace(plain, tiled=True)
     head = FORMATS["q8"] if quantised_head else tiled
-    own = scheme.format
-    if own and own.kind in PLATFORMS[case.platform].quantised and wanted.method in ("auto", own.kind):
-        return Formats(plain, own, head, scheme.quantised)
+    kinds = PLATFORMS[case.platform].quantised
+
+    def own(module: str) -> Format | None:
+        kept = scheme.kept(module)
+        return kept if kept and kept.kind in kinds else None
+
+    formats = [e.format for e in scheme.encodings if e.format and e.format.kind in kinds]
+    if formats and wanted.method in ("auto", *(f.kind for f in formats)):
+        return Formats(plain, formats[0], head, own)
     if wanted.method in ("auto", "none"):
         return Formats(plain, tiled, tiled)
     return Formats(plain, Format(wanted.method, wanted.group_size, wanted.zero_points), head)

@@ -6,12 +6,10 @@ from typing import Any
 
 import yaml
 
-from errors import UserError
 from executor.checkpoint.formats.detect import read_scheme
 from executor.config.case import Case
 from executor.config.load import make_case
-from models.hf_config import read_json
-from models.registry import family_of, read_config, refusal
+from models.registry import family_in, read_config
 
 SEQUENCES, PROMPT, NEW = 4, 4096, 1024  # sequences at once; tokens of each, if the model has enough positions
 SHARE = 0.7  # share of the machine's free memory that weights may take; the rest is for the KV cache and activations
@@ -20,10 +18,7 @@ SHARE = 0.7  # share of the machine's free memory that weights may take; the res
 def case_of_checkpoint(folder: Path, settings: Mapping[str, object], overrides: Sequence[str] = ()) -> Case:
     """Returns a case that runs the checkpoint in `folder` on this machine's CPU. The user's settings override what is
     chosen here. Prints what was chosen."""
-    config = read_json(folder / "config.json")
-    name = family_of(config)
-    if name is None:
-        raise UserError(f"{folder / 'config.json'}: {refusal(config)}")
+    name = family_in(folder)
     positions = read_config(folder, name).max_positions
     new = min(NEW, max(positions // 2, 1))
     data: dict[str, Any] = {
@@ -50,7 +45,7 @@ def _method(folder: Path) -> str:
     """The `quantization.method` to use: auto if the checkpoint is quantised or its weights fit into memory as they are,
     else q8 or q4."""
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if read_scheme(folder).format is not None:
+    if any(encoding.format for encoding in read_scheme(folder).encodings):
         return "auto"
     room = SHARE * _free_bytes()
     return "auto" if size <= room else "q8" if size / 2 <= room else "q4"

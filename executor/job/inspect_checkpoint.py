@@ -7,6 +7,7 @@ are listed in the report; they are not errors.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -17,18 +18,25 @@ from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Scheme
 from executor.checkpoint.header import BITS
-from executor.checkpoint.load import ignorable, problems_of, stored_as, wanted_by
+from executor.checkpoint.load import (
+    CONTRADICTION,
+    contradictions,
+    ignorable,
+    problems_of,
+    stored_as,
+    wanted_by,
+)  # fmt: skip
 from executor.config.case import CacheSettings, Case, DataSettings, ParallelSettings, QuantizationSettings
 from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
 from executor.planning.memory import cache_of, kind_of, sketch_of, weights_of
 from files import write_json
-from models.hf_config import read_json
 from models.layers.base import Piece, layers_of
-from models.registry import family_of, refusal
+from models.registry import family_in
 from ops.format import Format
 
+NONE = {"encoding": "none", "bits": 0, "group_size": 0, "zero_points": False, "modules": 0, "kept_by": []}
 IGNORED, UNKNOWN = "ignored", "unknown"
 COMPONENTS = ("embedding", "attention", "router", "experts", "dense MLP", "norms", "head", IGNORED, UNKNOWN)
 
@@ -54,15 +62,16 @@ class Excluded:
 
 def inspect(folder: Path) -> dict[str, Any]:
     """Returns what the checkpoint in `folder` contains, as a dictionary that can be printed or written as JSON."""
-    sketch, scheme, files = sketch_of(plain_case(folder)), read_scheme(folder), CheckpointFiles(folder)
-    wanted = wanted_by(sketch.model)
-    stored = {name: stored_as(pieces, scheme, files.in_floats) for name, pieces in wanted.items()}
+    sketch, scheme = sketch_of(plain_case(folder)), read_scheme(folder)
+    wanted, files = wanted_by(sketch.model), CheckpointFiles(folder, scheme.aliases)
+    stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
     kinds = dict.fromkeys(ignorable(files.place, sketch.model.ignores), IGNORED)
     for path, layer in reversed(layers_of(sketch.model)):  # tied weights are listed under the embedding's name
         for piece in layer.pieces(path):
             kinds |= dict.fromkeys(stored[piece.name].tensors, kind_of(sketch.model, path, layer))
     problems = problems_of(files, stored, scheme, sketch.model.ignores)
     components = components_of(files, kinds)
+    encodings = encodings_of(scheme, wanted)
     paths = set(files.place.values())
     parameters = sum(prod(pieces[0].shape) for pieces in wanted.values())
     return {
@@ -70,9 +79,9 @@ def inspect(folder: Path) -> dict[str, Any]:
         "architecture": {"model_type": model_type(folder), "parameters": parameters}
         | dataclasses.asdict(sketch.config),
         "quantization": {
-            "title": scheme.title, "bits": scheme.bits, "group_size": scheme.group, "zero_points": scheme.zeros,
-            "kept_by": [n for n, p in PLATFORMS.items() if scheme.format and scheme.format.kind in p.quantised],
+            "title": scheme.title, **(encodings[0] if encodings else NONE), "mixed_with": encodings[1:],
             "excluded": [dataclasses.asdict(e) for e in excluded_from(scheme, wanted)],
+            "contradictions": contradictions(wanted, scheme),
         },
         "components": [dataclasses.asdict(component) for component in components],
         "total": {
@@ -88,24 +97,21 @@ def inspect_rank(case: Case) -> dict[str, Any]:
     ranks."""
     sketch = sketch_of(case)
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
-    formats = sketch.build.formats
+    formats, modules = sketch.build.formats, linear_modules(wanted_by(sketch.model))
+    own = {formats.own(module) for module in modules} if formats.own else {formats.linear}
     return {
         "case": case.name, "platform": case.platform, "ranks": case.world_size,
-        "linear_format": in_words(formats.linear), "head_format": in_words(formats.head),
+        "linear_format": ", ".join(sorted(in_words(format) for format in own if format)),
+        "head_format": in_words(formats.head),
         "weights": {part.name: part.nbytes for part in weights}, "weights_nbytes": sum(part.nbytes for part in weights),
         "kv_cache_nbytes": cache.nbytes, "kv_cache": cache.how,
     }  # fmt: skip
 
 
 def model_type(folder: Path) -> str:
-    config = folder / "config.json"
-    if not config.is_file():
+    if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no checkpoint: it holds no config.json: name the folder that does")
-    data = read_json(config)
-    name = family_of(data)
-    if name is None:
-        raise UserError(f"{config}: {refusal(data)}")
-    return name
+    return family_in(folder)
 
 
 def plain_case(folder: Path) -> Case:
@@ -133,15 +139,32 @@ def components_of(files: CheckpointFiles, kinds: dict[str, str]) -> list[Compone
     return [component for component in components.values() if component.tensors]
 
 
+def encodings_of(scheme: Scheme, wanted: dict[str, list[Piece]]) -> list[dict[str, Any]]:
+    """The ways in which modules are stored: the config's main one, then all others that any module is stored in."""
+    counts = Counter(scheme.encoding(module) for module in linear_modules(wanted))
+    used = [e for i, e in enumerate(scheme.encodings) if i == 0 or counts[e]]
+    return [
+        {
+            "encoding": e.title, "bits": e.bits, "group_size": e.group, "zero_points": e.zeros, "modules": counts[e],
+            "kept_by": [name for name, p in PLATFORMS.items() if e.format and e.format.kind in p.quantised],
+        }
+        for e in used
+    ]  # fmt: skip
+
+
+def linear_modules(wanted: dict[str, list[Piece]]) -> list[str]:
+    return [name.removesuffix(".weight") for name, pieces in wanted.items() if pieces[0].linear]
+
+
 def excluded_from(scheme: Scheme, wanted: dict[str, list[Piece]]) -> list[Excluded]:
     groups: dict[str, Excluded] = {}
-    if not scheme.bits:
+    if not scheme.encodings:
         return []
-    for module in (name.removesuffix(".weight") for name, pieces in wanted.items() if pieces[0].linear):
+    for module in linear_modules(wanted):
         pattern = re.sub(r"\.\d+(?=\.)", ".*", module)
         group = groups.setdefault(pattern, Excluded(pattern, 0, []))
         group.of += 1
-        if not scheme.quantised(module):
+        if scheme.encoding(module) is None:
             group.modules.append(module)
     return [group for group in groups.values() if group.modules]
 
@@ -164,6 +187,8 @@ def print_facts(facts: dict[str, Any]) -> None:
         print_row(c["name"], c["tensors"], c["nbytes"], types)
     print_row("total", total["tensors"], total["tensor_nbytes"])
     print(f"{total['files']:,} file(s) of {total['file_nbytes']:,} bytes with headers. 1 GB = 2^30 bytes.\n")
+    if odd := facts["quantization"]["contradictions"]:
+        print(f"warning: {len(odd)} {CONTRADICTION}: {shown(odd)}")
     for found in facts["problems"]:
         print(f"problem: {len(found['names'])} {found['problem']}: {shown(found['names'])}")
     if not facts["problems"]:
@@ -176,9 +201,9 @@ def print_quantization(found: dict[str, Any]) -> None:
     print(f"\nquantisation: {found['title']}")
     if not found["bits"]:
         return
-    groups = {-1: "a whole row"}.get(found["group_size"], f"{found['group_size']} columns")
-    print(f"  {found['bits']} bits, one scale for {groups}, {'with' if found['zero_points'] else 'no'} zero points")
-    print(f"  kept as it is on: {', '.join(found['kept_by']) or 'no platform: read as floats'}")
+    for e in (found, *found["mixed_with"]):
+        kept = f"kept as they are on {', '.join(e['kept_by'])}" if e["kept_by"] else "read as floats on every platform"
+        print(f"  {e['modules']:,} modules in {e['encoding']}: {kept}")
     for group in found["excluded"]:
         count, some = len(group["modules"]), len(group["modules"]) < group["of"]
         which = f": {shown(group['modules'])}" if some else ""

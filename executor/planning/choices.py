@@ -106,7 +106,7 @@ def choose(case: Case, sizes: Sizes, ranks: RankEnv, copy_ms: CopyMs = None) -> 
     begun, wanted, batch, split = time.perf_counter(), case.offload_config, case.data_config.batch_size, sizes.split
     hit = _usual_hit(case, split)
     local, on_host = (ranks.local_rank, ranks.local_world_size), PLATFORMS[case.platform].is_host
-    stores = made_up(sizes.blocks, sizes.shape.experts, sizes.shape.layers)
+    made = made_up(sizes.blocks, split.experts)
     engine_threads = sum(team.threads for team in native.teams()) if on_host else 1
     candidates = divisions(
         cores_of(*local), engine_threads, case.threads is not None or not on_host, wanted.shadow_threads
@@ -114,7 +114,7 @@ def choose(case: Case, sizes: Sizes, ranks: RankEnv, copy_ms: CopyMs = None) -> 
     tried: dict[Threads, Planner] = {}
     for device, shadow in candidates:
         start(device, case.instruction_set, *local, shadow if on_host else 0)
-        tried[device, shadow] = _measured(case, sizes, shadow, stores, wanted.measure_s / len(candidates))
+        tried[device, shadow] = _measured(case, sizes, shadow, made, wanted.measure_s / len(candidates))
     if not on_host:
         link = (copy_ms or (lambda nbytes: nbytes / LINK))(sizes.slot_bytes)
         tried = {(0, n): _beside_a_device(planner, n, link, sizes.slot_bytes) for (_, n), planner in tried.items()}
@@ -176,11 +176,11 @@ def _beside_a_device(planner: Planner, threads: int, copy: float, slot_bytes: in
     return dataclasses.replace(planner, costs=costs, rest=0.0, rest_from="not known before a run; nor is the device")
 
 
-def _measured(case: Case, sizes: Sizes, threads: int, stores: list[torch.Tensor], seconds: float) -> Planner:
+def _measured(case: Case, sizes: Sizes, threads: int, made: torch.Tensor, seconds: float) -> Planner:
     """A planner with costs measured in about `seconds`, with the engine's threads and a shadow pool of `threads`
     threads. The rest of a step is assumed to take as long as reading its weights."""
     pool = ShadowPool(shadow_teams(threads), case.offload_config.timeout_s)
-    costs = measure(pool, threads, sizes.blocks, stores, sizes.shape, case.data_config.batch_size, seconds)
+    costs = measure(pool, threads, sizes.blocks, made, sizes.shape, case.data_config.batch_size, seconds)
     pool.stop()
     where = f"the time to read {sizes.rest_bytes / 1e6:.1f} MB; a run measures it, and it is longer"
     return Planner(sizes.shape, costs, read_ms(sizes.rest_bytes, case.offload_config.measure_s / 12), where)

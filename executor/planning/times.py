@@ -129,7 +129,11 @@ def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots
         f"KV pages: {longest} for {case.data_config.batch_size} sequence(s) at their longest, {pages} can be had"
         + ("" if pages >= longest else ": not all sequences run at once"),
     ]
-    for name, held in (("no sequence", 0), ("half as long", longest // 2), ("the longest", min(longest, pages))):
+    for name, held in (
+        ("no sequence", 0),
+        ("half as long", min(longest // 2, pages)),
+        ("the longest", min(longest, pages)),
+    ):
         slots = min(most_slots, (arena.frames - 1 - held) // each * arena.extent_slots)
         lines.append(f"  {name:<14} {held:>6} pages, {slots:>6} slots: {slots / experts:4.0%} of the experts fit")
     return lines

@@ -3,11 +3,12 @@
 Every file is written under a temporary name and then renamed, so a file that exists is complete. The index and
 config.json are written last: a folder without them does not load. During calibration each layer's input is the output
 of the *original* layers before it, so a resumed run recomputes the layers that are already written and produces the
-same bytes. Memory holds one layer at a time and, with calibration, the hidden states of its tokens.
+same bytes. Memory holds one weight of the source at a time, one layer as it is written and, with calibration, the
+hidden states of its tokens.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,10 @@ from tqdm import tqdm
 from errors import UserError
 from executor.checkpoint.names import INDEX
 from executor.checkpoint.tokenizer import Tokenizer
-from executor.quantize.layer import LayerMath, linear_shapes
-from executor.quantize.pack import BITS, packed_linear
+from executor.quantize.awq import AwqTarget
 from executor.quantize.search import Fold, fold, search_layer
 from executor.quantize.source import CONFIG, Source
+from executor.quantize.target import Target
 from files import write_json, write_whole
 from models.hf_config import read_json
 
@@ -40,14 +41,15 @@ class Calibration:
 
 
 @torch.inference_mode()
-def convert(source: Source, out: Path, group: int, calibration: Calibration | None) -> None:
-    """Write `source` to the folder `out` with one scale for `group` columns.
+def convert(out: Path, target: Target, calibration: Calibration | None = None) -> None:
+    """Write the target's source to the folder `out`.
 
-    Without calibration, weights are rounded to the nearest step. With it, they are scaled first (search.py).
+    Weights are rounded to the nearest step. With calibration, which only AWQ has, they are scaled first (search.py).
     """
-    source.check_group(group)
+    target.check()
+    source = target.source
     text = _read_text(calibration.path) if calibration else ""
-    state: dict[str, Any] = {"group": group, "source": source.digest()}
+    state: dict[str, Any] = {"quantization": target.quantisation, "source": source.digest()}
     if calibration:
         state |= {"calibrate": hashlib.sha256(text.encode()).hexdigest(), "tokens": calibration.tokens}
     _begin(out, state)
@@ -57,21 +59,18 @@ def convert(source: Source, out: Path, group: int, calibration: Calibration | No
     missing = [index for index, path in enumerate(layers) if not path.is_file()]
     hidden = _embedded(source, _token_ids(source, text, calibration)) if calibration and missing else None
     for index in tqdm(range(missing[-1] + 1 if missing else 0), desc="quantizing", unit="layer", disable=None):
-        if hidden is None and index not in missing:
-            continue
-        tensors = source.layer(index)
         folds: list[Fold] = []
         if hidden is not None:
-            layer = LayerMath(source.config, source.config.sparse_layers[index], hidden.shape[1])
-            weights = partial(_wide, tensors)
-            if index in missing:
-                folds = list(search_layer(layer, weights, hidden, group))
+            layer, weights = source.math(index, hidden.shape[1]), partial(_wide, source.layer(index))
+            if index in missing and isinstance(target, AwqTarget):
+                rounded = partial(_rounded, target, index)
+                folds = list(search_layer(layer, weights, hidden, target.group, rounded))
             hidden = layer.forward(weights, hidden)
         if index in missing:
-            _write_tensors(layers[index], dict(_packed(source, index, tensors, folds, group)))
+            _write_tensors(layers[index], dict(_written(target, index, folds)))
     if not (out / REST).is_file():
         _write_tensors(out / REST, source.rest())
-    _finish(source, out, [*layers, out / REST], group)
+    _finish(target, out, [*layers, out / REST])
 
 
 def _begin(out: Path, state: dict[str, Any]) -> None:
@@ -114,25 +113,27 @@ def _token_ids(source: Source, text: str, calibration: Calibration) -> Tensor:
 
 def _embedded(source: Source, ids: Tensor) -> Tensor:
     """The tokens' rows of the embedding table, (B, L, H) float32."""
-    name = "model.embed_tokens.weight"
-    return source.read([name])[name][ids].float()
+    return source.read("model.embed_tokens.weight")[ids].float()
 
 
-def _wide(tensors: dict[str, Tensor], name: str) -> Tensor:
+def _wide(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     return tensors[name].float()
 
 
-def _packed(
-    source: Source, index: int, tensors: dict[str, Tensor], folds: list[Fold], group: int
-) -> Iterator[tuple[str, Tensor]]:
+def _rounded(target: Target, index: int, name: str) -> bool:
+    """Whether the weight `name` of a layer is quantised."""
+    return target.quantised(f"model.layers.{index}.{name}".removesuffix(".weight"))
+
+
+def _written(target: Target, index: int, folds: list[Fold]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one layer as they are written to the checkpoint."""
-    linears = linear_shapes(source.config, source.config.sparse_layers[index])
-    for name, tensor in fold(tensors, folds):
+    for name, tensor in fold(target.source.layer(index), folds):
         full = f"model.layers.{index}.{name}"
-        if name in linears:
-            yield from packed_linear(full.removesuffix(".weight"), tensor, group).items()
+        module = full.removesuffix(".weight")
+        if target.quantised(module):
+            yield from target.tensors(module, tensor).items()
         else:
-            yield full, tensor.to(tensors[name].dtype)
+            yield full, tensor.to(target.source.float_type(full))
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -151,7 +152,7 @@ def _copy(path: Path, to: Path) -> None:
     write_whole(to, lambda file: file.write(data))
 
 
-def _finish(source: Source, out: Path, paths: list[Path], group: int) -> None:
+def _finish(target: Target, out: Path, paths: list[Path]) -> None:
     """Write the index and, last, config.json, which make the folder a checkpoint."""
     places: dict[str, str] = {}
     for path in paths:
@@ -159,12 +160,5 @@ def _finish(source: Source, out: Path, paths: list[Path], group: int) -> None:
             places |= dict.fromkeys(file.keys(), path.name)
     total = sum(path.stat().st_size for path in paths)
     write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
-    quantisation = {
-        "quant_method": "awq",
-        "version": "gemm",
-        "bits": BITS,
-        "group_size": group,
-        "zero_point": True,
-        "modules_to_not_convert": ["mlp.gate"],
-    }
-    write_json(out / CONFIG, read_json(source.folder / CONFIG) | {"quantization_config": quantisation})
+    config = read_json(target.source.folder / CONFIG)
+    write_json(out / CONFIG, config | {"quantization_config": target.quantisation})

@@ -6,14 +6,16 @@ from a grid so that the output with rounded weights is nearest to the exact one.
 calibration text the result is never worse than without scales.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from executor.quantize.layer import QKV, LayerMath, Weights, mlps
-from executor.quantize.pack import quantise
+from executor.quantize.awq import quantise
+from executor.quantize.layer import O_PROJ, QKV, LayerMath, Weights
 
 STEPS = 20  # alphas from 0 to 0.95
 FLOOR = 0.01  # least input, relative to the average: columns that calibration hardly used keep some precision
@@ -54,36 +56,45 @@ def _rounded(weights: Weights, names: frozenset[str], scale: Tensor, group: int)
     return weight
 
 
-def search_layer(layer: LayerMath, weights: Weights, x: Tensor, group: int) -> Iterator[Fold]:
-    """The folds of a layer whose input is x (B, L, H)."""
+def search_layer(
+    layer: LayerMath[Any], weights: Weights, x: Tensor, group: int, rounded: Callable[[str], bool]
+) -> Iterator[Fold]:
+    """The folds of a layer whose input is x (B, L, H); `rounded` says of a weight whether it is quantised. Weights that
+    are not quantised are multiplied as well if they have the same input as others."""
     config = layer.config
-    normed, names = layer.normed(weights, "input_layernorm", x), frozenset(QKV)
-    scale = best_scale(normed.flatten(0, 1), names, weights, lambda w: layer.attention(w, normed), group)
-    yield Fold(scale, names, frozenset({"input_layernorm.weight"}))
 
-    heads, names = layer.heads(weights, normed), frozenset({"self_attn.o_proj.weight"})
+    def folds(
+        x: Tensor, multiplied: Iterable[str], divided: Iterable[str], part: Callable[[Weights], Tensor]
+    ) -> Iterator[Fold]:
+        """The fold for the inputs `x` (..., in) of `multiplied`, none if all of these stay in floats."""
+        names = frozenset(multiplied).intersection(layer.names)  # a dense layer has no router
+        if chosen := frozenset(filter(rounded, names)):
+            yield Fold(best_scale(x.flatten(0, -2), chosen, weights, part, group), names, frozenset(divided))
+
+    normed = layer.normed(weights, "input_layernorm", x)
+    yield from folds(normed, QKV, ["input_layernorm.weight"], lambda w: layer.attention(w, normed))
+
+    heads = layer.heads(weights, normed)
+    exact = layer.linear(weights, "self_attn.o_proj", heads)
     if config.num_attention_heads == config.num_key_value_heads:  # otherwise several query heads share a row of v_proj
-        scale = best_scale(
-            heads.flatten(0, 1), names, weights, lambda w: layer.linear(w, "self_attn.o_proj", heads), group
-        )
-        yield Fold(scale, names, frozenset({"self_attn.v_proj.weight", "self_attn.v_proj.bias"}))
-    x = x + layer.linear(weights, "self_attn.o_proj", heads)
+        above = ["self_attn.v_proj.weight", "self_attn.v_proj.bias"]
+        yield from folds(heads, [O_PROJ], above, lambda w: layer.linear(w, "self_attn.o_proj", heads))
+    x = x + exact
 
     flat = layer.normed(weights, "post_attention_layernorm", x).flatten(0, 1)
     routing = layer.route(weights, flat)
-    names = frozenset(f"{place}{which}_proj.weight" for place in mlps(config, layer.sparse) for which in ("gate", "up"))
-    scale = best_scale(flat, names, weights, lambda w: layer.mlp(w, flat, routing), group)
-    yield Fold(scale, names | {"mlp.gate.weight"}, frozenset({"post_attention_layernorm.weight"}))
+    inputs = [place + matrix for place in layer.mlps for matrix in (layer.gate, layer.up)]
+    router = [f"{layer.router}.weight"]
+    yield from folds(flat, inputs + router, ["post_attention_layernorm.weight"], lambda w: layer.mlp(w, flat, routing))
 
     for place, rows, share in layer.experts(routing):
         inner = layer.inner(weights, place, flat[rows]) * share  # weighted as in the layer's output
-        yield _fold_down(place, inner, weights, group)
+        down = place + layer.down
+        yield from folds(inner, [down], [place + layer.up], partial(_product, inner, down))
 
 
-def _fold_down(place: str, inner: Tensor, weights: Weights, group: int) -> Fold:
-    name = f"{place}down_proj.weight"
-    scale = best_scale(inner, frozenset({name}), weights, lambda w: inner @ w(name).T, group)
-    return Fold(scale, frozenset({name}), frozenset({f"{place}up_proj.weight"}))
+def _product(x: Tensor, name: str, weights: Weights) -> Tensor:
+    return x @ weights(name).T
 
 
 def fold(tensors: Mapping[str, Tensor], folds: list[Fold]) -> Iterator[tuple[str, Tensor]]:

@@ -1,20 +1,26 @@
 """The checkpoint to be quantised; its headers prove that all tensors are there before any data is read."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from errors import UserError, listed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.detect import read_scheme
-from executor.checkpoint.formats.scheme import FLOATS, Unquantised
-from executor.quantize.layer import float_shapes, linear_shapes
-from executor.quantize.pack import PACKED
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.registry import read_config
+from executor.checkpoint.formats.fp8 import Fp8Blocks
+from executor.checkpoint.load import problems_of, stored_as, wanted_by
+from executor.parallel.groups import Parallel
+from executor.quantize.layer import LayerConfig, LayerMath
+from executor.quantize.minimax_m2 import MiniMaxM2Layer
+from executor.quantize.qwen3_moe import Qwen3MoeLayer
+from models.build import Build, Formats
+from models.registry import family_in, model_class, read_config
+from ops import load_ops
+from ops.format import FORMATS, floats
 
 CONFIG = "config.json"
 # Files that are copied unchanged where the checkpoint has them.
@@ -28,45 +34,58 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
+FAMILIES: dict[str, type[LayerMath[Any]]] = {"qwen3_moe": Qwen3MoeLayer, "minimax_m2": MiniMaxM2Layer}
+PLAIN = FORMATS["float32"]
 
 
 class Source:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
-        self.folder, self.config = folder, cast(Qwen3MoeConfig, read_config(folder, "qwen3_moe"))
+        name = family_in(folder)
+        if name not in FAMILIES:
+            raise UserError(f"--model {folder}: {name} cannot be quantised, only {', '.join(FAMILIES)}")
+        config = read_config(folder, name)
+        self.folder, self.family, self.config = folder, FAMILIES[name], cast(LayerConfig, config)
         scheme = read_scheme(folder)
-        if not isinstance(scheme, Unquantised):
-            raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name the float checkpoint")
+        build = Build(
+            load_ops("reference"), Parallel(), Formats(PLAIN, PLAIN, PLAIN), torch.float32, torch.device("meta"),
+            max_positions=1,
+        )  # fmt: skip
+        model = model_class(name)(config, build)
+        wanted = wanted_by(model)
+        self.shapes = {name: pieces[0].shape for name, pieces in wanted.items()}
+        linear = [name for name, pieces in wanted.items() if pieces[0].linear]
+        self.linear = {name.removesuffix(".weight"): self.shapes[name] for name in linear}  # (out, in) of each module
+        self.encodings = {type(encoding) for encoding in map(scheme.encoding, self.linear) if encoding}
+        if self.encodings - {Fp8Blocks}:
+            raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
         self.companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
-        self.files = CheckpointFiles(folder)
-        self.headers = {name: self.files.header(name) for name in self.files.place}
-        self._prove()
+        self.files = CheckpointFiles(folder, scheme.aliases)
+        self.stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
+        for problem, names in problems_of(self.files, self.stored, scheme, model.ignores):
+            raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
 
-    def layer(self, index: int) -> dict[str, Tensor]:
-        """The tensors of one decoder layer, by their names without the layer's prefix."""
-        prefix = f"model.layers.{index}."
-        tensors = self.read(name for name in self.headers if name.startswith(prefix))
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    def layer(self, index: int) -> "LayerTensors":
+        return LayerTensors(self, f"model.layers.{index}.")
+
+    def math(self, index: int, length: int) -> LayerMath[Any]:
+        return self.family(self.config, list(self.layer(index)), length)
 
     def rest(self) -> dict[str, Tensor]:
         """The tensors that belong to no decoder layer."""
-        return self.read(name for name in self.headers if not name.startswith("model.layers."))
+        names = [name for name in self.shapes if not name.startswith("model.layers.")]
+        return {name: self.read(name).to(self.float_type(name)) for name in names}
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        tensors = {name: self.files(name, *[slice(None)] * len(self.headers[name][0])) for name in names}
+    def read(self, name: str) -> Tensor:
+        """The weight of this name: as it is stored, or in float32 if it is quantised."""
+        part = self.stored[name].read(self.files, *(slice(0, size) for size in self.shapes[name]))
         self.files.relieve()
-        return tensors
+        return floats(part)
 
-    def check_group(self, group: int) -> None:
-        """Refuse shapes that groups or int32 words do not divide."""
-        for index, sparse in enumerate(self.config.sparse_layers):
-            for name, (rows, columns) in linear_shapes(self.config, sparse).items():
-                where = f"{self.folder}: model.layers.{index}.{name}"
-                if columns % group:
-                    raise UserError(f"{where}: {columns} columns are not a multiple of --group {group}: choose another")
-                if rows % PACKED:
-                    raise UserError(f"{where}: {rows} rows are not a multiple of {PACKED}, as this format needs")
+    def float_type(self, name: str) -> torch.dtype:
+        """The type in which the weight is written if it stays in floats: its own, or bfloat16 if it is quantised."""
+        return {"F32": torch.float32, "F16": torch.float16}.get(self.files.header(name)[1], torch.bfloat16)
 
     def digest(self) -> str:
         """Hash of the config, the copied files, and every tensor file's header and size.
@@ -82,27 +101,20 @@ class Source:
                 digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + file.read(length))
         return digest.hexdigest()
 
-    def _prove(self) -> None:
-        config, there = self.config, self.headers.keys()
-        table = (config.vocab_size, config.hidden_size)
-        wanted: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table}
-        wanted["model.norm.weight"] = (config.hidden_size,)
-        if not config.tie_word_embeddings or "lm_head.weight" in there:  # a tied head may be saved all the same
-            wanted["lm_head.weight"] = table
-        for index, sparse in enumerate(config.sparse_layers):
-            within = {**linear_shapes(config, sparse), **float_shapes(config, sparse)}
-            wanted |= {f"model.layers.{index}.{name}": shape for name, shape in within.items()}
-        wrong = []
-        for name in sorted(wanted.keys() & there):
-            shape, kind = self.headers[name]
-            if shape != wanted[name]:
-                wrong.append(f"{name} has shape {list(shape)}, expected {list(wanted[name])}")
-            if kind not in FLOATS:
-                wrong.append(f"{name} has type {kind}, expected one of {', '.join(FLOATS)}")
-        for problem, names in (
-            ("tensors missing", sorted(wanted.keys() - there)),
-            ("tensors that the model does not know", sorted(there - wanted.keys())),
-            ("tensors that do not fit", wrong),
-        ):
-            if names:
-                raise UserError(f"{self.folder}: {len(names)} {problem}: {listed(names)}")
+
+class LayerTensors(Mapping[str, Tensor]):
+    """The tensors of one decoder layer, by their names without `prefix`. Each is read when it is asked for, so that a
+    layer, 7 GB of MiniMax-M2, is never in memory as a whole."""
+
+    def __init__(self, source: Source, prefix: str):
+        self.source, self.prefix = source, prefix
+        self.names = [name.removeprefix(prefix) for name in source.shapes if name.startswith(prefix)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.source.read(self.prefix + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)

@@ -21,7 +21,7 @@ from executor.serving.live import Live
 from executor.serving.messages import Message, Ready, Row, Sampling
 from executor.serving.metrics import Metrics
 from executor.serving.supervisor import Supervisor
-from executor.text.formats import Format, choose_format
+from executor.text.formats import TAGS, Format, choose_format
 
 if TYPE_CHECKING:
     from executor.engine.grammar import Grammars  # imports torch, for which a port need not wait
@@ -203,6 +203,12 @@ class Text:
         if not self._grammars:
             self._grammars = Grammars(self.tokenizer, ready.vocabulary, ready.stop_ids)
         return self._grammars
+
+    def mark_ids(self, ready: Ready) -> dict[str, int]:
+        """The ids of those marks of reasoning and tool calls that llguidance takes for special tokens."""
+        tokens, backend = self.grammars(ready).tokens, self.tokenizer.backend
+        ids = {mark: backend.token_to_id(mark) for mark in TAGS}
+        return {mark: id for mark, id in ids.items() if id is not None and tokens.is_special_token(id)}
 
     def token_bytes(self, id: int, ready: Ready) -> bytes:
         return bytes(self.grammars(ready).tokens.decode_bytes([id]))

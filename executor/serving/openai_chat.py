@@ -19,7 +19,7 @@ from executor.serving.messages import Grammar, Ready
 from executor.serving.openai_completions import check_grammar, check_length, nth_choice, salt_of
 from executor.serving.sse import DONE, event
 from executor.serving.streams import Piece, Stream, Token, Turns, Usage, together
-from executor.serving.structured import after_reasoning, calls_grammar, wanted_grammar
+from executor.serving.structured import Marks, after_reasoning, calls_grammar, wanted_grammar
 from executor.text import chat as conversations
 from executor.text.formats import FORMATS, THINK, THINK_END, Format
 from executor.text.parser import Parser
@@ -153,7 +153,7 @@ async def prepare(front: Front, data: Any, salt: bytes) -> Chat:
             ids = text.tokenizer.encode_chat(conversations.Chat(messages, tools, settings))
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
-        found = _whole_grammar(request, text, grammar, forced, ids)
+        found = _whole_grammar(request, text, ready, grammar, forced, ids)
         if found:
             check_grammar(found, text, ready)
         return ids, found
@@ -367,8 +367,9 @@ def _has_variable(template: str, name: str) -> bool:
 
 
 def _whole_grammar(
-    request: ChatRequest, text: Text, grammar: Grammar | None, forced: list[dict[str, Any]], ids: list[int]
-) -> Grammar | None:
+    request: ChatRequest, text: Text, ready: Ready, grammar: Grammar | None, forced: list[dict[str, Any]],
+    ids: list[int],
+) -> Grammar | None:  # fmt: skip
     """The grammar of the whole answer, with the reasoning before its content."""
     opened: bool | None = None
     tokenizer = text.tokenizer
@@ -378,6 +379,7 @@ def _whole_grammar(
         opened = False
     if forced:
         several = request.tool_choice == "required" and request.parallel_tool_calls is not False
-        added = {t.content: f"<[{id}]>" for id, t in tokenizer.backend.get_added_tokens_decoder().items() if t.special}
-        return calls_grammar(forced, text.format, several, opened, added)
-    return after_reasoning(grammar, opened) if grammar and opened is not None else grammar
+        return calls_grammar(forced, text.format, several, opened, Marks(text.mark_ids(ready)))
+    if grammar and opened is not None:
+        return after_reasoning(grammar, opened, Marks(text.mark_ids(ready)))
+    return grammar

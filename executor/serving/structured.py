@@ -99,87 +99,90 @@ def _has_properties(schema: dict[str, Any]) -> bool:
     return isinstance(schema.get("properties"), dict)
 
 
-def after_reasoning(grammar: Grammar, opened: bool) -> Grammar:
-    """`grammar` for the content of an answer that first reasons, for which it is free. `opened` says that the prompt
-    ends within reasoning; otherwise the model may leave it out. A Lark grammar describes the whole answer."""
+class Marks:
+    """How grammars write marks of an output. `ids` are those of the marks that are special tokens for llguidance; the
+    others are plain text."""
+
+    def __init__(self, ids: Mapping[str, int]):
+        self._ids = ids
+
+    def one(self, mark: str) -> str:
+        return f"<[{self._ids[mark]}]>" if mark in self._ids else json.dumps(mark)
+
+    def until(self, rule: str, mark: str, before: str = "") -> str:
+        """A rule for any text up to and including `before` and `mark`."""
+        if mark in self._ids:
+            return f"{rule}: {rule}_text {self.one(mark)}\n{rule}_text: {ANYTHING}"
+        return f"{rule}[suffix={json.dumps(before + mark)}]: {ANYTHING}"
+
+    def reasoned(self, then: str, opened: bool) -> str:
+        """Rules for reasoning and the rule `then`. `opened` says that the prompt ends within reasoning; otherwise the
+        model may leave it out."""
+        start = f'thoughts "\\n\\n" {then}' if opened else f'({self.one(THINK)} thoughts "\\n\\n")? {then}'
+        return f"start: {start}\n{self.until('thoughts', THINK_END)}"
+
+
+def after_reasoning(grammar: Grammar, opened: bool, marks: Marks) -> Grammar:
+    """`grammar` for the content of an answer that first reasons. A Lark grammar describes the whole answer."""
     if grammar.kind == "lark":
         return grammar
     if grammar.kind == "json":
         body = f"%json {_compact(json.loads(grammar.text))}"
     else:
         body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text).replace("\n", "\\n") + "/"
-    return Grammar("lark", f"{_reasoned('answer', opened)}\nanswer: {body}\n")
+    return Grammar("lark", f"{marks.reasoned('answer', opened)}\nanswer: {body}\n")
 
 
 def calls_grammar(
-    tools: Sequence[Mapping[str, Any]], format: Format | None, several: bool, opened: bool | None, tokens: "MarkTokens"
+    tools: Sequence[Mapping[str, Any]], format: Format | None, several: bool, opened: bool | None, marks: Marks
 ) -> Grammar:
     """A grammar of calls of `tools`, in the `format` in which the model writes them. `opened` says whether the prompt
-    ends within reasoning; None: the model does not reason. `tokens` has the ids of marks that are special tokens."""
+    ends within reasoning; None: the model does not reason."""
     format = format or FORMATS["qwen3"]
     rules: list[str] = []
-    names = []
+    names = [f"call{number}" for number in range(len(tools))]
     for number, tool in enumerate(tools):
-        function, name = tool["function"], f"call{number}"
+        function = tool["function"]
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         check_schema(f"tools[{number}].function.parameters", parameters)
-        names.append(name)
-        rules += _call_rules(name, function["name"], parameters, format)
+        rules += _call_rules(names[number], function["name"], parameters, format, marks)
     one = f"({' | '.join(names)})"
-    block, end = (
-        tokens.get(format.block, _quoted(format.block)),
-        tokens.get(format.block_end, _quoted(format.block_end)),
-    )
+    block, end = marks.one(format.block), marks.one(format.block_end)
+    repeat = f"{{0,{MOST_CALLS - 1}}}"
     if format.call:
-        more = f'("\\n" {one}){{0,{MOST_CALLS - 1}}}' if several else ""
-        calls = f'calls: {block} "\\n" {one} {more} "\\n" {end}'
+        more = f' ("\\n" {one}){repeat}' if several else ""
+        calls = f'{block} "\\n" {one}{more} "\\n" {end}'
     else:
         single = f'{block} "\\n" {one} "\\n" {end}'
-        calls = f"calls: {single}" + (f' ("\\n" {single}){{0,{MOST_CALLS - 1}}}' if several else "")
-    start = "start: calls" if opened is None else _reasoned("calls", opened)
-    text = "\n".join([start, calls, *rules]) + "\n"
+        calls = f'{single} ("\\n" {single}){repeat}' if several else single
+    start = "start: calls" if opened is None else marks.reasoned("calls", opened)
+    text = "\n".join([start, f"calls: {calls}", *rules]) + "\n"
     if len(text) > LARGEST:
         raise ApiError(400, f"tools: their schemas make a grammar of more than {LARGEST} characters", "tools")
     return Grammar("lark", text)
 
 
-MarkTokens = Mapping[str, str]  # mark -> how a Lark grammar writes it as a token
-
-
-def _reasoned(then: str, opened: bool) -> str:
-    """Rules for reasoning and the rule `then`."""
-    start = f'start: thoughts "\\n\\n" {then}' if opened else f'start: ({_quoted(THINK)} thoughts "\\n\\n")? {then}'
-    return f"{start}\nthoughts[suffix={_quoted(THINK_END)}]: {ANYTHING}"
-
-
-def _call_rules(rule: str, name: str, parameters: Any, format: Format) -> list[str]:
+def _call_rules(rule: str, name: str, parameters: Mapping[str, Any], format: Format, marks: Marks) -> list[str]:
     """The rules of a call of the tool `name`, of which the first is called `rule`."""
     if not format.call:
-        schema = _compact(parameters if isinstance(parameters, dict) else {"type": "object"})
         opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        return [f'{rule}: {opening} {rule}a "}}"', f"{rule}a: %json {schema}"]
+        return [f'{rule}: {opening} {rule}a "}}"', f"{rule}a: %json {_compact(parameters)}"]
     quote = '"' if format.call.endswith("name=") else ""
-    properties = parameters.get("properties", {}) if isinstance(parameters, dict) else {}
-    required = parameters.get("required", []) if isinstance(parameters, dict) else []
+    required, properties = parameters.get("required"), parameters.get("properties")
     parts, rules = [], []
-    for number, (key, schema) in enumerate(properties.items()):
+    for number, (key, schema) in enumerate(properties.items() if isinstance(properties, Mapping) else ()):
         value = f"{rule}p{number}"
-        end = "\n" + format.parameter_end
-        opening = json.dumps(f"{format.parameter}{quote}{key}{quote}>\n")
+        part = json.dumps(f"{format.parameter}{quote}{key}{quote}>\n") + f" {value}"
         if isinstance(schema, dict) and schema.get("type", "string") != "string":
             rules.append(f"{value}: %json {_compact(schema)}")
-            part = f"{opening} {value} {json.dumps(end)}"
+            part += f' "\\n" {marks.one(format.parameter_end)}'
         else:
-            rules.append(f"{value}[suffix={json.dumps(end)}]: {ANYTHING}")
-            part = f"{opening} {value}"
-        parts.append(f'{part} "\\n"' if key in required else f'({part} "\\n")?')
+            rules.append(marks.until(value, format.parameter_end, before="\n"))
+        needed = isinstance(required, list) and key in required
+        parts.append(f'{part} "\\n"' if needed else f'({part} "\\n")?')
     opening = json.dumps(f"{format.call}{quote}{name}{quote}>\n")
-    return [f"{rule}: {opening} {' '.join(parts)} {json.dumps(format.call_end)}", *rules]
+    return [f"{rule}: {opening} {' '.join(parts)} {marks.one(format.call_end)}", *rules]
 
 
 def _compact(schema: Any) -> str:
     return json.dumps({**schema, "x-guidance": COMPACT} if isinstance(schema, dict) else schema)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)

@@ -16,11 +16,11 @@ from ops.fixed import fixed
 def rotary_angles(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles at positions 0 .. `positions` - 1, each (positions, head_dim) float32, for heads in
     `head_order`."""
-    scale = config.yarn.attention_factor if config.yarn else 1.0
-    frequencies = torch.zeros(head_dim // 2, dtype=torch.float32)
-    frequencies[: config.dim // 2] = torch.tensor(config.inverse_frequencies(), dtype=torch.float32)
+    turning, frequencies, scales = config.dim // 2, torch.zeros(head_dim // 2), torch.ones(head_dim // 2)
+    frequencies[:turning] = torch.tensor(config.inverse_frequencies())
+    scales[:turning] = config.yarn.attention_factor if config.yarn else 1.0
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies.repeat(2)
-    return angles.cos() * scale, angles.sin() * scale
+    return angles.cos() * scales.repeat(2), angles.sin() * scales.repeat(2)
 
 
 def head_order(config: RopeConfig, head_dim: int) -> tuple[int, ...] | None:

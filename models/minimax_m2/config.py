@@ -3,15 +3,15 @@
 Keys that have no effect in any of these models are read all the same, so that a value that would have one is refused.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError
-from models.config import check_even_split, check_kv_split
+from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split
 from models.hf_config import HfConfig, read_hf_config
 from models.rope import RopeConfig, read_rope
 
-LARGEST_DEPTH = 4096  # bounds what an untrusted config can allocate: layers are built before weights are read
 FULL_ATTENTION = 1  # in `attn_type_list`; 0 is MiniMax-01's lightning attention
 
 
@@ -59,19 +59,18 @@ class MiniMaxM2Config:
             num_key_value_heads=hf.size("num_key_value_heads", default=8),
             head_dim=head_dim,
             rms_norm_eps=hf.number("rms_norm_eps", default=1e-6),
-            rope=read_rope(hf, _rotary_dim(hf, head_dim), positions, theta=5e6),
+            rope=read_rope(hf, _rotary_dim(hf, head_dim), positions, theta=5e6, kinds=("default",)),
             max_position_embeddings=positions,
             num_local_experts=hf.size("num_local_experts", "num_experts", default=256, maximum=1 << 16),
             num_experts_per_tok=hf.size("num_experts_per_tok", default=8),
             intermediate_size=hf.size("intermediate_size", default=1536),
             use_routing_bias=hf.flag("use_routing_bias", True),
             tie_word_embeddings=hf.flag("tie_word_embeddings", False),
-            num_mtp_modules=hf.size("num_mtp_modules", default=0, minimum=0, maximum=LARGEST_DEPTH),
+            num_mtp_modules=hf.size("num_mtp_modules", default=3, minimum=0, maximum=LARGEST_DEPTH),
         )
-        if config.rope.yarn:
-            raise UserError(f"{hf.where}: rope type 'yarn' is not implemented for minimax_m2")
         if config.num_attention_heads % config.num_key_value_heads:
             raise hf.error("num_key_value_heads", f"does not divide num_attention_heads: {config.num_attention_heads}")
+        check_experts(hf, "num_local_experts", config.num_local_experts, layers)
         if config.num_experts_per_tok > config.num_local_experts:
             raise hf.error("num_experts_per_tok", f"is more than num_local_experts: {config.num_local_experts}")
         return config
@@ -106,14 +105,15 @@ class MiniMaxM2Config:
 
 def _rotary_dim(hf: HfConfig, head_dim: int) -> int:
     """Number of a head's columns that rotate: `rotary_dim`, or `partial_rotary_factor` of the head, which transformers
-    5 writes; they must agree."""
-    rope = hf.inner("rope_parameters") if hf.value("rope_parameters") is not None else hf
-    holder = rope if rope.value("partial_rotary_factor") is not None else hf
-    factor = holder.number("partial_rotary_factor", default=1.0)
-    share = head_dim * factor
-    dim = hf.size("rotary_dim", default=max(int(share), 1), maximum=head_dim)
-    if holder.value("partial_rotary_factor") is not None and dim != share:
-        raise hf.error("rotary_dim", f"is {dim}, but partial_rotary_factor {factor} of head_dim {head_dim} is {share}")
+    5 writes. With neither all columns rotate; both must agree."""
+    nested = hf.inner("rope_parameters") if hf.value("rope_parameters") is not None else hf
+    holder = nested if nested.value("partial_rotary_factor") is not None else hf
+    share = holder.number("partial_rotary_factor", default=1.0) * head_dim
+    if share > head_dim or not math.isclose(share, round(share)):
+        raise holder.error("partial_rotary_factor", f"of head_dim {head_dim} must be a whole number of columns")
+    dim = hf.size("rotary_dim", default=round(share), maximum=head_dim)
+    if holder.value("partial_rotary_factor") is not None and dim != round(share):
+        raise hf.error("rotary_dim", f"does not agree with partial_rotary_factor: {share / head_dim:g} of {head_dim}")
     if dim % 2 or head_dim % 2:
-        raise hf.error("rotary_dim", f"and head_dim must be even, not {dim} and {head_dim}")
+        raise UserError(f"{hf.where}: rotary_dim: {dim} and head_dim: {head_dim} must be even")
     return dim

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.config import check_even_split, check_kv_split
+from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split
 from models.hf_config import read_hf_config
 from models.rope import RopeConfig, read_rope
-
-LARGEST_DEPTH = 4096  # bounds what an untrusted config can allocate: layers are built before weights are read
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,7 @@ class Qwen3MoeConfig:
         )
         if config.num_attention_heads % config.num_key_value_heads:
             raise hf.error("num_key_value_heads", f"does not divide num_attention_heads: {heads}")
+        check_experts(hf, "num_experts", experts, layers)
         if any(config.sparse_layers) and config.num_experts_per_tok > experts:
             raise hf.error("num_experts_per_tok", f"is more than num_experts: {experts}")
         return config

@@ -4,17 +4,16 @@ to build it."""
 import ctypes
 import functools
 import os
-import re
 import subprocess
 import tempfile
 from pathlib import Path
 
 from errors import UserError
+from ops.ascend.cann import HOST_FUNC_SINCE, since
 
 SOURCE = Path(__file__).parent / "csrc" / "bridge.cpp"
 JOB = Path(__file__).parents[1] / "cpu" / "csrc" / "shadow" / "job.h"
 BUILT = Path(__file__).parent / "build" / "umbra_bridge.so"
-HOST_FUNC_SINCE = (8, 5)  # earlier versions of CANN forbid aclrtLaunchHostFunc during a capture
 
 
 class Job(ctypes.Structure):
@@ -75,12 +74,6 @@ def _native() -> ctypes.CDLL:
     return native
 
 
-def can_capture_host_func(cann: str | None) -> bool:
-    """Whether a capture may contain aclrtLaunchHostFunc. `cann` is a version such as 8.3.RC1, None if unknown."""
-    series = re.match(r"(\d+)\.(\d+)", cann or "")
-    return series is not None and (int(series[1]), int(series[2])) >= HOST_FUNC_SINCE
-
-
 class Bridge:
     """Calls `submit`, a C function int(void *context, Job *) (job.h), from streams. `submit` and `context` must outlive
     the bridge.
@@ -91,7 +84,7 @@ class Bridge:
     def __init__(
         self, submit: int, context: int, timeout_s: float, cann: str | None = None, library: str = "libascendcl.so"
     ):
-        native, wished = _native(), can_capture_host_func(cann)
+        native, wished = _native(), since(cann, HOST_FUNC_SINCE)
         self.handle = native.umbra_bridge_open(library.encode(), submit, context, int(timeout_s * 1000), wished)
         if not self.handle:
             raise UserError(f"experts on the CPU need CANN: {native.umbra_bridge_told().decode()}")

@@ -50,7 +50,8 @@ def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> T
     places = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device).view(top_k, tokens).T.contiguous()
     rows, back, sorted_ids = torch_npu.npu_moe_init_routing(x=x, row_idx=places, expert_idx=ids, active_num=tokens)
     ends = torch_npu.npu_moe_compute_expert_tokens(sorted_expert_for_source_row=sorted_ids, num_expert=experts.count)
-    return _finalize(_experts(rows, ends.to(torch.int64), ENDS, experts), weights, back, ids, BY_COLUMN)
+    sums = _experts(rows, ends.to(torch.int64), ENDS, experts)
+    return weighted_sum(sums, weights.to(x.dtype), back, ids, BY_COLUMN)
 
 
 def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
@@ -60,7 +61,7 @@ def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> T
         expert_num=experts.count, drop_pad_mode=0, expert_tokens_num_type=1, expert_tokens_num_flag=True,
         quant_mode=-1, active_expert_range=[0, experts.count], row_idx_type=0,
     )  # fmt: skip
-    return _finalize(_experts(rows, counts, COUNTS, experts), weights, back, None, BY_ROW)
+    return weighted_sum(_experts(rows, counts, COUNTS, experts), weights.to(x.dtype), back, None, BY_ROW)
 
 
 ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fusion_v2}
@@ -98,8 +99,10 @@ def _grouped(x: Tensor, plane: Stored, groups: Tensor, kind: int) -> Tensor:
     )[0]
 
 
-def _finalize(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor | None, order: int) -> Tensor:
+def weighted_sum(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor | None, order: int) -> Tensor:
+    """Sums of rows (T K, H), multiplied by weights (T, K), for each token; `back` has the rows' places in `order`.
+    Weights have the type of the rows; beside bfloat16 rows they may be float32 (`Abilities.float_scales`)."""
     return torch_npu.npu_moe_finalize_routing(
-        expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=weights.to(rows.dtype),
+        expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=weights,
         expanded_src_to_dst_row=back, export_for_source_row=ids, drop_pad_mode=order,
     )  # fmt: skip

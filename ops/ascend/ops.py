@@ -15,6 +15,7 @@ from torch import Tensor
 
 from errors import UserError
 from ops.ascend import moe
+from ops.ascend.cann import ALL_ABILITIES, Abilities
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
 from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendMatrix, Bank
@@ -23,11 +24,14 @@ from ops.interface import Lengths
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
 WHOLE_MASK, CAUSAL_AT_THE_END = 0, 3  # values of sparse_mode
 ALL_TOKENS = 2147483647  # for pre_tokens and next_tokens
+SIGMOID = 1  # value of norm_type
+MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
 
 
 class AscendOps(AscendLayout):
     """`moe` uses a routing of ops.ascend.moe.ROUTINGS. Steps of at most `gemv_tokens` tokens multiply by 4-bit weights
-    on the vector cores; `half_sums` says how these add (ops/ascend/vector_core/schemas.py)."""
+    on the vector cores; `half_sums` says how these add (ops/ascend/vector_core/schemas.py). `can` says what the
+    installed CANN can do."""
 
     def __init__(
         self,
@@ -36,9 +40,12 @@ class AscendOps(AscendLayout):
         routing: str,
         gemv_tokens: int = 0,
         half_sums: bool = False,
+        can: Abilities = ALL_ABILITIES,
     ):
         super().__init__(dtype)
-        self.gemv_tokens, self.half_sums = gemv_tokens, half_sums
+        self.gemv_tokens, self.half_sums, self.can = gemv_tokens, half_sums, can
+        # The type of npu_moe_finalize_routing's scales: float32 is taken beside bfloat16 rows only.
+        self.scales_type = torch.float32 if dtype == torch.bfloat16 and can.float_scales else dtype
         self.route_experts = moe.ROUTINGS[routing]
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
 
@@ -80,9 +87,22 @@ class AscendOps(AscendLayout):
         eps: float,
         total: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
-        squares = total(torch.stack([x.float().square().sum(-1) for x in parts]))  # (parts, T)
-        scales = [torch.rsqrt(row / count + eps)[:, None] for row, count in zip(squares, counts, strict=True)]
-        return [(x.float() * s).to(x.dtype) * w for x, w, s in zip(parts, weights, scales, strict=True)]
+        """Each part is normalised by its own mean square, then each row is multiplied by a factor. All parts of a
+        vector are equally long, so the mean of their mean squares is that of the vector; eps is in both, so nothing is
+        subtracted, and rows of zeros stay finite.
+
+        A product of bfloat16 rows and float32 factors in PyTorch would convert the rows to float32 and back. The sum
+        over one expert for each token is the same product, rounded once."""
+        tokens = parts[0].shape[0]
+        (ranks,) = {count // x.shape[1] for x, count in zip(parts, counts, strict=True)}
+        normed = [torch_npu.npu_rms_norm(input=x, gamma=w, epsilon=eps) for x, w in zip(parts, weights, strict=True)]
+        rstd = torch.cat([r.flatten() for _, r in normed])  # (parts * T) float32: (own mean square + eps) ** -0.5
+        factors = (total(rstd.pow(-2) / ranks).rsqrt() / rstd).to(self.scales_type)
+        rows = torch.arange(tokens, dtype=torch.int32, device=rstd.device)
+        return [
+            moe.weighted_sum(y, factor[:, None], rows, None, moe.BY_ROW)
+            for (y, _), factor in zip(normed, factors.view(len(parts), tokens).unbind(), strict=True)
+        ]
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if q.shape[-1] not in HEAD_DIMS:
@@ -172,6 +192,13 @@ class AscendOps(AscendLayout):
     def route_sigmoid(
         self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
     ) -> tuple[Tensor, Tensor]:
+        """Weights are in the model's type, ids are int32."""
+        if renormalise and self.can.gating and logits.shape[1] <= MOST_GATED:
+            weights, ids, _ = torch_npu.npu_moe_gating_top_k(  # with a sigmoid it renormalises, whatever `renorm` is
+                x=logits, k=top_k, bias=bias, k_group=1, group_count=1, group_select_mode=0, renorm=0,
+                norm_type=SIGMOID, out_flag=False, routed_scaling_factor=1.0, eps=1e-20,
+            )  # fmt: skip
+            return weights.to(self.dtype), ids
         scores = logits.sigmoid()
         ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
         weights = scores.gather(-1, ids)

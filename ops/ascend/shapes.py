@@ -51,8 +51,25 @@ class AscendShapes(AscendLayout):
         eps: float,
         total: Callable[[Tensor], Tensor],
     ) -> list[Tensor]:
-        total(self.made("sums of squares", parts[0], len(parts), len(parts[0]), dtype=torch.float32))
-        return [self.made("normalised", x, *x.shape) for x in parts]
+        normed = [self.made("normalised", x, *x.shape) for x in parts]
+        rstds = [self.made("rstd", x, len(x), 1, dtype=torch.float32) for x in parts]
+        rstd = self.made("rstd of all parts", rstds[0], len(parts) * len(parts[0]))
+        factors = self._factors(rstd, total)
+        _rows = self.made("row numbers", factors, len(parts[0]), dtype=torch.int32)
+        return [self.made("multiplied rows", x, *x.shape) for x in normed]
+
+    def _factors(self, rstd: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        means = total(self._means(rstd))
+        roots = self.made("roots of means", means, *means.shape)
+        del means
+        factors = self.made("factors", roots, *roots.shape)
+        del roots
+        halves = self.dtype == torch.float16
+        return self.made("factors", factors, *factors.shape, dtype=self.dtype) if halves else factors
+
+    def _means(self, rstd: Tensor) -> Tensor:
+        squares = self.made("mean squares", rstd, *rstd.shape)
+        return self.made("parts of means", squares, *squares.shape)
 
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         return q, k  # rotated in place
@@ -84,13 +101,26 @@ class AscendShapes(AscendLayout):
     def route_sigmoid(
         self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
     ) -> tuple[Tensor, Tensor]:
+        if not renormalise:
+            return self._plain_gating(logits, bias, top_k)
+        shape = len(logits), top_k
+        weights, ids = self.made("weights", logits, *shape), self.made("ids", logits, *shape, dtype=torch.int32)
+        _ = self.made("unused scores", logits, *logits.shape, dtype=torch.float32)
+        return self._in_own_type(weights), ids
+
+    def _plain_gating(self, logits: Tensor, bias: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
         scores = self.made("scores", logits, *logits.shape)
         biased = scores if bias is None else self.made("biased scores", scores, *scores.shape)
+        top = self.made("largest scores", biased, len(logits), top_k)
         ids = self.made("ids", biased, len(logits), top_k, dtype=torch.int64)
-        del biased
-        weights = self.made("weights", scores, *ids.shape)
-        weights = self._renormalised(weights) if renormalise else weights
+        del biased, top
+        weights = self._in_own_type(self.made("weights", scores, *ids.shape))
         return weights, self.made("ids", ids, *ids.shape, dtype=torch.int32)
+
+    def _in_own_type(self, weights: Tensor) -> Tensor:
+        if weights.dtype == self.dtype:
+            return weights
+        return self.made("weights in the model's type", weights, *weights.shape, dtype=self.dtype)
 
     def _renormalised(self, weights: Tensor) -> Tensor:
         _ = self.made("sums of weights", weights, len(weights), 1)

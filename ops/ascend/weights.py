@@ -1,7 +1,7 @@
 """Weights in the layout of Ascend's matrix products: transposed, in FRACTAL_NZ tiles or packed to 4 bits along outputs.
 
 format     shape               a value is
-float      (K, N)              w
+float      (K, N)              w, in the format's own type
 q4         (K, N / 8) int32    (nibble + offset) * scale; nibble i of a word, low bits first, is output 8 n + i, signed
   scales   (K / group, N)      in the model's type, and offsets likewise where there are zero points
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from errors import UserError
 from ops.fixed import fixed
-from ops.format import Format, Quantised, floats
+from ops.format import GROUP_SIZES, Format, Quantised, floats
 
 FRACTAL_NZ = 29
 NIBBLES = 8  # number of nibbles in an int32
@@ -64,14 +64,16 @@ class Plane:
         self.scales: Tensor | None = None
         self.offsets: Tensor | None = None
         if not format.quantised:
-            self.data = make((*lead, columns, rows), dtype)
+            self.data = make((*lead, columns, rows), getattr(torch, format.kind))
             return
         if format.kind != "q4":
             raise UserError(f"quantization.method: {format.kind} has no products on ascend: use q4 or none")
         if columns % format.group or rows % NIBBLES:
+            smaller = [str(size) for size in GROUP_SIZES if columns % format.group and not columns % size]
             raise UserError(
                 f"quantization.group_size: {format.group}: a matrix of {columns} inputs and {rows} outputs on this "
-                f"rank cannot be cut into groups of {format.group} inputs and words of {NIBBLES} outputs"
+                f"rank cannot be cut into groups of {format.group} inputs and words of {NIBBLES} outputs: "
+                + (f"choose group_size {' or '.join(smaller)}" if smaller else "split it over fewer ranks")
             )
         self.data = make((*lead, columns, rows // NIBBLES), torch.int32)
         self.scales = make((*lead, columns // format.group, rows), dtype)
@@ -158,12 +160,20 @@ def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns nibbles, scales and offsets as `quantise` does. Levels already in this format are not rounded again."""
+    """Returns nibbles, scales and offsets as `quantise` does."""
+    part = in_levels(part, format)
+    scales, zeros = part.in_groups(format.group)
+    offsets = torch.zeros_like(scales) if zeros is None else 8 - zeros.to(scales.dtype)
+    return part.levels.to(torch.int32) - 8, scales, offsets
+
+
+def in_levels(part: Tensor | Quantised, format: Format) -> Quantised:
+    """`part` quantised to `format`. Levels already in this format are not rounded again."""
     if isinstance(part, Quantised) and part.fits(format):
-        scales, zeros = part.in_groups(format.group)
-        offsets = torch.zeros_like(scales) if zeros is None else 8 - zeros.to(scales.dtype)
-        return part.levels.to(torch.int32) - 8, scales, offsets
-    return quantise(floats(part), format.group, format.zeros)
+        return part
+    nibbles, scales, offsets = quantise(floats(part), format.group, format.zeros)
+    zeros = (8 - offsets).to(torch.uint8) if format.zeros else None
+    return Quantised(4, (nibbles + 8).to(torch.uint8), scales, zeros)
 
 
 def quantise(part: Tensor, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -161,6 +161,10 @@ class Recorder(TorchDispatchMode):
     ROOM = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
     COPIES = ("aten::new_zeros", "aten::copy_", "aten::cat", "aten::clone", "aten::flatten")
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise PyTorch imports its compiler at the first op, which takes seconds
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[Tensor] = []

@@ -9,14 +9,14 @@ from torch.nn import functional
 
 from errors import UserError
 from ops.cpu.engine import native, pointer
-from ops.format import Format, Quantised
+from ops.format import LARGEST_F8, Format, Quantised
 
 if TYPE_CHECKING:
     from ops.cpu._native import SplitMatrix
 
 ROWS, BLOCK = 16, 32
-CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4}
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4}
+CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4, "f8": 5}
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4, "f8": 8}
 ALIGNMENT = 64
 CHUNK = 4096  # rows that are converted to float32 at a time while a matrix is filled
 
@@ -28,7 +28,7 @@ def padded(size: int, multiple: int) -> int:
 def plane_bytes(weights: int, format: Format) -> list[int]:
     """Sizes of the planes of `weights` values: quants, scales, zero points."""
     scales = weights // format.group if format.group else 0
-    return [weights * BITS[format.kind] // 8, scales * 2, scales * format.zeros]
+    return [weights * BITS[format.kind] // 8, scales * (4 if format.kind == "f8" else 2), scales * format.zeros]
 
 
 class MatrixView:
@@ -44,6 +44,8 @@ class MatrixView:
             if part.fits(self.format):
                 return self._fill_levels(index, row, part, step)
             part = part.floats()
+        if self.format.kind == "f8":
+            return self._fill_f8(index, row, as_f8(part, self.format.group), step)
         for start, rows in zip(range(0, len(part), CHUNK), part.split(CHUNK), strict=True):
             wide = rows.to(torch.float32).contiguous()
             if missing := self.columns - part.shape[1]:  # padding columns, in float formats only
@@ -52,7 +54,16 @@ class MatrixView:
                 w=self.handle, index=index, first=row + start * step, step=step, count=len(wide), rows=pointer(wide)
             )
 
+    def _fill_f8(self, index: int, row: int, part: Quantised, step: int) -> None:
+        values, scales = part.levels.view(torch.uint8).contiguous(), part.in_groups(self.format.group)[0].contiguous()
+        native.pack_f8(
+            w=self.handle, index=index, first=row, step=step, count=len(values), values=pointer(values, torch.uint8),
+            scales=pointer(scales, torch.float32),
+        )  # fmt: skip
+
     def _fill_levels(self, index: int, row: int, part: Quantised, step: int) -> None:
+        if part.float8:
+            return self._fill_f8(index, row, part, step)
         scales, zeros = part.in_groups(self.format.group)
         halves = scales.to(torch.float16).contiguous()
         if not halves.isfinite().all():
@@ -71,6 +82,14 @@ class MatrixView:
         return out
 
 
+def as_f8(part: Tensor, group: int) -> Quantised:
+    """`part` (m, K) rounded to e4m3 floats, each `group` columns of a row with a scale that makes the largest 448."""
+    groups = part.float().unflatten(1, (-1, group))
+    scales = (groups.abs().amax(-1) / LARGEST_F8).clamp(min=1e-30)
+    levels = (groups / scales[..., None]).flatten(1).to(torch.float8_e4m3fn)
+    return Quantised(8, levels, scales, None)
+
+
 class PackedMatrices(MatrixView):
     """`count` matrices of (rows, columns). Each NUMA node has a buffer with its rows of every matrix, one matrix after
     another in each plane; rows are divided over the nodes in multiples of `unit`. On the meta device there are no
@@ -83,7 +102,8 @@ class PackedMatrices(MatrixView):
         self.format, self.columns, self.nbytes = format, columns, 0
         if device.type == "meta":
             sizes = plane_bytes(count * padded(rows, unit) * columns, format)
-            types = (torch.uint8, torch.float16, torch.uint8) if group else (getattr(torch, format.kind),)
+            scale = torch.float32 if format.kind == "f8" else torch.float16
+            types = (torch.uint8, scale, torch.uint8) if group else (getattr(torch, format.kind),)
             planes = [torch.empty(n // t.itemsize, dtype=t, device=device) for n, t in zip(sizes, types, strict=False)]
             self.storages, self.nbytes = planes, sum(sizes)
             return
@@ -111,7 +131,7 @@ class NativeMatrix:
         self.rows, self.columns = rows, columns
         self.packed = PackedMatrices(1, rows, columns, format, device)
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
-        self.quantised = format.quantised
+        self.quantised = format.kind in ("q8", "q4")  # whether its products quantise activations
 
     def fill(self, row: int, part: Tensor | Quantised) -> None:
         self.packed.fill(0, row, part)

@@ -60,7 +60,8 @@ class ExpertStore:
             if end
         ]
         self.nbytes = sum(storage.nbytes for storage in self.storages)
-        self.addresses = self.buffers[0].address + stride * torch.arange(count)
+        self._first, self._stride = self.buffers[0].address, stride
+        self.addresses = self._first + stride * torch.arange(count)
         self._parts = [
             (buffer.address - self.buffers[0].address, planes)
             for buffer, planes in zip(self.buffers, parts, strict=True)
@@ -71,7 +72,7 @@ class ExpertStore:
         self.handles = self._matrix("w13", 0), self._matrix("w2", 0)
 
     def __getitem__(self, expert: int) -> Pieces:
-        return Pieces(int(self.addresses[expert]), self._pieces, self.blocks.block_bytes, self.buffers)
+        return Pieces(self._first + expert * self._stride, self._pieces, self.blocks.block_bytes, self.buffers)
 
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         """Writes all of "gate", "up" or "down" of an expert."""

@@ -1,6 +1,8 @@
 """A tiny model on the real Ascend platform over the fake device."""
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +13,48 @@ from executor.engine.sequence import Sequence, new_sequence
 from executor.job.runner import ModelRunner, make_runner
 from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
-from tests.tiny import ONE_RANK, save_tiny, write_case
+from models.minimax_m2.config import MiniMaxM2Config
+from models.minimax_m2.model import MiniMaxM2ForCausalLM
+from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.model import Qwen3MoeForCausalLM
+from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, write_case
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model of a family. Sizes that families have in common are the same."""
+
+    name: str
+    save: Callable[..., Any]
+    sizes: dict[str, Any] = field(compare=False)
+    inner: str  # the name of the width of an expert
+    config: Any
+    model: Any
+
+    def __str__(self) -> str:
+        return self.name
+
 
 # head_dim 64: the narrowest that the rotary op takes
 SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
+M2_SIZES = dict(
+    hidden_size=128, head_dim=64, rotary_dim=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+    num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=3, vocab_size=96, initializer_range=0.2,
+)  # fmt: skip
+QWEN3 = Family("qwen3_moe", save_tiny, SIZES, "moe_intermediate_size", Qwen3MoeConfig, Qwen3MoeForCausalLM)
+M2 = Family("minimax_m2", save_tiny_m2, M2_SIZES, "intermediate_size", MiniMaxM2Config, MiniMaxM2ForCausalLM)
+FAMILIES = (QWEN3, M2)
 PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]
 
 
-def ascend_case(folder: Path, *overrides: str, **sizes: Any) -> Case:
+def ascend_case(folder: Path, *overrides: str, family: Family = QWEN3, **sizes: Any) -> Case:
     """A case of bfloat16 for a model of two layers; both are written to `folder` by the first call."""
     path = folder / f"{folder.name}.yaml"
     if not path.exists():
-        save_tiny(folder / "model", **SIZES | sizes)
+        family.save(folder / "model", **family.sizes | sizes)
         data = {"prompts": ["x"], "input_max_len": 48, "max_new_tokens": 6, "batch_size": 4}
         write_case(
-            path, folder / "model", platform="ascend", model_config={"dtype": "bfloat16"},
+            path, folder / "model", model_name=family.name, platform="ascend", model_config={"dtype": "bfloat16"},
             cache_config={"page_size": 128}, data_config=data,
         )  # fmt: skip
     return load_case(str(path), ["ignore_eos=true", *overrides])

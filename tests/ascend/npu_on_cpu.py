@@ -75,6 +75,30 @@ def npu_moe_gating_top_k_softmax(
 
 
 @under_schema
+def npu_moe_gating_top_k(
+    x: Tensor, k: int, *, bias: Tensor | None = None, input_ids: Tensor | None = None, tid2eid: Tensor | None = None,
+    k_group: int = 1, group_count: int = 1, group_select_mode: int = 0, renorm: int = 0, norm_type: int = 0,
+    out_flag: bool = False, routed_scaling_factor: float = 1.0, eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One group of experts. A softmax is renormalised if `renorm` says so, a sigmoid always."""
+    expect(x.dim() == 2 and len(x) > 0 and 0 < k <= x.shape[1] <= 2048, "gating_top_k: (T, experts), k of at most 2048")
+    expect(x.dtype in (torch.float32, torch.float16, torch.bfloat16), "gating_top_k: floats")
+    expect(bias is None or (bias.dtype, bias.shape) == (x.dtype, x.shape[1:]), "gating_top_k: a bias as x")
+    expect(input_ids is None and tid2eid is None, "gating_top_k: no table of experts")
+    expect((k_group, group_count, group_select_mode) == (1, 1, 0), "gating_top_k: one group")
+    expect(renorm == 0, "gating_top_k: renorm 1 is refused before CANN 9.0")
+    expect(norm_type in (0, 1), "gating_top_k: softmax or sigmoid")
+    scores = x.float().sigmoid() if norm_type else x.float().softmax(-1)
+    biased = scores if bias is None else scores + bias.float()
+    ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    weights = scores.gather(-1, ids)
+    if norm_type:
+        weights = weights / (weights.sum(-1, keepdim=True) + eps)
+    out = scores if out_flag else torch.full_like(scores, torch.nan)
+    return (weights * routed_scaling_factor).to(x.dtype), ids.int(), out
+
+
+@under_schema
 def npu_moe_init_routing(
     x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,10 +182,19 @@ def npu_moe_finalize_routing(
     drop_pad_mode: int = 0, k: int = 1,
 ) -> Tensor:  # fmt: skip
     assert scales is not None
-    expect(scales.dtype == expanded_permuted_rows.dtype, "finalize_routing: scales have the type of the rows")
+    types = expanded_permuted_rows.dtype, scales.dtype
+    expect(
+        types[0] == types[1] or types == (torch.bfloat16, torch.float32),
+        "finalize_routing: scales have the type of the rows, or are float32 beside bfloat16",
+    )
+    expect(
+        expanded_src_to_dst_row.dtype == torch.int32 and expanded_src_to_dst_row.dim() == 1 and scales.dim() == 2,
+        "finalize_routing: rows in int32, (T K); scales (T, K)",
+    )
     tokens, top_k = scales.shape
     rows = expanded_permuted_rows[expanded_src_to_dst_row.long()].float()
-    shaped = rows.view(tokens, top_k, -1) if drop_pad_mode == 2 else rows.view(top_k, tokens, -1).transpose(0, 1)
+    width = rows.shape[1]
+    shaped = rows.view(tokens, top_k, width) if drop_pad_mode == 2 else rows.view(top_k, tokens, width).transpose(0, 1)
     return (shaped * scales.float()[..., None]).sum(1).to(expanded_permuted_rows.dtype)
 
 

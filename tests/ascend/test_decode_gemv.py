@@ -16,24 +16,24 @@ from executor.job.runner import make_runner
 from ops.ascend import vector_core
 from ops.ascend.vector_core import calls
 from ops.format import Format
-from tests.ascend.engine import ascend_case, ascend_runner, prefilled
+from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend_runner, prefilled
 from tests.ascend.extension import load_extension
 from tests.ascend.ge import GeProgram
 from tests.ascend.log import device_log
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import run_gloo_ranks
-from tests.ascend.test_ge import FUSED, decode_program
-from tests.ascend.test_numerics import SIZES, assert_same, logits, products
+from tests.ascend.test_ge import FUSED, M2_FUSED, decode_program
+from tests.ascend.test_numerics import assert_same, logits, products, save
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.quantised import quantise_tiny
-from tests.tiny import ONE_RANK, save_tiny
+from tests.tiny import ONE_RANK
 
 STEPS = 5  # of decode, of two layers each: test_numerics.logits
 MOE, GEMV = "fused_moe_w4a16", "gemv_w4a16"
 
 
-def checkpoint(folder: Path, format: str, group: int, symmetric: bool, **options: Any) -> None:
-    save_tiny(folder / "model", **SIZES | dict(moe_intermediate_size=64) | options)
+def checkpoint(folder: Path, format: str, group: int, symmetric: bool, family: Family = QWEN3, **options: Any) -> None:
+    save(family, folder, inner=64, **options)
     quantise_tiny(folder / "model", folder / "quantised", format, group, 4, symmetric)
 
 
@@ -43,19 +43,22 @@ def ours(folder: Path, gemv_tokens: int, ranks: RankEnv = ONE_RANK, **sections: 
 
 
 @pytest.mark.parametrize(
-    ("format", "group", "symmetric", "options"),
+    ("format", "group", "symmetric", "family", "options"),
     [
-        ("awq", 32, False, {}),
-        ("awq", 64, False, dict(attention_bias=True, mlp_only_layers=[1], intermediate_size=64)),
-        ("pack-quantized", 64, True, dict(norm_topk_prob=False)),
+        ("awq", 32, False, QWEN3, {}),
+        ("awq", 64, False, QWEN3, dict(attention_bias=True, mlp_only_layers=[1], intermediate_size=64)),
+        ("pack-quantized", 64, True, QWEN3, dict(norm_topk_prob=False)),
+        ("awq", 32, False, M2, {}),
+        ("pack-quantized", 64, True, M2, {}),
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("gemv_tokens", [6, 5])
 def test_model_equals_reference(
-    tmp_path: Path, format: str, group: int, symmetric: bool, options: dict[str, Any], gemv_tokens: int
+    tmp_path: Path, format: str, group: int, symmetric: bool, family: Family, options: dict[str, Any], gemv_tokens: int
 ) -> None:
     """A decode step is padded to six tokens here; the prefill has more."""
-    checkpoint(tmp_path, format, group, symmetric, **options)
+    checkpoint(tmp_path, format, group, symmetric, family, **options)
     assert_same(ours(tmp_path, gemv_tokens), logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
     dense = len(options.get("mlp_only_layers", []))  # two linear layers more, and no experts
     calls = {GEMV: (4 + 2 * dense) * STEPS, MOE: (2 - dense) * STEPS}
@@ -82,9 +85,10 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int]) -> No
     ],
     ids=["tp2", "ep2", "dp2"],
 )
-def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], fused: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_two_ranks_equal_the_reference(tmp_path: Path, family: Family, split: dict[str, int], fused: int) -> None:
     """Over ep2 half of the ids are of the other rank's experts."""
-    checkpoint(tmp_path, "awq", 32, False)
+    checkpoint(tmp_path, "awq", 32, False, family)
     run_gloo_ranks(rank_logits, 2, tmp_path, split)
     expected = logits(tmp_path, ReferenceOnCpu, model="quantised-floats")
     for rank in range(2):
@@ -145,15 +149,17 @@ def on_npu(loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 FUSED_INPUTS = ["x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"]
 WRITES = {"Cast", "TensorMove", "Transpose", "TransposeD", "Identity", "TensorScatterUpdate", "Fill"}
 REPLACED = Counter(GroupedMatmul=2, MatMul=2, MoeInitRoutingV3=1, MoeFinalizeRoutingV2=1, SwiGlu=1)
-KERNELS = Counter(FUSED) - REPLACED + Counter(UmbraFusedMoeW4a16=1, UmbraGemvW4a16=2)  # of a layer
+OWN = Counter(UmbraFusedMoeW4a16=1, UmbraGemvW4a16=2)
+KERNELS = {QWEN3: Counter(FUSED) - REPLACED + OWN, M2: M2_FUSED - REPLACED + OWN + Counter(Cast=1)}  # of a layer
 
 
-def check(program: GeProgram, zeros: bool, half_sums: bool = False) -> None:
-    """Two layers, the linear layers and the mixture of each on the vector cores; without copies between them."""
-    count = program.count()
+def check(program: GeProgram, zeros: bool, half_sums: bool = False, family: Family = QWEN3) -> None:
+    """Two layers, the linear layers and the mixture of each on the vector cores; without copies between them. The cast
+    is of MiniMax-M2's routing weights."""
+    count, kernels = program.count(), KERNELS[family]
     around = Counter(RmsNorm=1, MatMul=1)  # the first norm, the head
-    assert {name: count[name] - around[name] for name in KERNELS} == {name: 2 * n for name, n in KERNELS.items()}
-    assert not count.keys() & (WRITES | REPLACED.keys() - KERNELS.keys())
+    assert {name: count[name] - around[name] for name in kernels} == {name: 2 * n for name, n in kernels.items()}
+    assert not count.keys() & ((WRITES | REPLACED.keys()) - kernels.keys())
     made = {out.source: out for node in program.nodes for out in node.outputs}
     own = program.of("UmbraFusedMoeW4a16", "UmbraGemvW4a16")
     assert [node.proto.attr["half_sums"].b for node in own] == [half_sums] * len(own)
@@ -175,8 +181,10 @@ def check(program: GeProgram, zeros: bool, half_sums: bool = False) -> None:
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_the_ge_graph(tmp_path: Path, zeros: bool, loaded: list[str]) -> None:
-    check(decode_program(tmp_path, "method=q4", "decode_gemv=on", "strict=true", f"zero_points={zeros}"), zeros)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_ge_graph(tmp_path: Path, family: Family, zeros: bool, loaded: list[str]) -> None:
+    overrides = ["method=q4", "decode_gemv=on", "strict=true", f"zero_points={zeros}"]
+    check(decode_program(tmp_path, *overrides, family=family), zeros, family=family)
     assert loaded == ["loaded"]
 
 
@@ -233,9 +241,10 @@ PRODUCTS = ("Umbra", "Matmul", "Routing", "SwiGlu", "Sort")
 @pytest.mark.usefixtures("on_npu")
 @pytest.mark.parametrize("half_sums", [False, True])
 @pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
-def test_captured_once_and_replayed(tmp_path: Path, mode: str, half_sums: bool) -> None:
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str, half_sums: bool) -> None:
     overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}", f"gemv_half_sums={half_sums}"]
-    runner = ascend_runner(ascend_case(tmp_path, *overrides), tmp_path)
+    runner = ascend_runner(ascend_case(tmp_path, *overrides, family=family), tmp_path)
     with device_log() as prefill:
         prefilled(runner)
     assert not prefill.find("Umbra")  # more than eight tokens

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch_npu
 from torch import Tensor
 
+from executor.platform.ascend import device
 from ops.ascend.ops import AscendOps
-from tests.ascend.engine import ascend_case, ascend_runner, prefilled
+from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend_runner, prefilled
 from tests.ascend.log import device_log
 
 ATTENTION = [
@@ -65,6 +67,27 @@ MOE = {
         "aclnnReduceSum (3,3,128)bfloat16 ints(1) (3,128)bfloat16",
     ],
 }
+# MiniMax-M2: the norms are of all heads together, and the router is in float32.
+M2_ATTENTION = [
+    ATTENTION[0],
+    "aclnnRmsNorm (3,256)bfloat16@strides(512,1) (256)bfloat16 (3,256)bfloat16 (3,1)float32",
+    "aclnnRmsNorm (3,128)bfloat16@strides(512,1) (128)bfloat16 (3,128)bfloat16 (3,1)float32",
+    *ATTENTION[3:],
+]
+M2_ROUTER = [
+    "aclnnInplaceCopy (3,128)float32 (3,128)bfloat16",
+    "aclnnMm (3,128)float32 (128,8)float32 (3,8)float32",
+    "aclnnMoeGatingTopK (3,8)float32 (8)float32 (3,3)float32 (3,3)int32 (3,8)float32",
+    "aclnnInplaceCopy (3,3)bfloat16 (3,3)float32",
+]
+PLAIN_GATING = [  # in place of the fused op, on a CANN that has none
+    "aclnnSigmoid (3,8)float32 (3,8)float32",
+    "aclnnAdd (3,8)float32 (8)float32 scalar:int64 (3,8)float32",
+    "aclnnTopkV2 (3,8)float32 (3,3)float32 (3,3)int64",
+    "aclnnGather (3,8)float32 (3,3)int64 (3,3)float32",
+    "aclnnReduceSum (3,3)float32 ints(-1) (3,1)float32",
+    "aclnnDiv (3,3)float32 (3,1)float32 (3,3)float32",
+]
 FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
     ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
     ATTENTION[7]: "aclnnWeightQuantBatchMatmulV2 (3,256)bfloat16 (256,16)int32 (8,128)bfloat16 (3,128)bfloat16",
@@ -79,9 +102,9 @@ PACKED_ATTENTION = (
 )
 
 
-def decode_log(folder: Path, *overrides: str) -> list[str]:
+def decode_log(folder: Path, *overrides: str, family: Family = QWEN3) -> list[str]:
     """The calls of one decode step of three sequences to the device."""
-    runner = ascend_runner(ascend_case(folder, "exe_mode=eager", *overrides), folder)
+    runner = ascend_runner(ascend_case(folder, "exe_mode=eager", *overrides, family=family), folder)
     prefilled(runner)
     with device_log() as log:
         runner.loop.step()
@@ -95,27 +118,45 @@ def last_layer(lines: list[str]) -> list[str]:
     return lines[norms[1] + 1 : norms[3] + 1]
 
 
-def golden(routing: str) -> list[str]:
-    return [*ATTENTION, *ROUTER, *MOE[routing], ATTENTION[-1]]
+def golden(routing: str, family: Family = QWEN3) -> list[str]:
+    attention, router = {QWEN3: (ATTENTION, ROUTER), M2: (M2_ATTENTION, M2_ROUTER)}[family]
+    return [*attention, *router, *MOE[routing], attention[-1]]
 
 
 @pytest.mark.parametrize("routing", MOE)
-def test_kernels_of_a_decode_layer(tmp_path: Path, routing: str) -> None:
-    assert last_layer(decode_log(tmp_path, f"moe_routing={routing}")) == golden(routing)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_kernels_of_a_decode_layer(tmp_path: Path, family: Family, routing: str) -> None:
+    assert last_layer(decode_log(tmp_path, f"moe_routing={routing}", family=family)) == golden(routing, family)
 
 
-def test_kernels_of_a_decode_layer_in_four_bits(tmp_path: Path) -> None:
-    expected = [FOUR_BITS.get(line, line) for line in golden("fusion_v2")]
-    assert last_layer(decode_log(tmp_path, "method=q4")) == expected
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_kernels_of_a_decode_layer_in_four_bits(tmp_path: Path, family: Family) -> None:
+    expected = [FOUR_BITS.get(line, line) for line in golden("fusion_v2", family)]
+    assert last_layer(decode_log(tmp_path, "method=q4", family=family)) == expected
 
 
-def test_a_prefill_layer_has_the_same_kernels_over_packed_tokens(tmp_path: Path) -> None:
-    runner = ascend_runner(ascend_case(tmp_path, "exe_mode=eager"), tmp_path)
+def test_kernels_of_a_decode_layer_without_the_fused_gating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "get_cann_version", lambda: "8.2.RC1")
+    lines = last_layer(decode_log(tmp_path, family=M2))
+    cast, product, _, own = M2_ROUTER
+    ids = "aclnnInplaceCopy (3,3)int32 (3,3)int64"
+    router = [cast, product, *PLAIN_GATING, own, ids]
+    assert lines == [*M2_ATTENTION, *router, *MOE["fusion_v2"], M2_ATTENTION[-1]]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_prefill_layer_has_the_same_kernels_over_packed_tokens(tmp_path: Path, family: Family) -> None:
+    runner = ascend_runner(ascend_case(tmp_path, "exe_mode=eager", family=family), tmp_path)
     with device_log() as log:
         prefilled(runner)
     lines = last_layer(log.lines)
-    assert [line.split()[0] for line in lines] == [line.split()[0] for line in golden("fusion_v2")]
+    assert [line.split()[0] for line in lines] == [line.split()[0] for line in golden("fusion_v2", family)]
     assert lines[6] == PACKED_ATTENTION
+
+
+def test_the_float_router_keeps_its_mantissas() -> None:
+    """In HF32, which is off unless someone turns it on, a float32 product would drop bits of its inputs."""
+    assert not torch.npu.matmul.allow_hf32
 
 
 def test_prefill_by_chunks_attends_to_what_is_cached(tmp_path: Path) -> None:

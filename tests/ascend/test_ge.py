@@ -1,5 +1,7 @@
 """L4, exe_mode ge_graph: the graph that the real torchair passes to GE for a decode step."""
 
+import functools
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +11,11 @@ import pytest
 import torch
 import torch_npu
 from torch import Tensor
+from torchair.core import _backend
 
 from ops.ascend import lowering
 from ops.ascend.ops import AscendOps
-from tests.ascend.engine import PROMPTS, ascend_case, ascend_runner, generate
+from tests.ascend.engine import FAMILIES, M2, PROMPTS, QWEN3, Family, ascend_case, ascend_runner, generate
 from tests.ascend.ge import GeProgram, ge_programs
 
 FUSED = {  # kernels of a layer
@@ -20,6 +23,15 @@ FUSED = {  # kernels of a layer
     "MoeFinalizeRoutingV2": 1, "MoeGatingTopKSoftmax": 1, "MoeInitRoutingV3": 1, "RealDiv": 1, "ReduceSum": 1,
     "RmsNorm": 2, "ScatterNdUpdate": 2, "SplitV": 1, "SwiGlu": 1,
 }  # fmt: skip
+M2_FUSED = (
+    Counter(FUSED)
+    - Counter(AddRmsNorm=1, MoeGatingTopKSoftmax=1, ReduceSum=1, RealDiv=1)
+    + Counter(
+        AddRmsNormCast=1,  # torchair's own fusion: the norm before the router gives its input in float32 as well
+        MoeGatingTopK=1,
+    )
+)
+OF_FAMILY = {QWEN3: FUSED, M2: dict(M2_FUSED)}
 VIEWS = {"Reshape": 4, "Squeeze": 3, "Unsqueeze": 7}  # no kernels
 # Each of a grouped product's absent lists is an empty tensor that torchair makes in place: constants, folded by GE.
 FOLDED = {"Cast": 10, "Const": 28, "Fill": 10}
@@ -31,26 +43,37 @@ def forget_compiled() -> None:
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def two_layers(tmp_path_factory: pytest.TempPathFactory) -> GeProgram:
+@functools.cache
+def two_layers(family: Family) -> GeProgram:
     """A program that is compiled once for the tests that only read it."""
-    return decode_program(tmp_path_factory.mktemp("two_layers"))
+    with tempfile.TemporaryDirectory() as folder:
+        return decode_program(Path(folder), family=family)
 
 
-def decode_program(folder: Path, *overrides: str, layers: int = 2, prompts: list[list[int]] = PROMPTS) -> GeProgram:
-    runner = ascend_runner(ascend_case(folder, "exe_mode=ge_graph", *overrides, num_hidden_layers=layers), folder)
+def decode_program(
+    folder: Path, *overrides: str, layers: int = 2, prompts: list[list[int]] = PROMPTS, family: Family = QWEN3
+) -> GeProgram:
+    case = ascend_case(folder, "exe_mode=ge_graph", *overrides, family=family, num_hidden_layers=layers)
+    runner = ascend_runner(case, folder)
     with ge_programs() as programs:
         generate(runner, prompts)
     (program,) = programs
     return program
 
 
-def check(program: GeProgram, layers: int = 2) -> None:
-    """Checks that the decode step has the intended nodes, and that nothing is copied, cast or transposed."""
+def casts(program: GeProgram) -> list[tuple[str, torch.dtype]]:
+    """(the type of the node before, the new type) of each cast of a tensor; casts of constants are folded by GE."""
+    types = {node.name: node.type for node in program.nodes}
+    found = [(types[node.inputs[0].partition(":")[0]], node.outputs[0].dtype) for node in program.of("Cast")]
+    return [(source, dtype) for source, dtype in found if source not in ("Const", "Range", "Pack")]
+
+
+def check(program: GeProgram, family: Family = QWEN3, layers: int = 2) -> None:
+    """Checks that the decode step has the intended nodes, and that nothing is copied, cast or transposed, but that
+    MiniMax-M2's router makes its weights in float32."""
     count = program.count()
     assert not program.of("TensorMove", "Transpose", "TransposeD", "Identity", "TensorScatterUpdate")
-    constants = {node.name for node in program.of("Const")}
-    assert all(node.inputs[0].partition(":")[0] in constants for node in program.of("Cast"))
+    assert casts(program) == {QWEN3: [], M2: [("MoeGatingTopK", torch.bfloat16)] * layers}[family]
     (logits,) = program.outputs()  # and no KV cache
     assert (logits.shape, logits.dtype) == ((4, 96), torch.bfloat16)
     for node in program.of("FusedInferAttentionScore"):
@@ -58,22 +81,45 @@ def check(program: GeProgram, layers: int = 2) -> None:
         assert (lengths.shape, lengths.dtype) == ((4,), torch.int64)
         table = next(value for value in program.inputs() if value.source == node.inputs[14])
         assert (table.shape, table.dtype) == ((4, 1), torch.int32)
-    for name, each in FUSED.items():
+    for name, each in OF_FAMILY[family].items():
         around = {"RmsNorm": 1, "MatMul": 1}.get(name, 0)  # the first norm, the head
         assert count[name] == each * layers + around, name
 
 
-def test_a_decode_step_is_fused_and_copies_nothing(two_layers: GeProgram) -> None:
-    check(two_layers)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
+    check(two_layers(family), family)
 
 
-def test_nodes_of_one_layer_more(tmp_path: Path, two_layers: GeProgram) -> None:
+def test_nodes_of_one_layer_more(tmp_path: Path) -> None:
     three = decode_program(tmp_path, layers=3).count()
-    assert three - two_layers.count() == Counter(FUSED | VIEWS | FOLDED | {"Data": DATA})
+    assert three - two_layers(QWEN3).count() == Counter(FUSED | VIEWS | FOLDED | {"Data": DATA})
 
 
-def test_four_bit_experts(tmp_path: Path) -> None:
-    program = decode_program(tmp_path, "method=q4")
+def test_nodes_of_one_layer_more_of_minimax_m2(tmp_path: Path) -> None:
+    expected = M2_FUSED + Counter(VIEWS | FOLDED | {"Data": DATA})
+    expected += Counter(Data=1, Cast=1)  # the selection bias, the weights in the model's type
+    expected -= Counter(Const=1)  # the axis of Qwen3's sum of weights
+    three = decode_program(tmp_path, layers=3, family=M2).count()
+    assert three - two_layers(M2).count() == expected
+
+
+def test_the_router_of_minimax_m2_is_in_float32() -> None:
+    program = two_layers(M2)
+    types = {out.source: out.dtype for node in program.nodes for out in node.outputs}
+    for node in program.of("MoeGatingTopK"):
+        assert [types[name] for name in node.inputs if name] == [torch.float32] * 2
+        attributes = {name: node.proto.attr[name] for name in ("k", "k_group", "group_count", "norm_type", "renorm")}
+        assert [value.i for value in attributes.values()] == [3, 1, 1, 1, 0]
+        (product,) = (other for other in program.of("MatMul") if f"{other.name}:0" == node.inputs[0])
+        assert product.outputs[0].dtype == torch.float32
+    options = _backend._get_global_op_compile_config()
+    assert options["ge.exec.allow_hf32"][1] == "0"  # of products; the first digit is of convolutions
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_four_bit_experts(tmp_path: Path, family: Family) -> None:
+    program = decode_program(tmp_path, "method=q4", family=family)
     assert program.count()["WeightQuantBatchMatmulV2"] == 2 * 2  # qkv and o of two layers
     assert program.count()["GroupedMatmul"] == 2 * 2
     assert not program.of("TensorMove")
@@ -94,8 +140,8 @@ def test_one_graph_serves_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert programs[1].runs == 5 + 5
 
 
-def test_options_that_reach_ge(two_layers: GeProgram) -> None:
-    options = two_layers.options
+def test_options_that_reach_ge() -> None:
+    options = two_layers(QWEN3).options
     assert options["frozen_parameter"] == "1"
     assert options["ge.tiling_schedule_optimize"] == "1"
     assert options["ge.topoSortingMode"] == "3"  # StableRDFS

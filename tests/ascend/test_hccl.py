@@ -4,6 +4,7 @@ each group's communicator."""
 import contextlib
 import io
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,31 +16,31 @@ from executor.config.env import RankEnv
 from executor.engine.building import init_parallel
 from executor.engine.settings import platform_settings
 from executor.parallel.groups import Group
+from executor.platform.ascend import device
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
-from tests.ascend.engine import ascend_case, ascend_runner, generate
-from tests.ascend.ge import GeProgram, Node, ge_programs
+from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.ge import GeProgram, Node, Shape, ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
+from tests.ascend.test_ge import M2_FUSED, casts
 
 SUM, GATHER = "HcomAllReduce", "HcomAllGather"
 EXPERTS = (SUM, "MoeFinalizeRoutingV2")
-# The input of each collective of two layers.
-SPLITS: dict[str, tuple[tuple[str, ...], list[tuple[str, str]]]] = {
-    "tp": ((), [(SUM, "MaskedFill"), *[(SUM, "MatMul"), EXPERTS] * 2, (GATHER, "MatMul")]),
-    "ep": (("moe_tp_size=1",), [(SUM, "MaskedFill"), *[(SUM, "MatMul"), EXPERTS] * 2, (GATHER, "MatMul")]),
-    # A rank's tokens go to all experts: rows, weights, ids.
-    "dp": (
-        ("attn_tp_size=1",),
-        [(GATHER, "AddRmsNorm"), (GATHER, "RealDiv"), (GATHER, "MoeGatingTopKSoftmax"), EXPERTS] * 2,
-    ),
-}
+SPLITS: dict[str, tuple[str, ...]] = {"tp": (), "ep": ("moe_tp_size=1",), "dp": ("attn_tp_size=1",)}
 
 
-@pytest.fixture(autouse=True)
-def written_once(tmp_path: Path) -> None:
-    """Writes the case before all ranks read it."""
-    ascend_case(tmp_path)
+def expected(family: Family, split: str) -> list[tuple[str, str]]:
+    """The collectives of two layers, each with the node that makes its input. MiniMax-M2's norm of queries and keys has
+    one all-reduce, where attention is split."""
+    if split == "dp":  # a rank's tokens go to all experts: rows, weights, ids
+        made = {
+            QWEN3: ("AddRmsNorm", "RealDiv", "MoeGatingTopKSoftmax"),
+            M2: ("AddRmsNormCast", "Cast", "MoeGatingTopK"),
+        }
+        return [*((GATHER, maker) for maker in made[family]), EXPERTS] * 2
+    norm = {QWEN3: [], M2: [(SUM, "RealDiv")]}[family]
+    return [(SUM, "MaskedFill"), *[*norm, (SUM, "MatMul"), EXPERTS] * 2, (GATHER, "MatMul")]
 
 
 @dataclass
@@ -47,6 +48,9 @@ class Seen:
     """The observations of one rank."""
 
     collectives: list[tuple[str, str]]  # those of the decode graph, in order, and the nodes that make their inputs
+    sizes: list[tuple[Shape | None, torch.dtype]]  # of their inputs
+    casts: list[tuple[str, torch.dtype]]
+    kernels: Counter[str]
     groups: set[str]  # communicators of the collectives
     opened: list[str]  # communicators that were opened
     cache: list[str]  # lines that the compile cache printed
@@ -68,6 +72,9 @@ def decode(rank: int, folder: Path, *overrides: str) -> Seen:
     nodes = [node for node in program.nodes if node.type.startswith("Hcom")]
     return Seen(
         collectives=[(node.type, maker(program, node)) for node in nodes],
+        sizes=[(node.outputs[0].shape, node.outputs[0].dtype) for node in nodes],
+        casts=casts(program),
+        kernels=program.count(),
         groups={node.proto.attr["group"].s.decode() for node in nodes},
         opened=log.find("hccl open"),
         cache=[line for line in said.getvalue().splitlines() if line.startswith("compile cache")],
@@ -89,17 +96,117 @@ def decode_without_sums(rank: int, folder: Path) -> Seen:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_collectives_of_a_decode_step(tmp_path: Path, split: str) -> None:
-    overrides, expected = SPLITS[split]
-    for rank, seen in enumerate(run_ranks(decode, 2, tmp_path, *overrides)):
-        assert seen.collectives == expected
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_collectives_of_a_decode_step(tmp_path: Path, family: Family, split: str) -> None:
+    ascend_case(tmp_path, family=family)  # written before all ranks read it
+    for rank, seen in enumerate(run_ranks(decode, 2, tmp_path, *SPLITS[split])):
+        assert seen.collectives == expected(family, split)
+        assert seen.casts == {QWEN3: [], M2: [("MoeGatingTopK", torch.bfloat16)] * 2}[family]
         (line,) = seen.opened  # all groups are the same two ranks: one communicator
         assert seen.groups == {line.split()[2].removeprefix("name=")}
         # attention has no collectives where it is data-parallel, so none run on the vector cores
         assert f"rank={rank} buffer=200 expansion={2 if split == 'dp' else 3} " in line
 
 
+SPLIT_NORM = Counter(ConcatV2=1, Pow=1, RealDiv=2, Rsqrt=1, Unpack=1, MoeFinalizeRoutingV2=2)
+
+
+def test_the_split_norm_of_minimax_m2(tmp_path: Path) -> None:
+    """Its nodes, and its all-reduce: one flat float32 tensor with a number for each token's queries and its keys."""
+    ascend_case(tmp_path, family=M2)
+    for seen in run_ranks(decode, 2, tmp_path):
+        assert [seen.sizes[i] for i in (1, 4)] == [((2 * 4,), torch.float32)] * 2
+        kernels = Counter(M2_FUSED) + SPLIT_NORM
+        around = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head
+        assert {name: seen.kernels[name] for name in kernels} == {
+            name: 2 * count + around.get(name, 0) for name, count in kernels.items()
+        }
+
+
+def decode_with_an_older_cann(rank: int, folder: Path) -> Seen:
+    device.get_cann_version = lambda: "8.3.RC1"
+    return decode(rank, folder)
+
+
+def test_an_older_cann_takes_factors_in_the_models_type(tmp_path: Path) -> None:
+    ascend_case(tmp_path, family=M2)
+    for seen in run_ranks(decode_with_an_older_cann, 2, tmp_path):
+        assert seen.casts == [("RealDiv", torch.bfloat16), ("MoeGatingTopK", torch.bfloat16)] * 2
+        assert seen.collectives == expected(M2, "tp")
+
+
+EAGER_NORM = [  # of three tokens
+    "aclnnRmsNorm (3,{q})bfloat16@strides({qkv},1) ({q})bfloat16 (3,{q})bfloat16 (3,1)float32",
+    "aclnnRmsNorm (3,{k})bfloat16@strides({qkv},1) ({k})bfloat16 (3,{k})bfloat16 (3,1)float32",
+    "aclnnCat [(3)float32 (3)float32] (6)float32",
+    "aclnnPowTensorScalar (6)float32 scalar:int64 (6)float32",
+    "aclnnDivs (6)float32 scalar:int64 (6)float32",
+    "hccl AllReduce 6 float32 name={name} ranks={ranks}",
+    "aclnnRsqrt (6)float32 (6)float32",
+    "aclnnDiv (6)float32 (6)float32 (6)float32",
+    "aclnnArange scalar:int64 scalar:int64 scalar:int64 (3)int32",
+    "aclnnMoeFinalizeRoutingV4 (3,{q})bfloat16 (3)int32 (3,1)float32 (3,{q})bfloat16",
+    "aclnnMoeFinalizeRoutingV4 (3,{k})bfloat16 (3)int32 (3,1)float32 (3,{k})bfloat16",
+]
+
+
+def eager_step(rank: int, folder: Path, world_size: int, *overrides: str) -> list[str]:
+    """The calls of a decode step to the device."""
+    case, ranks = started(rank, world_size, folder, "exe_mode=eager", *overrides)
+    runner = ascend_runner(case, folder, ranks)
+    prefilled(runner)
+    with device_log() as log:
+        runner.loop.step()
+    return log.lines
+
+
+@pytest.mark.parametrize(("world_size", "overrides"), [(2, ()), (8, ()), (16, ("moe_tp_size=1",))])
+def test_one_more_sum_a_layer_where_attention_is_split(
+    tmp_path: Path, world_size: int, overrides: tuple[str, ...]
+) -> None:
+    """Eight and sixteen ranks hold copies of two KV heads."""
+    sizes = dict(num_attention_heads=16, intermediate_size=256, num_local_experts=32)
+    ascend_case(tmp_path, family=M2, **sizes)
+    for lines in run_ranks(eager_step, world_size, tmp_path, world_size, *overrides, limit_s=400):
+        sums = [line.split()[2:4] for line in lines if line.startswith("hccl AllReduce")]
+        rows = ["384", "bfloat16"]  # (3, 128)
+        assert sums == [rows, *[["6", "float32"], rows, rows] * 2]
+        begin = next(i for i, line in enumerate(lines) if "aclnnRmsNorm" in line and "strides" in line)
+        name = next(word.removeprefix("name=") for word in lines[begin + 5].split() if word.startswith("name="))
+        q, k = 16 * 64 // world_size, max(2 // world_size, 1) * 64
+        shapes = dict(q=q, k=k, qkv=q + 2 * k, name=name, ranks=world_size)
+        assert lines[begin : begin + len(EAGER_NORM)] == [line.format(**shapes) for line in EAGER_NORM]
+
+
+def captured_steps(rank: int, folder: Path, mode: str) -> list[list[str]]:
+    """The calls of the first two decode steps to the device."""
+    case, ranks = started(rank, 2, folder, f"exe_mode={mode}")
+    runner = ascend_runner(case, folder, ranks)
+    prefilled(runner)
+    steps = []
+    for _ in range(2):
+        with device_log() as log:
+            runner.loop.step()
+        steps.append(log.lines)
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+def test_the_split_norm_is_captured(tmp_path: Path, mode: str) -> None:
+    """The same kernels as op by op, some of them in place, and the sum between them; a replay calls none again."""
+    ascend_case(tmp_path, family=M2)
+    for first, second in run_ranks(captured_steps, 2, tmp_path, mode):
+        lines = [line.removeprefix("captured ") for line in first if line.startswith(("captured", "hccl"))]
+        begins = [i for i, line in enumerate(lines) if "aclnnRmsNorm" in line and "strides" in line][::2]
+        wanted = [line.split()[0] for line in EAGER_NORM]
+        names = [line.split()[0].replace("Inplace", "") for line in lines]
+        assert [names[i : i + len(wanted)] for i in begins] == [wanted] * 2
+        assert len([line for line in second if line.startswith("replay graph")]) == 1
+        assert not [line for line in second if "RmsNorm" in line or "Routing" in line]
+
+
 def test_a_sum_left_out_is_seen(tmp_path: Path) -> None:
+    ascend_case(tmp_path)
     for seen in run_ranks(decode_without_sums, 2, tmp_path):
         assert seen.collectives == [(GATHER, "MatMul")]
 
@@ -128,6 +235,7 @@ def test_each_group_has_its_buffer_and_one_the_vector_cores(
     tmp_path: Path, aiv_group: str, modes: tuple[int, int, int], variable: str
 ) -> None:
     world, attn_tp, attn_dp = modes
+    ascend_case(tmp_path)
     for rank, seen in enumerate(run_ranks(communicators, 4, tmp_path, *FOUR, f"aiv_group={aiv_group}")):
         assert seen == (
             {
@@ -141,6 +249,7 @@ def test_each_group_has_its_buffer_and_one_the_vector_cores(
 
 
 def test_each_rank_keeps_its_own_graph(tmp_path: Path) -> None:
+    ascend_case(tmp_path)
     first = run_ranks(decode, 2, tmp_path, "enable_cache_compile=true")
     assert all("miss (no cache yet)" in line for seen in first for line in seen.cache)
     folders = sorted(path.name for path in (tmp_path / "cache" / tmp_path.name).iterdir())
@@ -148,4 +257,4 @@ def test_each_rank_keeps_its_own_graph(tmp_path: Path) -> None:
     second = run_ranks(decode, 2, tmp_path, "enable_cache_compile=true")
     assert [len(seen.cache) for seen in second] == [1, 1]
     assert all(seen.cache[0].startswith("compile cache: hit") for seen in second)
-    assert [seen.collectives for seen in second] == [seen.collectives for seen in first] == [SPLITS["tp"][1]] * 2
+    assert [seen.collectives for seen in second] == [seen.collectives for seen in first] == [expected(QWEN3, "tp")] * 2

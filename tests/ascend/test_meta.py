@@ -1,6 +1,8 @@
 """L1: the whole model under FakeTensorMode on the npu device. The real meta functions are called for every op, and the
 resulting shapes and types are right. ops/ascend checks itself what these functions do not check."""
 
+import dataclasses
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,19 +21,19 @@ from executor.engine.batching import pack
 from executor.engine.pages import PagePool
 from executor.engine.request import Request
 from executor.engine.sequence import new_sequence
-from executor.parallel.groups import Parallel
+from executor.parallel.groups import Parallel, Shard
+from executor.planning.activations import CountedGroup
 from models.batch import Batch
 from models.build import Build, Formats
+from models.causal_lm import CausalLM
 from models.layers.attention import PagedAttention
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from ops.ascend import moe
 from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
-from tests.ascend.engine import SIZES
-from tests.tiny import save_tiny
+from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 
 NPU, BF16 = torch.device("npu", 0), torch.bfloat16
+WHOLE = Parallel()
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def fake() -> Iterator[FakeTensorMode]:
 class Model:
     """A model on fake tensors: without values, without computation."""
 
-    module: Qwen3MoeForCausalLM
+    module: CausalLM
     ops: AscendOps
     pool: PagePool
 
@@ -57,14 +59,26 @@ class Model:
 
 @pytest.fixture
 def make(tmp_path: Path, fake: FakeTensorMode) -> Callable[..., Model]:
-    def made(routing: str = "fusion_v2", format: Format | None = None, gemv_tokens: int = 0) -> Model:
-        with torch._subclasses.fake_tensor.unset_fake_temporarily():
-            save_tiny(tmp_path / "model", **SIZES)
+    def made(
+        routing: str = "fusion_v2",
+        format: Format | None = None,
+        gemv_tokens: int = 0,
+        family: Family = QWEN3,
+        true_sizes: bool = False,
+        parallel: Parallel = WHOLE,
+    ) -> Model:
+        folder = tmp_path / "model"
+        if true_sizes:  # those of official files are the defaults of a config
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps({"model_type": family.name, "num_hidden_layers": 2}))
+        else:
+            with torch._subclasses.fake_tensor.unset_fake_temporarily():
+                family.save(folder, **family.sizes)
         ops, plain = AscendOps(BF16, NPU, routing, gemv_tokens), FORMATS["bfloat16"]
         tiled = Format("bfloat16", tiled=True)
         formats = Formats(plain, format or tiled, tiled)
-        build: Any = Build(ops, Parallel(), formats, BF16, NPU, 64)  # type: ignore[arg-type]
-        module = Qwen3MoeForCausalLM(Qwen3MoeConfig.from_folder(tmp_path / "model"), build)
+        build: Any = Build(ops, parallel, formats, BF16, NPU, 64)  # type: ignore[arg-type]
+        module = family.model(family.config.from_folder(folder), build)
         pool = PagePool(5, 128)
         for layer in module.modules():
             if isinstance(layer, PagedAttention):
@@ -76,13 +90,36 @@ def make(tmp_path: Path, fake: FakeTensorMode) -> Callable[..., Model]:
 
 @pytest.mark.parametrize("format", [None, Format("q4", 32), Format("q4", 64, zeros=True)], ids=["bf16", "q4", "zeros"])
 @pytest.mark.parametrize("routing", moe.ROUTINGS)
-def test_shapes_and_types(make: Callable[..., Model], routing: str, format: Format | None) -> None:
-    model = make(routing, format)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_shapes_and_types(make: Callable[..., Model], family: Family, routing: str, format: Format | None) -> None:
+    model = make(routing, format, family=family)
     with torch.inference_mode():
         prefill = model.module.prefill(model.batch([4, 1, 23]))
         decode = model.module.decode(model.batch([1, 1]))
     for logits, rows in ((prefill, 3), (decode, 2)):
         assert (logits.shape, logits.dtype, logits.device) == ((rows, 96), BF16, NPU)
+
+
+EIGHT, SIXTEEN = CountedGroup(7, 8), CountedGroup(15, 16)
+TRUE_SPLITS = {  # this rank is the last one
+    "tp8": Parallel(EIGHT, EIGHT, CountedGroup(), Shard(7, 8), Shard(), EIGHT, EIGHT),
+    "tp16": Parallel(SIXTEEN, SIXTEEN, CountedGroup(), Shard(15, 16), Shard(), SIXTEEN, SIXTEEN),
+    "tp8dp2ep16": Parallel(SIXTEEN, EIGHT, CountedGroup(1, 2), Shard(), Shard(15, 16), EIGHT, EIGHT),
+}
+
+
+@pytest.mark.parametrize("split", TRUE_SPLITS)
+@pytest.mark.parametrize("format", [None, Format("q4", 32, zeros=True)], ids=["bf16", "zeros"])
+def test_a_rank_of_the_true_minimax_m2(make: Callable[..., Model], format: Format | None, split: str) -> None:
+    """Two layers of hidden size 3072 with 48 and 8 heads, 256 experts of 1536 and the whole vocabulary."""
+    parallel = TRUE_SPLITS[split]
+    model = make(format=format, gemv_tokens=8 if format else 0, family=M2, true_sizes=True, parallel=parallel)
+    with torch.inference_mode(), Umbra() as seen:
+        prefill = model.module.prefill(dataclasses.replace(model.batch([4, 1, 23]), tokens_per_group=None))
+        more = dict(seen.calls)
+        decode = model.module.decode(dataclasses.replace(model.batch([1, 1]), tokens_per_group=None))
+    assert [(x.shape, x.dtype) for x in (prefill, decode)] == [((3, 200064), BF16), ((2, 200064), BF16)]
+    assert (more, seen.calls) == ({}, {"gemv_w4a16": 4, "fused_moe_w4a16": 2} if format else {})
 
 
 class Umbra(TorchDispatchMode):
@@ -99,9 +136,10 @@ class Umbra(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("format", [Format("q4", 32), Format("q4", 64, zeros=True)], ids=["q4", "zeros"])
-def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], format: Format) -> None:
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], family: Family, format: Format) -> None:
     """The Meta functions accept what the layers pass; steps of more tokens do not use these ops."""
-    model = make(format=format, gemv_tokens=2)
+    model = make(format=format, gemv_tokens=2, family=family)
     for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_w4a16": 2}), ([1, 1, 1], {})):
         with torch.inference_mode(), Umbra() as seen:
             logits = model.module.decode(model.batch(lengths))
@@ -109,11 +147,19 @@ def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], format: F
         assert seen.calls == calls
 
 
-def test_routing_weights_of_another_type_are_seen(make: Callable[..., Model], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("family", "op"), [(QWEN3, "route_softmax"), (M2, "route_sigmoid")], ids=str)
+def test_routing_weights_of_another_type_are_seen(
+    make: Callable[..., Model], family: Family, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A mutation that the Meta functions must detect in the model's own step."""
-    model = make(format=Format("q4", 32), gemv_tokens=4)
-    real = AscendOps.route_softmax
-    monkeypatch.setattr(AscendOps, "route_softmax", lambda *given: (real(*given)[0].float(), real(*given)[1]))
+    model = make(format=Format("q4", 32), gemv_tokens=4, family=family)
+    real = getattr(AscendOps, op)
+
+    def wider(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        weights, ids = real(*given, **named)
+        return weights.float(), ids
+
+    monkeypatch.setattr(AscendOps, op, wider)
     with pytest.raises(TypeError, match=r"weights: torch\.float32: must be torch\.bfloat16"), torch.inference_mode():
         model.module.decode(model.batch([1, 1]))
 

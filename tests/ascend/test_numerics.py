@@ -1,5 +1,6 @@
 """L2: the Ascend model code computes what the reference computes, in plain CPU code under the real `npu::` schemas."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,26 @@ from executor.platform.settings import PlatformSettings
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import Plane, pack, quantise
 from ops.format import Format, Quantised
+from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import run_gloo_ranks
 from tests.quantised import quantise_tiny
-from tests.tiny import ONE_RANK, save_tiny, tiny_case
+from tests.tiny import ONE_RANK, tiny_case
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
-SIZES = dict(hidden_size=64, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=32)
+
+
+def save(family: Family, folder: Path, inner: int = 32, **options: Any) -> None:
+    family.save(folder / "model", **family.sizes | {"hidden_size": 64, family.inner: inner} | options)
 
 
 def logits(
     folder: Path, platform: Any, ranks: RankEnv = ONE_RANK, model: str = "model", **sections: Any
 ) -> dict[str, np.ndarray]:
+    name = json.loads((folder / model / "config.json").read_text())["model_type"]
     case = tiny_case(
-        folder, folder / model, cache_config={"page_size": 16}, exe_mode="eager",
+        folder, folder / model, model_name=name, cache_config={"page_size": 16}, exe_mode="eager",
         data_config={"input_max_len": 32, "max_new_tokens": 8, "batch_size": 4}, **sections,
     )  # fmt: skip
     runner = make_runner(case, folder, ranks)
@@ -47,15 +53,25 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
     assert all(np.array_equal(ours[n], expected[n]) for n in expected if n.startswith("ids"))
 
 
-@pytest.mark.parametrize("options", [{}, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (QWEN3, {}),
+        (QWEN3, dict(attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False)),
+        (M2, {}),
+        (M2, dict(rotary_dim=64)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_model_equals_reference(tmp_path: Path, routing: str, options: dict[str, Any]) -> None:
-    save_tiny(tmp_path / "model", **SIZES, **options)
+def test_model_equals_reference(tmp_path: Path, routing: str, family: Family, options: dict[str, Any]) -> None:
+    save(family, tmp_path, **options)
     assert_same(logits(tmp_path, ascend_on_cpu(routing)), logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
-def test_bfloat16_stays_close(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", **SIZES | dict(initializer_range=0.1))
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_bfloat16_stays_close(tmp_path: Path, family: Family) -> None:
+    save(family, tmp_path, initializer_range=0.1)
     low = {"model_config": {"dtype": "bfloat16"}}
     ours, expected = logits(tmp_path, ascend_on_cpu("fusion_v2"), **low), logits(tmp_path, ReferenceOnCpu)
     for name in ("prefill_0", "prefill_2"):
@@ -63,25 +79,37 @@ def test_bfloat16_stays_close(tmp_path: Path) -> None:
         assert 1e-4 < error < 0.05, name
 
 
-def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], routing: str) -> None:
+def rank_logits(rank: int, port: int, folder: Path, world_size: int, split: dict[str, int], routing: str) -> None:
     import os
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
-    arrays = logits(folder, ascend_on_cpu(routing), ranks, world_size=2, parallel_config=split)
+    ranks = RankEnv(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, error_file="")
+    arrays = logits(folder, ascend_on_cpu(routing), ranks, world_size=world_size, parallel_config=split)
     np.savez(folder / f"rank{rank}.npz", **arrays)
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("split", [{}, {"moe_tp_size": 1}, {"attn_tp_size": 1}], ids=["tp2", "ep2", "dp2"])
-def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], routing: str) -> None:
-    save_tiny(tmp_path / "model", **SIZES)
-    run_gloo_ranks(rank_logits, 2, tmp_path, split, routing)
-    expected = logits(tmp_path, ReferenceOnCpu)
-    for rank in range(2):
-        with np.load(tmp_path / f"rank{rank}.npz") as arrays:
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_two_ranks_equal_the_reference(tmp_path: Path, family: Family, split: dict[str, int], routing: str) -> None:
+    save(family, tmp_path)
+    check_ranks(tmp_path, 2, split, routing)
+
+
+@pytest.mark.parametrize("split", [{}, {"moe_tp_size": 2}], ids=["tp4", "ep2tp2"])
+def test_ranks_with_copies_of_a_head_equal_the_reference(tmp_path: Path, split: dict[str, int]) -> None:
+    """Two ranks hold each KV head, and its part of the weight of the norm over all heads."""
+    save(M2, tmp_path)
+    check_ranks(tmp_path, 4, split, "fusion_v2")
+
+
+def check_ranks(folder: Path, world_size: int, split: dict[str, int], routing: str) -> None:
+    run_gloo_ranks(rank_logits, world_size, folder, world_size, split, routing)
+    expected = logits(folder, ReferenceOnCpu)
+    for rank in range(world_size):
+        with np.load(folder / f"rank{rank}.npz") as arrays:
             assert_same(dict(arrays), expected, 1e-4)
 
 
@@ -89,11 +117,16 @@ def test_two_ranks_equal_the_reference(tmp_path: Path, split: dict[str, int], ro
     ("format", "group", "symmetric"),
     [("awq", 32, False), ("awq", 64, False), ("gptq", 32, True), ("pack-quantized", 64, True), ("fp8", 0, True)],
 )
-def test_a_quantised_checkpoint_equals_its_floats(tmp_path: Path, format: str, group: int, symmetric: bool) -> None:
-    """4-bit checkpoints keep their levels in the NPU's layout, so the weights are equal to the last bit."""
-    save_tiny(tmp_path / "model", **SIZES | dict(moe_intermediate_size=64))
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_quantised_checkpoint_equals_its_floats(
+    tmp_path: Path, family: Family, format: str, group: int, symmetric: bool
+) -> None:
+    """4-bit checkpoints keep their levels in the NPU's layout, so the weights are equal to the last bit. FP8 becomes
+    floats, as `auto` means on Ascend; the platform that this case names, the CPU, would keep it."""
+    save(family, tmp_path, inner=64)
     quantise_tiny(tmp_path / "model", tmp_path / "quantised", format, group, 4, symmetric)
-    ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised")
+    method = {"quantization": {"method": "none" if format == "fp8" else "auto"}}
+    ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised", **method)
     assert_same(ours, logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
 
 

@@ -9,18 +9,22 @@ import numpy as np
 import pytest
 import torch
 
+from cpu_offload.ascend import NpuExperts
 from executor.config.env import RankEnv
 from executor.job.logits import collect_logits
 from executor.job.runner import ModelRunner, make_runner
+from ops.ascend.weights import Stored
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import run_gloo_ranks
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
-from tests.tiny import ONE_RANK, save_tiny, tiny_case
+from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
+SIZES_M2 = TINY_AS_M2 | dict(hidden_size=128, head_dim=64, rotary_dim=32, num_attention_heads=4, intermediate_size=64)
+FAMILIES = ["qwen3_moe", "minimax_m2"]
 ELASTIC = {"mode": "elastic", "arena_mb": 400 / 1024}
 
 
@@ -28,6 +32,13 @@ ELASTIC = {"mode": "elastic", "arena_mb": 400 / 1024}
 def closed() -> Iterator[None]:
     yield
     close_nodes()
+
+
+def save_family(folder: Path, family: str) -> None:
+    if family == "minimax_m2":
+        save_tiny_m2(folder, **SIZES_M2)
+    else:
+        save_tiny(folder, **SIZES)
 
 
 def runner_of(
@@ -53,11 +64,12 @@ def used(runner: ModelRunner) -> tuple[int, int]:
 PLACEMENTS: list[dict[str, Any]] = [ELASTIC, {"mode": "fixed", "slots": -1}, {"mode": "fixed", "slots": 5}]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("offload", [*PLACEMENTS, {"mode": "resident"}], ids=["elastic", "none", "5", "all"])
-def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any]) -> None:
-    save_tiny(tmp_path / "model", **SIZES)
-    expected = collect_logits(runner_of(tmp_path), IDS, steps=5)
-    runner = runner_of(tmp_path, offload_config=offload)
+def test_logits_are_those_without(tmp_path: Path, offload: dict[str, Any], family: str) -> None:
+    save_family(tmp_path / "model", family)
+    expected = collect_logits(runner_of(tmp_path, model_name=family), IDS, steps=5)
+    runner = runner_of(tmp_path, model_name=family, offload_config=offload)
     ours = collect_logits(runner, IDS, steps=5)
     for name, array in expected.items():
         if name.startswith("prefill"):  # streamed: the same products of the same weights
@@ -87,6 +99,40 @@ def test_four_bits_stay_close(tmp_path: Path, offload: dict[str, Any], gemv_toke
             assert (error == 0) == name.startswith("prefill"), name
     assert CALLS["fused_moe_slots_w4a16"] == (2 * 5 if gemv_tokens else 0)
     assert used(runner)[1] > 0
+
+
+@pytest.mark.parametrize("gemv_tokens", [0, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_floats_are_quantised_once_for_both_copies(tmp_path: Path, family: str, gemv_tokens: int) -> None:
+    save_family(tmp_path / "model", family)
+    sections: dict[str, Any] = {"model_name": family, "quantization": {"method": "q4", "zero_points": gemv_tokens > 0}}
+    expected = collect_logits(runner_of(tmp_path, "model", gemv_tokens, **sections), IDS, steps=5)
+    CALLS.clear()
+    runner = runner_of(tmp_path, "model", gemv_tokens, **sections, offload_config={"mode": "fixed", "slots": 5})
+    ours = collect_logits(runner, IDS, steps=5)
+    for name, array in expected.items():
+        if not name.startswith("ids") and array.size:
+            assert np.abs(ours[name] - array).mean() < 0.05 * np.abs(array).mean(), name
+    assert CALLS["fused_moe_slots_w4a16"] == (2 * 5 if gemv_tokens else 0)
+    assert used(runner)[1] > 0
+    assert runner.engine.offload
+    for layer in runner.engine.offload.layers:
+        assert isinstance(layer, NpuExperts)
+        for expert in range(layer.count):
+            host = layer.blocks.dequantised(int(layer.store.addresses[expert]), "down")
+            device = dequantised(layer.w2, expert)
+            torch.testing.assert_close(host, device, rtol=1e-3, atol=1e-3)  # the host's scales are float16
+
+
+def dequantised(stored: Stored, expert: int) -> torch.Tensor:
+    """The expert's matrix, (outputs, inputs), from the device's layout."""
+    assert stored.scales is not None
+    words, scales = stored.data[expert], stored.scales[expert]
+    nibbles = torch.stack([words >> 4 * i & 15 for i in range(8)], -1).flatten(1)
+    values = torch.where(nibbles > 7, nibbles - 16, nibbles).float()
+    if stored.offsets is not None:
+        values += stored.offsets[expert].repeat_interleave(32, 0)
+    return (values * scales.repeat_interleave(32, 0)).T
 
 
 def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_tokens: int) -> None:

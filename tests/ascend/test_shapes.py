@@ -11,36 +11,35 @@ from executor.engine.building import attentions
 from executor.parallel.groups import Parallel, Shard
 from executor.planning.activations import CountedGroup, Ledger, batch_of
 from models.build import Build, Formats
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from ops.ascend import moe
 from ops.ascend.ops import AscendOps
 from ops.ascend.shapes import AscendShapes
 from ops.format import FORMATS, Format
-from tests.ascend.engine import SIZES
-from tests.tiny import save_tiny
+from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 
 BF16 = torch.bfloat16
 WHOLE = Parallel()
 TWO = CountedGroup(0, 2)
 SPLIT = Parallel(TWO, CountedGroup(), TWO, Shard(), Shard(0, 2), TWO, TWO)  # data-parallel attention, divided experts
+TENSOR = Parallel(TWO, TWO, CountedGroup(), Shard(0, 2), Shard(), TWO, TWO)
 
 
-@pytest.mark.parametrize("parallel", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("parallel", [WHOLE, SPLIT, TENSOR], ids=["whole", "split", "tensor"])
 @pytest.mark.parametrize(("format", "top_k"), [(None, 8), (Format("q4", 32), 2)], ids=["bf16", "q4"])
 @pytest.mark.parametrize("routing", moe.ROUTINGS)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_as_much_is_alive_at_the_fullest_moment(
-    tmp_path: Path, routing: str, format: Format | None, top_k: int, parallel: Parallel
+    tmp_path: Path, family: Family, routing: str, format: Format | None, top_k: int, parallel: Parallel
 ) -> None:
-    sizes = dict(mlp_only_layers=[0], intermediate_size=64, attention_bias=True, num_experts_per_tok=top_k)
-    save_tiny(tmp_path / "model", **SIZES, **sizes)
-    config = Qwen3MoeConfig.from_folder(tmp_path / "model")
+    sizes = {QWEN3: dict(mlp_only_layers=[0], intermediate_size=64, attention_bias=True), M2: {}}[family]
+    family.save(tmp_path / "model", **family.sizes | sizes | dict(num_experts_per_tok=top_k))
+    config = family.config.from_folder(tmp_path / "model")
     plain = FORMATS["bfloat16"]
     formats = Formats(plain, format or plain, plain)
     ledger = Ledger()
 
     def most(ops: Any, device: torch.device, tokens: int, sequences: int) -> int:
-        model = Qwen3MoeForCausalLM(config, Build(ops, parallel, formats, BF16, device, 256))
+        model = family.model(config, Build(ops, parallel, formats, BF16, device, 256))
         for layer in attentions(model):
             layer.bind(*(ops.kv_cache(6, 128, layer.kv_heads, layer.head_dim, BF16, device) for _ in "kv"))
         batch = batch_of(ops, tokens, sequences, 2, 128, parallel.attn_dp.size).to(device)
@@ -53,3 +52,26 @@ def test_as_much_is_alive_at_the_fullest_moment(
             npu = torch.device("npu", 0)
             real = most(AscendOps(BF16, npu, routing), npu, tokens, sequences)
         assert planned == real
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("op", ["split_rms_norm", "route_sigmoid", "route_sigmoid without bias", "not renormalised"])
+def test_an_op_of_minimax_m2_has_the_same_tensors(op: str, dtype: torch.dtype) -> None:
+    """Alone, since in a step another op has the fullest moment."""
+    ledger = Ledger()
+
+    def most(ops: Any, device: torch.device) -> int:
+        q, k = (torch.empty(5, 96, dtype=dtype, device=device)[:, : 16 * n] for n in (4, 1))
+        scores, bias = (torch.empty(*shape, device=device) for shape in ((5, 64), (64,)))
+        steps: dict[str, Any] = {
+            "split_rms_norm": lambda _: ops.split_rms_norm([q, k], [q[0], k[0]], [512, 128], 1e-6, lambda x: x),
+            "route_sigmoid": lambda _: ops.route_sigmoid(scores, bias, 3, True),
+            "route_sigmoid without bias": lambda _: ops.route_sigmoid(scores, None, 3, True),
+            "not renormalised": lambda _: ops.route_sigmoid(scores, bias, 3, False),
+        }
+        return ledger.fullest(torch.nn.Identity(), steps[op], Any).nbytes  # type: ignore[arg-type]
+
+    planned = most(AscendShapes(dtype, "fusion_v2", ledger.note), torch.device("meta"))
+    with FakeTensorMode():
+        npu = torch.device("npu", 0)
+        assert planned == most(AscendOps(dtype, npu, "fusion_v2"), npu)

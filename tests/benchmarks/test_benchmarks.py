@@ -16,7 +16,7 @@ from benchmarks.umbra import Umbra
 from errors import UserError
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS
-from tests.tiny import save_tiny, write_case
+from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case, write_case
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,14 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("benchmarks")
     save_tiny(folder / "model", moe_intermediate_size=32, max_position_embeddings=4096)
     return str(write_case(folder / "tiny.yaml", folder / "model", model_config={"dtype": "bfloat16"}))
+
+
+@pytest.fixture(scope="module")
+def m2_case(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("benchmarks_m2")
+    save_tiny_m2(folder / "model", max_position_embeddings=4096)
+    settings = dict(model_name="minimax_m2", model_config={"dtype": "bfloat16"})
+    return str(write_case(folder / "tiny.yaml", folder / "model", **settings))
 
 
 @pytest.mark.parametrize("format", ["q4", "q8"])
@@ -55,8 +63,9 @@ def test_other_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("format", ["q4", "q8"])
-def test_gguf_file_has_every_weight(case: str, tmp_path: Path, format: str) -> None:
-    engine = Umbra(case, None, format, 1, "auto", 1, 16)
+@pytest.mark.parametrize("family", ["case", "m2_case"])
+def test_gguf_file_has_every_weight(family: str, tmp_path: Path, format: str, request: pytest.FixtureRequest) -> None:
+    engine = Umbra(request.getfixturevalue(family), None, format, 1, "auto", 1, 16)
     write_gguf(tmp_path / "tiny.gguf", engine.model, engine.config, format)
     tensors = {t.name: t for t in GGUFReader(tmp_path / "tiny.gguf").tensors}
     for entry in entries(engine.model, engine.config, format):
@@ -69,6 +78,59 @@ def test_gguf_file_has_every_weight(case: str, tmp_path: Path, format: str) -> N
     assert sum(int(np.prod(e.shape)) for e in entries(engine.model, engine.config, format)) == sum(
         p.kept_elements for path, layer in cpu_decode.layers_of(engine.model) for p in layer.pieces(path)
     )
+
+
+def test_gguf_of_minimax_m2_is_in_the_checkpoints_order(tmp_path: Path) -> None:
+    """The engine keeps query and key heads in another order; llama.cpp rotates the first columns of a head."""
+    oracle = save_tiny_m2(tmp_path / "model", rotary_dim=8).state_dict()  # with 16 of 32 the order is its own inverse
+    runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2"), tmp_path)
+    written = {e.name: torch.cat(list(e.read())) for e in entries(runner.engine.model, runner.config, "float32")}
+    theirs = {
+        "attn_q.weight": "self_attn.q_proj.weight", "attn_k.weight": "self_attn.k_proj.weight",
+        "attn_v.weight": "self_attn.v_proj.weight", "attn_output.weight": "self_attn.o_proj.weight",
+        "attn_q_norm.weight": "self_attn.q_norm.weight", "attn_k_norm.weight": "self_attn.k_norm.weight",
+        "ffn_gate_inp.weight": "mlp.gate.weight", "exp_probs_b.bias": "mlp.e_score_correction_bias",
+        "ffn_down_exps.weight": "mlp.experts.down_proj",
+    }  # fmt: skip
+    for i in range(3):
+        layer = {name: oracle[f"model.layers.{i}.{key}"] for name, key in theirs.items()}
+        gate, up = oracle[f"model.layers.{i}.mlp.experts.gate_up_proj"].chunk(2, dim=1)
+        for name, tensor in (layer | {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}).items():
+            kept = written[f"blk.{i}.{name}"]
+            np.testing.assert_array_equal(kept.numpy(), tensor.reshape(kept.shape).numpy(), err_msg=name)
+
+
+def test_gguf_of_minimax_m2_says_how_it_routes_and_rotates(m2_case: str, tmp_path: Path) -> None:
+    engine = Umbra(m2_case, 1, "q4", 1, "auto", 1, 16)
+    write_gguf(tmp_path / "tiny.gguf", engine.model, engine.config, "q4")
+    fields = GGUFReader(tmp_path / "tiny.gguf").fields
+    expected = {
+        "general.architecture": "minimax-m2", "minimax-m2.block_count": 1, "minimax-m2.rope.dimension_count": 16,
+        "minimax-m2.rope.freq_base": 5e6, "minimax-m2.expert_gating_func": 2, "minimax-m2.expert_count": 16,
+        "minimax-m2.expert_used_count": 4, "minimax-m2.expert_feed_forward_length": 96,
+    }  # fmt: skip
+    assert {name: fields[name].contents() for name in expected} == expected
+
+
+def test_cpu_decode_of_minimax_m2(m2_case: str, tmp_path: Path) -> None:
+    flags = ["--layers", "1", "--batches", "1", "2", "--context", "8", "--seconds", "0", "--threads", "1"]
+    cpu_decode.main(["--case", m2_case, *flags, "--json", str(tmp_path / "rows.json")])
+    data = json.loads((tmp_path / "rows.json").read_text())
+    rows = data["rows"]
+    assert data["layers"] == 1
+    assert [r["batch"] for r in rows if r["phase"] == "decode"] == [1, 2]
+    assert rows[0]["experts"] == 4
+    assert 4 < rows[1]["experts"] <= 8
+    for row in rows:
+        assert 0 < row["read_fraction"] < 1
+        assert 0 < row["int8_fraction"] < 1
+
+
+def test_dense_layers_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", mlp_only_layers=[1])
+    case = write_case(tmp_path / "tiny.yaml", tmp_path / "model", model_config={"dtype": "bfloat16"})
+    with pytest.raises(UserError, match="has dense layers"):
+        Umbra(str(case), None, "none", 1, "auto", 1, 16)
 
 
 def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from ops.cpu.matrix import NativeExperts
 from ops.format import FORMATS, Format
 
 cpu = load_ops("cpu")
-KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")}
+KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"f8": Format("f8", 32)}
 COUNT, INNER, HIDDEN, DECODE = 21, 64, 96, 2
 
 

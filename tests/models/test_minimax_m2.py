@@ -1,23 +1,120 @@
-"""Umbra's MiniMax-M2 compared with that of transformers: the same logits for all configuration options."""
+"""Umbra's MiniMax-M2 compared with that of transformers, and both with the formulas in float64: the same logits for all
+configuration options. What each formula's mistakes would do: test_minimax_m2_mistakes.py."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import MiniMaxM2ForCausalLM
 
+from errors import UserError
+from executor.engine.forced import ForcedRun
+from executor.engine.sequence import Sequence
 from executor.job.logits import collect_logits
-from tests.tiny import make_runner, oracle_logits, save_tiny_m2, tiny_case
+from tests.tiny import OFFICIAL_M2, TINY_M2, make_runner, oracle_logits, save_tiny_m2, tiny_case
 
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(130, 153))]
+STEPS = 5
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "as_transformers_saves_it": {"official": False},
+    "whole_heads_rotate": {"rotary_dim": 32},
+    "a_quarter_rotates": {"rotary_dim": 8},
+    "16_heads_on_2": {"num_attention_heads": 16, "num_key_value_heads": 2},
+    "as_many_kv_heads": {"num_key_value_heads": 12},
+    "official_heads": {"head_dim": 128, "rotary_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "sizes_that_no_vector_divides": {
+        "hidden_size": 52, "intermediate_size": 20, "head_dim": 20, "rotary_dim": 6, "num_local_experts": 13,
+        "num_experts_per_tok": 3, "vocab_size": 199, "num_hidden_layers": 2, "initializer_range": 0.2,
+    },
+}  # fmt: skip
+RUNS: dict[str, dict[str, Any]] = {
+    "graph": {"exe_mode": "graph"},
+    "pages_of_1": {"cache_config": {"page_size": 1}},
+}
 
 
-@pytest.mark.parametrize("rotary_dim", [16, 32, 8])
-@pytest.mark.parametrize("official", [True, False])
-def test_logits_equal_transformers(tmp_path: Path, official: bool, rotary_dim: int) -> None:
+def formulas(folder: Path, ids: list[int], rotary_dim: int) -> np.ndarray:
+    """The logits of each position, computed in float64 from the checkpoint's own tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    w = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    half, count = rotary_dim // 2, len(ids)
+    angles = torch.arange(count).double()[:, None, None] * 5e6 ** (-2 * torch.arange(half).double() / rotary_dim)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[name + ".weight"]
+
+    def turned(x: Tensor) -> Tensor:  # (T, heads, dim)
+        a, b, still = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
+        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), still), -1)
+
+    def attention(x: Tensor, at: str) -> Tensor:
+        q, k, v = (x @ w[f"{at}.{name}_proj.weight"].T for name in "qkv")
+        q, k = norm(q, at + ".q_norm"), norm(k, at + ".k_norm")
+        q, k, v = (t.view(count, -1, dim) for t in (q, k, v))
+        k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (turned(k), v))
+        scores = torch.einsum("qhd,khd->hqk", turned(q), k) / dim**0.5
+        future = torch.ones(count, count).triu(1).bool()
+        out = torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
+        return out.flatten(1) @ w[at + ".o_proj.weight"].T
+
+    def experts(x: Tensor, at: str) -> Tensor:
+        scores, rows = (x @ w[at + ".gate.weight"].T).sigmoid(), []
+        for row, score in zip(x, scores, strict=True):
+            chosen = (score + w[at + ".e_score_correction_bias"]).topk(config["num_experts_per_tok"]).indices.tolist()
+            y = torch.zeros_like(row)
+            for e in chosen:
+                w1, w2, w3 = (w[f"{at}.experts.{e}.w{i}.weight"] for i in (1, 2, 3))
+                gate = w1 @ row
+                y += score[e] / score[chosen].sum() * (w2 @ (gate * gate.sigmoid() * (w3 @ row)))
+            rows.append(y)
+        return torch.stack(rows)
+
+    x = w["model.embed_tokens.weight"][ids]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        x = x + attention(norm(x, at + ".input_layernorm"), at + ".self_attn")
+        x = x + experts(norm(x, at + ".post_attention_layernorm"), at + ".block_sparse_moe")
+    return (norm(x, "model.norm") @ w["lm_head.weight"].T).float().numpy()
+
+
+class CountedRun(ForcedRun):
+    steps = 0
+
+    def _run(self, running: list[Sequence], decode: bool, all_logits: bool) -> dict[int, Tensor]:
+        self.steps += 1
+        return super()._run(running, decode, all_logits)
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> MiniMaxM2ForCausalLM:
+    """Changes the tensors of the checkpoint in place; the oracle that then reads it."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return MiniMaxM2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = {name: value for name, value in (json.loads(path.read_text()) | changes).items() if value is not None}
+    path.write_text(json.dumps(config))
+
+
+def logits_of(folder: Path, **sections: Any) -> dict[str, np.ndarray]:
+    case = tiny_case(folder.parent, folder, model_name="minimax_m2", **sections)
+    return collect_logits(make_runner(case, folder.parent), PROMPTS, STEPS)
+
+
+def assert_equal(arrays: dict[str, np.ndarray], oracle: MiniMaxM2ForCausalLM) -> None:
     """A packed prefill of three lengths, then decoding one by one, equals one full forward of each sequence."""
-    oracle = save_tiny_m2(tmp_path / "model", official, rotary_dim=rotary_dim)
-    case = tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2")
-    arrays = collect_logits(make_runner(case, tmp_path), PROMPTS, steps=5)
     for i, prompt in enumerate(PROMPTS):
         ids = arrays[f"ids_{i}"].tolist()
         assert ids[: len(prompt)] == prompt
@@ -25,3 +122,104 @@ def test_logits_equal_transformers(tmp_path: Path, official: bool, rotary_dim: i
         expected = oracle_logits(oracle, ids).numpy()
         assert expected.std() > 0.5  # the comparison has something to compare
         np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_logits_equal_transformers(tmp_path: Path, config: str) -> None:
+    oracle = save_tiny_m2(tmp_path / "model", **CONFIGS[config])
+    assert_equal(logits_of(tmp_path / "model"), oracle)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_way_to_run_equals_transformers(tmp_path: Path, run: str) -> None:
+    oracle = save_tiny_m2(tmp_path / "model")
+    assert_equal(logits_of(tmp_path / "model", **RUNS[run]), oracle)
+
+
+@pytest.mark.parametrize("exe_mode", ["eager", "graph"])
+def test_prefill_in_chunks(tmp_path: Path, exe_mode: str) -> None:
+    oracle = save_tiny_m2(tmp_path / "model")
+    sections = {"exe_mode": exe_mode, "data_config": {"chunked_prefill_size": 5}}
+    case = tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2", **sections)
+    forced = CountedRun(make_runner(case, tmp_path).engine)
+    last = forced.add(PROMPTS, 2)
+    assert forced.steps == -(-sum(map(len, PROMPTS)) // 5)
+    tokens = [int(logits.argmax()) for logits in last]
+    forced.extend(tokens)
+    for prompt, token, *ours in zip(PROMPTS, tokens, last, forced.decode(), strict=True):
+        expected = oracle_logits(oracle, [*prompt, token])[-2:]
+        np.testing.assert_allclose(torch.cat(ours).numpy(), expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("config", ["tiny", "a_quarter_rotates", "16_heads_on_2"])
+def test_both_equal_the_formulas(tmp_path: Path, config: str) -> None:
+    """The installed transformers rotates `rotary_dim` columns of a head; older ones rotated all."""
+    oracle = save_tiny_m2(tmp_path / "model", **CONFIGS[config])
+    arrays, rotary_dim = logits_of(tmp_path / "model"), CONFIGS[config].get("rotary_dim", TINY_M2["rotary_dim"])
+    for i in range(len(PROMPTS)):
+        ids = arrays[f"ids_{i}"].tolist()
+        expected = formulas(tmp_path / "model", ids, rotary_dim)
+        np.testing.assert_allclose(np.concatenate([arrays[f"prefill_{i}"], arrays[f"decode_{i}"]]), expected, atol=1e-4)
+        np.testing.assert_allclose(oracle_logits(oracle, ids).numpy(), expected, atol=1e-4)
+    assert np.abs(formulas(tmp_path / "model", ids, 32) - expected).max() > 0.1
+
+
+def test_rope_keys_of_transformers_alone(tmp_path: Path) -> None:
+    """Files saved by transformers 5 may lack `rotary_dim`."""
+    oracle = save_tiny_m2(tmp_path / "model", official=False)
+    edit_config(tmp_path / "model", rotary_dim=None)
+    assert_equal(logits_of(tmp_path / "model"), oracle)
+
+
+def test_without_a_selection_bias(tmp_path: Path) -> None:
+    def drop(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if "e_score_correction_bias" in n]:
+            del tensors[name]
+
+    save_tiny_m2(tmp_path / "model")
+    oracle = edit_tensors(tmp_path / "model", drop)
+    with pytest.raises(UserError, match=r"3 tensors missing: .*e_score_correction_bias"):
+        logits_of(tmp_path / "model")
+    edit_config(tmp_path / "model", use_routing_bias=False)
+    assert not any(buffer.any() for name, buffer in oracle.named_buffers() if "e_score_correction_bias" in name)
+    assert_equal(logits_of(tmp_path / "model"), oracle)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_rounds_matrices_alone(tmp_path: Path, dtype: str) -> None:
+    """The router, its bias and the norms stay as they are, so that a rounding changes no choice of experts."""
+
+    def rounded(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2 and "gate" not in name:
+                tensor.copy_(tensor.to(getattr(torch, dtype)))
+
+    save_tiny_m2(tmp_path / "model")
+    sections = {"model_config": {"dtype": dtype}, "cache_config": {"kv_dtype": "float32"}}
+    arrays = logits_of(tmp_path / "model", **sections)
+    assert_equal(arrays, edit_tensors(tmp_path / "model", rounded))
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.1), ("float16", 0.002)])
+def test_half_precision_stays_close(tmp_path: Path, dtype: str, allowed: float) -> None:
+    """The errors' root mean square beside that of the logits: a token may get other experts."""
+    oracle = save_tiny_m2(tmp_path / "model")
+    arrays = logits_of(tmp_path / "model", model_config={"dtype": dtype})
+    for i, prompt in enumerate(PROMPTS):
+        expected = oracle_logits(oracle, prompt).numpy()
+        assert (arrays[f"prefill_{i}"] - expected).std() < allowed * expected.std()
+
+
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
+    """The config of every release tells of three, of which no release has weights; other names are refused."""
+    oracle = save_tiny_m2(tmp_path / "model")
+    layers, modules = TINY_M2["num_hidden_layers"], OFFICIAL_M2["num_mtp_modules"]
+    edit_tensors(
+        tmp_path / "model", lambda t: t.update({f"model.layers.{layers + modules - 1}.enorm.weight": torch.ones(4)})
+    )
+    assert_equal(logits_of(tmp_path / "model"), oracle)
+    edit_tensors(
+        tmp_path / "model", lambda t: t.update({f"model.layers.{layers + modules}.enorm.weight": torch.ones(4)})
+    )
+    with pytest.raises(UserError, match=r"1 tensors that the model does not know: model\.layers\.6\.enorm\.weight"):
+        logits_of(tmp_path / "model")

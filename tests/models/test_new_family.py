@@ -2,7 +2,9 @@
 in a copy of the project: their family `toy_moe` is Qwen3-MoE under other names, with a router that chooses by
 sigmoid."""
 
+import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
 from files import ROOT
 from tests.tiny import save_tiny
@@ -17,6 +20,7 @@ from tests.tiny import save_tiny
 pytestmark = pytest.mark.slow
 
 LINE = '    "toy_moe": Family("models.toy_moe.config:ToyMoeConfig", "models.toy_moe.model:ToyMoeForCausalLM"),\n'
+LAYERS = ROOT / "models/layers"
 NAMES = {"qwen3_moe": "toy_moe", "Qwen3Moe": "ToyMoe"}
 ROUTE = "self.ops.route_softmax(self.gate(x), self.top_k, self.renormalise)"
 
@@ -69,3 +73,17 @@ def test_a_family_runs_from_one_folder_and_one_line(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "results/report.json").read_text())
     assert [len(completion["tokens"]) for completion in report["completions"]] == [4, 4]
     assert "fullest at " in run("--plan", name="toy_on_ascend")  # `--plan` runs the family's own steps on meta
+
+
+def test_the_guide_names_every_layer() -> None:
+    """docs/adding_a_model.md has every class of models/layers/ that is a module, and none that does not exist."""
+    modules = {path.stem: importlib.import_module(f"models.layers.{path.stem}") for path in LAYERS.glob("[a-z]*.py")}
+    there = {
+        f"{name}.{word}"
+        for name, module in modules.items()
+        for word, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__
+    }
+    named = set(re.findall(rf"`((?:{'|'.join(modules)})\.\w+)`", (ROOT / "docs/adding_a_model.md").read_text()))
+    assert there <= named
+    assert all(hasattr(modules[name], word) for name, _, word in (place.partition(".") for place in named))

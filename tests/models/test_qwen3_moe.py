@@ -92,6 +92,7 @@ def test_demo_model_equals_transformers(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide num_attention_heads: 8"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9 is more than num_experts: 8"),
+        ({"num_experts": 65536, "num_hidden_layers": 9}, "num_experts: 65536 in each of 9 layers is more than 524288"),
         ({"hidden_size": 1 << 40}, "hidden_size: 1099511627776 must be an integer from 1 to"),
         ({"hidden_size": "big"}, "hidden_size: 'big' must be an integer"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: -1 must be a positive number"),

@@ -1,12 +1,15 @@
-"""Looks at a server's live page with a real browser, and fails if something is wrong. It needs Chromium and playwright:
+"""Starts a server, looks at its live page with a real browser, and fails if something is wrong. It needs Chromium and
+playwright:
 
-apt-get install chromium; python3 -m venv /tmp/browser; /tmp/browser/bin/pip install playwright==1.65.2
-.venv/bin/python -m umbra serve demo_offload &
-/tmp/browser/bin/python tests/serving/browser.py [http://127.0.0.1:8000] [folder for screenshots]
+    apt-get install chromium; python3 -m venv /tmp/browser; /tmp/browser/bin/pip install playwright==1.65.2
+    /tmp/browser/bin/python tests/serving/browser.py [folder for screenshots]
 """
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +19,8 @@ from typing import Any
 
 from playwright.sync_api import Page, Route, sync_playwright
 
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 8765
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--no-first-run"]
 EVIL = "<script>window.harmed=1</script><img src=x onerror='window.harmed=1'> & <b>bold</b>"
@@ -129,22 +134,56 @@ def look(page: Page, url: str, shots: Path, name: str) -> None:
     assert not wrong, wrong
 
 
-def main(url: str, shots: Path) -> None:
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def look_at_the_end(page: Page, server: "subprocess.Popen[bytes]", shots: Path) -> None:
+    """What the page says when a rank is killed, and when the server ends."""
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(f"http://127.0.0.1:{PORT}")
+    page.wait_for_selector("#status.serving")
+    (launcher,) = children(server.pid)
+    os.kill(children(launcher)[0] if children(launcher) else launcher, signal.SIGKILL)
+    page.wait_for_selector("#band:not(.mild):visible", timeout=5_000)
+    page.screenshot(path=shots / "dead.png")
+    page.wait_for_selector("#status.serving", timeout=120_000)
+    page.wait_for_selector("#band", state="hidden")
+    page.wait_for_function("past.length && map")  # these ranks know that somebody watches
+    server.terminate()
+    page.wait_for_selector("#status.bad:has-text('no connection')", timeout=30_000)
+    assert page.locator("#band").is_visible()
+    page.screenshot(path=shots / "ended.png")
+    assert server.wait(timeout=10) == 0
+    assert not wrong, wrong
+
+
+def main(shots: Path) -> None:
     shots.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        for name, width, height, scheme in (
-            ("wide", 1360, 860, "light"),
-            ("dark", 1360, 860, "dark"),
-            ("narrow", 390, 844, "light"),
-        ):
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-            look(page, url, shots, name)
-            page.screenshot(path=shots / f"{name}_end.png", full_page=True)
-            page.close()
-            print(f"{name}: good")
-        browser.close()
+    command = [ROOT / ".venv/bin/python", "-m", "umbra", "serve", "demo_offload"]
+    server = subprocess.Popen([*command, "--set", f"port={PORT}", "--set", "serve_config.restarts=1"], cwd=ROOT)
+    url = f"http://127.0.0.1:{PORT}"
+    try:
+        time.sleep(3)
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+            for name, width, height, scheme in (
+                ("wide", 1360, 860, "light"),
+                ("dark", 1360, 860, "dark"),
+                ("narrow", 390, 844, "light"),
+            ):
+                page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+                look(page, url, shots, name)
+                page.screenshot(path=shots / f"{name}_end.png", full_page=True)
+                page.close()
+                print(f"{name}: good", flush=True)
+            look_at_the_end(browser.new_page(), server, shots)
+            print("end: good")
+            browser.close()
+    finally:
+        server.terminate()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000", Path(*sys.argv[2:3] or ["screenshots"]))
+    main(Path(*sys.argv[1:2] or ["screenshots"]))

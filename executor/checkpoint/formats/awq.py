@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from executor.checkpoint.formats.bitpack import covering, groups_of
-from executor.checkpoint.formats.scheme import Fetch, Needed, Scheme, Stored, check_sizes
+from executor.checkpoint.formats.patterns import inside
+from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored, check_sizes
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Format, Quantised
 
@@ -26,8 +27,8 @@ def unpacked(words: Tensor) -> Tensor:
     return out.flatten(0, 1)
 
 
-class Awq(Scheme):
-    bits, zeros = 4, True
+class Awq(Scheme, Encoding):
+    bits, zeros, signs = 4, True, ("qweight",)
 
     def __init__(self, config: HfConfig):
         config.refuse("version", "gemm", "GEMM")
@@ -35,14 +36,13 @@ class Awq(Scheme):
         config.refuse("w_bit", 4)
         config.refuse("zero_point", True)
         self.group = config.one_of("group_size", "q_group_size", allowed=GROUP_SIZES)
-        self.excluded = config.names("modules_to_not_convert")
+        self.excluded = inside(config.names("modules_to_not_convert"))
         self.title = f"AWQ, 4 bits in groups of {self.group} with zero points"
-        self.format = Format("q4", self.group, zeros=True)
+        self.format, self.encodings = Format("q4", self.group, zeros=True), (self,)
 
-    def quantised(self, module: str) -> bool:
-        """Every module of the decoder except those that `modules_to_not_convert` names by whole parts of a path."""
-        inside = f".{module}."
-        return ".layers." in inside and not any(f".{name.strip('.')}." in inside for name in self.excluded)
+    def said(self, module: str) -> Encoding | None:
+        """Every module of the decoder is quantised, except those that `modules_to_not_convert` names."""
+        return self if ".layers." in module and not self.excluded(module) else None
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         check_sizes(module, ("columns", columns, "group_size", self.group), ("rows", rows, "a word's", NIBBLES))

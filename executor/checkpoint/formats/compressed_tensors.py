@@ -1,4 +1,5 @@
-"""compressed-tensors: pack-quantized and int-quantized.
+"""compressed-tensors: pack-quantized, int-quantized, and float-quantized in blocks (fp8.py); or several of them, each
+for a group of modules.
 
 pack-quantized  weight_packed int32 (N, ceil(K bits / 32)), weight_shape int64 (2), weight_scale (N, K / group) and,
                 with zero points, weight_zero_point int32 (ceil(N bits / 32), K / group), packed along N
@@ -12,21 +13,70 @@ from torch import Tensor
 
 from errors import UserError
 from executor.checkpoint.formats.bitpack import covering, groups_of, unpack
-from executor.checkpoint.formats.patterns import target
-from executor.checkpoint.formats.scheme import Fetch, Needed, Scheme, Stored, check_sizes, in_words, kept_as
+from executor.checkpoint.formats.fp8 import BLOCK, Fp8Blocks
+from executor.checkpoint.formats.patterns import target, vagueness
+from executor.checkpoint.formats.scheme import (
+    Encoding,
+    Fetch,
+    Needed,
+    Scheme,
+    Stored,
+    check_sizes,
+    in_words,
+    kept_as,
+)  # fmt: skip
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Quantised
 
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+MIXED = "mixed-precision"  # each group has a format of its own
+MOST_GROUPS = 16
+
 
 class CompressedTensors(Scheme):
+    """Scales of the KV cache (`kv_cache_scheme`) do not change weights, so they are not read."""
+
     def __init__(self, config: HfConfig):
-        self.packed = config.one_of("format", allowed=("pack-quantized", "int-quantized")) == "pack-quantized"
-        config.refuse("kv_cache_scheme")
+        config.one_of("format", allowed=(*FORMATS, MIXED))
         groups = config.inner("config_groups")
-        if len(groups.data) != 1:
-            raise config.error("config_groups", "must be one group: mixed formats are not implemented")
-        group = groups.inner(next(iter(groups.data)))
-        weights = group.inner("weights")
+        if not 0 < len(groups.data) <= MOST_GROUPS:
+            raise config.error("config_groups", f"must be one group or up to {MOST_GROUPS}")
+        rules, encodings = [], []
+        for name in groups.data:
+            group = groups.inner(name)
+            holder = group if group.value("format") else config
+            encoding = _encoding(holder.one_of("format", allowed=FORMATS), group.inner("weights"))
+            encodings.append(encoding)
+            rules += [(vagueness(text), target(text, group.where), encoding) for text in group.names("targets")]
+        self.encodings = tuple(encodings)
+        self.rules = sorted(rules, key=lambda rule: rule[0])
+        self.ignored = [target(text, config.where) for text in config.names("ignore")]
+        self.title = f"compressed-tensors {', '.join(dict.fromkeys(e.title for e in encodings))}"
+
+    def said(self, module: str) -> Encoding | None:
+        """What the first group says that names the module most exactly."""
+        if any(matches(module) for matches in self.ignored):
+            return None
+        return next((encoding for _, matches, encoding in self.rules if matches(module)), None)
+
+
+def _encoding(format: str, weights: HfConfig) -> Encoding:
+    """How a group of modules is stored in `format`."""
+    if format != "float-quantized":
+        return Integers(format, weights)
+    weights.one_of("num_bits", allowed=(8,))
+    weights.one_of("type", allowed=("float",))
+    weights.refuse("symmetric", True)
+    weights.one_of("strategy", allowed=("block",))
+    if weights.value("block_structure") not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
+        raise weights.error("block_structure", f"must be [{BLOCK}, {BLOCK}]")
+    return Fp8Blocks("weight_scale")
+
+
+class Integers(Encoding):
+    def __init__(self, format: str, weights: HfConfig):
+        self.packed = format == "pack-quantized"
+        self.signs = ("weight_packed",) if self.packed else ("weight", "weight_scale")
         self.bits = weights.one_of("num_bits", allowed=(4, 8) if self.packed else (8,))
         weights.refuse("type", "int")
         weights.refuse("actorder", "weight", "static", False)
@@ -34,14 +84,8 @@ class CompressedTensors(Scheme):
         self.group = -1
         if weights.one_of("strategy", allowed=("group", "channel")) == "group":
             self.group = weights.one_of("group_size", allowed=GROUP_SIZES)
-        self.targets = [target(text, group.where) for text in group.names("targets")]
-        self.ignored = [target(text, config.where) for text in config.names("ignore")]
-        words = in_words(self.bits, self.group, self.zeros)
-        self.title = f"compressed-tensors {config.value('format')}, {words}"
+        self.title = f"{format}, {in_words(self.bits, self.group, self.zeros)}"
         self.format = kept_as(self.bits, self.group, self.zeros)
-
-    def quantised(self, module: str) -> bool:
-        return any(t(module) for t in self.targets) and not any(t(module) for t in self.ignored)
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         group = self.group if self.group > 0 else columns

@@ -1,14 +1,16 @@
-"""Finds out the format of a checkpoint from its config.json."""
+"""Finds out the format of a checkpoint from its config.json and the names of its tensors."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from executor.checkpoint.formats.awq import Awq
 from executor.checkpoint.formats.compressed_tensors import CompressedTensors
-from executor.checkpoint.formats.fp8 import Fp8
+from executor.checkpoint.formats.fp8 import Fp8, Fp8Blocks
 from executor.checkpoint.formats.gptq import Gptq
 from executor.checkpoint.formats.scheme import Scheme, Unquantised
+from executor.checkpoint.index import names_in
 from models.hf_config import HfConfig, read_json
+from models.registry import aliases_of
 
 SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
     "awq": Awq,
@@ -19,8 +21,19 @@ SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
 
 
 def read_scheme(folder: Path) -> Scheme:
-    """The format of the checkpoint in `folder`."""
+    """The format of the checkpoint in `folder`, which need not hold weights."""
     config = HfConfig(read_json(folder / "config.json"), str(folder / "config.json"))
+    scheme = _said(config)
+    scheme.aliases = aliases_of(config.data)
+    scheme.names = names_in(folder, scheme.aliases)
+    # Matrices of an FP8 original may have been left beside those that were quantised anew.
+    blocks = any(name.endswith(".weight_scale_inv") for name in scheme.names or ())
+    if blocks and scheme.encodings and not isinstance(scheme, Fp8):
+        scheme.encodings += (Fp8Blocks(),)
+    return scheme
+
+
+def _said(config: HfConfig) -> Scheme:
     for key in ("quantization_config", "compression_config"):
         if config.value(key) is not None:
             inner = config.inner(key)

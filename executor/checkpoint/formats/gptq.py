@@ -9,12 +9,23 @@ import torch
 from errors import UserError
 from executor.checkpoint.formats.bitpack import covering, groups_of, unpack
 from executor.checkpoint.formats.patterns import Matches, pattern
-from executor.checkpoint.formats.scheme import Fetch, Needed, Scheme, Stored, check_sizes, in_words, kept_as
+from executor.checkpoint.formats.scheme import (
+    Encoding,
+    Fetch,
+    Needed,
+    Scheme,
+    Stored,
+    check_sizes,
+    in_words,
+    kept_as,
+)  # fmt: skip
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Quantised
 
 
-class Gptq(Scheme):
+class Gptq(Scheme, Encoding):
+    signs = ("qweight",)
+
     def __init__(self, config: HfConfig):
         if config.value("desc_act", default=False) is not False:
             raise config.error(
@@ -31,13 +42,14 @@ class Gptq(Scheme):
         self.with_head = config.flag("lm_head", False)
         self.excluded = _excluded(config)
         self.title = f"GPTQ, {in_words(self.bits, self.group, self.zeros)}"
-        self.format = kept_as(self.bits, self.group, self.zeros)
+        self.format, self.encodings = kept_as(self.bits, self.group, self.zeros), (self,)
 
-    def quantised(self, module: str) -> bool:
-        """Every module of the decoder except those that `dynamic` excludes; the head if the config says so."""
+    def said(self, module: str) -> Encoding | None:
+        """Every module of the decoder is quantised, except those that `dynamic` excludes; the head if the config says
+        so."""
         if any(matches(module) for matches in self.excluded):
-            return False
-        return ".layers." in module or (self.with_head and module == "lm_head")
+            return None
+        return self if ".layers." in module or (self.with_head and module == "lm_head") else None
 
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         count = 32 // self.bits  # levels in a word

@@ -1,8 +1,10 @@
-"""The interface of a checkpoint format: which tensors store a matrix, and how to read a part of it from them."""
+"""The interface of a checkpoint format: which matrices are quantised, which tensors store one, and how to read a part
+of it from them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -51,22 +53,62 @@ def check_sizes(module: str, *rules: tuple[str, int, str, int]) -> None:
             raise UserError(f"{module}: {size} {what} are no multiple of {unit}: {multiple}")
 
 
-class Scheme(ABC):
-    """How a checkpoint is quantised."""
+class Encoding(ABC):
+    """One way to store the weights of quantised modules."""
 
-    title: str  # name of the format in messages
+    title: str  # its name in messages
     format: Format | None  # the format that keeps the weights bit for bit; None: there is none, they become floats
-    bits: int  # bits of a weight; 0: unquantised
+    bits: int  # bits of a weight
     group: int  # columns that share a scale; -1: all of a row
     zeros: bool  # whether it has zero points
-
-    @abstractmethod
-    def quantised(self, module: str) -> bool:
-        """Whether the linear module of this path, such as "model.layers.0.self_attn.q_proj", is quantised."""
+    signs: tuple[str, ...]  # last names of tensors: a module that has them all is stored in this way
 
     @abstractmethod
     def stored(self, module: str, rows: int, columns: int) -> Stored:
         """How the weight (rows, columns) of a quantised module is stored."""
+
+
+class Scheme(ABC):
+    """How a checkpoint is quantised: which modules, and how each of them. A module here is a linear one, named by its
+    path in the model, such as "model.layers.0.self_attn.q_proj"."""
+
+    title: str  # name of the format in messages
+    encodings: tuple[Encoding, ...]  # the ways in which modules are stored, the main one first
+    # The checkpoint's tensors: the model's name of each, with the name that it has in the files. None: no files.
+    names: Mapping[str, str] | None = None
+    aliases: Mapping[str, str] = MappingProxyType({})  # parts of names in the files, each with the model's part
+
+    @abstractmethod
+    def said(self, module: str) -> Encoding | None:
+        """How the config says that the module, named as in the files, is stored; None: in floats."""
+
+    def encoding(self, module: str) -> Encoding | None:
+        """How the module is stored; None: in floats. The names of the files' tensors decide. If there are no files, or
+        they do not hold the module, the config does."""
+        said = self.said(self._spelt(module))
+        if self.names is None:
+            return said
+        for encoding in (said, *self.encodings):
+            if encoding and all(f"{module}.{sign}" in self.names for sign in encoding.signs):
+                return encoding
+        return None if f"{module}.weight" in self.names else said
+
+    def contradicts(self, module: str) -> bool:
+        """Whether the files store the module otherwise than the config says."""
+        return self.encoding(module) is not self.said(self._spelt(module))
+
+    def kept(self, module: str) -> Format | None:
+        """The format that keeps the module's weights bit for bit; None: there is none, or they are floats."""
+        encoding = self.encoding(module)
+        return encoding.format if encoding else None
+
+    def _spelt(self, module: str) -> str:
+        """The module's path as the files spell it."""
+        names = self.names or {}
+        for last in ("weight", *(encoding.signs[0] for encoding in self.encodings)):
+            if name := names.get(f"{module}.{last}"):
+                return name.removesuffix(f".{last}")
+        return module
 
 
 def kept_as(bits: int, group: int, zeros: bool) -> Format | None:
@@ -83,11 +125,7 @@ def in_words(bits: int, group: int, zeros: bool) -> str:
 
 
 class Unquantised(Scheme):
-    title, format = "unquantised", None
-    bits, group, zeros = 0, 0, False
+    title, encodings = "unquantised", ()
 
-    def quantised(self, module: str) -> bool:
-        return False
-
-    def stored(self, module: str, rows: int, columns: int) -> Stored:
-        return plain(f"{module}.weight", (rows, columns))
+    def said(self, module: str) -> None:
+        return None

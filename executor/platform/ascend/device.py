@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch_npu
 from torch import nn
+from torch_npu.npu.utils import get_cann_version
 
 from cpu_offload.device import Device
 from errors import UserError
@@ -15,12 +16,13 @@ from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from executor.platform.ascend.graphs import AscendGraphs
 from executor.platform.ascend.hccl import group_options
-from executor.platform.ascend.kernels import chosen_kernels, gemv_tokens
+from executor.platform.ascend.kernels import chosen_kernels, gating_lines, gemv_tokens
 from executor.platform.ascend.versions import check_versions, read_versions
 from executor.platform.base import Platform, Step, graph_rows
 from executor.platform.settings import PlatformSettings
 from models.config import ModelConfig
 from ops.ascend import vector_core
+from ops.ascend.cann import abilities
 from ops.ascend.ops import AscendOps
 from ops.interface import Ops
 
@@ -33,7 +35,9 @@ class AscendPlatform(Platform):
 
     def __init__(self, settings: PlatformSettings, ranks: RankEnv):
         self.settings, self.ranks = settings, ranks
-        for warning in check_versions(read_versions(cann_home()), settings.strict):
+        versions = read_versions(cann_home(), get_cann_version() or None)
+        self.cann = versions.cann
+        for warning in check_versions(versions, settings.strict):
             print(f"warning: {warning}")
         devices = torch_npu.npu.device_count()
         if ranks.local_rank >= devices:
@@ -47,14 +51,18 @@ class AscendPlatform(Platform):
         tokens = gemv_tokens(settings, bool(vector_core.built()))
         if tokens:
             vector_core.load()
-        self.own = AscendOps(dtype, self.device, settings.ascend.moe_routing, tokens, settings.ascend.gemv_half_sums)
+        ascend = settings.ascend
+        self.own = AscendOps(
+            dtype, self.device, ascend.moe_routing, tokens, ascend.gemv_half_sums, abilities(self.cann)
+        )
         self.ops = cast(Ops, self.own)
 
     def compile(self, step: Step, model_config: ModelConfig) -> Step:
         return AscendGraphs(step, self.settings, self.ranks, self.device, model_config)
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
-        return chosen_kernels(model, self.settings, bool(vector_core.built()))
+        built = bool(vector_core.built())
+        return chosen_kernels(model, self.settings, built) | gating_lines(model, self.settings, self.cann)
 
     def group_options(self, group: str) -> Any:
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
@@ -86,8 +94,8 @@ class AscendPlatform(Platform):
 
         settings = self.settings
         most = settings.group_batch * settings.sizes.attn_dp if stream_tokens > 0 else sys.maxsize
-        most, cann = max(most, stream_tokens - 1), read_versions(cann_home()).cann
-        return AscendDevice(self.own, self.device, top_k, most, settings.shadow_timeout_s, cann)
+        most = max(most, stream_tokens - 1)
+        return AscendDevice(self.own, self.device, top_k, most, settings.shadow_timeout_s, self.cann)
 
     def peak_memory_bytes(self) -> int:
         return torch_npu.npu.max_memory_allocated(self.device)

@@ -9,10 +9,13 @@ from typing import Any
 from torch import nn
 
 from errors import UserError
+from executor.platform.ascend.fallbacks import report
 from executor.platform.settings import PlatformSettings
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
+from models.layers.router import SelectionBias
+from ops.ascend.cann import SIGMOID_GATING_SINCE, abilities
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendMatrix, Bank
 
@@ -53,6 +56,19 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
                 lines[f"{what}, 1 to {tokens} tokens"] = f"{few} on the vector cores"
                 lines[f"{what}, {tokens + 1} tokens or more"] = more
     return lines
+
+
+def gating_lines(model: nn.Module, settings: PlatformSettings, cann: str | None) -> dict[str, str]:
+    """The kernel that chooses experts by sigmoid scores and a bias, for each such layer, as chosen_kernels does."""
+    layers = [path.split(".")[2] for path, layer in layers_of(model) if isinstance(layer, SelectionBias)]
+    if not layers:
+        return {}
+    kernel = "npu_moe_gating_top_k"
+    if not abilities(cann).gating:
+        since = ".".join(map(str, SIGMOID_GATING_SINCE))
+        kernel = f"sigmoid, topk and gather ({kernel} needs CANN {since}, this is {cann or 'an unknown version'})"
+        report(f"experts are chosen by {kernel}", settings.strict)
+    return {f"choice of experts of layers {_ranges([int(layer) for layer in layers])}": kernel}
 
 
 def _kernels(weights: AscendMatrix | Bank) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Loading proves completeness: a missing, extra, misshapen or damaged tensor is named, and nothing is loaded."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
+from executor.checkpoint.random import random_weights
 from executor.job.logits import collect_logits
+from models.layers.base import ALL, Layer, Piece
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
 
 Tensors = dict[str, torch.Tensor]
@@ -185,3 +187,25 @@ def test_random_weights_need_no_checkpoint_and_differ_everywhere(tmp_path: Path)
     together = torch.cat(rows)
     assert len(together.unique(dim=0)) == len(together)
     assert abs(float(together.mean())) < 1e-3
+
+
+class Shapes(Layer):
+    """A layer of one piece for each of `shapes`, which keeps what it is filled with."""
+
+    def __init__(self, *shapes: tuple[int, ...]):
+        super().__init__()
+        self.shapes, self.filled = shapes, dict[str, torch.Tensor]()
+
+    def pieces(self, path: str) -> Iterator[Piece]:
+        for number, shape in enumerate(self.shapes):
+            name = str(number)
+            yield Piece(name, shape, (ALL,) * len(shape), lambda part, name=name: self.filled.update({name: part}))
+
+
+def test_random_weights_fill_the_largest_first_and_make_vectors_near_one() -> None:
+    layer = Shapes((64,), (8, 16), (32, 64))
+    random_weights(torch.nn.Sequential(layer), seed=0)
+    assert list(layer.filled) == ["2", "1", "0"]  # before the memory of all the others is taken
+    assert len(layer.filled["0"].unique()) > 60
+    assert (layer.filled["0"] - 1).abs().max() < 0.1
+    assert abs(float(layer.filled["2"].mean())) < 0.01

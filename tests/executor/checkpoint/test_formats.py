@@ -25,6 +25,7 @@ from executor.config.load import load_model_config
 from executor.engine.building import build_of
 from executor.job.logits import prefill_logits
 from executor.parallel.join import place_of
+from executor.quantize.awq import AwqTarget
 from executor.quantize.convert import convert
 from executor.quantize.source import Source
 from models.hf_config import HfConfig
@@ -62,7 +63,7 @@ FORMATS = [
     ("pack-quantized", 128, 8, False, False),
     ("int-quantized", -1, 8, True, True),
     ("int-quantized", -1, 8, False, False),
-    ("fp8", 0, 8, True, False),
+    ("fp8", 0, 8, True, True),
 ]
 IDS = [f"{name}-{bits}bit-g{group}-{'sym' if sym else 'asym'}" for name, group, bits, sym, _ in FORMATS]
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(30, 53))]
@@ -124,7 +125,7 @@ def assert_kept(model: nn.Module, means: dict[str, Tensor], kept: bool) -> None:
 
 
 def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
-    assert matrix.quantised == kept
+    assert matrix.packed.format.quantised == kept
     return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
 
 
@@ -133,6 +134,7 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
     [
         ("awq", 128, 4, "auto", 0.025),  # the error of activations in 8 bits
         ("int-quantized", -1, 8, "auto", 0.025),
+        ("fp8", 0, 8, "auto", 0.025),
         ("fp8", 0, 8, "none", 0.025),  # to bfloat16
         ("fp8", 0, 8, "q8", 0.025),
         ("fp8", 0, 8, "q4", 0.25),
@@ -161,11 +163,11 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str, ranks: 
     floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
     means = load_file(floats / "model.safetensors")
     for rank in range(ranks):
-        assert_kept(built(tmp_path / "quantised", rank, world_size=ranks), means, kept=format != "fp8")
+        assert_kept(built(tmp_path / "quantised", rank, world_size=ranks), means, kept=True)
 
 
 def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
-    convert(Source(model), tmp_path / "quantised", 64, None)
+    convert(tmp_path / "quantised", AwqTarget(Source(model), (), 64))
     means = {name: t for path in (tmp_path / "quantised").glob("*.safetensors") for name, t in load_file(path).items()}
     for name in [name.removesuffix(".qweight") for name in means if name.endswith(".qweight")]:
         means[f"{name}.weight"] = awq_meaning(name, means)
@@ -253,7 +255,6 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("awq", lambda t, c: c.update(version="gemv"), r"version: 'gemv' is not implemented"),
         ("awq", lambda t, c: c.update(quant_method="exl2"), r"quant_method: 'exl2' must be one of awq, gptq"),
         ("awq", lambda t, c: c.update(modules_to_not_convert=7), "modules_to_not_convert: 7 must be a list of names"),
-        ("awq", lambda t, c: c.update(modules_to_not_convert=["mlp"]), r"up_proj\.qweight, AWQ's or GPTQ's"),
         ("gptq", lambda t, c: c.update(desc_act=True), "desc_act: True is not supported: it scatters"),
         ("gptq", put(f"{Q}.g_idx", lambda x: x.flip(0)), rf"{Q}\.g_idx: inputs are not in the order of their groups"),
         ("gptq", lambda t, c: c.update(sym=True), r"qzeros: sym is true, but zero points are not all 8"),
@@ -277,6 +278,24 @@ def test_what_is_wrong_is_named(tmp_path: Path, model: Path, format: str, edit: 
     assert str(checkpoint) in str(error.value) or Q in str(error.value) or "layers.0" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("format", "wrong"),
+    [
+        ("awq", {"modules_to_not_convert": ["mlp"]}),
+        ("gptq", {"dynamic": {r"-:.*experts\.\d+\.(gate|up|down)_proj$": {}}}),
+        ("pack-quantized", {"ignore": ["lm_head", r"re:.*\.mlp\."]}),
+        ("fp8", {"modules_to_not_convert": ["experts", "gate"]}),
+    ],
+)
+def test_where_the_config_is_wrong_the_files_decide(
+    tmp_path: Path, model: Path, format: str, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = edited(model, tmp_path, format, lambda tensors, config: config.update(wrong))
+    assert_kept(built(checkpoint), load_file(tmp_path / "quantised-floats/model.safetensors"), kept=True)
+    [warning] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert "48 modules are not stored as the config says; they are read as the files store them: model." in warning
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(list(SCHEMES)),
@@ -293,6 +312,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, model: Path, format: str, edit: 
 def test_any_config_is_read_or_refused(method: str, config: dict[str, Any]) -> None:
     with contextlib.suppress(UserError):
         scheme = SCHEMES[method](HfConfig(config, "config.json"))
-        assert scheme.quantised("model.layers.0.mlp.gate_proj") in (True, False)
-        stored = scheme.stored("model.layers.0.mlp.gate_proj", 256, 256)
-        assert all(prod(need.shape) <= 1 << 20 for need in stored.tensors.values())
+        assert scheme.encoding("model.layers.0.mlp.gate_proj") in (None, *scheme.encodings)
+        for encoding in scheme.encodings:
+            stored = encoding.stored("model.layers.0.mlp.gate_proj", 256, 256)
+            assert all(prod(need.shape) <= 1 << 20 for need in stored.tensors.values())

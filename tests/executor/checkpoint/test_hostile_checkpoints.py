@@ -1,5 +1,6 @@
 """Any downloaded checkpoint either loads, or is refused in one line that names the file and its fault."""
 
+import importlib
 import inspect
 import json
 import math
@@ -13,14 +14,16 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from torch import nn
 
 from errors import UserError
+from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Unquantised
 from executor.checkpoint.load import load_checkpoint
 from models import rope
+from models.causal_lm import CausalLM
 from models.hf_config import read_json
 from models.qwen3_moe.config import Qwen3MoeConfig
+from models.registry import FAMILIES, read_config
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,17 +39,17 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(valid: Path) -> nn.Module:
+def model(valid: Path) -> CausalLM:
     module = make_runner(tiny_case(valid.parent, valid), valid.parent).engine.model
-    assert isinstance(module, nn.Module)
+    assert isinstance(module, CausalLM)
     return module
 
 
-def complaint_of(model: nn.Module, folder: Path) -> str:
+def complaint_of(model: CausalLM, folder: Path) -> str:
     """The error text of loading `folder`; also checks that the refusal takes little memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError) as raised:
-        load_checkpoint(model, folder, Unquantised(), frozenset(), progress=False)
+        load_checkpoint(model, folder, Unquantised(), model.ignores, progress=False)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KB
     return one_line(raised.value)
 
@@ -125,7 +128,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_bad_file_is_one_line(model: nn.Module, tmp_path: Path, name: str) -> None:
+def test_bad_file_is_one_line(model: CausalLM, tmp_path: Path, name: str) -> None:
     content, complaint = FILES[name]
     (tmp_path / SINGLE).write_bytes(content)
     said = complaint_of(model, tmp_path)
@@ -138,7 +141,7 @@ def test_bad_file_is_one_line(model: nn.Module, tmp_path: Path, name: str) -> No
     [("huge", [0, 1 << 62], "huge"), ("n" * (1 << 22), [0], "n" * 200), ("\x1b[2J\nclean", [0], " [2J clean")],
 )
 def test_strange_extra_tensor_is_one_line(
-    model: nn.Module, valid: Path, tmp_path: Path, name: str, shape: list[int], told: str
+    model: CausalLM, valid: Path, tmp_path: Path, name: str, shape: list[int], told: str
 ) -> None:
     data = (valid / SINGLE).read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
@@ -171,7 +174,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("name", INDEXES)
-def test_bad_index_is_one_line(model: nn.Module, tmp_path: Path, name: str) -> None:
+def test_bad_index_is_one_line(model: CausalLM, tmp_path: Path, name: str) -> None:
     content, complaint = INDEXES[name]
     (tmp_path / INDEX).write_text(json.dumps(content))
     said = complaint_of(model, tmp_path)
@@ -179,8 +182,67 @@ def test_bad_index_is_one_line(model: nn.Module, tmp_path: Path, name: str) -> N
     assert complaint in said
 
 
+@pytest.mark.parametrize("name", INDEXES)
+def test_bad_index_is_one_line_before_the_model_is_built(valid: Path, tmp_path: Path, name: str) -> None:
+    """A quantised checkpoint's index decides how modules are stored."""
+    content, complaint = INDEXES[name]
+    config = json.loads((valid / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / INDEX).write_text(json.dumps(content))
+    with pytest.raises(UserError) as raised:
+        read_scheme(tmp_path)
+    said = one_line(raised.value)
+    assert said.startswith(f"{tmp_path / INDEX}: ")
+    assert complaint in said
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_file_is_one_line_before_the_model_is_built(valid: Path, tmp_path: Path, name: str) -> None:
+    content, complaint = FILES[name]
+    (tmp_path / "config.json").write_text((valid / "config.json").read_text())
+    (tmp_path / SINGLE).write_bytes(content)
+    if name == "metadata of numbers":  # only safetensors itself reads that
+        assert read_scheme(tmp_path).names == {"w": "w"}
+        return
+    with pytest.raises(UserError) as raised:
+        read_scheme(tmp_path)
+    assert complaint in one_line(raised.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a.mlp.w", "a.block_sparse_moe.w"], ["a.mlp.\x1b[2J" + "x" * 5000, "a.block_sparse_moe.\x1b[2J" + "x" * 5000]],
+)
+def test_two_spellings_of_one_tensor_are_one_line(tmp_path: Path, names: list[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minimax_m2"}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "x.safetensors")}))
+    with pytest.raises(UserError, match="are two names of one tensor of the model") as raised:
+        read_scheme(tmp_path)
+    assert one_line(raised.value).startswith(f"{tmp_path / INDEX}: a.mlp.")
+
+
+def test_an_index_of_many_names_is_read_in_time(tmp_path: Path) -> None:
+    """As many as MiniMax-M2 has in four bits, under names that other tools write."""
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{module}.{kind}" for layer in range(62) for expert in range(256)
+        for module in ("w1", "w2", "w3") for kind in ("qweight", "qzeros", "scales")
+    ]  # fmt: skip
+    quantization = {"quant_method": "awq", "group_size": 128, "modules_to_not_convert": [n[:-8] for n in names[:9000]]}
+    config = {"model_type": "minimax_m2", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "x.safetensors")}))
+    start = time.process_time()
+    scheme = read_scheme(tmp_path)
+    modules = [f"model.layers.{i // 768}.block_sparse_moe.experts.{i // 3 % 256}.w{i % 3 + 1}" for i in range(62 * 768)]
+    assert all(scheme.encoding(module) for module in modules)
+    assert sum(scheme.contradicts(module) for module in modules) > 1000
+    assert time.process_time() - start < 10
+
+
 @pytest.mark.parametrize("name", SHARDS)
-def test_shard_that_is_no_file_is_one_line(model: nn.Module, tmp_path: Path, name: str) -> None:
+def test_shard_that_is_no_file_is_one_line(model: CausalLM, tmp_path: Path, name: str) -> None:
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": SHARDS[name]}}))
     assert re.match(rf"{tmp_path}/.+\.safetensors(:| does not exist)", complaint_of(model, tmp_path))
@@ -201,10 +263,10 @@ def test_json_that_is_not_a_file_is_one_line(tmp_path: Path) -> None:
         read_json(tmp_path / "config.json")
 
 
-def test_links_to_files_are_followed(model: nn.Module, valid: Path, tmp_path: Path) -> None:
+def test_links_to_files_are_followed(model: CausalLM, valid: Path, tmp_path: Path) -> None:
     """A download cache keeps the files elsewhere."""
     (tmp_path / SINGLE).symlink_to(valid / SINGLE)
-    load_checkpoint(model, tmp_path, Unquantised(), frozenset(), progress=False)
+    load_checkpoint(model, tmp_path, Unquantised(), model.ignores, progress=False)
 
 
 @settings(max_examples=200, deadline=None)
@@ -213,7 +275,7 @@ def test_links_to_files_are_followed(model: nn.Module, valid: Path, tmp_path: Pa
     cut=st.integers(0, 3),
 )
 def test_changed_bytes_load_or_are_one_line(
-    model: nn.Module, valid: Path, tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[float, int]], cut: int
+    model: CausalLM, valid: Path, tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[float, int]], cut: int
 ) -> None:
     data = bytearray((valid / SINGLE).read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")
@@ -223,7 +285,7 @@ def test_changed_bytes_load_or_are_one_line(
     (folder / SINGLE).write_bytes(data[: len(data) - cut])
     said = ""
     try:
-        load_checkpoint(model, folder, Unquantised(), frozenset(), progress=False)
+        load_checkpoint(model, folder, Unquantised(), model.ignores, progress=False)
     except UserError as error:
         said = one_line(error)
     shutil.rmtree(folder)
@@ -231,9 +293,9 @@ def test_changed_bytes_load_or_are_one_line(
 
 
 # Every quoted word of the code that reads config.json, so that keys added there are tested here too.
-READERS = (Qwen3MoeConfig.from_folder, rope.read_rope, rope._default_attention_factor)
+READERS = (rope, *(importlib.import_module(family.config.partition(":")[0]) for family in FAMILIES.values()))
 KEYS = sorted({word for reader in READERS for word in re.findall(r'"([a-z_]+)"', inspect.getsource(reader))})
-assert {"num_hidden_layers", "eos_token_id", "rope_scaling", "beta_fast", "mscale"} < set(KEYS)
+assert {"num_hidden_layers", "eos_token_id", "rope_scaling", "beta_fast", "mscale", "attn_type_list"} < set(KEYS)
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -249,25 +311,26 @@ VALUES = SCALARS | st.recursive(
 YARN = st.dictionaries(st.sampled_from(KEYS), SCALARS).map(lambda found: found | {"rope_type": "yarn"})
 
 
-def parse(folder: Path, config: dict[str, Any]) -> Qwen3MoeConfig | str:
+def parse(folder: Path, config: dict[str, Any], family: str = "qwen3_moe") -> Any:
     """The config, or the one line of its error."""
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | config))
+    (folder / "config.json").write_text(json.dumps({"model_type": family} | config))
     start = time.process_time()
     try:
-        return Qwen3MoeConfig.from_folder(folder)
+        return read_config(folder, family)
     except UserError as error:
         return one_line(error)
     finally:
         assert time.process_time() - start < 1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=400, deadline=None)
 @given(config=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), yarn=st.none() | YARN)
 def test_any_config_is_read_or_is_one_line(
-    tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any], yarn: dict[str, Any] | None
+    tmp_path_factory: pytest.TempPathFactory, family: str, config: dict[str, Any], yarn: dict[str, Any] | None
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
-    found = parse(folder, config | ({"rope_scaling": yarn} if yarn else {}))
+    found = parse(folder, config | ({"rope_scaling": yarn} if yarn else {}), family)
     if isinstance(found, str):
         assert found.startswith(f"{folder / 'config.json'}: ")
     else:
@@ -276,11 +339,12 @@ def test_any_config_is_read_or_is_one_line(
             assert all(map(math.isfinite, found.rope.inverse_frequencies()))
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_each_key_refuses_what_it_cannot_be(tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("key", [*KEYS, "model_type", "layernorm_mlp_beta"])
+def test_each_key_refuses_what_it_cannot_be(tmp_path: Path, family: str, key: str) -> None:
     for value in ({"a": [1]}, [[1]], "x" * 100_000, math.nan, math.inf, -1, 10**300):
-        parse(tmp_path, {key: value})
-        parse(tmp_path, {"rope_parameters": {"rope_type": "yarn", key: value}})
+        parse(tmp_path, {key: value}, family)
+        parse(tmp_path, {"rope_parameters": {"rope_type": "yarn", key: value}}, family)
 
 
 def test_large_values_stay_cheap(tmp_path: Path) -> None:
@@ -291,11 +355,12 @@ def test_large_values_stay_cheap(tmp_path: Path) -> None:
     assert "eos_token_id: [0, 1, 2" in str(parse(tmp_path, {"eos_token_id": [*many, -1]}))
 
 
-def test_values_near_the_depth_that_json_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["hidden_act", "model_type", "attn_type_list"])
+def test_values_near_the_depth_that_json_reads(tmp_path: Path, key: str) -> None:
     """Values nested as deeply as the JSON reader allows can still be printed in an error."""
     for depth in range(500, 1000, 3):
-        text = json.dumps({"model_type": "qwen3_moe"})[:-1] + ', "hidden_act": ' + "[" * depth + "]" * depth + "}"
+        text = json.dumps({"model_type": "minimax_m2"})[:-1] + f', "{key}": ' + "[" * depth + "]" * depth + "}"
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError) as raised:
-            Qwen3MoeConfig.from_folder(tmp_path)
+            read_config(tmp_path, "minimax_m2")
         one_line(raised.value)

@@ -14,16 +14,23 @@ from executor.job.logits import collect_logits
 from executor.job.runner import ModelRunner
 from executor.job.shadow_report import write_offload
 from executor.parallel.groups import Group
-from tests.tiny import make_runner, save_tiny, tiny_case
+from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 MB = 60 / 1024  # size of the arena: room for the whole cache and few experts, or for more experts and little cache
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("offload") / "model"
-    save_tiny(folder, eos_token_id=None)
+FAMILIES = ["qwen3_moe", "minimax_m2"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in a folder named as its family. Both families have the same sizes."""
+    folder = tmp_path_factory.mktemp("offload") / request.param
+    if request.param == "minimax_m2":
+        save_tiny_m2(folder, **TINY_AS_M2)
+    else:
+        save_tiny(folder, eos_token_id=None)
     return folder
 
 
@@ -31,7 +38,8 @@ def runner_of(model: Path, folder: Path, exe_mode: str = "graph", **offload: Any
     """The runner of a case in `folder` that measures for a moment only."""
     offload = ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
     data = {"batch_size": 3, "max_new_tokens": 24}
-    return make_runner(tiny_case(folder, model, exe_mode=exe_mode, data_config=data, offload_config=offload), folder)
+    sections = {"model_name": model.name, "data_config": data, "offload_config": offload}
+    return make_runner(tiny_case(folder, model, exe_mode=exe_mode, **sections), folder)
 
 
 MODES: list[dict[str, Any]] = [
@@ -58,6 +66,35 @@ def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mo
         assert runner.engine.offload.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
         found = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
+
+
+def test_residency_learns_what_the_router_chose(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The routing of decode steps is counted, that of prefills is not."""
+    runner = runner_of(model, tmp_path, "eager", mode="fixed", slots=5, stream_tokens=4)
+    offload, ops = runner.engine.offload, runner.engine.model.lm_head.ops
+    assert offload is not None
+    name = "route_sigmoid" if model.name == "minimax_m2" else "route_softmax"
+    route, end = getattr(ops, name), offload.end
+    step: list[torch.Tensor] = []  # the ids that each layer's router chose
+    decoded: list[list[torch.Tensor]] = []
+
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        weights, ids = route(*args, **kwargs)
+        step.append(ids.flatten().clone())
+        return weights, ids
+
+    def ended(decode: bool) -> None:
+        decoded.extend([list(step)] * decode)
+        step.clear()
+        end(decode)
+
+    monkeypatch.setattr(ops, name, routed)
+    monkeypatch.setattr(offload, "end", ended)
+    runner.model_generate(PROMPTS)
+    assert len(decoded) == len(offload.history.steps) > 23
+    for layer, counted in enumerate(offload.history.routed):
+        chosen = torch.cat([ids[layer] for ids in decoded])
+        assert counted.tolist() == chosen.bincount(minlength=8).tolist()
 
 
 def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from benchmarks import elastic
 from benchmarks.elastic import Request, serve, swings
 from errors import UserError
 from executor.job.runner import ModelRunner
-from tests.tiny import make_runner, save_tiny, tiny_case
+from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
 
 pytestmark = pytest.mark.slow
 
@@ -20,11 +20,15 @@ WAVES, BATCH, PROMPT, NEW = (16, 4, 12), 16, (4, 16), (8, 40)
 ARENA_MB = 1
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """256 experts of 6 KB; a page of 4 tokens has 8 KB, the longest sequence 14 pages."""
-    folder = tmp_path_factory.mktemp("wave") / "model"
-    save_tiny(folder, num_hidden_layers=4, num_experts=64, num_key_value_heads=8)
+@pytest.fixture(scope="module", params=["qwen3_moe", "minimax_m2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """256 experts of 6 KB; a page of 4 tokens has 8 KB, the longest sequence 14 pages. The folder is named as the
+    family."""
+    folder, sizes = tmp_path_factory.mktemp("wave") / request.param, dict(num_hidden_layers=4, num_key_value_heads=8)
+    if request.param == "minimax_m2":
+        save_tiny_m2(folder, **TINY_AS_M2 | sizes | {"num_local_experts": 64})
+    else:
+        save_tiny(folder, num_experts=64, **sizes)
     return folder
 
 
@@ -33,7 +37,8 @@ def runner_of(model: Path, **offload: object) -> ModelRunner:
     sampling = {"temperature": 1.0, "seed": 3, "ignore_eos": True}
     offload = {"max_swaps": 4, "shadow_threads": 1, "measure_s": 0.01} | offload
     sections = {"data_config": data, "sampling_config": sampling, "offload_config": offload, "threads": 1}
-    return make_runner(tiny_case(model.parent, model, exe_mode="graph", **sections), model.parent)
+    case = tiny_case(model.parent, model, model_name=model.name, exe_mode="graph", **sections)
+    return make_runner(case, model.parent)
 
 
 def requests() -> list[list[Request]]:

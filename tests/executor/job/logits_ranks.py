@@ -1,6 +1,7 @@
 """A job that writes the logits of several cases, one after another, so that its ranks import torch only once.
 
-The argument is a JSON file, [[name, case, overrides, ids], ...]; rank 0 writes `name`.npz beside it.
+The argument is a JSON file, [[name, case, overrides, ids, mistake], ...]; rank 0 writes `name`.npz beside it. `mistake`
+is null, or names a patch of tests/models/minimax_m2_mistakes.py.
 """
 
 import argparse
@@ -11,13 +12,16 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
+import pytest
 from torch import distributed
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
+from executor.engine.forced import ForcedRun
 from executor.job.logits import collect_logits, sized_for
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
+from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
 
 
 def main() -> None:
@@ -31,14 +35,23 @@ def main() -> None:
     def body(results: Path, ranks: RankEnv) -> None:
         distributed.init_process_group("gloo")
         distributed.init_process_group = lambda *_, **__: None  # each case makes its own groups, but joins only once
-        for name, case_name, overrides, ids in jobs:
-            runner = make_runner(sized_for(load_case(case_name, overrides), ids, args.steps), results, ranks)
-            runner.setup()
-            arrays = collect_logits(runner, ids, args.steps)
+        for name, case_name, overrides, ids, mistake in jobs:
+            case = sized_for(load_case(case_name, overrides), ids, args.steps)
+            with pytest.MonkeyPatch.context() as patch:
+                if mistake:
+                    SPLIT_MISTAKES[mistake](patch)
+                runner = make_runner(case, results, ranks)
+                runner.setup()
+                arrays = collect_logits(runner, ids, args.steps)
+                if case.data_config.chunked_prefill_size:  # `collect_logits` prefills in one step
+                    forced = ForcedRun(runner.engine)
+                    for i, logits in enumerate(forced.add(ids, 1)):
+                        arrays[f"prefill_{i}"][-1:] = logits
+                    forced.close()
             if ranks.rank == 0:
                 np.savez(args.jobs.with_name(f"{name}.npz"), **arrays)
 
-    _, case_name, overrides, _ = jobs[0]
+    _, case_name, overrides, *_ = jobs[0]
     run_rank(load_case(case_name, overrides), args.results, body)
 
 

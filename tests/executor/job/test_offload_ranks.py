@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from files import ROOT
-from tests.tiny import save_tiny, write_case
+from tests.tiny import TINY_AS_M2, save_tiny, save_tiny_m2, write_case
 
 pytestmark = pytest.mark.slow
 
@@ -31,19 +31,27 @@ run_main(lambda argv: launch(load_case({str(case)!r}, ["world_size={world_size}"
     return subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def run(folder: Path, split: str, *options: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+def run(
+    folder: Path, split: str, *options: str, family: str = "qwen3_moe"
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     arena, sizes = SPLITS[split]
-    save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
+    if family == "minimax_m2":
+        save_tiny_m2(folder / "model", **TINY_AS_M2 | {"num_key_value_heads": 8})
+    else:
+        save_tiny(folder / "model", eos_token_id=None, num_key_value_heads=8)
     data = {"batch_size": 4, "input_max_len": 24, "max_new_tokens": 24}
-    case = write_case(folder / "tiny.yaml", folder / "model", threads=1, data_config=data)
+    case = write_case(folder / "tiny.yaml", folder / "model", model_name=family, threads=1, data_config=data)
     overrides = [f"{name}={size}" for name, size in sizes.items()]
     program = ["tests/executor/job/offload_ranks.py", str(case), str(arena), str(folder), *overrides, *options]
     return run_job(case, program, sizes["world_size"]), folder
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_ranks_with_other_residents_agree(tmp_path: Path, split: str) -> None:
-    done, out = run(tmp_path, split)
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [*(("qwen3_moe", split) for split in SPLITS), ("minimax_m2", "tp2"), ("minimax_m2", "dp2_tp2_moe_2x2")],
+)
+def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: str) -> None:
+    done, out = run(tmp_path, split, family=family)
     assert done.returncode == 0, done.stdout + done.stderr
     world = range(SPLITS[split][1]["world_size"])
     ranks: list[list[dict[str, Any]]] = [json.loads((out / f"rank{rank}.json").read_text()) for rank in world]

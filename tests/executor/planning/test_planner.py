@@ -18,7 +18,7 @@ from executor.config.case import Case
 from executor.job.runner import ModelRunner, make_runner
 from executor.planning.report import show_plan
 from executor.planning.times import steps_of
-from tests.tiny import ONE_RANK, save_tiny, tiny_case
+from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
 
 SHAPE = Shape(layers=10, experts=64, top_k=8)
 COSTS = Costs(
@@ -128,10 +128,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def case_of(model: Path, folder: Path, arena_kb: int = 0, **offload: Any) -> Case:
+def case_of(model: Path, folder: Path, family: str = "qwen3_moe", arena_kb: int = 0, **offload: Any) -> Case:
     """A case, written to `folder`, that measures for a moment only."""
     settings = {"arena_mb": arena_kb / 1024} | ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
-    return tiny_case(folder, model, exe_mode="graph", offload_config=settings)
+    return tiny_case(folder, model, model_name=family, exe_mode="graph", offload_config=settings)
 
 
 # frames of 2 layers x (keys, values) x 4 tokens x 2 heads x 8 float32 = 1024 bytes; blocks of 3 x 32 x 32 float32, as
@@ -186,8 +186,13 @@ def test_plan_counts_memory_and_predicts_without_the_checkpoint(
     assert "the time to read" in out
 
 
-def test_plan_agrees_with_what_a_run_makes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = case_of(model, tmp_path, mode="elastic", arena_kb=100)
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+def test_plan_agrees_with_what_a_run_makes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    if family == "minimax_m2":
+        save_tiny_m2(model := tmp_path / "model", **TINY_AS_M2)
+    case = case_of(model, tmp_path, family, mode="elastic", arena_kb=100)
     show_plan(case)
     planned = capsys.readouterr().out
     runner = make_runner(case, tmp_path, ONE_RANK)

@@ -1,5 +1,8 @@
 """The choice of kernels for a case on ascend, its report and its refusals, without an NPU or torch_npu."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,11 +11,13 @@ from executor.config.case import Case
 from executor.config.load import load_case
 from executor.engine.settings import platform_settings
 from executor.planning.memory import make_plan, sketch_of
-from executor.platform.ascend.kernels import chosen_kernels, gemv_tokens
+from executor.platform.ascend.kernels import chosen_kernels, gating_lines, gemv_tokens
 from ops.ascend import vector_core
+from ops.ascend.cann import Abilities, abilities
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
+from tests.tiny import write_case
 
 LINEAR, EXPERTS = "self_attn.qkv_proj, self_attn.o_proj of layers 0-4", "mlp.experts of layers 0-4"
 NOT_BUILT = "decode_gemv: the kernels are not built: bash ops/ascend/vector_core/build.sh"
@@ -86,6 +91,35 @@ def test_layers_that_differ_have_lines_of_their_own() -> None:
     lines = chosen_kernels(model, platform_settings(case), built=True)
     assert lines["mlp.experts of layers 0, 2-4, 1 to 8 tokens"] == "fused_moe_w4a16 on the vector cores"
     assert lines["mlp.experts of layers 1"] == "npu_grouped_matmul (the weights do not have 4 bits)"
+
+
+@pytest.mark.parametrize(
+    ("cann", "gating", "float_scales"),
+    [
+        (None, False, False), ("8.2.RC1", False, False), ("8.3.RC1", True, False), ("8.5.0", True, True),
+        ("9.1.0", True, True), ("10.0", True, True), ("unknown", False, False),
+    ],
+)  # fmt: skip
+def test_what_a_version_can_do(cann: str | None, gating: bool, float_scales: bool) -> None:
+    assert abilities(cann) == Abilities(gating, float_scales)
+
+
+def test_the_choice_of_experts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "minimax_m2", "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path, what = write_case(tmp_path / "m2.yaml", tmp_path, model_name="minimax_m2", platform="ascend",
+                            model_config={"dtype": "bfloat16"}, cache_config={"page_size": 128}), (
+        "choice of experts of layers 0-2"
+    )  # fmt: skip
+    loose, strict = (load_case(str(path), [f"strict={strict}", "exe_mode=ge_graph"]) for strict in ("false", "true"))
+    model = sketch_of(loose).model
+    assert gating_lines(model, platform_settings(strict), "8.3.RC1") == {what: "npu_moe_gating_top_k"}
+    told = "sigmoid, topk and gather (npu_moe_gating_top_k needs CANN 8.3, this is 8.2.RC1)"
+    assert gating_lines(model, platform_settings(loose), "8.2.RC1") == {what: told}
+    assert capsys.readouterr().out == f"WARNING: experts are chosen by {told} (--set strict=true makes this an error)\n"
+    with pytest.raises(UserError, match=r"^strict: true: experts are chosen by sigmoid, .*an unknown version\)$"):
+        gating_lines(model, platform_settings(strict), None)
+    assert gating_lines(sketch_of(ascend()).model, platform_settings(strict), None) == {}
 
 
 def test_weights_that_the_kernels_cannot_read() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import UserError
-from executor.quantize.pack import pack, packed_linear, quantise
+from executor.quantize.awq import pack, packed_linear, quantise
 from tests.quantised import awq_levels
 
 GROUP = 32

@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeForCausalLM
 
 from errors import UserError
+from executor.quantize.awq import AwqTarget, quantise
 from executor.quantize.convert import Calibration, convert
-from executor.quantize.layer import LayerMath
-from executor.quantize.pack import quantise
 from executor.quantize.search import Fold, fold, search_layer
 from executor.quantize.source import Source
 from files import ROOT
@@ -74,7 +73,7 @@ def as_float(folder: Path, to: Path) -> Qwen3MoeForCausalLM:
 def test_plain_rounding_writes_the_format(tmp_path: Path, options: dict[str, object]) -> None:
     save_model(tmp_path / "model", **options)
     before = tensors_of(tmp_path / "model")
-    convert(Source(tmp_path / "model"), tmp_path / "out", GROUP, None)
+    convert(tmp_path / "out", AwqTarget(Source(tmp_path / "model"), (), GROUP))
     after = tensors_of(tmp_path / "out")
     linears = {n for n in before if "_proj." in n and n.endswith("weight")}
     assert len(linears) == 2 * 4 + 8 * 3 + 3
@@ -113,8 +112,8 @@ def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:
     oracle = save_model(tmp_path, attention_bias=True)
     source, ids = Source(tmp_path), torch.arange(40).view(2, 20) * 7
     hidden = source.rest()["model.embed_tokens.weight"][ids]
-    for index, sparse in enumerate(source.config.sparse_layers):
-        hidden = LayerMath(source.config, sparse, 20).forward(source.layer(index).__getitem__, hidden)
+    for index in range(source.config.num_hidden_layers):
+        hidden = source.math(index, 20).forward(source.layer(index).__getitem__, hidden)
     with torch.no_grad():
         expected = oracle.model(ids).last_hidden_state
         torch.testing.assert_close(oracle.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
@@ -126,11 +125,11 @@ def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:
 def test_folding_keeps_the_function(tmp_path: Path, layer: int, kv_heads: int) -> None:
     save_model(tmp_path, num_key_value_heads=kv_heads, attention_bias=True)
     source = Source(tmp_path)
-    math = LayerMath(source.config, source.config.sparse_layers[layer], 24)
+    math = source.math(layer, 24)
     tensors, x = source.layer(layer), torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(3))
     x[..., 5] *= 20
     x[..., 9] = 0
-    folds = list(search_layer(math, tensors.__getitem__, x, GROUP))
+    folds = list(search_layer(math, tensors.__getitem__, x, GROUP, lambda name: "_proj." in name))
     assert any("self_attn.v_proj.weight" in f.divided for f in folds) == (kv_heads == 8)
     assert any(float(f.scale.max() / f.scale.min()) > 2 for f in folds)
     folded = dict(fold(tensors, folds))
@@ -164,7 +163,7 @@ def test_the_search_loses_less_than_plain_rounding(tmp_path: Path, text: Path) -
     source, ids = Source(tmp_path / "model"), torch.arange(200).view(4, 50) * 13
     error = {}
     for way, calibration in (("plain", None), ("aware", Calibration(text, 400))):
-        convert(source, tmp_path / way, GROUP, calibration)
+        convert(tmp_path / way, AwqTarget(source, (), GROUP), calibration)
         with torch.no_grad():
             logits = as_float(tmp_path / way, tmp_path / f"{way}_float")(ids).logits
             error[way] = float((logits - oracle(ids).logits).square().mean())
@@ -181,7 +180,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibrated: bool, renamed: bool
 ) -> None:
     source, calibration = Source(model), Calibration(text, 40) if calibrated else None
-    convert(source, tmp_path / "whole", GROUP, calibration)
+    convert(tmp_path / "whole", AwqTarget(source, (), GROUP), calibration)
     expected, rename = bytes_of(tmp_path / "whole"), Path.replace
     for kill_at in range(1, len(expected) + 1):
         out, count = tmp_path / f"killed_{kill_at}", 0
@@ -200,18 +199,18 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
         with monkeypatch.context() as patch:
             patch.setattr(Path, "replace", dying)
             with pytest.raises(Killed):
-                convert(source, out, GROUP, calibration)
+                convert(out, AwqTarget(source, (), GROUP), calibration)
         assert (out / "config.json").exists() == (renamed and kill_at == len(expected))
         finished = {path: path.stat().st_mtime_ns for path in out.glob("model-layer-*.safetensors")}
-        convert(source, out, GROUP, calibration)
+        convert(out, AwqTarget(source, (), GROUP), calibration)
         assert bytes_of(out) == expected
         assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not computed again
 
 
 def test_other_arguments_are_refused(model: Path, text: Path, tmp_path: Path) -> None:
     source, out = Source(model), tmp_path / "out"
-    convert(source, out, GROUP, Calibration(text, 40))
-    convert(source, out, GROUP, Calibration(text, 40))
+    convert(out, AwqTarget(source, (), GROUP), Calibration(text, 40))
+    convert(out, AwqTarget(source, (), GROUP), Calibration(text, 40))
     (tmp_path / "other.txt").write_text(TEXT + "!")
     for calibration, complaint in (
         (None, "calibrate, tokens"),
@@ -219,21 +218,21 @@ def test_other_arguments_are_refused(model: Path, text: Path, tmp_path: Path) ->
         (Calibration(tmp_path / "other.txt", 40), "calibrate"),
     ):
         with pytest.raises(UserError, match=f"was begun with another {complaint}: use the same, or remove it"):
-            convert(source, out, GROUP, calibration)
+            convert(out, AwqTarget(source, (), GROUP), calibration)
     save_model(tmp_path / "other", rms_norm_eps=1e-5)
     with pytest.raises(UserError, match="another source"):
-        convert(Source(tmp_path / "other"), out, GROUP, Calibration(text, 40))
+        convert(out, AwqTarget(Source(tmp_path / "other"), (), GROUP), Calibration(text, 40))
     with pytest.raises(UserError, match=r"holds files, but no quantize_state\.json"):
-        convert(source, model, GROUP, None)
+        convert(model, AwqTarget(source, (), GROUP))
 
 
 def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"q_proj\.weight: 32 columns are not a multiple of --group 64"):
-        convert(Source(model), tmp_path / "out", 64, None)
+        convert(tmp_path / "out", AwqTarget(Source(model), (), 64))
     assert not (tmp_path / "out").exists()
     save_model(tmp_path / "odd", head_dim=2)
     with pytest.raises(UserError, match=r"k_proj\.weight: 4 rows are not a multiple of 8"):
-        convert(Source(tmp_path / "odd"), tmp_path / "out", GROUP, None)
+        convert(tmp_path / "out", AwqTarget(Source(tmp_path / "odd"), (), GROUP))
     tensors = load_file(model / "model.safetensors")
     damages = {
         "1 tensors missing: model.norm.weight": lambda t: t.pop("model.norm.weight"),
@@ -264,6 +263,7 @@ def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
         (["--tokens", "100"], "--tokens 100: must be at least 2, and needs --calibrate"),
         (["--model", "nowhere"], "--model nowhere: is not a folder"),
         (["--calibrate", "nowhere.txt"], "--calibrate nowhere.txt: not readable"),
+        (["--format", "fp8"], "--format fp8: has neither --group nor --calibrate"),
     ],
 )
 def test_bad_arguments_are_one_line(model: Path, tmp_path: Path, arguments: list[str], complaint: str) -> None:

@@ -26,6 +26,7 @@ KINDS = {
     **FORMATS,
     **{f"q4 zeros {g}": Format("q4", g, zeros=True) for g in GROUP_SIZES},
     "q8 128": Format("q8", 128),
+    **{f"f8 {g}": Format("f8", g) for g in GROUP_SIZES},
 }
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -58,10 +59,13 @@ def test_levels_are_kept(kind: str, group: int) -> None:
     """What is quantised already stays so, bit for bit, in groups as large as its own or smaller."""
     torch.manual_seed(2)
     format = KINDS[kind]
-    bits = {"q4": 4, "q8": 8}[format.kind]
+    bits = {"q4": 4, "q8": 8, "f8": 8}[format.kind]
     levels = torch.randint(1 << bits, (45, 256), dtype=torch.uint8)
+    if format.kind == "f8":
+        levels = torch.where(levels & 127 == 127, 0, levels).view(torch.float8_e4m3fn)  # 127 is NaN
     zeros = torch.randint(1 << bits, (45, 256 // group), dtype=torch.uint8) if format.zeros else None
-    part = Quantised(bits, levels, torch.randn(45, 256 // group).half(), zeros)
+    scales = torch.randn(45, 256 // group)
+    part = Quantised(bits, levels, scales if format.kind == "f8" else scales.half(), zeros)
     assert part.fits(format) == (group % format.group == 0)
     if not part.fits(format):
         return
@@ -75,7 +79,7 @@ def test_quantisation_is_to_nearest() -> None:
     torch.manual_seed(1)
     w = torch.randn(40, 256)
     for format in KINDS.values():
-        if not format.quantised:
+        if format.kind not in ("q8", "q4"):
             continue
         matrix = NativeMatrix(40, 256, format, CPU)
         matrix.fill(0, w)
@@ -89,6 +93,18 @@ def test_quantisation_is_to_nearest() -> None:
         opposite = (groups.abs() > 7.49 * step[..., None]) if format.kind == "q4" else torch.zeros_like(within)
         assert (within | opposite & (error <= step[..., None] * 1.01)).all()
         assert float(error.mean()) < 0.26 * float(step.mean())
+
+
+@pytest.mark.parametrize("group", GROUP_SIZES)
+def test_rounding_to_f8_keeps_three_bits_and_the_largest(group: int) -> None:
+    w = torch.randn(40, 256) * torch.logspace(-6, 2, 40)[:, None]
+    w[3, :group] = 0
+    matrix = NativeMatrix(40, 256, Format("f8", group), CPU)
+    matrix.fill(0, w)
+    back, largest = matrix.packed.dequantised(0, 40), w.unflatten(1, (-1, group)).abs().amax(-1)
+    smallest = largest.repeat_interleave(group, 1) / 448 * 2**-9  # a step among the smallest numbers
+    assert ((back - w).abs() <= w.abs() * 2**-4 + smallest / 2 * 1.01).all()
+    torch.testing.assert_close(back.unflatten(1, (-1, group)).abs().amax(-1), largest)
 
 
 def activation_error(x: Tensor, w: Tensor) -> Tensor:
@@ -109,10 +125,10 @@ def test_linear(format: Format, rows: int, tokens: int) -> None:
         matrix.fill(row, w[row : row + 5])
     dense = DenseMatrix(rows, columns, FORMATS["float32"], CPU)
     dense.fill(0, matrix.packed.dequantised(0, rows))
-    step = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "q8": 1 / 127, "q4": 1 / 7}[format.kind]
+    step = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "q8": 1 / 127, "q4": 1 / 7, "f8": 1 / 16}[format.kind]
     assert ((dense.data - w).abs() <= step * w.abs().amax() + 1e-6).all()
     actual, expected = cpu.linear(x, matrix, bias), reference.linear(x, dense, bias)
-    bound = activation_error(x, dense.data) if format.quantised else 0
+    bound = activation_error(x, dense.data) if matrix.quantised else 0
     assert ((actual - expected).abs() <= bound + 1e-4).all()
 
 
@@ -148,7 +164,8 @@ def test_moe(format: Format, tokens: int, top_k: int, count: int, first: int, sk
     expected = reference.moe(x, weights, ids, dense, first)
     actual = cpu.moe(x, weights, ids, packed, first)
     # Both products' activations are rounded to 8 bits in blocks: half a percent of the result's size, far below 3 %.
-    tolerance = 0.03 * float(expected.std()) * 4 if format.quantised and tokens else 1e-4
+    rounded = format.kind in ("q8", "q4")
+    tolerance = 0.03 * float(expected.std()) * 4 if rounded and tokens else 1e-4
     torch.testing.assert_close(actual, expected, atol=max(tolerance, 1e-4), rtol=0)
 
 

@@ -77,10 +77,14 @@ def test_half_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: in
         assert host(op, inputs, attributes=[False]) == host(op, inputs)
 
 
-# Qwen3-30B-A3B and -235B-A22B: whole on a rank, and over 8.
+# Qwen3-30B-A3B and -235B-A22B: whole on a rank, and over 8. MiniMax-M2: whole, over 8 and over 16.
 @pytest.mark.parametrize(
-    ("hidden", "inner", "parts"), [(2048, 768, 4), (2048, 96, 16), (4096, 1536, 2), (4096, 192, 16)]
-)
+    ("hidden", "inner", "parts"),
+    [
+        (2048, 768, 4), (2048, 96, 16), (4096, 1536, 2), (4096, 192, 16),
+        (3072, 1536, 2), (3072, 192, 16), (3072, 96, 24),
+    ],
+)  # fmt: skip
 def test_parts_and_workspace_of_real_models(hidden: int, inner: int, parts: int) -> None:
     launch = host(FUSED, fused(tokens=4, hidden=hidden, inner=inner, group=32, top_k=8), cores=48)
     assert tiling(launch)["parts"] == parts

@@ -81,6 +81,22 @@ def test_fused(groups: tuple[int, int], zeros: bool, dtype: torch.dtype) -> None
             assert worst_row(y, expected) < BOUND[dtype], (hidden, inner)
 
 
+@pytest.mark.parametrize(("inner", "group2"), [(192, 64), (96, 32)])
+def test_fused_in_the_widths_of_minimax_m2(inner: int, group2: int) -> None:
+    """Over eight and sixteen ranks, with groups of 128 as in its AWQ checkpoints."""
+    y, expected = fused(2, 2, 4, 3072, inner, (128, group2), BFLOAT, True)
+    assert worst_row(y, expected) < BOUND[BFLOAT]
+
+
+@pytest.mark.parametrize(("ranks", "group", "zeros"), [(8, 32, False), (8, 64, True), (16, 32, True)])
+def test_minimax_m2(ranks: int, group: int, zeros: bool) -> None:
+    """One rank's part of 16 experts (1536 columns over the ranks), of qkv and of the attention's output."""
+    hidden, heads, kv_heads = 3072, 48 // ranks, max(8 // ranks, 1)
+    assert worst_row(*fused(4, 8, 16, hidden, 1536 // ranks, (group, group), BFLOAT, zeros)) < BOUND[BFLOAT]
+    for k, n in ((hidden, (heads + 2 * kv_heads) * 128), (heads * 128, hidden)):
+        assert worst_row(*gemv(4, k, n, group, BFLOAT, zeros)) < BOUND[BFLOAT]
+
+
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize("tokens", [1, 5, 8])
 def test_dense(tokens: int, dtype: torch.dtype) -> None:

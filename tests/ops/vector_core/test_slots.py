@@ -188,6 +188,25 @@ def test_numbers(dtype: torch.dtype, zeros: bool, half_sums: bool) -> None:
         assert torch.equal(own, mixture.expected())
 
 
+@pytest.mark.parametrize(("ranks", "group", "zeros"), [(8, 32, False), (8, 64, True), (16, 32, True)])
+def test_experts_of_minimax_m2(ranks: int, group: int, zeros: bool) -> None:
+    """Hidden size 3072, and this rank's part of 1536 columns: 192 or 96, in groups of 64 or of 32. Of 256 experts 16
+    are resident; each of two tokens chooses 8 of these and of 8 that are missing."""
+    inner = 1536 // ranks
+    layout = BlockLayout(inner, 3072, BFLOAT, group, group, zeros)
+    ids = distinct(2, 8, 24)
+    places = [-1] * 256
+    held = scattered(layout, 24, missing=8)
+    few = Mixture(held, ids, 3072, inner, (group, group), BFLOAT, zeros)
+    numbers = torch.randperm(256)[:24]
+    for expert, place in zip(numbers.tolist(), held, strict=True):
+        places[expert] = place
+    x, arena, _, _, weights = few.inputs
+    inputs = x, arena, torch.tensor(places, dtype=INT), numbers.int()[ids.long()], weights
+    y, _ = launch("fused_moe_slots", *inputs, attributes=few.attributes)
+    assert worst_row(y, few.expected()) < BOUND[BFLOAT]
+
+
 LAYOUT = BlockLayout(96, 256, BFLOAT, 64, 32)
 STEP = LAYOUT.block_bytes // PLACE  # one block after the other
 

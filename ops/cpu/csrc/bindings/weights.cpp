@@ -54,6 +54,16 @@ void bind_weights(py::module_& m) {
         py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("levels"),
         py::arg("scales"), py::arg("zeros"));
     m.def(
+        "pack_f8",
+        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t values,
+           uintptr_t scales) {
+            py::gil_scoped_release release;
+            Context context = engine.context();
+            pack_f8(context, w, {index, first, step}, count, at<const uint8_t>(values), at<const float>(scales));
+        },
+        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("values"),
+        py::arg("scales"));
+    m.def(
         "unpack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {
             py::gil_scoped_release release;

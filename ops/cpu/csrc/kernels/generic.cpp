@@ -58,6 +58,24 @@ void product_q4(const Matrix& w, int block, const Rows& rows, const int32_t* ind
     });
 }
 
+void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                size_t stride) {
+    const uint8_t* plane = w.quants + block * w.quant_stride();
+    const float* scales = w.f8_scales(block);
+    for (int t = 0; t < count; t++) {
+        const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
+        float sums[kRows] = {};
+        for (int start = 0; start < w.k; start += w.group) {
+            float part[kRows] = {};
+            for (int c = start; c < start + w.group; c++)
+                for (int r = 0; r < kRows; r++)
+                    part[r] += f8_to_float(plane[static_cast<size_t>(c) * kRows + r]) * x[c];
+            for (int r = 0; r < kRows; r++) sums[r] += part[r] * scales[start / w.group * kRows + r];
+        }
+        for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
+    }
+}
+
 void quantise(const float* x, int count, Block* to) {
     for (Block* block = to; block < to + count; block++, x += kBlock) {
         float most = 0;
@@ -77,7 +95,9 @@ void quantise(const float* x, int count, Block* to) {
 
 const Kernels& kernels_generic() {
     static const Kernels kernels{
-        "generic", {product_float<float>, product_float<Bf16>, product_float<F16>, product_q8, product_q4}, quantise};
+        "generic",
+        {product_float<float>, product_float<Bf16>, product_float<F16>, product_q8, product_q4, product_f8},
+        quantise};
     return kernels;
 }
 

@@ -6,12 +6,13 @@
 //
 //   format     quants, for each row block and each 32 columns                         scales, zeros (own planes)
 //   f32, bf16, f16   [columns][16 rows]                                                -
+//   f8         [columns][16 rows], each byte an e4m3 float                              f32 [k/group][16]
 //   q8         8 vectors of 64 bytes: vector i = columns 4i .. 4i+3 of row 0, row 1,    fp16 [k/group][16]
 //              ... row 15, each byte value + 128
 //   q4         4 vectors of 64 bytes: the low nibbles of vector i hold columns          fp16 [k/group][16];
 //              4i .. 4i+3, the high nibbles columns 16+4i .. 16+4i+3                    zeros u8 [k/group][16], or none:
 //                                                                                       the zero point is 8
-//   w = (quant - zero) * scale.
+//   w = (quant - zero) * scale; in f8, w = value * scale. Activations of f8 stay floats, as those of float formats.
 //
 // An activation row is quantised to int8 for every 32 columns: x = q * scale, scale = max|x| / 127.
 // With sums of q kept, sum((quant - zero) * q) = sum(quant * q) - zero * sum(q), all exact in int32:
@@ -33,8 +34,8 @@ namespace umbra {
 constexpr int kRows = 16;   // rows of a block
 constexpr int kBlock = 32;  // columns of an activation block
 
-enum class Format : int32_t { f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4 };
-constexpr int kFormats = 5;
+enum class Format : int32_t { f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4, f8 = 5 };
+constexpr int kFormats = 6;
 
 struct Bf16 {
     uint16_t bits;
@@ -47,9 +48,9 @@ struct Matrix {
     Format format = Format::f32;
     int32_t n = 0;  // rows, padded to a multiple of 16
     int32_t k = 0;
-    int32_t group = 0;                // columns that share a scale; quantised formats only
-    const uint8_t* quants = nullptr;  // 64-byte aligned
-    const uint16_t* scales = nullptr;
+    int32_t group = 0;                 // columns that share a scale; formats with scales only
+    const uint8_t* quants = nullptr;   // 64-byte aligned
+    const uint16_t* scales = nullptr;  // halves; floats in f8
     const uint8_t* zeros = nullptr;
 
     // Bytes of one row block in each plane.
@@ -59,13 +60,20 @@ struct Matrix {
             case Format::f32: return weights * 4;
             case Format::bf16:
             case Format::f16: return weights * 2;
-            case Format::q8: return weights;
+            case Format::q8:
+            case Format::f8: return weights;
             case Format::q4: return weights / 2;
         }
         return 0;
     }
     size_t block_bytes() const { return format == Format::q8 ? 512 : 256; }  // of 32 columns; quantised formats
-    size_t scale_count() const { return group ? static_cast<size_t>(k) / group * kRows : 0; }
+    // Of one row block, in units of two bytes.
+    size_t scale_count() const {
+        return group ? static_cast<size_t>(k) / group * kRows * (format == Format::f8 ? 2 : 1) : 0;
+    }
+    const float* f8_scales(int64_t block) const {
+        return reinterpret_cast<const float*>(scales + block * scale_count());
+    }
     bool quantised() const { return format == Format::q8 || format == Format::q4; }
 
     // Matrix `index` of those that follow this one in each plane.
@@ -162,6 +170,12 @@ inline float bf16_to_float(uint16_t b) {
         float f;
     } v{static_cast<uint32_t>(b) << 16};
     return v.f;
+}
+
+// The bits of an e4m3 float stand in those of a half with the bias 15 in place of 7: the half is 2^-8 of the value.
+constexpr float kF8Unit = 256.0f;
+inline float f8_to_float(uint8_t b) {
+    return half_to_float(static_cast<uint16_t>((b & 0x80) << 8 | (b & 0x7f) << 7)) * kF8Unit;
 }
 
 inline float widen(float v) { return v; }

@@ -58,10 +58,10 @@ struct SquareSums {
 };
 
 struct ScaleBySquares {
-    const float* x;        // (T, width), tokens `stride` apart
-    const float* squares;  // (T), of whole rows
-    const float* weight;   // (width)
-    float* out;            // contiguous
+    const float* x;                        // (T, width), tokens `stride` apart
+    const float* squares;                  // (T), of whole rows
+    const float* weight;                   // (width)
+    float* out;                            // contiguous
     int64_t tokens, width, stride, count;  // count: elements of a whole row
     float eps;
     void run(Context&) const;

@@ -164,6 +164,19 @@ void pack_levels(Context& context, const SplitMatrix& split, const RowRange& whe
     });
 }
 
+void pack_f8(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, const uint8_t* values,
+             const float* scales) {
+    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
+        const int64_t groups = w.k / w.group, lane = row % kRows;
+        uint8_t* plane = const_cast<uint8_t*>(w.quants) + row / kRows * w.quant_stride() + lane;
+        float* to = const_cast<float*>(w.f8_scales(row / kRows)) + lane;
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t i = first; i < end; i++) to[g * kRows + i - first] = scales[i * groups + g];
+        for (int64_t c = 0; c < w.k; c++)
+            for (int64_t i = first; i < end; i++) plane[c * kRows + i - first] = values[i * w.k + c];
+    });
+}
+
 void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, float* to) {
     for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
         for (int64_t i = first; i < end; i++) {
@@ -171,6 +184,12 @@ void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& whe
             float* out = to + i * w.k;
             if (w.quantised()) {
                 unpack_quantised(w, from, w.k, out);
+                continue;
+            }
+            if (w.format == Format::f8) {
+                const float* scales = w.f8_scales((row + i - first) / kRows) + from.lane;
+                for (int64_t c = 0; c < w.k; c++)
+                    out[c] = f8_to_float(from.quants[c * kRows + from.lane]) * scales[c / w.group * kRows];
                 continue;
             }
             with_type(static_cast<Type>(w.format), [&](auto example) {

@@ -21,6 +21,10 @@ void pack_rows(Context& context, const SplitMatrix& w, const RowRange& where, in
 void pack_levels(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, const uint8_t* levels,
                  const uint16_t* scales, const uint8_t* zeros);
 
+// Writes `count` rows of e4m3 floats: values (count, k), scales (count, k / group).
+void pack_f8(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, const uint8_t* values,
+             const float* scales);
+
 // The inverse: reads `count` rows and writes them dequantised to float32.
 void unpack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, float* to);
 

@@ -17,12 +17,31 @@ using namespace umbra;
 
 namespace {
 
-const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4"};
+const char* const kNames[kFormats] = {"f32", "bf16", "f16", "q8", "q4", "f8"};
+
+// The e4m3 float nearest to v, which is 448 at most: they grow with their bits up to 0x7e.
+uint8_t nearest_f8(float v) {
+    const float size = std::fabs(v);
+    uint8_t above = 0;
+    for (int step = 64; step; step /= 2)
+        if (above + step <= 0x7e && f8_to_float(static_cast<uint8_t>(above + step - 1)) < size) above += step;
+    const bool below = above && size - f8_to_float(above - 1) < f8_to_float(above) - size;
+    return static_cast<uint8_t>((above - below) | (v < 0) << 7);
+}
 
 void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const float* from) {
     Pool pool(1);
     Context context{pool, kernels_generic()};
-    pack_rows(context, w, {index, first, 1}, count, from);
+    if (w.format != Format::f8) return pack_rows(context, w, {index, first, 1}, count, from);
+    std::vector<uint8_t> values(count * w.k);
+    std::vector<float> scales(values.size() / w.group);
+    for (size_t g = 0; g < scales.size(); g++) {
+        float most = 0;
+        for (int c = 0; c < w.group; c++) most = std::max(most, std::fabs(from[g * w.group + c]));
+        scales[g] = most / 448;
+        for (int c = 0; c < w.group; c++) values[g * w.group + c] = nearest_f8(from[g * w.group + c] / scales[g]);
+    }
+    pack_f8(context, w, {index, first, 1}, count, values.data(), scales.data());
 }
 
 // `copies` matrices, one after another in each plane, with memory of their own.
@@ -35,7 +54,7 @@ struct Weights {
         matrix.format = format;
         matrix.n = (n + kRows - 1) / kRows * kRows;
         matrix.k = k;
-        matrix.group = matrix.quantised() ? group : 0;
+        matrix.group = matrix.quantised() || format == Format::f8 ? group : 0;
         const size_t blocks = static_cast<size_t>(matrix.n / kRows) * copies;
         quants.resize(blocks * matrix.quant_stride() + 64);
         scales.resize(blocks * matrix.scale_count());
@@ -47,6 +66,12 @@ struct Weights {
 
     // Any quants, a quarter of them extreme; `unit` makes all scales 1, so that integer sums come out exactly.
     void randomise(bool unit) {
+        if (matrix.format == Format::f8) {
+            for (uint8_t& q : quants) q = static_cast<uint8_t>(below(2) << 7 | below(0x7f));
+            float* floats = reinterpret_cast<float*>(scales.data());
+            for (size_t i = 0; i < scales.size() / 2; i++) floats[i] = random_floats(1)[0] / 64;
+            return;
+        }
         if (!matrix.quantised()) return pack(matrix, 0, 0, matrix.n, random_floats(matrix.n * matrix.k).data());
         for (uint8_t& q : quants) q = static_cast<uint8_t>(below(4) ? below(256) : below(2) * 255);
         for (uint16_t& s : scales) s = float_to_half(unit ? 1.0f : random_floats(1)[0] / 64);
@@ -135,9 +160,9 @@ void check_pack(Format format, int group) {
     for (int row = 0; row < kN; row += 5)  // piece by piece, as a loader does
         pack(w.matrix, 0, row, std::min(5, kN - row), from.data() + row * kK);
     std::vector<float> back = w.dequantised();
-    back.resize(from.size());                                                          // padding is left out
-    const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8};  // of values up to 1
-    close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);            // scales are rounded too
+    back.resize(from.size());                                                                     // padding is left out
+    const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8, 1.0f / 16};  // of values up to 1
+    close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);  // scales are rounded too
 }
 
 // Rows of w (k long) times a row x.
@@ -214,23 +239,28 @@ void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewe
     }
 }
 
+void check_format(const Kernels& kernels, Format format) {
+    if (format < Format::q8) {
+        for (int k : {1, 35, 256}) check_products(kernels, format, k, 0, false, false);
+    } else if (format == Format::f8) {
+        for (int group : {32, 64, 128}) check_products(kernels, format, 384, group, false, false);
+        check_products(kernels, format, 96, 96, false, false);
+    } else {
+        for (int group : {32, 64, 128})
+            for (bool zeros : {false, true})
+                for (bool unit : {true, false}) check_products(kernels, format, 384, group, zeros, unit);
+        check_products(kernels, format, 96, 96, true, true);  // a single group
+    }
+    for (int group : {32, 128}) check_pack(format, group);
+    for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
+    for (int64_t tokens : {0, 1, 7, 70}) check_moe(kernels, format, tokens, false);
+    check_moe(kernels, format, 30, true);
+}
+
 void check_all(const Kernels& kernels) {
     std::printf("kernels %s\n", kernels.name);
-    for (int f = 0; f < kFormats; f++) {
-        const Format format = static_cast<Format>(f);
-        if (f < static_cast<int>(Format::q8)) {
-            for (int k : {1, 35, 256}) check_products(kernels, format, k, 0, false, false);
-        } else {
-            for (int group : {32, 64, 128})
-                for (bool zeros : {false, true})
-                    for (bool unit : {true, false}) check_products(kernels, format, 384, group, zeros, unit);
-            check_products(kernels, format, 96, 96, true, true);  // a single group
-        }
-        for (int group : {32, 128}) check_pack(format, group);
-        for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
-        for (int64_t tokens : {0, 1, 7, 70}) check_moe(kernels, format, tokens, false);
-        check_moe(kernels, format, 30, true);
-    }
+    for (Format format : {Format::f32, Format::bf16, Format::f16, Format::q8, Format::q4})
+        check_format(kernels, format);
     check_quantise(kernels);
     for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8})
         for (int page_size : {16, 5}) check_attention(kernels, type, page_size);
@@ -238,6 +268,7 @@ void check_all(const Kernels& kernels) {
     Pool pool(2);
     Context context{pool, kernels};
     if (mac_probe(context, 1) <= 0) fail("multiply-adds of the probe", 0, 0, 1);
+    check_format(kernels, Format::f8);  // last: attention's check of int8 caches depends on the numbers drawn before
     std::puts("ok");
 }
 

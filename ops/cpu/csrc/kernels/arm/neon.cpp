@@ -69,6 +69,35 @@ void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* 
         [&](auto m, const float* const* x, float* const* out) { float_pass<T, m()>(w, block, x, out); });
 }
 
+TARGET void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                       size_t stride) {
+    for (int t = 0; t < count; t++) {
+        const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
+        const uint8_t* plane = w.quants + block * w.quant_stride();
+        const float* scales = w.f8_scales(block);
+        float32x4_t sums[kFours];
+        for (int i = 0; i < kFours; i++) sums[i] = vdupq_n_f32(0);
+        for (int c = 0; c < w.k; scales += kRows) {
+            float32x4_t part[kFours];
+            for (int i = 0; i < kFours; i++) part[i] = vdupq_n_f32(0);
+            for (const int end = c + w.group; c < end; c++, plane += kRows) {
+                __builtin_prefetch(plane + kAhead);
+                const int8x16_t bytes = vld1q_s8(reinterpret_cast<const int8_t*>(plane));
+                for (int i = 0; i < 2; i++) {  // f8_to_float
+                    const int16x8_t wide = i ? vmovl_high_s8(bytes) : vmovl_s8(vget_low_s8(bytes));
+                    const uint16x8_t moved = vreinterpretq_u16_s16(vshlq_n_s16(wide, 7));
+                    const float16x8_t half = vreinterpretq_f16_u16(vandq_u16(moved, vdupq_n_u16(0xbf80)));
+                    part[2 * i] = vfmaq_n_f32(part[2 * i], vcvt_f32_f16(vget_low_f16(half)), x[c]);
+                    part[2 * i + 1] = vfmaq_n_f32(part[2 * i + 1], vcvt_high_f32_f16(half), x[c]);
+                }
+            }
+            for (int i = 0; i < kFours; i++)
+                sums[i] = vfmaq_f32(sums[i], part[i], vmulq_n_f32(vld1q_f32(scales + kFour * i), kF8Unit));
+        }
+        for (int i = 0; i < kFours; i++) vst1q_f32(y + t * stride + kFour * i, sums[i]);
+    }
+}
+
 TARGET void quantise(const float* x, int count, Block* to) {
     for (Block* block = to; block < to + count; block++, x += kBlock) {
         float32x4_t v[8], largest = vdupq_n_f32(0);
@@ -100,7 +129,7 @@ TARGET void quantise(const float* x, int count, Block* to) {
 const Kernels& kernels_neon() {
     static const Kernels kernels{"neon_dotprod",
                                  {product_float<float>, product_float<Bf16>, product_float<F16>,
-                                  product_quantised<Format::q8>, product_quantised<Format::q4>},
+                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8},
                                  quantise};
     return kernels;
 }

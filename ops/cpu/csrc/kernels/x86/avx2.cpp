@@ -112,12 +112,38 @@ TARGET void product_float(const Matrix& w, int block, const Rows& rows, const in
     }
 }
 
+TARGET void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                       size_t stride) {
+    const __m256i mask = _mm256_set1_epi16(static_cast<short>(0xbf80));
+    for (int t = 0; t < count; t++) {
+        const float* x = rows.x + static_cast<size_t>(index ? index[t] : t) * w.k;
+        const uint8_t* plane = w.quants + block * w.quant_stride();
+        const float* scales = w.f8_scales(block);
+        __m256 low = _mm256_setzero_ps(), high = low;
+        for (int c = 0; c < w.k; scales += kRows) {
+            __m256 part_low = _mm256_setzero_ps(), part_high = part_low;
+            for (const int end = c + w.group; c < end; c++, plane += kRows) {
+                const __m256i wide = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(plane)));
+                const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), mask);  // f8_to_float
+                const __m256 v = _mm256_set1_ps(x[c]);
+                part_low = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), v, part_low);
+                part_high = _mm256_fmadd_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), v, part_high);
+            }
+            const __m256 unit = _mm256_set1_ps(kF8Unit);
+            low = _mm256_fmadd_ps(part_low, _mm256_mul_ps(_mm256_loadu_ps(scales), unit), low);
+            high = _mm256_fmadd_ps(part_high, _mm256_mul_ps(_mm256_loadu_ps(scales + 8), unit), high);
+        }
+        _mm256_storeu_ps(y + t * stride, low);
+        _mm256_storeu_ps(y + t * stride + 8, high);
+    }
+}
+
 }  // namespace
 
 const Kernels& kernels_avx2() {
     static const Kernels kernels{"avx2",
                                  {product_float<float>, product_float<Bf16>, product_float<F16>,
-                                  product_quantised<Format::q8>, product_quantised<Format::q4>},
+                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8},
                                  kernels_generic().quantise};
     return kernels;
 }

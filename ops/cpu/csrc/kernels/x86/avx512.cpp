@@ -109,6 +109,46 @@ TARGET void float_pass(const Matrix& w, int block, const float* const* x, float*
     for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], _mm512_add_ps(even[t], odd[t]));
 }
 
+// The sixteen e4m3 floats of each of two columns, as floats of 2^-8 of their values.
+INLINE void widen_f8(const uint8_t* at, __m512& first, __m512& second) {
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)));
+    const __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16(static_cast<short>(0xbf80)));
+    first = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    second = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+}
+
+template <int M>
+TARGET void f8_pass(const Matrix& w, int block, const float* const* x, float* const* y) {
+    const uint8_t* plane = w.quants + block * w.quant_stride();
+    const float* scales = w.f8_scales(block);
+    __m512 sums[M];
+    for (int t = 0; t < M; t++) sums[t] = _mm512_setzero_ps();
+    for (int c = 0; c < w.k; scales += kRows) {
+        __m512 even[M], odd[M];
+        for (int t = 0; t < M; t++) even[t] = odd[t] = _mm512_setzero_ps();
+        for (const int end = c + w.group; c < end; c += 2, plane += 2 * kRows) {
+            _mm_prefetch(reinterpret_cast<const char*>(plane) + kAhead, _MM_HINT_T0);
+            __m512 first, second;
+            widen_f8(plane, first, second);
+#pragma GCC unroll 8
+            for (int t = 0; t < M; t++) {
+                even[t] = _mm512_fmadd_ps(first, _mm512_set1_ps(x[t][c]), even[t]);
+                odd[t] = _mm512_fmadd_ps(second, _mm512_set1_ps(x[t][c + 1]), odd[t]);
+            }
+        }
+        const __m512 scale = _mm512_mul_ps(_mm512_loadu_ps(scales), _mm512_set1_ps(kF8Unit));
+        for (int t = 0; t < M; t++) sums[t] = _mm512_fmadd_ps(_mm512_add_ps(even[t], odd[t]), scale, sums[t]);
+    }
+    for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], sums[t]);
+}
+
+void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                size_t stride) {
+    for_passes<kMost>(
+        index, count, y, stride, [&](size_t row) { return rows.x + row * w.k; },
+        [&](auto m, const float* const* x, float* const* out) { f8_pass<m()>(w, block, x, out); });
+}
+
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                        size_t stride) {
@@ -145,7 +185,7 @@ TARGET void quantise(const float* x, int count, Block* to) {
 const Kernels& kernels_avx512() {
     static const Kernels kernels{"avx512_vnni",
                                  {product_float<float>, product_float<Bf16>, product_float<F16>,
-                                  product_quantised<Format::q8>, product_quantised<Format::q4>},
+                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8},
                                  quantise};
     return kernels;
 }

@@ -4,12 +4,14 @@ A weight w (out, in) becomes w = (q - z) * s: q from 0 to 15, and for every `gro
 0 to 15 and a float16 scale s. On disk all three are transposed, and eight neighbouring outputs share an int32.
 """
 
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from errors import UserError
+from executor.quantize.target import Target
 from ops.format import Quantised
 
 BITS, LARGEST = 4, 15
@@ -53,3 +55,27 @@ def packed_linear(name: str, weight: Tensor, group: int) -> dict[str, Tensor]:
         f"{name}.qzeros": pack(cast(Tensor, q.zeros).T),  # (in / group, out / 8)
         f"{name}.scales": q.scales.T.contiguous(),  # (in / group, out)
     }
+
+
+@dataclass(frozen=True)
+class AwqTarget(Target):
+    group: int  # columns that share a scale
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "quant_method": "awq",
+            "version": "gemm",
+            "bits": BITS,
+            "group_size": self.group,
+            "zero_point": True,
+            "modules_to_not_convert": [self.source.family.router],
+        }
+
+    def check_sizes(self, rows: int, columns: int) -> str:
+        if columns % self.group:
+            return f"{columns} columns are not a multiple of --group {self.group}: choose another"
+        return f"{rows} rows are not a multiple of {PACKED}, as this format needs" if rows % PACKED else ""
+
+    def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:
+        return packed_linear(module, weight, self.group)

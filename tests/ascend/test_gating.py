@@ -1,0 +1,108 @@
+"""L2: experts chosen by sigmoid scores plus a bias, by the fused op and by plain ones; and mistakes in it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from torch import Tensor
+
+from ops import reference
+from ops.ascend.cann import ALL_ABILITIES, Abilities
+from ops.ascend.ops import AscendOps
+from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from tests.ascend.engine import M2
+from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
+from tests.ascend.test_numerics import assert_same, logits, save
+
+CPU, PLAIN = torch.device("cpu"), Abilities(gating=False, float_scales=False)
+
+
+def ops(can: Abilities = ALL_ABILITIES) -> AscendOps:
+    return AscendOps(torch.bfloat16, CPU, "fusion_v2", can=can)
+
+
+@pytest.mark.parametrize("can", [ALL_ABILITIES, PLAIN], ids=["fused", "plain"])
+@pytest.mark.parametrize(("biased", "renormalise"), [(True, True), (False, True), (True, False)])
+def test_as_the_reference_chooses(can: Abilities, biased: bool, renormalise: bool) -> None:
+    torch.manual_seed(5)
+    scores, bias = torch.randn(7, 256) * 2, 7 + 0.25 * torch.randn(256) if biased else None
+    weights, ids = ops(can).route_sigmoid(scores, bias, 8, renormalise)
+    expected, chosen = reference.route_sigmoid(scores, bias, 8, renormalise)
+    assert (weights.dtype, ids.dtype) == (torch.bfloat16, torch.int32)
+    assert torch.equal(ids.long(), chosen)
+    torch.testing.assert_close(weights.float(), expected, atol=0, rtol=2**-8)
+
+
+def test_which_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused op renormalises always, and takes 2048 experts at most."""
+    real, calls = torch_npu.npu_moe_gating_top_k, []
+    monkeypatch.setattr(torch_npu, "npu_moe_gating_top_k", lambda **given: calls.append(given) or real(**given))
+    for can, experts, renormalise in (
+        (PLAIN, 256, True),
+        (ALL_ABILITIES, 256, False),
+        (ALL_ABILITIES, 2049, True),
+    ):
+        ops(can).route_sigmoid(torch.randn(3, experts), None, 4, renormalise)
+    assert not calls
+    ops().route_sigmoid(torch.randn(3, 2048), None, 4, True)
+    assert len(calls) == 1
+
+
+def test_a_bias_of_another_type_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="gating_top_k: a bias as x"):
+        ops().route_sigmoid(torch.randn(3, 8), torch.zeros(8, dtype=torch.bfloat16), 2, True)
+
+
+def by_softmax(self: AscendOps, scores: Tensor, bias: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    return self.route_softmax(scores, top_k, renormalise)
+
+
+def unrenormalised(self: AscendOps, scores: Tensor, bias: Tensor, top_k: int, renormalise: bool) -> Any:
+    return REAL(self, scores, bias, top_k, False)
+
+
+def unbiased(self: AscendOps, scores: Tensor, bias: Tensor, top_k: int, renormalise: bool) -> Any:
+    return REAL(self, scores, None, top_k, True)
+
+
+def weighted_with_bias(self: AscendOps, scores: Tensor, bias: Tensor, top_k: int, renormalise: bool) -> Any:
+    weights, ids = (scores.sigmoid() + bias).topk(top_k)
+    return weights / weights.sum(-1, keepdim=True), ids.int()
+
+
+def rounded_bias(self: AscendOps, scores: Tensor, bias: Tensor, top_k: int, renormalise: bool) -> Any:
+    return REAL(self, scores, bias.bfloat16().float(), top_k, True)
+
+
+def rounded_scores(self: AscendOps, scores: Tensor, bias: Tensor, top_k: int, renormalise: bool) -> Any:
+    """As a router in bfloat16 would make them."""
+    return REAL(self, scores.bfloat16().float(), bias, top_k, True)
+
+
+REAL = AscendOps.route_sigmoid
+MUTANTS = [by_softmax, unrenormalised, unbiased, weighted_with_bias, rounded_bias, rounded_scores]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mistaken_choice_is_seen(tmp_path: Path, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    save(M2, tmp_path)
+    expected = logits(tmp_path, ReferenceOnCpu)
+    monkeypatch.setattr(AscendOps, "route_sigmoid", mutant)
+    with pytest.raises(AssertionError):
+        assert_same(logits(tmp_path, ascend_on_cpu("fusion_v2")), expected, 1e-4)
+
+
+def test_a_model_in_bfloat16_chooses_by_float32_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(M2, tmp_path)
+    seen = set()
+
+    def noted(self: AscendOps, scores: Tensor, bias: Tensor, top_k: int, renormalise: bool) -> Any:
+        seen.add((scores.dtype, bias.dtype))
+        return REAL(self, scores, bias, top_k, renormalise)
+
+    monkeypatch.setattr(AscendOps, "route_sigmoid", noted)
+    logits(tmp_path, ascend_on_cpu("fusion_v2"), model_config={"dtype": "bfloat16"})
+    assert seen == {(torch.float32, torch.float32)}

@@ -1,0 +1,134 @@
+"""L2: RMS norms of vectors that are split over ranks, computed rank by rank in one process over the `npu::` schemas."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from executor.config.env import RankEnv
+from executor.parallel.groups import Group
+from ops import reference
+from ops.ascend.cann import ALL_ABILITIES, Abilities
+from ops.ascend.ops import AscendOps
+from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
+from tests.ascend.engine import M2
+from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
+from tests.ascend.ranks import run_gloo_ranks
+from tests.ascend.test_numerics import assert_same, logits, save
+
+CPU, EPS = torch.device("cpu"), 1e-6
+TOKENS, DIM = 5, 128
+BOTH = HEADS, KV_HEADS = 48, 8
+Total = Callable[[Tensor], Tensor]
+
+
+def vectors(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Queries and keys of all heads, each with a scale of its own, and their weights. The last token is zero."""
+    torch.manual_seed(3)
+    whole = []
+    for heads in (HEADS, KV_HEADS):
+        x = torch.randn(TOKENS, heads, DIM) * torch.linspace(0.1, 3, heads)[:, None] * torch.rand(TOKENS, 1, 1) * 4
+        x[-1] = 0
+        whole.append(x.flatten(1).to(dtype))
+    return whole, [(1 + 0.3 * torch.randn(x.shape[1])).to(dtype) for x in whole]
+
+
+def part(x: Tensor, heads: int, ranks: int, rank: int) -> Tensor:
+    """The part of a rank, where ranks hold copies of a head if there are more ranks than heads."""
+    shards = min(ranks, heads)
+    return x.unflatten(-1, (shards, -1))[..., rank * shards // ranks, :]
+
+
+def normalised(
+    dtype: torch.dtype, ranks: int, can: Abilities = ALL_ABILITIES, heard: Total | None = None
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """(what the Ascend ops make, what the reference makes of the whole vectors in float32) of each rank's queries and
+    keys. A first pass collects what the ranks would sum, `heard`, if given, changes it."""
+    ops, (whole, weights) = AscendOps(dtype, CPU, "fusion_v2", can=can), vectors(dtype)
+    sums: list[Tensor] = []
+
+    def one(rank: int, total: Total) -> tuple[Tensor, Tensor]:
+        x, w = ([part(t, h, ranks, rank) for t, h in zip(ts, BOTH, strict=True)] for ts in (whole, weights))
+        q, k = ops.split_rms_norm(x, w, [t.shape[1] * ranks for t in x], EPS, total)
+        return q, k
+
+    for rank in range(ranks):
+        one(rank, lambda local: sums.append(local.clone()) or local)  # type: ignore[func-returns-value]
+    for local in sums:  # once by each rank
+        assert (local.shape, local.dtype, local.is_contiguous()) == ((2 * TOKENS,), torch.float32, True)
+    assert len(sums) == ranks
+    mine = [one(rank, heard or (lambda local: torch.stack(sums).sum(0))) for rank in range(ranks)]
+    full = [reference.rms_norm(x.float(), w.float(), EPS) for x, w in zip(whole, weights, strict=True)]
+    return mine, [(part(full[0], HEADS, ranks, r), part(full[1], KV_HEADS, ranks, r)) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_parts_are_those_of_the_whole_norm(ranks: int) -> None:
+    """Over sixteen ranks each KV head occurs twice."""
+    for mine, expected in zip(*normalised(torch.float32, ranks), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+        assert not any(x[-1].any() for x in mine)
+
+
+def test_a_step_without_tokens() -> None:
+    """A data-parallel group may have none."""
+    ops = AscendOps(torch.float32, CPU, "fusion_v2")
+    q, k = ops.split_rms_norm([torch.empty(0, 6), torch.empty(0, 4)], [torch.ones(6), torch.ones(4)], [12, 8], EPS, abs)
+    assert (q.shape, k.shape) == ((0, 6), (0, 4))
+
+
+def scale_error(mine: Tensor, expected: Tensor) -> float:
+    """The error that a token's elements have in common, at most: that of its length."""
+    common = (mine.float() * expected).sum(-1) / expected.square().sum(-1)
+    return float((common[:-1] - 1).abs().max())  # without the token of zeros
+
+
+def worst(dtype: torch.dtype, can: Abilities = ALL_ABILITIES) -> float:
+    """Over two ranks, whose parts of a token's queries have 3072 elements: errors of their own cancel each other."""
+    return max(scale_error(mine[0], expected[0]) for mine, expected in zip(*normalised(dtype, 2, can), strict=True))
+
+
+def test_elements_of_a_token_have_no_error_in_common() -> None:
+    """A factor in bfloat16 is wrong by up to 2^-8, for all elements of a token alike."""
+    found = worst(torch.bfloat16), worst(torch.bfloat16, Abilities(gating=True, float_scales=False))
+    assert found[0] < 2**-11 < 2**-10 < found[1] < 2**-8
+    assert worst(torch.float16) < 2**-11  # scales of float16 rows are float16
+
+
+@pytest.mark.parametrize(
+    "heard", [lambda local: local, lambda local: local * 8 * 8], ids=["no sum", "a sum in place of a mean"]
+)
+def test_a_mistaken_sum_is_seen(heard: Total) -> None:
+    pairs = zip(*normalised(torch.float32, 8, heard=heard), strict=True)
+    assert max((mine[0] - expected[0]).abs().max() for mine, expected in pairs) > 0.5
+
+
+def unsummed(rank: int, port: int, folder: Path) -> None:
+    import os
+
+    real: Any = AscendOps.split_rms_norm
+    AscendOps.split_rms_norm = lambda *given: real(*given[:-1], lambda local: local * 2)  # type: ignore[method-assign]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
+    np.savez(folder / f"rank{rank}.npz", **logits(folder, ascend_on_cpu("fusion_v2"), ranks, world_size=2))
+    torch.distributed.destroy_process_group()
+
+
+def test_norms_by_each_ranks_own_heads_are_seen(tmp_path: Path) -> None:
+    save(M2, tmp_path)
+    run_gloo_ranks(unsummed, 2, tmp_path)
+    expected = logits(tmp_path, ReferenceOnCpu)
+    with np.load(tmp_path / "rank0.npz") as arrays, pytest.raises(AssertionError):
+        assert_same(dict(arrays), expected, 1e-2)
+
+
+def test_one_rank_needs_no_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(M2, tmp_path)
+    monkeypatch.setattr(AscendOps, "split_rms_norm", None)
+    monkeypatch.setattr(Group, "all_reduce", lambda self, x: x)
+    assert_same(logits(tmp_path, ascend_on_cpu("fusion_v2")), logits(tmp_path, ReferenceOnCpu), 1e-4)
