@@ -135,6 +135,7 @@ class EngineClient:
         finally:
             pings.cancel()
             self._writer, self.ready, self.alive, self.state = None, None, False, None
+            self.progress = Progress("starting", 0.0)
             for queue in self._waiting.values():
                 queue.put_nowait(EngineGone(self.reason))
             self.gone.set()

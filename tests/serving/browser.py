@@ -61,6 +61,15 @@ def traffic(url: str) -> list[threading.Thread]:
     return threads
 
 
+def until(page: Page, expression: str, seconds: float = 60) -> None:
+    """Waits until an expression in the page's script is true. Playwright's way needs `eval`, which the page's policy
+    forbids."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        time.sleep(0.1)
+
+
 def say(page: Page, words: str) -> Any:
     """Sends a message and waits for the end of the answer. -> the answer's element"""
     answers = page.locator(".turn.assistant")
@@ -93,10 +102,10 @@ def look(page: Page, url: str, shots: Path, name: str) -> None:
     page.wait_for_selector(".request .bar")
     bits = page.evaluate("map.resident.join('')")
     before = page.evaluate(PIXELS, "heat")
-    page.wait_for_function("bits => map.resident.join('') !== bits", arg=bits, timeout=60_000)
+    until(page, f"map.resident.join('') !== '{bits}'")
     time.sleep(1.5)  # for flashes
     assert page.evaluate(PIXELS, "heat") != before
-    page.wait_for_function("past.length > 3")
+    until(page, "past.length > 3")
     page.screenshot(path=shots / f"{name}.png")
     totals = page.evaluate("past.map(row => row[1] + row[2] + row[3] + row[4])")
     assert len(set(totals)) == 1, totals
@@ -150,10 +159,13 @@ def look_at_the_end(page: Page, server: "subprocess.Popen[bytes]", shots: Path) 
     page.screenshot(path=shots / "dead.png")
     page.wait_for_selector("#status.serving", timeout=120_000)
     page.wait_for_selector("#band", state="hidden")
-    page.wait_for_function("past.length && map")  # these ranks know that somebody watches
+    until(page, "past.length > 0 && map !== null")  # these ranks know that somebody watches
+    state = {"at": 1, "model": "m", "status": "serving", "ttft": [None] * 2, "itl": [None] * 2, "prompts": [0, 0]}
+    page.evaluate("s => { show({...s, preemptions: 3}); show({...s, preemptions: 5}); }", state)
+    assert "2 requests were preempted" in page.locator("#band").inner_text()
     server.terminate()
     page.wait_for_selector("#status.bad:has-text('no connection')", timeout=30_000)
-    assert page.locator("#band").is_visible()
+    assert page.locator("#band").inner_text() == "The server has ended. Trying again."
     page.screenshot(path=shots / "ended.png")
     assert server.wait(timeout=10) == 0
     assert not wrong, wrong
