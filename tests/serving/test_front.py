@@ -63,6 +63,10 @@ WIDE = {str(i): True for i in range(600)}
         ({"guided_grammar": "start"}, "response_format"),
         ({"guided_regex": "a" * 70_000}, "guided_regex"),
         ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
+        ({"guided_json": {"multipleOf": 999983}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]}}, "guided_json"),
+        ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -315,6 +319,30 @@ def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
         assert (await server.complete("x")).status == 503
 
     run(scenario, LONG, engine={"step_s": 0.01})
+
+
+class Restarting:
+    """A supervisor that starts the ranks again."""
+
+    failed, stopping, restarts = "", False, 0
+
+
+def test_requests_without_a_token_are_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "LOOK_S", 0.02)
+
+    async def scenario(server: Server) -> None:
+        server.front.supervisor = Restarting()  # type: ignore[assignment]
+        waiting = await server.open("/v1/completions", {"prompt": "Hi"})
+        await until(lambda: server.engine.running)
+        await server.engine.die()
+        await until(lambda: server.front.client.reason)
+        assert (await server.get("/health/ready")).status == 503
+        server.engine.running, server.engine.prefill_s = [], 0.0
+        await server.engine.connect()
+        assert (await waiting.all()).json["choices"][0]["text"] == "Hello!"
+        await ended(server)
+
+    run(scenario, engine={"prefill_s": 60.0})
 
 
 def test_ready_says_when_the_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
