@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from executor.serving import openai_chat, openai_completions, tokenizing
+from executor.serving import openai_chat, openai_completions, openapi, tokenizing
 from executor.serving.auth import check_origin
 from executor.serving.errors import ApiError
-from executor.serving.fields import Fields, unknown
+from executor.serving.fields import Fields, check_depth, unknown
 from executor.serving.front import Front
 from executor.serving.live import live_page
 from executor.serving.metrics import CONTENT_TYPE
@@ -100,18 +100,25 @@ async def live(front: Front, request: Request) -> Response:
     return await EventStream.start(request, front.live.events())
 
 
+async def openapi_json(front: Front, request: Request) -> Response:
+    return Json(openapi.document([(method, path) for method, path, _ in ROUTES]))
+
+
 ROUTES: list[tuple[str, str, Endpoint]] = [
-    ("GET", "/", page),
-    ("GET", "/live", live),
-    ("GET", "/metrics", metrics),
     ("GET", "/health", health),
     ("GET", "/health/ready", ready),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
+    ("GET", "/openapi.json", openapi_json),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
+]
+PAGES: list[tuple[str, str, Endpoint]] = [  # no part of the API
+    ("GET", "/", page),
+    ("GET", "/live", live),
+    ("GET", "/metrics", metrics),
 ]
 
 
@@ -120,7 +127,7 @@ class App:
 
     def __init__(self, front: Front):
         self.front = front
-        routes = [Route(path, self._endpoint(call), methods=[method]) for method, path, call in ROUTES]
+        routes = [Route(path, self._endpoint(call), methods=[method]) for method, path, call in ROUTES + PAGES]
         self.router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -198,13 +205,19 @@ async def read_json(front: Front, request: Request) -> Any:
         await asyncio.wait_for(_read(request, body), BODY_S)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
-    decode = partial(msgspec.json.decode, bytes(body))
+    decode = partial(_decoded, bytes(body))
     try:
         return decode() if len(body) < SMALL else await front.work(decode)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the request's body is no JSON: {error}") from None
     except RecursionError:
         raise ApiError(400, "the request's body is nested too deeply") from None
+
+
+def _decoded(body: bytes) -> Any:
+    data = msgspec.json.decode(body)
+    check_depth(data)
+    return data
 
 
 async def _read(request: Request, body: bytearray) -> None:

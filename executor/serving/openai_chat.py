@@ -105,6 +105,8 @@ class Chat:
                     if kind == "call":
                         call, call_id = call + 1, f"call_{secrets.token_hex(12)}"
                     in_call = kind in ("call", "arguments", "end")
+                    if in_call and call > 0 and self.request.parallel_tool_calls is False:
+                        continue
                     yield Delta(index, kind, text, call if in_call else -1, call_id if in_call else "", tokens)
                     tokens = []
                 if piece.finish:
@@ -123,6 +125,11 @@ class Chat:
 async def prepare(front: Front, data: Any, salt: bytes) -> Chat:
     """Reads the request `data`. Raises ApiError if it is wrong."""
     ready, text = front.check_serving()
+    return await front.work(lambda: _read(front, data, salt, ready, text))
+
+
+def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Chat:
+    """All that takes time for large requests; in a thread."""
     request = read(ChatRequest, data)
     front.check_model(request.model)
     messages = messages_of(request.messages)
@@ -145,20 +152,17 @@ async def prepare(front: Front, data: Any, salt: bytes) -> Chat:
     top = request.top_logprobs
     if top is not None and not request.logprobs:
         raise invalid("top_logprobs", "it needs logprobs: true")
-
-    def encoded() -> tuple[list[int], Grammar | None]:
-        for i, message in enumerate(messages):
-            check_length(message["content"], f"messages[{i}].content", text, ready)
-        try:
-            ids = text.tokenizer.encode_chat(conversations.Chat(messages, tools, settings))
-        except UserError as error:
-            raise ApiError(400, str(error), "messages") from None
-        found = _whole_grammar(request, text, ready, grammar, forced, ids)
-        if found:
-            check_grammar(found, text, ready)
-        return ids, found
-
-    ids, grammar = await front.work(encoded)
+    for i, message in enumerate(messages):
+        check_length(message["content"], f"messages[{i}].content", text, ready)
+    try:
+        ids = text.tokenizer.encode_chat(conversations.Chat(messages, tools, settings))
+    except UserError as error:
+        raise ApiError(400, str(error), "messages") from None
+    grammar = _whole_grammar(request, text, ready, grammar, forced, ids)
+    if grammar:
+        check_grammar(grammar, text, ready)
+    if request.logprobs:
+        text.grammars(ready)  # it knows the bytes of tokens
     try:
         most = length_of_answer(most_given, name, len(ids), ready.longest)
     except ApiError as error:
@@ -225,9 +229,11 @@ class _Whole:
 async def events(chat: Chat) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events."""
     usage: dict[str, Any] = {"usage": None} if chat.request.includes_usage else {}
+    continuous = chat.request.continuous_usage
     kind, begun = "chat.completion.chunk", set()
     async with aclosing(chat.deltas()) as deltas:
         async for delta in deltas:
+            usage = {"usage": chat.usage.body()} if continuous else usage
             if delta.index not in begun:
                 begun.add(delta.index)
                 opening = {"role": "assistant", "content": "", "refusal": None}

@@ -108,6 +108,11 @@ class Completion:
 async def prepare(front: Front, data: Any, salt: bytes) -> Completion:
     """Reads the request `data`. Raises ApiError if it is wrong."""
     ready, text = front.check_serving()
+    return await front.work(lambda: _read(front, data, salt, ready, text))
+
+
+def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Completion:
+    """All that takes time for large requests; in a thread."""
     request = read(CompletionRequest, data)
     front.check_model(request.model)
     if request.max_tokens is not None and request.max_tokens < 0:
@@ -115,18 +120,13 @@ async def prepare(front: Front, data: Any, salt: bytes) -> Completion:
     longest = 1 if request.max_tokens == 0 else MAX_TOKENS if request.max_tokens is None else request.max_tokens
     prompts = prompts_of(request.prompt)
     grammar = wanted_grammar(request)
-
-    def encoded() -> list[list[int]]:
-        if grammar:
-            check_grammar(grammar, text, ready)
-        return [
-            encode(p, request.add_special_tokens is not False, text, ready) if isinstance(p, str) else p
-            for p in prompts
-        ]
-
-    encoded_prompts = await front.work(encoded)
-    jobs = []
-    for ids in encoded_prompts:
+    if grammar:
+        check_grammar(grammar, text, ready)
+    if request.logprobs is not None:
+        text.grammars(ready)  # it knows the bytes of tokens
+    special, jobs = request.add_special_tokens is not False, []
+    for prompt in prompts:
+        ids = encode(prompt, special, text, ready) if isinstance(prompt, str) else prompt
         if wrong := [id for id in ids if id >= ready.vocabulary]:
             raise invalid("prompt", f"token {wrong[0]} is outside the vocabulary of {ready.vocabulary}")
         if not ids:
@@ -137,7 +137,7 @@ async def prepare(front: Front, data: Any, salt: bytes) -> Completion:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
         jobs.append(Job(ids, sampling, tuple(request.stops), request.priority or 0, salt_of(salt, request.cache_salt)))
     texts = [(p if isinstance(p, str) else text.tokenizer.decode(p)) if request.echo else "" for p in prompts]
-    usage = Usage(sum(map(len, encoded_prompts)))
+    usage = Usage(sum(len(job.ids) for job in jobs))
     return Completion(
         front, request, text, ready, jobs, texts, usage, f"cmpl-{secrets.token_hex(12)}", int(time.time())
     )
@@ -162,6 +162,7 @@ async def events(completion: Completion) -> AsyncGenerator[bytes, None]:
     usage: dict[str, Any] = {"usage": None} if completion.request.includes_usage else {}
     async with aclosing(completion.parts()) as parts:
         async for part in parts:
+            usage = {"usage": completion.usage.body()} if completion.request.continuous_usage else usage
             yield event(completion.body([_choice(part)], **usage))
     if usage:
         yield event(completion.body([], usage=completion.usage.body()))

@@ -6,7 +6,6 @@ import msgspec
 
 from errors import UserError
 from executor.serving.errors import ApiError, invalid, of_validation
-from executor.serving.fields import check_depth
 from executor.serving.front import Front
 from executor.serving.openai_chat import messages_of
 from executor.serving.openai_completions import check_length
@@ -62,7 +61,6 @@ async def detokenize(front: Front, data: Any) -> dict[str, Any]:
 
 
 def _read(kind: Any, data: Any) -> Any:
-    check_depth(data)
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:

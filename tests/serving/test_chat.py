@@ -64,6 +64,10 @@ def test_a_stream_has_a_role_first_a_reason_last_and_then_usage() -> None:
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == 7
         assert len({c["id"] for c in chunks}) == 1
+        each = await server.chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        counts = [chunk["usage"]["completion_tokens"] for chunk in each.events[:-1]]
+        assert counts == sorted(counts)
+        assert counts[-1] == 7
         plain = (await server.chat(stream=True)).events
         assert all("usage" not in chunk for chunk in plain[:-1])
 
@@ -104,6 +108,8 @@ def test_tool_calls_are_streamed() -> None:
                     streamed[call["index"]] = {"name": call["function"]["name"], "arguments": ""}
                 streamed[call["index"]]["arguments"] += call["function"]["arguments"]
         assert [json.loads(streamed[i]["arguments"])["town"] for i in (0, 1)] == ['Łódź "😀"', "Bath"]
+        one = (await server.chat(tools=[TOOL], parallel_tool_calls=False)).json["choices"][0]["message"]["tool_calls"]
+        assert len(one) == 1
         # Without tools, and with tool_choice none, marks of calls are text.
         assert "<tool_call>" in (await server.chat()).json["choices"][0]["message"]["content"]
         plain = (await server.chat(tools=[TOOL], tool_choice="none")).json["choices"][0]

@@ -33,6 +33,9 @@ WIDE = {str(i): True for i in range(600)}
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"priority": 1 << 70}, "priority"),
+        ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
+        ({"top_k": -5}, "top_k"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -82,6 +85,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
     async def scenario(server: Server) -> None:
+        assert (await server.chat(top_k=1 << 70, seed=1 << 70, max_tokens=1 << 70)).status == 200
         fields = {"store": False, "modalities": ["text"], "user": "me", "metadata": {}, "n": None, "tools": None}
         assert (await server.chat(**fields, made_up=1)).status == 200
         assert server.front.unknown == {"made_up": 1}
@@ -121,6 +125,18 @@ def test_what_is_no_prompt(prompt: Any) -> None:
         assert reply.status == 400
         if prompt != "\ud800":  # no JSON at all
             assert reply.error["param"] == "prompt"
+
+    run(scenario)
+
+
+def test_the_description_has_all_routes_and_fields() -> None:
+    async def scenario(server: Server) -> None:
+        found = (await server.get("/openapi.json")).json
+        assert {(method.upper(), path) for path, methods in found["paths"].items() for method in methods} == {
+            (method, path.replace(":path", "")) for method, path, _ in app.ROUTES
+        }
+        fields = found["components"]["schemas"]["ChatRequest"]["properties"]
+        assert {"messages", "temperature", "response_format", "tools"} < fields.keys()
 
     run(scenario)
 
@@ -416,6 +432,7 @@ def test_floods_do_not_stop_health_checks() -> None:
     async def scenario(server: Server) -> None:
         loop, took = asyncio.get_running_loop(), []
         bodies = [b'{"prompt": "' + b"x" * (1 << 20) + b'"}', b"[" * (1 << 20), b"x" * (1 << 20)]
+        bodies.append(b'{"prompt": [' + b"1," * (1 << 20) + b"1]}")
         flood = [asyncio.create_task(server.ask("/v1/completions", raw=body)) for body in bodies * 8]
         for _ in range(50):
             start = loop.time()
