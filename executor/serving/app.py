@@ -20,12 +20,14 @@ from executor.serving.auth import check_origin
 from executor.serving.errors import ApiError
 from executor.serving.fields import Fields, check_depth, unknown
 from executor.serving.front import Front
+from executor.serving.live import live_page
+from executor.serving.metrics import CONTENT_TYPE
 from executor.serving.sse import ClientGone, EventStream, Json, while_connected
 
 LARGEST_BODY = 8 << 20  # bytes
 BODY_S = 30.0  # seconds that a body may take to come
 SMALL = 1 << 16  # bytes of a body that is read in the event loop
-OPEN_PATHS = frozenset({"/health", "/health/ready"})  # without a key
+OPEN_PATHS = frozenset({"/", "/health", "/health/ready"})  # without a key
 CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
 
 Endpoint = Callable[[Front, Request], Awaitable[Response]]
@@ -39,13 +41,8 @@ async def health(front: Front, request: Request) -> Response:
 
 async def ready(front: Front, request: Request) -> Response:
     """Whether requests are taken, by a fresh answer of the ranks."""
-    state, client = front.state, front.client
-    body: dict[str, Any] = {"status": state}
-    if state == "loading":
-        body |= {"stage": client.progress.stage, "progress": client.progress.share, "reason": client.reason or None}
-    elif state == "failed" and front.supervisor:
-        body["reason"] = front.supervisor.failed
-    return Json(body, 200 if state == "serving" else 503, {} if state == "serving" else {"Retry-After": "1"})
+    serving = front.state == "serving"
+    return Json(front.status, 200 if serving else 503, {} if serving else {"Retry-After": "1"})
 
 
 def model_card(front: Front) -> dict[str, Any]:
@@ -91,6 +88,18 @@ async def detokenize(front: Front, request: Request) -> Response:
     return Json(await while_connected(request, tokenizing.detokenize(front, data)))
 
 
+async def metrics(front: Front, request: Request) -> Response:
+    return Response(front.metrics.text(front.limits.refused), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def page(front: Front, request: Request) -> Response:
+    return live_page()
+
+
+async def live(front: Front, request: Request) -> Response:
+    return await EventStream.start(request, front.live.events())
+
+
 async def openapi_json(front: Front, request: Request) -> Response:
     return Json(openapi.document([(method, path) for method, path, _ in ROUTES]))
 
@@ -106,6 +115,11 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
 ]
+PAGES: list[tuple[str, str, Endpoint]] = [  # no part of the API
+    ("GET", "/", page),
+    ("GET", "/live", live),
+    ("GET", "/metrics", metrics),
+]
 
 
 class App:
@@ -113,7 +127,7 @@ class App:
 
     def __init__(self, front: Front):
         self.front = front
-        routes = [Route(path, self._endpoint(call), methods=[method]) for method, path, call in ROUTES]
+        routes = [Route(path, self._endpoint(call), methods=[method]) for method, path, call in ROUTES + PAGES]
         self.router = Router(routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -176,6 +176,7 @@ class EngineClient:
             pings.cancel()
             self._writer, self.ready, self.alive, self.state = None, None, False, None
             self.reason = fault or self.reason or ENDED
+            self.progress = Progress("starting", 0.0)
             self._pinged.clear()
             self.gone.set()
             writer.close()

@@ -17,7 +17,9 @@ from executor.serving.auth import Keys
 from executor.serving.client import EngineClient, EngineGone, RequestRefused
 from executor.serving.errors import ApiError, unavailable
 from executor.serving.limits import Limits, Ticket
-from executor.serving.messages import Ready, Row, Sampling
+from executor.serving.live import Live
+from executor.serving.messages import Message, Ready, Row, Sampling
+from executor.serving.metrics import Metrics
 from executor.serving.supervisor import Supervisor
 from executor.text.formats import TAGS, Format, choose_format
 
@@ -48,6 +50,8 @@ class Front:
     def __init__(self, case: Case, keys: Keys, client: EngineClient, supervisor: Supervisor | None = None):
         self.case, self.keys, self.client, self.supervisor = case, keys, client, supervisor
         self.limits = Limits(case.serve_config)
+        self.metrics = Metrics(self.name)
+        self.live = Live(client, self.metrics, lambda: {"model": self.name, **self.status})
         self.draining = False
         self.created = int(time.time())
         self.unknown: Counter[str] = Counter()  # names of fields that requests had and nothing reads
@@ -70,6 +74,17 @@ class Front:
         if not self.client.ready or not self.text:
             return "loading"
         return "serving" if self.client.serving else "silent"
+
+    @property
+    def status(self) -> dict[str, str | float | None]:
+        """`state`, and what there is to say about it."""
+        body: dict[str, str | float | None] = {"status": self.state}
+        if self.state == "loading":
+            progress = self.client.progress
+            body |= {"stage": progress.stage, "progress": progress.share, "reason": self.client.reason or None}
+        elif self.state == "failed" and self.supervisor:
+            body["reason"] = self.supervisor.failed
+        return body
 
     def check_serving(self) -> tuple[Ready, "Text"]:
         """Raises ApiError unless requests are taken."""
@@ -159,6 +174,11 @@ class Front:
                 break
             await asyncio.sleep(LOOK_S)
         return False
+
+    def take(self, message: Message) -> None:
+        """To be called with each message of the engine that is not a row."""
+        self.metrics.take(message)
+        self.live.take(message)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -107,6 +107,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     found: int = 0  # prompt tokens that were in the prefix cache; in the first row of a request
     logprobs: list[TokenLogprob] = []  # one for each of `tokens`, if wanted
     prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens from the second on, in the first row, if wanted
+    queued_s: float = 0.0  # how long it waited until its first step; in the first row of a request
 
 
 class Out(Message, frozen=True):
@@ -148,16 +149,18 @@ class State(Message, frozen=True):
     running: list[Running]
     groups: list[Group]
     preemptions: int  # in total
-    experts_resident: int = 0  # on rank 0; so are the following
+    experts_resident: int = 0  # on rank 0, among those with shadows; so are the following
     experts: int = 0
-    expert_hits: int = 0
+    expert_hits: int = 0  # pairs of a token and its expert in decode steps, in total
     expert_misses: int = 0
-    arena_frames: int = 0
+    arena_frames: int = 0  # pages of the cache, if no expert has a shadow
     expert_frames: int = 0
     free_frames: int = 0
-    shadow_exposed_s: float = 0.0  # total time that steps waited for shadow experts
+    shadow_exposed_s: float = 0.0  # total time that decode steps waited for shadow experts
     prefill_rate: float = 0.0  # prompt tokens a second, lately
     decode_rate: float = 0.0  # generated tokens a second, lately
+    queue: list[Running] = []  # the first of those that wait
+    step_tokens: list[int] = []  # tokens of each step since the last snapshot
 
 
 class Residency(Message, frozen=True):

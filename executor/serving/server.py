@@ -96,6 +96,7 @@ class Run:
                 await self._first_of(self.supervisor.stop())
             finally:
                 await self.supervisor.stop(0)
+                self.front.live.close()
                 server.should_exit, server.force_exit = True, self.forced.is_set()
                 await asyncio.gather(http, ranks)
                 self.client.close()
@@ -149,6 +150,7 @@ class Run:
         (self.forced if self.asked.is_set() else self.asked).set()
 
     def _changed(self, message: Message) -> None:
+        self.front.take(message)
         if isinstance(message, Ready):
             self._announce()
 

@@ -11,42 +11,17 @@ from collections.abc import Sequence as ListOf
 
 import numpy as np
 
-from cpu_offload.history import busy_ns, exposed_ns
-from cpu_offload.manager import Offload
 from executor.engine.prefixes import MARGIN, PageCache
+from executor.serving.experts import ExpertTotals
 
 DECIDE_S = 1.0  # seconds between two decisions
 MEMORY = 0.95  # what a measurement keeps of the one before it: half of it is gone after about 14 decisions
 CLEARLY = 1.5  # the share moves if what comes is worth this many times what goes
 
 
-class Usage:
-    """What steps have used of the experts of one rank, in total. Takes it from the offload's history, which it empties:
-    a server must not collect all its steps."""
-
-    def __init__(self, offload: Offload):
-        self.offload = offload
-        self.hits = self.misses = self.steps = 0
-        self.exposed_s = 0.0  # seconds that steps waited for shadow experts
-
-    def take(self) -> None:
-        for step in self.offload.history.steps:
-            self.hits += int(step.hits.sum())
-            self.misses += int(step.misses.sum())
-            waited = exposed_ns(step) if step.times[:, 2].any() else busy_ns(step)
-            self.exposed_s += float(waited.sum()) / 1e9
-            self.steps += 1
-        self.offload.forget()
-
-    @property
-    def miss_s(self) -> float:
-        """Seconds that one miss takes."""
-        return self.exposed_s / max(self.misses, 1)
-
-
 class Shares:
-    def __init__(self, caches: ListOf[PageCache], usage: Usage):
-        self.caches, self.usage = caches, usage
+    def __init__(self, caches: ListOf[PageCache], experts: ExpertTotals):
+        self.caches, self.experts = caches, experts
         self.pages = caches[0].pool.pages
         self.margin = max(1, self.pages // MARGIN)
         self.expert_pages = self.pages // 2
@@ -62,7 +37,7 @@ class Shares:
         self._rates = MEMORY * self._rates + (1 - MEMORY) * rates
         self._at, self._before = now, counts
         found, missed, steps = self._rates.tolist()
-        come, go = (uses * steps * self.usage.miss_s for uses in self.experts_at_margin())
+        come, go = (uses * steps * self.experts.miss_s for uses in self.experts_at_margin())
         missed *= self.margin / self.caches[0].most_dropped
         self.move(found * prefill_s, missed * prefill_s, come, go)
 
@@ -78,7 +53,7 @@ class Shares:
     def experts_at_margin(self) -> tuple[float, float]:
         """Uses in a decode step of the experts that would become resident, and of those that would leave, if experts
         had a margin of pages more or less."""
-        offload = self.usage.offload
+        offload = self.experts.offload
         arena, here = offload.arena, offload.here.reshape(-1)
         count = max(1, self.margin * arena.extent_slots // arena.extent_frames)
         uses = offload.residency.forecast.lasting / offload.settings.interval
@@ -88,4 +63,4 @@ class Shares:
     def _counts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         found = sum(cache.last_hits for cache in self.caches)
         missed = sum(cache.missed_hits for cache in self.caches)
-        return np.array([found, missed, self.usage.steps], dtype=np.float64)
+        return np.array([found, missed, self.experts.steps], dtype=np.float64)

@@ -65,8 +65,10 @@ class Stream:
         made = given = 0  # characters of the detokenizer, and of pieces
         held: list[Token] = []
         first = True
-        async with aclosing(self.front.rows(job, ticket)) as rows:
+        metrics, source = self.front.metrics, self.front.rows(job, ticket)
+        async with metrics.arrived(len(job.ids)) as timeline, aclosing(source) as rows:
             async for row in rows:
+                timeline.row(row)
                 self.usage.completion += len(row.tokens)
                 if first:
                     first, self.prompt_logprobs = False, row.prompt_logprobs
@@ -85,6 +87,8 @@ class Stream:
                     text += stops.push(detokenizer.rest()) + stops.finish()
                 given += len(text)
                 finish = "stop" if stops.found else row.finish
+                if finish:
+                    timeline.end(finish)
                 tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]
                 if text or tokens or finish:
                     held = held[len(tokens) :]

@@ -12,10 +12,8 @@ import time
 from collections.abc import Sequence as ListOf
 from pathlib import Path
 
-import numpy as np
 from msgspec.structs import replace
 
-from cpu_offload.manager import Offload
 from errors import UserError
 from executor.checkpoint.tokenizer import stop_ids
 from executor.config import env
@@ -30,6 +28,7 @@ from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
 from executor.serving.channel import Channel
 from executor.serving.control import Control
+from executor.serving.experts import ExpertTotals
 from executor.serving.messages import (
     Abort,
     Fatal,
@@ -53,12 +52,14 @@ from executor.serving.messages import (
     Watch,
 )
 from executor.serving.processes import run_and_leave
-from executor.serving.shares import Shares, Usage
+from executor.serving.shares import Shares
 
 IDLE_S = 2.0  # seconds between two ticks while nothing is to do
 STATE_S = 0.25
 RESIDENCY_S = 1.0
-TIDY = 64  # steps
+FORGET_STEPS = 64  # steps whose records are kept at most
+MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
+QUEUE_SHOWN = 16  # waiting requests in a snapshot
 WARM_UP_TOKENS = 64  # of each prompt of the warm-up
 
 
@@ -72,17 +73,21 @@ class Worker:
         self.stop_ids = stop_ids(runner.folder, runner.config.eos_token_ids)
         self.loop = Loop(engine, self.stop_ids, serving=True)
         self.control = Control(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
-        self.usage = Usage(engine.offload) if engine.offload else None
+        self.experts = ExpertTotals(engine.offload) if engine.offload else None
         self.shares = None
-        if self.usage and case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes:
-            self.shares = Shares(self.loop.scheduler.caches, self.usage)
+        if self.experts and case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes:
+            self.shares = Shares(self.loop.scheduler.caches, self.experts)
         self.steps = self.preemptions = 0
         self.prefill_rate = 0.0  # prompt tokens a second
-        self.stopping = self.watched = False
-        self._reported = self._residency_sent = 0.0  # times of the last State and the last Residency
-        self._residency: Residency | None = None  # the last one
+        self.stopping = False
+        self.watched = False  # whether somebody wants to see where experts are
+        self._reported = 0.0  # time of the last State
+        self._shown = 0.0  # time of the last Residency
         self._since = (time.perf_counter(), 0)  # time and tokens at the last State
         self._generated = 0
+        self._step_tokens: list[int] = []  # since the last State
+        self._arrived: dict[int, float] = {}  # id -> time, of requests that have not begun
+        self._queued_s: dict[int, float] = {}  # id -> how long it waited, of requests without a first row
 
     def run(self) -> None:
         """Serves until the front stops the ranks."""
@@ -109,8 +114,8 @@ class Worker:
             step = scheduler.schedule()
             self.check(tick, scheduler.digest(step))
         self.step(step)
-        if self.steps % TIDY == 0:
-            self.tidy()
+        if self.steps % FORGET_STEPS == 0:
+            self.forget()
 
     def next_tick(self, channel: Channel) -> Tick:
         """Rank 0's tick: the messages that have come from the front, and what it has measured."""
@@ -121,7 +126,7 @@ class Worker:
             elif isinstance(message, Ping):
                 channel.send(Pong(message.number, self.steps))
             elif isinstance(message, Watch):
-                self.watched, self._residency = message.residency, None
+                self.watched = message.residency
             elif isinstance(message, Submit | Abort | Stop):
                 events.append(message)
         self.report(channel)
@@ -145,6 +150,7 @@ class Worker:
             if isinstance(event, Submit):
                 try:
                     self.loop.add(self.sequence_of(event))
+                    self._arrived[event.id] = time.perf_counter()
                 except UserError as error:
                     if self.channel:
                         self.channel.send(Refused(event.id, str(error)))
@@ -166,7 +172,7 @@ class Worker:
     def step(self, step: Step | None) -> None:
         """Runs a step of the engine, if there is something to do."""
         start, timings = time.perf_counter(), self.loop.timings
-        before = timings.prefill_tokens
+        before, decoded = timings.prefill_tokens, timings.decode_tokens
         events = self.loop.run(step)
         self.steps += 1
         for sequence in self.loop.scheduler.preempted:
@@ -178,15 +184,22 @@ class Worker:
             rate = tokens / (time.perf_counter() - start)
             self.prefill_rate = rate if not self.prefill_rate else 0.8 * self.prefill_rate + 0.2 * rate
         self._generated += sum(len(event.tokens) for event in events)
-        rows = [row_of(event) for event in events if event.finish_reason != "abort"]
+        if total := tokens + timings.decode_tokens - decoded:
+            self._step_tokens.append(total)
+        for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
+            if (arrived := self._arrived.pop(id, None)) is not None:
+                self._queued_s[id] = start - arrived
+        found = [(event, row_of(event, self._queued_s.pop(event.id, 0.0))) for event in events]
+        rows = [row for event, row in found if event.finish_reason != "abort"]
         if self.channel and rows:
             self.channel.send(Out(self.steps, rows))
 
-    def tidy(self) -> None:
-        """Forgets what runs collect step by step for their report: a server runs for ever."""
+    def forget(self) -> None:
+        """Drops what is recorded of each step, which would grow for as long as the server runs."""
         self.loop.timings = Timings()
-        if self.usage:
-            self.usage.take()
+        if self.experts:
+            self.experts.collect()
+        del self._step_tokens[:-MOST_STEP_TOKENS]
 
     def mixed_tokens(self) -> int | None:
         """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
@@ -213,10 +226,13 @@ class Worker:
                 self.channel.send(Progress("warming up", min(self._generated / total, 1.0)))
         for cache in scheduler.caches:
             cache.trim(0)
-        if offload and self.runner.planned:
-            self.runner.planned.begin(offload, self.loop.timings.pure_decode_steps)
+        if self.experts and self.runner.planned:  # most steps of the warm-up captured a graph: they say nothing
+            self.runner.planned.begin(self.experts.offload, ())
         self.steps = self.preemptions = self._generated = 0
-        self.tidy()
+        self.forget()
+        self._step_tokens = []
+        if self.experts:
+            self.experts.restart()
 
     def ready(self) -> Ready:
         limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]
@@ -233,13 +249,14 @@ class Worker:
         )
 
     def report(self, channel: Channel) -> None:
-        """Sends the front a snapshot, a few times a second."""
+        """Sends the front a snapshot, a few times a second, and where experts are, if somebody watches."""
         now = time.perf_counter()
         if now - self._reported < STATE_S or channel.behind:
             return
         since, generated = self._since
         self._reported, self._since = now, (now, self._generated)
-        scheduler = self.loop.scheduler
+        self.forget()
+        scheduler, pages = self.loop.scheduler, self.loop.scheduler.pools[0]
         groups = [
             Group(cache.held, scheduler.committed(g) - cache.held, len(cache.idle))
             for g, cache in enumerate(scheduler.caches)
@@ -248,31 +265,21 @@ class Worker:
             step=self.steps,
             waiting=len(scheduler.waiting),
             running=[running_of(s) for s in scheduler.running],
+            queue=[running_of(s) for s in scheduler.waiting[:QUEUE_SHOWN]],
             groups=groups,
             preemptions=self.preemptions,
+            step_tokens=self._step_tokens,
             prefill_rate=self.prefill_rate,
             decode_rate=(self._generated - generated) / (now - since),
+            arena_frames=pages.pages,
+            free_frames=pages.pages - groups[0].held - groups[0].kept,
         )
-        if usage := self.usage:
-            usage.take()
-            arena, published = usage.offload.arena, usage.offload.published
-            state = replace(
-                state,
-                experts_resident=int(published.sum()),
-                experts=published.size,
-                expert_hits=usage.hits,
-                expert_misses=usage.misses,
-                arena_frames=arena.frames,
-                expert_frames=arena.slot_frames,
-                free_frames=arena.free_frames,
-                shadow_exposed_s=usage.exposed_s,
-            )
-            if self.watched and now - self._residency_sent >= RESIDENCY_S:
-                self._residency_sent = now
-                residency = residency_of(usage.offload)
-                if residency != self._residency:
-                    self._residency = residency
-                    channel.send(residency)
+        self._step_tokens = []
+        if self.experts:
+            state = replace(state, **self.experts.fields())
+            if self.watched and now - self._shown >= RESIDENCY_S and (residency := self.experts.changed()):
+                self._shown = now
+                channel.send(residency)
         channel.send(state)
 
 
@@ -285,20 +292,13 @@ def sequence_of(submit: Submit) -> Sequence:
     return new_sequence(submit.id, wanted)
 
 
-def residency_of(offload: Offload) -> Residency:
-    """Which experts are resident, and how much they are used."""
-    uses = offload.residency.forecast.lasting.clip(0)
-    heat = (uses * (255 / max(float(uses.max()), 1e-9))).astype(np.uint8)
-    layers, experts = offload.published.shape
-    return Residency(layers, experts, np.packbits(offload.published, bitorder="little").tobytes(), heat.tobytes())
-
-
-def row_of(event: Event) -> Row:
+def row_of(event: Event, queued_s: float = 0.0) -> Row:
     return Row(
         id=event.id,
         tokens=list(event.tokens),
         finish=event.finish_reason,
         found=event.found,
+        queued_s=queued_s,
         logprobs=[logprob_of(found) for found in event.logprobs],
         prompt_logprobs=[logprob_of(found) for found in event.prompt_logprobs],
     )

@@ -27,6 +27,7 @@ from executor.serving.messages import (
     ToEngine,
     TokenLogprob,
     TopToken,
+    Watch,
 )
 
 HEADER = struct.Struct("<I")
@@ -61,6 +62,7 @@ class FakeEngine:
         self.found: int = options.get("found", 0)
         self.submitted: list[Submit] = []
         self.aborted: list[int] = []
+        self.watched: list[bool] = []  # what the front said about whether somebody watches
         self.waiting: list[Entry] = []
         self.running: list[Entry] = []
         self.stopped = False
@@ -119,6 +121,8 @@ class FakeEngine:
                 self.running = [s for s in self.running if s.submit.id != message.id]
             elif isinstance(message, Ping):
                 self.send(Pong(message.number, self.steps))
+            elif isinstance(message, Watch):
+                self.watched.append(message.residency)
             elif isinstance(message, Stop):
                 self.stopped = True
 

@@ -162,6 +162,7 @@ async def serving(
         fake = FakeEngine(client.path, ids, **options)
         front = Front(case, keys or Keys(), client)
         front.text = Text(case, tokenizer)
+        client.changed = front.take
         server = make_server(front)
         http = asyncio.create_task(server.serve([listener]))
         await fake.connect(ready)

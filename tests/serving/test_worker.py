@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from executor.job.runner import ModelRunner
-from executor.serving import shares
+from executor.serving import experts, shares
 from executor.serving.messages import Grammar, Ping, Pong, Refused, Residency, Sampling, State, Submit, Watch
 from executor.serving.shares import CLEARLY
 from tests.serving.scripted import Server
@@ -126,7 +126,7 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
     server = Server(runner_of(model, ELASTIC, prefix_floor=0))
     share, ids = server.worker.shares, count()
     assert share
-    monkeypatch.setattr(shares.Usage, "miss_s", 1e-9)
+    monkeypatch.setattr(experts.ExpertTotals, "miss_s", 1e-9)
     before = share.expert_pages
     around = prompts(9, 41)
     for _ in range(12):
@@ -135,7 +135,7 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
     last = list(range(next(ids) - 9, next(ids) - 1))
     assert share.expert_pages < before
     assert sum(server.script.rows(id)[0].found == 40 for id in last) > 5
-    monkeypatch.setattr(shares.Usage, "miss_s", 1.0)
+    monkeypatch.setattr(experts.ExpertTotals, "miss_s", 1.0)
     low = share.expert_pages
     for prompt in prompts(40, 9, seed=5):
         server.answer(next(ids), prompt, 12)
@@ -191,10 +191,9 @@ def test_aborted_requests_get_no_more_rows_and_leave_nothing(model: Path) -> Non
 def test_a_server_collects_nothing_step_by_step(model: Path) -> None:
     server = Server(runner_of(model, ELASTIC))
     server.answer(0, [1, 2, 3], 300)
-    offload, usage = server.worker.engine.offload, server.worker.usage
-    assert offload
-    assert usage
-    assert len(offload.history.steps) < 65
+    totals = server.worker.experts
+    assert totals
+    assert len(totals.offload.history.steps) < 65
     assert len(server.worker.loop.timings.decode_steps) < 65
-    usage.take()
-    assert usage.hits + usage.misses == 299 * 4 * 3
+    totals.collect()
+    assert totals.hits + totals.misses == 299 * 4 * 3
