@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -51,20 +51,35 @@ class Json(Response):
         return msgspec.json.encode(content)
 
 
+def failure(error: ApiError) -> bytes:
+    """The last event of a stream that fails, as in OpenAI's API."""
+    return event(error.envelope())
+
+
 class EventStream(Response):
-    """Sends `events`, each one or several whole server-sent events. An ApiError among them is sent as an event, and
-    ends the stream. Make it with `start`."""
+    """Sends `events`, each one or several whole server-sent events. An ApiError among them is sent as the event that
+    `failure` makes of it, and ends the stream. Make it with `start`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], first: "asyncio.Future[bytes]"):
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        first: "asyncio.Future[bytes]",
+        failure: Callable[[ApiError], bytes] = failure,
+    ):
         super().__init__()
         self.headers.update(HEADERS)
         del self.headers["content-length"]
-        self.events, self.first = events, first
+        self.events, self.first, self.failure = events, first, failure
 
     @classmethod
-    async def start(cls, request: Request, events: AsyncGenerator[bytes, None]) -> "EventStream":
+    async def start(
+        cls,
+        request: Request,
+        events: AsyncGenerator[bytes, None],
+        failure: Callable[[ApiError], bytes] = failure,
+    ) -> "EventStream":
         """Waits a while for the first event, so that a request that cannot run is answered with its status."""
         first = asyncio.ensure_future(anext(events))
         gone = asyncio.ensure_future(_gone(request.receive))
@@ -80,7 +95,7 @@ class EventStream(Response):
             raise
         finally:
             await _end(gone)
-        return cls(events, first)
+        return cls(events, first, failure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -107,7 +122,7 @@ class EventStream(Response):
                 except StopAsyncIteration:
                     break
                 except ApiError as error:
-                    await send({"type": "http.response.body", "body": event(error.envelope()), "more_body": True})
+                    await send({"type": "http.response.body", "body": self.failure(error), "more_body": True})
                     break
                 if body is not PING:
                     following = asyncio.ensure_future(anext(self.events))
