@@ -114,13 +114,14 @@ class Answer:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.chat.front.name}
         return {**head, "content": content, **_reason(end), "usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         usage = self.chat.usage
         return {
             "input_tokens": usage.prompt - usage.cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached,
             "output_tokens": usage.completion,
+            "output_tokens_details": {"thinking_tokens": self.blocks.reasoning_tokens},
         }
 
 

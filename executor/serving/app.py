@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from executor.serving import anthropic, openai_chat, openai_completions, responses, tokenizing
+from executor.serving import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
 from executor.serving.auth import check_origin
 from executor.serving.errors import ApiError
 from executor.serving.fields import HARMLESS, UNSUPPORTED, unknown
@@ -115,11 +115,16 @@ async def detokenize(front: Front, request: Request) -> Response:
     return Json(await while_connected(request, tokenizing.detokenize(front, data)))
 
 
+async def openapi_json(front: Front, request: Request) -> Response:
+    return Json(openapi.document([(method, path) for method, path, _ in ROUTES]))
+
+
 ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/health", health),
     ("GET", "/health/ready", ready),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
+    ("GET", "/openapi.json", openapi_json),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/responses", create_response),

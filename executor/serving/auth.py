@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import ipaddress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,10 @@ class Keys:
         keys = [line.strip() for line in lines if line.strip()]
         if not keys:
             raise UserError(f"serve_config.api_key_file: {path} has no key: write one a line")
+        return cls.of(keys)
+
+    @classmethod
+    def of(cls, keys: Iterable[bytes]) -> "Keys":
         return cls(tuple(map(_digest, keys)))
 
     def check(self, headers: Headers) -> bytes:

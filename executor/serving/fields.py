@@ -15,6 +15,7 @@ from executor.serving.messages import Grammar, Ready, Sampling
 
 DEEPEST = 64  # levels of a request's JSON
 MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters of one
+LARGEST_PRIORITY = 1 << 31
 MOST_CHOICES = 64  # answers to one request
 MOST_LISTED = 4096  # entries of a list or mapping of token ids in a request's settings
 
@@ -152,6 +153,8 @@ def read(kind: type[Request], data: Any) -> Request:
         raise invalid("n", f"{request.choices} must be from 1 to {MOST_CHOICES}")
     if len(request.stops) > MOST_STOPS or not all(1 <= len(stop) <= LONGEST_STOP for stop in request.stops):
         raise invalid("stop", f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters are allowed")
+    if not -LARGEST_PRIORITY <= (request.priority or 0) <= LARGEST_PRIORITY:
+        raise invalid("priority", f"must be from -{LARGEST_PRIORITY} to {LARGEST_PRIORITY}")
     if request.stream_options and not request.stream:
         raise invalid("stream_options", "it is only for requests with stream: true")
     return request
@@ -177,13 +180,15 @@ def sampling_of(
     """How the engine chooses tokens for this request. Fields that are absent are as `sampling_config` of the case
     says."""
     default = case.sampling_config
+    if any(not 0 <= id < ready.vocabulary for id in fields.stop_token_ids or []):
+        raise invalid("stop_token_ids", f"must be token ids below {ready.vocabulary}")
     bias = _biases(fields.logit_bias or {}, ready.vocabulary)
     for name, values in (("stop_token_ids", fields.stop_token_ids or []), ("logit_bias", bias)):
         if len(values) > MOST_LISTED:
             raise invalid(name, f"{len(values)} entries are more than {MOST_LISTED}")
     given: dict[str, Any] = {
         "temperature": default.temperature if fields.temperature is None else fields.temperature,
-        "top_k": default.top_k if fields.top_k is None else (None if fields.top_k in (-1, 0) else fields.top_k),
+        "top_k": default.top_k if fields.top_k is None else _top_k(fields.top_k, ready.vocabulary),
         "top_p": default.top_p if fields.top_p is None else fields.top_p,
         "min_p": fields.min_p or 0.0,
         "presence_penalty": fields.presence_penalty or 0.0,
@@ -203,6 +208,11 @@ def sampling_of(
         known: Collection[str] = {field.name for field in fields_of(engine.SamplingParams)}
         raise (invalid(param, message) if param in known else ApiError(400, str(error))) from None
     return Sampling(max_tokens=max_tokens, logit_bias=bias, grammar=grammar, **given)
+
+
+def _top_k(given: int, vocabulary: int) -> int | None:
+    """-1, 0 and the whole vocabulary are no limit."""
+    return None if given in (-1, 0) or given >= vocabulary else given
 
 
 def _biases(given: dict[str, float], vocabulary: int) -> dict[int, float]:

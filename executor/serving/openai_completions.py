@@ -21,6 +21,7 @@ from executor.serving.streams import Piece, Stream, Turns, Usage, together
 from executor.serving.structured import wanted_grammar
 
 MOST_PROMPTS = 64
+GRAMMAR_S = 1.0  # of compiling a grammar
 MAX_TOKENS = 16  # of an answer, if a request does not say, as in OpenAI's API
 
 
@@ -206,10 +207,14 @@ def check_length(prompt: str, param: str, text: Text, ready: Ready) -> None:
 
 def check_grammar(grammar: Grammar, text: Text, ready: Ready) -> None:
     """Raises ApiError if the engine could not follow `grammar`; may take a while."""
+    grammars, start = text.grammars(ready), time.thread_time()
     try:
-        text.grammars(ready).matcher(EngineGrammar(grammar.kind, grammar.text))
+        grammars.matcher(EngineGrammar(grammar.kind, grammar.text))
     except UserError as error:
         raise ApiError(400, str(error), "response_format", "invalid_grammar") from None
+    if time.thread_time() - start > GRAMMAR_S:  # all ranks would take as long
+        message = f"grammar: it takes more than {GRAMMAR_S:g} s to compile: make it simpler"
+        raise ApiError(400, message, "response_format", "invalid_grammar")
 
 
 def nth_choice(sampling: Any, choice: int) -> Any:

@@ -11,7 +11,7 @@ import msgspec
 from executor.serving import openai_chat
 from executor.serving.blocks import Block, Blocks, Change
 from executor.serving.errors import ApiError, invalid, renamed
-from executor.serving.fields import converted
+from executor.serving.fields import StreamOptions, converted
 from executor.serving.front import Front, Text
 from executor.serving.sse import event
 from executor.serving.streams import Token
@@ -65,10 +65,6 @@ class Tool(msgspec.Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-
-class StreamOptions(msgspec.Struct, kw_only=True):
-    include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -111,25 +112,30 @@ class EventStream(Response):
             await self.events.aclose()
 
     async def _send(self, send: Send) -> None:
+        async def body(data: bytes, more: bool = True) -> None:
+            self.sent_at = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        self.sent_at = time.monotonic()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        following: asyncio.Future[bytes] = self.first
+        pings = asyncio.ensure_future(self._pings(body))
         try:
-            while True:
-                if not following.done():
-                    await asyncio.wait({following}, timeout=PING_S)
-                try:
-                    body = following.result() if following.done() else PING
-                except StopAsyncIteration:
-                    break
-                except ApiError as error:
-                    await send({"type": "http.response.body", "body": self.failure(error), "more_body": True})
-                    break
-                if body is not PING:
-                    following = asyncio.ensure_future(anext(self.events))
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await body(await self.first)
+            async for data in self.events:
+                await body(data)
+        except StopAsyncIteration:
+            pass  # there was no first event
+        except ApiError as error:
+            await body(self.failure(error))
         finally:
-            await _end(following)
+            await _end(pings)
+        await body(b"", more=False)
+
+    async def _pings(self, body: Callable[[bytes], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            await asyncio.sleep(max(0.0, self.sent_at + PING_S - time.monotonic()))
+            if time.monotonic() - self.sent_at >= PING_S:
+                await body(PING)
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,8 +1,10 @@
 """Grammars that answers follow: those that a request asks for, and those of tool calls that it demands."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from executor.serving.errors import ApiError, invalid
@@ -13,6 +15,8 @@ from executor.text.formats import FORMATS, THINK, THINK_END, Format
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
 DEEPEST = 32  # levels of a schema
 MOST_PROPERTIES = 512  # of a schema, in all its levels
+MOST_OPTIONS = 1024  # of all its choices together, if some are to hold at the same time
+LARGEST_MULTIPLE = 10_000  # digits of all multipleOf of a schema, multiplied: the states of an automaton
 MOST_CALLS = 8  # calls of one answer, if calls are demanded
 COMPACT = {"whitespace_flexible": False}  # without it, an answer may be endless white space
 ANYTHING = r"/(.|\n)*/"
@@ -75,6 +79,8 @@ def _grammar(param: str, kind: str, value: Any) -> Grammar:
                 raise invalid(param, "is no JSON") from None
         check_schema(param, value)
         value = json.dumps(value)
+    elif kind == "lark" and ("allOf" in value or "multipleOf" in value):
+        raise invalid(param, "allOf and multipleOf are not supported within a grammar")
     if not value or len(value.encode(errors="replace")) > LARGEST:
         raise invalid(param, f"must have 1 to {LARGEST} bytes")
     return Grammar(kind, value)
@@ -84,8 +90,16 @@ def check_schema(param: str, schema: Any) -> None:
     """Raises ApiError for a JSON schema that is too deep or too large."""
     if not isinstance(schema, dict | bool):
         raise invalid(param, "must be a JSON schema: an object or a boolean")
-    level, properties = [schema], 0
+    level, properties, options, whole, multiple = [schema], 0, 1, False, Decimal(1)
     for _ in range(DEEPEST):
+        for part in (v for v in level if isinstance(v, dict)):
+            whole = whole or "allOf" in part
+            options *= max(1, *(len(v) for key in ("anyOf", "oneOf") if isinstance(v := part.get(key), list)), 1)
+            multiple *= _digits(part.get("multipleOf"))
+        if options > MOST_OPTIONS and whole:
+            raise invalid(param, f"allOf together with choices of more than {MOST_OPTIONS} combinations")
+        if multiple > LARGEST_MULTIPLE:
+            raise invalid(param, f"multipleOf: more than {LARGEST_MULTIPLE} in all")
         properties += sum(len(v["properties"]) for v in level if isinstance(v, dict) and _has_properties(v))
         level = [w for v in level if isinstance(v, dict | list) for w in (v.values() if isinstance(v, dict) else v)]
         if properties > MOST_PROPERTIES:
@@ -93,6 +107,14 @@ def check_schema(param: str, schema: Any) -> None:
         if not level:
             return
     raise invalid(param, f"is nested more than {DEEPEST} levels deep")
+
+
+def _digits(number: Any) -> Decimal:
+    """The digits of a number, without its decimal point."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        return Decimal(1)
+    exact = Decimal(str(number)).normalize()
+    return max(Decimal(1), abs(exact.scaleb(-min(0, int(exact.as_tuple().exponent)))))
 
 
 def _has_properties(schema: dict[str, Any]) -> bool:

@@ -33,6 +33,9 @@ WIDE = {str(i): True for i in range(600)}
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"priority": 1 << 70}, "priority"),
+        ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
+        ({"top_k": -5}, "top_k"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -63,6 +66,10 @@ WIDE = {str(i): True for i in range(600)}
         ({"guided_grammar": "start"}, "response_format"),
         ({"guided_regex": "a" * 70_000}, "guided_regex"),
         ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
+        ({"guided_json": {"multipleOf": 999983}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]}}, "guided_json"),
+        ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -78,6 +85,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
     async def scenario(server: Server) -> None:
+        assert (await server.chat(top_k=1 << 70, seed=1 << 70, max_tokens=1 << 70)).status == 200
         fields = {"store": False, "modalities": ["text"], "user": "me", "metadata": {}, "n": None, "tools": None}
         assert (await server.chat(**fields, made_up=1)).status == 200
         assert server.front.unknown == {"made_up": 1}
@@ -117,6 +125,18 @@ def test_what_is_no_prompt(prompt: Any) -> None:
         assert reply.status == 400
         if prompt != "\ud800":  # no JSON at all
             assert reply.error["param"] == "prompt"
+
+    run(scenario)
+
+
+def test_the_description_has_all_routes_and_fields() -> None:
+    async def scenario(server: Server) -> None:
+        found = (await server.get("/openapi.json")).json
+        assert {(method.upper(), path) for path, methods in found["paths"].items() for method in methods} == {
+            (method, path.replace(":path", "")) for method, path, _ in app.ROUTES
+        }
+        fields = found["components"]["schemas"]["ChatRequest"]["properties"]
+        assert {"messages", "temperature", "response_format", "tools"} < fields.keys()
 
     run(scenario)
 
@@ -315,6 +335,30 @@ def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
         assert (await server.complete("x")).status == 503
 
     run(scenario, LONG, engine={"step_s": 0.01})
+
+
+class Restarting:
+    """A supervisor that starts the ranks again."""
+
+    failed, stopping, restarts = "", False, 0
+
+
+def test_requests_without_a_token_are_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "LOOK_S", 0.02)
+
+    async def scenario(server: Server) -> None:
+        server.front.supervisor = Restarting()  # type: ignore[assignment]
+        waiting = await server.open("/v1/completions", {"prompt": "Hi"})
+        await until(lambda: server.engine.running)
+        await server.engine.die()
+        await until(lambda: server.front.client.reason)
+        assert (await server.get("/health/ready")).status == 503
+        server.engine.running, server.engine.prefill_s = [], 0.0
+        await server.engine.connect()
+        assert (await waiting.all()).json["choices"][0]["text"] == "Hello!"
+        await ended(server)
+
+    run(scenario, engine={"prefill_s": 60.0})
 
 
 def test_ready_says_when_the_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""OpenAI's own client reads every answer, and its strict types find nothing wrong with them."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+from executor.serving.auth import Keys
+from tests.serving.front import Server, serving, until
+from tests.serving.test_chat import TOOL
+
+ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
+TOOLS: list[Any] = [TOOL]
+
+
+def run(scenario: Callable[[Server, openai.AsyncOpenAI], Awaitable[None]], *arguments: Any, **options: Any) -> None:
+    async def whole() -> None:
+        async with serving(*arguments, **options) as server:
+            url = f"http://127.0.0.1:{server.port}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="key", max_retries=0, timeout=30) as client:
+                await scenario(server, client)
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "minimax_m2"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 2, "logprobs": True, "top_logprobs": 2},
+        {"stop": ["l"]},
+        {"max_tokens": 2},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+    ],
+)  # fmt: skip
+def test_answers_have_the_types_of_the_client(fields: dict[str, Any], family: str) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"town": "Bath"}}\n</tool_call>'
+    thoughts = "Hm.</think>\n\n" if family == "minimax_m2" else ""
+
+    async def scenario(server: Server, client: openai.AsyncOpenAI) -> None:
+        raw = await client.chat.completions.with_raw_response.create(model="demo_chat", messages=ASKED, **fields)
+        answer = ChatCompletion.model_validate(json.loads(raw.text), strict=True)
+        assert raw.headers["x-request-id"]
+        usage = {"include_usage": True}
+        body = {"messages": ASKED, "stream": True, "stream_options": usage, **fields}
+        chunks = (await server.ask("/v1/chat/completions", body)).events[:-1]
+        parsed = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
+        assert parsed[-1].usage == answer.usage
+        said = [c.choices[0].delta.content or "" for c in parsed if c.choices and c.choices[0].index == 0]
+        assert "".join(said) == (answer.choices[0].message.content or "")
+        if "tools" in fields and family == "qwen3":
+            assert answer.choices[0].finish_reason == "tool_calls"
+            async with client.chat.completions.stream(model="demo_chat", messages=ASKED, **fields) as stream:
+                async for _ in stream:
+                    pass
+                last = (await stream.get_final_completion()).choices[0].message.tool_calls
+            assert last is not None
+            assert json.loads(last[0].function.arguments) == {"town": "Bath"}
+
+    run(scenario, thoughts + (call if "tools" in fields else "Hello, naïve 😀"), family=family)
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True, "logprobs": 2}, {"n": 2}, {"max_tokens": 2, "logprobs": 0}])
+def test_completions_have_the_types_of_the_client(fields: dict[str, Any]) -> None:
+    async def scenario(server: Server, client: openai.AsyncOpenAI) -> None:
+        raw = await client.completions.with_raw_response.create(model="demo_chat", prompt=["A", "B"], **fields)
+        body = json.loads(raw.text)
+        for choice in body["choices"]:
+            assert choice["finish_reason"] in ("stop", "length")
+            if choice["logprobs"] and fields.get("echo"):
+                # The first token has none: null, as OpenAI's server said, although its types have no null.
+                assert choice["logprobs"]["token_logprobs"].pop(0) is None
+                assert choice["logprobs"]["top_logprobs"].pop(0) is None
+        Completion.model_validate(body, strict=True)
+        stream = await client.completions.create(model="demo_chat", prompt="A", stream=True, **fields)
+        text = "".join([c.choices[0].text async for c in stream if c.choices[0].index == 0])
+        assert text == body["choices"][0]["text"]
+
+    run(scenario)
+
+
+def test_models_and_parsed_answers() -> None:
+    class Weather(BaseModel):
+        rain: bool
+        wind: Literal["low", "high"]
+
+    async def scenario(server: Server, client: openai.AsyncOpenAI) -> None:
+        models = [model async for model in client.models.list()]
+        assert models == [await client.models.retrieve("demo_chat")]
+        assert isinstance(models[0], Model)
+        answer = await client.chat.completions.parse(model="demo_chat", messages=ASKED, response_format=Weather)
+        assert answer.choices[0].message.parsed == Weather(rain=True, wind="low")
+        grammar = server.engine.submitted[-1].sampling.grammar
+        assert grammar is not None
+        assert '"wind"' in grammar.text
+
+    run(scenario, '{"rain":true,"wind":"low"}')
+
+
+def test_errors_are_the_clients_classes() -> None:
+    async def scenario(server: Server, client: openai.AsyncOpenAI) -> None:
+        async def create(**fields: Any) -> Any:
+            return await client.chat.completions.create(**{"model": "demo_chat", "messages": ASKED, **fields})
+
+        with pytest.raises(openai.BadRequestError) as wrong:
+            await create(temperature=-1)
+        assert wrong.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError) as missing:
+            await create(model="other")
+        assert missing.value.code == "model_not_found"
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="wrong").models.list()
+        stream = await create(stream=True)
+        held = asyncio.create_task(create())
+        await until(lambda: server.front.limits.open == 2 and len(server.engine.running) == 1)
+        with pytest.raises(openai.RateLimitError) as busy:
+            await create()
+        assert busy.value.response.headers["retry-after"]
+        await server.engine.die("the disk is full")
+        with pytest.raises(openai.APIError, match="the disk is full"):
+            async for _ in stream:
+                pass
+        with pytest.raises(openai.InternalServerError, match="the disk is full"):
+            await held
+        with pytest.raises(openai.InternalServerError):
+            await create()
+
+    run(scenario, "word " * 200, keys=Keys.of([b"key"]), engine={"batch_size": 1, "step_s": 0.01}, max_queue=1)

@@ -1,0 +1,220 @@
+"""A whole server of the demo model, started as users start it: answers, its end by signals, ranks that are killed."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from files import ROOT
+from tests.serving.front import Connection, Reply
+
+pytestmark = pytest.mark.slow
+START_S = 240.0
+CHAT = {"messages": [{"role": "user", "content": "Do you like dancing?"}], "temperature": 0}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Process:
+    """`umbra serve` in a process of its own, with its temporary folder in `folder`."""
+
+    def __init__(self, folder: Path, *settings: str):
+        self.port, self.folder = free_port(), folder
+        command = [sys.executable, "-m", "umbra", "serve", "demo_chat", "--set", f"port={self.port}", *settings]
+        self.log = open(folder / "log.txt", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(folder)}
+        )
+
+    def wait_until_ready(self) -> None:
+        end = time.monotonic() + START_S
+        while self.ask("/health/ready").status != 200:
+            assert time.monotonic() < end, self.text
+            assert self.process.poll() is None, self.text
+            time.sleep(0.2)
+
+    def ask(self, path: str, data: Any = None) -> Reply:
+        """Status 0: nobody listens."""
+        return asyncio.run(self._ask(path, data))
+
+    async def _ask(self, path: str, data: Any) -> Reply:
+        try:
+            return await (await self.open(path, data)).all()
+        except (OSError, asyncio.IncompleteReadError):
+            return Reply(0, {})
+
+    async def open(self, path: str, data: Any) -> Connection:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        body = b"" if data is None else json.dumps(data).encode()
+        method = "GET" if data is None else "POST"
+        writer.write(
+            f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        )
+        return Connection(reader, writer)
+
+    @property
+    def text(self) -> str:
+        return (self.folder / "log.txt").read_text()
+
+    def ranks(self) -> list[int]:
+        """Processes that have this server's socket in their environment."""
+        found, wanted = [], f"UMBRA_SERVE_SOCKET={self.folder}/".encode()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and wanted in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def wait(self) -> int:
+        return self.process.wait(60)
+
+    def check_nothing_is_left(self) -> None:
+        assert self.ranks() == []
+        assert list(self.folder.glob("umbra-*")) == []
+
+
+@contextmanager
+def server(folder: Path, *settings: str) -> Iterator[Process]:
+    found = Process(folder, *settings)
+    try:
+        yield found
+    finally:
+        found.process.kill()
+        found.process.wait()
+        for pid in found.ranks():
+            os.kill(pid, signal.SIGKILL)
+        found.log.close()
+
+
+def test_answers_and_an_orderly_end(tmp_path: Path) -> None:
+    with server(tmp_path) as running:
+        running.wait_until_ready()
+        assert len(re.findall(r"^ready: .*$", running.text, re.M)) == 1
+        (folder,) = tmp_path.glob("umbra-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+        first = running.ask("/v1/chat/completions", CHAT).json
+        again = running.ask("/v1/chat/completions", CHAT).json
+        assert again["choices"] == first["choices"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+        streamed = running.ask("/v1/chat/completions", CHAT | {"stream": True}).events[:-1]
+        said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed)
+        assert said == first["choices"][0]["message"]["content"]
+
+        prompt = {"prompt": "Emma was very", "max_tokens": 0, "echo": True, "logprobs": 1}
+        logprobs = running.ask("/v1/completions", prompt).json["choices"][0]["logprobs"]
+        assert "".join(logprobs["tokens"]) == "Emma was very"
+        assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+
+        schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}}}
+        wanted = {"type": "json_schema", "json_schema": {"schema": schema | {"required": ["age"]}}}
+        answer = running.ask("/v1/chat/completions", CHAT | {"response_format": wanted, "max_tokens": 60}).json
+        if answer["choices"][0]["finish_reason"] == "stop":
+            assert 0 <= json.loads(answer["choices"][0]["message"]["content"])["age"] < 100
+
+        tool = {"type": "function", "function": {"name": "dance", "parameters": {
+            "type": "object", "properties": {"often": {"type": "boolean"}}, "required": ["often"],
+            "additionalProperties": False,
+        }}}  # fmt: skip
+        called = running.ask("/v1/chat/completions", CHAT | {"tools": [tool], "tool_choice": "required"}).json
+        call = called["choices"][0]["message"]["tool_calls"][0]["function"]
+        assert call["name"] == "dance"
+        assert isinstance(json.loads(call["arguments"])["often"], bool)
+
+        async def drained() -> Reply:
+            body = {"prompt": "Emma", "max_tokens": 300, "stream": True, "ignore_eos": True}
+            stream = await running.open("/v1/completions", body)
+            await stream.head()
+            running.process.send_signal(signal.SIGTERM)
+            while (await running._ask("/health/ready", None)).json["status"] != "draining":
+                await asyncio.sleep(0.01)
+            assert (await running._ask("/v1/completions", body)).error["code"] == "draining"
+            while data := await stream.chunk():
+                stream.reply.body += data
+            return stream.reply
+
+        events = asyncio.run(drained()).events
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert running.wait() == 0
+        running.check_nothing_is_left()
+        assert "Traceback" not in running.text
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with server(tmp_path, "max_new_tokens=1700") as running:
+        running.wait_until_ready()
+
+        async def forced() -> float:
+            body = {"prompt": "Emma", "max_tokens": 1600, "stream": True, "ignore_eos": True}
+            stream = await running.open("/v1/completions", body)
+            await stream.head()
+            running.process.send_signal(signal.SIGINT)
+            while (await running._ask("/health/ready", None)).json["status"] != "draining":
+                await asyncio.sleep(0.01)
+            running.process.send_signal(signal.SIGTERM)
+            return time.monotonic()
+
+        start = asyncio.run(forced())
+        assert running.wait() == 128 + signal.SIGTERM
+        assert time.monotonic() - start < 20
+        running.check_nothing_is_left()
+
+
+def test_ranks_are_started_again_once(tmp_path: Path) -> None:
+    with server(tmp_path, "restarts=1") as running:
+        running.wait_until_ready()
+
+        async def killed() -> Any:
+            body = {"prompt": "Emma", "max_tokens": 400, "stream": True, "ignore_eos": True}
+            stream = await running.open("/v1/completions", body)
+            await stream.head()
+            await stream.chunk()
+            os.kill(running.ranks()[0], signal.SIGKILL)
+            start, found = time.monotonic(), b""
+            while data := await stream.chunk():
+                found += data
+            while (await running._ask("/health/ready", None)).status == 200:
+                await asyncio.sleep(0.01)
+            return json.loads(found.split(b"data: ")[-1]), time.monotonic() - start
+
+        last, took = asyncio.run(killed())
+        assert last["error"]["code"] == "engine_gone"
+        assert took < 5
+        running.wait_until_ready()
+        assert running.ask("/v1/chat/completions", CHAT).status == 200
+        os.kill(running.ranks()[0], signal.SIGKILL)
+        assert running.wait() == 1
+        running.check_nothing_is_left()
+
+
+def test_what_is_refused_before_it_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for settings, words in [
+            (f"port={taken.getsockname()[1]}", "cannot be used"),
+            ("host=0.0.0.0", "api_key_file"),
+            ("api_key_file=/nowhere", "cannot be read"),
+            ("model_path=/nowhere", "nowhere"),
+        ]:
+            with server(tmp_path, settings) as refused:
+                assert refused.wait() == 2
+                assert refused.text.startswith("error: ")
+                assert words in refused.text
+                assert refused.text.count("\n") == 1
