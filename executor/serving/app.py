@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from executor.serving import openai_chat, openai_completions, openapi, tokenizing
+from executor.serving import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
 from executor.serving.auth import check_origin
 from executor.serving.errors import ApiError
-from executor.serving.fields import Fields, check_depth, unknown
+from executor.serving.fields import HARMLESS, UNSUPPORTED, check_depth, unknown
 from executor.serving.front import Front
 from executor.serving.live import live_page
 from executor.serving.metrics import CONTENT_TYPE
@@ -32,6 +32,7 @@ CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
 
 Endpoint = Callable[[Front, Request], Awaitable[Response]]
 WHILE_DRAINING = frozenset({"GET", "HEAD"})
+KNOWN = {*UNSUPPORTED, *HARMLESS}
 
 
 async def health(front: Front, request: Request) -> Response:
@@ -62,7 +63,7 @@ async def model(front: Front, request: Request) -> Response:
 
 async def completions(front: Front, request: Request) -> Response:
     data = await read_json(front, request)
-    count_unknown(front, openai_completions.CompletionRequest, data)
+    count_unknown(front, openai_completions.CompletionRequest, data, KNOWN)
     completion = await while_connected(request, openai_completions.prepare(front, data, request.state.salt))
     if completion.request.stream:
         return await EventStream.start(request, openai_completions.events(completion))
@@ -71,11 +72,34 @@ async def completions(front: Front, request: Request) -> Response:
 
 async def chat_completions(front: Front, request: Request) -> Response:
     data = await read_json(front, request)
-    count_unknown(front, openai_chat.ChatRequest, data)
+    count_unknown(front, openai_chat.ChatRequest, data, KNOWN)
     chat = await while_connected(request, openai_chat.prepare(front, data, request.state.salt))
     if chat.request.stream:
         return await EventStream.start(request, openai_chat.events(chat))
     return Json(await while_connected(request, openai_chat.whole(chat)))
+
+
+async def create_response(front: Front, request: Request) -> Response:
+    data = await read_json(front, request)
+    count_unknown(front, responses.ResponsesRequest, data, {*responses.UNSUPPORTED, *responses.HARMLESS})
+    answer = await while_connected(request, responses.prepare(front, data, request.state.salt))
+    if answer.stream:
+        return await EventStream.start(request, responses.events(answer), answer.failure)
+    return Json(await while_connected(request, responses.whole(answer)))
+
+
+async def create_message(front: Front, request: Request) -> Response:
+    data = await read_json(front, request)
+    count_unknown(front, anthropic.MessagesRequest, data, {*anthropic.UNSUPPORTED, *anthropic.HARMLESS})
+    answer = await while_connected(request, anthropic.prepare(front, data, request.state.salt))
+    if answer.stream:
+        return await EventStream.start(request, anthropic.events(answer), anthropic.failure)
+    return Json(await while_connected(request, anthropic.whole(answer)))
+
+
+async def count_message_tokens(front: Front, request: Request) -> Response:
+    data = await read_json(front, request)
+    return Json(await while_connected(request, anthropic.count_tokens(front, data)))
 
 
 async def tokenize(front: Front, request: Request) -> Response:
@@ -112,6 +136,9 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/openapi.json", openapi_json),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/responses", create_response),
+    ("POST", anthropic.PATH, create_message),
+    ("POST", f"{anthropic.PATH}/count_tokens", count_message_tokens),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
 ]
@@ -155,7 +182,7 @@ class App:
             if begun:
                 raise
             error = ApiError(500, f"the server failed; its log has the reason under {id}", None, "internal_error")
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
         finally:
             self.front.open -= counted
 
@@ -168,14 +195,14 @@ class App:
                 self.front.check_serving()
             await self.router(scope, receive, send)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         except HTTPException as error:
             text = {
                 404: f"there is nothing at {scope['path'][:80]}",
                 405: f"{scope['method'][:20]} is not for this path",
             }
             shown = ApiError(error.status_code, text.get(error.status_code, error.detail))
-            await error_response(shown, dict(error.headers or {}))(scope, receive, send)
+            await error_response(shown, scope["path"], dict(error.headers or {}))(scope, receive, send)
         except ClientGone:
             await Response(status_code=CLOSED)(scope, receive, send)
 
@@ -183,10 +210,12 @@ class App:
         return partial(call, self.front)
 
 
-def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
+    """`error` in the shape of the API that `path` belongs to."""
     if error.status in (401, 403, 408, 413):  # the rest of the body is not read
         headers = {**(headers or {}), "Connection": "close"}
-    return Json(error.envelope(), error.status, {**(headers or {}), **error.headers})
+    body = anthropic.envelope(error) if f"{path}/".startswith(f"{anthropic.PATH}/") else error.envelope()
+    return Json(body, error.status, {**(headers or {}), **error.headers})
 
 
 def request_id(headers: Headers) -> str:
@@ -236,9 +265,9 @@ def too_large() -> ApiError:
     return ApiError(413, f"the request's body is larger than {LARGEST_BODY >> 20} MB")
 
 
-def count_unknown(front: Front, kind: type[Fields], data: Any) -> None:
-    """Counts the fields that nothing reads."""
+def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: Collection[str]) -> None:
+    """Counts the fields of `data` that nothing reads: they are neither of `kind` nor `known`."""
     if isinstance(data, dict):
-        for name in unknown(kind, data)[:16]:
+        for name in unknown(kind, data, known)[:16]:
             if name in front.unknown or len(front.unknown) < 256:
                 front.unknown[name[:64]] += 1

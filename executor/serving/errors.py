@@ -1,6 +1,7 @@
 """Errors of the API: every one is answered with a status and `{"error": {"message", "type", "param", "code"}}`."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -44,3 +45,16 @@ def of_validation(error: msgspec.ValidationError) -> ApiError:
     if not found or not found["where"]:
         return ApiError(400, f"the request's body: {error}")
     return invalid(found["where"], found["what"].replace("`", ""))
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """`error` for a request that was translated: `names` has the request's own names of fields by the names that they
+    have in the translation, where they differ. The names of parts of a field follow."""
+    param = error.param or ""
+    of = max((name for name in names if re.match(re.escape(name) + r"(?![\w])", param)), key=len, default=None)
+    if of is None:
+        return error
+    own = names[of] + param[len(of) :]
+    text = str(error)
+    text = own + text[len(param) :] if text.startswith(f"{param}:") else text
+    return ApiError(error.status, text, own, error.code, error.retry_s)

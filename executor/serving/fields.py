@@ -1,7 +1,7 @@
 """The fields of requests that chats and completions share, checked."""
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
@@ -70,6 +70,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 Request = TypeVar("Request", bound="Fields")
 
 
@@ -134,19 +135,24 @@ class Fields(msgspec.Struct, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-def read(kind: type[Request], data: Any) -> Request:
+def converted(kind: type[Struct], data: Any, unsupported: Mapping[str, tuple[object, ...]]) -> Struct:
     """The request in `data`, which was read from JSON. Raises ApiError for fields of wrong types, and for those that
-    are not supported and not at a value at which they ask for nothing."""
+    are `unsupported` and not at one of the values, given there, at which they ask for nothing."""
     if not isinstance(data, dict):
         raise ApiError(400, "the request's body must be a JSON object")
-    for name, idle in UNSUPPORTED.items():
+    for name, idle in unsupported.items():
         value = data.get(name)
         if value is not None and name not in kind.__struct_fields__ and not any(value == v for v in idle):
             raise invalid(name, "this field is not supported", "unsupported_parameter")
     try:
-        request = msgspec.convert(data, kind)
+        return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         raise of_validation(error) from None
+
+
+def read(kind: type[Request], data: Any) -> Request:
+    """The chat or completion that `data` asks for, as `converted`, with its counts checked."""
+    request = converted(kind, data, UNSUPPORTED)
     if not 1 <= request.choices <= MOST_CHOICES:
         raise invalid("n", f"{request.choices} must be from 1 to {MOST_CHOICES}")
     if len(request.stops) > MOST_STOPS or not all(1 <= len(stop) <= LONGEST_STOP for stop in request.stops):
@@ -158,9 +164,9 @@ def read(kind: type[Request], data: Any) -> Request:
     return request
 
 
-def unknown(kind: type[Fields], data: dict[str, Any]) -> list[str]:
-    """The fields of `data` that no request has; they are ignored."""
-    return [name for name in data if name not in {*kind.__struct_fields__, *UNSUPPORTED, *HARMLESS}]
+def unknown(kind: type[msgspec.Struct], data: dict[str, Any], known: Collection[str]) -> list[str]:
+    """The fields of `data` that are neither of `kind` nor `known`; they are ignored."""
+    return [name for name in data if name not in kind.__struct_fields__ and name not in known]
 
 
 def check_depth(data: Any) -> None:

@@ -59,6 +59,7 @@ class Delta(msgspec.Struct, frozen=True):
     call: int = -1  # number of the tool call in its answer
     call_id: str = ""
     tokens: Sequence[Token] = ()  # generated since the delta before, if their log-probabilities are wanted
+    stop: str = ""  # of a finish: the stop string that ended the answer
 
 
 @dataclass
@@ -111,7 +112,7 @@ class Chat:
                     tokens = []
                 if piece.finish:
                     reason = "tool_calls" if call >= 0 and piece.finish == "stop" else piece.finish
-                    yield Delta(index, "finish", reason, tokens=tokens)
+                    yield Delta(index, "finish", reason, tokens=tokens, stop=piece.stop)
                     return
 
     def body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -351,20 +352,20 @@ def settings_of(request: ChatRequest, text: Text) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     template = text.tokenizer.template
     for name, value in (request.chat_template_kwargs or {}).items():
-        if name in RESERVED or not _has_variable(template, name):
+        if name in RESERVED or not has_variable(template, name):
             raise invalid("chat_template_kwargs", f"{name:.40} is no variable of this model's chat template")
         settings[name] = value
     if request.reasoning_effort is not None:
-        if _has_variable(template, "reasoning_effort"):
+        if has_variable(template, "reasoning_effort"):
             settings["reasoning_effort"] = request.reasoning_effort
-        elif _has_variable(template, "enable_thinking"):
+        elif has_variable(template, "enable_thinking"):
             settings.setdefault("enable_thinking", request.reasoning_effort != "none")
         else:
             raise invalid("reasoning_effort", "this model's chat template does not know it", "unsupported_parameter")
     return settings
 
 
-def _has_variable(template: str, name: str) -> bool:
+def has_variable(template: str, name: str) -> bool:
     return name.isidentifier() and re.search(rf"(?<![\w.'\"]){re.escape(name)}(?![\w'\"])", template) is not None
 
 

@@ -4,13 +4,19 @@ from typing import Any
 
 import msgspec
 
+from executor.serving import anthropic
+from executor.serving.anthropic import CountRequest, MessagesRequest
 from executor.serving.openai_chat import ChatRequest
 from executor.serving.openai_completions import CompletionRequest
+from executor.serving.responses import ResponsesRequest
 from executor.serving.tokenizing import DetokenizeRequest, TokenizeRequest
 
 BODIES: dict[str, type] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    anthropic.PATH: MessagesRequest,
+    f"{anthropic.PATH}/count_tokens": CountRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -32,6 +38,40 @@ ERROR = {
         }
     },
 }
+MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+ASKED = [{"role": "user", "content": "Hi"}]
+MESSAGES_TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"town": {"type": "string"}}}}
+TOOL = {"type": "function", "name": "weather", "parameters": MESSAGES_TOOL["input_schema"]}
+CHAT_TOOL = {"type": "function", "function": {"name": "weather", "parameters": MESSAGES_TOOL["input_schema"]}}
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"messages": ASKED, "max_tokens": 8},
+        {"messages": ASKED, "max_tokens": 8, "tools": [CHAT_TOOL], "tool_choice": "required", "stream": True},
+    ],
+    "/v1/completions": [{"prompt": "Hi", "max_tokens": 8}, {"prompt": [1, 2], "max_tokens": 8, "stream": True}],
+    "/v1/responses": [
+        {"input": "Hi", "max_output_tokens": 8},
+        {"input": ASKED, "max_output_tokens": 8, "tools": [TOOL], "tool_choice": "required", "stream": True},
+    ],
+    anthropic.PATH: [
+        {"messages": ASKED, "max_tokens": 8},
+        {"messages": ASKED, "max_tokens": 8, "tools": [MESSAGES_TOOL], "tool_choice": {"type": "any"}, "stream": True},
+    ],
+    f"{anthropic.PATH}/count_tokens": [{"messages": ASKED, "system": "Be brief."}],
+    "/tokenize": [{"prompt": "Hi"}, {"messages": ASKED}],
+    "/detokenize": [{"tokens": [1, 2]}],
+}
 
 
 def document(routes: list[tuple[str, str]]) -> dict[str, Any]:
@@ -45,14 +85,15 @@ def document(routes: list[tuple[str, str]]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Umbra", "version": "1"},
         "paths": paths,
-        "components": {"schemas": {**components, "Error": ERROR}},
+        "components": {"schemas": {**components, "Error": ERROR, "MessagesError": MESSAGES_ERROR}},
     }
 
 
 def _operation(path: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    refusal = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    if path.startswith("/v1/") and path in BODIES:
+    shape = "MessagesError" if path.startswith(anthropic.PATH) else "Error"
+    refusal = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
+    if "stream" in getattr(BODIES.get(path), "__struct_fields__", ()):
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     if path == "/health/ready":
         refusal = answer
@@ -60,7 +101,8 @@ def _operation(path: str) -> dict[str, Any]:
     responses |= {str(status): {"description": "an error", "content": refusal} for status in REFUSALS}
     operation: dict[str, Any] = {"responses": responses}
     if path in BODIES:
-        body = {"schema": {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}}
+        examples = {str(i): {"value": example} for i, example in enumerate(EXAMPLES[path])}
+        body = {"schema": {"$ref": f"#/components/schemas/{BODIES[path].__name__}"}, "examples": examples}
         operation["requestBody"] = {"required": True, "content": {"application/json": body}}
     if "{name:path}" in path:
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]

@@ -52,20 +52,35 @@ class Json(Response):
         return msgspec.json.encode(content)
 
 
+def failure(error: ApiError) -> bytes:
+    """The last event of a stream that fails, as in OpenAI's API."""
+    return event(error.envelope())
+
+
 class EventStream(Response):
-    """Sends `events`, each one or several whole server-sent events. An ApiError among them is sent as an event, and
-    ends the stream. Make it with `start`."""
+    """Sends `events`, each one or several whole server-sent events. An ApiError among them is sent as the event that
+    `failure` makes of it, and ends the stream. Make it with `start`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], first: "asyncio.Future[bytes]"):
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        first: "asyncio.Future[bytes]",
+        failure: Callable[[ApiError], bytes] = failure,
+    ):
         super().__init__()
         self.headers.update(HEADERS)
         del self.headers["content-length"]
-        self.events, self.first = events, first
+        self.events, self.first, self.failure = events, first, failure
 
     @classmethod
-    async def start(cls, request: Request, events: AsyncGenerator[bytes, None]) -> "EventStream":
+    async def start(
+        cls,
+        request: Request,
+        events: AsyncGenerator[bytes, None],
+        failure: Callable[[ApiError], bytes] = failure,
+    ) -> "EventStream":
         """Waits a while for the first event, so that a request that cannot run is answered with its status."""
         first = asyncio.ensure_future(anext(events))
         gone = asyncio.ensure_future(_gone(request.receive))
@@ -81,7 +96,7 @@ class EventStream(Response):
             raise
         finally:
             await _end(gone)
-        return cls(events, first)
+        return cls(events, first, failure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -111,7 +126,7 @@ class EventStream(Response):
         except StopAsyncIteration:
             pass  # there was no first event
         except ApiError as error:
-            await body(event(error.envelope()))
+            await body(self.failure(error))
         finally:
             await _end(pings)
         await body(b"", more=False)

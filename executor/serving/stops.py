@@ -9,20 +9,25 @@ class Stops:
 
     def __init__(self, stops: Sequence[str]):
         self.stops = tuple(stops)
-        self.found = False
+        self.stop = ""  # the one that is complete
         self._beginnings = {stop[:end] for stop in stops for end in range(1, len(stop))}
         self._longest = max(map(len, self._beginnings), default=0)
         self._held = ""
+
+    @property
+    def found(self) -> bool:
+        return bool(self.stop)
 
     def push(self, text: str) -> str:
         """The text that is certain to come before any stop string. After `found`, there is none."""
         if not self.stops or self.found:
             return "" if self.found else text
         text = self._held + text
-        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
-            return text[: min(ends)[1]]
+            _, at, self.stop = min(ends)
+            self._held = ""
+            return text[:at]
         tail = next((k for k in range(min(self._longest, len(text)), 0, -1) if text[-k:] in self._beginnings), 0)
         self._held = text[len(text) - tail :]
         return text[: len(text) - tail]

@@ -27,6 +27,7 @@ class Piece(NamedTuple):
     text: str
     tokens: list[Token]
     finish: str = ""  # "stop", "length"; empty while it goes on
+    stop: str = ""  # the stop string that ended it
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Stream:
                 tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]
                 if text or tokens or finish:
                     held = held[len(tokens) :]
-                    yield Piece(text, tokens, finish)
+                    yield Piece(text, tokens, finish, stops.stop)
                 if finish:
                     return
 

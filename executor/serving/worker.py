@@ -39,7 +39,6 @@ from executor.serving.messages import (
     Progress,
     Ready,
     Refused,
-    Residency,
     Row,
     Running,
     Sampling,
@@ -211,7 +210,7 @@ class Worker:
     def warm_up(self) -> None:
         """Runs prompts until a step of every number of sequences has run once, so that all graphs are captured, and
         measures the prefill."""
-        scheduler, offload = self.loop.scheduler, self.engine.offload
+        scheduler = self.loop.scheduler
         limits = scheduler.limits
         longest = limits.max_sequence_length
         length = max(1, min(WARM_UP_TOKENS, longest - limits.batch_size - 1))

@@ -15,7 +15,9 @@ def test_padded_steps_prefixes_and_preemption(tmp_path: Path, mode: str) -> None
     """Three requests run in a graph for four. The arena has six pages of 128 tokens: the youngest request is preempted,
     and its prefix found when it is resumed."""
     sizes = ["input_max_len=160", "max_new_tokens=250", "offload_config.mode=elastic", "serve_config.reserve=0"]
-    case = ascend_case(tmp_path, f"exe_mode={mode}", "strict=true", "offload_config.arena_mb=0.9", *sizes, max_position_embeddings=512)
+    case = ascend_case(
+        tmp_path, f"exe_mode={mode}", "strict=true", "offload_config.arena_mb=0.9", *sizes, max_position_embeddings=512
+    )
     server = Server(ascend_runner(case, tmp_path))
     worker, script = server.worker, server.script
     captured = worker.engine.decode_step.compiles  # type: ignore[attr-defined]
