@@ -8,6 +8,7 @@ Rows are in the checkpoint's order, because llama.cpp rotates halves ("neox") in
 does.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,12 +121,17 @@ def entries(model: CausalLM, config: Config, format: str) -> Iterator[Entry]:
             yield experts(f"blk.{i}.ffn_{which}_exps.weight", moe.experts.weights, which)
 
 
-def write_gguf(path: Path, model: CausalLM, config: Config, format: str) -> None:
-    """Write the file tensor by tensor; at most one tensor is held in memory beside the model."""
+def write_gguf(path: Path, model: CausalLM, config: Config, format: str, tokenizer: Path | None = None) -> None:
+    """Write the file tensor by tensor; at most one tensor is held in memory beside the model. `tokenizer` is a folder
+    with the tokenizer's files; without one the file has none."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, "minimax-m2" if isinstance(config, MiniMaxM2Config) else "qwen3moe")
     describe(writer, config)
+    if tokenizer:
+        describe_tokenizer(writer, tokenizer)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     tensors = list(entries(model, config, format))
     for entry in tensors:
         kind = GGMLQuantizationType[TYPES[entry.format]]
@@ -144,7 +150,7 @@ def write_gguf(path: Path, model: CausalLM, config: Config, format: str) -> None
 
 
 def describe(writer: Any, config: Config) -> None:
-    """Write the metadata that llama.cpp requires for this architecture, without a tokenizer."""
+    """Write the metadata that llama.cpp requires for this architecture, other than the tokenizer's."""
     from gguf import ExpertGatingFuncType
 
     if config.rope.yarn or config.tie_word_embeddings:
@@ -172,4 +178,25 @@ def describe(writer: Any, config: Config) -> None:
     writer.add_rope_dimension_count(config.rope.dim)
     writer.add_expert_count(config.expert_count)
     writer.add_expert_used_count(config.experts_per_token)
-    writer.add_tokenizer_model("no_vocab")
+
+
+def describe_tokenizer(writer: Any, folder: Path) -> None:
+    """Write a byte-level BPE tokenizer that splits text as Qwen's does, whose ids have no gaps."""
+    from gguf import TokenType
+
+    data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    added = {token["id"]: token for token in data["added_tokens"]}
+    ids = {id: text for text, id in data["model"]["vocab"].items()} | {id: t["content"] for id, t in added.items()}
+    special = {id for id, token in added.items() if token["special"]}
+    kinds = [TokenType.CONTROL if id in special else TokenType.NORMAL for id in range(len(ids))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([ids[id] for id in range(len(ids))])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in data["model"]["merges"]])
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    writer.add_eos_token_id(next(id for id, text in ids.items() if text == settings["eos_token"]))
+    writer.add_add_bos_token(False)
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text(encoding="utf-8"))

@@ -1,0 +1,361 @@
+"""Umbra's server beside llama-server: the same weights, prompts and client, in turns, each time in fresh processes.
+
+    .venv/bin/python -m benchmarks.serving_files FOLDER          # once, some minutes and 4 GB
+    .venv/bin/python -m benchmarks.serving FOLDER [--llama-server PROGRAM] [--rounds 3] [--only NAME ...] [--short]
+        [--json FILE] [--plot FILE]
+
+Scenarios of each round, for each server (serving_client.py has what is measured, times in ms):
+  streams   a closed loop of 8 requests at a time, prompts of 128 tokens, answers of 64
+  long      gaps between the tokens of 7 running streams while a prompt of 1,024 tokens is prefilled
+  prefix    time to the first token of prompts of 1,000 tokens, and of the same prompts again (only Umbra)
+  http      8 equal requests over HTTP, and the same in the engine's own loop (only Umbra)
+and once after the rounds:
+  rates     an open loop: Poisson arrivals at several rates (both servers)
+  wave      the demo in an arena too small for all experts and the most KV pages: elastic and fixed splits, under a load
+            that rises and falls; goodput in each phase (only Umbra)
+
+`goals` in the JSON file says what was wanted and what was found, of medians over the rounds.
+Only an idle machine gives fair figures; the client shares it, and its CPU time is reported.
+"""
+
+import asyncio
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks import serving_peers
+from benchmarks.output import Row, flags, printed, write_rows
+from benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls, share
+from benchmarks.serving_peers import Peer, started
+from errors import UserError, run_main
+from files import write_whole
+
+CASE = "bench_30b_shape_cpu"
+STREAMS = 8
+LONGEST, NEW = 1280, 256  # most tokens of a prompt and of an answer
+VOCABULARY = 151_000
+RATES = (0.25, 0.5, 0.75, 1.0, 1.5)  # requests a second
+PHASES = (("few", 2.0), ("many", 16.0), ("few again", 2.0))  # of the wave: requests a second
+WAVE_MB, WAVE_STREAMS, WAVE_VOCABULARY, WAVE_PROMPT, WAVE_NEW = 8, 16, 4000, 64, 128
+SPLITS = (25, 50, 75, 100)  # percent of the arena's places that experts have
+PAUSE_S = 0.5  # between two long prompts, in which the streams run alone
+ENGINE = "seconds of the engine's own loop: "
+SCENARIOS = ("streams", "long", "prefix", "http", "rates", "wave")
+
+
+class Plan:
+    """How much is measured: `short` only shows that everything works."""
+
+    def __init__(self, short: bool):
+        self.calls = STREAMS if short else 3 * STREAMS
+        self.tokens = 16 if short else 64
+        self.longs = 1 if short else 3
+        self.prompts = 2 if short else 5
+        self.http_tokens = 16 if short else 128
+        self.rates = RATES[:1] if short else RATES
+        self.seconds = 8.0 if short else 20.0  # of arrivals at one rate, or in one phase of the wave
+        self.splits = SPLITS[:1] if short else SPLITS
+
+
+def streams(client: Client, plan: Plan, seed: str) -> Row:
+    calls = random_calls(f"streams {seed}", plan.calls, 128, plan.tokens, VOCABULARY)
+    return figures(asyncio.run(client.streams(calls, STREAMS)))
+
+
+def long_prompts(client: Client, plan: Plan, seed: str) -> Row:
+    """Gaps of running streams that lie, in part, in the time from a long prompt's sending to its first token."""
+    calls = random_calls(f"running {seed}", STREAMS - 1, 128, NEW, VOCABULARY)
+    longs = random_calls(f"long {seed}", plan.longs, 1024, 4, VOCABULARY)
+    running = [Answer(0.0) for _ in calls]
+
+    async def measure() -> list[Answer]:
+        tasks = [asyncio.create_task(client.ask(call, answer)) for call, answer in zip(calls, running, strict=True)]
+        while not all(answer.pieces or answer.error for answer in running):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(PAUSE_S)
+        found = []
+        for call in longs:
+            found += await client.streams([call], 1)
+            await asyncio.sleep(PAUSE_S)
+        await asyncio.gather(*tasks)
+        return found
+
+    found = asyncio.run(measure())
+    looked_at(running)
+    spans = [(long.sent, long.times[0]) for long in found if not long.error]
+    pairs = [pair for answer in running for pair in pairwise(answer.times)]
+    during = [b - a for a, b in pairs if any(b > sent and a < first for sent, first in spans)]
+    return {
+        "failed": sum(bool(answer.error) for answer in running + found),
+        "gaps": len(during),
+        "itl_p50": 1e3 * share(during, 0.5),
+        "itl_p99": 1e3 * share(during, 0.99),
+        "itl_longest": 1e3 * max(during),
+        "calm_itl_p50": 1e3 * share((b - a for a, b in pairs), 0.5),
+        "long_ttft_p50": 1e3 * share((first - sent for sent, first in spans), 0.5),
+    }
+
+
+def prefixes(client: Client, plan: Plan, seed: str) -> Row:
+    """Times to the first token of prompts that are new, and of the same ones again."""
+    calls = random_calls(f"prefix {seed}", plan.prompts, 1000, 4, VOCABULARY)
+    new = asyncio.run(client.streams(calls, 1))
+    again = asyncio.run(client.streams(calls, 1))
+    found = statistics.median(answer.found for answer in again)
+    first, second = (1e3 * share((a.ttft for a in answers), 0.5) for answers in (new, again))
+    return {"ttft_new": first, "ttft_again": second, "ratio": first / second, "found": found}
+
+
+def http(client: Client, plan: Plan, seed: str) -> Row:
+    """8 requests that are sent together. The engine's own loop runs the same ones: see `engine_loop`."""
+    calls = equal_calls(plan.http_tokens, seed)
+    return {"seconds": figures(asyncio.run(client.streams(calls, STREAMS)))["seconds"]}
+
+
+def equal_calls(tokens: int, seed: str) -> list[Call]:
+    return random_calls(f"http {seed}", STREAMS, 128, tokens, VOCABULARY)
+
+
+def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
+    """Prints the seconds that rank 0's loop takes for the requests of `http`, without a socket or a front. To be run in
+    a process of its own."""
+    from executor.config.env import rank_env
+    from executor.config.load import load_case
+    from executor.engine.request import Request, SamplingParams
+    from executor.engine.sequence import new_sequence
+    from executor.job.runner import make_runner
+    from executor.serving.worker import Worker
+
+    runner = make_runner(load_case(CASE, list(settings)), Path("results"), rank_env())
+    runner.setup()
+    worker = Worker(runner, None)
+    worker.warm_up()
+    scheduler = worker.loop.scheduler
+    start = time.perf_counter()
+    for number, call in enumerate(equal_calls(tokens, seed)):
+        params = SamplingParams(max_tokens=call.tokens, ignore_eos=True)
+        worker.loop.add(new_sequence(number, Request(tuple(call.ids), params)))
+    while not worker.loop.idle:
+        scheduler.mixed_tokens = worker.mixed_tokens()
+        worker.step()
+    print(f"{ENGINE}{time.perf_counter() - start}")
+
+
+def in_the_engine(settings: Sequence[str], plan: Plan, seed: str) -> Row:
+    flags = ["--engine-loop", str(plan.http_tokens), seed, *settings]
+    done = subprocess.run([sys.executable, "-m", "benchmarks.serving", *flags], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"the engine's own loop failed: {' '.join(done.stderr[-500:].split())}")
+    return {"seconds": float(done.stdout.rpartition(ENGINE)[2])}
+
+
+def rates(client: Client, plan: Plan) -> Iterator[Row]:
+    for rate in plan.rates:
+        count = max(4, round(rate * plan.seconds))
+        calls = random_calls(f"rate {rate}", count, 128, plan.tokens, VOCABULARY, rate)
+        yield {"rate": rate} | figures(asyncio.run(client.arrivals(calls)))
+
+
+def wave_peers(plan: Plan) -> Iterator[Peer]:
+    """The demo with every split of the arena that can be had, and elastic."""
+    from benchmarks.elastic import settings
+    from executor.config.env import rank_env
+    from executor.job.runner import make_runner
+
+    own = ["arena_mb=8", f"batch_size={WAVE_STREAMS}", f"input_max_len={WAVE_PROMPT}", f"max_new_tokens={WAVE_NEW}"]
+    runner = make_runner(settings(1, "auto", mode="resident", arena_mb=0), Path("results"), rank_env())
+    runner.setup()
+    arena = runner.engine.offload.arena if runner.engine.offload else None
+    if not arena:
+        raise UserError("demo_offload: has no shadows")
+    extents = (WAVE_MB << 20) // arena.frame_bytes // arena.extent_frames
+    for percent in plan.splits:
+        slots = extents * percent // 100 * arena.extent_slots
+        yield serving_peers.umbra(f"{percent} %", "demo_offload", [*own, "mode=fixed", f"slots={slots}"])
+    yield serving_peers.umbra("elastic", "demo_offload", [*own, "mode=elastic"])
+
+
+def wave(client: Client, plan: Plan) -> Iterator[Row]:
+    """The phases follow each other without a pause; a request counts in the phase in which it is sent."""
+    calls: list[Call] = []
+    phases: list[str] = []
+    for number, (phase, rate) in enumerate(PHASES):
+        more = random_calls(f"wave {number}", round(rate * plan.seconds), WAVE_PROMPT, WAVE_NEW, WAVE_VOCABULARY, rate)
+        calls += [replace(call, at=call.at + number * plan.seconds) for call in more]
+        phases += [phase] * len(more)
+    asyncio.run(client.streams(random_calls("warm", WAVE_STREAMS, WAVE_PROMPT, 32, WAVE_VOCABULARY), WAVE_STREAMS))
+    answers = asyncio.run(client.arrivals(calls))
+    for phase in dict.fromkeys(phases):
+        own = [answer for answer, of in zip(answers, phases, strict=True) if of == phase]
+        goodput = sum(answer.in_time for answer in own) / plan.seconds
+        yield {"phase": phase} | figures(own) | {"goodput": goodput}
+
+
+EACH: dict[str, Callable[[Client, Plan, str], Row]] = {"streams": streams, "long": long_prompts, "prefix": prefixes}
+OURS, THEIRS = "umbra", "llama-server"
+COLUMNS = {
+    "streams": ("tokens_per_s", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50", "goodput", "failed"),
+    "long": ("itl_p50", "itl_p99", "itl_longest", "calm_itl_p50", "long_ttft_p50", "gaps", "failed"),
+    "prefix": ("ttft_new", "ttft_again", "ratio", "found"),
+    "http": ("seconds",),
+    "rates": ("rate", "tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99", "goodput", "in_time", "failed"),
+    "wave": ("phase", "goodput", "in_time", "tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p50", "failed"),
+}
+
+
+def show(rows: Iterable[Row], scenario: str) -> list[Row]:
+    """Prints and returns the rows; `server` is the first column."""
+    texts = {"phase": 12}
+    columns = [("server", scenario, 15, "")]
+    columns += [(key, key, texts.get(key, 14), "" if key in texts else ".3g") for key in COLUMNS[scenario]]
+    return printed(({"scenario": scenario} | row for row in rows), columns)
+
+
+def one_round(peer: Peer, plan: Plan, number: int, wanted: Sequence[str], settings: Sequence[str]) -> Iterator[Row]:
+    """All scenarios of a round with one server."""
+    with started(peer) as client:
+        asyncio.run(client.streams(random_calls("warm", STREAMS, 128, 4, VOCABULARY), STREAMS))
+        for scenario, measure in EACH.items():
+            if scenario in wanted and (peer.name == OURS or scenario != "prefix"):
+                worked = time.process_time()
+                row = {"server": peer.name, "round": number} | measure(client, plan, f"{number}")
+                yield from show([row | {"client_cpu_s": time.process_time() - worked}], scenario)
+        if "http" in wanted and peer.name == OURS:
+            yield from show([{"server": OURS, "round": number} | http(client, plan, f"{number}")], "http")
+    if "http" in wanted and peer.name == OURS:
+        row = in_the_engine(settings, plan, f"{number}")
+        yield from show([{"server": "engine's loop", "round": number} | row], "http")
+
+
+def measured(
+    peers: Sequence[Peer], plan: Plan, rounds: int, wanted: Sequence[str], settings: Sequence[str]
+) -> list[Row]:
+    rows: list[Row] = []
+    for number in range(rounds if {*EACH, "http"} & {*wanted} else 0):
+        for peer in peers:
+            rows += one_round(peer, plan, number, wanted, settings)
+    if "rates" in wanted:
+        for peer in peers:
+            with started(peer) as client:
+                asyncio.run(client.streams(random_calls("warm", STREAMS, 128, 4, VOCABULARY), STREAMS))
+                rows += show(({"server": peer.name} | row for row in rates(client, plan)), "rates")
+    if "wave" in wanted:
+        for peer in wave_peers(plan):
+            try:
+                with started(peer) as client:
+                    rows += show(({"server": peer.name} | row for row in wave(client, plan)), "wave")
+            except UserError as error:  # a split that leaves too little for the cache
+                print(f"{peer.name}: {error}")
+    return rows
+
+
+def goals(rows: list[Row]) -> list[Row]:
+    """What was wanted and found; medians over the rounds."""
+
+    def median(server: str, scenario: str, key: str) -> float | None:
+        values = [row[key] for row in rows if (row["server"], row["scenario"]) == (server, scenario)]
+        return statistics.median(values) if values else None
+
+    found: list[Row] = []
+
+    def goal(name: str, wanted: str, value: float | None, other: float | None = 1.0) -> None:
+        """`value` / `other` should be `wanted`, such as ">= 1.8"."""
+        if value is not None and other:
+            sign, limit = wanted.split()
+            ratio = value / other
+            met = ratio >= float(limit) if sign == ">=" else ratio <= float(limit)
+            found.append({"goal": name, "wanted": wanted, "found": ratio, "met": met})
+
+    for name, wanted, scenario, key in (
+        ("output tokens/s, 8 streams", ">= 1.8", "streams", "tokens_per_s"),
+        ("TTFT p50, 8 streams", "<= 0.4", "streams", "ttft_p50"),
+        ("ITL p99 while a long prompt arrives", "<= 0.5", "long", "itl_p99"),
+    ):
+        goal(f"{name}: of llama-server's", wanted, median(OURS, scenario, key), median(THEIRS, scenario, key))
+    goal(
+        "HTTP: of the engine's own loop",
+        "<= 1.05",
+        median(OURS, "http", "seconds"),
+        median("engine's loop", "http", "seconds"),
+    )
+    goal("prefix of 1,000 tokens: TTFT cut by", ">= 10", median(OURS, "prefix", "ratio"))
+    wave_rows = [row for row in rows if row["scenario"] == "wave"]
+    for phase in dict.fromkeys(row["phase"] for row in wave_rows):
+        goodput = {row["server"]: row["goodput"] for row in wave_rows if row["phase"] == phase}
+        elastic = goodput.pop("elastic", None)
+        if goodput:
+            goal(f"goodput of elastic, {phase}: of the best split's", ">= 1", elastic, max(goodput.values()))
+    return found
+
+
+def draw(path: Path, rows: list[Row]) -> None:
+    """Throughput against latency over the rates of arrivals, and goodput over the wave."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (first, token, wave_axes) = pyplot.subplots(1, 3, figsize=(14, 4))
+    for server in (OURS, THEIRS):
+        own = [row for row in rows if row["scenario"] == "rates" and row["server"] == server]
+        if not own:
+            continue
+        for axes, key in ((first, "ttft_p50"), (token, "tpot_p50")):
+            axes.plot([row["tokens_per_s"] for row in own], [row[key] for row in own], "o-", label=server)
+            for row in own:
+                axes.annotate(f"{row['rate']:g}/s", (row["tokens_per_s"], row[key]), fontsize=7)
+    for axes, label in ((first, "time to first token, median, ms"), (token, "time per output token, median, ms")):
+        axes.set(xlabel="output tokens/s", ylabel=label, yscale="log")
+    own = [row for row in rows if row["scenario"] == "wave"]
+    for server in dict.fromkeys(row["server"] for row in own):
+        points = [(row["phase"], row["goodput"]) for row in own if row["server"] == server]
+        wave_axes.plot(*zip(*points, strict=True), "o-", label=server)
+    wave_axes.set(xlabel="phase of the wave", ylabel="goodput, requests/s")
+    for axes in (first, token, wave_axes):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=150, bbox_inches="tight"))
+
+
+def main(argv: list[str]) -> None:
+    if argv[:1] == ["--engine-loop"]:
+        engine_loop(argv[3:], int(argv[1]), argv[2])
+        return
+    parser = flags(__doc__)
+    parser.add_argument("folder", type=Path, help="written by benchmarks.serving_files")
+    parser.add_argument("--llama-server", type=Path, help="the program; without it only Umbra is measured")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=SCENARIOS, help="default: all")
+    parser.add_argument("--short", action="store_true", help="only show that everything works")
+    args = parser.parse_args(argv)
+    folder = args.folder.resolve()
+    for name in ("model/tokenizer.json", "model.gguf"):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name} is missing: .venv/bin/python -m benchmarks.serving_files {args.folder}")
+    settings = [
+        f"model_path={folder / 'model'}", f"batch_size={STREAMS}", f"input_max_len={LONGEST}", f"max_new_tokens={NEW}",
+        f"threads={args.threads}", f"instruction_set={args.instruction_set}",
+    ]  # fmt: skip
+    peers = [serving_peers.umbra(OURS, CASE, settings)]
+    if args.llama_server:
+        gguf = folder / "model.gguf"
+        peers.append(serving_peers.llama_server(args.llama_server, gguf, args.threads, STREAMS, LONGEST + NEW))
+    start = time.perf_counter()
+    rows = measured(peers, Plan(args.short), args.rounds, args.only, settings)
+    reached = goals(rows)
+    for row in reached:
+        print(f"{row['goal']:>55}: wanted {row['wanted']}, found {row['found']:.2f}")
+    print(f"{time.perf_counter() - start:.0f} s in all")
+    write_rows(args.json, rows, goals=reached, threads=args.threads, rounds=args.rounds, short=args.short)
+    if args.plot:
+        draw(args.plot, rows)
+
+
+if __name__ == "__main__":
+    run_main(main)
