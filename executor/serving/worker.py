@@ -6,6 +6,7 @@ few seconds, so that a dead rank is noticed and no collective waits for long.
 
 import argparse
 import faulthandler
+import itertools
 import os
 import signal
 import time
@@ -59,7 +60,8 @@ RESIDENCY_S = 1.0
 FORGET_STEPS = 64  # steps whose records are kept at most
 MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
 QUEUE_SHOWN = 16  # waiting requests in a snapshot
-WARM_UP_TOKENS = 64  # of each prompt of the warm-up
+WARM_UP_PROMPTS = 2  # whose prefill is measured
+WARM_UP_TOKENS = 64  # of each of them
 
 
 class Worker:
@@ -208,27 +210,42 @@ class Worker:
         return chunk if most is None or chunk is None else min(chunk, most)
 
     def warm_up(self) -> None:
-        """Runs prompts until a step of every number of sequences has run once, so that all graphs are captured, and
-        measures the prefill."""
+        """Prefills prompts, which measures the rate, and then lets a step of every number of sequences decode once, so
+        that all graphs are captured."""
         scheduler = self.loop.scheduler
-        limits = scheduler.limits
-        longest = limits.max_sequence_length
-        length = max(1, min(WARM_UP_TOKENS, longest - limits.batch_size - 1))
-        for index in range(limits.batch_size):
-            sampling = SamplingParams(max_tokens=min(2 + index, longest - length), ignore_eos=True)
-            ids = tuple((index * 7919 + i) % self.runner.config.vocab_size for i in range(length))
-            self.loop.add(new_sequence(-1 - index, Request(ids, sampling)))
-        total = sum(s.longest - s.prompt_len for s in scheduler.waiting)
+        batch, longest = scheduler.limits.batch_size, scheduler.limits.max_sequence_length
+        numbers = itertools.count(1)
+
+        def add(length: int, tokens: int) -> None:
+            number = next(numbers)
+            ids = tuple((number * 7919 + i) % self.runner.config.vocab_size for i in range(length))
+            sampling = SamplingParams(max_tokens=min(tokens, longest - length), ignore_eos=True)
+            self.loop.add(new_sequence(-number, Request(ids, sampling)))
+
+        for _ in range(WARM_UP_PROMPTS):
+            self.prefill_rate = 0.0  # the first one takes longer
+            add(min(WARM_UP_TOKENS, longest - 1), 1)
+            while not self.loop.idle:
+                self.step(scheduler.schedule())
+        for _ in range(batch):
+            add(1, batch + 2)  # until the last one decodes, and one step more for each that ends before
+        for ended in range(batch):
+            step = None
+            while not self.loop.idle and not (step and step.decode):
+                step = scheduler.schedule()
+                self.step(step)
+            if self.channel:
+                self.channel.send(Progress("warming up", (ended + 1) / batch))
+            if step:
+                self.loop.abort(min(step.sequences, key=lambda s: s.arrival).id)
         while not self.loop.idle:
             self.step(scheduler.schedule())
-            if self.channel:
-                self.channel.send(Progress("warming up", min(self._generated / total, 1.0)))
         for cache in scheduler.caches:
             cache.trim(0)
+        self.forget()
         if self.experts and self.runner.planned:  # most steps of the warm-up captured a graph: they say nothing
             self.runner.planned.begin(self.experts.offload, ())
         self.steps = self.preemptions = self._generated = 0
-        self.forget()
         self._step_tokens = []
         if self.experts:
             self.experts.restart()
