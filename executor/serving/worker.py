@@ -243,12 +243,12 @@ class Worker:
         for cache in scheduler.caches:
             cache.trim(0)
         self.forget()
-        if self.experts and self.runner.planned:  # most steps of the warm-up captured a graph: they say nothing
-            self.runner.planned.begin(self.experts.offload, ())
-        self.steps = self.preemptions = self._generated = 0
         self._step_tokens = []
+        self.steps = self.preemptions = self._generated = 0
         if self.experts:
             self.experts.restart()
+            if self.runner.planned:  # most steps of the warm-up captured a graph: their times say nothing
+                self.runner.planned.begin(self.experts.offload, ())
 
     def ready(self) -> Ready:
         limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]
