@@ -51,6 +51,7 @@ from executor.serving.messages import (
     TopToken,
     Watch,
 )
+from executor.serving.pace import Pace, amounts_of
 from executor.serving.processes import run_and_leave
 from executor.serving.shares import Shares
 
@@ -60,8 +61,9 @@ RESIDENCY_S = 1.0
 FORGET_STEPS = 64  # steps whose records are kept at most
 MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
 QUEUE_SHOWN = 16  # waiting requests in a snapshot
-WARM_UP_PROMPTS = 2  # whose prefill is measured
-WARM_UP_TOKENS = 64  # of each of them
+WARM_UP_TOKENS = 64  # of the first prompt of the warm-up; each next one has twice as many
+WARM_UP_S = 0.3  # no more prompts follow one that takes longer
+WARM_UP_PART = 8  # nor one that would take this part of all pages: experts would leave
 
 
 class Worker:
@@ -80,6 +82,7 @@ class Worker:
             self.shares = Shares(self.loop.scheduler.caches, self.experts)
         self.steps = self.preemptions = 0
         self.prefill_rate = 0.0  # prompt tokens a second
+        self.pace = Pace()
         self.stopping = False
         self.watched = False  # whether somebody wants to see where experts are
         self._reported = 0.0  # time of the last State
@@ -174,15 +177,18 @@ class Worker:
         """Runs a step of the engine, if there is something to do."""
         start, timings = time.perf_counter(), self.loop.timings
         before, decoded = timings.prefill_tokens, timings.decode_tokens
+        amounts = amounts_of(step.sequences if step else ())
         events = self.loop.run(step)
         self.steps += 1
         for sequence in self.loop.scheduler.preempted:
             self.preemptions += 1
             again = len(sequence.ids)
             print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
-        tokens = timings.prefill_tokens - before
+        tokens, seconds = timings.prefill_tokens - before, time.perf_counter() - start
+        if tokens:
+            self.pace.learn(amounts, seconds)
         if tokens >= self.case.cache_config.page_size:
-            rate = tokens / (time.perf_counter() - start)
+            rate = tokens / seconds
             self.prefill_rate = rate if not self.prefill_rate else 0.8 * self.prefill_rate + 0.2 * rate
         self._generated += sum(len(event.tokens) for event in events)
         if total := tokens + timings.decode_tokens - decoded:
@@ -205,13 +211,14 @@ class Worker:
     def mixed_tokens(self) -> int | None:
         """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
         page, most = self.case.cache_config.page_size, self.case.data_config.chunked_prefill_size
-        wanted = int(self.prefill_rate * self.case.serve_config.prefill_pause_ms / 1000) // page * page
-        chunk = max(page, wanted) if self.prefill_rate else self.loop.scheduler.limits.mixed_tokens
-        return chunk if most is None or chunk is None else min(chunk, most)
+        context = next((s.cached for s in self.loop.scheduler.running if not s.decoding), 0)
+        wanted = self.pace.tokens(context, self.case.serve_config.prefill_pause_ms / 1000)
+        chunk = max(page, wanted // page * page)
+        return min(chunk, most) if most else chunk
 
     def warm_up(self) -> None:
-        """Prefills prompts, which measures the rate, and then lets a step of every number of sequences decode once, so
-        that all graphs are captured."""
+        """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences
+        decode once, so that all graphs are captured."""
         scheduler = self.loop.scheduler
         batch, longest = scheduler.limits.batch_size, scheduler.limits.max_sequence_length
         numbers = itertools.count(1)
@@ -222,11 +229,21 @@ class Worker:
             sampling = SamplingParams(max_tokens=min(tokens, longest - length), ignore_eos=True)
             self.loop.add(new_sequence(-number, Request(ids, sampling)))
 
-        for _ in range(WARM_UP_PROMPTS):
-            self.prefill_rate = 0.0  # the first one takes longer
-            add(min(WARM_UP_TOKENS, longest - 1), 1)
+        def prefill(length: int) -> float:
+            add(length, 1)
+            start = time.perf_counter()
             while not self.loop.idle:
                 self.step(scheduler.schedule())
+            return time.perf_counter() - start
+
+        page, pages = scheduler.limits.page_size, scheduler.pools[0].pages
+        length, most = min(max(WARM_UP_TOKENS, page), longest - 1), min(longest - 1, page * pages // WARM_UP_PART)
+        prefill(length)  # the first time takes longer and says nothing
+        self.pace, self.prefill_rate = Pace(), 0.0
+        while length:
+            seconds = prefill(length)
+            # Rank 0's clock decides for all.
+            length = self.control.number(2 * length if seconds < WARM_UP_S and 2 * length <= most else 0)
         for _ in range(batch):
             add(1, batch + 2)  # until the last one decodes, and one step more for each that ends before
         for ended in range(batch):
