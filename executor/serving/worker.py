@@ -28,7 +28,7 @@ from executor.engine.timings import Timings
 from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
 from executor.serving.channel import Channel
-from executor.serving.control import Control
+from executor.serving.control import Control, clear_losses
 from executor.serving.experts import ExpertTotals
 from executor.serving.messages import (
     Abort,
@@ -95,7 +95,7 @@ class Worker:
 
     def run(self) -> None:
         """Serves until the front stops the ranks."""
-        with self.engine.platform.watched():
+        with self.engine.platform.watched(), clear_losses():
             self.warm_up()
             if self.channel:
                 self.channel.send(self.ready())
