@@ -119,7 +119,8 @@ def main() -> None:
             cache.trim(0)
         held = [cache.held for cache in worker.loop.scheduler.caches]
         # Rank 0 knows what was asked; the others hear of it as in a tick.
-        some = list(traffic.submitted[:: max(1, len(traffic.submitted) // (args.alone or len(traffic.submitted) or 1))])
+        every = max(1, len(traffic.submitted) // args.alone) if args.alone else 1
+        some = list(traffic.submitted[::every])
         tick = worker.control.share(Tick(0, 0, None, 0, some) if ranks.rank == 0 else None)
         found = [(submit.id, alone(worker, submit)) for submit in tick.events if isinstance(submit, Submit)]
         if ranks.rank == 0:
