@@ -19,7 +19,7 @@ from executor.serving.messages import Grammar, Ready
 from executor.serving.openai_completions import check_grammar, check_length, nth_choice, salt_of
 from executor.serving.sse import DONE, event
 from executor.serving.streams import Piece, Stream, Token, Turns, Usage, together
-from executor.serving.structured import Marks, after_reasoning, calls_grammar, wanted_grammar
+from executor.serving.structured import Marks, after_reasoning, calls_grammar, grammar_field, wanted_grammar
 from executor.text import chat as conversations
 from executor.text.formats import FORMATS, THINK, THINK_END, Format
 from executor.text.parser import Parser
@@ -159,9 +159,9 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
         ids = text.tokenizer.encode_chat(conversations.Chat(messages, tools, settings))
     except UserError as error:
         raise ApiError(400, str(error), "messages") from None
-    grammar = _whole_grammar(request, text, ready, grammar, forced, ids)
+    wanted, grammar = grammar, _whole_grammar(request, text, ready, grammar, forced, ids)
     if grammar:
-        check_grammar(grammar, text, ready)
+        check_grammar(grammar, grammar_field(request) if wanted else "tools", text, ready, wanted)
     if request.logprobs:
         text.grammars(ready)  # it knows the bytes of tokens
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)

@@ -62,14 +62,15 @@ WIDE = {str(i): True for i in range(600)}
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
         ({"guided_json": "{"}, "guided_json"),
-        ({"guided_regex": "("}, "response_format"),
-        ({"guided_grammar": "start"}, "response_format"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": "start"}, "guided_grammar"),
         ({"guided_regex": "a" * 70_000}, "guided_regex"),
         ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
         ({"guided_json": {"multipleOf": 999983}}, "guided_json"),
         ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
         ({"guided_json": {"allOf": [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]}}, "guided_json"),
         ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
+        ({"guided_json": {"allOf": [{"type": "string", "pattern": f"(.*a)+{i}"} for i in range(40)]}}, "guided_json"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
