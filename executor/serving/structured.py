@@ -81,7 +81,9 @@ def _grammar(param: str, kind: str, value: Any) -> Grammar:
             except ValueError:
                 raise invalid(param, "is no JSON") from None
         check_schema(param, value)
-        value = json.dumps(value)
+        value = json.dumps({} if value is True else value)
+    elif kind == "regex" and (len(value) - len(value.rstrip("\\"))) % 2:
+        raise invalid(param, "ends with a backslash that escapes nothing")  # llguidance leaves it out
     if not value or len(value.encode(errors="replace")) > LARGEST:
         raise invalid(param, f"must have 1 to {LARGEST} bytes")
     return Grammar(kind, value)
