@@ -142,7 +142,7 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
         worker.loop.add(new_sequence(number, Request(tuple(call.ids), params)))
     while not worker.loop.idle:
         scheduler.mixed_tokens = worker.mixed_tokens()
-        worker.step()
+        worker.step(scheduler.schedule())
     print(f"{ENGINE}{time.perf_counter() - start}")
 
 
