@@ -79,8 +79,8 @@ def make_parser() -> Parser:
     add.add_argument("case", nargs="?", default="demo_chat", help=f"{CASE} (default: demo_chat)")
     overrides(add)
 
-    add = command("serve", serve_case, "serve a case to OpenAI clients over HTTP", "demo_chat --set port=8001")
-    add.add_argument("case", nargs="?", default="demo_chat", help=f"{CASE} (default: demo_chat)")
+    add = command("serve", serve_case, "serve a case to OpenAI clients over HTTP", "demo_serve --set port=8001")
+    add.add_argument("case", nargs="?", default="demo_serve", help=f"{CASE} (default: demo_serve)")
     overrides(add)
 
     add = command(

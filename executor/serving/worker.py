@@ -225,13 +225,13 @@ class Worker:
                 self.channel.send(Progress("warming up", min(self._generated / total, 1.0)))
         for cache in scheduler.caches:
             cache.trim(0)
-        if self.experts and self.runner.planned:  # most steps of the warm-up captured a graph: they say nothing
-            self.runner.planned.begin(self.experts.offload, ())
-        self.steps = self.preemptions = self._generated = 0
         self.forget()
         self._step_tokens = []
+        self.steps = self.preemptions = self._generated = 0
         if self.experts:
             self.experts.restart()
+            if self.runner.planned:  # most steps of the warm-up captured a graph: their times say nothing
+                self.runner.planned.begin(self.experts.offload, ())
 
     def ready(self) -> Ready:
         limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]

@@ -173,7 +173,7 @@ def look_at_the_end(page: Page, server: "subprocess.Popen[bytes]", shots: Path) 
 
 def main(shots: Path) -> None:
     shots.mkdir(parents=True, exist_ok=True)
-    command = [ROOT / ".venv/bin/python", "-m", "umbra", "serve", "demo_offload"]
+    command = [ROOT / ".venv/bin/python", "-m", "umbra", "serve"]
     server = subprocess.Popen([*command, "--set", f"port={PORT}", "--set", "serve_config.restarts=1"], cwd=ROOT)
     url = f"http://127.0.0.1:{PORT}"
     try:
