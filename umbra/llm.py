@@ -25,22 +25,29 @@ class LLM:
         self.session = Session.open(str(model), settings)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: Sequence[str] = (),
     ) -> list[Reply]:
         """Returns one reply for each prompt, in their order. At most `batch_size` prompts of the case run
         together.
 
         A prompt is a text, token ids, a chat as messages {"role": ..., "content": ...}, or a `Chat`, which may have
         tools. `sampling` is one for all prompts or one for each; None: as the case says. If any prompt cannot run, none
-        is run.
+        is run. A text ends before the first of the strings `stop` (one or several), as it does in the other methods.
         """
-        return self.session.generate(prompts, sampling)
+        return self.session.generate(prompts, sampling, stop)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, stop: Sequence[str] = ()
+    ) -> Generator[str, None, None]:
         """Yields the text piece by piece, as its tokens are made. Closing the iterator ends the request. Several
         streams of one LLM run together."""
-        return self.session.stream(prompt, sampling)
+        return self.session.stream(prompt, sampling, stop)
 
-    def parts(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Part, None, None]:
+    def parts(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, stop: Sequence[str] = ()
+    ) -> Generator[Part, None, None]:
         """Like `stream`, but yields reasoning, content and tool calls (docs/text.md)."""
-        return self.session.parts(prompt, sampling)
+        return self.session.parts(prompt, sampling, stop)

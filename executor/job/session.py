@@ -19,6 +19,7 @@ from executor.job.preflight import check_ready
 from executor.job.runner import make_runner
 from executor.text.chat import Chat, Message
 from executor.text.parser import Parser, Part
+from executor.text.stops import Stops
 from files import ROOT
 
 Prompt = str | Sequence[int] | Sequence[Message] | Chat
@@ -52,11 +53,15 @@ class Session:
         return self.runner.request(index, [], self.case.data_config.max_new_tokens).sampling
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: Sequence[str] = (),
     ) -> list[Reply]:
         """Returns one reply for each prompt, in their order. If any prompt cannot run, none is run."""
         if isinstance(prompts, str):
             raise UserError(f"prompts: {prompts!r:.40} is one text: give a list of prompts")
+        stop = stop_strings(stop)
         if sampling is None:
             each = [self.default_sampling(i) for i in range(len(prompts))]
         else:
@@ -75,9 +80,9 @@ class Session:
         replies = []
         try:
             for prompt, tokens, id in zip(prompts, encoded, ids, strict=True):
-                events = list(self._follow(id))
+                pieces, events = zip(*self._texts(id, stop), strict=True)
                 new = [token for event in events for token in event.tokens]
-                text, shown = self.tokenizer.decode(new), prompt if isinstance(prompt, str) else ""
+                text, shown = "".join(pieces), prompt if isinstance(prompt, str) else ""
                 answer = self._parser(tokens, prompt).whole(text)
                 replies.append(Reply(shown, text, new, events[-1].finish_reason, answer))
         finally:
@@ -85,14 +90,19 @@ class Session:
                 self._end(id)
         return replies
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, stop: Sequence[str] = ()
+    ) -> Generator[str, None, None]:
         """Yields the text piece by piece, as it is generated; closing the iterator aborts the request."""
-        return self._pieces(self._submit(self.encode(prompt), sampling or self.default_sampling()))
+        stops = stop_strings(stop)
+        return self._pieces(self._submit(self.encode(prompt), sampling or self.default_sampling()), stops)
 
-    def parts(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Part, None, None]:
+    def parts(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, stop: Sequence[str] = ()
+    ) -> Generator[Part, None, None]:
         """Yields reasoning, content and tool calls as they become certain; closing the iterator aborts the request."""
-        ids = self.encode(prompt)
-        pieces = self._pieces(self._submit(ids, sampling or self.default_sampling()))
+        ids, stops = self.encode(prompt), stop_strings(stop)
+        pieces = self._pieces(self._submit(ids, sampling or self.default_sampling()), stops)
         return _read(pieces, self._parser(ids, prompt))
 
     def parser(self, prompt: Prompt) -> Parser:
@@ -146,14 +156,22 @@ class Session:
             if event.finish_reason:
                 return
 
-    def _pieces(self, id: int) -> Generator[str, None, None]:
-        detokenizer = self.tokenizer.detokenizer()
+    def _texts(self, id: int, stop: Sequence[str]) -> Iterator[tuple[str, Event]]:
+        """Yields the text and the event of each step of a request, up to the first of the strings `stop`."""
+        detokenizer, stops = self.tokenizer.detokenizer(), Stops(stop)
+        for event in self._follow(id):
+            text = stops.push(detokenizer.push(event.tokens))
+            if event.finish_reason:
+                text += stops.push(detokenizer.rest()) + stops.finish()
+            yield text, replace(event, finish_reason="stop") if stops.found else event
+            if stops.found:
+                return
+
+    def _pieces(self, id: int, stop: Sequence[str]) -> Generator[str, None, None]:
         try:
-            for event in self._follow(id):
-                if piece := detokenizer.push(event.tokens):
-                    yield piece
-            if piece := detokenizer.rest():
-                yield piece
+            for text, _ in self._texts(id, stop):
+                if text:
+                    yield text
         finally:
             self._end(id)
 
@@ -161,6 +179,14 @@ class Session:
         """Abort the request if it still runs, and drop its events."""
         self.loop.abort(id)
         self._events.pop(id, None)
+
+
+def stop_strings(stop: Sequence[str]) -> Sequence[str]:
+    """`stop`, which is one string or several. Raises UserError for others."""
+    found = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(text, str) and text for text in found):
+        raise UserError(f"stop: {stop!r:.60} must be a string or several, none of them empty")
+    return found
 
 
 def _read(pieces: Generator[str, None, None], parser: Parser) -> Generator[Part, None, None]:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from executor.serving.front import Front, Job, Text
 from executor.serving.limits import Ticket
 from executor.serving.messages import Ready, TokenLogprob
-from executor.serving.stops import Stops
+from executor.text.stops import Stops
 
 Item = TypeVar("Item")
 UNREAD = 64  # items that wait for a reader before their sources do

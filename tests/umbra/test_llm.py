@@ -64,6 +64,24 @@ def test_streams_run_together_and_end_when_closed(llm: LLM) -> None:
     assert llm.session.loop.idle
 
 
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPTS[:1], DRAWN)
+    words = whole.text.split()
+    stop = " ".join(words[2:4])  # of several tokens
+    before = whole.text[: whole.text.index(stop)]
+    first, second = llm.generate([PROMPTS[0], PROMPTS[1]], DRAWN, stop=["no such words", stop])
+    assert (first.text, first.finish_reason) == (before, "stop")
+    assert whole.tokens[: len(first.tokens)] == first.tokens != whole.tokens
+    assert second == llm.generate([PROMPTS[1]], DRAWN)[0]
+    assert "".join(llm.stream(PROMPTS[0], DRAWN, stop)) == before
+    assert "".join(part.text for part in llm.parts(PROMPTS[0], DRAWN, [stop])) == before
+    llm.session.loop.step()  # returns the events of the aborts
+    assert llm.session.loop.idle
+    for wrong in ("", [""], [3]):
+        with pytest.raises(UserError, match="must be a string or several"):
+            llm.generate(PROMPTS[:1], DRAWN, wrong)  # type: ignore[arg-type]
+
+
 def test_prompts_may_be_ids_or_a_chat(llm: LLM) -> None:
     ids = llm.session.tokenizer.encode(PROMPTS[0], chat=False)
     assert llm.generate([ids], DRAWN)[0].tokens == llm.generate(PROMPTS[:1], DRAWN)[0].tokens

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.serving.stops import Stops
+from executor.text.stops import Stops
 
 TEXT = st.text("ab<", max_size=30)
 
