@@ -78,6 +78,7 @@ class Worker:
             self.shares = Shares(self.loop.scheduler.caches, self.experts)
         self.steps = self.preemptions = 0
         self.prefill_rate = 0.0  # prompt tokens a second
+        self.mixed_rate = 0.0  # the same in steps in which requests decode, which are shorter
         self.stopping = False
         self.watched = False  # whether somebody wants to see where experts are
         self._reported = 0.0  # time of the last State
@@ -106,7 +107,8 @@ class Worker:
             tick = self.next_tick(self.channel)
             self.apply(tick)
             step = scheduler.schedule()
-            self.control.share(replace(tick, digest=scheduler.digest(step)))
+            if not self.control.alone:
+                self.control.share(replace(tick, digest=scheduler.digest(step)))
         else:
             tick = self.control.share(None)
             self.apply(tick)
@@ -170,7 +172,7 @@ class Worker:
 
     def step(self, step: Step | None) -> None:
         """Runs a step of the engine, if there is something to do."""
-        start, timings = time.perf_counter(), self.loop.timings
+        start, timings, most = time.perf_counter(), self.loop.timings, self.mixed_tokens() or 0
         before, decoded = timings.prefill_tokens, timings.decode_tokens
         events = self.loop.run(step)
         self.steps += 1
@@ -178,13 +180,15 @@ class Worker:
             self.preemptions += 1
             again = len(sequence.ids)
             print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
-        tokens = timings.prefill_tokens - before
+        tokens, decoded = timings.prefill_tokens - before, timings.decode_tokens - decoded
         if tokens >= self.case.cache_config.page_size:
             rate = tokens / (time.perf_counter() - start)
-            self.prefill_rate = rate if not self.prefill_rate else 0.8 * self.prefill_rate + 0.2 * rate
+            self.prefill_rate = 0.8 * (self.prefill_rate or rate) + 0.2 * rate
+            if decoded and tokens > most // 2:  # the rest of a prompt says little about whole chunks
+                self.mixed_rate = (self.mixed_rate + rate) / 2 if self.mixed_rate else rate
         self._generated += sum(len(event.tokens) for event in events)
-        if total := tokens + timings.decode_tokens - decoded:
-            self._step_tokens.append(total)
+        if tokens + decoded:
+            self._step_tokens.append(tokens + decoded)
         for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
             if (arrived := self._arrived.pop(id, None)) is not None:
                 self._queued_s[id] = start - arrived
@@ -201,10 +205,12 @@ class Worker:
         del self._step_tokens[:-MOST_STEP_TOKENS]
 
     def mixed_tokens(self) -> int | None:
-        """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
+        """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages,
+        rounded up: after a chunk of one page, whose rate is low, two are tried."""
         page, most = self.case.cache_config.page_size, self.case.data_config.chunked_prefill_size
-        wanted = int(self.prefill_rate * self.case.serve_config.prefill_pause_ms / 1000) // page * page
-        chunk = max(page, wanted) if self.prefill_rate else self.loop.scheduler.limits.mixed_tokens
+        rate = self.mixed_rate or self.prefill_rate
+        wanted = int(rate * self.case.serve_config.prefill_pause_ms / 1000)
+        chunk = max(page, -(-wanted // page) * page) if rate else self.loop.scheduler.limits.mixed_tokens
         return chunk if most is None or chunk is None else min(chunk, most)
 
     def warm_up(self) -> None:
