@@ -111,7 +111,8 @@ class Worker:
             tick = self.next_tick(self.channel)
             self.apply(tick)
             step = scheduler.schedule()
-            self.control.share(replace(tick, digest=scheduler.digest(step)))
+            if not self.control.alone:
+                self.control.share(replace(tick, digest=scheduler.digest(step)))
         else:
             tick = self.control.share(None)
             self.apply(tick)
@@ -184,15 +185,16 @@ class Worker:
             self.preemptions += 1
             again = len(sequence.ids)
             print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
-        tokens, seconds = timings.prefill_tokens - before, time.perf_counter() - start
+        tokens, decoded = timings.prefill_tokens - before, timings.decode_tokens - decoded
+        seconds = time.perf_counter() - start
         if tokens:
             self.pace.learn(amounts, seconds)
         if tokens >= self.case.cache_config.page_size:
             rate = tokens / seconds
-            self.prefill_rate = rate if not self.prefill_rate else 0.8 * self.prefill_rate + 0.2 * rate
+            self.prefill_rate = 0.8 * (self.prefill_rate or rate) + 0.2 * rate
         self._generated += sum(len(event.tokens) for event in events)
-        if total := tokens + timings.decode_tokens - decoded:
-            self._step_tokens.append(total)
+        if tokens + decoded:
+            self._step_tokens.append(tokens + decoded)
         for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
             if (arrived := self._arrived.pop(id, None)) is not None:
                 self._queued_s[id] = start - arrived
@@ -208,7 +210,7 @@ class Worker:
             self.experts.collect()
         del self._step_tokens[:-MOST_STEP_TOKENS]
 
-    def mixed_tokens(self) -> int | None:
+    def mixed_tokens(self) -> int:
         """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
         page, most = self.case.cache_config.page_size, self.case.data_config.chunked_prefill_size
         context = next((s.cached for s in self.loop.scheduler.running if not s.decoding), 0)

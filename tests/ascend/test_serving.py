@@ -127,7 +127,7 @@ def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int,
 
 @pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
 def test_two_ranks_over_hccl(tmp_path: Path, mode: str) -> None:
-    """Ticks are shared over gloo beside hccl's group; every rank preempts the same requests and makes no graph again."""
+    """Ticks go over gloo beside hccl; every rank preempts the same requests and makes no graph again."""
     ascend_case(tmp_path, max_position_embeddings=512)  # written before both ranks read it
     (rows, *first), (none, *second) = run_ranks(serve_rank, 2, tmp_path, mode)
     assert not none
