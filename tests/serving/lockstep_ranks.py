@@ -129,7 +129,8 @@ def main() -> None:
             hits = sum(rows[0].found > 0 for rows in traffic.rows.values())
             report = dict(
                 submitted=len(traffic.submitted), rows=rows, ended=ended, alone=found, held=held, hits=hits,
-                preemptions=preemptions, steps=steps, moved=moved, refused=traffic.refused, aborted=sorted(traffic.aborted),
+                preemptions=preemptions, steps=steps, moved=moved, refused=traffic.refused,
+                aborted=sorted(traffic.aborted),
             )  # fmt: skip
             args.out.write_text(json.dumps(report))
 
