@@ -18,23 +18,28 @@ from cpu_offload.policy.residency import Swap
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.loop import Loop
+from executor.engine.scheduler import Step
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
 from executor.serving.messages import Abort, Message, Out, Refused, Row, Sampling, Stop, Submit, Tick
+from executor.serving.shares import Shares
 from executor.serving.worker import Worker, sequence_of
 
 VOCABULARY = 96
-swaps = 0  # experts that were to move
+CROWD = 60  # steps in which many requests come, and then few
 
 
 def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
     coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
     if not coming or not (leaving or free_slots):
         return []
-    global swaps
-    swaps += 1
     layer, expert = random.choice(coming)
     return [Swap(layer, expert, None if free_slots else tuple(random.choice(leaving)))]
+
+
+def any_share(self: Shares, prefill_s: float) -> None:
+    if random.random() < 0.1:
+        self.expert_pages = random.randrange(self.pages + 1)
 
 
 class Traffic:
@@ -54,7 +59,8 @@ class Traffic:
         if self.steps <= 0:
             return [Stop()]
         messages: list[Message] = []
-        while self.random.random() < 0.35:
+        crowd = self.steps // CROWD % 2  # in between, experts come back
+        while self.random.random() < (0.6 if crowd else 0.03):
             messages.append(self.request())
         if self.submitted and self.random.random() < 0.03:
             id = self.random.choice(self.submitted[-6:]).id
@@ -83,6 +89,18 @@ class Traffic:
         self.refused += isinstance(message, Refused)
 
 
+class Watched(Worker):
+    """Counts how often an expert of this rank has come or gone."""
+
+    moved = 0
+
+    def step(self, step: Step | None) -> None:
+        assert self.engine.offload
+        before = self.engine.offload.published.copy()
+        super().step(step)
+        self.moved += int((self.engine.offload.published != before).sum())
+
+
 def alone(worker: Worker, submit: Submit) -> list[int]:
     """The request's tokens if nothing else runs and nothing is found."""
     loop = Loop(worker.engine, worker.stop_ids)
@@ -109,10 +127,11 @@ def main() -> None:
         runner.setup()
         if runner.engine.offload:
             runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
+        Shares.decide = any_share  # type: ignore[method-assign]
         traffic = Traffic(args.steps, 7)
-        worker = Worker(runner, traffic if ranks.rank == 0 else None)  # type: ignore[arg-type]
+        worker = Watched(runner, traffic if ranks.rank == 0 else None)  # type: ignore[arg-type]
         worker.run()
-        preemptions, steps, moved = worker.preemptions, worker.steps, swaps
+        preemptions, steps, moved = worker.preemptions, worker.steps, worker.moved
         for sequence in [*worker.loop.scheduler.running, *worker.loop.scheduler.waiting]:
             worker.loop.abort(sequence.id)
         for cache in worker.loop.scheduler.caches:

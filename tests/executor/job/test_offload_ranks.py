@@ -21,14 +21,14 @@ SPLITS: dict[str, tuple[int, dict[str, int]]] = {  # kilobytes of a rank's arena
 }
 
 
-def run_job(case: Path, program: list[str], world_size: int) -> subprocess.CompletedProcess[str]:
+def run_job(case: Path, program: list[str], world_size: int, limit_s: float = 300) -> subprocess.CompletedProcess[str]:
     start = f"""
 from errors import run_main
 from executor.config.load import load_case
 from executor.job.launch import launch
 run_main(lambda argv: launch(load_case({str(case)!r}, ["world_size={world_size}"]), {program!r}))
 """
-    return subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
 
 
 def run(
