@@ -216,6 +216,7 @@ class HttpServer(uvicorn.Server):
 def make_server(front: Front) -> uvicorn.Server:
     """The HTTP server of `front`, which handles no signals."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # App reports what fails
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of clients and ranks that are gone
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(FILES, most)), most))
     config = uvicorn.Config(
