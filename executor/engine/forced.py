@@ -6,6 +6,7 @@ from collections.abc import Sequence as ListOf
 import torch
 from torch import Tensor
 
+from errors import UserError
 from executor.engine.engine import Engine
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler, limits_of
@@ -29,6 +30,11 @@ class ForcedRun:
         for sequence in added:
             self.scheduler.add(sequence)
         self.scheduler.admit()
+        if missing := [s for s in added if s not in self.scheduler.running]:
+            raise UserError(
+                f"offload_config.arena_mb: there is no room for {len(missing)} of {len(added)} sequences that are to "
+                "run together: let fewer run together (--batch), or set a larger arena"
+            )
         self.sequences += added
         waiting, found = [s for s in self.scheduler.running if s in added], dict[int, Tensor]()
         while waiting:

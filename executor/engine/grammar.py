@@ -1,16 +1,19 @@
-"""Grammars that an answer must follow: which tokens may come next."""
+"""Grammars that an answer must follow: which tokens may come next. Processes that only check grammars import this
+module, so it imports torch and transformers where they are needed."""
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
-from torch import Tensor
 
 from errors import UserError
-from executor.checkpoint.tokenizer import Tokenizer
 from executor.engine.request import Grammar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from executor.checkpoint.tokenizer import Tokenizer
 
 LARGEST = 1 << 16  # characters of a grammar
 
@@ -21,8 +24,10 @@ class Matcher:
     def __init__(self, matcher: LLMatcher):
         self.matcher = matcher
 
-    def mask(self, logits: Tensor) -> None:
+    def mask(self, logits: "Tensor") -> None:
         """Sets the logits (V) of tokens that may not come next to minus infinity, in place."""
+        import torch
+
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()[: len(logits)]
         logits[: len(allowed)].masked_fill_(~allowed, float("-inf"))
@@ -36,7 +41,9 @@ class Matcher:
 class Grammars:
     """Makes matchers for the tokenizer of a checkpoint whose end-of-sequence ids are `stop_ids`."""
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: Collection[int]):
+    def __init__(self, tokenizer: "Tokenizer", vocabulary: int, stop_ids: Collection[int]):
+        from llguidance.hf import from_tokenizer
+
         if not stop_ids:
             raise UserError(f"{tokenizer.folder}: names no end-of-sequence token, which an answer with a grammar needs")
         self.tokens: LLTokenizer = from_tokenizer(tokenizer.hf, n_vocab=vocabulary, eos_token=sorted(stop_ids))
@@ -46,19 +53,24 @@ class Grammars:
         return Matcher(LLMatcher(self.tokens, self.checked(grammar), log_level=0))
 
     def checked(self, grammar: Grammar) -> str:
-        """The grammar in llguidance's form. Raises UserError if it is invalid or too complex."""
-        if len(grammar.text) > LARGEST:
-            raise UserError(f"grammar: {len(grammar.text)} characters are more than {LARGEST}")
-        make = {
-            "json": lambda text: LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}),
-            "regex": LLMatcher.grammar_from_regex,
-            "lark": LLMatcher.grammar_from_lark,
-        }
-        try:
-            text = make[grammar.kind](grammar.text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"grammar: {' '.join(str(error).split())[:300]}") from None
-        invalid, problems = LLMatcher.validate_grammar_with_warnings(text, self.tokens)
-        if invalid:
-            raise UserError(f"grammar: {' '.join(problems[0].split())[:300]}")
-        return text
+        """As the function `checked`."""
+        return checked(grammar, self.tokens)
+
+
+def checked(grammar: Grammar, tokens: LLTokenizer) -> str:
+    """The grammar in llguidance's form. Raises UserError if it is invalid or too complex; some grammars take hours."""
+    if len(grammar.text) > LARGEST:
+        raise UserError(f"grammar: {len(grammar.text)} characters are more than {LARGEST}")
+    make = {
+        "json": lambda text: LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False}),
+        "regex": LLMatcher.grammar_from_regex,
+        "lark": LLMatcher.grammar_from_lark,
+    }
+    try:
+        text = make[grammar.kind](grammar.text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"grammar: {' '.join(str(error).split())[:300]}") from None
+    invalid, problems = LLMatcher.validate_grammar_with_warnings(text, tokens)
+    if invalid:
+        raise UserError(f"grammar: {' '.join(problems[0].split())[:300]}")
+    return text

@@ -160,7 +160,7 @@ async def count_tokens(front: Front, data: Any) -> dict[str, Any]:
         try:
             return len(text.tokenizer.encode_chat(prompt))
         except UserError as error:
-            raise ApiError(400, str(error), "messages") from None
+            raise renamed(openai_chat.of_chat(error), names) from None
 
     return {"input_tokens": await front.work(counted)}
 

@@ -15,6 +15,7 @@ from executor.config.case import Case
 from executor.config.load import load_model_config, model_folder
 from executor.serving.auth import Keys
 from executor.serving.client import EngineClient, EngineGone, RequestRefused
+from executor.serving.compiling import Compiler
 from executor.serving.errors import ApiError, unavailable
 from executor.serving.limits import Limits, Ticket
 from executor.serving.live import Live
@@ -24,7 +25,7 @@ from executor.serving.supervisor import Supervisor
 from executor.text.formats import TAGS, Format, choose_format
 
 if TYPE_CHECKING:
-    from executor.engine.grammar import Grammars  # imports torch, for which a port need not wait
+    from executor.engine.grammar import Grammars  # imports llguidance, for which a port need not wait
 
 THREADS = 2
 MOST_JOBS = 64  # of the threads, waiting ones included
@@ -182,6 +183,8 @@ class Front:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.text:
+            self.text.close()
 
 
 class Text:
@@ -193,6 +196,7 @@ class Text:
         self.splits = case.model_config.reasoning == "split"
         self.longest_token = max(map(len, tokenizer.backend.get_vocab()))
         self._grammars: Grammars | None = None
+        self._compiler: Compiler | None = None
 
     def grammars(self, ready: Ready) -> "Grammars":
         """Takes seconds when it is called first."""
@@ -202,11 +206,20 @@ class Text:
             self._grammars = Grammars(self.tokenizer, ready.vocabulary, ready.stop_ids)
         return self._grammars
 
+    def compiler(self, ready: Ready) -> Compiler:
+        if not self._compiler:
+            self._compiler = Compiler(self.tokenizer, ready)
+        return self._compiler
+
     def mark_ids(self, ready: Ready) -> dict[str, int]:
         """The ids of those marks of reasoning and tool calls that llguidance takes for special tokens."""
         tokens, backend = self.grammars(ready).tokens, self.tokenizer.backend
         ids = {mark: backend.token_to_id(mark) for mark in TAGS}
         return {mark: id for mark, id in ids.items() if id is not None and tokens.is_special_token(id)}
+
+    def close(self) -> None:
+        if self._compiler:
+            self._compiler.close()
 
     def token_bytes(self, id: int, ready: Ready) -> bytes:
         return bytes(self.grammars(ready).tokens.decode_bytes([id]))

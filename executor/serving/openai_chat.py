@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from errors import UserError
+from executor.engine.request import MOST_LOGPROBS
 from executor.serving.errors import ApiError, invalid
 from executor.serving.fields import Fields, length_of_answer, read, sampling_of
 from executor.serving.front import Front, Job, Text
@@ -19,7 +20,7 @@ from executor.serving.messages import Grammar, Ready
 from executor.serving.openai_completions import check_grammar, check_length, nth_choice, salt_of
 from executor.serving.sse import DONE, event
 from executor.serving.streams import Piece, Stream, Token, Turns, Usage, together
-from executor.serving.structured import Marks, after_reasoning, calls_grammar, wanted_grammar
+from executor.serving.structured import Marks, after_reasoning, calls_grammar, grammar_field, wanted_grammar
 from executor.text import chat as conversations
 from executor.text.formats import FORMATS, THINK, THINK_END, Format
 from executor.text.parser import Parser
@@ -153,15 +154,17 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Cha
     top = request.top_logprobs
     if top is not None and not request.logprobs:
         raise invalid("top_logprobs", "it needs logprobs: true")
+    if top is not None and not 0 <= top <= MOST_LOGPROBS:
+        raise invalid("top_logprobs", f"{top} must be from 0 to {MOST_LOGPROBS}")
     for i, message in enumerate(messages):
         check_length(message["content"], f"messages[{i}].content", text, ready)
     try:
         ids = text.tokenizer.encode_chat(conversations.Chat(messages, tools, settings))
     except UserError as error:
-        raise ApiError(400, str(error), "messages") from None
-    grammar = _whole_grammar(request, text, ready, grammar, forced, ids)
+        raise of_chat(error) from None
+    wanted, grammar = grammar, _whole_grammar(request, text, ready, grammar, forced, ids)
     if grammar:
-        check_grammar(grammar, text, ready)
+        check_grammar(grammar, grammar_field(request) if wanted else "tools", text, ready, wanted)
     if request.logprobs:
         text.grammars(ready)  # it knows the bytes of tokens
     most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
@@ -282,6 +285,11 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"{role!r:.40} is none of {', '.join(ROLES)}")
     content = _text(message.get("content"), f"{where}.content")
+    if ROLES[role] in ("system", "user") and message.get("content") is None:
+        raise invalid(f"{where}.content", "is missing")
+    for name in ("name", "tool_call_id"):
+        if not isinstance(message.get(name) or "", str):
+            raise invalid(f"{where}.{name}", "must be a string")
     known = ("name", "tool_calls", "tool_call_id", "reasoning_content")
     changed = {**{key: message[key] for key in known if message.get(key) is not None}, "role": ROLES[role]}
     if isinstance(message.get("reasoning"), str):  # as some servers call it
@@ -289,6 +297,12 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(changed.get("reasoning_content", ""), str):
         raise invalid(f"{where}.reasoning_content", "must be a string")
     return {**changed, "content": content}
+
+
+def of_chat(error: UserError) -> ApiError:
+    """What is wrong with a conversation, by the field that is at fault."""
+    param, _, message = str(error).partition(": ")
+    return invalid(param, message) if re.match(r"(messages|tools)\[", param) else ApiError(400, str(error), "messages")
 
 
 def _text(content: Any, where: str) -> str:
@@ -300,8 +314,10 @@ def _text(content: Any, where: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
-        if kind not in ("text", "refusal") or not isinstance(text, str):
+        if kind not in ("text", "refusal"):
             raise invalid(f"{where}[{i}]", f"parts of type {kind!r:.40} are not supported: this model reads text")
+        if not isinstance(text, str):
+            raise invalid(f"{where}[{i}].{kind}", "must be a string")
         texts.append(text)
     return "\n".join(texts)
 

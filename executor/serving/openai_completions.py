@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from errors import UserError
-from executor.engine.request import Grammar as EngineGrammar
 from executor.serving.errors import ApiError, invalid
 from executor.serving.fields import Fields, length_of_answer, read, sampling_of
 from executor.serving.front import Front, Job, Text
@@ -18,10 +17,9 @@ from executor.serving.logprobs import CompletionLogprobs, Names, joined
 from executor.serving.messages import Grammar, Ready
 from executor.serving.sse import DONE, event
 from executor.serving.streams import Piece, Stream, Turns, Usage, together
-from executor.serving.structured import wanted_grammar
+from executor.serving.structured import grammar_field, wanted_grammar
 
 MOST_PROMPTS = 64
-GRAMMAR_S = 1.0  # of compiling a grammar
 MAX_TOKENS = 16  # of an answer, if a request does not say, as in OpenAI's API
 
 
@@ -121,7 +119,7 @@ def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Com
     prompts = prompts_of(request.prompt)
     grammar = wanted_grammar(request)
     if grammar:
-        check_grammar(grammar, text, ready)
+        check_grammar(grammar, grammar_field(request), text, ready)
     if request.logprobs is not None:
         text.grammars(ready)  # it knows the bytes of tokens
     special, jobs = request.add_special_tokens is not False, []
@@ -206,16 +204,15 @@ def check_length(prompt: str, param: str, text: Text, ready: Ready) -> None:
         raise ApiError(400, message, param, "context_length_exceeded")
 
 
-def check_grammar(grammar: Grammar, text: Text, ready: Ready) -> None:
-    """Raises ApiError if the engine could not follow `grammar`; may take a while."""
-    grammars, start = text.grammars(ready), time.thread_time()
-    try:
-        grammars.matcher(EngineGrammar(grammar.kind, grammar.text))
-    except UserError as error:
-        raise ApiError(400, str(error), "response_format", "invalid_grammar") from None
-    if time.thread_time() - start > GRAMMAR_S:  # all ranks would take as long
-        message = f"grammar: it takes more than {GRAMMAR_S:g} s to compile: make it simpler"
-        raise ApiError(400, message, "response_format", "invalid_grammar")
+def check_grammar(
+    grammar: Grammar, param: str, text: Text, ready: Ready, wanted: Grammar | None = None
+) -> None:  # fmt: skip
+    """Raises ApiError if the engine could not follow `grammar`, which comes from the field `param`; may take a while.
+    `wanted` is the part of it that the request has, if `grammar` was made of it."""
+    compiler = text.compiler(ready)
+    if problem := compiler.problem(grammar.kind, grammar.text):
+        own = wanted and wanted != grammar and compiler.problem(wanted.kind, wanted.text)
+        raise invalid(param, own or problem, "invalid_grammar")
 
 
 def nth_choice(sampling: Any, choice: int) -> Any:

@@ -94,7 +94,7 @@ def _operation(path: str) -> dict[str, Any]:
     shape = "MessagesError" if path.startswith(anthropic.PATH) else "Error"
     refusal = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape}"}}}
     if "stream" in getattr(BODIES.get(path), "__struct_fields__", ()):
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {}
     if path == "/health/ready":
         refusal = answer
     responses = {"200": {"description": "the answer", "content": answer}}

@@ -1,22 +1,18 @@
 """Grammars that answers follow: those that a request asks for, and those of tool calls that it demands."""
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any
 
 from executor.serving.errors import ApiError, invalid
-from executor.serving.fields import Fields
+from executor.serving.fields import Fields, Structured
 from executor.serving.messages import Grammar
 from executor.text.formats import FORMATS, THINK, THINK_END, Format
 
 LARGEST = 1 << 16  # bytes of a schema, regular expression or grammar
 DEEPEST = 32  # levels of a schema
 MOST_PROPERTIES = 512  # of a schema, in all its levels
-MOST_OPTIONS = 1024  # of all its choices together, if some are to hold at the same time
-LARGEST_MULTIPLE = 10_000  # digits of all multipleOf of a schema, multiplied: the states of an automaton
 MOST_CALLS = 8  # calls of one answer, if calls are demanded
 COMPACT = {"whitespace_flexible": False}  # without it, an answer may be endless white space
 ANYTHING = r"/(.|\n)*/"
@@ -24,26 +20,33 @@ ANYTHING = r"/(.|\n)*/"
 
 def wanted_grammar(fields: Fields) -> Grammar | None:
     """The grammar that the request asks for in one of several ways. Raises ApiError for several, or a bad one."""
-    asked = fields.structured_outputs
+    found = _asked(fields)
+    if len(found) > 1:
+        raise invalid(found[1][0], f"{found[0][0]} is given as well: give one of them")
+    return _grammar(*found[0]) if found else None
+
+
+def grammar_field(fields: Fields) -> str:
+    """The name of the field that has the grammar."""
+    return _asked(fields)[0][0]
+
+
+def _asked(fields: Fields) -> list[tuple[str, str, Any]]:
+    """The fields that have a grammar: their names, the grammars' kinds, and their values."""
+    asked = fields.structured_outputs or Structured()
     given: list[tuple[str, str, Any]] = [
         ("guided_json", "json", fields.guided_json),
         ("guided_regex", "regex", fields.guided_regex),
         ("guided_choice", "choice", fields.guided_choice),
         ("guided_grammar", "lark", fields.guided_grammar),
+        ("structured_outputs.json", "json", asked.json),
+        ("structured_outputs.regex", "regex", asked.regex),
+        ("structured_outputs.choice", "choice", asked.choice),
+        ("structured_outputs.grammar", "lark", asked.grammar),
+        ("structured_outputs.json_object", "json", {"type": "object"} if asked.json_object else None),
+        ("response_format", *_of_format(fields.response_format)),
     ]
-    if asked:
-        given += [
-            ("structured_outputs.json", "json", asked.json),
-            ("structured_outputs.regex", "regex", asked.regex),
-            ("structured_outputs.choice", "choice", asked.choice),
-            ("structured_outputs.grammar", "lark", asked.grammar),
-            ("structured_outputs.json_object", "json", {"type": "object"} if asked.json_object else None),
-        ]
-    given.append(("response_format", *_of_format(fields.response_format)))
-    found = [(param, kind, value) for param, kind, value in given if value is not None]
-    if len(found) > 1:
-        raise invalid(found[1][0], f"{found[0][0]} is given as well: give one of them")
-    return _grammar(*found[0]) if found else None
+    return [(param, kind, value) for param, kind, value in given if value is not None]
 
 
 def _of_format(format: Mapping[str, Any] | None) -> tuple[str, Any]:
@@ -78,9 +81,9 @@ def _grammar(param: str, kind: str, value: Any) -> Grammar:
             except ValueError:
                 raise invalid(param, "is no JSON") from None
         check_schema(param, value)
-        value = json.dumps(value)
-    elif kind == "lark" and ("allOf" in value or "multipleOf" in value):
-        raise invalid(param, "allOf and multipleOf are not supported within a grammar")
+        value = json.dumps({} if value is True else value)
+    elif kind == "regex" and (len(value) - len(value.rstrip("\\"))) % 2:
+        raise invalid(param, "ends with a backslash that escapes nothing")  # llguidance leaves it out
     if not value or len(value.encode(errors="replace")) > LARGEST:
         raise invalid(param, f"must have 1 to {LARGEST} bytes")
     return Grammar(kind, value)
@@ -90,16 +93,8 @@ def check_schema(param: str, schema: Any) -> None:
     """Raises ApiError for a JSON schema that is too deep or too large."""
     if not isinstance(schema, dict | bool):
         raise invalid(param, "must be a JSON schema: an object or a boolean")
-    level, properties, options, whole, multiple = [schema], 0, 1, False, Decimal(1)
+    level, properties = [schema], 0
     for _ in range(DEEPEST):
-        for part in (v for v in level if isinstance(v, dict)):
-            whole = whole or "allOf" in part
-            options *= max(1, *(len(v) for key in ("anyOf", "oneOf") if isinstance(v := part.get(key), list)), 1)
-            multiple *= _digits(part.get("multipleOf"))
-        if options > MOST_OPTIONS and whole:
-            raise invalid(param, f"allOf together with choices of more than {MOST_OPTIONS} combinations")
-        if multiple > LARGEST_MULTIPLE:
-            raise invalid(param, f"multipleOf: more than {LARGEST_MULTIPLE} in all")
         properties += sum(len(v["properties"]) for v in level if isinstance(v, dict) and _has_properties(v))
         level = [w for v in level if isinstance(v, dict | list) for w in (v.values() if isinstance(v, dict) else v)]
         if properties > MOST_PROPERTIES:
@@ -107,14 +102,6 @@ def check_schema(param: str, schema: Any) -> None:
         if not level:
             return
     raise invalid(param, f"is nested more than {DEEPEST} levels deep")
-
-
-def _digits(number: Any) -> Decimal:
-    """The digits of a number, without its decimal point."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        return Decimal(1)
-    exact = Decimal(str(number)).normalize()
-    return max(Decimal(1), abs(exact.scaleb(-min(0, int(exact.as_tuple().exponent)))))
 
 
 def _has_properties(schema: dict[str, Any]) -> bool:

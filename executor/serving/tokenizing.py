@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 
 from errors import UserError
-from executor.serving.errors import ApiError, invalid, of_validation
+from executor.serving.errors import invalid, of_validation
 from executor.serving.front import Front
-from executor.serving.openai_chat import messages_of
+from executor.serving.openai_chat import messages_of, of_chat
 from executor.serving.openai_completions import check_length
 from executor.text.chat import Chat
 
@@ -41,7 +41,7 @@ async def tokenize(front: Front, data: Any) -> dict[str, Any]:
             check_length(request.prompt or "", "prompt", text, ready)
             return text.tokenizer.encode(request.prompt or "", False, request.add_special_tokens is not False)
         except UserError as error:
-            raise ApiError(400, str(error), "prompt" if messages is None else "messages") from None
+            raise (invalid("prompt", str(error)) if messages is None else of_chat(error)) from None
 
     ids = await front.work(encoded)
     body: dict[str, Any] = {"count": len(ids), "max_model_len": ready.longest, "tokens": ids}

@@ -6,6 +6,7 @@ few seconds, so that a dead rank is noticed and no collective waits for long.
 
 import argparse
 import faulthandler
+import itertools
 import os
 import signal
 import time
@@ -50,6 +51,7 @@ from executor.serving.messages import (
     TopToken,
     Watch,
 )
+from executor.serving.pace import Pace, amounts_of
 from executor.serving.processes import run_and_leave
 from executor.serving.shares import Shares
 
@@ -59,7 +61,9 @@ RESIDENCY_S = 1.0
 FORGET_STEPS = 64  # steps whose records are kept at most
 MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
 QUEUE_SHOWN = 16  # waiting requests in a snapshot
-WARM_UP_TOKENS = 64  # of each prompt of the warm-up
+WARM_UP_TOKENS = 64  # of the first prompt of the warm-up; each next one has twice as many
+WARM_UP_S = 0.3  # no more prompts follow one that takes longer
+WARM_UP_PART = 8  # nor one that would take this part of all pages: experts would leave
 
 
 class Worker:
@@ -78,7 +82,7 @@ class Worker:
             self.shares = Shares(self.loop.scheduler.caches, self.experts)
         self.steps = self.preemptions = 0
         self.prefill_rate = 0.0  # prompt tokens a second
-        self.mixed_rate = 0.0  # the same in steps in which requests decode, which are shorter
+        self.pace = Pace()
         self.stopping = False
         self.watched = False  # whether somebody wants to see where experts are
         self._reported = 0.0  # time of the last State
@@ -172,8 +176,9 @@ class Worker:
 
     def step(self, step: Step | None) -> None:
         """Runs a step of the engine, if there is something to do."""
-        start, timings, most = time.perf_counter(), self.loop.timings, self.mixed_tokens() or 0
+        start, timings = time.perf_counter(), self.loop.timings
         before, decoded = timings.prefill_tokens, timings.decode_tokens
+        amounts = amounts_of(step.sequences if step else ())
         events = self.loop.run(step)
         self.steps += 1
         for sequence in self.loop.scheduler.preempted:
@@ -181,11 +186,12 @@ class Worker:
             again = len(sequence.ids)
             print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
         tokens, decoded = timings.prefill_tokens - before, timings.decode_tokens - decoded
+        seconds = time.perf_counter() - start
+        if tokens:
+            self.pace.learn(amounts, seconds)
         if tokens >= self.case.cache_config.page_size:
-            rate = tokens / (time.perf_counter() - start)
+            rate = tokens / seconds
             self.prefill_rate = 0.8 * (self.prefill_rate or rate) + 0.2 * rate
-            if decoded and tokens > most // 2:  # the rest of a prompt says little about whole chunks
-                self.mixed_rate = (self.mixed_rate + rate) / 2 if self.mixed_rate else rate
         self._generated += sum(len(event.tokens) for event in events)
         if tokens + decoded:
             self._step_tokens.append(tokens + decoded)
@@ -204,31 +210,55 @@ class Worker:
             self.experts.collect()
         del self._step_tokens[:-MOST_STEP_TOKENS]
 
-    def mixed_tokens(self) -> int | None:
-        """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages,
-        rounded up: after a chunk of one page, whose rate is low, two are tried."""
+    def mixed_tokens(self) -> int:
+        """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
         page, most = self.case.cache_config.page_size, self.case.data_config.chunked_prefill_size
-        rate = self.mixed_rate or self.prefill_rate
-        wanted = int(rate * self.case.serve_config.prefill_pause_ms / 1000)
-        chunk = max(page, -(-wanted // page) * page) if rate else self.loop.scheduler.limits.mixed_tokens
-        return chunk if most is None or chunk is None else min(chunk, most)
+        context = next((s.cached for s in self.loop.scheduler.running if not s.decoding), 0)
+        wanted = self.pace.tokens(context, self.case.serve_config.prefill_pause_ms / 1000)
+        chunk = max(page, wanted // page * page)
+        return min(chunk, most) if most else chunk
 
     def warm_up(self) -> None:
-        """Runs prompts until a step of every number of sequences has run once, so that all graphs are captured, and
-        measures the prefill."""
+        """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences
+        decode once, so that all graphs are captured."""
         scheduler = self.loop.scheduler
-        limits = scheduler.limits
-        longest = limits.max_sequence_length
-        length = max(1, min(WARM_UP_TOKENS, longest - limits.batch_size - 1))
-        for index in range(limits.batch_size):
-            sampling = SamplingParams(max_tokens=min(2 + index, longest - length), ignore_eos=True)
-            ids = tuple((index * 7919 + i) % self.runner.config.vocab_size for i in range(length))
-            self.loop.add(new_sequence(-1 - index, Request(ids, sampling)))
-        total = sum(s.longest - s.prompt_len for s in scheduler.waiting)
+        batch, longest = scheduler.limits.batch_size, scheduler.limits.max_sequence_length
+        numbers = itertools.count(1)
+
+        def add(length: int, tokens: int) -> None:
+            number = next(numbers)
+            ids = tuple((number * 7919 + i) % self.runner.config.vocab_size for i in range(length))
+            sampling = SamplingParams(max_tokens=min(tokens, longest - length), ignore_eos=True)
+            self.loop.add(new_sequence(-number, Request(ids, sampling)))
+
+        def prefill(length: int) -> float:
+            add(length, 1)
+            start = time.perf_counter()
+            while not self.loop.idle:
+                self.step(scheduler.schedule())
+            return time.perf_counter() - start
+
+        page, pages = scheduler.limits.page_size, scheduler.pools[0].pages
+        length, most = min(max(WARM_UP_TOKENS, page), longest - 1), min(longest - 1, page * pages // WARM_UP_PART)
+        prefill(length)  # the first time takes longer and says nothing
+        self.pace, self.prefill_rate = Pace(), 0.0
+        while length:
+            seconds = prefill(length)
+            # Rank 0's clock decides for all.
+            length = self.control.number(2 * length if seconds < WARM_UP_S and 2 * length <= most else 0)
+        for _ in range(batch):
+            add(1, batch + 2)  # until the last one decodes, and one step more for each that ends before
+        for ended in range(batch):
+            step = None
+            while not self.loop.idle and not (step and step.decode):
+                step = scheduler.schedule()
+                self.step(step)
+            if self.channel:
+                self.channel.send(Progress("warming up", (ended + 1) / batch))
+            if step:
+                self.loop.abort(min(step.sequences, key=lambda s: s.arrival).id)
         while not self.loop.idle:
             self.step(scheduler.schedule())
-            if self.channel:
-                self.channel.send(Progress("warming up", min(self._generated / total, 1.0)))
         for cache in scheduler.caches:
             cache.trim(0)
         self.forget()

@@ -168,7 +168,7 @@ def test_tools_and_formats_that_are_demanded() -> None:
         await server.ask(PATH, ASKED | {"output_config": format})
         grammar = server.engine.submitted[-1].sampling.grammar
         assert grammar is not None
-        assert json.loads(grammar.text) == TOWN
+        assert json.dumps(TOWN)[:-1] in grammar.text  # after the reasoning
         body = (await server.ask(PATH, ASKED | {"tools": [TOOL], "tool_choice": {"type": "none"}})).json
         assert body["content"] == [{"type": "text", "text": CALL}]
         thinks = {"thinking": {"type": "disabled"}}
@@ -184,7 +184,7 @@ def test_tools_and_formats_that_are_demanded() -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": ""}]}, "messages[...].role"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "A"}]}, "messages[1].role"),  # type: ignore[misc]
         ({"system": "x" * 10**6}, "system.content"),
@@ -227,5 +227,4 @@ def test_errors_are_in_the_shape_of_the_path() -> None:
         assert "out of memory" in last["error"]["message"]
         assert refused(await server.ask(PATH, ASKED, **key))[:2] == (503, "overloaded_error")
 
-    digest = Keys.digests_of(["secret"]) if hasattr(Keys, "digests_of") else None
-    run(scenario, "Hello!" * 30, keys=digest, engine={"step_s": 0.01})
+    run(scenario, "Hello!" * 30, keys=Keys.of([b"secret"]), engine={"step_s": 0.01})

@@ -14,6 +14,7 @@ from tests.serving.front import Connection, Server, until
 from tests.serving.test_chat import TOOL, run
 
 LONG = "word " * 200
+BOGUS = {"type": "function", "function": {"name": "f", "parameters": {"type": "bogus"}}}
 WIDE = {str(i): True for i in range(600)}
 
 
@@ -37,14 +38,23 @@ WIDE = {str(i): True for i in range(600)}
         ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
         ({"top_k": -5}, "top_k"),
         ({"top_logprobs": 1}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"seed": "x"}, "seed"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
         ({"messages": "Hi"}, "messages"),
         ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "", "name": 5}]}, "messages[0].name"),
+        ({"messages": [{"role": "tool", "content": "", "tool_call_id": 5}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
         ({"audio": {}}, "audio"),
         ({"functions": [{}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -62,14 +72,18 @@ WIDE = {str(i): True for i in range(600)}
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
         ({"guided_json": "{"}, "guided_json"),
-        ({"guided_regex": "("}, "response_format"),
-        ({"guided_grammar": "start"}, "response_format"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
+        ({"tools": [BOGUS], "tool_choice": "required"}, "tools"),
+        ({"guided_grammar": "start"}, "guided_grammar"),
         ({"guided_regex": "a" * 70_000}, "guided_regex"),
         ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
         ({"guided_json": {"multipleOf": 999983}}, "guided_json"),
         ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
         ({"guided_json": {"allOf": [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]}}, "guided_json"),
         ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
+        ({"guided_json": {"allOf": [{"type": "string", "pattern": f"(.*a)+{i}"} for i in range(40)]}}, "guided_json"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:

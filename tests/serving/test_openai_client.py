@@ -3,13 +3,14 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import openai
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 
 from executor.serving.auth import Keys
 from tests.serving.front import Server, serving, until
@@ -17,6 +18,9 @@ from tests.serving.test_chat import TOOL
 
 ASKED: list[Any] = [{"role": "user", "content": "Hi"}]
 TOOLS: list[Any] = [TOOL]
+RESPONSE_TOOLS: list[Any] = [{"type": "function", "strict": False, **cast(dict[str, Any], TOOL["function"])}]
+THOUGHTS = {"qwen3": "", "minimax_m2": "Hm.</think>\n\n"}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Bath"}}\n</tool_call>'
 
 
 def run(scenario: Callable[[Server, openai.AsyncOpenAI], Awaitable[None]], *arguments: Any, **options: Any) -> None:
@@ -42,9 +46,6 @@ def run(scenario: Callable[[Server, openai.AsyncOpenAI], Awaitable[None]], *argu
     ],
 )  # fmt: skip
 def test_answers_have_the_types_of_the_client(fields: dict[str, Any], family: str) -> None:
-    call = '<tool_call>\n{"name": "weather", "arguments": {"town": "Bath"}}\n</tool_call>'
-    thoughts = "Hm.</think>\n\n" if family == "minimax_m2" else ""
-
     async def scenario(server: Server, client: openai.AsyncOpenAI) -> None:
         raw = await client.chat.completions.with_raw_response.create(model="demo_chat", messages=ASKED, **fields)
         answer = ChatCompletion.model_validate(json.loads(raw.text), strict=True)
@@ -65,7 +66,7 @@ def test_answers_have_the_types_of_the_client(fields: dict[str, Any], family: st
             assert last is not None
             assert json.loads(last[0].function.arguments) == {"town": "Bath"}
 
-    run(scenario, thoughts + (call if "tools" in fields else "Hello, naïve 😀"), family=family)
+    run(scenario, THOUGHTS[family] + (CALL if "tools" in fields else "Hello, naïve 😀"), family=family)
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True, "logprobs": 2}, {"n": 2}, {"max_tokens": 2, "logprobs": 0}])
@@ -85,6 +86,64 @@ def test_completions_have_the_types_of_the_client(fields: dict[str, Any]) -> Non
         assert text == body["choices"][0]["text"]
 
     run(scenario)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "minimax_m2"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"max_output_tokens": 2},
+        {"tools": RESPONSE_TOOLS, "instructions": "Be brief."},
+        {"tools": RESPONSE_TOOLS, "tool_choice": {"type": "function", "name": "weather"}},
+        {"text": {"format": {"type": "json_object"}}},
+    ],
+)
+def test_responses_have_the_types_of_the_client(fields: dict[str, Any], family: str) -> None:
+    event_type: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    called = "tools" in fields and family == "qwen3"
+
+    async def scenario(server: Server, client: openai.AsyncOpenAI) -> None:
+        raw = await client.responses.with_raw_response.create(model="demo_chat", input="Hi", **fields)
+        answer = Response.model_validate(json.loads(raw.text), strict=True)
+        body = {"input": "Hi", "stream": True, **fields}
+        events = [
+            event_type.validate_python(json.loads(block.split("\ndata: ")[1]), strict=True)
+            for block in (await server.ask("/v1/responses", body)).body.decode().split("\n\n")[:-1]
+        ]
+        assert events[-1].type == f"response.{answer.status}"
+        assert events[-1].response.usage == answer.usage
+        assert events[-1].response.output_text == answer.output_text
+        async with client.responses.stream(model="demo_chat", input=ASKED, **fields) as stream:
+            async for _ in stream:
+                pass
+            if answer.status == "completed":
+                final = await stream.get_final_response()
+                assert final.output_text == answer.output_text
+                assert [item.type for item in final.output] == [item.type for item in answer.output]
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert [json.loads(call.arguments) for call in calls] == ([{"town": "Bath"}] if called else [])
+        assert (answer.status == "incomplete") == ("max_output_tokens" in fields)
+
+    run(scenario, THOUGHTS[family] + (CALL if "tools" in fields else "Hello, naïve 😀"), family=family)
+
+
+def test_a_conversation_of_responses_goes_on_from_their_own_items() -> None:
+    """As agents do: what was answered is sent back, and the result of the tool behind it."""
+
+    async def scenario(server: Server, client: openai.AsyncOpenAI) -> None:
+        first = await client.responses.create(model="demo_chat", input="Rain?", tools=RESPONSE_TOOLS)
+        calls = [item for item in first.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+        items = [item.model_dump(exclude_none=True) for item in first.output]
+        history: list[Any] = [{"role": "user", "content": "Rain?"}, *items, *results]
+        assert (await client.responses.create(model="demo_chat", input=history, tools=RESPONSE_TOOLS)).output
+        asked = server.tokenizer.decode(server.engine.submitted[-1].ids)
+        assert '"arguments": {"town": "Bath"}' in asked or '<parameter name="town">Bath' in asked
+        assert "rain" in asked
+
+    run(scenario, CALL)
 
 
 def test_models_and_parsed_answers() -> None:

@@ -1,7 +1,6 @@
 """The loop of a server's rank: what gives way when memory ends, in which order, and what the front is told."""
 
 import random
-import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -198,26 +197,3 @@ def test_a_server_collects_nothing_step_by_step(model: Path) -> None:
     assert len(server.worker.loop.timings.decode_steps) < 65
     totals.collect()
     assert totals.hits + totals.misses == 299 * 4 * 3
-
-
-@pytest.mark.parametrize("first", [1, 2000])
-def test_chunks_of_a_prompt_take_the_configured_pause(
-    model: Path, monkeypatch: pytest.MonkeyPatch, first: float
-) -> None:
-    """A step takes 0.11 s to read the weights, and 1 ms for each token, whatever the chunks were before."""
-    worker = Server(runner_of(model, prefill_pause_ms=200)).worker
-    worker.prefill_rate, now = first, [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def run(step: Any) -> list[Any]:
-        now[0] += 0.11 + 0.001 * step
-        worker.loop.timings.add(step, 3, 0.0)
-        return []
-
-    monkeypatch.setattr(worker.loop, "run", run)
-    for _ in range(20):
-        tokens = worker.mixed_tokens()
-        assert tokens
-        worker.step(tokens)  # type: ignore[arg-type]
-        worker.step(tokens // 3)  # type: ignore[arg-type]  # the rest of a prompt
-    assert 0.18 < 0.11 + 0.001 * tokens < 0.22
