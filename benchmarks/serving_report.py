@@ -94,7 +94,7 @@ def draw_wave(path: Path, rows: list[Row]) -> None:
     frames = [[row[tenant] for row in samples] for tenant in TENANTS]
     memory.stackplot([row["seconds"] for row in samples], frames, labels=TENANTS, colors=TENANTS.values())
     memory.set(xlabel="seconds", ylabel="frames of the arena", title=f"{ELASTIC}: memory", xlim=(0, None))
-    memory.legend(loc="upper right")
+    memory.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(TENANTS), frameon=False)
     servers = list(dict.fromkeys(row["server"] for row in rows if row["scenario"] == "wave"))
     for index, server in enumerate(servers):
         own = rows_of(rows, "wave", server)
