@@ -130,8 +130,14 @@ def markdown(found: dict[str, Any]) -> Iterator[str]:
             yield ""
             shown = [column for column in columns if column not in ("rate", "phase")]
             heads = [scenario, *(key for key in ("rate", "phase") if key in columns), *shown]
-            medians = ([f"{statistics.median(r[key] for r in own):.3g}" for key in shown] for own in rows.values())
+            medians = ([cell([row[key] for row in own]) for key in shown] for own in rows.values())
             yield from table(heads, [[*keys, *cells] for keys, cells in zip(rows, medians, strict=True)])
+
+
+def cell(values: list[float]) -> str:
+    """The median, with three digits or more."""
+    median = statistics.median(values)
+    return f"{median:.3g}" if median < 100 else f"{median:,.0f}"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
