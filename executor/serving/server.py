@@ -35,7 +35,8 @@ KEEP_S = 30  # seconds that a connection stays open between two requests
 LOOK_S = 0.05
 CLOSE_S = 2  # seconds that answers which are being sent have, when everything else has ended
 MOST_CONNECTIONS = 1024
-BACKLOG = 512
+BACKLOG = 4096  # connections that wait to be accepted; the system drops what is beyond
+ACCEPTED = 32  # connections that are accepted before others are served
 FILES = 4 * MOST_CONNECTIONS
 
 
@@ -220,6 +221,11 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 class HttpServer(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)  # asyncio has one number for both
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # `Run` handles them
@@ -236,6 +242,6 @@ def make_server(front: Front) -> uvicorn.Server:
 
     config = uvicorn.Config(
         App(front), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        backlog=BACKLOG, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=CLOSE_S,
+        backlog=ACCEPTED, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=CLOSE_S,
     )  # fmt: skip
     return HttpServer(config)
