@@ -242,6 +242,6 @@ def make_server(front: Front) -> uvicorn.Server:
 
     config = uvicorn.Config(
         App(front), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        backlog=ACCEPTED, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=CLOSE_S,
+        proxy_headers=False, backlog=ACCEPTED, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=CLOSE_S,
     )  # fmt: skip
     return HttpServer(config)

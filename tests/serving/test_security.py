@@ -163,3 +163,16 @@ def test_endless_headers_end_their_connection() -> None:
         assert (await server.get("/health")).status == 200
 
     run(scenario)
+
+
+def test_a_body_of_two_lengths_is_refused_with_its_connection() -> None:
+    async def scenario(server: Server) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        hidden = b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+        lengths = b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n" + lengths + hidden)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.count(b"HTTP/1.1") == 1
+
+    run(scenario)
