@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -120,6 +121,8 @@ class Run:
                     await self._first_of(self._requests_end(), CLOSE_S)
                     return 1
                 text.result()
+                gc.collect()
+                gc.freeze()  # collections no longer look through what was loaded, which halts all answers meanwhile
                 self._announce()
         finally:
             asked.cancel()
