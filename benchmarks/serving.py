@@ -3,22 +3,27 @@
     .venv/bin/python -m benchmarks.serving_files FOLDER          # once, some minutes and 4 GB
     .venv/bin/python -m benchmarks.serving FOLDER [--llama-server PROGRAM] [--rounds 3] [--only NAME ...] [--short]
         [--json FILE] [--plot FILE]
+    .venv/bin/python -m benchmarks.serving_report FILE           # the tables of docs/serving.md from the JSON file
 
 Scenarios of each round, for each server (serving_client.py has what is measured, times in ms):
   streams   a closed loop of 8 requests at a time, prompts of 128 tokens, answers of 64
   long      gaps between the tokens of 7 running streams while a prompt of 1,024 tokens is prefilled
+  pause     the same with prompts of 2,000 tokens (only Umbra)
   prefix    time to the first token of prompts of 1,000 tokens, and of the same prompts again (only Umbra)
   http      8 equal requests over HTTP, and the same in the engine's own loop (only Umbra)
 and once after the rounds:
   rates     an open loop: Poisson arrivals at several rates (both servers)
   wave      the demo in an arena too small for all experts and the most KV pages: elastic and fixed splits, under a load
-            that rises and falls; goodput in each phase (only Umbra)
+            that rises and falls; goodput in each phase (only Umbra). The rates follow what the elastic server can do on
+            this machine; all servers get the same requests.
 
-`goals` in the JSON file says what was wanted and what was found, of medians over the rounds.
+`goals` in the JSON file says what was wanted and what was found, of medians over the rounds. `--plot` draws throughput
+against latency over the rates in FILE, and memory and goodput over the wave in a file with `_wave` after FILE's name.
 Only an idle machine gives fair figures; the client shares it, and its CPU time is reported.
 """
 
 import asyncio
+import re
 import statistics
 import subprocess
 import sys
@@ -32,20 +37,22 @@ from benchmarks import serving_peers
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls, share
 from benchmarks.serving_peers import Peer, started
+from benchmarks.serving_report import COLUMNS, ELASTIC, LOOP, OURS, draw_rates, draw_wave, goals
 from errors import UserError, run_main
-from files import write_whole
+from executor.config.load import load_case
 
 CASE = "bench_30b_shape_cpu"
 STREAMS = 8
-LONGEST, NEW = 1280, 256  # most tokens of a prompt and of an answer
+LONGEST, NEW = 2048, 256  # most tokens of a prompt and of an answer
 VOCABULARY = 151_000
-RATES = (0.25, 0.5, 0.75, 1.0, 1.5)  # requests a second
-PHASES = (("few", 2.0), ("many", 16.0), ("few again", 2.0))  # of the wave: requests a second
+RATES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5)  # requests a second
+PHASES = (("few", 0.15), ("many", 0.9), ("few again", 0.15))  # of the wave: parts of what the elastic server can do
 WAVE_MB, WAVE_STREAMS, WAVE_VOCABULARY, WAVE_PROMPT, WAVE_NEW = 8, 16, 4000, 64, 128
-SPLITS = (25, 50, 75, 100)  # percent of the arena's places that experts have
+SPLITS = (0, 25, 50, 75)  # percent of the arena's places that experts have
+SAMPLE_S = 0.5  # between two looks at the memory
 PAUSE_S = 0.5  # between two long prompts, in which the streams run alone
 ENGINE = "seconds of the engine's own loop: "
-SCENARIOS = ("streams", "long", "prefix", "http", "rates", "wave")
+SCENARIOS = ("streams", "long", "pause", "prefix", "http", "rates", "wave")
 
 
 class Plan:
@@ -59,7 +66,7 @@ class Plan:
         self.http_tokens = 16 if short else 128
         self.rates = RATES[:1] if short else RATES
         self.seconds = 8.0 if short else 20.0  # of arrivals at one rate, or in one phase of the wave
-        self.splits = SPLITS[:1] if short else SPLITS
+        self.splits = SPLITS[1:2] if short else SPLITS
 
 
 def streams(client: Client, plan: Plan, seed: str) -> Row:
@@ -67,16 +74,15 @@ def streams(client: Client, plan: Plan, seed: str) -> Row:
     return figures(asyncio.run(client.streams(calls, STREAMS)))
 
 
-def long_prompts(client: Client, plan: Plan, seed: str) -> Row:
+def long_prompts(client: Client, plan: Plan, seed: str, prompt: int = 1024) -> Row:
     """Gaps of running streams that lie, in part, in the time from a long prompt's sending to its first token."""
-    calls = random_calls(f"running {seed}", STREAMS - 1, 128, NEW, VOCABULARY)
-    longs = random_calls(f"long {seed}", plan.longs, 1024, 4, VOCABULARY)
+    calls = random_calls(f"running {prompt} {seed}", STREAMS - 1, 128, NEW, VOCABULARY)
+    longs = random_calls(f"long {prompt} {seed}", plan.longs, prompt, 4, VOCABULARY)
     running = [Answer(0.0) for _ in calls]
 
     async def measure() -> list[Answer]:
         tasks = [asyncio.create_task(client.ask(call, answer)) for call, answer in zip(calls, running, strict=True)]
-        while not all(answer.pieces or answer.error for answer in running):
-            await asyncio.sleep(0.05)
+        await begun(running)
         await asyncio.sleep(PAUSE_S)
         found = []
         for call in longs:
@@ -101,6 +107,16 @@ def long_prompts(client: Client, plan: Plan, seed: str) -> Row:
     }
 
 
+async def begun(answers: Sequence[Answer]) -> None:
+    """Returns when a piece of each of `answers` has come."""
+    while not all(answer.pieces or answer.error for answer in answers):
+        await asyncio.sleep(0.005)
+
+
+def pause(client: Client, plan: Plan, seed: str) -> Row:
+    return long_prompts(client, plan, seed, 2000)
+
+
 def prefixes(client: Client, plan: Plan, seed: str) -> Row:
     """Times to the first token of prompts that are new, and of the same ones again."""
     calls = random_calls(f"prefix {seed}", plan.prompts, 1000, 4, VOCABULARY)
@@ -112,9 +128,18 @@ def prefixes(client: Client, plan: Plan, seed: str) -> Row:
 
 
 def http(client: Client, plan: Plan, seed: str) -> Row:
-    """8 requests that are sent together. The engine's own loop runs the same ones: see `engine_loop`."""
+    """8 requests; 7 of them are sent when the first has its first token, so that the steps do not depend on which of
+    them come a moment earlier. The engine's own loop runs the same ones: see `engine_loop`."""
     calls = equal_calls(plan.http_tokens, seed)
-    return {"seconds": figures(asyncio.run(client.streams(calls, STREAMS)))["seconds"]}
+    answers = [Answer(0.0) for _ in calls]
+
+    async def measure() -> None:
+        first = asyncio.create_task(client.ask(calls[0], answers[0]))
+        await begun(answers[:1])
+        await asyncio.gather(first, *map(client.ask, calls[1:], answers[1:]))
+
+    asyncio.run(measure())
+    return {"seconds": figures(looked_at(answers))["seconds"]}
 
 
 def equal_calls(tokens: int, seed: str) -> list[Call]:
@@ -125,7 +150,6 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
     """Prints the seconds that rank 0's loop takes for the requests of `http`, without a socket or a front. To be run in
     a process of its own."""
     from executor.config.env import rank_env
-    from executor.config.load import load_case
     from executor.engine.request import Request, SamplingParams
     from executor.engine.sequence import new_sequence
     from executor.job.runner import make_runner
@@ -136,13 +160,17 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
     worker = Worker(runner, None)
     worker.warm_up()
     scheduler = worker.loop.scheduler
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    first, *others = (new_sequence(i, Request(tuple(c.ids), params)) for i, c in enumerate(equal_calls(tokens, seed)))
     start = time.perf_counter()
-    for number, call in enumerate(equal_calls(tokens, seed)):
-        params = SamplingParams(max_tokens=call.tokens, ignore_eos=True)
-        worker.loop.add(new_sequence(number, Request(tuple(call.ids), params)))
+    worker.loop.add(first)
     while not worker.loop.idle:
         scheduler.mixed_tokens = worker.mixed_tokens()
-        worker.step()
+        worker.step(scheduler.schedule())
+        if others and first.generated:
+            for sequence in others:
+                worker.loop.add(sequence)
+            others = []
     print(f"{ENGINE}{time.perf_counter() - start}")
 
 
@@ -162,50 +190,74 @@ def rates(client: Client, plan: Plan) -> Iterator[Row]:
 
 
 def wave_peers(plan: Plan) -> Iterator[Peer]:
-    """The demo with every split of the arena that can be had, and elastic."""
+    """The demo, elastic and with every split of the arena, with one thread as the device and one for the shadows."""
     from benchmarks.elastic import settings
     from executor.config.env import rank_env
     from executor.job.runner import make_runner
 
-    own = ["arena_mb=8", f"batch_size={WAVE_STREAMS}", f"input_max_len={WAVE_PROMPT}", f"max_new_tokens={WAVE_NEW}"]
+    own = [
+        f"arena_mb={WAVE_MB}", f"batch_size={WAVE_STREAMS}", f"input_max_len={WAVE_PROMPT}",
+        f"max_new_tokens={WAVE_NEW}", "threads=1", "shadow_threads=1", "stream_tokens=-1", "prefix_floor=0",
+    ]  # fmt: skip
     runner = make_runner(settings(1, "auto", mode="resident", arena_mb=0), Path("results"), rank_env())
     runner.setup()
     arena = runner.engine.offload.arena if runner.engine.offload else None
     if not arena:
         raise UserError("demo_offload: has no shadows")
     extents = (WAVE_MB << 20) // arena.frame_bytes // arena.extent_frames
+    yield serving_peers.umbra(ELASTIC, "demo_offload", [*own, "mode=elastic"])
     for percent in plan.splits:
-        slots = extents * percent // 100 * arena.extent_slots
+        slots = extents * percent // 100 * arena.extent_slots or -1
         yield serving_peers.umbra(f"{percent} %", "demo_offload", [*own, "mode=fixed", f"slots={slots}"])
-    yield serving_peers.umbra("elastic", "demo_offload", [*own, "mode=elastic"])
 
 
-def wave(client: Client, plan: Plan) -> Iterator[Row]:
-    """The phases follow each other without a pause; a request counts in the phase in which it is sent."""
+def most_requests(client: Client) -> float:
+    """The requests of the wave that a server can answer in a second."""
+    calls = random_calls("most", 4 * WAVE_STREAMS, WAVE_PROMPT, WAVE_NEW, WAVE_VOCABULARY)
+    return float(len(calls) / figures(asyncio.run(client.streams(calls, WAVE_STREAMS)))["seconds"])
+
+
+def wave(client: Client, plan: Plan, most: float) -> tuple[list[Row], list[Row]]:
+    """The phases follow each other without a pause; a request counts in the phase in which it is sent.
+    -> a row for each phase, and samples of the memory"""
     calls: list[Call] = []
     phases: list[str] = []
-    for number, (phase, rate) in enumerate(PHASES):
-        more = random_calls(f"wave {number}", round(rate * plan.seconds), WAVE_PROMPT, WAVE_NEW, WAVE_VOCABULARY, rate)
+    for number, (phase, part) in enumerate(PHASES):
+        rate = part * most
+        count = max(4, round(rate * plan.seconds))
+        more = random_calls(f"wave {number}", count, WAVE_PROMPT, WAVE_NEW, WAVE_VOCABULARY, rate)
         calls += [replace(call, at=call.at + number * plan.seconds) for call in more]
         phases += [phase] * len(more)
+    memory: list[Row] = []
+
+    async def watch(start: float) -> None:
+        while True:
+            _, text = await client.get("/metrics")
+            frames = dict(re.findall(r'^umbra:arena_frames{.*tenant="(\w+)"} (\S+)$', text, re.M))
+            row = {"seconds": time.perf_counter() - start}
+            memory.append(row | {tenant: float(value) for tenant, value in frames.items()})
+            await asyncio.sleep(SAMPLE_S)
+
+    async def measure() -> list[Answer]:
+        watching = asyncio.create_task(watch(time.perf_counter()))
+        answers = await client.arrivals(calls)
+        watching.cancel()
+        return answers
+
     asyncio.run(client.streams(random_calls("warm", WAVE_STREAMS, WAVE_PROMPT, 32, WAVE_VOCABULARY), WAVE_STREAMS))
-    answers = asyncio.run(client.arrivals(calls))
+    answers = asyncio.run(measure())
+    rows = []
     for phase in dict.fromkeys(phases):
         own = [answer for answer, of in zip(answers, phases, strict=True) if of == phase]
         goodput = sum(answer.in_time for answer in own) / plan.seconds
-        yield {"phase": phase} | figures(own) | {"goodput": goodput}
+        rows.append({"phase": phase} | figures(own) | {"sent_per_s": len(own) / plan.seconds, "goodput": goodput})
+    return rows, memory
 
 
-EACH: dict[str, Callable[[Client, Plan, str], Row]] = {"streams": streams, "long": long_prompts, "prefix": prefixes}
-OURS, THEIRS = "umbra", "llama-server"
-COLUMNS = {
-    "streams": ("tokens_per_s", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50", "goodput", "failed"),
-    "long": ("itl_p50", "itl_p99", "itl_longest", "calm_itl_p50", "long_ttft_p50", "gaps", "failed"),
-    "prefix": ("ttft_new", "ttft_again", "ratio", "found"),
-    "http": ("seconds",),
-    "rates": ("rate", "tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99", "goodput", "in_time", "failed"),
-    "wave": ("phase", "goodput", "in_time", "tokens_per_s", "ttft_p50", "ttft_p99", "tpot_p50", "failed"),
-}
+EACH: dict[str, Callable[[Client, Plan, str], Row]] = {
+    "streams": streams, "long": long_prompts, "pause": pause, "prefix": prefixes,
+}  # fmt: skip
+ONLY_OURS = frozenset({"pause", "prefix"})
 
 
 def show(rows: Iterable[Row], scenario: str) -> list[Row]:
@@ -221,7 +273,7 @@ def one_round(peer: Peer, plan: Plan, number: int, wanted: Sequence[str], settin
     with started(peer) as client:
         asyncio.run(client.streams(random_calls("warm", STREAMS, 128, 4, VOCABULARY), STREAMS))
         for scenario, measure in EACH.items():
-            if scenario in wanted and (peer.name == OURS or scenario != "prefix"):
+            if scenario in wanted and (peer.name == OURS or scenario not in ONLY_OURS):
                 worked = time.process_time()
                 row = {"server": peer.name, "round": number} | measure(client, plan, f"{number}")
                 yield from show([row | {"client_cpu_s": time.process_time() - worked}], scenario)
@@ -229,7 +281,7 @@ def one_round(peer: Peer, plan: Plan, number: int, wanted: Sequence[str], settin
             yield from show([{"server": OURS, "round": number} | http(client, plan, f"{number}")], "http")
     if "http" in wanted and peer.name == OURS:
         row = in_the_engine(settings, plan, f"{number}")
-        yield from show([{"server": "engine's loop", "round": number} | row], "http")
+        yield from show([{"server": LOOP, "round": number} | row], "http")
 
 
 def measured(
@@ -245,82 +297,26 @@ def measured(
                 asyncio.run(client.streams(random_calls("warm", STREAMS, 128, 4, VOCABULARY), STREAMS))
                 rows += show(({"server": peer.name} | row for row in rates(client, plan)), "rates")
     if "wave" in wanted:
-        for peer in wave_peers(plan):
-            try:
-                with started(peer) as client:
-                    rows += show(({"server": peer.name} | row for row in wave(client, plan)), "wave")
-            except UserError as error:  # a split that leaves too little for the cache
-                print(f"{peer.name}: {error}")
+        rows += waves(plan)
     return rows
 
 
-def goals(rows: list[Row]) -> list[Row]:
-    """What was wanted and found; medians over the rounds."""
-
-    def median(server: str, scenario: str, key: str) -> float | None:
-        values = [row[key] for row in rows if (row["server"], row["scenario"]) == (server, scenario)]
-        return statistics.median(values) if values else None
-
-    found: list[Row] = []
-
-    def goal(name: str, wanted: str, value: float | None, other: float | None = 1.0) -> None:
-        """`value` / `other` should be `wanted`, such as ">= 1.8"."""
-        if value is not None and other:
-            sign, limit = wanted.split()
-            ratio = value / other
-            met = ratio >= float(limit) if sign == ">=" else ratio <= float(limit)
-            found.append({"goal": name, "wanted": wanted, "found": ratio, "met": met})
-
-    for name, wanted, scenario, key in (
-        ("output tokens/s, 8 streams", ">= 1.8", "streams", "tokens_per_s"),
-        ("TTFT p50, 8 streams", "<= 0.4", "streams", "ttft_p50"),
-        ("ITL p99 while a long prompt arrives", "<= 0.5", "long", "itl_p99"),
-    ):
-        goal(f"{name}: of llama-server's", wanted, median(OURS, scenario, key), median(THEIRS, scenario, key))
-    goal(
-        "HTTP: of the engine's own loop",
-        "<= 1.05",
-        median(OURS, "http", "seconds"),
-        median("engine's loop", "http", "seconds"),
-    )
-    goal("prefix of 1,000 tokens: TTFT cut by", ">= 10", median(OURS, "prefix", "ratio"))
-    wave_rows = [row for row in rows if row["scenario"] == "wave"]
-    for phase in dict.fromkeys(row["phase"] for row in wave_rows):
-        goodput = {row["server"]: row["goodput"] for row in wave_rows if row["phase"] == phase}
-        elastic = goodput.pop("elastic", None)
-        if goodput:
-            goal(f"goodput of elastic, {phase}: of the best split's", ">= 1", elastic, max(goodput.values()))
-    return found
-
-
-def draw(path: Path, rows: list[Row]) -> None:
-    """Throughput against latency over the rates of arrivals, and goodput over the wave."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (first, token, wave_axes) = pyplot.subplots(1, 3, figsize=(14, 4))
-    for server in (OURS, THEIRS):
-        own = [row for row in rows if row["scenario"] == "rates" and row["server"] == server]
-        if not own:
+def waves(plan: Plan) -> list[Row]:
+    """The rows of all splits of the arena, and of elastic the samples of its memory."""
+    rows: list[Row] = []
+    most = 0.0
+    for peer in wave_peers(plan):
+        try:
+            with started(peer) as client:
+                most = most or most_requests(client)
+                phases, memory = wave(client, plan, most)
+        except UserError as error:  # a split that leaves too little for the cache
+            print(f"{peer.name}: {error}")
             continue
-        for axes, key in ((first, "ttft_p50"), (token, "tpot_p50")):
-            axes.plot([row["tokens_per_s"] for row in own], [row[key] for row in own], "o-", label=server)
-            for row in own:
-                axes.annotate(f"{row['rate']:g}/s", (row["tokens_per_s"], row[key]), fontsize=7)
-    for axes, label in ((first, "time to first token, median, ms"), (token, "time per output token, median, ms")):
-        axes.set(xlabel="output tokens/s", ylabel=label, yscale="log")
-    own = [row for row in rows if row["scenario"] == "wave"]
-    for server in dict.fromkeys(row["server"] for row in own):
-        points = [(row["phase"], row["goodput"]) for row in own if row["server"] == server]
-        wave_axes.plot(*zip(*points, strict=True), "o-", label=server)
-    wave_axes.set(xlabel="phase of the wave", ylabel="goodput, requests/s")
-    for axes in (first, token, wave_axes):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=150, bbox_inches="tight"))
+        rows += show(({"server": peer.name} | row for row in phases), "wave")
+        if peer.name == ELASTIC:
+            rows += ({"server": peer.name, "scenario": "memory"} | row for row in memory)
+    return rows
 
 
 def main(argv: list[str]) -> None:
@@ -348,13 +344,15 @@ def main(argv: list[str]) -> None:
         peers.append(serving_peers.llama_server(args.llama_server, gguf, args.threads, STREAMS, LONGEST + NEW))
     start = time.perf_counter()
     rows = measured(peers, Plan(args.short), args.rounds, args.only, settings)
-    reached = goals(rows)
+    reached = goals(rows, load_case(CASE).serve_config.prefill_pause_ms)
     for row in reached:
         print(f"{row['goal']:>55}: wanted {row['wanted']}, found {row['found']:.2f}")
     print(f"{time.perf_counter() - start:.0f} s in all")
     write_rows(args.json, rows, goals=reached, threads=args.threads, rounds=args.rounds, short=args.short)
-    if args.plot:
-        draw(args.plot, rows)
+    if args.plot and "rates" in args.only:
+        draw_rates(args.plot, rows)
+    if args.plot and "wave" in args.only:
+        draw_wave(args.plot.with_stem(f"{args.plot.stem}_wave"), rows)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,16 +88,16 @@ class Client:
 
     port: int
 
-    async def get(self, path: str) -> int:
-        """-> the status; 0: nobody listens"""
+    async def get(self, path: str) -> tuple[int, str]:
+        """-> status and body; 0: nobody listens"""
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-            status = (await reader.readline()).split()[1]
+            head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
             writer.close()
+            return int(head.split()[1]), body
         except (OSError, IndexError):
-            return 0
-        return int(status)
+            return 0, ""
 
     async def ask(self, call: Call, answer: Answer | None = None) -> Answer:
         """Fills `answer`, if there is one to look at meanwhile."""
@@ -172,9 +173,8 @@ def share(values: Iterable[float], part: float) -> float:
 def figures(answers: Sequence[Answer]) -> Row:
     """Times in ms; rates over the time from the first request to the last token."""
     good = [answer for answer in answers if not answer.error]
-    for answer in answers:
-        if answer.error:
-            print(f"failed: {answer.error[:200]}")
+    for error, count in Counter(answer.error[:200] for answer in answers if answer.error).most_common(3):
+        print(f"{count} failed: {error}")
     gaps = [gap for answer in good for gap in answer.gaps]
     seconds = max(answer.times[-1] for answer in good) - min(answer.sent for answer in answers) if good else 0.0
     row: Row = {"sent": len(answers), "failed": len(answers) - len(good), "seconds": seconds}

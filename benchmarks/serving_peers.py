@@ -54,7 +54,7 @@ def started(peer: Peer) -> Iterator[Client]:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             client, start = Client(port), time.monotonic()
-            while asyncio.run(client.get(peer.ready)) != 200:
+            while asyncio.run(client.get(peer.ready))[0] != 200:
                 if process.poll() is not None or time.monotonic() > start + START_S:
                     log.seek(0)
                     raise UserError(f"{peer.name} does not serve: {' '.join(log.read()[-500:].split())}")

@@ -34,6 +34,10 @@ class Control:
             whole += self._broadcast(body[len(whole) :], size - len(whole))
         return msgspec.msgpack.decode(whole, type=Tick)
 
+    def number(self, own: int) -> int:
+        """Rank 0's number, on all ranks."""
+        return self.share(Tick(own, 0, None, 0, []) if self.rank == 0 else None).number
+
     def _broadcast(self, data: bytes, size: int) -> bytes:
         """Sends rank 0's `data`, padded to `size` bytes, to all ranks. -> the bytes"""
         buffer = torch.zeros(size, dtype=torch.uint8)

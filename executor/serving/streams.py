@@ -98,13 +98,12 @@ class Stream:
                     return
 
 
-async def together(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+def together(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
     """The items of all `sources` as they come. The error of one ends all."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as only:
-            async for item in only:
-                yield item
-        return
+    return sources[0] if len(sources) == 1 else _merged(sources)
+
+
+async def _merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
     queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(UNREAD)
 
     async def take(source: AsyncGenerator[Item, None]) -> None:

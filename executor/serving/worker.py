@@ -6,6 +6,7 @@ few seconds, so that a dead rank is noticed and no collective waits for long.
 
 import argparse
 import faulthandler
+import itertools
 import os
 import signal
 import time
@@ -50,6 +51,7 @@ from executor.serving.messages import (
     TopToken,
     Watch,
 )
+from executor.serving.pace import Pace, amounts_of
 from executor.serving.processes import run_and_leave
 from executor.serving.shares import Shares
 
@@ -59,7 +61,9 @@ RESIDENCY_S = 1.0
 FORGET_STEPS = 64  # steps whose records are kept at most
 MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
 QUEUE_SHOWN = 16  # waiting requests in a snapshot
-WARM_UP_TOKENS = 64  # of each prompt of the warm-up
+WARM_UP_TOKENS = 64  # of the first prompt of the warm-up; each next one has twice as many
+WARM_UP_S = 0.3  # no more prompts follow one that takes longer
+WARM_UP_PART = 8  # nor one that would take this part of all pages: experts would leave
 
 
 class Worker:
@@ -78,6 +82,7 @@ class Worker:
             self.shares = Shares(self.loop.scheduler.caches, self.experts)
         self.steps = self.preemptions = 0
         self.prefill_rate = 0.0  # prompt tokens a second
+        self.pace = Pace()
         self.stopping = False
         self.watched = False  # whether somebody wants to see where experts are
         self._reported = 0.0  # time of the last State
@@ -106,7 +111,8 @@ class Worker:
             tick = self.next_tick(self.channel)
             self.apply(tick)
             step = scheduler.schedule()
-            self.control.share(replace(tick, digest=scheduler.digest(step)))
+            if not self.control.alone:
+                self.control.share(replace(tick, digest=scheduler.digest(step)))
         else:
             tick = self.control.share(None)
             self.apply(tick)
@@ -172,19 +178,23 @@ class Worker:
         """Runs a step of the engine, if there is something to do."""
         start, timings = time.perf_counter(), self.loop.timings
         before, decoded = timings.prefill_tokens, timings.decode_tokens
+        amounts = amounts_of(step.sequences if step else ())
         events = self.loop.run(step)
         self.steps += 1
         for sequence in self.loop.scheduler.preempted:
             self.preemptions += 1
             again = len(sequence.ids)
             print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
-        tokens = timings.prefill_tokens - before
+        tokens, decoded = timings.prefill_tokens - before, timings.decode_tokens - decoded
+        seconds = time.perf_counter() - start
+        if tokens:
+            self.pace.learn(amounts, seconds)
         if tokens >= self.case.cache_config.page_size:
-            rate = tokens / (time.perf_counter() - start)
-            self.prefill_rate = rate if not self.prefill_rate else 0.8 * self.prefill_rate + 0.2 * rate
+            rate = tokens / seconds
+            self.prefill_rate = 0.8 * (self.prefill_rate or rate) + 0.2 * rate
         self._generated += sum(len(event.tokens) for event in events)
-        if total := tokens + timings.decode_tokens - decoded:
-            self._step_tokens.append(total)
+        if tokens + decoded:
+            self._step_tokens.append(tokens + decoded)
         for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
             if (arrived := self._arrived.pop(id, None)) is not None:
                 self._queued_s[id] = start - arrived
@@ -200,29 +210,55 @@ class Worker:
             self.experts.collect()
         del self._step_tokens[:-MOST_STEP_TOKENS]
 
-    def mixed_tokens(self) -> int | None:
+    def mixed_tokens(self) -> int:
         """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
         page, most = self.case.cache_config.page_size, self.case.data_config.chunked_prefill_size
-        wanted = int(self.prefill_rate * self.case.serve_config.prefill_pause_ms / 1000) // page * page
-        chunk = max(page, wanted) if self.prefill_rate else self.loop.scheduler.limits.mixed_tokens
-        return chunk if most is None or chunk is None else min(chunk, most)
+        context = next((s.cached for s in self.loop.scheduler.running if not s.decoding), 0)
+        wanted = self.pace.tokens(context, self.case.serve_config.prefill_pause_ms / 1000)
+        chunk = max(page, wanted // page * page)
+        return min(chunk, most) if most else chunk
 
     def warm_up(self) -> None:
-        """Runs prompts until a step of every number of sequences has run once, so that all graphs are captured, and
-        measures the prefill."""
+        """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences
+        decode once, so that all graphs are captured."""
         scheduler = self.loop.scheduler
-        limits = scheduler.limits
-        longest = limits.max_sequence_length
-        length = max(1, min(WARM_UP_TOKENS, longest - limits.batch_size - 1))
-        for index in range(limits.batch_size):
-            sampling = SamplingParams(max_tokens=min(2 + index, longest - length), ignore_eos=True)
-            ids = tuple((index * 7919 + i) % self.runner.config.vocab_size for i in range(length))
-            self.loop.add(new_sequence(-1 - index, Request(ids, sampling)))
-        total = sum(s.longest - s.prompt_len for s in scheduler.waiting)
+        batch, longest = scheduler.limits.batch_size, scheduler.limits.max_sequence_length
+        numbers = itertools.count(1)
+
+        def add(length: int, tokens: int) -> None:
+            number = next(numbers)
+            ids = tuple((number * 7919 + i) % self.runner.config.vocab_size for i in range(length))
+            sampling = SamplingParams(max_tokens=min(tokens, longest - length), ignore_eos=True)
+            self.loop.add(new_sequence(-number, Request(ids, sampling)))
+
+        def prefill(length: int) -> float:
+            add(length, 1)
+            start = time.perf_counter()
+            while not self.loop.idle:
+                self.step(scheduler.schedule())
+            return time.perf_counter() - start
+
+        page, pages = scheduler.limits.page_size, scheduler.pools[0].pages
+        length, most = min(max(WARM_UP_TOKENS, page), longest - 1), min(longest - 1, page * pages // WARM_UP_PART)
+        prefill(length)  # the first time takes longer and says nothing
+        self.pace, self.prefill_rate = Pace(), 0.0
+        while length:
+            seconds = prefill(length)
+            # Rank 0's clock decides for all.
+            length = self.control.number(2 * length if seconds < WARM_UP_S and 2 * length <= most else 0)
+        for _ in range(batch):
+            add(1, batch + 2)  # until the last one decodes, and one step more for each that ends before
+        for ended in range(batch):
+            step = None
+            while not self.loop.idle and not (step and step.decode):
+                step = scheduler.schedule()
+                self.step(step)
+            if self.channel:
+                self.channel.send(Progress("warming up", (ended + 1) / batch))
+            if step:
+                self.loop.abort(min(step.sequences, key=lambda s: s.arrival).id)
         while not self.loop.idle:
             self.step(scheduler.schedule())
-            if self.channel:
-                self.channel.send(Progress("warming up", min(self._generated / total, 1.0)))
         for cache in scheduler.caches:
             cache.trim(0)
         self.forget()

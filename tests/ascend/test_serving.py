@@ -1,40 +1,180 @@
-"""The loop of a server's rank with captured decode graphs on the fake device: rows that pad a graph stay out of what
-the front is told, and prefixes and preempted requests give the tokens that a request gets alone."""
+"""The loop of a server's rank on Ascend: captured decode graphs on the fake device while requests come and go, and the
+values of the Ascend ops in plain CPU code, padding rows included."""
 
+import random
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from executor.serving.messages import State
-from tests.ascend.engine import ascend_case, ascend_runner
-from tests.serving.scripted import Server
+from executor.engine.engine import Engine
+from executor.job.runner import make_runner
+from executor.serving.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
+from executor.serving.worker import Worker
+from tests.ascend.engine import SIZES, ascend_case, ascend_runner
+from tests.ascend.ge import ge_programs
+from tests.ascend.log import device_log
+from tests.ascend.on_cpu import ascend_on_cpu
+from tests.ascend.ranks import run_ranks
+from tests.ascend.test_hccl import started
+from tests.ascend.workers import close_nodes
+from tests.serving.scripted import Script, Server
+from tests.tiny import ONE_RANK, save_tiny, tiny_case
+
+LENGTHS = ("input_max_len=160", "max_new_tokens=250", "strict=true")
+# The arena has room for a few experts and for six pages of 128 tokens.
+ELASTIC = (*LENGTHS, "offload_config.mode=elastic", "offload_config.arena_mb=0.9", "serve_config.reserve=0")
+ASKED = {id: [(7 * id + i) % 90 for i in range(120 + id)] for id in range(3)}  # three run in a graph for four
+
+
+def next_token(ids: list[int]) -> int:
+    return (31 * ids[-1] + 7 * ids[len(ids) // 2] + len(ids)) % 90
+
+
+@pytest.fixture
+def device_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake device computes no values: a request's next token follows from its tokens."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(Engine, "choose", lambda self, logits, sequences: [next_token(s.ids) for s in sequences])
+
+
+def check_answers(script: Script, tokens: int) -> None:
+    for id, ids in ASKED.items():
+        known = list(ids)
+        for _ in range(tokens):
+            known.append(next_token(known))
+        assert script.tokens(id) == known[len(ids) :]
+        assert script.ended(id)
+
+
+@pytest.mark.usefixtures("device_that_answers")
+@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex", "ge_graph"])
+def test_graphs_are_made_once_while_requests_come_and_go(tmp_path: Path, mode: str) -> None:
+    """Each step that only decodes runs one graph, and no graph is made after the warm-up: not when a request is
+    preempted, finds its prefix and is resumed, not when one is aborted, and not when experts move. GE graphs cannot
+    have shadow experts, so there nothing is preempted."""
+    captured = mode != "ge_graph"
+    sizes = ELASTIC if captured else LENGTHS
+    case = ascend_case(tmp_path, f"exe_mode={mode}", *sizes, max_position_embeddings=512)
+    with nullcontext() if captured else ge_programs():
+        check_graphs(Server(ascend_runner(case, tmp_path)), captured)
+
+
+def check_graphs(server: Server, captured: bool) -> None:
+    worker, script, offload = server.worker, server.script, server.worker.engine.offload
+    graphs: Any = worker.engine.decode_step
+    assert sorted(graphs.graphs) == [1, 2, 4]
+    made = graphs.compiles
+    assert made == 3
+    with device_log() as log:
+        for id, ids in ASKED.items():
+            server.submit(id, ids, 220)
+        worker.turn()
+        resident = set()
+        while not worker.loop.idle:
+            worker.turn()
+            resident.add(len(offload.slots) if offload else 0)
+    assert (worker.preemptions > 0) == captured
+    assert (len(resident) > 1) == captured
+    check_answers(script, 220)
+    rows = [row for out in script.of(Out) for row in out.rows]
+    assert {row.id for row in rows} == set(ASKED)  # no row of a graph's padding
+    assert sum(len(row.tokens) for row in rows) == worker._generated == 3 * 220
+    server.submit(10, ASKED[0], 200)
+    server.submit(11, ASKED[1], 200)
+    for _ in range(9):
+        worker.turn()
+    server.abort(10)
+    again = server.answer(12, [*ASKED[2], *script.tokens(2)[:50]], 5)
+    assert again == script.tokens(2)[50:55]
+    assert script.rows(12)[0].found == 128
+    assert graphs.compiles == made
+    assert not [line for line in log.lines if line.startswith(("captured", "capture begin"))]
+    assert (sum(line.startswith("replay graph") for line in log.lines) > 200) == captured
+    assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)
+
+
+class Later(Script):
+    """Gives one of `ticks` with each tick, and then lets the ranks leave."""
+
+    def __init__(self, ticks: list[list[Any]]):
+        super().__init__()
+        self.ticks = ticks
+
+    def receive(self, wait_s: float) -> list[Any]:
+        return self.ticks.pop(0) if self.ticks else [Stop()]
+
+
+def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int, int, list[str]]:
+    """-> (rows; graphs made in the warm-up and in all; preemptions; communicators) of a rank"""
+    Engine.choose = lambda self, logits, sequences: [next_token(s.ids) for s in sequences]  # type: ignore[method-assign]
+    case, ranks = started(rank, 2, folder, f"exe_mode={mode}", *ELASTIC, "offload_config.arena_mb=0.45")
+    requests: list[Message] = [Submit(id, ids, Sampling(220, ignore_eos=True)) for id, ids in ASKED.items()]
+    gone: list[Message] = [Submit(9, [1, 2, 3], Sampling(99, ignore_eos=True))]
+    script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)], *([[]] * 900)])
+    with device_log() as log:
+        worker = Worker(ascend_runner(case, folder, ranks), script if rank == 0 else None)  # type: ignore[arg-type]
+        worker.warm_up()
+        graphs: Any = worker.engine.decode_step
+        made = graphs.compiles
+        while not worker.stopping:
+            worker.turn()
+    rows = [row for out in script.of(Out) for row in out.rows]
+    return rows, made, graphs.compiles, worker.preemptions, log.find("hccl open")
 
 
 @pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
-def test_padded_steps_prefixes_and_preemption(tmp_path: Path, mode: str) -> None:
-    """Three requests run in a graph for four. The arena has six pages of 128 tokens: the youngest request is preempted,
-    and its prefix found when it is resumed."""
-    sizes = ["input_max_len=160", "max_new_tokens=250", "offload_config.mode=elastic", "serve_config.reserve=0"]
-    case = ascend_case(
-        tmp_path, f"exe_mode={mode}", "strict=true", "offload_config.arena_mb=0.9", *sizes, max_position_embeddings=512
-    )
-    server = Server(ascend_runner(case, tmp_path))
+def test_two_ranks_over_hccl(tmp_path: Path, mode: str) -> None:
+    """Ticks go over gloo beside hccl; every rank preempts the same requests and makes no graph again."""
+    ascend_case(tmp_path, max_position_embeddings=512)  # written before both ranks read it
+    (rows, *first), (none, *second) = run_ranks(serve_rank, 2, tmp_path, mode)
+    assert not none
+    for made, graphs, preemptions, opened in (first, second):
+        assert made == graphs == 3
+        assert preemptions > 0
+        assert len(opened) == 1
+    script = Script()
+    script.sent = [Out(0, rows)]
+    check_answers(script, 220)
+    assert 0 < len(script.rows(9)) < 10
+    assert not script.ended(9)
+
+
+def test_answers_are_those_of_each_request_alone(tmp_path: Path) -> None:
+    """The Ascend ops' values, with three rows of padding in each decode step: random traffic with prefixes, preemption,
+    aborts and experts that move gives every request the tokens that it gets alone."""
+    save_tiny(tmp_path / "model", **SIZES)
+    case = tiny_case(
+        tmp_path, tmp_path / "model", cache_config={"page_size": 16}, exe_mode="eager",
+        data_config={"input_max_len": 64, "max_new_tokens": 64, "batch_size": 4, "mixed_prefill_size": 16},
+        offload_config={"mode": "elastic", "arena_mb": 400 / 1024, "max_swaps": 4},
+        serve_config={"reserve": 0, "prefix_floor": 0},
+    )  # fmt: skip
+    runner = make_runner(case, tmp_path, ONE_RANK)
+    runner.setup(ascend_on_cpu("fusion_v2"))
+    server, draw = Server(runner), random.Random(3)
     worker, script = server.worker, server.script
-    captured = worker.engine.decode_step.compiles  # type: ignore[attr-defined]
-    asked = {id: [(7 * id + i) % 90 for i in range(120 + id)] for id in range(3)}
-    for id, ids in asked.items():
-        server.submit(id, ids, 220)
+    start = [draw.randrange(96) for _ in range(40)]
+    asked = {}
+    for id in range(12):
+        ids = [*start[: draw.choice((0, 20, 40))], *(draw.randrange(96) for _ in range(20))]
+        asked[id] = (ids, draw.randint(20, 60), {"temperature": draw.choice((0.0, 1.0)), "seed": id})
+        server.submit(id, *asked[id][:2], **asked[id][2])
+        for _ in range(draw.randrange(12)):
+            worker.turn()
+    server.abort(11)
     server.finish()
     assert worker.preemptions > 0
-    assert worker.engine.decode_step.compiles == captured  # type: ignore[attr-defined]  # all in the warm-up
-    rows = [row for id in asked for row in script.rows(id)]
-    assert len(rows) == sum(len(out.rows) for out in script.sent if hasattr(out, "rows"))  # of no other id
-    assert worker._generated == 3 * 220
-    assert all(len(state.running) <= 3 for state in script.of(State))
-    for id, ids in asked.items():
-        assert server.answer(10 + id, ids, 220) == script.tokens(id)
-    assert script.rows(10)[0].found == 0
-    again = server.answer(20, [*asked[2], *script.tokens(2)[:50]], 5)
-    assert again == script.tokens(2)[50:55]
-    assert script.rows(20)[0].found == 128
-    assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)
+    assert sum(script.rows(id)[0].found > 0 for id in range(11)) > 2
+    assert not script.ended(11)
+    for id, (ids, tokens, sampling) in asked.items():
+        for cache in worker.loop.scheduler.caches:
+            cache.trim(0)
+        alone = server.answer(100 + id, ids, tokens, **sampling)
+        assert script.rows(100 + id)[0].found == 0
+        got = script.tokens(id)
+        assert got == (alone if id != 11 else alone[: len(got)])
+    assert not any(cache.held for cache in worker.loop.scheduler.caches)
+    close_nodes()

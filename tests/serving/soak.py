@@ -1,10 +1,12 @@
-"""A soak of a whole server: random requests, clients that are killed, wrong requests, long prompts, a killed rank.
+"""A soak of a whole server: random requests, clients that are killed, wrong requests, long prompts, a rank that is
+killed, and one that is halted for a while.
 
     .venv/bin/python -m tests.serving.soak [--minutes 15] [--clients 8] [--ranks 1] [--set KEY=VALUE ...]
 
-Every request must be answered, or told why not: what is neither is printed, and ends the soak with status 1. At the end
-nothing may be held, memory must be flat, and the server must leave when it is asked to. Times are judged unless
-`--no-times` is given: on a busy machine they say nothing.
+The demo's experts, the requests and their prefixes share an arena too small for all of them. Every request must be
+answered, or told why not: what is neither is printed, and ends the soak with status 1. At the end nothing may be held,
+memory must be flat, and the server must leave when it is asked to. Times are judged unless `--no-times` is given: on a
+busy machine they say nothing.
 """
 
 import argparse
@@ -22,23 +24,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from executor.serving.client import FRESH_S
 from tests.serving.front import Connection
 from tests.serving.test_server import Process, server
 
 LONGEST = 2000  # tokens of a prompt; the demo's model has 2,048 positions
 NEW = 48  # tokens of an answer to such a prompt
+ARENA_MB = 8  # all experts and the pages of a full batch take twice as much
+PAUSE_MS = 10  # of running requests while prompts are prefilled; a step of the demo takes a few
 VOCABULARY = range(16, 4000)  # ids of the demo's vocabulary that are neither special nor at its end
 KILLED, TOO_LONG, BROKEN, STREAMED, FOLLOWED = 0.3, 0.1, 0.05, 0.7, 0.05  # shares of the requests
 FLAGS = {"type": "array", "items": {"type": "boolean"}}
 GRAMMARS = [{"guided_regex": "(yes|no)( (yes|no)){3}"}, {"guided_json": FLAGS}]
 BROKEN_GRAMMARS = [{"guided_regex": "(" * 5}, {"guided_grammar": "start"}, {"guided_json": {"type": "king"}}]
 LOST_S = 180.0  # a request that takes longer is lost
+RETRY_S = 1.0  # pause of a client that was told that the server does not serve
 EVERY_S = 60.0  # between two long prompts
+LONG_S = 240.0  # only a soak that takes this long halts a rank: it takes a while until that is told
 TOLD = {429: {"queue_full", "too_slow"}, 500: {"engine_gone"}, 503: {"engine_gone", "loading", "queue_timeout"}}
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1e6
-GROWTH = 1.1  # most growth of memory from the middle of a soak to its end, on top of the allocator's slack
+SETTLED = 3 / 8  # the last part of a soak, in which the ranks are back and memory should be flat
+GROWTH = 1.1  # most growth of memory in that part, on top of the allocator's slack
 SLACK_MB = 16.0
 ALIVE_S, DEAD_S = 1.0, 1.0  # most seconds until /health answers, and until /health/ready tells of a death
+STUCK_S = 5.0  # most seconds that /health/ready may take for a halted rank, beyond those in which an answer is fresh
 SPREAD = 5.0  # most that the 99th percentile of the gaps between two tokens may be of the median
 
 
@@ -59,6 +68,7 @@ class Found:
     health: list[float] = field(default_factory=list)  # seconds that /health took
     told_of_death: float | None = None  # seconds from a rank's death until /health/ready said so
     back: float | None = None  # seconds until the ranks served again
+    told_of_halt: float | None = None  # seconds from a rank's halt until /health/ready said so; None: none was halted
     memory: list[tuple[float, float, float]] = field(default_factory=list)  # time, MB of the front, MB of the ranks
     at_end: dict[str, float] = field(default_factory=dict)  # gauges of /metrics when nobody asked for anything
 
@@ -76,7 +86,7 @@ class Soak:
     async def run(self, clients: int) -> Found:
         tasks = [self._client() for _ in range(clients)]
         watcher = asyncio.create_task(self._watch())
-        await asyncio.gather(*tasks, self._long_prompts(), self._kill_a_rank())
+        await asyncio.gather(*tasks, self._long_prompts(), self._faults())
         watcher.cancel()
         await self._quiet()
         return self.found
@@ -87,8 +97,8 @@ class Soak:
 
     async def _client(self) -> None:
         while not self.over:
-            await self._request(*self._wanted())
-            await asyncio.sleep(self.random.expovariate(2.0))
+            end = await self._request(*self._wanted())
+            await asyncio.sleep(self.random.expovariate(2.0) + (RETRY_S if "503" in end else 0.0))
 
     async def _long_prompts(self) -> None:
         while not self.over:
@@ -96,20 +106,33 @@ class Soak:
             await self._request("long", "/v1/completions", body)
             await asyncio.sleep(min(EVERY_S, self.seconds / 3))
 
-    async def _kill_a_rank(self) -> None:
-        await asyncio.sleep(self.seconds / 2)
-        victim = self.random.choice([pid for pid in self.running.ranks() if b"serving.worker" in command(pid)])
-        os.kill(victim, signal.SIGKILL)
-        self.killed_at = killed = time.monotonic()
-        while (await self._get("/health/ready"))[0] == 200:
+    async def _faults(self) -> None:
+        """Halts a rank after a quarter of the time, if that is long enough, and kills one after half of it."""
+        await asyncio.sleep(self.seconds / 4)
+        if self.seconds >= LONG_S:
+            os.kill(victim := self._victim(), signal.SIGSTOP)
+            self.found.told_of_halt = await self._until_ready(False)
+            os.kill(victim, signal.SIGCONT)
+            await self._until_ready(True)
+        await asyncio.sleep(max(0.0, self.start + self.seconds / 2 - time.monotonic()))
+        os.kill(self._victim(), signal.SIGKILL)
+        self.killed_at = time.monotonic()
+        self.found.told_of_death = await self._until_ready(False)
+        await self._until_ready(True)
+        self.found.back = time.monotonic() - self.killed_at
+
+    def _victim(self) -> int:
+        return self.random.choice([pid for pid in self.running.ranks() if b"serving.worker" in command(pid)])
+
+    async def _until_ready(self, ready: bool) -> float:
+        """-> seconds until /health/ready says that the server is, or is not, ready"""
+        start = time.monotonic()
+        while ((await self._get("/health/ready"))[0] == 200) != ready:
+            if time.monotonic() > start + LOST_S:
+                self.found.lost.append(f"{LOST_S:g} s after a fault, /health/ready still says the opposite")
+                break
             await asyncio.sleep(0.01)
-        self.found.told_of_death = time.monotonic() - killed
-        while (await self._get("/health/ready"))[0] != 200:
-            if time.monotonic() > killed + LOST_S:
-                self.found.lost.append("the ranks have not come back")
-                return
-            await asyncio.sleep(0.1)
-        self.found.back = time.monotonic() - killed
+        return time.monotonic() - start
 
     async def _watch(self) -> None:
         while True:
@@ -158,9 +181,10 @@ class Soak:
             return kind, "/v1/chat/completions", body | {"messages": [{"role": "user", "content": turns}]}
         return kind, "/v1/completions", body | {"prompt": self._prompt(int(2 ** choose.uniform(0, 9)))}
 
-    async def _request(self, kind: str, path: str, body: dict[str, Any]) -> None:
-        """Sends one request, and records how it ended, or that it was lost."""
+    async def _request(self, kind: str, path: str, body: dict[str, Any]) -> str:
+        """Sends one request, and records how it ended, or that it was lost. -> how it ended"""
         connection: Connection | None = None
+        end = "lost"
         try:
             connection = await asyncio.wait_for(self.running.open(path, body), LOST_S)
             patience = self.random.expovariate(1.5)
@@ -172,7 +196,6 @@ class Soak:
                     end = f"killed late, {end}"
                 except asyncio.TimeoutError:
                     end = "killed"
-            self.found.ends[end] += 1
         except asyncio.TimeoutError:
             self._lose(kind, path, body, f"nothing was heard for {LOST_S:g} s")
         except (OSError, asyncio.IncompleteReadError, ValueError, KeyError, IndexError, AssertionError) as error:
@@ -180,9 +203,10 @@ class Soak:
         finally:
             if connection:
                 connection.kill()
+        self.found.ends[end] += 1
+        return end
 
     def _lose(self, kind: str, path: str, body: dict[str, Any], why: str) -> None:
-        self.found.ends["lost"] += 1
         at = time.monotonic() - self.start
         self.found.lost.append(f"{at:.1f} s, {kind}: POST {path} {json.dumps(body)[:300]}: {why}")
 
@@ -260,21 +284,24 @@ def resident_mb(pid: int) -> float:
         return 0.0
 
 
-def growths(memory: list[tuple[float, float, float]]) -> dict[str, tuple[float, float]]:
-    """Medians of the MB in use in the second half of a soak, when the ranks are back: at its begin, and at its end."""
-    half = memory[len(memory) * 5 // 8 :]
-    part = max(1, len(half) // 4)
+def growths(found: Found) -> dict[str, tuple[float, float]]:
+    """Medians of the MB in use in the last part of a soak: at the begin of that part, and at its end. Empty if that is
+    too short a time to say anything: memory grows until steps of all sizes have run."""
+    settled = found.memory[-int(len(found.memory) * SETTLED) :]
+    if not settled or settled[-1][0] - settled[0][0] < LONG_S / 4:
+        return {}
+    part = len(settled) // 4
 
     def median(rows: list[tuple[float, float, float]], column: int) -> float:
         return share([row[column] for row in rows], 0.5)
 
-    return {name: (median(half[:part], i), median(half[-part:], i)) for i, name in ((1, "front"), (2, "ranks"))}
+    return {name: (median(settled[:part], i), median(settled[-part:], i)) for i, name in ((1, "front"), (2, "ranks"))}
 
 
 def problems(found: Found, times: bool) -> list[str]:
     """What was wrong, one line each."""
     wrong = list(found.lost)
-    for name, (before, after) in growths(found.memory).items():
+    for name, (before, after) in growths(found).items():
         if after > GROWTH * before + SLACK_MB:
             wrong.append(f"the memory of the {name} grew from {before:.0f} to {after:.0f} MB")
     if found.told_of_death is None or found.back is None:
@@ -282,6 +309,8 @@ def problems(found: Found, times: bool) -> list[str]:
     if times:
         if (found.told_of_death or 0) > DEAD_S:
             wrong.append(f"/health/ready told of a death after {found.told_of_death:.1f} s")
+        if (found.told_of_halt or 0) > FRESH_S + STUCK_S:
+            wrong.append(f"/health/ready told of a halted rank after {found.told_of_halt:.1f} s")
         if share(found.gaps, 0.99) > SPREAD * share(found.gaps, 0.5):
             wrong.append(f"gaps between tokens: the 99th percentile is more than {SPREAD:g} times the median")
         if max(found.health) > ALIVE_S:
@@ -296,9 +325,10 @@ def report(found: Found) -> str:
         f"first token: median {share(ms['first'], 0.5):.0f} ms, 99th percentile {share(ms['first'], 0.99):.0f} ms; "
         f"between tokens: median {share(ms['gap'], 0.5):.1f} ms, 99th percentile {share(ms['gap'], 0.99):.1f} ms",
         f"a rank's death was told after {found.told_of_death or -1:.2f} s, ranks served after {found.back or -1:.1f} s",
+        f"a rank's halt was told after {found.told_of_halt or -1:.1f} s",
         f"/health: median {1e3 * share(found.health, 0.5):.0f} ms, longest {1e3 * max(found.health):.0f} ms",
-        "memory in the second half: "
-        + ", ".join(f"{name} {a:.0f} to {b:.0f} MB" for name, (a, b) in growths(found.memory).items()),
+        "memory in the last part: "
+        + ", ".join(f"{name} {a:.0f} to {b:.0f} MB" for name, (a, b) in growths(found).items()),
         f"held at the end: {found.at_end or 'unknown, /metrics has no gauges'}",
     ]
     return "\n".join(lines)
@@ -307,6 +337,7 @@ def report(found: Found) -> str:
 def soak(folder: Path, seconds: float, clients: int, ranks: int, settings: list[str], seed: int) -> tuple[Found, str]:
     """Runs a server with its temporary files in `folder`. -> what was found, and the server's output"""
     own = ["restarts=1", f"world_size={ranks}", f"input_max_len={LONGEST}", f"max_new_tokens={NEW}", "batch_size=8"]
+    own += ["mode=elastic", f"arena_mb={ARENA_MB}", "prefix_floor=256", f"prefill_pause_ms={PAUSE_MS}"]
     with server(folder, *own, *settings) as running:
         running.wait_until_ready()
         work = Soak(running, seconds, seed)

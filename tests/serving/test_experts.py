@@ -16,6 +16,8 @@ from tests.executor.engine.test_offload import MB, model, runner_of  # noqa: F40
 class Front:
     """Stands for rank 0's channel: gives each tick the next of `script`, and keeps what is sent."""
 
+    behind = False
+
     def __init__(self, script: list[list[Message]]):
         self.script, self.sent = script, []
         self.most_steps = 0

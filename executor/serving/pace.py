@@ -1,0 +1,50 @@
+"""How many prompt tokens fit beside running requests in a step: learned from how long steps with prompt tokens take.
+
+A step of n tokens behind c cached ones takes, in seconds,
+
+    step + token * n + pair * n * (c + n / 2)
+
+The first part is what does not depend on n, such as reading the weights and the rows that decode; the second is the
+linear layers, the third attention, with which the end of a long prompt takes longer than its beginning.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.engine.sequence import Sequence
+
+FIRST = np.array([0.3, 0.5, 0.2])  # the parts that a short step's time is divided into before more is known
+LEARN = 0.5  # the share of an error that is corrected at once
+DELAYED = 2.0  # a step counts for at most this many times what was expected of it: something else has delayed it
+LEAST = 1e-12  # seconds of each part, so that each can grow again
+
+
+class Pace:
+    def __init__(self) -> None:
+        self.costs = np.zeros(3)  # seconds of a step, a token, a pair; zeros: no step was seen
+
+    def learn(self, amounts: NDArray[np.float64], seconds: float) -> None:
+        """Corrects the costs by what a step took: each the more, the larger its part of the predicted time is."""
+        if not self.costs.any():
+            self.costs = FIRST * seconds / amounts
+        parts = self.costs * amounts
+        error = min(seconds, DELAYED * parts.sum()) - parts.sum()
+        self.costs = np.maximum(self.costs * (1 + LEARN * error * parts / (parts @ parts)), LEAST)
+
+    def tokens(self, context: int, seconds: float) -> int:
+        """The number of tokens behind `context` cached ones that take `seconds`."""
+        step, token, pair = self.costs.tolist()
+        token += pair * context
+        left = max(seconds - step, 0.0)
+        # The larger root of pair / 2 n^2 + token n - left = 0, without the difference of two large numbers.
+        return int(2 * left / (token + math.sqrt(token**2 + 2 * pair * left)))
+
+
+def amounts_of(sequences: Iterable[Sequence]) -> NDArray[np.float64]:
+    """(step, tokens, pairs of a token and one before it) of the prompts in a step that is about to run."""
+    prompts = [(s.new_tokens, s.cached) for s in sequences if not s.decoding]
+    tokens = sum(new for new, _ in prompts)
+    return np.array([1.0, tokens, sum(new * (cached + new / 2) for new, cached in prompts)])
