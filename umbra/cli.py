@@ -81,6 +81,7 @@ def make_parser() -> Parser:
 
     add = command("serve", serve_case, "serve a case to OpenAI clients over HTTP", "demo_serve --set port=8001")
     add.add_argument("case", nargs="?", default="demo_serve", help=f"{CASE} (default: demo_serve)")
+    add.add_argument("--restarts", type=int, metavar="N", help="the same as --set serve_config.restarts=N")
     overrides(add)
 
     add = command(
@@ -184,7 +185,8 @@ def talk(args: argparse.Namespace) -> None:
 def serve_case(args: argparse.Namespace) -> None:
     from executor.serving.server import serve
 
-    serve(args.case, args.set)
+    restarts = [] if args.restarts is None else [f"serve_config.restarts={args.restarts}"]
+    serve(args.case, [*args.set, *restarts])
 
 
 def plan(args: argparse.Namespace) -> None:

@@ -100,9 +100,11 @@ def _report(error: "ChildFailedError", results: Path) -> int:
         return EXIT_STATUS
     how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit status {failure.exitcode}"
     if "extraInfo" in record:
-        stack = record["extraInfo"]["py_callstack"]
-        print(stack, file=sys.stderr)
-        how += f": {UserError(stack.strip().splitlines()[-1])!s:.300}"
+        stack = record["extraInfo"]["py_callstack"].strip()
+        cause = stack.splitlines()[-1]
+        if not cause.startswith("ConnectionError: "):  # that another rank is gone says nothing of the code
+            print(stack, file=sys.stderr)
+        how += f": {UserError(cause.removeprefix('ConnectionError: '))!s:.300}"
     print(f"error: rank {rank} (pid {failure.pid}) failed: {how}; all ranks' logs: {results}", file=sys.stderr)
     return 1
 

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from errors import UserError
 from executor.config.case import Case
+from executor.config.env import node_env
 from executor.config.load import load_case, load_model_config
 from executor.job.preflight import check_ready
 from executor.serving.app import App
@@ -27,6 +28,7 @@ from executor.serving.client import EngineClient
 from executor.serving.errors import ApiError
 from executor.serving.front import Front
 from executor.serving.messages import Message, Ready
+from executor.serving.ranks import start_ranks
 from executor.serving.supervisor import Supervisor
 
 HEADER_S = 10.0  # seconds that a request's headers may take to come
@@ -42,11 +44,19 @@ FILES = 4 * MOST_CONNECTIONS
 
 
 def serve(case_name: str, overrides: list[str]) -> None:
-    """Serves a case until a signal asks it to end; the process then ends with the right status."""
+    """Serves a case until a signal asks it to end; the process then ends with the right status. On other nodes than the
+    first, it only runs ranks."""
     case = load_case(case_name, overrides)
     load_model_config(case)  # refuse a wrong case before a port is opened
     check_ready(case)
-    settings = case.serve_config
+    settings, nodes = case.serve_config, node_env()
+    if nodes.nnodes > 1 and settings.restarts:
+        raise UserError(
+            f"serve_config.restarts: {settings.restarts}: ranks on several nodes (NNODES={nodes.nnodes}) cannot be "
+            "started again by one of them: leave it at 0, and start `umbra serve` again on all nodes"
+        )
+    if nodes.node_rank:
+        return start_ranks(case_name, overrides)
     keys = Keys.read(settings.api_key_file)
     check_address(settings.host, keys)
     with listening(settings.host, settings.port) as listener:

@@ -29,7 +29,7 @@ from executor.engine.timings import Timings
 from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
 from executor.serving.channel import Channel
-from executor.serving.control import Control
+from executor.serving.control import Control, clear_losses
 from executor.serving.experts import ExpertTotals
 from executor.serving.messages import (
     Abort,
@@ -96,7 +96,7 @@ class Worker:
 
     def run(self) -> None:
         """Serves until the front stops the ranks."""
-        with self.engine.platform.watched():
+        with self.engine.platform.watched(), clear_losses():
             self.warm_up()
             gc.collect()
             gc.freeze()  # collections no longer look through what was loaded, which takes as long as many steps

@@ -24,12 +24,15 @@ from executor.serving.messages import Abort, Message, Out, Refused, Row, Samplin
 from executor.serving.worker import Worker, sequence_of
 
 VOCABULARY = 96
+swaps = 0  # experts that were to move
 
 
 def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
     coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
     if not coming or not (leaving or free_slots):
         return []
+    global swaps
+    swaps += 1
     layer, expert = random.choice(coming)
     return [Swap(layer, expert, None if free_slots else tuple(random.choice(leaving)))]
 
@@ -95,6 +98,7 @@ def main() -> None:
     parser.add_argument("case")
     parser.add_argument("steps", type=int)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--alone", type=int, default=40, help="how many requests run alone afterwards (0: all)")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     case = load_case(args.case)
@@ -108,14 +112,15 @@ def main() -> None:
         traffic = Traffic(args.steps, 7)
         worker = Worker(runner, traffic if ranks.rank == 0 else None)  # type: ignore[arg-type]
         worker.run()
-        preemptions, steps = worker.preemptions, worker.steps
+        preemptions, steps, moved = worker.preemptions, worker.steps, swaps
         for sequence in [*worker.loop.scheduler.running, *worker.loop.scheduler.waiting]:
             worker.loop.abort(sequence.id)
         for cache in worker.loop.scheduler.caches:
             cache.trim(0)
         held = [cache.held for cache in worker.loop.scheduler.caches]
         # Rank 0 knows what was asked; the others hear of it as in a tick.
-        some = list(traffic.submitted[:: max(1, len(traffic.submitted) // 40)])
+        every = max(1, len(traffic.submitted) // args.alone) if args.alone else 1
+        some = list(traffic.submitted[::every])
         tick = worker.control.share(Tick(0, 0, None, 0, some) if ranks.rank == 0 else None)
         found = [(submit.id, alone(worker, submit)) for submit in tick.events if isinstance(submit, Submit)]
         if ranks.rank == 0:
@@ -124,7 +129,8 @@ def main() -> None:
             hits = sum(rows[0].found > 0 for rows in traffic.rows.values())
             report = dict(
                 submitted=len(traffic.submitted), rows=rows, ended=ended, alone=found, held=held, hits=hits,
-                preemptions=preemptions, steps=steps, refused=traffic.refused, aborted=sorted(traffic.aborted),
+                preemptions=preemptions, steps=steps, moved=moved, refused=traffic.refused,
+                aborted=sorted(traffic.aborted),
             )  # fmt: skip
             args.out.write_text(json.dumps(report))
 

@@ -341,7 +341,7 @@ def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
         while data := await streaming.chunk():
             last = data
         error = json.loads(last.removeprefix(b"data: "))["error"]
-        assert error["message"] == reason or "the ranks have ended"
+        assert error["message"] == (reason or "the ranks have ended")
         assert error["code"] == "engine_gone"
         reply = await waiting.all()
         assert (reply.status, reply.error["message"]) == (500, error["message"])

@@ -38,6 +38,7 @@ def test_traffic_on_four_ranks(tmp_path: Path, split: str) -> None:
     assert not found["refused"]
     assert not any(found["held"])
     assert found["preemptions"] > 3
+    assert found["moved"] > 100
     assert found["hits"] > 10
     ended = set(found["ended"])
     assert len(ended) > found["submitted"] // 2

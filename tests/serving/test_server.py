@@ -199,7 +199,7 @@ def test_ranks_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_ranks_are_started_again_once(tmp_path: Path) -> None:
-    with server(tmp_path, "restarts=1") as running:
+    with server(tmp_path, "--restarts", "1") as running:
         running.wait_until_ready()
 
         async def killed() -> Any:

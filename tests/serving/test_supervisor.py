@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from errors import UserError
 from executor.config.load import load_case
 from executor.serving.client import EngineClient, EngineGone
 from executor.serving.messages import Sampling
 from executor.serving.processes import processes_of
+from executor.serving.server import serve
 from executor.serving.supervisor import Supervisor
 from files import ROOT
 from tests.tiny import save_tiny, write_case
@@ -223,3 +226,83 @@ def test_stop_while_loading(tmp_path: Path, case: str, monkeypatch: pytest.Monke
         client.close()
 
     asyncio.run(run())
+
+
+NODES = {
+    "the server stops": (0, "the server has ended"),
+    "a rank dies": (1, r"error: rank 1 \(pid \d+\) failed: killed by SIGKILL; all ranks' logs: .*"),
+    "the front dies": (
+        1,
+        r"error: rank 1 .*: the connection to a rank at 127.0.0.1 is lost: its node says .*|the server.*",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", NODES)
+def test_two_nodes(tmp_path: Path, temporary: Path, case: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launchers on this machine stand for two nodes. Requests are answered; however the server ends, both nodes'
+    ranks end, and each node says why in one line."""
+    common = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
+    second = subprocess.Popen(
+        [sys.executable, "-m", "umbra", "serve", case], cwd=ROOT, env=os.environ | common | {"NODE_RANK": "1"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    for name, value in (common | {"NODE_RANK": "0", "FAULT": "none"}).items():
+        monkeypatch.setenv(name, value)
+
+    async def run() -> None:
+        async with served(tmp_path, case) as supervisor:
+            assert await answer(supervisor.client, [1, 2, 3], 5) == await answer(supervisor.client, [1, 2, 3], 5)
+            if end == "a rank dies":
+                asked = asyncio.create_task(answer(supervisor.client, LONG, 5))
+                await asyncio.sleep(0.1)
+                os.kill(rank_below(second.pid), signal.SIGKILL)
+                await until(lambda: bool(supervisor.failed), 20)
+                lost = r"rank 0 \(pid \d+\) failed: exit status 1: the connection to a rank at 127.0.0.1 is lost: .*"
+                assert re.fullmatch(lost, supervisor.failed)
+                assert await asked == ([], supervisor.failed)
+
+    try:
+        if end == "the front dies":
+            path = tmp_path / "socket"
+            lonely = [sys.executable, "tests/serving/lonely_front.py", case, str(path), "idle"]
+            front = subprocess.Popen(lonely, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            assert front.stdout
+            assert any(line == "reached\n" for line in front.stdout)
+            front.kill()
+            front.wait()
+            front.stdout.close()
+        else:
+            asyncio.run(run())
+        output = second.communicate(timeout=30)[0]
+    finally:
+        second.kill()
+    status, line = NODES[end]
+    said = [text for text in output.splitlines() if text.startswith(("error: ", "the server"))]
+    assert len(said) == 1, output
+    assert re.fullmatch(line, said[0])
+    assert "Traceback" not in output
+    assert second.returncode == status or end == "the front dies"
+
+
+def test_ranks_on_several_nodes_are_not_started_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"serve_config.restarts: 1: ranks on several nodes \(NNODES=2\)"):
+        serve(case, ["serve_config.restarts=1"])
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def rank_below(launcher: int) -> int:
+    """The process id of the one rank that a launcher has started."""
+    children = Path(f"/proc/{launcher}/task").glob("*/children")
+    return next(int(child) for path in children for child in path.read_text().split() if is_rank(int(child)))
+
+
+def is_rank(pid: int) -> bool:
+    return b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
