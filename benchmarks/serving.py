@@ -46,7 +46,7 @@ STREAMS = 8
 LONGEST, NEW = 2048, 256  # most tokens of a prompt and of an answer
 VOCABULARY = 151_000
 RATES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5)  # requests a second
-PHASES = (("few", 0.15), ("many", 0.9), ("few again", 0.15))  # of the wave: parts of what the elastic server can do
+PHASES = (("few", 0.15), ("many", 0.8), ("few again", 0.15))  # of the wave: parts of what the elastic server can do
 WAVE_MB, WAVE_STREAMS, WAVE_VOCABULARY, WAVE_PROMPT, WAVE_NEW = 8, 16, 4000, 64, 128
 SPLITS = (0, 25, 50, 75)  # percent of the arena's places that experts have
 SAMPLE_S = 0.5  # between two looks at the memory
@@ -191,13 +191,14 @@ def rates(client: Client, plan: Plan) -> Iterator[Row]:
 
 def wave_peers(plan: Plan) -> Iterator[Peer]:
     """The demo, elastic and with every split of the arena, with one thread as the device and one for the shadows."""
-    from benchmarks.elastic import settings
+    from benchmarks.elastic import MAX_SWAPS, settings
     from executor.config.env import rank_env
     from executor.job.runner import make_runner
 
     own = [
         f"arena_mb={WAVE_MB}", f"batch_size={WAVE_STREAMS}", f"input_max_len={WAVE_PROMPT}",
-        f"max_new_tokens={WAVE_NEW}", "threads=1", "shadow_threads=1", "stream_tokens=-1", "prefix_floor=0",
+        f"max_new_tokens={WAVE_NEW}", "threads=1", "shadow_threads=1", "stream_tokens=-1", f"max_swaps={MAX_SWAPS}",
+        "prefix_floor=0",
     ]  # fmt: skip
     runner = make_runner(settings(1, "auto", mode="resident", arena_mb=0), Path("results"), rank_env())
     runner.setup()

@@ -94,7 +94,7 @@ def draw_wave(path: Path, rows: list[Row]) -> None:
     frames = [[row[tenant] for row in samples] for tenant in TENANTS]
     memory.stackplot([row["seconds"] for row in samples], frames, labels=TENANTS, colors=TENANTS.values())
     memory.set(xlabel="seconds", ylabel="frames of the arena", title=f"{ELASTIC}: memory", xlim=(0, None))
-    memory.legend(loc="upper right")
+    memory.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(TENANTS), frameon=False)
     servers = list(dict.fromkeys(row["server"] for row in rows if row["scenario"] == "wave"))
     for index, server in enumerate(servers):
         own = rows_of(rows, "wave", server)
@@ -130,8 +130,14 @@ def markdown(found: dict[str, Any]) -> Iterator[str]:
             yield ""
             shown = [column for column in columns if column not in ("rate", "phase")]
             heads = [scenario, *(key for key in ("rate", "phase") if key in columns), *shown]
-            medians = ([f"{statistics.median(r[key] for r in own):.3g}" for key in shown] for own in rows.values())
+            medians = ([cell([row[key] for row in own]) for key in shown] for own in rows.values())
             yield from table(heads, [[*keys, *cells] for keys, cells in zip(rows, medians, strict=True)])
+
+
+def cell(values: list[float]) -> str:
+    """The median, with three digits or more."""
+    median = statistics.median(values)
+    return f"{median:.3g}" if median < 100 else f"{median:,.0f}"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

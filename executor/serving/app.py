@@ -187,6 +187,11 @@ class App:
             self.front.open -= counted
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy before this server may take the other one of them, and another request for a part of the body.
+            error = ApiError(400, "a body has either a Content-Length or a Transfer-Encoding")
+            await error_response(error, scope["path"], {"Connection": "close"})(scope, receive, send)
+            return
         try:
             check_origin(headers, self.front.case.serve_config.host, self.front.keys)
             if scope["path"] not in OPEN_PATHS:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -37,7 +38,8 @@ KEEP_S = 30  # seconds that a connection stays open between two requests
 LOOK_S = 0.05
 CLOSE_S = 2  # seconds that answers which are being sent have, when everything else has ended
 MOST_CONNECTIONS = 1024
-BACKLOG = 512
+BACKLOG = 4096  # connections that wait to be accepted; the system drops what is beyond
+ACCEPTED = 32  # connections that are accepted before others are served
 FILES = 4 * MOST_CONNECTIONS
 
 
@@ -129,6 +131,8 @@ class Run:
                     await self._first_of(self._requests_end(), CLOSE_S)
                     return 1
                 text.result()
+                gc.collect()
+                gc.freeze()  # collections no longer look through what was loaded, which halts all answers meanwhile
                 self._announce()
         finally:
             asked.cancel()
@@ -171,16 +175,21 @@ class Run:
 
 
 class Protocol(H11Protocol):
-    """uvicorn's connection, which ends if its client is too slow."""
+    """uvicorn's connection, which ends if its client is too slow. Where there are too many connections, the one that
+    has been without a whole request for the longest ends, so that no number of them keeps others away."""
+
+    idle: ClassVar[dict["Protocol", None]]  # connections of this server without a whole request; the oldest ones first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._reading: asyncio.TimerHandle | None = None  # while a request's headers are to come
         self._writing: asyncio.TimerHandle | None = None  # while the client does not read
         super().connection_made(transport)
+        self.idle[self] = None
+        self._reading = self.loop.call_later(HEADER_S, transport.abort)
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        else:
-            self._reading = self.loop.call_later(HEADER_S, transport.abort)
+            oldest = next(iter(self.idle))
+            del self.idle[oldest]
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -189,6 +198,12 @@ class Protocol(H11Protocol):
             self._reading = None
         elif self._reading is None and not self.transport.is_closing():
             self._reading = self.loop.call_later(HEADER_S, self.transport.abort)
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self.idle.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        self.idle[self] = None
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -201,6 +216,7 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._reading)
         _cancel(self._writing)
+        self.idle.pop(self, None)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -218,6 +234,11 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 class HttpServer(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)  # asyncio has one number for both
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # `Run` handles them
@@ -226,10 +247,15 @@ class HttpServer(uvicorn.Server):
 def make_server(front: Front) -> uvicorn.Server:
     """The HTTP server of `front`, which handles no signals."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # App reports what fails
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of clients and ranks that are gone
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(files, min(FILES, most)), most))
+
+    class Connection(Protocol):
+        idle: ClassVar[dict[Protocol, None]] = {}
+
     config = uvicorn.Config(
-        App(front), http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        backlog=BACKLOG, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=CLOSE_S,
+        App(front), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        proxy_headers=False, backlog=ACCEPTED, timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=CLOSE_S,
     )  # fmt: skip
     return HttpServer(config)

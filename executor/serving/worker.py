@@ -6,6 +6,7 @@ few seconds, so that a dead rank is noticed and no collective waits for long.
 
 import argparse
 import faulthandler
+import gc
 import itertools
 import os
 import signal
@@ -97,6 +98,8 @@ class Worker:
         """Serves until the front stops the ranks."""
         with self.engine.platform.watched(), clear_losses():
             self.warm_up()
+            gc.collect()
+            gc.freeze()  # collections no longer look through what was loaded, which takes as long as many steps
             if self.channel:
                 self.channel.send(self.ready())
             while not self.stopping:

@@ -444,15 +444,14 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_floods_do_not_stop_health_checks() -> None:
     async def scenario(server: Server) -> None:
-        loop, took = asyncio.get_running_loop(), []
         bodies = [b'{"prompt": "' + b"x" * (1 << 20) + b'"}', b"[" * (1 << 20), b"x" * (1 << 20)]
         bodies.append(b'{"prompt": [' + b"1," * (1 << 20) + b"1]}")
         flood = [asyncio.create_task(server.ask("/v1/completions", raw=body)) for body in bodies * 8]
-        for _ in range(50):
-            start = loop.time()
-            await server.get("/health")
-            took.append(loop.time() - start)
+        answered = 0
+        while not all(task.done() for task in flood):
+            assert (await server.get("/health")).status == 200
+            answered += 1
         assert {reply.status for reply in await asyncio.gather(*flood)} == {400}
-        assert sorted(took)[len(took) // 2] < 0.1
+        assert answered > 8
 
     run(scenario, engine={"longest": 1000})

@@ -1,0 +1,178 @@
+"""What an attacker can send, and what the front then still does for everybody else."""
+
+import ast
+import asyncio
+import hmac
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.serving import app, auth, server
+from executor.serving.auth import Keys
+from files import ROOT
+from tests.serving.front import Connection, Server
+from tests.serving.test_chat import TOOL, run
+
+ASKED = [{"role": "user", "content": "Hi"}]
+OTHERS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
+OTHERS_CALLS = {"eval", "exec", "load_module", "broadcast_object_list", "gather_object", "scatter_object_list"}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "executor" / "serving").glob("*.py")), ids=lambda file: file.stem)
+def test_nothing_that_comes_in_is_read_as_a_program(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            assert not OTHERS_CODE & {name.partition(".")[0] for name in names}
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            assert name not in OTHERS_CALLS
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys, whichever fits, and only by digests of one length."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(one: Any, other: Any) -> bool:
+        compared.append((one, other))
+        return hmac.compare_digest(one, other)
+
+    async def scenario(server: Server) -> None:
+        monkeypatch.setattr(auth, "hmac", type("", (), {"compare_digest": staticmethod(compare)}))
+        for key, status in (("first", 200), ("second", 200), ("f", 401), ("first" * 1000, 401), ("", 401)):
+            compared.clear()
+            reply = await server.ask("/v1/completions", {"prompt": "Hi"}, headers={"authorization": f"Bearer {key}"})
+            assert reply.status == status
+            assert len(compared) == 2
+            assert {len(digest) for pair in compared for digest in pair} == {32}
+
+    run(scenario, keys=Keys.of([b"first", b"second"]))
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_a_body_that_is_too_large_is_not_read(length: bool) -> None:
+    """Neither one that says so, nor one that comes in chunks."""
+
+    async def scenario(server: Server) -> None:
+        headers = {"content-length": str(app.LARGEST_BODY + 1)} if length else {"transfer-encoding": "chunked"}
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        lines = "".join(f"{name}: {value}\r\n" for name, value in {"host": "127.0.0.1", **headers}.items())
+        writer.write(f"POST /v1/completions HTTP/1.1\r\n{lines}\r\n".encode())
+        if not length:
+            chunk = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
+            for _ in range((app.LARGEST_BODY >> 20) + 1):
+                writer.write(chunk)
+        reply = await Connection(reader, writer).all()
+        assert (reply.status, reply.headers["connection"]) == (413, "close")
+        writer.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"messages": ASKED * 4097}, "messages", "4097"),
+        ({"tools": [TOOL] * 129}, "tools", "129"),
+        ({"n": 65}, "n", "65"),
+        ({"stop": ["x"] * 17}, "stop", "16"),
+        ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias", "4097"),
+        ({"stop_token_ids": list(range(4097))}, "stop_token_ids", "4097"),
+        ({"metadata": [[[[]]]] * 10}, None, ""),
+    ],
+)
+def test_counts_have_bounds(fields: dict[str, Any], param: str | None, said: str) -> None:
+    async def scenario(server: Server) -> None:
+        reply = await server.ask("/v1/chat/completions", {"messages": ASKED} | fields)
+        if param:
+            assert (reply.status, reply.error["param"]) == (400, param)
+            assert said in reply.error["message"]
+        else:
+            assert reply.status == 200
+
+    run(scenario, engine={"vocabulary": 1 << 16})
+
+
+def test_a_request_cannot_bring_a_template() -> None:
+    async def scenario(server: Server) -> None:
+        evil = "{% for i in range(10**9) %}{{ i }}{% endfor %}"
+        for fields in ({"chat_template": evil}, {"chat_template_kwargs": {"chat_template": evil}}):
+            for path, asked in (
+                ("/v1/chat/completions", {"messages": ASKED}),
+                ("/v1/responses", {"input": "Hi"}),
+                ("/v1/messages", {"messages": ASKED, "max_tokens": 9}),
+                ("/tokenize", {"messages": ASKED}),
+            ):
+                reply = await server.ask(path, asked | fields)
+                assert reply.status == 400 or "range" not in server.tokenizer.decode(server.engine.submitted[-1].ids)
+            assert (await server.chat(**fields)).status == 400
+
+    run(scenario)
+
+
+def test_many_connections_without_a_request_keep_nobody_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of them end, whether they say nothing, begin headers or begin a body; requests that run do not."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 20)
+
+    async def scenario(server: Server) -> None:
+        stream = await server.open("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 900})
+        await stream.head()
+        kept = await server.open("/health", method="GET")
+        await kept.all()
+        flood = []
+        begun = (
+            b"",
+            b"GET /health HTTP/1.1\r\nx: ",
+            b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 9\r\n\r\n{",
+        )
+        for number in range(60):
+            connection = await asyncio.open_connection("127.0.0.1", server.port)
+            connection[1].write(begun[number % 3])
+            flood.append(connection)
+            assert (await server.get("/health")).status == 200
+        gone = await asyncio.gather(*(ended(reader) for reader, _ in flood[:30]))
+        assert all(gone)
+        assert await ended(kept.reader)
+        assert await stream.chunk()
+        for connection in (*(writer for _, writer in flood), stream.writer):
+            connection.transport.abort()
+
+    run(scenario, "word " * 500, engine={"step_s": 0.02})
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await asyncio.wait_for(reader.read(), 30) in (b"", b"{")
+    except ConnectionResetError:
+        return True
+
+
+def test_endless_headers_end_their_connection() -> None:
+    async def scenario(server: Server) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        try:
+            for _ in range(200):
+                writer.write(b"x: " + b"y" * 1000 + b"\r\n")
+                await writer.drain()
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 4")
+        except ConnectionError:
+            pass  # it was closed while it was written to
+        assert (await server.get("/health")).status == 200
+
+    run(scenario)
+
+
+def test_a_body_of_two_lengths_is_refused_with_its_connection() -> None:
+    async def scenario(server: Server) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        hidden = b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+        lengths = b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n" + lengths + hidden)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.count(b"HTTP/1.1") == 1
+
+    run(scenario)
