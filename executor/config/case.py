@@ -217,7 +217,7 @@ class ServeSettings:
     host: str = key("127.0.0.1", "address that the server listens on; one that others can reach needs `api_key_file`")
     port: int = key(8000, "port that the server listens on", minimum=1, maximum=65535)
     api_key_file: str = key("", "file with one API key a line; clients must send one of them; empty: none is needed")
-    model_name: str = key("", "the model's name in the API; empty: the case's name")
+    served_model_name: str = key("", "the model's name in the API; empty: the case's name")
     max_queue: int | None = key(
         None, "most requests that wait; further ones get status 429; 0: four times `batch_size`", means=OPEN, minimum=0
     )

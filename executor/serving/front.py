@@ -64,7 +64,7 @@ class Front:
     @property
     def name(self) -> str:
         """The model's name in the API."""
-        return self.case.serve_config.model_name or self.case.name
+        return self.case.serve_config.served_model_name or self.case.name
 
     @property
     def state(self) -> str:
