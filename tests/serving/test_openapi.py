@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.serving.app import ROUTES
+from executor.serving import app
 from tests.serving.front import Server, serving
 
 pytest.importorskip("schemathesis")  # which needs Python 3.11
@@ -16,7 +16,9 @@ OPTIONS = ["--phases=examples,coverage,fuzzing", "--seed=1", "--max-examples=10"
 
 
 @pytest.mark.slow
-def test_nothing_asked_gives_an_answer_that_is_not_described(tmp_path: Path) -> None:
+def test_nothing_asked_gives_an_answer_that_is_not_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_S", 1.0)  # some requests announce a body that does not come
+
     async def scenario(server: Server) -> None:
         url = f"http://127.0.0.1:{server.port}/openapi.json"
         process = await asyncio.create_subprocess_exec(
@@ -25,7 +27,7 @@ def test_nothing_asked_gives_an_answer_that_is_not_described(tmp_path: Path) -> 
         )  # fmt: skip
         output = (await process.communicate())[0].decode()
         assert process.returncode == 0, output
-        assert f"Tested: {len(ROUTES) - 1}" in output, output  # all but the description itself
+        assert f"Tested: {len(app.ROUTES) - 1}" in output, output  # all but the description itself
 
     async def whole() -> None:
         async with serving("Hi") as server:

@@ -36,7 +36,8 @@ def start(threads: tuple[int, ...], instruction_set: str) -> None:
     engine.start_teams([engine.native.Team(-1, count, []) for count in threads], instruction_set)
 
 
-ENGINES = [(s, (t,)) for s in SETS for t in (1, 2, 5)] + [(SETS[-1], (1, 2)), (SETS[-1], (1,) * 8)]
+# All sets divide work among threads and nodes in the same way.
+ENGINES = [(s, (2,)) for s in SETS] + [(SETS[-1], threads) for threads in ((1,), (5,), (1, 2), (1,) * 8)]
 QUICK = (SETS[-1], (2,))  # the engine of `bash test.sh --quick`
 MARKED = [pytest.param(e, marks=[] if e == QUICK else [pytest.mark.slow]) for e in ENGINES]
 
