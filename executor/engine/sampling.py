@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from executor.engine.request import SamplingParams, TokenLogprob
-from executor.engine.sequence import Sequence
+from executor.engine.sequence import FAILED, Sequence
 from ops.interface import Ops
 
 MASK = (1 << 64) - 1
@@ -15,7 +15,7 @@ LOGPROB_ROWS = 64  # rows whose log-probabilities are computed at a time
 
 
 def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
-    """logits (S, V) with a row for each of `sequences`. -> token ids (S); -1 where a grammar failed"""
+    """logits (S, V) with a row for each of `sequences`. -> token ids (S); FAILED where a grammar failed"""
     chosen = ops.argmax(logits)
     special = [row for row, s in enumerate(sequences) if not s.request.sampling.takes_the_largest]
     if special:
@@ -37,7 +37,7 @@ def _special(logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
         tokens[drawn] = draw(filtered_probabilities(logits[drawn], params), draws)
     for row, sequence in enumerate(sequences):
         if sequence.matcher and not sequence.matcher.accept(int(tokens[row])):
-            tokens[row] = -1
+            tokens[row] = FAILED
     return tokens
 
 

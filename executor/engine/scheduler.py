@@ -31,7 +31,7 @@ from executor.config.case import Case
 from executor.engine.pages import PagePool, Pages
 from executor.engine.prefixes import PageCache, extend_keys
 from executor.engine.request import Event
-from executor.engine.sequence import Sequence
+from executor.engine.sequence import FAILED, Sequence
 
 MOST_SCORED = 256  # prompt tokens of a sequence in a step, if their log-probabilities are wanted
 MOST_PREEMPTIONS = 4  # of one sequence; it then waits until it can be promised all pages it will need
@@ -243,14 +243,14 @@ class Scheduler:
             self.caches[sequence.group].extend(sequence.blocks, sequence.end)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
-        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order; -1 for one
+        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order; FAILED for one
         whose grammar cannot be followed any further."""
         finished = step.finished_prompts
         for sequence in step.sequences:
             sequence.cached, sequence.limit = sequence.end, None
             self._publish(sequence)
         for sequence, token in zip(finished, tokens, strict=True):
-            if token < 0:
+            if token == FAILED:
                 sequence.finish_reason = "error"
                 continue
             sequence.ids.append(token)

@@ -9,6 +9,8 @@ from executor.engine.request import Request, TokenLogprob
 if TYPE_CHECKING:
     from executor.engine.grammar import Matcher
 
+FAILED = -1  # in place of a token: no token follows the grammar
+
 
 @dataclass(eq=False)
 class Sequence:
