@@ -261,7 +261,7 @@ class Scheduler:
                 sequence.finish_reason = "length"
         self.retire()
         return [
-            Event(s.id, (token,) if token >= 0 else (), s.finish_reason, s.found)
+            Event(s.id, () if token == FAILED else (token,), s.finish_reason, s.found)
             for s, token in zip(finished, tokens, strict=True)
         ]
 

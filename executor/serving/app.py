@@ -5,6 +5,7 @@ import secrets
 import traceback
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from executor.serving.fields import HARMLESS, UNSUPPORTED, check_depth, unknown
 from executor.serving.front import Front
 from executor.serving.live import live_page
 from executor.serving.metrics import CONTENT_TYPE
-from executor.serving.sse import ClientGone, EventStream, Json, while_connected
+from executor.serving.sse import ClientGone, EventStream, Json, failure, while_connected
 
 LARGEST_BODY = 8 << 20  # bytes
 BODY_S = 30.0  # seconds that a body may take to come
@@ -62,39 +63,29 @@ async def model(front: Front, request: Request) -> Response:
 
 
 async def completions(front: Front, request: Request) -> Response:
-    data = await read_json(front, request)
-    count_unknown(front, openai_completions.CompletionRequest, data, KNOWN)
+    data = await read_fields(front, request, openai_completions.CompletionRequest, KNOWN)
     completion = await while_connected(request, openai_completions.prepare(front, data, request.state.salt))
-    if completion.request.stream:
-        return await EventStream.start(request, openai_completions.events(completion))
-    return Json(await while_connected(request, openai_completions.whole(completion)))
+    return await answered(request, openai_completions, completion, completion.request.stream)
 
 
 async def chat_completions(front: Front, request: Request) -> Response:
-    data = await read_json(front, request)
-    count_unknown(front, openai_chat.ChatRequest, data, KNOWN)
+    data = await read_fields(front, request, openai_chat.ChatRequest, KNOWN)
     chat = await while_connected(request, openai_chat.prepare(front, data, request.state.salt))
-    if chat.request.stream:
-        return await EventStream.start(request, openai_chat.events(chat))
-    return Json(await while_connected(request, openai_chat.whole(chat)))
+    return await answered(request, openai_chat, chat, chat.request.stream)
 
 
 async def create_response(front: Front, request: Request) -> Response:
-    data = await read_json(front, request)
-    count_unknown(front, responses.ResponsesRequest, data, {*responses.UNSUPPORTED, *responses.HARMLESS})
+    known = {*responses.UNSUPPORTED, *responses.HARMLESS}
+    data = await read_fields(front, request, responses.ResponsesRequest, known)
     answer = await while_connected(request, responses.prepare(front, data, request.state.salt))
-    if answer.stream:
-        return await EventStream.start(request, responses.events(answer), answer.failure)
-    return Json(await while_connected(request, responses.whole(answer)))
+    return await answered(request, responses, answer, answer.stream, answer.failure)
 
 
 async def create_message(front: Front, request: Request) -> Response:
-    data = await read_json(front, request)
-    count_unknown(front, anthropic.MessagesRequest, data, {*anthropic.UNSUPPORTED, *anthropic.HARMLESS})
+    known = {*anthropic.UNSUPPORTED, *anthropic.HARMLESS}
+    data = await read_fields(front, request, anthropic.MessagesRequest, known)
     answer = await while_connected(request, anthropic.prepare(front, data, request.state.salt))
-    if answer.stream:
-        return await EventStream.start(request, anthropic.events(answer), anthropic.failure)
-    return Json(await while_connected(request, anthropic.whole(answer)))
+    return await answered(request, anthropic, answer, answer.stream, anthropic.failure)
 
 
 async def count_message_tokens(front: Front, request: Request) -> Response:
@@ -264,6 +255,22 @@ async def _read(request: Request, body: bytearray) -> None:
             raise too_large()
         if not message.get("more_body"):
             return
+
+
+async def read_fields(front: Front, request: Request, kind: type[msgspec.Struct], known: Collection[str]) -> Any:
+    """The request's body; its fields that nothing reads are counted."""
+    data = await read_json(front, request)
+    count_unknown(front, kind, data, known)
+    return data
+
+
+async def answered(
+    request: Request, api: ModuleType, made: Any, stream: bool | None, failure: Callable[[ApiError], bytes] = failure
+) -> Response:
+    """The answer to a request of which `api` has `made` something that can run."""
+    if stream:
+        return await EventStream.start(request, api.events(made), failure)
+    return Json(await while_connected(request, api.whole(made)))
 
 
 def too_large() -> ApiError:

@@ -144,6 +144,11 @@ def converted(kind: type[Struct], data: Any, unsupported: Mapping[str, tuple[obj
         value = data.get(name)
         if value is not None and name not in kind.__struct_fields__ and not any(value == v for v in idle):
             raise invalid(name, "this field is not supported", "unsupported_parameter")
+    return typed(kind, data)
+
+
+def typed(kind: type[Struct], data: Any) -> Struct:
+    """`data` as a struct of this kind. Raises ApiError for fields of wrong types."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from executor.serving import openai_chat
+from executor.serving import fields, openai_chat
 from executor.serving.blocks import Block, Blocks, Change
 from executor.serving.errors import ApiError, invalid, renamed
 from executor.serving.fields import StreamOptions, converted
@@ -17,9 +17,7 @@ from executor.serving.sse import event
 from executor.serving.streams import Token
 
 # Fields that do nothing, and those that are not supported, with the values at which they ask for nothing.
-HARMLESS = frozenset(
-    {"metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-)
+HARMLESS = fields.HARMLESS - {"request_id"}
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "access_programs": (),
     "background": (False,),

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from errors import UserError
-from executor.serving.errors import invalid, of_validation
+from executor.serving.errors import invalid
+from executor.serving.fields import typed
 from executor.serving.front import Front
 from executor.serving.openai_chat import messages_of, of_chat
 from executor.serving.openai_completions import check_length
@@ -28,7 +29,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 async def tokenize(front: Front, data: Any) -> dict[str, Any]:
     ready, text = front.check_serving()
-    request = _read(TokenizeRequest, data)
+    request = typed(TokenizeRequest, data)
     front.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "give either prompt or messages")
@@ -52,16 +53,9 @@ async def tokenize(front: Front, data: Any) -> dict[str, Any]:
 
 async def detokenize(front: Front, data: Any) -> dict[str, Any]:
     ready, text = front.check_serving()
-    request = _read(DetokenizeRequest, data)
+    request = typed(DetokenizeRequest, data)
     front.check_model(request.model)
     if wrong := [id for id in request.tokens if not 0 <= id < ready.vocabulary]:
         raise invalid("tokens", f"{wrong[0]} is outside the vocabulary of {ready.vocabulary}")
     prompt = await front.work(lambda: text.tokenizer.backend.decode(request.tokens, skip_special_tokens=False))
     return {"prompt": prompt}
-
-
-def _read(kind: Any, data: Any) -> Any:
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise of_validation(error) from None

@@ -158,7 +158,8 @@ class Worker:
             if isinstance(event, Submit):
                 try:
                     self.loop.add(self.sequence_of(event))
-                    self._arrived[event.id] = time.perf_counter()
+                    if self.channel:
+                        self._arrived[event.id] = time.perf_counter()
                 except UserError as error:
                     if self.channel:
                         self.channel.send(Refused(event.id, str(error)))
@@ -198,13 +199,18 @@ class Worker:
         self._generated += sum(len(event.tokens) for event in events)
         if tokens + decoded:
             self._step_tokens.append(tokens + decoded)
+        if self.channel:
+            self.tell(self.channel, events, start)
+
+    def tell(self, channel: Channel, events: ListOf[Event], start: float) -> None:
+        """Sends the front the rows of a step that began at `start`."""
         for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
             if (arrived := self._arrived.pop(id, None)) is not None:
                 self._queued_s[id] = start - arrived
         found = [(event, row_of(event, self._queued_s.pop(event.id, 0.0))) for event in events]
         rows = [row for event, row in found if event.finish_reason != "abort"]
-        if self.channel and rows:
-            self.channel.send(Out(self.steps, rows))
+        if rows:
+            channel.send(Out(self.steps, rows))
 
     def forget(self) -> None:
         """Drops what is recorded of each step, which would grow for as long as the server runs."""
