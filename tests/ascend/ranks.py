@@ -15,7 +15,6 @@ start, which is at the first use.
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import torch_npu
+
+from tests.ranks import free_port
 
 multiprocessing.get_context("forkserver").set_forkserver_preload([
     "pytest", "torch_npu", "executor.platform.ascend.device", "executor.platform.ascend.graphs", "tests.ascend.engine",
@@ -72,12 +73,6 @@ def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float =
 def run_gloo_ranks(body: Callable[..., None], ranks: int, *args: Any) -> None:
     """Calls body(rank, port, *args) on each rank, without a device; a rank that raises fails the test."""
     torch.multiprocessing.start_processes(body, (free_port(), *args), nprocs=ranks, start_method="forkserver")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def receive(rank: int, receiver: Connection, child: multiprocessing.process.BaseProcess) -> Any:

@@ -239,8 +239,7 @@ PRODUCTS = ("Umbra", "Matmul", "Routing", "SwiGlu", "Sort")
 
 
 @pytest.mark.usefixtures("on_npu")
-@pytest.mark.parametrize("half_sums", [False, True])
-@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+@pytest.mark.parametrize(("mode", "half_sums"), [("acl_graph", False), ("acl_graph", True), ("npugraph_ex", False)])
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str, half_sums: bool) -> None:
     overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}", f"gemv_half_sums={half_sums}"]

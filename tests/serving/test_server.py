@@ -17,17 +17,12 @@ from typing import Any
 import pytest
 
 from files import ROOT
+from tests.ranks import free_port
 from tests.serving.front import Connection, Reply
 
 pytestmark = pytest.mark.slow
 START_S = 240.0
 CHAT = {"messages": [{"role": "user", "content": "Do you like dancing?"}], "temperature": 0}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Process:

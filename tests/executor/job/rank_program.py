@@ -1,4 +1,4 @@
-"""A job whose rank 3 fails in the way its argument names while the others wait for it in a collective."""
+"""A job whose rank 1 fails in the way its argument names while the others wait for it in a collective."""
 
 import argparse
 import os
@@ -22,18 +22,18 @@ def main() -> None:
     parser.add_argument("how", choices=("raise", "kill", "user_error"))
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
-    case = load_case(args.case, ["world_size=4", "exe_mode=eager"])
+    case = load_case(args.case, ["world_size=2", "exe_mode=eager"])
 
     def body(results: Path, ranks: RankEnv) -> None:
         platform = load_platform(case.platform)(platform_settings(case), ranks)
         world = init_parallel(case, ranks, platform).world
         world.all_reduce(torch.ones(1))
-        if ranks.rank == 3:
+        if ranks.rank == 1:
             if args.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if args.how == "user_error":
                 raise UserError("the cup is empty")
-            raise RuntimeError("boom on rank 3")
+            raise RuntimeError("boom on rank 1")
         world.all_reduce(torch.ones(1))
 
     run_rank(case, args.results, body)

@@ -148,8 +148,8 @@ def test_divergence_equals_float64(tiny: str, tmp_path: Path) -> None:
     assert (one_rank["quantization"], one_rank["against"]["quantization"]) == ("q4", "none")
     assert said.splitlines()[-1].split()[-2:] == [f"{kl:.6f}", f"{agreement:.2f}"]
 
-    two_ranks = ["method=q4", "world_size=2", "moe_tp_size=1"]
-    split, _ = figures_against(tmp_path, tiny, two_ranks, tiny, "--against-set", "world_size=2", "attn_tp_size=1")
+    two_ranks = ["method=q4", "world_size=2", "attn_tp_size=1", "moe_tp_size=1"]
+    split, _ = figures_against(tmp_path, tiny, two_ranks, tiny)
     assert split["kl_divergence"] == pytest.approx(kl, rel=0.02)
     assert split["against"]["loss"] == pytest.approx(one_rank["against"]["loss"], rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Shadow experts on several ranks: real jobs, whose ranks check that tokens and logits equal those without shadows."""
+"""Shadow experts on several ranks, which check that tokens and logits equal those without shadows."""
 
 import json
 import subprocess
@@ -9,31 +9,20 @@ from typing import Any
 import pytest
 
 from files import ROOT
+from tests.ranks import run_ranks
 from tests.tiny import TINY_AS_M2, save_tiny, save_tiny_m2, write_case
 
 pytestmark = pytest.mark.slow
 
 SPLITS: dict[str, tuple[int, dict[str, int]]] = {  # kilobytes of a rank's arena: too few for all experts and all pages
     "tp2": (90, dict(world_size=2)),
-    "tp4_moe_2x2": (45, dict(world_size=4, moe_tp_size=2)),
     "dp2_tp2_moe_2x2": (60, dict(world_size=4, attn_tp_size=2, moe_tp_size=2)),
     "dp4_ep4": (56, dict(world_size=4, attn_tp_size=1, moe_tp_size=1)),
 }
 
 
-def run_job(case: Path, program: list[str], world_size: int, limit_s: float = 300) -> subprocess.CompletedProcess[str]:
-    start = f"""
-from errors import run_main
-from executor.config.load import load_case
-from executor.job.launch import launch
-run_main(lambda argv: launch(load_case({str(case)!r}, ["world_size={world_size}"]), {program!r}))
-"""
-    return subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
-
-
-def run(
-    folder: Path, split: str, *options: str, family: str = "qwen3_moe"
-) -> tuple[subprocess.CompletedProcess[str], Path]:
+def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") -> tuple[str, list[str]]:
+    """A case in `folder`, and what its ranks run."""
     arena, sizes = SPLITS[split]
     if family == "minimax_m2":
         save_tiny_m2(folder / "model", **TINY_AS_M2 | {"num_key_value_heads": 8})
@@ -42,19 +31,21 @@ def run(
     data = {"batch_size": 4, "input_max_len": 24, "max_new_tokens": 24}
     case = write_case(folder / "tiny.yaml", folder / "model", model_name=family, threads=1, data_config=data)
     overrides = [f"{name}={size}" for name, size in sizes.items()]
-    program = ["tests/executor/job/offload_ranks.py", str(case), str(arena), str(folder), *overrides, *options]
-    return run_job(case, program, sizes["world_size"]), folder
+    arguments = [str(case), str(arena), str(folder), *overrides, *options]
+    return str(case), ["tests/executor/job/offload_ranks.py", *arguments]
 
 
 @pytest.mark.parametrize(
     ("family", "split"),
-    [*(("qwen3_moe", split) for split in SPLITS), ("minimax_m2", "tp2"), ("minimax_m2", "dp2_tp2_moe_2x2")],
+    [*(("qwen3_moe", split) for split in SPLITS), ("minimax_m2", "dp2_tp2_moe_2x2")],
 )
 def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: str) -> None:
-    done, out = run(tmp_path, split, family=family)
+    size = SPLITS[split][1]["world_size"]
+    _, ranks_program = program(tmp_path, split, family=family)
+    done = run_ranks(tmp_path, size, ranks_program)
     assert done.returncode == 0, done.stdout + done.stderr
-    world = range(SPLITS[split][1]["world_size"])
-    ranks: list[list[dict[str, Any]]] = [json.loads((out / f"rank{rank}.json").read_text()) for rank in world]
+    ranks: list[list[dict[str, Any]]]
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(size)]
     for runs in zip(*ranks, strict=True):
         assert len({len(run["residents"]) for run in runs}) == 1  # the same steps everywhere
         assert len({json.dumps(run["residents"]) for run in runs}) == len(runs)  # other residents on each
@@ -65,7 +56,15 @@ def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: st
 
 def test_a_stopped_pool_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     """The other rank waits for it in a collective."""
-    done, out = run(tmp_path, "tp2", "--stop")
+    case, ranks_program = program(tmp_path, "tp2", "--stop")
+    start = f"""
+from errors import run_main
+from executor.config.load import load_case
+from executor.job.launch import launch
+run_main(lambda argv: launch(load_case({case!r}, ["world_size=2"]), {ranks_program!r}))
+"""
+    command = [sys.executable, "-c", start]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == "error: shadow experts: layer 0, step 1: the shadow pool was stopped"
-    assert not list(out.glob("rank*.json"))
+    assert not list(tmp_path.glob("rank*.json"))

@@ -1,4 +1,4 @@
-"""A model split over ranks gives the same results as on one rank, in real jobs that are started as a user does."""
+"""A model split over ranks gives the same results as on one rank."""
 
 import json
 import subprocess
@@ -17,6 +17,7 @@ from executor.job.logits import collect_logits, sized_for
 from executor.job.prompts import encode_prompts
 from files import ROOT
 from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
+from tests.ranks import run_ranks
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, write_case
 
 pytestmark = pytest.mark.slow
@@ -110,13 +111,7 @@ class Jobs:
         path = self.folder / f"ranks{world_size}.json"
         path.write_text(json.dumps(jobs))
         program = ["tests/executor/job/logits_ranks.py", str(path), str(STEPS)]
-        start = f"""
-from errors import run_main
-from executor.config.load import load_case
-from executor.job.launch import launch
-run_main(lambda argv: launch(load_case({self.cases["m2"]!r}, ["world_size={world_size}"]), {program!r}))
-"""
-        return subprocess.run([sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        return run_ranks(self.folder, world_size, program)
 
     def split(self, model: str, name: str, mistake: str | None = None) -> Arrays:
         done = self.job(SPLITS[model][name]["world_size"])

@@ -1,0 +1,47 @@
+"""The ranks of a job, forked from one process that has imported torch, where starting them is not what is tested."""
+
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from files import ROOT
+
+
+def run_ranks(
+    folder: Path, world_size: int, program: list[str], limit_s: float = 300
+) -> "subprocess.CompletedProcess[str]":
+    """Runs `program`, a script with its arguments, as all ranks of a job with logs in `folder`. A rank that fails ends
+    the others."""
+    command = [sys.executable, "-m", "tests.ranks", str(folder), str(world_size), *program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def run_rank(rank: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main() -> None:
+    import torch.multiprocessing
+
+    import executor.job.logits
+    import executor.serving.worker  # noqa: F401 (so that no rank has to)
+
+    _, folder, world_size, *program = sys.argv
+    sys.argv = [*program, "--results", folder]
+    os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.multiprocessing.start_processes(run_rank, nprocs=int(world_size), start_method="fork")
+
+
+if __name__ == "__main__":
+    main()
