@@ -82,7 +82,8 @@ def test_the_next_process_finds_the_graph(tmp_path: Path, mode: str) -> None:
     assert ["miss (no cache yet)" in missed[0], len(missed), compiles] == [True, 1, 1]
     ((hit, compiles),) = run_ranks(started, 1, tmp_path, mode, ())
     assert [hit[0].startswith("compile cache: hit"), len(hit), compiles] == [True, 1, 0]
-    ((changed, compiles),) = run_ranks(started, 1, tmp_path, mode, ("moe_routing=fusion_v1",))
-    assert ["moe_routing was" in changed[0], compiles] == [True, 1]
+    if mode == "ge_graph":
+        ((changed, compiles),) = run_ranks(started, 1, tmp_path, mode, ("moe_routing=fusion_v1",))
+        assert ["moe_routing was" in changed[0], compiles] == [True, 1]
     (kept,) = (tmp_path / "cache").glob("*/rank0of1/tokens4/graph/*/decode_4/compiled_module")
     assert kept.stat().st_mode & 0o777 == 0o600
