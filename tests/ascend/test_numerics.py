@@ -92,7 +92,7 @@ def rank_logits(rank: int, port: int, folder: Path, world_size: int, split: dict
 
 TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "dp2": {"attn_tp_size": 1}}
 # Each routing with each split, and each family with all routings and all splits.
-PAIRS = [(FAMILIES[i // 3 % 2], list(TWO_RANKS)[i % 3], ROUTINGS[(i + i // 3) % 3]) for i in range(9)]
+PAIRS = [(FAMILIES[i // 3 % 2], list(TWO_RANKS)[i % 3], list(ROUTINGS)[(i + i // 3) % 3]) for i in range(9)]
 
 
 @pytest.mark.parametrize(("family", "split", "routing"), PAIRS, ids=str)
