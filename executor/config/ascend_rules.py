@@ -12,10 +12,10 @@ from executor.parallel.partitions import names_sharing, partitions
 def check_ascend(case: Case, where: str) -> None:
     """Refuse what the fused kernels and HCCL cannot do."""
     page_size, hccl, port = case.cache_config.page_size, case.hccl_config, case.ascend_config.base_port
-    if page_size % 128 or page_size > 512:
+    if page_size != PLATFORMS["ascend"].page_size:
         raise UserError(
-            f"{where}: cache_config.page_size: {page_size} must be 128, 256, 384 or 512 on platform: ascend "
-            "(blocks of paged attention)"
+            f"{where}: cache_config.page_size: {page_size} must be {PLATFORMS['ascend'].page_size} on platform: ascend "
+            "(the only block of paged attention that all versions of CANN document): leave it out"
         )
     if case.model_config.dtype == "float32":
         raise UserError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 SIGMOID_GATING_SINCE = (8, 3)  # earlier versions of npu_moe_gating_top_k choose only as DeepSeek-V3 does
 FLOAT_SCALES_SINCE = (8, 5)  # the oldest version whose documents allow float32 scales of bfloat16 rows
+OPTIONAL_OFFSETS_SINCE = (9, 0)  # npu_grouped_matmul by 4-bit weights refuses them without offsets before that
 HOST_FUNC_SINCE = (8, 5)  # earlier versions forbid aclrtLaunchHostFunc during a capture
 
 

@@ -61,6 +61,7 @@ def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> T
         expert_num=experts.count, drop_pad_mode=0, expert_tokens_num_type=1, expert_tokens_num_flag=True,
         quant_mode=-1, active_expert_range=[0, experts.count], row_idx_type=0,
     )  # fmt: skip
+    counts = counts.to(torch.int64)  # some releases of torch_npu give int32 for 128 experts of 2048 columns
     return weighted_sum(_experts(rows, counts, COUNTS, experts), weights.to(x.dtype), back, None, BY_ROW)
 
 

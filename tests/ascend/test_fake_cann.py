@@ -78,15 +78,16 @@ def private_formats() -> Iterator[None]:
 
 @pytest.mark.usefixtures("private_formats")
 def test_weights_in_nz() -> None:
-    plain, x = torch.ones(8, 60, 128, dtype=BF16).npu(), torch.ones(4, 60, dtype=BF16).npu()
+    padded = torch_npu.npu_format_cast(torch.ones(8, 60, 128, dtype=BF16).npu(), 29)
+    assert padded.untyped_storage().nbytes() == 8 * 64 * 128 * 2  # rows in sixteens
+    plain, x = torch.ones(8, 64, 128, dtype=BF16).npu(), torch.ones(4, 64, dtype=BF16).npu()
     counts = torch.ones(8, dtype=torch.int64).npu()
     with device_log() as log:
         weights = torch_npu.npu_format_cast(plain, 29)
         torch_npu.npu_grouped_matmul([x], [weights], group_list=counts, split_item=3, group_type=0, group_list_type=0)
     assert torch_npu.get_npu_format(weights) == torch_npu.Format.FRACTAL_NZ
-    assert weights.untyped_storage().nbytes() == 8 * 64 * 128 * 2  # rows in sixteens
     assert log.kernels() == ["aclnnNpuFormatCast", "aclnnGroupedMatmulWeightNz"]
-    assert "[(8,60,128)bfloat16:NZ]" in log.lines[1]
+    assert "[(8,64,128)bfloat16:NZ]" in log.lines[1]
 
 
 def test_copies_and_waits_are_seen() -> None:

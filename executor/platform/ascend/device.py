@@ -16,7 +16,7 @@ from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from executor.platform.ascend.graphs import AscendGraphs
 from executor.platform.ascend.hccl import group_options
-from executor.platform.ascend.kernels import chosen_kernels, gating_lines, gemv_tokens
+from executor.platform.ascend.kernels import check_offsets, chosen_kernels, gating_lines, gemv_tokens
 from executor.platform.ascend.versions import check_versions, read_versions
 from executor.platform.base import Platform, Step, graph_rows
 from executor.platform.settings import PlatformSettings
@@ -61,6 +61,7 @@ class AscendPlatform(Platform):
         return AscendGraphs(step, self.settings, self.ranks, self.device, model_config)
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
+        check_offsets(model, self.settings, self.cann)
         built = bool(vector_core.built())
         return chosen_kernels(model, self.settings, built) | gating_lines(model, self.settings, self.cann)
 

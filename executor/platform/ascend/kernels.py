@@ -4,7 +4,7 @@ weights have 4 bits, else torch_npu's. Imports neither torch_npu nor torchair.""
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import SelectionBias
-from ops.ascend.cann import SIGMOID_GATING_SINCE, abilities
+from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, SIGMOID_GATING_SINCE, abilities, since
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendMatrix, Bank
 
@@ -56,6 +56,20 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
                 lines[f"{what}, 1 to {tokens} tokens"] = f"{few} on the vector cores"
                 lines[f"{what}, {tokens + 1} tokens or more"] = more
     return lines
+
+
+def check_offsets(model: nn.Module, settings: PlatformSettings, cann: str | None) -> None:
+    """Refuses 4-bit experts without zero points where CANN's grouped product cannot do without."""
+    if cann is None or since(cann, OPTIONAL_OFFSETS_SINCE):
+        return
+    for path, layer in layers_of(model):
+        plane = cast(Bank, layer.weights).w13 if isinstance(layer, Experts) else None
+        if plane and plane.scales is not None and plane.offsets is None:
+            raise UserError(
+                f"case {settings.case}: quantization.zero_points: false: {path}: npu_grouped_matmul of CANN {cann} "
+                "needs a zero point for each group of 4-bit weights: --set method=q4 zero_points=true, or install CANN "
+                f"{'.'.join(map(str, OPTIONAL_OFFSETS_SINCE))} or later"
+            )
 
 
 def gating_lines(model: nn.Module, settings: PlatformSettings, cann: str | None) -> dict[str, str]:

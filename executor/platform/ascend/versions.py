@@ -41,7 +41,7 @@ ROWS = (
     Row("2.11.0", ("9.1",), "claimed"),
     Row("2.10.0", ("9.1", "9.0"), "claimed"),
     Row("2.9.0", ("9.1", "9.0", "8.5"), "claimed"),
-    Row("2.8.0", ("9.0", "8.5", "8.3"), "claimed"),
+    Row("2.8.0", ("9.0", "8.5"), "claimed"),  # 8.3 is published for it as well, but refuses the routing of 30B
 )
 OLDEST_DRIVER = {"9.1": "25.2", "9.0": "25.0", "8.5": "25.0"}  # for a series of CANN
 

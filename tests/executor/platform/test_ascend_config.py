@@ -31,7 +31,8 @@ def ascend(*overrides: str) -> Case:
     ("overrides", "complaint"),
     [
         (["exe_mode=graph"], "exe_mode: 'graph' is not one of ascend's: eager, ge_graph, acl_graph, npugraph_ex"),
-        (["page_size=16"], "cache_config.page_size: 16 must be 128, 256, 384 or 512 on platform: ascend"),
+        (["page_size=16"], "cache_config.page_size: 16 must be 128 on platform: ascend"),
+        (["page_size=256"], "cache_config.page_size: 256 must be 128 on platform: ascend"),
         (["page_size=1024"], "cache_config.page_size: 1024 must be 128"),
         (["dtype=float32"], "model_config.dtype: float32 has no fused kernels on platform: ascend: choose bfloat16 or"),
         (["kv_dtype=int8"], "cache_config.kv_dtype: int8 is not supported on platform: ascend: leave it auto"),
@@ -66,7 +67,7 @@ def test_what_ascend_cannot_do_is_named(overrides: list[str], complaint: str) ->
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["page_size=512"],
+        ["page_size=128"],
         ["deterministic=true", "aiv_group=none"],
         ["exe_mode=acl_graph", "enable_cache_compile=true", "method=q4"],
         ["world_size=8", "world_buffer_mb=300", "attn_tp_buffer_mb=300"],

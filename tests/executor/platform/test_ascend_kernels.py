@@ -11,7 +11,7 @@ from executor.config.case import Case
 from executor.config.load import load_case
 from executor.engine.settings import platform_settings
 from executor.planning.memory import make_plan, sketch_of
-from executor.platform.ascend.kernels import chosen_kernels, gating_lines, gemv_tokens
+from executor.platform.ascend.kernels import check_offsets, chosen_kernels, gating_lines, gemv_tokens
 from ops.ascend import vector_core
 from ops.ascend.cann import Abilities, abilities
 from ops.ascend.vector_core.calls import unfit
@@ -102,6 +102,22 @@ def test_layers_that_differ_have_lines_of_their_own() -> None:
 )  # fmt: skip
 def test_what_a_version_can_do(cann: str | None, gating: bool, float_scales: bool) -> None:
     assert abilities(cann) == Abilities(gating, float_scales)
+
+
+@pytest.mark.parametrize("offload", [[], ["offload_config.mode=fixed", "slots=2", "exe_mode=acl_graph"]])
+def test_four_bits_without_zero_points_need_a_newer_cann(offload: list[str]) -> None:
+    case, zeros, floats = (ascend(*more, *offload) for more in ([], ["zero_points=true"], ["method=none"]))
+    model = sketch_of(case).model
+    complaint = (
+        r"zero_points: false: model\.layers\.0\.mlp\.experts: npu_grouped_matmul of CANN 8\.5\.0 needs "
+        r"a zero point .*: --set method=q4 zero_points=true, or install CANN 9\.0 or later$"
+    )
+    with pytest.raises(UserError, match=complaint):
+        check_offsets(model, platform_settings(case), "8.5.0")
+    for cann in ("9.0.0", "9.1.0", None):
+        check_offsets(model, platform_settings(case), cann)
+    for other in (zeros, floats):
+        check_offsets(sketch_of(other).model, platform_settings(other), "8.5.0")
 
 
 def test_the_choice_of_experts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,14 +19,10 @@
 
 namespace {
 
-struct Object {
-    std::string text;  // the object's text in the log
-    std::vector<int64_t> shape;
-    std::vector<const Object*> members;  // members of a list, which owns them
-    size_t bytes = 0;                    // bytes of an element of a tensor
-};
+using fake::Object;
 
 constexpr int kMostWords = 96;
+constexpr long kInvalid = 161002;           // ACLNN_ERR_PARAM_INVALID
 constexpr uintptr_t kMostNumber = 1 << 16;  // below every address
 constexpr uintptr_t kFrames = 1 << 18;      // largest distance of the caller's variables on the stack
 
@@ -61,7 +57,7 @@ template <class T> std::string row(const T* values, uint64_t count) {
 const Object* keep_list(const Object* const* values, uint64_t count) {
     std::string text;
     for (uint64_t i = 0; i < count; ++i) text += (i ? " " : "") + (values[i] ? values[i]->text : "none");
-    return keep({"[" + text + "]", {}, {values, values + count}});
+    return keep({"[" + text + "]", -1, {}, {values, values + count}});
 }
 
 bool contiguous(const int64_t* shape, const int64_t* strides, uint64_t rank) {
@@ -78,23 +74,28 @@ bool zero_on_stack(uintptr_t word, uintptr_t here) {
     return word > here && word - here < kFrames && word % 8 == 0 && !*reinterpret_cast<const uint64_t*>(word);
 }
 
-long plan(bool own, long first, va_list rest) {
+long plan(const std::string& kernel, long first, va_list rest) {
     const auto here = reinterpret_cast<uintptr_t>(&first);
+    const bool own = !kernel.compare(0, 10, "aclnnUmbra");
     std::string text;
+    std::vector<const Object*> arguments;
     uintptr_t word = first, before = 0;
     for (int i = 0; i < kMostWords; ++i, before = word, word = va_arg(rest, long)) {
         if (zero_on_stack(before, here) && zero_on_stack(word, here) && before != word) {
             void* executor = fake::handle();
             *reinterpret_cast<void**>(word) = executor;
             std::lock_guard<std::mutex> lock(guard);
+            if (const std::string rule = fake::broken_rule(kernel, arguments); !rule.empty())
+                return fake::violation(kernel + text + ": " + rule), kInvalid;
             planned[executor] = text;
             return 0;
         }
         std::lock_guard<std::mutex> lock(guard);
         auto* object = reinterpret_cast<const Object*>(word);
-        if (alive.count(object))
+        if (alive.count(object)) {
             text += " " + object->text;
-        else if (own && word == 1)
+            arguments.push_back(object);
+        } else if (own && word == 1)
             text += " true";
         else if (own && word > 1 && word < kMostNumber)
             text += " " + std::to_string(word);
@@ -120,7 +121,7 @@ extern "C" {
 long fake_aclnn(const char* name, long first, va_list rest) {
     constexpr const char* sizing = "WorkspaceSize";
     if (strlen(name) > strlen(sizing) && !strcmp(name + strlen(name) - strlen(sizing), sizing))
-        return plan(!strncmp(name, "aclnnUmbra", strlen("aclnnUmbra")), first, rest);
+        return plan({name, strlen(name) - strlen(sizing) - strlen("Get")}, first, rest);
     va_arg(rest, long);  // bytes of workspace
     const void* executor = va_arg(rest, void*);
     aclrtStream stream = va_arg(rest, void*);
@@ -142,7 +143,7 @@ const Object* aclCreateTensor(const int64_t* shape, uint64_t rank, int type, con
     std::string text = "(" + row(shape, rank) + ")" + fake::type_name(type);
     if (!plain(format)) text += format == ACL_FORMAT_FRACTAL_NZ ? ":NZ" : ":format" + std::to_string(format);
     if (!contiguous(shape, strides, rank)) text += "@strides(" + row(strides, rank) + ")";
-    return keep({text, {shape, shape + rank}, {}, aclDataTypeSize(static_cast<aclDataType>(type))});
+    return keep({text, type, {shape, shape + rank}, {}, aclDataTypeSize(static_cast<aclDataType>(type))});
 }
 aclError aclGetViewShape(const Object* tensor, int64_t** shape, uint64_t* rank) {
     *rank = tensor->shape.size();
@@ -181,15 +182,15 @@ aclError aclnnNpuFormatCastCalculateSizeAndFormat(const Object* tensor, int form
     memcpy(*storage, shape.data(), *rank * sizeof(int64_t));
     return ACL_SUCCESS;
 }
-const Object* aclCreateScalar(void*, int type) { return keep({"scalar:" + fake::type_name(type), {}, {}}); }
+const Object* aclCreateScalar(void*, int type) { return keep({"scalar:" + fake::type_name(type)}); }
 const Object* aclCreateIntArray(const int64_t* values, uint64_t count) {
-    return keep({"ints(" + row(values, count) + ")", {}, {}});
+    return keep({"ints(" + row(values, count) + ")"});
 }
 const Object* aclCreateFloatArray(const float* values, uint64_t count) {
-    return keep({"floats(" + row(values, count) + ")", {}, {}});
+    return keep({"floats(" + row(values, count) + ")"});
 }
 const Object* aclCreateBoolArray(const bool* values, uint64_t count) {
-    return keep({"bools(" + row(values, count) + ")", {}, {}});
+    return keep({"bools(" + row(values, count) + ")"});
 }
 const Object* aclCreateTensorList(const Object* const* values, uint64_t count) { return keep_list(values, count); }
 const Object* aclCreateScalarList(const Object* const* values, uint64_t count) { return keep_list(values, count); }

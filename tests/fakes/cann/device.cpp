@@ -73,6 +73,11 @@ aclrtMemLocationType location(const void* p) {
 
 bool fake::pinned(const void* p) { return location(p) == ACL_MEM_LOCATION_TYPE_HOST; }
 
+const char* fake::cann_version() {
+    const char* wanted = getenv("FAKE_CANN_VERSION");
+    return wanted ? wanted : kVersion;
+}
+
 extern "C" {
 
 void fake_most_pinned(size_t bytes) { most_pinned = bytes; }
@@ -121,10 +126,10 @@ aclError aclGetCannAttribute(aclCannAttr, int32_t* value) { return *value = 1, A
 aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) { return *value = 0, ACL_SUCCESS; }
 size_t aclGetCompileoptSize(aclCompileOpt) { return 16; }
 aclError aclGetCompileopt(aclCompileOpt, char* value, size_t bytes) { return memset(value, 0, bytes), ACL_SUCCESS; }
-aclError aclsysGetVersionStr(char*, char* version) { return strcpy(version, kVersion), ACL_SUCCESS; }
+aclError aclsysGetVersionStr(char*, char* version) { return strcpy(version, fake::cann_version()), ACL_SUCCESS; }
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
     *version = {};
-    return strcpy(version->version, kVersion), ACL_SUCCESS;
+    return strcpy(version->version, fake::cann_version()), ACL_SUCCESS;
 }
 
 // --- memory

@@ -50,8 +50,23 @@ aclError launch(Task task);
 bool captured(aclrtStream stream);
 bool capturing();  // whether this thread has begun a capture that forbids waiting for the device
 
+// --- arguments of aclnn kernels (aclnn.cpp)
+struct Object {
+    std::string text;  // the object's text in the log
+    int type = -1;     // of a tensor's elements; -1: a list, a scalar or numbers
+    std::vector<int64_t> shape;
+    std::vector<const Object*> members;  // members of a list, which owns them
+    size_t bytes = 0;                    // bytes of an element of a tensor
+    bool tensor() const { return type >= 0; }
+};
+
+// --- rules (rules.cpp)
+// The rule that a kernel of this name would refuse these arguments by; empty if there is none.
+std::string broken_rule(const std::string& kernel, const std::vector<const Object*>& arguments);
+
 // --- memory (device.cpp)
 bool pinned(const void* p);
+const char* cann_version();  // of the environment variable FAKE_CANN_VERSION, or the newest
 
 std::string type_name(int acl_type);
 

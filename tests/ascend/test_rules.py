@@ -1,0 +1,200 @@
+"""All ops at the sizes of real models, on each supported CANN: torch_npu's host code takes them, and no rule that
+CANN's sources demand (tests/fakes/cann/rules.cpp) is broken."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+
+from executor.platform.ascend.versions import ROWS
+from ops.ascend.cann import abilities
+from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
+from ops.ascend.ops import AscendOps
+from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Plane
+from ops.format import Format
+from tests.ascend.log import violations
+from tests.ascend.ranks import run_ranks
+
+BF16 = torch.bfloat16
+FORMATS = {"bf16": Format("bfloat16"), "q4": Format("q4", 32), "q4_zeros": Format("q4", 32, zeros=True)}
+PAGE, PAGES = 128, 9
+
+
+@dataclass(frozen=True)
+class Size:
+    """A layer's sizes on one rank."""
+
+    hidden: int
+    inner: int
+    experts: int
+    heads: int
+    kv_heads: int
+    top_k: int = 8
+    head_dim: int = 128
+    sigmoid: bool = False
+
+
+SIZES = {
+    "30b": Size(2048, 768, 128, 32, 4),
+    "30b_tp8": Size(2048, 96, 128, 4, 1),
+    "235b_tp8": Size(4096, 192, 128, 8, 1),
+    "235b_tp16": Size(4096, 96, 128, 4, 1),
+    "235b_ep16": Size(4096, 1536, 8, 64, 4),
+    "m2_tp8": Size(3072, 192, 256, 6, 1, sigmoid=True),
+}
+CANN = sorted({f"{cann}.0" for row in ROWS for cann in row.cann})
+
+
+def tiled(plane: Plane) -> None:
+    if plane.scales is None:
+        plane.data = torch_npu.npu_format_cast(input=plane.data, acl_format=FRACTAL_NZ, customize_dtype=None)
+
+
+def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, cann: str) -> None:
+    """One layer's calls, without its norms of whole rows and its sums over ranks."""
+    device = torch.device("npu")
+    ops = AscendOps(BF16, device, routing, can=abilities(cann))
+    x = torch.empty(tokens, size.hidden, dtype=BF16, device=device)
+    width, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    qkv = AscendMatrix(width + 2 * kv, size.hidden, format, BF16, device)
+    out = AscendMatrix(size.hidden, width, format, BF16, device)
+    experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, device)
+    for plane in (qkv, out, experts.w13, experts.w2):
+        tiled(plane)
+    weight = torch.empty(size.head_dim, dtype=BF16, device=device)
+    q, k, v = ops.linear(x, qkv, None).split([width, kv, kv], -1)
+    q = ops.rms_norm(q.view(tokens, size.heads, size.head_dim), weight, 1e-6)
+    k = ops.rms_norm(k.view(tokens, size.kv_heads, size.head_dim), weight, 1e-6)
+    angles = torch.empty(tokens, size.head_dim, dtype=BF16, device=device)
+    q, k = ops.rope(q, k, angles, angles)
+    caches = [torch.empty(PAGES, PAGE, kv, dtype=BF16, device=device) for _ in range(2)]
+    sequences = tokens if decode else 2
+    places = torch.zeros(tokens, 2, dtype=torch.int64, device=device)
+    ops.write_kv(k, v.view(tokens, size.kv_heads, size.head_dim), caches[0], caches[1], places)
+    tables = torch.zeros(sequences, 4, dtype=torch.int32, device=device)
+    starts = list(range(tokens + 1)) if decode else [0, 7, tokens]
+    lengths = [300] * tokens if decode else [7, tokens - 7]
+    x = ops.linear(ops.attention(q, *caches, tables, starts, lengths, 1.0).flatten(1), out, None)
+    if size.sigmoid:
+        scores = torch.empty(tokens, size.experts, dtype=torch.float32, device=device)
+        weights, ids = ops.route_sigmoid(scores, scores[0], size.top_k, True)
+    else:
+        router = torch.empty(tokens, max(size.experts, 128), dtype=BF16, device=device)
+        weights, ids = ops.route_softmax(router, size.top_k, True)
+    ops.moe(x, weights, ids, experts, None if size.experts >= 128 else 0)
+
+
+def broken(rank: int, cann: str, names: list[str]) -> dict[tuple[str, str, str], list[str]]:
+    """The rules that each size, format and routing breaks."""
+    torch_npu.npu.config.allow_internal_format = True
+    found = {}
+    for name in names:
+        for format in FORMATS:
+            for routing in ROUTINGS:
+                for tokens, decode in ((3, True), (40, False)):
+                    try:
+                        layer(SIZES[name], FORMATS[format], routing, tokens, decode, cann)
+                        torch.npu.synchronize()
+                    except RuntimeError as error:
+                        found.setdefault((name, format, routing), []).append(str(error).splitlines()[0])
+                    if rules := violations():
+                        found.setdefault((name, format, routing), []).extend(rules)
+    return found
+
+
+def on(cann: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], list[str]]:
+    monkeypatch.setenv("FAKE_CANN_VERSION", cann)
+    (found,) = run_ranks(broken, 1, cann, names, fresh=True, limit_s=300)
+    return dict(found)
+
+
+@pytest.mark.parametrize("cann", CANN)
+def test_real_sizes_break_no_rule(cann: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides 4 bits without zero points on an older CANN, which `check_offsets` refuses."""
+    found = on(cann, list(SIZES), monkeypatch)
+    refused = {key for key in found if key[1] == "q4"}
+    assert not {key: rules for key, rules in found.items() if key not in refused}
+    assert bool(refused) == (cann < "9")
+    assert all("antiquantOffset must not be null" in rule for key in refused for rule in found[key] if "OT " in rule)
+
+
+def test_a_cann_that_is_not_supported_refuses_the_routing_of_30b(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_npu then calls an older kernel for 128 experts of 2,048 columns, with counts of a type that it refuses."""
+    found: Any = on("8.3.RC1", ["30b_tp8", "235b_tp8"], monkeypatch)
+    key = ("30b_tp8", "bf16", "fusion_v2")
+    assert key in found
+    assert any("expert ids and counts are int32" in rule for rule in found[key])
+    assert {name for name, format, _ in found if format == "bf16"} == {"30b_tp8"}
+
+
+def made(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="npu")
+
+
+def grouped(inputs: int = 0, rows: int = 64, columns: int = 64, counts: int = 4, tiles: bool = False) -> None:
+    """(8, `inputs`, or as many as `rows`) by four experts of (rows, columns)."""
+    weights = made(4, rows, columns)
+    if tiles:
+        weights = torch_npu.npu_format_cast(input=weights, acl_format=FRACTAL_NZ, customize_dtype=None)
+    torch_npu.npu_grouped_matmul(
+        [made(8, inputs or rows)], [weights], group_list=made(counts, dtype=torch.int64), split_item=3, group_type=0,
+        group_list_type=1,
+    )  # fmt: skip
+
+
+def by_four_bits(groups: int) -> None:
+    torch_npu.npu_grouped_matmul(
+        [made(8, 64)], [made(4, 64, 8, dtype=torch.int32)], antiquant_scale=[made(4, groups, 64)],
+        antiquant_offset=[made(4, groups, 64)], group_list=made(4, dtype=torch.int64), split_item=3, group_type=0,
+        group_list_type=1,
+    )  # fmt: skip
+
+
+def attention(page: int) -> None:
+    caches = [made(4, page, 128) for _ in range(2)]
+    tables = made(2, 2, dtype=torch.int32)
+    AscendOps(BF16, torch.device("npu"), "fusion_v2").attention(
+        made(2, 4, 128), caches[0], caches[1], tables, [0, 1, 2], [9, 9], 1.0
+    )
+
+
+def rotary(heads: int) -> None:
+    AscendOps(BF16, torch.device("npu"), "fusion_v2").rope(
+        made(2, heads, 128), made(2, 4, 128), made(2, 128), made(2, 128)
+    )
+
+
+BROKEN: dict[str, Callable[[], object]] = {
+    "group_list is (experts) int64": lambda: grouped(counts=3),
+    "x has as many columns": lambda: grouped(inputs=32),
+    "rows and columns of tiled weights": lambda: grouped(rows=60, tiles=True),
+    "rows of 4-bit weights are whole groups": lambda: by_four_bits(3),
+    "inner axes have 65,535": lambda: grouped(rows=65_552, columns=16),
+    "expert ids are int32, counts int64": lambda: torch_npu.npu_moe_init_routing_v2(
+        made(3, 128), made(3, 2, dtype=torch.int64), active_num=6, expert_capacity=0, expert_num=8, drop_pad_mode=0,
+        expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, 8],
+        row_idx_type=0,
+    ),
+    "expanded_src_to_dst_row is int32": lambda: weighted_sum(
+        made(6, 128), made(3, 2), made(6, dtype=torch.int64), None, BY_ROW
+    ),
+    "2,048 experts at most": lambda: torch_npu.npu_moe_compute_expert_tokens(made(9, dtype=torch.int32), 2049),
+    "k is 1,024 at most": lambda: torch_npu.npu_moe_gating_top_k_softmax(made(2, 2048), None, 1025),
+    "255 at most with those of keys": lambda: rotary(252),
+    "blocks have 128 tokens": lambda: attention(256),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_each_rule_is_enforced(rule: str) -> None:
+    torch_npu.npu.config.allow_internal_format = True
+    try:
+        with pytest.raises(RuntimeError, match="161002"):
+            BROKEN[rule]()
+    finally:
+        torch_npu.npu.config.allow_internal_format = False
+    (told,) = violations()
+    assert rule in told

@@ -1,0 +1,154 @@
+// What CANN's own sources demand of the arguments of the kernels that Umbra calls. A call that breaks a rule is refused
+// as aclnn would refuse it. Sources are files of ops-transformer (OT) with a branch and a line.
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "fake.h"
+
+namespace {
+
+using fake::Object;
+using Arguments = std::vector<const Object*>;
+
+constexpr int kAny = 0;
+
+// Tensors and lists of tensors in the order of the call; what is absent leaves no trace.
+struct Call {
+    std::vector<const Object*> tensors, lists;
+
+    explicit Call(const Arguments& arguments) {
+        for (const Object* object : arguments) {
+            if (object->tensor()) tensors.push_back(object);
+            if (!object->members.empty()) lists.push_back(object);
+        }
+    }
+    // A tensor of the call, or the first one of a list. The last ones are -1, -2, ...
+    const Object& at(int i) const { return *tensors.at(i < 0 ? tensors.size() + i : i); }
+    const Object& first(size_t list) const { return *lists.at(list)->members.at(0); }
+    // The first tensor of this type and rank.
+    const Object* find(int type, size_t rank) const {
+        for (const Object* tensor : tensors)
+            if (tensor->type == type && tensor->shape.size() == rank) return tensor;
+        return nullptr;
+    }
+};
+
+// The size of dimension i of a tensor; the last ones are -1, -2, ...
+int64_t size(const Object& tensor, int i) {
+    const int rank = static_cast<int>(tensor.shape.size());
+    const int at = i < 0 ? rank + i : i;
+    return at >= 0 && at < rank ? tensor.shape[at] : -1;
+}
+
+bool packed(const Object& weight) { return weight.type == ACL_INT32; }  // eight 4-bit values in a word
+int64_t columns(const Object& weight) { return size(weight, -1) * (packed(weight) ? 8 : 1); }
+bool half(const Object& tensor) { return tensor.type == ACL_BF16 || tensor.type == ACL_FLOAT16; }
+
+// Lists of a grouped product by 4-bit weights: rows, weights, scales, offsets if there are any, results.
+bool has_offsets(const Call& call) { return call.lists.size() >= 5; }
+
+struct Rule {
+    const char* kernel;  // a name or, with a star at its end, the beginning of names
+    int since, before;   // versions of CANN, 805 for 8.5; kAny: no limit
+    bool (*holds)(const Call& call);
+    const char* demand;
+    const char* source;
+};
+
+const Rule kRules[] = {
+    {"aclnnGroupedMatmul*", kAny, 900, [](const Call& call) { return !packed(call.first(1)) || has_offsets(call); },
+     "antiquantOffset must not be null for 4-bit weights",
+     "OT 8.5.0 gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp 836; 9.0.0 867 allows it"},
+    {"aclnnGroupedMatmul*", kAny, kAny,
+     [](const Call& call) {
+         const Object* groups = call.find(ACL_INT64, 1);
+         return groups && size(*groups, 0) == size(call.first(1), 0) && size(*groups, 0) <= 1024;
+     },
+     "group_list is (experts) int64, of 1,024 at most",
+     "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 529"},
+    {"aclnnGroupedMatmul*", kAny, kAny,
+     [](const Call& call) { return size(call.first(0), -1) == size(call.first(1), -2); },
+     "x has as many columns as a weight has rows", "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 2037"},
+    {"aclnnGroupedMatmulWeightNz", kAny, kAny,
+     [](const Call& call) {
+         const Object& weight = call.first(1);
+         return !half(weight) || (size(weight, -1) % 16 == 0 && size(weight, -2) % 16 == 0);
+     },
+     "rows and columns of tiled weights are multiples of 16",
+     "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 2307"},
+    {"aclnnGroupedMatmul*", kAny, kAny,
+     [](const Call& call) {
+         const Object& weight = call.first(1);
+         return !packed(weight) || size(weight, -2) % size(call.first(2), -2) == 0;
+     },
+     "the rows of 4-bit weights are whole groups", "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 976"},
+    {"aclnnGroupedMatmul*", kAny, kAny,
+     [](const Call& call) { return columns(call.first(1)) <= 65535 && size(call.first(0), -1) <= 65535; },
+     "inner axes have 65,535 elements at most", "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 276"},
+    {"aclnnMoeInitRoutingV2", kAny, kAny,
+     [](const Call& call) { return call.at(1).type == ACL_INT32 && call.at(4).type == ACL_INT32; },
+     "expert ids and counts are int32",
+     "OT 9.1.0 moe/moe_init_routing_v2/op_host/op_api/aclnn_moe_init_routing_v2.cpp 75"},
+    {"aclnnMoeInitRoutingV3", kAny, kAny,
+     [](const Call& call) { return call.at(1).type == ACL_INT32 && call.at(-2).type == ACL_INT64; },
+     "expert ids are int32, counts int64",
+     "OT 9.1.0 moe/moe_init_routing_v3/op_host/op_api/aclnn_moe_init_routing_v3.cpp 36, 42"},
+    {"aclnnMoeComputeExpertTokens", kAny, kAny,
+     [](const Call& call) { return size(call.at(0), 0) <= 1 << 24 && size(call.at(1), 0) <= 2048; },
+     "2^24 rows and 2,048 experts at most", "OT 9.1.0 moe/moe_compute_expert_tokens"},
+    {"aclnnMoeFinalizeRouting*", kAny, kAny, [](const Call& call) { return call.at(1).type == ACL_INT32; },
+     "expanded_src_to_dst_row is int32",
+     "OT 9.1.0 moe/moe_finalize_routing_v2/op_host/op_api/aclnn_moe_finalize_routing_v2.cpp 31"},
+    {"aclnnMoeGatingTopKSoftmax", kAny, kAny,
+     [](const Call& call) { return size(call.at(1), -1) <= 1024 && call.at(2).type == ACL_INT32; },
+     "k is 1,024 at most, ids are int32",
+     "OT 9.1.0 moe/moe_gating_top_k_softmax/op_host/moe_gating_top_k_softmax_tiling_base.cpp 28"},
+    {"aclnnApplyRotaryPosEmb*", kAny, kAny,
+     [](const Call& call) {
+         const Object &q = call.at(0), &k = call.at(1);
+         const int64_t width = size(q, -1);
+         return (width == 64 || width == 128) && width == size(k, -1) && size(q, -2) + size(k, -2) <= 255;
+     },
+     "heads have 64 or 128 values, and are 255 at most with those of keys",
+     "OT 9.1.0 posembedding/apply_rotary_pos_emb/op_host/apply_rotary_pos_emb_tiling.cpp 280"},
+    {"aclnnFusedInferAttentionScore*", kAny, kAny,
+     [](const Call& call) {
+         const Object* tables = call.find(ACL_INT32, 2);
+         const int64_t page = size(call.first(0), 1);
+         return tables && page % 16 == 0 && page == 128;
+     },
+     "block tables are int32, blocks have 128 tokens, the only number that both versions' documents have",
+     "OT 8.5.0 and 9.1.0, documents of aclnnFusedInferAttentionScoreV3; code: .._tiling_check_feature.cpp 70"},
+};
+
+bool matches(const std::string& kernel, const std::string& name) {
+    if (name.back() != '*') return kernel == name;
+    return !kernel.compare(0, name.size() - 1, name, 0, name.size() - 1);
+}
+
+// 8.5.0 -> 805
+int series() {
+    int major = 0, minor = 0;
+    sscanf(fake::cann_version(), "%d.%d", &major, &minor);
+    return 100 * major + minor;
+}
+
+}  // namespace
+
+std::string fake::broken_rule(const std::string& kernel, const std::vector<const Object*>& arguments) {
+    const Call call(arguments);
+    const int cann = series();
+    for (const Rule& rule : kRules) {
+        if (cann < rule.since || (rule.before != kAny && cann >= rule.before) || !matches(kernel, rule.kernel))
+            continue;
+        bool holds = false;
+        try {
+            holds = rule.holds(call);
+        } catch (const std::out_of_range&) {  // a tensor that the rule is about is missing
+        }
+        if (!holds) return std::string(rule.demand) + " (" + rule.source + ")";
+    }
+    return "";
+}
