@@ -14,8 +14,8 @@ Scenarios of each round, for each server (serving_client.py has what is measured
 and once after the rounds:
   rates     an open loop: Poisson arrivals at several rates (both servers)
   wave      the demo in an arena too small for all experts and the most KV pages: elastic and fixed splits, under a load
-            that rises and falls; goodput in each phase (only Umbra). The rates follow what the elastic server can do on
-            this machine; all servers get the same requests.
+            that rises, above what they can do, and falls; goodput in each phase (only Umbra). The rates follow what the
+            elastic server can do on this machine; all servers get the same requests.
 
 `goals` in the JSON file says what was wanted and what was found, of medians over the rounds. `--plot` draws throughput
 against latency over the rates in FILE, and memory and goodput over the wave in a file with `_wave` after FILE's name.
@@ -46,8 +46,10 @@ STREAMS = 8
 LONGEST, NEW = 2048, 256  # most tokens of a prompt and of an answer
 VOCABULARY = 151_000
 RATES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5)  # requests a second
-PHASES = (("few", 0.15), ("many", 0.8), ("too many", 1.3), ("few again", 0.15))  # of the wave: parts of what elastic can do
+# Phases of the wave, and requests as parts of what the elastic server can do.
+PHASES = (("few", 0.15), ("many", 0.8), ("too many", 1.3), ("few again", 0.15))
 WAVE_MB, WAVE_STREAMS, WAVE_VOCABULARY, WAVE_PROMPT, WAVE_NEW = 8, 16, 4000, 64, 128
+WAVE_TTFT_S = 1.5  # a request that would wait for longer is refused
 SPLITS = (0, 25, 50, 75)  # percent of the arena's places that experts have
 SAMPLE_S = 0.5  # between two looks at the memory
 PAUSE_S = 0.5  # between two long prompts, in which the streams run alone
@@ -198,7 +200,7 @@ def wave_peers(plan: Plan) -> Iterator[Peer]:
     own = [
         f"arena_mb={WAVE_MB}", f"batch_size={WAVE_STREAMS}", f"input_max_len={WAVE_PROMPT}",
         f"max_new_tokens={WAVE_NEW}", "threads=1", "shadow_threads=1", "stream_tokens=-1", f"max_swaps={MAX_SWAPS}",
-        "prefix_floor=0",
+        "prefix_floor=0", f"target_ttft_s={WAVE_TTFT_S}",
     ]  # fmt: skip
     runner = make_runner(settings(1, "auto", mode="resident", arena_mb=0), Path("results"), rank_env())
     runner.setup()
