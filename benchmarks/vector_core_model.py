@@ -172,7 +172,7 @@ def count(op: str, inputs: dict[str, torch.Tensor | None], half_sums: bool = Fal
     given = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in inputs.values()]
     name = f"umbra_{op}"
     launch = host("".join(part.capitalize() for part in name.split("_")), given, LOW.cores, attributes=[half_sums])
-    sized = launch.outputs, launch.tiling, launch.workspace, launch.blocks, launch.key
+    sized = launch.outputs, launch.tiling, launch.workspace, launch.blocks, launch.key, launch.schedule_mode
     return run(library(name), name, inputs, *sized)[1]
 
 

@@ -4,6 +4,7 @@ meta device, whose tensors have shapes but no memory, in the layouts of the plat
 Every split of a model is even (`check_parallel`), so all ranks hold the same amount, and rank 0 is counted.
 """
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -37,6 +38,7 @@ from models.layers.router import Router, SelectionBias
 from models.registry import load, model_class
 from ops.ascend.layout import CAUSAL_MASK
 from ops.ascend.shapes import AscendShapes
+from ops.ascend.weights import NIBBLES, AscendExperts
 from ops.interface import Ops
 
 WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
@@ -173,7 +175,27 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
         Part("inputs", _inputs(batch)),
         product("causal mask", rows=CAUSAL_MASK, columns=CAUSAL_MASK, B=1),
     ]
-    return [Part(f"fullest at {moment.name}", 0), *moment.parts, *fixed]
+    return [Part(f"fullest at {moment.name}", 0), *moment.parts, *fixed, *_unpacked(sketch)]
+
+
+def _unpacked(sketch: Sketch) -> list[Part]:
+    """The workspaces of npu_grouped_matmul, which unpacks all 4-bit experts of a layer before it multiplies by them."""
+    banks = [layer.weights for _, layer in layers_of(sketch.model) if isinstance(layer, Experts)]
+    quantised = [bank for bank in banks if isinstance(bank, AscendExperts) and bank.w13.format.quantised]
+    parts = []
+    for name in ("w13", "w2") if quantised else ():
+        experts, rows, words = max((getattr(bank, name).data.shape for bank in quantised), key=math.prod)
+        columns = words * NIBBLES
+        parts.append(
+            product(
+                f"{name} of a layer, unpacked",
+                experts=experts,
+                rows=rows,
+                columns=columns,
+                B=sketch.build.dtype.itemsize,
+            )
+        )
+    return parts
 
 
 def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:

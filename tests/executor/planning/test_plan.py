@@ -78,6 +78,9 @@ def by_hand(tp: int, layers: int, hidden: int, heads: int, inner: int, q4: bool)
         "inputs": CHUNK * (8 + 8 + 16) + BATCH * (40 * 4 + 8),
         "causal mask": 4 * MIB,
     }
+    if q4:  # CANN's grouped product unpacks them first
+        prefill["w13 of a layer, unpacked"] = EXPERTS * hidden * 2 * inner // tp * 2
+        prefill["w2 of a layer, unpacked"] = EXPERTS * hidden * inner // tp * 2
     # Hidden states, from which a decode step takes every row without a copy; this rank's logits; those of all ranks as
     # they come and, of more than one sequence, in order.
     in_head = {n: hidden * 2 + VOCABULARY // tp * 2 + (1 + (n > 1)) * VOCABULARY * 2 for n in (1, 2, 4)}

@@ -15,6 +15,7 @@ from tests.fakes.ascend_c.build import LIBRARY_WORKSPACE, Library, TwinError
 
 ANSWER_BYTES = 8 << 20
 INPUT, OUTPUT, WORKSPACE = range(3)
+ALL_AT_ONCE = 1  # the schedule mode in which all blocks run together, so that they can wait for each other
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,10 @@ def run(
     workspace: int = LIBRARY_WORKSPACE,
     cores: int = 48,
     key: int = 1,
+    schedule_mode: int = ALL_AT_ONCE,
 ) -> tuple[dict[str, torch.Tensor], Counts]:
     """Runs a kernel. Inputs and outputs are in the order of the kernel's arguments; `workspace` is the number of bytes
-    that the host asks for."""
+    that the host asks for, `schedule_mode` what it sets."""
     given = {name: None if value is None else value.contiguous() for name, value in inputs.items()}
     made = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in outputs.items()}
     for tensor in made.values():
@@ -107,4 +109,7 @@ def run(
         raise TwinError(answer.value.decode())
     if code:
         raise RuntimeError(f"{kernel}: the twin's answer does not fit")
-    return made, Counts(**json.loads(answer.value))
+    counts = Counts(**json.loads(answer.value))
+    if schedule_mode != ALL_AT_ONCE and any(len(phases) > 1 for phases in counts.cores):
+        raise TwinError(f"{kernel}: SyncAll needs schedule mode {ALL_AT_ONCE}, the host side set {schedule_mode}")
+    return made, counts

@@ -38,7 +38,7 @@ def launch(
     library = build(folder / f"umbra_{op}_w4a16.cpp", optimise="-O2" if folder == KERNELS else "-O0")
     made, counts = run(
         library, f"umbra_{op}_w4a16", given, decided.outputs, decided.tiling, decided.workspace, decided.blocks,
-        decided.key,
+        decided.key, decided.schedule_mode,
     )  # fmt: skip
     (y,) = made.values()
     return y, counts

@@ -23,11 +23,15 @@ RULES = {
         "alignment_brcb": ALIGNED,
         "alignment_reduction": "the destination must be a multiple of 16 bytes",
         "mask": r"mask 128 is not in 1\.\.64",
-        "mask_reduction": r"mask 65 is not in 0\.\.64",
+        "mask_reduction": r"mask 65 is not in 1\.\.64",
+        "no_mask_reduction": r"mask 0 is not in 1\.\.64",
+        "alignment_value": "the destination must be a multiple of 8 bytes",
         "repeats": "repeatTime 256 is above 255",
         "repeats_reduction": r"repeatTime 256 is not in 0\.\.255",
         "block_count": "blockCount 4096 is above 4095",
-        "block_count_pad": "blockCount 4096 is above 4095",
+        "block_count_pad": r"blockCount 4096 is not in 1\.\.4095",
+        "no_block_pad": r"blockCount 0 is not in 1\.\.4095",
+        "no_length_pad": "blockLen 0 must be a multiple",
         "block_length": "blockLen 31 must be a multiple",
         "copy_length": "DataCopy of 8 elements: the bytes must be a multiple of 32",
         "padding": "paddings of 0 and 34 bytes: each may be 32 at most",
@@ -119,6 +123,14 @@ RULES = {
 
 def probes(name: str) -> Library:
     return build(PROBES / f"{name}.cpp", TILING, "ProbeTiling", optimise="-O0")
+
+
+def test_cores_that_wait_for_each_other_are_scheduled_together() -> None:
+    outputs = {"y": ((2048,), torch.half)}
+    given = {"x": torch.ones(2048, dtype=torch.half)}
+    kernels, workspace = probes("protocol"), LIBRARY_WORKSPACE + 4096
+    with pytest.raises(TwinError, match="SyncAll needs schedule mode 1, the host side set 0"):
+        run(kernels, "sync_kernel_type_kept", given, outputs, b"", workspace, cores=2, schedule_mode=0)
 
 
 def probe(library: Library, kernel: str) -> Counts:

@@ -70,9 +70,10 @@ void move_blocks(const AscendC::LocalTensor<T>& local, const AscendC::GlobalTens
 }
 
 template <class T> void check_extended(Core& core, const AscendC::DataCopyExtParams& params) {
-    if (params.blockCount > 4095) core.fail(text("blockCount %u is above 4095", params.blockCount));
-    if (params.blockLen > 2097151 || params.blockLen % sizeof(T))
-        core.fail(text("blockLen %u must be a multiple of the element's bytes and at most 2097151", params.blockLen));
+    if (params.blockCount < 1 || params.blockCount > 4095)
+        core.fail(text("blockCount %u is not in 1..4095", params.blockCount));
+    if (params.blockLen < 1 || params.blockLen > 2097151 || params.blockLen % sizeof(T))
+        core.fail(text("blockLen %u must be a multiple of the element's bytes in 1..2097151", params.blockLen));
 }
 
 }  // namespace twin
@@ -109,7 +110,6 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
     const uint32_t left = pad.leftPadding * sizeof(T), right = pad.rightPadding * sizeof(T);
     if (left > 32 || right > 32)
         core.fail(twin::text("paddings of %u and %u bytes: each may be 32 at most", left, right));
-    if (!params.blockCount || !params.blockLen) return;
     const uint32_t padded = (left + params.blockLen + right + 31) / 32 * 32, step = padded + params.dstStride * 32u;
     twin::move<true>(core, op, dst.slot, dst.begin, (uint8_t*)src.pointer,
                      {params.blockCount, params.blockLen, params.blockLen + params.srcStride, step}, left, padded);
@@ -130,7 +130,6 @@ void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const Da
     core.op = op;
     twin::check_copy(core, src, false);
     twin::check_extended<T>(core, params);
-    if (!params.blockCount || !params.blockLen) return;
     const uint32_t step = (params.blockLen + 31) / 32 * 32 + params.srcStride * 32u;
     twin::move<false>(core, op, src.slot, src.begin, (uint8_t*)dst.pointer,
                       {params.blockCount, params.blockLen, params.blockLen + params.dstStride, step});

@@ -25,12 +25,12 @@ bool begin_reduction(uint16_t op, const AscendC::LocalTensor<T>& dst, const Asce
     Core& core = twin::core();
     core.op = op;
     src.valid(), dst.valid();
-    if (mask < 0 || mask > int64_t(256 / sizeof(T)))
-        core.fail(text("mask %lld is not in 0..%zu", (long long)mask, 256 / sizeof(T)));
+    if (mask < 1 || mask > int64_t(256 / sizeof(T)))
+        core.fail(text("mask %lld is not in 1..%zu", (long long)mask, 256 / sizeof(T)));
     if (repeats < 0 || repeats > 255) core.fail(text("repeatTime %lld is not in 0..255", (long long)repeats));
     if (src.begin % kBlock) core.fail("a UB address must be a multiple of 32 bytes: the source");
     if (dst.begin % aligned) core.fail(text("the destination must be a multiple of %u bytes", aligned));
-    if (!mask || !repeats) return false;
+    if (!repeats) return false;
     core.begin(PIPE_V, op);
     core.read(PIPE_V, {src.slot, src.begin, uint32_t(mask * sizeof(T)), block_stride, repeat_stride, uint32_t(repeats)},
               "the source");
@@ -129,8 +129,8 @@ void WholeReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_
     if (order != ReduceOrder::ORDER_VALUE_INDEX && order != ReduceOrder::ORDER_ONLY_VALUE)
         twin::core().fail("the twin knows ORDER_VALUE_INDEX and ORDER_ONLY_VALUE");
     const bool index = order == ReduceOrder::ORDER_VALUE_INDEX;
-    const uint32_t bytes = (1 + index) * sizeof(T);
-    if (!twin::begin_reduction(op, dst, src, mask, repeatTime, srcBlkStride, srcRepStride, bytes, bytes,
+    const uint32_t bytes = (1 + index) * sizeof(T), aligned = 2 * sizeof(T);  // also where only the value is written
+    if (!twin::begin_reduction(op, dst, src, mask, repeatTime, srcBlkStride, srcRepStride, aligned, bytes,
                                dstRepStride * bytes))
         return;
     using Index = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;

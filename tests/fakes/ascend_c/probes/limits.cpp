@@ -22,6 +22,14 @@ PROBE(mask_reduction) {
     p.ones();
     WholeReduceSum(p.f[1024], p.f, broken ? 65 : 64, 1, 1, 1, 8);
 }
+PROBE(no_mask_reduction) {
+    p.ones();
+    WholeReduceSum(p.f[1024], p.f, broken ? 0 : 64, 1, 1, 1, 8);
+}
+PROBE(alignment_value) {
+    p.ones();
+    WholeReduceMax(p.f[broken ? 1025 : 1026], p.f, 64, 1, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE);
+}
 PROBE(repeats) {
     p.ones();
     Muls(p.a, p.b, half(1), 16, broken ? 256 : 255, {1, 1, 0, 0});
@@ -36,6 +44,14 @@ PROBE(block_count) {
 }
 PROBE(block_count_pad) {
     DataCopyExtParams params{uint16_t(broken ? 4096 : 128), 32, 0, 0, 0};
+    DataCopyPad(p.a, p.x, params, {false, 0, 0, half(0)});
+}
+PROBE(no_block_pad) {
+    DataCopyExtParams params{uint16_t(broken ? 0 : 1), 32, 0, 0, 0};
+    DataCopyPad(p.a, p.x, params, {false, 0, 0, half(0)});
+}
+PROBE(no_length_pad) {
+    DataCopyExtParams params{1, broken ? 0u : 32u, 0, 0, 0};
     DataCopyPad(p.a, p.x, params, {false, 0, 0, half(0)});
 }
 PROBE(block_length) {
