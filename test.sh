@@ -59,9 +59,11 @@ ascend)
     exit
     ;;
 esac
+umbra_checks &
+checks=$!
 umbra_setup_ascend
 umbra_emulators
-umbra_checks
+wait "$checks"
 status=0
 echo "== pytest"
 .venv/bin/python -m pytest "${workers[@]}" -m "not alone" "$@" || status=$?

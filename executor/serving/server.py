@@ -36,6 +36,7 @@ UNREAD_S = 60.0  # seconds that a client may leave an answer unread
 UNREAD = 1 << 18  # bytes of an answer that the system keeps for a client before it is slow
 KEEP_S = 30  # seconds that a connection stays open between two requests
 LOOK_S = 0.05
+SWITCH_S = 0.0005  # after which a thread that reads a large request lets the others go on; Python's own is ten times that
 CLOSE_S = 2  # seconds that answers which are being sent have, when everything else has ended
 MOST_CONNECTIONS = 1024
 BACKLOG = 4096  # connections that wait to be accepted; the system drops what is beyond
@@ -57,6 +58,7 @@ def serve(case_name: str, overrides: list[str]) -> None:
         )
     if nodes.node_rank:
         return start_ranks(case_name, overrides)
+    sys.setswitchinterval(SWITCH_S)
     keys = Keys.read(settings.api_key_file)
     check_address(settings.host, keys)
     with listening(settings.host, settings.port) as listener:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch_npu
 from torch import Tensor
 
 from executor.config.case import Case, ModelSettings
@@ -67,6 +68,19 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
 def test_model_equals_reference(tmp_path: Path, routing: str, family: Family, options: dict[str, Any]) -> None:
     save(family, tmp_path, **options)
     assert_same(logits(tmp_path, ascend_on_cpu(routing)), logits(tmp_path, ReferenceOnCpu), 1e-4)
+
+
+def test_counts_of_older_releases_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """op-plugin 7 counts the rows of 128 experts of 2,048 columns in int32."""
+    newer = torch_npu.npu_moe_init_routing_v2
+
+    def older(**given: Any) -> tuple[Tensor, ...]:
+        rows, back, counts, scales = newer(**given)
+        return rows, back, counts.int(), scales
+
+    save(QWEN3, tmp_path)
+    monkeypatch.setattr(torch_npu, "npu_moe_init_routing_v2", older)
+    assert_same(logits(tmp_path, ascend_on_cpu("fusion_v2")), logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
