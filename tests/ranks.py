@@ -1,4 +1,5 @@
-"""The ranks of a job, forked from one process that has imported torch, where starting them is not what is tested."""
+"""The ranks of a job: started as a user's are or, where that is not what is tested, forked from one process that has
+imported torch."""
 
 import os
 import runpy
@@ -17,6 +18,20 @@ def run_ranks(
     the others."""
     command = [sys.executable, "-m", "tests.ranks", str(folder), str(world_size), *program]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+
+
+def launch_ranks(case: str, overrides: list[str], program: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Runs `program` as all ranks of `case`, started and watched as a user's are."""
+    start = f"""
+from errors import run_main
+from executor.config.load import load_case
+from executor.job.launch import launch
+run_main(lambda argv: launch(load_case({case!r}, {overrides!r}), {program!r}))
+"""
+    return subprocess.run(
+        [sys.executable, "-c", start], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
 
 
 def free_port() -> int:

@@ -20,3 +20,10 @@ def first_device() -> None:
 def no_rule_is_broken() -> Iterator[None]:
     yield
     assert not violations()
+
+
+@pytest.fixture
+def private_formats() -> Iterator[None]:
+    torch.npu.config.allow_internal_format = True
+    yield
+    torch.npu.config.allow_internal_format = False

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -67,13 +66,6 @@ def test_a_kernel_with_many_arguments() -> None:
         "(2,1,8,128)bfloat16 [(64,128,256)bfloat16] [(64,128,256)bfloat16] ints(100,200) (2,8)int32"
         " (2,1,8,128)bfloat16 (0)float32"
     ]
-
-
-@pytest.fixture
-def private_formats() -> Iterator[None]:
-    torch.npu.config.allow_internal_format = True
-    yield
-    torch.npu.config.allow_internal_format = False
 
 
 @pytest.mark.usefixtures("private_formats")

@@ -188,13 +188,10 @@ BROKEN: dict[str, Callable[[], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("private_formats")
 @pytest.mark.parametrize("rule", BROKEN)
 def test_each_rule_is_enforced(rule: str) -> None:
-    torch_npu.npu.config.allow_internal_format = True
-    try:
-        with pytest.raises(RuntimeError, match="161002"):
-            BROKEN[rule]()
-    finally:
-        torch_npu.npu.config.allow_internal_format = False
+    with pytest.raises(RuntimeError, match="161002"):
+        BROKEN[rule]()
     (told,) = violations()
     assert rule in told

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from files import ROOT
-from tests.ranks import free_port
+from tests.ranks import free_port, launch_ranks
 from tests.tiny import save_tiny, write_case
 
 pytestmark = pytest.mark.slow
@@ -207,17 +207,8 @@ def test_complaints_reach_the_terminal_when_the_log_fills_up(tmp_path: Path, roo
 @pytest.mark.parametrize("how", ["raise", "kill", "user_error"])
 def test_failing_rank_ends_the_job_and_is_named(demo: str, how: str) -> None:
     program = ["tests/executor/job/rank_program.py", demo, how]
-    code = f"""
-from errors import run_main
-from executor.config.load import load_case
-from executor.job.launch import launch
-run_main(lambda argv: launch(load_case({demo!r}, ["world_size=2", "exe_mode=eager"]), {program!r}))
-"""
     before, start = folders(demo), time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = launch_ranks(demo, ["world_size=2", "exe_mode=eager"], program)
     assert time.monotonic() - start < 60  # the ranks take a while to start
     if how == "user_error":
         assert_one_error_line(done, "error: the cup is empty")

@@ -1,15 +1,12 @@
 """Shadow experts on several ranks, which check that tokens and logits equal those without shadows."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from files import ROOT
-from tests.ranks import run_ranks
+from tests.ranks import launch_ranks, run_ranks
 from tests.tiny import TINY_AS_M2, save_tiny, save_tiny_m2, write_case
 
 pytestmark = pytest.mark.slow
@@ -57,14 +54,7 @@ def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: st
 def test_a_stopped_pool_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     """The other rank waits for it in a collective."""
     case, ranks_program = program(tmp_path, "tp2", "--stop")
-    start = f"""
-from errors import run_main
-from executor.config.load import load_case
-from executor.job.launch import launch
-run_main(lambda argv: launch(load_case({case!r}, ["world_size=2"]), {ranks_program!r}))
-"""
-    command = [sys.executable, "-c", start]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = launch_ranks(case, ["world_size=2"], ranks_program)
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == "error: shadow experts: layer 0, step 1: the shadow pool was stopped"
     assert not list(tmp_path.glob("rank*.json"))

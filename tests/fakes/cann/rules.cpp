@@ -51,61 +51,60 @@ bool has_offsets(const Call& call) { return call.lists.size() >= 5; }
 
 struct Rule {
     const char* kernel;  // a name or, with a star at its end, the beginning of names
-    int since, before;   // versions of CANN, 805 for 8.5; kAny: no limit
+    int before;          // the first version of CANN without the rule, 805 for 8.5; kAny: all have it
     bool (*holds)(const Call& call);
     const char* demand;
     const char* source;
 };
 
 const Rule kRules[] = {
-    {"aclnnGroupedMatmul*", kAny, 900, [](const Call& call) { return !packed(call.first(1)) || has_offsets(call); },
+    {"aclnnGroupedMatmul*", 900, [](const Call& call) { return !packed(call.first(1)) || has_offsets(call); },
      "antiquantOffset must not be null for 4-bit weights",
      "OT 8.5.0 gmm/grouped_matmul/op_host/op_api/aclnn_grouped_matmul.cpp 836; 9.0.0 867 allows it"},
-    {"aclnnGroupedMatmul*", kAny, kAny,
+    {"aclnnGroupedMatmul*", kAny,
      [](const Call& call) {
          const Object* groups = call.find(ACL_INT64, 1);
          return groups && size(*groups, 0) == size(call.first(1), 0) && size(*groups, 0) <= 1024;
      },
      "group_list is (experts) int64, of 1,024 at most",
      "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 529"},
-    {"aclnnGroupedMatmul*", kAny, kAny,
-     [](const Call& call) { return size(call.first(0), -1) == size(call.first(1), -2); },
+    {"aclnnGroupedMatmul*", kAny, [](const Call& call) { return size(call.first(0), -1) == size(call.first(1), -2); },
      "x has as many columns as a weight has rows", "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 2037"},
-    {"aclnnGroupedMatmulWeightNz", kAny, kAny,
+    {"aclnnGroupedMatmulWeightNz", kAny,
      [](const Call& call) {
          const Object& weight = call.first(1);
          return !half(weight) || (size(weight, -1) % 16 == 0 && size(weight, -2) % 16 == 0);
      },
      "rows and columns of tiled weights are multiples of 16",
      "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 2307"},
-    {"aclnnGroupedMatmul*", kAny, kAny,
+    {"aclnnGroupedMatmul*", kAny,
      [](const Call& call) {
          const Object& weight = call.first(1);
          return !packed(weight) || size(weight, -2) % size(call.first(2), -2) == 0;
      },
      "the rows of 4-bit weights are whole groups", "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 976"},
-    {"aclnnGroupedMatmul*", kAny, kAny,
+    {"aclnnGroupedMatmul*", kAny,
      [](const Call& call) { return columns(call.first(1)) <= 65535 && size(call.first(0), -1) <= 65535; },
      "inner axes have 65,535 elements at most", "OT 9.1.0 gmm/grouped_matmul/op_api/aclnn_grouped_matmul.cpp 276"},
-    {"aclnnMoeInitRoutingV2", kAny, kAny,
+    {"aclnnMoeInitRoutingV2", kAny,
      [](const Call& call) { return call.at(1).type == ACL_INT32 && call.at(4).type == ACL_INT32; },
      "expert ids and counts are int32",
      "OT 9.1.0 moe/moe_init_routing_v2/op_host/op_api/aclnn_moe_init_routing_v2.cpp 75"},
-    {"aclnnMoeInitRoutingV3", kAny, kAny,
+    {"aclnnMoeInitRoutingV3", kAny,
      [](const Call& call) { return call.at(1).type == ACL_INT32 && call.at(-2).type == ACL_INT64; },
      "expert ids are int32, counts int64",
      "OT 9.1.0 moe/moe_init_routing_v3/op_host/op_api/aclnn_moe_init_routing_v3.cpp 36, 42"},
-    {"aclnnMoeComputeExpertTokens", kAny, kAny,
+    {"aclnnMoeComputeExpertTokens", kAny,
      [](const Call& call) { return size(call.at(0), 0) <= 1 << 24 && size(call.at(1), 0) <= 2048; },
      "2^24 rows and 2,048 experts at most", "OT 9.1.0 moe/moe_compute_expert_tokens"},
-    {"aclnnMoeFinalizeRouting*", kAny, kAny, [](const Call& call) { return call.at(1).type == ACL_INT32; },
+    {"aclnnMoeFinalizeRouting*", kAny, [](const Call& call) { return call.at(1).type == ACL_INT32; },
      "expanded_src_to_dst_row is int32",
      "OT 9.1.0 moe/moe_finalize_routing_v2/op_host/op_api/aclnn_moe_finalize_routing_v2.cpp 31"},
-    {"aclnnMoeGatingTopKSoftmax", kAny, kAny,
+    {"aclnnMoeGatingTopKSoftmax", kAny,
      [](const Call& call) { return size(call.at(1), -1) <= 1024 && call.at(2).type == ACL_INT32; },
      "k is 1,024 at most, ids are int32",
      "OT 9.1.0 moe/moe_gating_top_k_softmax/op_host/moe_gating_top_k_softmax_tiling_base.cpp 28"},
-    {"aclnnApplyRotaryPosEmb*", kAny, kAny,
+    {"aclnnApplyRotaryPosEmb*", kAny,
      [](const Call& call) {
          const Object &q = call.at(0), &k = call.at(1);
          const int64_t width = size(q, -1);
@@ -113,11 +112,11 @@ const Rule kRules[] = {
      },
      "heads have 64 or 128 values, and are 255 at most with those of keys",
      "OT 9.1.0 posembedding/apply_rotary_pos_emb/op_host/apply_rotary_pos_emb_tiling.cpp 280"},
-    {"aclnnFusedInferAttentionScore*", kAny, kAny,
+    {"aclnnFusedInferAttentionScore*", kAny,
      [](const Call& call) {
          const Object* tables = call.find(ACL_INT32, 2);
          const int64_t page = size(call.first(0), 1);
-         return tables && page % 16 == 0 && page == 128;
+         return tables && page == 128;
      },
      "block tables are int32, blocks have 128 tokens, the only number that both versions' documents have",
      "OT 8.5.0 and 9.1.0, documents of aclnnFusedInferAttentionScoreV3; code: .._tiling_check_feature.cpp 70"},
@@ -141,8 +140,7 @@ std::string fake::broken_rule(const std::string& kernel, const std::vector<const
     const Call call(arguments);
     const int cann = series();
     for (const Rule& rule : kRules) {
-        if (cann < rule.since || (rule.before != kAny && cann >= rule.before) || !matches(kernel, rule.kernel))
-            continue;
+        if ((rule.before != kAny && cann >= rule.before) || !matches(kernel, rule.kernel)) continue;
         bool holds = false;
         try {
             holds = rule.holds(call);
