@@ -1,12 +1,11 @@
 """The server's routes, and what holds for all of them: keys, sizes, request ids, errors of one shape."""
 
-import asyncio
 import secrets
 import traceback
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,19 +17,19 @@ from starlette.types import Message, Receive, Scope, Send
 
 from executor.serving import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
 from executor.serving.auth import check_origin
+from executor.serving.body import decoded, read_body
 from executor.serving.errors import ApiError
-from executor.serving.fields import HARMLESS, UNSUPPORTED, check_depth, unknown
+from executor.serving.fields import HARMLESS, UNSUPPORTED, unknown
 from executor.serving.front import Front
 from executor.serving.live import live_page
 from executor.serving.metrics import CONTENT_TYPE
 from executor.serving.sse import ClientGone, EventStream, Json, failure, while_connected
 
-LARGEST_BODY = 8 << 20  # bytes
-BODY_S = 30.0  # seconds that a body may take to come
 SMALL = 1 << 16  # bytes of a body that is read in the event loop
 OPEN_PATHS = frozenset({"/", "/health", "/health/ready"})  # without a key
 CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
 
+Result = TypeVar("Result")
 Endpoint = Callable[[Front, Request], Awaitable[Response]]
 WHILE_DRAINING = frozenset({"GET", "HEAD"})
 KNOWN = {*UNSUPPORTED, *HARMLESS}
@@ -63,44 +62,37 @@ async def model(front: Front, request: Request) -> Response:
 
 
 async def completions(front: Front, request: Request) -> Response:
-    data = await read_fields(front, request, openai_completions.CompletionRequest, KNOWN)
-    completion = await while_connected(request, openai_completions.prepare(front, data, request.state.salt))
+    completion = await prepared(front, request, openai_completions, openai_completions.CompletionRequest, KNOWN)
     return await answered(request, openai_completions, completion, completion.request.stream)
 
 
 async def chat_completions(front: Front, request: Request) -> Response:
-    data = await read_fields(front, request, openai_chat.ChatRequest, KNOWN)
-    chat = await while_connected(request, openai_chat.prepare(front, data, request.state.salt))
+    chat = await prepared(front, request, openai_chat, openai_chat.ChatRequest, KNOWN)
     return await answered(request, openai_chat, chat, chat.request.stream)
 
 
 async def create_response(front: Front, request: Request) -> Response:
     known = {*responses.UNSUPPORTED, *responses.HARMLESS}
-    data = await read_fields(front, request, responses.ResponsesRequest, known)
-    answer = await while_connected(request, responses.prepare(front, data, request.state.salt))
+    answer = await prepared(front, request, responses, responses.ResponsesRequest, known)
     return await answered(request, responses, answer, answer.stream, answer.failure)
 
 
 async def create_message(front: Front, request: Request) -> Response:
     known = {*anthropic.UNSUPPORTED, *anthropic.HARMLESS}
-    data = await read_fields(front, request, anthropic.MessagesRequest, known)
-    answer = await while_connected(request, anthropic.prepare(front, data, request.state.salt))
+    answer = await prepared(front, request, anthropic, anthropic.MessagesRequest, known)
     return await answered(request, anthropic, answer, answer.stream, anthropic.failure)
 
 
 async def count_message_tokens(front: Front, request: Request) -> Response:
-    data = await read_json(front, request)
-    return Json(await while_connected(request, anthropic.count_tokens(front, data)))
+    return Json(await read(front, request, partial(anthropic.count_tokens, front)))
 
 
 async def tokenize(front: Front, request: Request) -> Response:
-    data = await read_json(front, request)
-    return Json(await while_connected(request, tokenizing.tokenize(front, data)))
+    return Json(await read(front, request, partial(tokenizing.tokenize, front)))
 
 
 async def detokenize(front: Front, request: Request) -> Response:
-    data = await read_json(front, request)
-    return Json(await while_connected(request, tokenizing.detokenize(front, data)))
+    return Json(await read(front, request, partial(tokenizing.detokenize, front)))
 
 
 async def metrics(front: Front, request: Request) -> Response:
@@ -221,47 +213,30 @@ def request_id(headers: Headers) -> str:
     )
 
 
-async def read_json(front: Front, request: Request) -> Any:
-    """The request's body, read from JSON. Raises ApiError if it is too large, too slow, or no JSON."""
-    body = bytearray()
-    try:
-        if int(request.headers.get("content-length", 0)) > LARGEST_BODY:
-            raise too_large()
-        await asyncio.wait_for(_read(request, body), BODY_S)
-    except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_S:g} s") from None
-    decode = partial(_decoded, bytes(body))
-    try:
-        return decode() if len(body) < SMALL else await front.work(decode)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the request's body is no JSON: {error}") from None
-    except RecursionError:
-        raise ApiError(400, "the request's body is nested too deeply") from None
+async def read(front: Front, request: Request, use: Callable[[Any], Coroutine[Any, Any, Result]]) -> Result:
+    """What `use` makes of the request's body, read from JSON. Large bodies take turns: what is read from one is many
+    times as large, and holds up the event loop (as garbage that is looked through) for as long as it exists."""
+    body = await read_body(request)
+
+    async def used() -> Result:
+        if len(body) < SMALL:
+            return await use(decoded(body))
+        async with front.turn():
+            return await use(await front.work(partial(decoded, body)))
+
+    return await while_connected(request, used())
 
 
-def _decoded(body: bytes) -> Any:
-    data = msgspec.json.decode(body)
-    check_depth(data)
-    return data
+async def prepared(
+    front: Front, request: Request, api: ModuleType, kind: type[msgspec.Struct], known: Collection[str]
+) -> Any:
+    """What `api` prepares of the request's body; its fields that nothing reads are counted."""
 
+    async def use(data: Any) -> Any:
+        count_unknown(front, kind, data, known)
+        return await api.prepare(front, data, request.state.salt)
 
-async def _read(request: Request, body: bytearray) -> None:
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > LARGEST_BODY:
-            raise too_large()
-        if not message.get("more_body"):
-            return
-
-
-async def read_fields(front: Front, request: Request, kind: type[msgspec.Struct], known: Collection[str]) -> Any:
-    """The request's body; its fields that nothing reads are counted."""
-    data = await read_json(front, request)
-    count_unknown(front, kind, data, known)
-    return data
+    return await read(front, request, use)
 
 
 async def answered(
@@ -271,10 +246,6 @@ async def answered(
     if stream:
         return await EventStream.start(request, api.events(made), failure)
     return Json(await while_connected(request, api.whole(made)))
-
-
-def too_large() -> ApiError:
-    return ApiError(413, f"the request's body is larger than {LARGEST_BODY >> 20} MB")
 
 
 def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: Collection[str]) -> None:

@@ -177,7 +177,8 @@ def unknown(kind: type[msgspec.Struct], data: dict[str, Any], known: Collection[
 def check_depth(data: Any) -> None:
     level = [data]
     for _ in range(DEEPEST):
-        level = [w for v in level if isinstance(v, dict | list) for w in (v.values() if isinstance(v, dict) else v)]
+        nested = [v for v in level if isinstance(v, (dict, list))]
+        level = [w for v in nested for w in (v.values() if isinstance(v, dict) else v)]
         if not level:
             return
     raise ApiError(400, f"the request's body is nested more than {DEEPEST} levels deep")

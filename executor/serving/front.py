@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,6 +60,8 @@ class Front:
         self.open = 0  # HTTP requests that are answered, other than GET
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="front")
         self._busy = 0
+        self._turn = asyncio.Lock()
+        self._in_line = 0  # large requests that have the turn or wait for it
 
     @property
     def name(self) -> str:
@@ -112,12 +114,24 @@ class Front:
     async def work(self, call: Callable[[], Result]) -> Result:
         """Runs `call` in one of few threads, so that the event loop goes on."""
         if self._busy >= MOST_JOBS:
-            raise ApiError(429, "too many requests are read at this moment; try again in 1 s", None, "queue_full", 1)
+            raise _too_many()
         self._busy += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         finally:
             self._busy -= 1
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The turn of a large request: one is read at a time."""
+        if self._in_line >= MOST_JOBS:
+            raise _too_many()
+        self._in_line += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._in_line -= 1
 
     def admit(self, tokens: int, sequences: int) -> Ticket:
         ready, _ = self.check_serving()
@@ -185,6 +199,10 @@ class Front:
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.text:
             self.text.close()
+
+
+def _too_many() -> ApiError:
+    return ApiError(429, "too many requests are read at this moment; try again in 1 s", None, "queue_full", 1)
 
 
 class Text:

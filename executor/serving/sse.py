@@ -37,6 +37,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
     finally:
         await _end(task)
         await _end(gone)
+        del task  # an error of it would lead to this frame, and so to itself: garbage with all that was read
 
 
 def event(data: Any, name: str = "") -> bytes:

@@ -1,6 +1,7 @@
 """What the front refuses, how it ends requests, and what it says while ranks load, wait, hang or die."""
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from errors import UserError
 from executor.serving import app, client, front, server, sse
 from executor.serving.auth import Keys, check_address
+from executor.serving.errors import ApiError
 from tests.serving.front import Connection, Server, until
 from tests.serving.test_chat import TOOL, run
 
@@ -421,7 +423,7 @@ def test_a_quiet_stream_gets_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HEADER_S", 0.3)
     monkeypatch.setattr(server, "UNREAD_S", 0.3)
-    monkeypatch.setattr(app, "BODY_S", 0.3)
+    monkeypatch.setattr("executor.serving.body.BODY_S", 0.3)
 
     async def scenario(server: Server) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -453,5 +455,22 @@ def test_floods_do_not_stop_health_checks() -> None:
             answered += 1
         assert {reply.status for reply in await asyncio.gather(*flood)} == {400}
         assert answered > 8
+
+    run(scenario, engine={"longest": 1000})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_wrong_requests_leave_no_garbage(path: str) -> None:
+    """What was read of a large one would stay until it is looked for, which halts all answers meanwhile."""
+
+    async def scenario(server: Server) -> None:
+        raw = b'{"prompt": [' + b"1," * (1 << 16) + b'1], "messages": 5}'
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await server.ask(path, raw=raw)).status == 400
+            assert not [found for found in gc.get_objects() if type(found) is ApiError]
+        finally:
+            gc.enable()
 
     run(scenario, engine={"longest": 1000})

@@ -17,7 +17,7 @@ OPTIONS = ["--phases=examples,coverage,fuzzing", "--seed=1", "--max-examples=10"
 
 @pytest.mark.slow
 def test_nothing_asked_gives_an_answer_that_is_not_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_S", 1.0)  # some requests announce a body that does not come
+    monkeypatch.setattr("executor.serving.body.BODY_S", 1.0)  # some requests announce a body that does not come
 
     async def scenario(server: Server) -> None:
         url = f"http://127.0.0.1:{server.port}/openapi.json"

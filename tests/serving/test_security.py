@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from executor.serving import app, auth, server
+from executor.serving import auth, server
 from executor.serving.auth import Keys
+from executor.serving.body import LARGEST_BODY
 from files import ROOT
 from tests.serving.front import Connection, Server
 from tests.serving.test_chat import TOOL, run
@@ -55,13 +56,13 @@ def test_a_body_that_is_too_large_is_not_read(length: bool) -> None:
     """Neither one that says so, nor one that comes in chunks."""
 
     async def scenario(server: Server) -> None:
-        headers = {"content-length": str(app.LARGEST_BODY + 1)} if length else {"transfer-encoding": "chunked"}
+        headers = {"content-length": str(LARGEST_BODY + 1)} if length else {"transfer-encoding": "chunked"}
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         lines = "".join(f"{name}: {value}\r\n" for name, value in {"host": "127.0.0.1", **headers}.items())
         writer.write(f"POST /v1/completions HTTP/1.1\r\n{lines}\r\n".encode())
         if not length:
             chunk = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
-            for _ in range((app.LARGEST_BODY >> 20) + 1):
+            for _ in range((LARGEST_BODY >> 20) + 1):
                 writer.write(chunk)
         reply = await Connection(reader, writer).all()
         assert (reply.status, reply.headers["connection"]) == (413, "close")
