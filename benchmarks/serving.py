@@ -11,11 +11,11 @@ Scenarios of each round, for each server (serving_client.py has what is measured
   pause     the same with prompts of 2,000 tokens (only Umbra)
   prefix    time to the first token of prompts of 1,000 tokens, and of the same prompts again (only Umbra)
   http      8 equal requests over HTTP, and the same in the engine's own loop (only Umbra)
-and once after the rounds:
-  rates     an open loop: Poisson arrivals at several rates (both servers)
+and after the rounds:
+  rates     an open loop: Poisson arrivals at several rates (both servers; once)
   wave      the demo in an arena too small for all experts and the most KV pages: elastic and fixed splits, under a load
             that rises, above what they can do, and falls; goodput in each phase (only Umbra). The rates follow what the
-            elastic server can do on this machine; all servers get the same requests.
+            elastic server can do on this machine; all servers get the same requests, in as many rounds.
 
 `goals` in the JSON file says what was wanted and what was found, of medians over the rounds. `--plot` draws throughput
 against latency over the rates in FILE, and memory and goodput over the wave in a file with `_wave` after FILE's name.
@@ -300,26 +300,30 @@ def measured(
                 asyncio.run(client.streams(random_calls("warm", STREAMS, 128, 4, VOCABULARY), STREAMS))
                 rows += show(({"server": peer.name} | row for row in rates(client, plan)), "rates")
     if "wave" in wanted:
-        rows += waves(plan)
+        rows += waves(plan, rounds)
     return rows
 
 
-def waves(plan: Plan) -> list[Row]:
-    """The rows of all splits of the arena, and of elastic the samples of its memory."""
+def waves(plan: Plan, rounds: int) -> list[Row]:
+    """The rows of all splits of the arena, and of elastic the samples of its memory in the last round."""
     rows: list[Row] = []
+    samples: list[Row] = []
+    peers = list(wave_peers(plan))
     most = 0.0
-    for peer in wave_peers(plan):
-        try:
-            with started(peer) as client:
-                most = most or most_requests(client)
-                phases, memory = wave(client, plan, most)
-        except UserError as error:  # a split that leaves too little for the cache
-            print(f"{peer.name}: {error}")
-            continue
-        rows += show(({"server": peer.name} | row for row in phases), "wave")
-        if peer.name == ELASTIC:
-            rows += ({"server": peer.name, "scenario": "memory"} | row for row in memory)
-    return rows
+    for number in range(rounds):
+        for peer in list(peers):
+            try:
+                with started(peer) as client:
+                    most = most or most_requests(client)
+                    phases, memory = wave(client, plan, most)
+            except UserError as error:  # a split that leaves too little for the cache
+                print(f"{peer.name}: {error}")
+                peers.remove(peer)
+                continue
+            rows += show(({"server": peer.name, "round": number} | row for row in phases), "wave")
+            if peer.name == ELASTIC:
+                samples = [{"server": peer.name, "scenario": "memory"} | row for row in memory]
+    return rows + samples
 
 
 def main(argv: list[str]) -> None:

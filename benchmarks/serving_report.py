@@ -62,13 +62,24 @@ def goals(rows: list[Row], pause_ms: float) -> list[Row]:
     )
     goal("ITL p99 while 2,000 tokens arrive: of prefill_pause_ms", "<= 2", median(OURS, "pause", "itl_p99"), pause_ms)
     goal("prefix of 1,000 tokens: TTFT cut by", ">= 10", median(OURS, "prefix", "ratio"))
-    wave_rows = [row for row in rows if row["scenario"] == "wave"]
-    for phase in dict.fromkeys(row["phase"] for row in wave_rows):
-        goodput = {row["server"]: row["goodput"] for row in wave_rows if row["phase"] == phase}
-        elastic = goodput.pop(ELASTIC, None)
-        if goodput:
-            goal(f"goodput of elastic, {phase}: of the best split's", ">= 1", elastic, max(goodput.values()))
+    found_by_split = goodput_of(rows)
+    for phase, elastic in found_by_split.pop(ELASTIC, {}).items():
+        if found_by_split:
+            best = max(goodput[phase] for goodput in found_by_split.values())
+            goal(f"goodput of elastic, {phase}: of the best split's", ">= 1", elastic, best)
     return found
+
+
+def goodput_of(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """Goodput over the wave by server and phase, medians over the rounds."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row["scenario"] == "wave":
+            values.setdefault(row["server"], {}).setdefault(row["phase"], []).append(row["goodput"])
+    return {
+        server: {phase: statistics.median(of_phase) for phase, of_phase in phases.items()}
+        for server, phases in values.items()
+    }
 
 
 def draw_rates(path: Path, rows: list[Row]) -> None:
@@ -95,12 +106,11 @@ def draw_wave(path: Path, rows: list[Row]) -> None:
     memory.stackplot([row["seconds"] for row in samples], frames, labels=TENANTS, colors=TENANTS.values())
     memory.set(xlabel="seconds", ylabel="frames of the arena", title=f"{ELASTIC}: memory", xlim=(0, None))
     memory.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=len(TENANTS), frameon=False)
-    servers = list(dict.fromkeys(row["server"] for row in rows if row["scenario"] == "wave"))
-    for index, server in enumerate(servers):
-        own = rows_of(rows, "wave", server)
-        places = [phase + index / (len(servers) + 1) for phase in range(len(own))]
-        goodput.bar(places, [row["goodput"] for row in own], 1 / (len(servers) + 1), label=server)
-        goodput.set_xticks(range(len(own)), [row["phase"] for row in own])
+    servers = goodput_of(rows)
+    for index, (server, phases) in enumerate(servers.items()):
+        places = [phase + index / (len(servers) + 1) for phase in range(len(phases))]
+        goodput.bar(places, list(phases.values()), 1 / (len(servers) + 1), label=server)
+        goodput.set_xticks(range(len(phases)), list(phases))
     goodput.set(ylabel="requests/s in time", title="goodput")
     goodput.legend(fontsize=7)
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=150, bbox_inches="tight"))

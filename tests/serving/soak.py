@@ -31,7 +31,7 @@ from tests.serving.test_server import Process, server
 LONGEST = 2000  # tokens of a prompt; the demo's model has 2,048 positions
 NEW = 48  # tokens of an answer to such a prompt
 ARENA_MB = 8  # all experts and the pages of a full batch take twice as much
-PAUSE_MS = 5  # of running requests while prompts are prefilled; a step of the demo takes a few
+PAUSE_MS = 3  # of running requests while prompts are prefilled; a step of the demo takes 1 to 1.5
 VOCABULARY = range(16, 4000)  # ids of the demo's vocabulary that are neither special nor at its end
 KILLED, TOO_LONG, BROKEN, STREAMED, FOLLOWED = 0.3, 0.1, 0.05, 0.7, 0.05  # shares of the requests
 FLAGS = {"type": "array", "items": {"type": "boolean"}}
