@@ -102,6 +102,24 @@ class Ops(Protocol):
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
         """Writes k, v (T, kv_heads, D) into the caches, in place, at the page places `places` (T)."""
 
+    def norm_rope_write(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        kv_heads: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        places: Tensor,
+        out: Tensor | None,
+    ) -> Tensor:
+        """qkv (T, (heads + 2 kv_heads) D) holds queries, keys and values side by side. Each head of queries and keys is
+        normalised by `rms_norm` with its weight (D) and rotated by `rope`; keys and values are written by `write_kv`.
+        -> queries (T, heads, D), which an implementation may place in `out` (T, heads * D)"""
+
     def attention(
         self,
         q: Tensor,

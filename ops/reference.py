@@ -127,6 +127,28 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Ten
         cache.flatten(0, 1)[places] = x.to(cache.dtype)
 
 
+def norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    places: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    dim = len(q_weight)
+    q, k, v = (
+        x.unflatten(1, (-1, dim)) for x in qkv.split([qkv.shape[1] - 2 * kv_heads * dim, *2 * [kv_heads * dim]], 1)
+    )
+    q, k = rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)
+    write_kv(k, v, k_cache, v_cache, places)
+    return q
+
+
 def _cached(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     """The first `length` cached tokens of `pages`, float32 (length, kv_heads, D)."""
     x = cache[pages].flatten(0, 1)[:length]

@@ -37,6 +37,12 @@ def check_ascend(case: Case, where: str) -> None:
             f"{where}: model_config.enable_cache_compile: true has nothing to keep with exe_mode: eager: choose a "
             "graph mode"
         )
+    for name, modes in (("super_kernel", ("ge_graph", "npugraph_ex")), ("static_kernels", ("npugraph_ex",))):
+        if getattr(case.ascend_config, name) and case.exe_mode not in modes:
+            raise UserError(
+                f"{where}: ascend_config.{name}: true has no meaning with exe_mode: {case.exe_mode}: choose "
+                f"{' or '.join(modes)}, or leave it out"
+            )
     if port is not None and port < 1024:
         raise UserError(f"{where}: ascend_config.base_port: {port} is the system's: choose 1024 or more, or 0")
     if hccl.deterministic and hccl.aiv_group != "none":

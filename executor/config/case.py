@@ -198,6 +198,14 @@ class AscendSettings:
     gemv_half_sums: bool = key(
         False, "sum eight rows in float16: faster by CANN's tables, less exact if sums cancel (docs/vector_core.md)"
     )
+    super_kernel: bool = key(
+        False, "launch the kernels of a layer's experts as one: a scope in ge_graph, super_kernel_optimize in "
+        "npugraph_ex. Never tried on hardware"
+    )  # fmt: skip
+    static_kernels: bool = key(
+        False, "compile kernels for the sizes of each captured step (npugraph_ex), which takes minutes at the start. "
+        "Never tried on hardware"
+    )  # fmt: skip
     memory_gb: int = key(64, "memory of one die, for `--plan` and its check", minimum=1, maximum=1024)
     cpu_affinity: bool = key(True, "keep each rank on the cores of its NPU's NUMA node (torch_npu's CPU_AFFINITY_CONF)")
     base_port: int | None = key(

@@ -40,10 +40,10 @@ def pack(
         rows_wanted += range(len(ids) - s.logit_rows, len(ids))
     tables = [[b.page for b in s.blocks] + [0] * (table_width - len(s.blocks)) for s in sequences]
     lengths = [s.end for s in sequences]
-    for _ in range(rows - len(sequences)):
+    for row in range(rows - len(sequences)):
         ids.append(0)
         positions.append(0)
-        places.append(pool.padding * pool.page_size)
+        places.append(pool.padding * pool.page_size + row % pool.page_size)  # ops want each place only once
         starts.append(len(ids))
         rows_wanted.append(len(ids) - 1)
         tables.append([pool.padding] * table_width)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
+from models.layers.norm import RMSNorm
 from ops.fixed import fixed
 
 
@@ -21,16 +22,34 @@ class PagedAttention(nn.Module):
     k_cache: Tensor  # ops.kv_cache(...)
     v_cache: Tensor
 
-    def __init__(self, build: Build, kv_heads: int, head_dim: int):
+    def __init__(self, build: Build, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
-        self.ops, self.kv_heads, self.head_dim = build.ops, kv_heads, head_dim
+        self.ops, self.heads, self.kv_heads, self.head_dim = build.ops, heads, kv_heads, head_dim
 
     def bind(self, k_cache: Tensor, v_cache: Tensor) -> None:
         self.k_cache, self.v_cache = fixed(k_cache), fixed(v_cache)
 
+    def keep_queries(self, rows: int) -> None:
+        """Makes the place of the queries of steps of `rows` tokens: a graph has kernels that write into a tensor, and
+        such a tensor has to be one of its inputs."""
+        shape = rows, self.heads * self.head_dim
+        self.register_parameter(f"queries_{rows}", fixed(self.k_cache.new_empty(shape)))
+
+    def normed(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
+        """Attention of queries and keys whose heads are first normalised and rotated.
+        qkv (T, (heads + 2 kv_heads) D) has queries, keys and values side by side. -> (T, heads * D)"""
+        q = self.ops.norm_rope_write(
+            qkv, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin, self.kv_heads, self.k_cache, self.v_cache,
+            batch.places, getattr(self, f"queries_{len(qkv)}", None),
+        )  # fmt: skip
+        return self._attend(q, batch)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """q (T, heads, D), k and v (T, kv_heads, D). -> (T, heads * D)"""
         self.ops.write_kv(k, v, self.k_cache, self.v_cache, batch.places)
+        return self._attend(q, batch)
+
+    def _attend(self, q: Tensor, batch: Batch) -> Tensor:
         out = self.ops.attention(
             q, self.k_cache, self.v_cache, batch.block_tables, batch.query_starts, batch.kv_lens, self.head_dim**-0.5
         )

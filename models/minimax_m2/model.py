@@ -44,7 +44,7 @@ class Attention(nn.Module):
             [Source("q_norm", q_rows, q_part, order), Source("k_norm", kv_rows, kv_part, order)],
             config.rms_norm_eps,
         )
-        self.attention = PagedAttention(build, self.sizes[1] // dim, dim)
+        self.attention = PagedAttention(build, self.sizes[0] // dim, self.sizes[1] // dim, dim)
         self.o_proj = RowLinear(build, "o_proj", tp, q_rows, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:

@@ -23,7 +23,6 @@ class Attention(nn.Module):
         dim, tp, bias = config.head_dim, build.parallel.attn_tp, config.attention_bias
         q_rows, kv_rows = config.num_attention_heads * dim, config.num_key_value_heads * dim
         kv_part = kv_shard(tp, config.num_key_value_heads).part(kv_rows)
-        self.head_dim, self.ops = dim, build.ops
         self.qkv_proj = MergedLinear(
             build,
             config.hidden_size,
@@ -34,16 +33,14 @@ class Attention(nn.Module):
             ],
             bias,
         )
-        self.sizes = [source.kept for source in self.qkv_proj.sources]
+        heads, kv_heads, _ = (source.kept // dim for source in self.qkv_proj.sources)
         self.q_norm = RMSNorm(build, dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(build, dim, config.rms_norm_eps)
-        self.attention = PagedAttention(build, self.sizes[1] // dim, dim)
+        self.attention = PagedAttention(build, heads, kv_heads, dim)
         self.o_proj = RowLinear(build, "o_proj", tp, q_rows, config.hidden_size, bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.sizes, dim=-1))
-        q, k = self.ops.rope(self.q_norm(q), self.k_norm(k), cos, sin)  # (T, heads, D), (T, kv_heads, D)
-        return self.o_proj(self.attention(q, k, v, batch))
+        return self.o_proj(self.attention.normed(self.qkv_proj(x), self.q_norm, self.k_norm, cos, sin, batch))
 
 
 class DenseMLP(nn.Module):

@@ -8,12 +8,16 @@ from ops.format import Format
 from ops.interface import Lengths
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
+TILE = 16  # columns of a tile
 MOST_PAGE = 512  # most tokens of a page, a limit of the attention op
 
 
 class AscendLayout:
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype  # type of activations
+    """`dtype` is the type of activations. With `tiled`, KV caches are in tiles of 16 columns, as
+    npu_qkv_rms_norm_rope_cache writes them."""
+
+    def __init__(self, dtype: torch.dtype, tiled: bool = False):
+        self.dtype, self.tiled, self.banks = dtype, tiled, 0
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # the fused norms need their weight in the type of their input
@@ -24,13 +28,17 @@ class AscendLayout:
     def expert_matrices(
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device
     ) -> AscendExperts:
-        return AscendExperts(count, inner, hidden, format, self.dtype, device)
+        self.banks += 1
+        return AscendExperts(count, inner, hidden, format, self.dtype, device, number=self.banks)
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """(pages, page_size, kv_heads * width): the layout of paged attention that takes one token per sequence."""
-        return torch.zeros(pages, page_size, kv_heads * width, dtype=dtype, device=device)
+        """(pages, page_size, kv_heads * width): the layout of paged attention that takes one token per sequence. Tiled:
+        (pages, kv_heads * width / 16, page_size, 16)"""
+        columns = kv_heads * width
+        shape = (columns // TILE, page_size, TILE) if self.tiled else (page_size, columns)
+        return torch.zeros(pages, *shape, dtype=dtype, device=device)
 
     def paging(
         self,
@@ -40,12 +48,12 @@ class AscendLayout:
         kv_lens: list[int],
         page_size: int,
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """Makes page places (T, 2), each a page and a position in it; if they were indices into a flat view of the
-        cache, a graph would copy the cache. Lengths stay host integers, because the launch of the attention op takes
-        integers."""
+        """Makes page places (T), or if caches are not tiled (T, 2), each a page and a position in it: with indices into
+        a flat view of such a cache, a graph would copy the cache. Lengths stay host integers, because the launch of the
+        attention op takes integers."""
         pairs = [divmod(place, page_size) for place in places]
         return (
-            torch.tensor(pairs, dtype=torch.int64).view(-1, 2),
+            torch.tensor(places if self.tiled else pairs, dtype=torch.int64).view(-1, *() if self.tiled else (2,)),
             torch.tensor(block_tables, dtype=torch.int32).view(len(block_tables), -1 if block_tables else 0),
             tuple(query_starts),
             tuple(kv_lens),

@@ -7,31 +7,37 @@ Shapes and types are checked here only if neither the schemas nor the meta funct
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 import torch_npu
+import torchair
 from torch import Tensor
 
 from errors import UserError
+from ops import composed
 from ops.ascend import moe
 from ops.ascend.cann import ALL_ABILITIES, Abilities
-from ops.ascend.layout import CAUSAL_MASK, AscendLayout
+from ops.ascend.layout import CAUSAL_MASK, TILE, AscendLayout
 from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendMatrix, Bank
-from ops.interface import Lengths
+from ops.interface import Lengths, Ops
 
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
+FUSED_HEAD_DIM = 128  # the one that npu_qkv_rms_norm_rope_cache takes
+TILED = "PA_NZ"  # cache_mode
 WHOLE_MASK, CAUSAL_AT_THE_END = 0, 3  # values of sparse_mode
 ALL_TOKENS = 2147483647  # for pre_tokens and next_tokens
-SIGMOID = 1  # value of norm_type
+SOFTMAX, SIGMOID = 0, 1  # values of norm_type
 MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
 
 
 class AscendOps(AscendLayout):
     """`moe` uses a routing of ops.ascend.moe.ROUTINGS. Steps of at most `gemv_tokens` tokens multiply by 4-bit weights
     on the vector cores; `half_sums` says how these add (ops/ascend/vector_core/schemas.py). `can` says what the
-    installed CANN can do."""
+    installed CANN can do. `super_kernel` marks the kernels of a layer's experts for GE, which launches them as one."""
 
     def __init__(
         self,
@@ -41,9 +47,10 @@ class AscendOps(AscendLayout):
         gemv_tokens: int = 0,
         half_sums: bool = False,
         can: Abilities = ALL_ABILITIES,
+        super_kernel: bool = False,
     ):
-        super().__init__(dtype)
-        self.gemv_tokens, self.half_sums, self.can = gemv_tokens, half_sums, can
+        super().__init__(dtype, can.tiled_cache)
+        self.gemv_tokens, self.half_sums, self.can, self.super_kernel = gemv_tokens, half_sums, can, super_kernel
         # The type of npu_moe_finalize_routing's scales: float32 is taken beside bfloat16 rows only.
         self.scales_type = torch.float32 if dtype == torch.bfloat16 and can.float_scales else dtype
         self.route_experts = moe.ROUTINGS[routing]
@@ -115,7 +122,43 @@ class AscendOps(AscendLayout):
         )  # fmt: skip
         return q.squeeze(1), k.squeeze(1)
 
+    def norm_rope_write(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        kv_heads: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        places: Tensor,
+        out: Tensor | None,
+    ) -> Tensor:
+        tokens, dim = len(qkv), len(q_weight)
+        if not self.tiled or dim != FUSED_HEAD_DIM or not tokens:
+            return composed.norm_rope_write(
+                cast(Ops, self), qkv, q_weight, k_weight, eps, cos, sin, kv_heads, k_cache, v_cache, places
+            )
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        if out is None:
+            out = qkv.new_empty(tokens, heads * dim)
+        torch_npu.npu_qkv_rms_norm_rope_cache(
+            qkv=qkv, q_gamma=q_weight, k_gamma=k_weight, cos=cos, sin=sin, index=places, q_out=out, k_cache=k_cache,
+            v_cache=v_cache, qkv_size=[1, tokens, heads + 2 * kv_heads, dim], head_nums=[heads, kv_heads, kv_heads],
+            k_scale=None, v_scale=None, k_offset=None, v_offset=None, epsilon=eps, cache_mode=TILED,
+            is_output_qkv=False,
+        )  # fmt: skip
+        return out.view(tokens, heads, dim)
+
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+        if self.tiled:
+            torch_npu.npu_scatter_pa_kv_cache(
+                key=k, value=v, key_cache=k_cache, value_cache=v_cache, slot_mapping=places, compress_lens=None,
+                compress_seq_offsets=None, seq_lens=None, cache_mode=TILED,
+            )  # fmt: skip
+            return
         for x, cache in ((k, k_cache), (v, v_cache)):
             torch_npu.npu_scatter_nd_update_(input=cache, indices=places, updates=x.flatten(1))
 
@@ -130,14 +173,20 @@ class AscendOps(AscendLayout):
         scale: float,
     ) -> Tensor:
         """In a decode step the sequences, of one token each, form a batch. With more tokens, sequences are packed, and
-        the causal mask is aligned to the end of each."""
-        if isinstance(query_starts, Tensor) or isinstance(kv_lens, Tensor):
+        the causal mask is aligned to the end of each. `kv_lens` may be a tensor in a GE graph of a decode step."""
+        on_device = isinstance(kv_lens, Tensor)
+        if isinstance(query_starts, Tensor) or (on_device and not torch.compiler.is_compiling()):
             raise TypeError("lengths must be host integers, as `paging` makes them")
         if block_tables.dtype != torch.int32:
             raise TypeError(f"block_tables: {block_tables.dtype}: npu_fused_infer_attention_score takes int32")
         tokens, heads, width = q.shape
         decode = tokens == len(kv_lens)
-        out, _ = torch_npu.npu_fused_infer_attention_score(
+        page_size, kv_heads = k_cache.shape[1], k_cache.shape[2] // width
+        if self.tiled:
+            page_size, kv_heads = k_cache.shape[2], k_cache.shape[1] * TILE // width
+            k_cache, v_cache = (x.unflatten(1, (kv_heads, width // TILE)) for x in (k_cache, v_cache))
+        fused = torchair.ops if on_device else torch_npu  # the same op, one with lengths as tensors
+        out, _ = fused.npu_fused_infer_attention_score(
             query=q[:, None] if decode else q,
             key=k_cache,
             value=v_cache,
@@ -170,10 +219,10 @@ class AscendOps(AscendLayout):
             pre_tokens=ALL_TOKENS,
             next_tokens=ALL_TOKENS,
             input_layout="BSND" if decode else "TND",
-            num_key_value_heads=k_cache.shape[2] // width,
+            num_key_value_heads=kv_heads,
             sparse_mode=WHOLE_MASK if decode else CAUSAL_AT_THE_END,
             inner_precise=0,
-            block_size=k_cache.shape[1],
+            block_size=page_size,
             antiquant_mode=0,
             key_antiquant_mode=0,
             value_antiquant_mode=0,
@@ -186,6 +235,8 @@ class AscendOps(AscendLayout):
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         """Weights are in the type of the logits, as the fused op returns them; ids are int32."""
+        if renormalise and self.can.renormalised and logits.shape[1] <= MOST_GATED:
+            return self._gated(logits, None, top_k, 1, SOFTMAX)
         weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(x=logits, finished=None, k=top_k)
         return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
 
@@ -194,16 +245,22 @@ class AscendOps(AscendLayout):
     ) -> tuple[Tensor, Tensor]:
         """Weights are in the model's type, ids are int32."""
         if renormalise and self.can.gating and logits.shape[1] <= MOST_GATED:
-            weights, ids, _ = torch_npu.npu_moe_gating_top_k(  # with a sigmoid it renormalises, whatever `renorm` is
-                x=logits, k=top_k, bias=bias, k_group=1, group_count=1, group_select_mode=0, renorm=0,
-                norm_type=SIGMOID, out_flag=False, routed_scaling_factor=1.0, eps=1e-20,
-            )  # fmt: skip
+            weights, ids = self._gated(logits, bias, top_k, 0, SIGMOID)  # which renormalises, whatever `renorm` is
             return weights.to(self.dtype), ids
         scores = logits.sigmoid()
         ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
         weights = scores.gather(-1, ids)
         weights = weights / weights.sum(-1, keepdim=True) if renormalise else weights
         return weights.to(self.dtype), ids.int()
+
+    def _gated(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renorm: int, norm_type: int
+    ) -> tuple[Tensor, Tensor]:
+        weights, ids, _ = torch_npu.npu_moe_gating_top_k(
+            x=logits, k=top_k, bias=bias, k_group=1, group_count=1, group_select_mode=0, renorm=renorm,
+            norm_type=norm_type, out_flag=False, routed_scaling_factor=1.0, eps=1e-20,
+        )  # fmt: skip
+        return weights, ids
 
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(-1)
@@ -213,6 +270,11 @@ class AscendOps(AscendLayout):
             raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
         if self.on_vector_cores(x, experts):
             return calls.moe(x, weights, ids, experts, first_expert, self.half_sums)
-        if first_expert is not None:
-            weights, ids = moe.resident(weights, ids, first_expert, experts.count)
-        return self.route_experts(x, weights, ids, experts)
+        with (
+            torchair.scope.super_kernel(f"experts{experts.number}")
+            if self.super_kernel and torch.compiler.is_compiling()
+            else nullcontext()
+        ):
+            if first_expert is not None:
+                weights, ids = moe.resident(weights, ids, first_expert, experts.count)
+            return self.route_experts(x, weights, ids, experts)

@@ -2,17 +2,20 @@
 with the shapes, types and lifetimes that they have on the NPU. So a model that runs on these ops shows how much memory
 a step takes. `tests/ascend/test_shapes.py` compares the two. Workspaces inside torch_npu's operators are not counted.
 
-With the kernels of ops/ascend/vector_core, a decode step makes fewer temporaries than are counted here.
+With the kernels of ops/ascend/vector_core, and with `npu_qkv_rms_norm_rope_cache`, a step makes fewer temporaries than
+are counted here.
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from ops import composed
 from ops.ascend.layout import AscendLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix
-from ops.interface import Lengths
+from ops.interface import Lengths, Ops
 
 
 class AscendShapes(AscendLayout):
@@ -77,6 +80,23 @@ class AscendShapes(AscendLayout):
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
         pass  # views of k and v are written
 
+    def norm_rope_write(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        kv_heads: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        places: Tensor,
+        out: Tensor | None,
+    ) -> Tensor:
+        own = cast(Ops, self)
+        return composed.norm_rope_write(own, qkv, q_weight, k_weight, eps, cos, sin, kv_heads, k_cache, v_cache, places)
+
     def attention(
         self,
         q: Tensor,
@@ -93,20 +113,21 @@ class AscendShapes(AscendLayout):
         return self.made("silu(gate) * up", x, *x.shape[:-1], x.shape[-1] // 2)
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        shape = len(logits), top_k
-        weights, ids = self.made("weights", logits, *shape), self.made("ids", logits, *shape, dtype=torch.int32)
-        _ = self.made("row index", ids, *shape)
-        return (self._renormalised(weights) if renormalise else weights), ids
+        return self._gated(logits, top_k)  # `npu_moe_gating_top_k_softmax` makes less
 
     def route_sigmoid(
         self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
     ) -> tuple[Tensor, Tensor]:
         if not renormalise:
             return self._plain_gating(logits, bias, top_k)
+        weights, ids = self._gated(logits, top_k)
+        return self._in_own_type(weights), ids
+
+    def _gated(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         shape = len(logits), top_k
         weights, ids = self.made("weights", logits, *shape), self.made("ids", logits, *shape, dtype=torch.int32)
         _ = self.made("unused scores", logits, *logits.shape, dtype=torch.float32)
-        return self._in_own_type(weights), ids
+        return weights, ids
 
     def _plain_gating(self, logits: Tensor, bias: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
         scores = self.made("scores", logits, *logits.shape)
@@ -121,10 +142,6 @@ class AscendShapes(AscendLayout):
         if weights.dtype == self.dtype:
             return weights
         return self.made("weights in the model's type", weights, *weights.shape, dtype=self.dtype)
-
-    def _renormalised(self, weights: Tensor) -> Tensor:
-        _ = self.made("sums of weights", weights, len(weights), 1)
-        return self.made("weights", weights, *weights.shape)
 
     def argmax(self, x: Tensor) -> Tensor:
         return self.made("argmax", x, len(x), dtype=torch.int64)

@@ -41,6 +41,7 @@ class SlotBank:
     w13: Gathered
     w2: Gathered
     planes: dict[str, Tensor]  # name of a plane in a block -> (count, *shape of the plane)
+    number: int = 0
 
 
 class Slots:

@@ -37,6 +37,8 @@ class Stored(Protocol):
 class Bank(Protocol):
     """The experts of one mixture."""
 
+    number: int
+
     @property
     def count(self) -> int: ...
     @property
@@ -131,12 +133,14 @@ class AscendExperts:
         dtype: torch.dtype,
         device: torch.device,
         room: Room | None = None,
+        number: int = 0,
     ):
+        """`number` tells the experts of a model's layers apart."""
         if count < 2:
             raise UserError(
                 "parallel_config: one expert on a rank: npu_grouped_matmul takes two or more; raise moe_tp_size"
             )
-        self.count, self.inner = count, inner
+        self.count, self.inner, self.number = count, inner, number
         self.w13 = Plane((count,), 2 * inner, hidden, format, dtype, device, room)
         self.w2 = Plane((count,), hidden, inner, format, dtype, device, room)
 

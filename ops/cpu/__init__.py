@@ -4,14 +4,15 @@ Calls into the native module are positional here: keywords cost half a microseco
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from errors import UserError
-from ops import reference
+from ops import composed, reference
 from ops.cpu.engine import TYPES, native, pointer
 from ops.cpu.layout import cache_shape
 from ops.cpu.matrix import NativeExperts, NativeMatrix
@@ -133,6 +134,23 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Ten
         _strided(k), _strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(places, INT), tokens, heads,
         width, k_cache.shape[3], k.stride(0), v.stride(0), TYPES[dtype],
     )  # fmt: skip
+
+
+def norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    places: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    own: Any = sys.modules[__name__]
+    return composed.norm_rope_write(own, qkv, q_weight, k_weight, eps, cos, sin, kv_heads, k_cache, v_cache, places)
 
 
 @traced

@@ -35,8 +35,8 @@ class Family:
         return self.name
 
 
+SIZES = dict(hidden_size=128, head_dim=128, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
 # head_dim 64: the narrowest that the rotary op takes
-SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
 M2_SIZES = dict(
     hidden_size=128, head_dim=64, rotary_dim=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
     num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=3, vocab_size=96, initializer_range=0.2,

@@ -65,6 +65,60 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
     return input
 
 
+def in_tiles(x: Tensor, cache: Tensor, places: Tensor) -> None:
+    """Writes x (T, columns) into a cache (pages, columns / 16, page size, 16)."""
+    expect(cache.is_contiguous() and cache.dtype == x.dtype, "tiled cache: contiguous, of the type of its rows")
+    expect(
+        cache.dim() == 4 and cache.shape[1::2] == (x.shape[1] // 16, 16), "tiled cache: (pages, columns / 16, .., 16)"
+    )
+    expect(places.dtype == torch.int64 and places.shape == x.shape[:1], "tiled cache: a place for each row")
+    expect(len(places.unique()) == len(places), "tiled cache: no place is written twice")
+    for row, place in zip(x, places.tolist(), strict=True):
+        page, offset = divmod(place, cache.shape[2])
+        cache[page, :, offset] = row.view(-1, 16)
+
+
+@under_schema
+def npu_scatter_pa_kv_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *,
+    compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None, seq_lens: Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
+) -> None:  # fmt: skip
+    expect(key.dim() == 3 and key.shape == value.shape and cache_mode == "PA_NZ", "scatter_pa_kv_cache: (T, heads, D)")
+    in_tiles(key.flatten(1), key_cache, slot_mapping)
+    in_tiles(value.flatten(1), value_cache, slot_mapping)
+
+
+@under_schema
+def npu_qkv_rms_norm_rope_cache(
+    qkv: Tensor, q_gamma: Tensor, k_gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, q_out: Tensor,
+    k_cache: Tensor, v_cache: Tensor, qkv_size: Sequence[int], head_nums: Sequence[int], *,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_offset: Tensor | None = None,
+    v_offset: Tensor | None = None, epsilon: float = 1e-6, cache_mode: str = "PA_NZ", is_output_qkv: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, length, heads, dim = qkv_size
+    expect(dim == 128 and cache_mode == "PA_NZ" and not is_output_qkv, "qkv_rms_norm_rope_cache: D is 128, tiles")
+    expect(qkv.shape == (batch * length, heads * dim) and sum(head_nums) == heads, "qkv_rms_norm_rope_cache: heads")
+    expect(head_nums[1] == head_nums[2] and head_nums[0] % head_nums[1] == 0, "qkv_rms_norm_rope_cache: groups")
+    expect(len(k_cache) >= -(-length // k_cache.shape[2]) * batch, "qkv_rms_norm_rope_cache: enough pages")
+    expect(cos.shape == sin.shape == (len(qkv), dim), "qkv_rms_norm_rope_cache: cos and sin are (T, D)")
+    types = {t.dtype for t in (qkv, q_gamma, k_gamma, cos, sin, q_out)}
+    expect(len(types) == 1, "qkv_rms_norm_rope_cache: one type")
+    expect(q_out.shape == (len(qkv), head_nums[0] * dim), "qkv_rms_norm_rope_cache: q_out (T, heads D)")
+    q, k, v = qkv.view(-1, heads, dim).float().split(list(head_nums), 1)
+
+    def turned(x: Tensor, gamma: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * gamma.float()
+        first, second = x.chunk(2, -1)
+        return (x * cos[:, None].float() + torch.cat((-second, first), -1) * sin[:, None].float()).to(qkv.dtype)
+
+    q_out.copy_(turned(q, q_gamma).flatten(1))
+    in_tiles(turned(k, k_gamma).flatten(1), k_cache, index)
+    in_tiles(v.flatten(1).to(qkv.dtype), v_cache, index)
+    undefined = qkv.new_full((), torch.nan)
+    return undefined, undefined.clone(), undefined.clone()
+
+
 @under_schema
 def npu_moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
@@ -86,13 +140,13 @@ def npu_moe_gating_top_k(
     expect(bias is None or (bias.dtype, bias.shape) == (x.dtype, x.shape[1:]), "gating_top_k: a bias as x")
     expect(input_ids is None and tid2eid is None, "gating_top_k: no table of experts")
     expect((k_group, group_count, group_select_mode) == (1, 1, 0), "gating_top_k: one group")
-    expect(renorm == 0, "gating_top_k: renorm 1 is refused before CANN 9.0")
+    expect(renorm in (0, 1), "gating_top_k: renormalises or does not")
     expect(norm_type in (0, 1), "gating_top_k: softmax or sigmoid")
     scores = x.float().sigmoid() if norm_type else x.float().softmax(-1)
     biased = scores if bias is None else scores + bias.float()
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     weights = scores.gather(-1, ids)
-    if norm_type:
+    if norm_type or renorm:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
     out = scores if out_flag else torch.full_like(scores, torch.nan)
     return (weights * routed_scaling_factor).to(x.dtype), ids.int(), out
@@ -219,7 +273,12 @@ def npu_fused_infer_attention_score(
         ends, packed = list(actual_seq_lengths), query
     expect(len(ends) == len(actual_seq_lengths_kv) == len(block_table), "attention: one length a sequence")
     heads, width = packed.shape[1:]
-    expect(heads == num_heads and key.shape[1:] == (block_size, num_key_value_heads * width), "attention: heads")
+    expect(heads == num_heads, "attention: heads")
+    if key.dim() == 5:  # tiles
+        shape = num_key_value_heads, width // 16, block_size, 16
+        expect(key.shape[1:] == value.shape[1:] == shape and width in (64, 128), "attention: tiles")
+        key, value = (cache.permute(0, 3, 1, 2, 4).flatten(2) for cache in (key, value))
+    expect(key.shape[1:] == (block_size, num_key_value_heads * width), "attention: a cache")
     out, start = torch.empty_like(packed), 0
     for end, length, pages in zip(ends, actual_seq_lengths_kv, block_table, strict=True):
         k, v = (

@@ -11,6 +11,7 @@ from executor.platform.base import Platform, Step
 from executor.platform.settings import PlatformSettings
 from models.config import ModelConfig
 from ops import load_ops
+from ops.ascend.cann import ALL_ABILITIES, Abilities
 from ops.ascend.ops import AscendOps
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 
@@ -39,13 +40,13 @@ class ReferenceOnCpu(OnCpu):
         self.ops = load_ops("reference")
 
 
-def ascend_on_cpu(routing: str, gemv_tokens: int = 0) -> type[Platform]:
+def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILITIES) -> type[Platform]:
     class AscendOnCpu(OnCpu):
         ops: AscendOps
 
         def __init__(self, settings: PlatformSettings, ranks: RankEnv):
             super().__init__(settings, ranks)
-            self.ops = AscendOps(getattr(torch, settings.dtype), self.device, routing, gemv_tokens)
+            self.ops = AscendOps(getattr(torch, settings.dtype), self.device, routing, gemv_tokens, can=can)
             self.settings = settings
 
         def shadow_device(self, top_k: int, stream_tokens: int) -> Device:

@@ -1,4 +1,5 @@
-"""L2: experts chosen by sigmoid scores plus a bias, by the fused op and by plain ones; and mistakes in it."""
+"""L2: experts chosen by softmax, or by sigmoid scores plus a bias, by fused ops and by plain ones; and mistakes in
+them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,14 @@ import torch_npu
 from torch import Tensor
 
 from ops import reference
-from ops.ascend.cann import ALL_ABILITIES, Abilities
+from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
 from ops.ascend.ops import AscendOps
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import M2
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.test_numerics import assert_same, logits, save
 
-CPU, PLAIN = torch.device("cpu"), Abilities(gating=False, float_scales=False)
+CPU, PLAIN = torch.device("cpu"), abilities(None)
 
 
 def ops(can: Abilities = ALL_ABILITIES) -> AscendOps:
@@ -34,6 +35,30 @@ def test_as_the_reference_chooses(can: Abilities, biased: bool, renormalise: boo
     assert (weights.dtype, ids.dtype) == (torch.bfloat16, torch.int32)
     assert torch.equal(ids.long(), chosen)
     torch.testing.assert_close(weights.float(), expected, atol=0, rtol=2**-8)
+
+
+@pytest.mark.parametrize("can", [ALL_ABILITIES, PLAIN], ids=["fused", "plain"])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_as_the_reference_chooses_by_softmax(can: Abilities, renormalise: bool) -> None:
+    torch.manual_seed(5)
+    scores = torch.randn(7, 128) * 2
+    weights, ids = ops(can).route_softmax(scores, 8, renormalise)
+    expected, chosen = reference.route_softmax(scores, 8, renormalise)
+    assert torch.equal(ids.long(), chosen)
+    assert bool((weights.sum(-1) > 0.999).all()) == renormalise
+    torch.testing.assert_close(weights.float(), expected, atol=0, rtol=1e-5)
+
+
+def test_a_softmax_is_renormalised_by_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = torch_npu.npu_moe_gating_top_k, []
+    monkeypatch.setattr(torch_npu, "npu_moe_gating_top_k", lambda **given: calls.append(given) or real(**given))
+    scores = torch.randn(3, 128)
+    for can, renormalise in ((PLAIN, True), (abilities("8.5.0"), True), (ALL_ABILITIES, False)):
+        ops(can).route_softmax(scores, 4, renormalise)
+    ops().route_softmax(torch.randn(3, 2049), 4, True)
+    assert not calls
+    ops().route_softmax(scores, 4, True)
+    assert [(given["renorm"], given["norm_type"]) for given in calls] == [(1, 0)]
 
 
 def test_which_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from executor.engine.settings import platform_settings
 from executor.job.logits import collect_logits
 from executor.job.runner import make_runner
 from executor.platform.settings import PlatformSettings
+from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import Plane, pack, quantise
 from ops.format import Format, Quantised
@@ -68,6 +69,13 @@ def assert_same(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
 def test_model_equals_reference(tmp_path: Path, routing: str, family: Family, options: dict[str, Any]) -> None:
     save(family, tmp_path, **options)
     assert_same(logits(tmp_path, ascend_on_cpu(routing)), logits(tmp_path, ReferenceOnCpu), 1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_model_equals_reference_on_an_earlier_cann(tmp_path: Path, family: Family) -> None:
+    save(family, tmp_path)
+    ours = logits(tmp_path, ascend_on_cpu("fusion_v2", can=abilities("8.5.0")))
+    assert_same(ours, logits(tmp_path, ReferenceOnCpu), 1e-4)
 
 
 def test_counts_of_older_releases_are_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,15 +65,19 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     for plane in (qkv, out, experts.w13, experts.w2):
         tiled(plane)
     weight = torch.empty(size.head_dim, dtype=BF16, device=device)
-    q, k, v = ops.linear(x, qkv, None).split([width, kv, kv], -1)
-    q = ops.rms_norm(q.view(tokens, size.heads, size.head_dim), weight, 1e-6)
-    k = ops.rms_norm(k.view(tokens, size.kv_heads, size.head_dim), weight, 1e-6)
     angles = torch.empty(tokens, size.head_dim, dtype=BF16, device=device)
-    q, k = ops.rope(q, k, angles, angles)
-    caches = [torch.empty(PAGES, PAGE, kv, dtype=BF16, device=device) for _ in range(2)]
+    caches = [ops.kv_cache(PAGES, PAGE, size.kv_heads, size.head_dim, BF16, device) for _ in range(2)]
     sequences = tokens if decode else 2
-    places = torch.zeros(tokens, 2, dtype=torch.int64, device=device)
-    ops.write_kv(k, v.view(tokens, size.kv_heads, size.head_dim), caches[0], caches[1], places)
+    places = ops.paging(list(range(tokens)), [], [], [], PAGE)[0].to(device)
+    heads = ops.linear(x, qkv, None)
+    if size.sigmoid:  # the norms are of whole rows
+        q, k, v = (part.unflatten(1, (-1, size.head_dim)) for part in heads.split([width, kv, kv], -1))
+        q, k = ops.rope(q.contiguous(), k.contiguous(), angles, angles)
+        ops.write_kv(k, v, caches[0], caches[1], places)
+    else:
+        q = ops.norm_rope_write(
+            heads, weight, weight, 1e-6, angles, angles, size.kv_heads, caches[0], caches[1], places, None
+        )
     tables = torch.zeros(sequences, 4, dtype=torch.int32, device=device)
     starts = list(range(tokens + 1)) if decode else [0, 7, tokens]
     lengths = [300] * tokens if decode else [7, tokens - 7]
@@ -153,18 +157,36 @@ def by_four_bits(groups: int) -> None:
     )  # fmt: skip
 
 
-def attention(page: int) -> None:
-    caches = [made(4, page, 128) for _ in range(2)]
+def ops() -> AscendOps:
+    return AscendOps(BF16, torch.device("npu"), "fusion_v2")
+
+
+def attention(page: int = 128, width: int = 128) -> None:
+    caches = [ops().kv_cache(4, page, 1, width, BF16, torch.device("npu")) for _ in range(2)]
     tables = made(2, 2, dtype=torch.int32)
-    AscendOps(BF16, torch.device("npu"), "fusion_v2").attention(
-        made(2, 4, 128), caches[0], caches[1], tables, [0, 1, 2], [9, 9], 1.0
-    )
+    ops().attention(made(2, 4, width), caches[0], caches[1], tables, [0, 1, 2], [9, 9], 1.0)
+
+
+def heads(
+    tokens: int = 2, page: int = 128, kv_heads: int = 1, places: torch.dtype = torch.int64, weights: int = 128,
+    values: int = 1,
+) -> None:  # fmt: skip
+    """Writes keys and values for two query heads of 128."""
+    angles, weight = made(tokens, 128), made(weights)
+    caches = [made(1, 8 * heads, page, 16) for heads in (kv_heads, values)]
+    torch_npu.npu_qkv_rms_norm_rope_cache(
+        made(tokens, 4 * 128), weight, weight, angles, angles, made(tokens, dtype=places), made(tokens, 256), *caches,
+        qkv_size=[1, tokens, 4, 128], head_nums=[2, 1, 1],
+    )  # fmt: skip
+
+
+def scatter(columns: int) -> None:
+    caches = [made(1, columns // 16, 128, 16) for _ in range(2)]
+    torch_npu.npu_scatter_pa_kv_cache(made(2, 1, 128), made(2, 1, 128), *caches, made(2, dtype=torch.int64))
 
 
 def rotary(heads: int) -> None:
-    AscendOps(BF16, torch.device("npu"), "fusion_v2").rope(
-        made(2, heads, 128), made(2, 4, 128), made(2, 128), made(2, 128)
-    )
+    ops().rope(made(2, heads, 128), made(2, 4, 128), made(2, 128), made(2, 128))
 
 
 BROKEN: dict[str, Callable[[], object]] = {
@@ -184,8 +206,26 @@ BROKEN: dict[str, Callable[[], object]] = {
     "2,048 experts at most": lambda: torch_npu.npu_moe_compute_expert_tokens(made(9, dtype=torch.int32), 2049),
     "k is 1,024 at most": lambda: torch_npu.npu_moe_gating_top_k_softmax(made(2, 2048), None, 1025),
     "255 at most with those of keys": lambda: rotary(252),
-    "blocks have 128 tokens": lambda: attention(256),
+    "blocks have 128 tokens": lambda: attention(page=256),
+    "heads of tiled caches have 64 or 128 values": lambda: attention(width=96),
+    "heads have 128 values": lambda: heads(weights=64),
+    "index is (tokens) int64": lambda: heads(places=torch.int32),
+    "as many tokens in all as the call": lambda: heads(tokens=129),
+    "caches are (blocks, columns / 16, tokens, 16)": lambda: heads(values=2),
+    "keys are (tokens, heads, values)": lambda: scatter(256),
 }  # fmt: skip
+
+
+def test_heads_are_not_fused_before_cann_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CANN_VERSION", "8.5.0")
+    (told,) = run_ranks(refused, 1, fresh=True, limit_s=300)
+    assert "not in CANN before 9.0" in told
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(RuntimeError, match="161002"):
+        heads()
+    return violations()[0]
 
 
 @pytest.mark.usefixtures("private_formats")

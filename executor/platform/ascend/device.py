@@ -16,7 +16,7 @@ from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from executor.platform.ascend.graphs import AscendGraphs
 from executor.platform.ascend.hccl import group_options
-from executor.platform.ascend.kernels import check_offsets, chosen_kernels, gating_lines, gemv_tokens
+from executor.platform.ascend.kernels import cache_line, check_offsets, chosen_kernels, gating_lines, gemv_tokens
 from executor.platform.ascend.versions import check_versions, read_versions
 from executor.platform.base import Platform, Step, graph_rows
 from executor.platform.settings import PlatformSettings
@@ -52,8 +52,15 @@ class AscendPlatform(Platform):
         if tokens:
             vector_core.load()
         ascend = settings.ascend
+        self.can = abilities(self.cann, hasattr(torch_npu, "npu_qkv_rms_norm_rope_cache"))
         self.own = AscendOps(
-            dtype, self.device, ascend.moe_routing, tokens, ascend.gemv_half_sums, abilities(self.cann)
+            dtype,
+            self.device,
+            ascend.moe_routing,
+            tokens,
+            ascend.gemv_half_sums,
+            self.can,
+            ascend.super_kernel and settings.exe_mode == "ge_graph",
         )
         self.ops = cast(Ops, self.own)
 
@@ -63,7 +70,11 @@ class AscendPlatform(Platform):
     def kernels(self, model: nn.Module) -> dict[str, str]:
         check_offsets(model, self.settings, self.cann)
         built = bool(vector_core.built())
-        return chosen_kernels(model, self.settings, built) | gating_lines(model, self.settings, self.cann)
+        return (
+            chosen_kernels(model, self.settings, built)
+            | cache_line(self.can)
+            | gating_lines(model, self.settings, self.cann)
+        )
 
     def group_options(self, group: str) -> Any:
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()

@@ -4,25 +4,26 @@ ge_graph     torch.compile into a GE graph (torchair's `max-autotune`)
 acl_graph    captured on the device and replayed (torchair's `reduce-overhead`)
 npugraph_ex  the same with torchair's newer backend
 
-Every tensor input has a fixed address, to which each step copies its data. KV lengths are host integers that the graph
-takes as symbols: `Data` nodes in GE, updated launches in a captured graph. So a step changes neither shapes nor
-constants, compiles nothing again and reads nothing back.
+Every tensor input has a fixed address, to which each step copies its data. KV lengths are one of them in GE, whose
+attention reads them on the device; in captured graphs they are host integers, with which launches are updated. So a
+step changes neither shapes nor constants, compiles nothing again and reads nothing back.
 """
 
 import dataclasses
 import re
 import types
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch_npu
 import torchair
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
 from torchair.inference._cache_compiler import CompiledModel
 
+from executor.config.case import AscendSettings
 from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.compile_cache import CompileCache, compile_facts
 from executor.platform.ascend.fallbacks import report
@@ -33,6 +34,7 @@ from executor.platform.settings import PlatformSettings
 from files import ROOT
 from models.batch import Batch
 from models.config import ModelConfig
+from models.layers.attention import PagedAttention
 from ops.ascend import (
     lowering,  # noqa: F401 (registers)
     vector_core,
@@ -44,7 +46,7 @@ MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_e
 TRACED = ("models", "ops", "cpu_offload", "executor/parallel", "executor/platform")
 
 
-def compiler_config(exe_mode: str) -> Any:
+def compiler_config(exe_mode: str, ascend: AscendSettings) -> Any:
     """torchair's CompilerConfig for one of MODES."""
     config = torchair.CompilerConfig()
     config.mode = MODES[exe_mode]
@@ -52,23 +54,32 @@ def compiler_config(exe_mode: str) -> Any:
     if exe_mode == "ge_graph":
         config.experimental_config.tiling_schedule_optimize = True
         config.experimental_config.topology_sorting_strategy = "StableRDFS"
+    if exe_mode == "npugraph_ex":
+        config.experimental_config.aclgraph._super_kernel_optimize = ascend.super_kernel
+        config.experimental_config.aclgraph._aclnn_static_shape_kernel = ascend.static_kernels
     return config
 
 
 class AscendGraph:
     """The decode step for one number of sequences: a compiled function and its inputs at fixed addresses."""
 
-    def __init__(self, compiled: Step, batch: Batch, device: torch.device):
-        self.compiled = compiled
+    def __init__(self, compiled: Step, batch: Batch, device: torch.device, lengths_on_device: bool = False):
+        self.compiled, self.lengths_on_device = compiled, lengths_on_device
+        batch = self.prepared(batch)
         self.host = {name: tensor.pin_memory() for name, tensor in batch.tensors().items()}
         self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
         for tensor in self.inputs.values():
             torch._dynamo.mark_static(tensor)
             torch._dynamo.mark_static_address(tensor)
 
+    def prepared(self, batch: Batch) -> Batch:
+        lengths = torch.tensor(batch.kv_lens) if self.lengths_on_device else batch.kv_lens
+        return dataclasses.replace(batch, kv_lens=lengths)
+
     def __call__(self, batch: Batch) -> Tensor:
         """The host does not wait for the copies from pinned memory. They cannot overwrite inputs in use: the tokens
         of the step before have been read, so that step has ended."""
+        batch = self.prepared(batch)
         for name, tensor in batch.tensors().items():
             self.host[name].copy_(tensor)
             self.inputs[name].copy_(self.host[name], non_blocking=True)
@@ -128,11 +139,15 @@ class AscendGraphs:
             return self.graphs[rows](batch)
 
     def _compile(self, rows: int, batch: Batch) -> Tensor:
-        step, config = named(self.step, rows), compiler_config(self.settings.exe_mode)
+        for layer in cast(nn.Module, self.step.__self__).modules():
+            if isinstance(layer, PagedAttention):
+                layer.keep_queries(rows)
+        in_ge = self.settings.exe_mode == "ge_graph"
+        step, config = named(self.step, rows), compiler_config(self.settings.exe_mode, self.settings.ascend)
         if self.cache is None:
             backend = torchair.get_npu_backend(compiler_config=config)
             compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
-            self.graphs[rows] = AscendGraph(compiled, batch, self.device)
+            self.graphs[rows] = AscendGraph(compiled, batch, self.device, in_ge)
             return self.graphs[rows](batch)
         shapes = {name: [list(t.shape), str(t.dtype)] for name, t in batch.tensors().items()}
         with self.cache.open(rows, shapes) as entry:
@@ -141,9 +156,9 @@ class AscendGraphs:
                 config=config,
                 dynamic=True,
                 cache_dir=str(entry.folder),
-                ge_cache=self.settings.exe_mode == "ge_graph",
+                ge_cache=in_ge,
             )
-            self.graphs[rows] = AscendGraph(compiled, batch, self.device)
+            self.graphs[rows] = AscendGraph(compiled, batch, self.device, in_ge)
             logits = self.graphs[rows](batch)
             entry.seal()
         return logits

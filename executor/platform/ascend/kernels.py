@@ -15,7 +15,7 @@ from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import SelectionBias
-from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, SIGMOID_GATING_SINCE, abilities, since
+from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, SIGMOID_GATING_SINCE, TILED_CACHE_SINCE, Abilities, abilities, since
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendMatrix, Bank
 
@@ -70,6 +70,17 @@ def check_offsets(model: nn.Module, settings: PlatformSettings, cann: str | None
                 "needs a zero point for each group of 4-bit weights: --set method=q4 zero_points=true, or install CANN "
                 f"{'.'.join(map(str, OPTIONAL_OFFSETS_SINCE))} or later"
             )
+
+
+def cache_line(can: Abilities) -> dict[str, str]:
+    """The kernels that write the KV cache."""
+    needs = f"CANN {'.'.join(map(str, TILED_CACHE_SINCE))} and torch_npu 2.10"
+    return {
+        "KV cache": "npu_qkv_rms_norm_rope_cache, which also splits, norms and rotates, for heads of 128 that have "
+        "norms of their own; npu_scatter_pa_kv_cache for others"
+        if can.tiled_cache
+        else f"npu_scatter_nd_update_ (tiles, which fewer kernels write, need {needs})"
+    }
 
 
 def gating_lines(model: nn.Module, settings: PlatformSettings, cann: str | None) -> dict[str, str]:

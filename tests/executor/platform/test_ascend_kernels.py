@@ -1,5 +1,6 @@
 """The choice of kernels for a case on ascend, its report and its refusals, without an NPU or torch_npu."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -93,15 +94,19 @@ def test_layers_that_differ_have_lines_of_their_own() -> None:
     assert lines["mlp.experts of layers 1"] == "npu_grouped_matmul (the weights do not have 4 bits)"
 
 
+ALL = tuple(field.name for field in dataclasses.fields(Abilities))
+
+
 @pytest.mark.parametrize(
-    ("cann", "gating", "float_scales"),
+    ("cann", "can"),
     [
-        (None, False, False), ("8.2.RC1", False, False), ("8.3.RC1", True, False), ("8.5.0", True, True),
-        ("9.1.0", True, True), ("10.0", True, True), ("unknown", False, False),
+        (None, ()), ("8.2.RC1", ()), ("8.3.RC1", ("gating",)), ("8.5.0", ("gating", "float_scales")),
+        ("9.0.0", ALL), ("10.0", ALL), ("unknown", ()),
     ],
 )  # fmt: skip
-def test_what_a_version_can_do(cann: str | None, gating: bool, float_scales: bool) -> None:
-    assert abilities(cann) == Abilities(gating, float_scales)
+def test_what_a_version_can_do(cann: str | None, can: tuple[str, ...]) -> None:
+    assert abilities(cann) == Abilities(**{name: name in can for name in ALL})
+    assert not abilities(cann, tiled_ops=False).tiled_cache
 
 
 @pytest.mark.parametrize("offload", [[], ["offload_config.mode=fixed", "slots=2", "exe_mode=acl_graph"]])

@@ -46,6 +46,17 @@ bool packed(const Object& weight) { return weight.type == ACL_INT32; }  // eight
 int64_t columns(const Object& weight) { return size(weight, -1) * (packed(weight) ? 8 : 1); }
 bool half(const Object& tensor) { return tensor.type == ACL_BF16 || tensor.type == ACL_FLOAT16; }
 
+bool one_type(const Call& call, const std::vector<int>& tensors) {
+    for (int i : tensors)
+        if (call.at(i).type != call.at(0).type) return false;
+    return true;
+}
+
+// Columns of a cache in tiles (blocks, columns / 16, tokens, 16); 0: it is none.
+int64_t tiled_columns(const Object& cache) {
+    return cache.shape.size() == 4 && size(cache, 3) == 16 ? 16 * size(cache, 1) : 0;
+}
+
 // Lists of a grouped product by 4-bit weights: rows, weights, scales, offsets if there are any, results.
 bool has_offsets(const Call& call) { return call.lists.size() >= 5; }
 
@@ -112,11 +123,53 @@ const Rule kRules[] = {
      },
      "heads have 64 or 128 values, and are 255 at most with those of keys",
      "OT 9.1.0 posembedding/apply_rotary_pos_emb/op_host/apply_rotary_pos_emb_tiling.cpp 280"},
+    {"aclnnQkvRmsNormRopeCache", 900, [](const Call&) { return false; }, "it is not in CANN before 9.0",
+     "OT 9.0.0 posembedding/qkv_rms_norm_rope_cache; 8.5.0 has none"},
+    {"aclnnQkvRmsNormRopeCache", kAny,
+     [](const Call& call) {
+         return size(call.at(1), 0) == 128 && half(call.at(0)) && one_type(call, {0, 1, 2, 3, 4, 6});
+     },
+     "heads have 128 values, and all inputs one type of 16 bits",
+     "OT 9.0.0 posembedding/qkv_rms_norm_rope_cache/op_kernel/qkv_rms_norm_rope_cache_comm.h 89; .._tiling.cpp 36, 57"},
+    {"aclnnQkvRmsNormRopeCache", kAny,
+     [](const Call& call) {
+         const Object &index = call.at(5), &cache = call.at(7);
+         const int64_t tokens = size(call.at(0), 0), page = size(cache, 2);
+         return index.type == ACL_INT64 && index.shape.size() == 1 && size(index, 0) == tokens && page % 32 == 0 &&
+                size(cache, 0) >= (tokens + page - 1) / page;
+     },
+     "index is (tokens) int64, blocks have a multiple of 32 tokens, and as many tokens in all as the call",
+     "OT 9.0.0 posembedding/qkv_rms_norm_rope_cache/op_host/qkv_rms_norm_rope_cache_tiling.cpp 109, 158"},
+    {"aclnnQkvRmsNormRopeCache", kAny,
+     [](const Call& call) {
+         const int64_t kv = tiled_columns(call.at(7)), queries = size(call.at(6), 1);
+         return tiled_columns(call.at(8)) == kv && kv > 0 && queries % kv == 0 &&
+                size(call.at(0), 1) == queries + 2 * kv;
+     },
+     "caches are (blocks, columns / 16, tokens, 16), queries a multiple of them",
+     "OT 9.0.0 posembedding/qkv_rms_norm_rope_cache/op_host/qkv_rms_norm_rope_cache_tiling.cpp 159, 188"},
+    {"aclnnScatterPaKvCache*", kAny,
+     [](const Call& call) {
+         const Object &key = call.at(0), &cache = call.at(1), &slots = call.at(2);
+         return key.shape.size() == 3 && tiled_columns(cache) == size(key, 1) * size(key, 2) &&
+                cache.type == key.type && (slots.type == ACL_INT32 || slots.type == ACL_INT64) &&
+                size(slots, 0) == size(key, 0);
+     },
+     "keys are (tokens, heads, values), caches (blocks, columns / 16, tokens, 16), slots (tokens)",
+     "OT 8.5.0 attention/scatter_pa_kv_cache/docs/aclnnScatterPaKvCache.md, the first case"},
+    {"aclnnFusedInferAttentionScore*", kAny,
+     [](const Call& call) {
+         const Object& key = call.first(0);
+         const int64_t width = 16 * size(key, 2);
+         return key.shape.size() != 5 || (size(key, 4) == 16 && (width == 64 || width == 128));
+     },
+     "heads of tiled caches have 64 or 128 values",
+     "OT 9.0.0 attention/fused_infer_attention_score/op_host/arch32/.._tiling_check_feature.cpp 735"},
     {"aclnnFusedInferAttentionScore*", kAny,
      [](const Call& call) {
          const Object* tables = call.find(ACL_INT32, 2);
-         const int64_t page = size(call.first(0), 1);
-         return tables && page == 128;
+         const Object& key = call.first(0);
+         return tables && size(key, key.shape.size() == 5 ? 3 : 1) == 128;
      },
      "block tables are int32, blocks have 128 tokens, the only number that both versions' documents have",
      "OT 8.5.0 and 9.1.0, documents of aclnnFusedInferAttentionScoreV3; code: .._tiling_check_feature.cpp 70"},
