@@ -270,11 +270,8 @@ class AscendOps(AscendLayout):
             raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
         if self.on_vector_cores(x, experts):
             return calls.moe(x, weights, ids, experts, first_expert, self.half_sums)
-        with (
-            torchair.scope.super_kernel(f"experts{experts.number}")
-            if self.super_kernel and torch.compiler.is_compiling()
-            else nullcontext()
-        ):
+        marked = self.super_kernel and torch.compiler.is_compiling()
+        with torchair.scope.super_kernel(f"experts{experts.number}") if marked else nullcontext():
             if first_expert is not None:
                 weights, ids = moe.resident(weights, ids, first_expert, experts.count)
             return self.route_experts(x, weights, ids, experts)

@@ -15,7 +15,7 @@ class Call:
 
 
 def calls_in(source: str, file: str) -> list[Call]:
-    """Every `torch_npu.npu_*(...)`. An argument without a name, or an op that is passed on uncalled, is refused."""
+    """Every `module.npu_*(...)`. An argument without a name, or an op that is passed on uncalled, is refused."""
     tree = ast.parse(source)
     found, called = [], set()
     for node in ast.walk(tree):
@@ -39,4 +39,5 @@ def all_calls() -> list[Call]:
 
 
 def _is_op(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch_npu.npu_")
+    of_module = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return of_module and node.attr.startswith("npu_")  # type: ignore[attr-defined]
