@@ -35,7 +35,7 @@ class Family:
         return self.name
 
 
-SIZES = dict(hidden_size=128, head_dim=128, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)
+SIZES = dict(hidden_size=128, head_dim=128, num_attention_heads=2, num_key_value_heads=1, moe_intermediate_size=64)
 # head_dim 64: the narrowest that the rotary op takes
 M2_SIZES = dict(
     hidden_size=128, head_dim=64, rotary_dim=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,

@@ -1,7 +1,7 @@
 """torchair's max-autotune mode without GE: torchair really lowers FX to a GE graph, which is kept instead of run.
 
 with ge_programs() as programs:
-    compiled(x)          # gives zeroes of the right shapes and dtypes
+    compiled(x)          # gives zeroes of the right shapes and dtypes; refused if a node breaks a rule of CANN
 (program,) = programs
 assert program.count()["MatMul"] == 1
 """
@@ -20,6 +20,8 @@ import torch
 from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef, OpDef, TensorDescriptor
 from torchair.core import _backend
 from torchair.ge import _ge_graph
+
+from tests.ascend.ge_rules import broken_rules
 
 Shape = tuple[int | str, ...]  # a dimension that is known only at run time is its formula, such as "s27", or else -1
 
@@ -132,6 +134,8 @@ def ge_programs() -> Iterator[list[GeProgram]]:
     def load(self: _backend.TorchNpuGraph, graph: _ge_graph.GeGraph, options: dict[str, str] | None = None) -> None:
         self.program = GeProgram(graph._proto, dict(options or {}))
         programs.append(self.program)
+        if broken := broken_rules(self.program):
+            raise RuntimeError("; ".join(broken))
 
     def run(
         self: _backend.TorchNpuGraph,

@@ -16,24 +16,24 @@ from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend
 from tests.ascend.log import device_log
 
 ATTENTION = [
-    "aclnnMatmulWeightNz (3,128)bfloat16 (128,1024)bfloat16:NZ (3,1024)bfloat16",
-    "aclnnQkvRmsNormRopeCache (3,1024)bfloat16 (128)bfloat16 (128)bfloat16 (3,128)bfloat16 (3,128)bfloat16 (3)int64"
-    " (3,512)bfloat16 (5,16,128,16)bfloat16 (5,16,128,16)bfloat16 ints(1,3,8,128) ints(4,2,2)",
+    "aclnnMatmulWeightNz (3,128)bfloat16 (128,512)bfloat16:NZ (3,512)bfloat16",
+    "aclnnQkvRmsNormRopeCache (3,512)bfloat16 (128)bfloat16 (128)bfloat16 (3,128)bfloat16 (3,128)bfloat16 (3)int64"
+    " (3,256)bfloat16 (5,8,128,16)bfloat16 (5,8,128,16)bfloat16 ints(1,3,4,128) ints(2,1,1)",
     # torch_npu gives tensors of five dimensions this format
-    "aclnnFusedInferAttentionScoreV3 (3,1,4,128)bfloat16 [(5,2,8,128,16)bfloat16:format30]"
-    " [(5,2,8,128,16)bfloat16:format30] ints(5,2,24) (3,1)int32 (3,1,4,128)bfloat16 (0)float32",
-    "aclnnMatmulWeightNz (3,512)bfloat16 (512,128)bfloat16:NZ (3,128)bfloat16",
+    "aclnnFusedInferAttentionScoreV3 (3,1,2,128)bfloat16 [(5,1,8,128,16)bfloat16:format30]"
+    " [(5,1,8,128,16)bfloat16:format30] ints(5,2,24) (3,1)int32 (3,1,2,128)bfloat16 (0)float32",
+    "aclnnMatmulWeightNz (3,256)bfloat16 (256,128)bfloat16:NZ (3,128)bfloat16",
     "aclnnAddRmsNorm (3,128)bfloat16 (3,128)bfloat16 (128)bfloat16 (3,128)bfloat16 (3,1)float32 (3,128)bfloat16",
 ]
 EARLIER_ATTENTION = [  # with CANN 8.5
     ATTENTION[0],
-    "aclnnRmsNorm (3,4,128)bfloat16@strides(1024,128,1) (128)bfloat16 (3,4,128)bfloat16 (3,4,1)float32",
-    "aclnnRmsNorm (3,2,128)bfloat16@strides(1024,128,1) (128)bfloat16 (3,2,128)bfloat16 (3,2,1)float32",
-    "aclnnApplyRotaryPosEmbV2 (3,1,4,128)bfloat16 (3,1,2,128)bfloat16 (3,1,1,128)bfloat16 (3,1,1,128)bfloat16",
-    "aclnnScatterNdUpdate (5,128,256)bfloat16 (3,2)int64 (3,256)bfloat16",
-    "aclnnScatterNdUpdate (5,128,256)bfloat16 (3,2)int64 (3,256)bfloat16@strides(1024,1)",
-    "aclnnFusedInferAttentionScoreV3 (3,1,4,128)bfloat16 [(5,128,256)bfloat16] [(5,128,256)bfloat16] ints(5,2,24)"
-    " (3,1)int32 (3,1,4,128)bfloat16 (0)float32",
+    "aclnnRmsNorm (3,2,128)bfloat16@strides(512,128,1) (128)bfloat16 (3,2,128)bfloat16 (3,2,1)float32",
+    "aclnnRmsNorm (3,1,128)bfloat16@strides(512,128,1) (128)bfloat16 (3,1,128)bfloat16 (3,1,1)float32",
+    "aclnnApplyRotaryPosEmbV2 (3,1,2,128)bfloat16 (3,1,1,128)bfloat16 (3,1,1,128)bfloat16 (3,1,1,128)bfloat16",
+    "aclnnScatterNdUpdate (5,128,128)bfloat16 (3,2)int64 (3,128)bfloat16",
+    "aclnnScatterNdUpdate (5,128,128)bfloat16 (3,2)int64 (3,128)bfloat16@strides(512,1)",
+    "aclnnFusedInferAttentionScoreV3 (3,1,2,128)bfloat16 [(5,128,128)bfloat16] [(5,128,128)bfloat16] ints(5,2,24)"
+    " (3,1)int32 (3,1,2,128)bfloat16 (0)float32",
     *ATTENTION[-2:],
 ]
 PRODUCT = "aclnnMm (3,128)bfloat16 (128,8)bfloat16 (3,8)bfloat16"
@@ -81,7 +81,7 @@ MOE = {
 }
 # MiniMax-M2: the norms are of all heads together, and the router is in float32.
 M2_ATTENTION = [
-    "aclnnMatmulWeightNz (3,128)bfloat16 (128,512)bfloat16:NZ (3,512)bfloat16",
+    ATTENTION[0],
     "aclnnRmsNorm (3,256)bfloat16@strides(512,1) (256)bfloat16 (3,256)bfloat16 (3,1)float32",
     "aclnnRmsNorm (3,128)bfloat16@strides(512,1) (128)bfloat16 (3,128)bfloat16 (3,1)float32",
     "aclnnApplyRotaryPosEmbV2 (3,1,4,64)bfloat16 (3,1,2,64)bfloat16 (3,1,1,64)bfloat16 (3,1,1,64)bfloat16",
@@ -89,8 +89,7 @@ M2_ATTENTION = [
     " (5,8,128,16)bfloat16 ints(1,1) ints(0,0)",
     "aclnnFusedInferAttentionScoreV3 (3,1,4,64)bfloat16 [(5,2,4,128,16)bfloat16:format30]"
     " [(5,2,4,128,16)bfloat16:format30] ints(5,2,24) (3,1)int32 (3,1,4,64)bfloat16 (0)float32",
-    "aclnnMatmulWeightNz (3,256)bfloat16 (256,128)bfloat16:NZ (3,128)bfloat16",
-    ATTENTION[-1],
+    *ATTENTION[-2:],
 ]
 EARLIER_M2_ATTENTION = [
     *M2_ATTENTION[:4],
@@ -115,18 +114,16 @@ PLAIN_GATING = [  # in place of the fused op, on a CANN that has none
     "aclnnDiv (3,3)float32 (3,1)float32 (3,3)float32",
 ]
 FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
-    ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,128)int32 (4,1024)bfloat16 (3,1024)bfloat16",
-    ATTENTION[3]: "aclnnWeightQuantBatchMatmulV2 (3,512)bfloat16 (512,16)int32 (16,128)bfloat16 (3,128)bfloat16",
-    M2_ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
-    M2_ATTENTION[6]: "aclnnWeightQuantBatchMatmulV2 (3,256)bfloat16 (256,16)int32 (8,128)bfloat16 (3,128)bfloat16",
+    ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
+    ATTENTION[3]: "aclnnWeightQuantBatchMatmulV2 (3,256)bfloat16 (256,16)int32 (8,128)bfloat16 (3,128)bfloat16",
     EXPERTS[0]: "aclnnGroupedMatmulV5 [(9,128)bfloat16] [(8,128,16)int32] [(8,4,128)bfloat16] (8)int64 ints()"
     " [(9,128)bfloat16]",
     EXPERTS[2]: "aclnnGroupedMatmulV5 [(9,64)bfloat16] [(8,64,16)int32] [(8,2,128)bfloat16] (8)int64 ints()"
     " [(9,128)bfloat16]",
 }
 PACKED_ATTENTION = {
-    QWEN3: "aclnnFusedInferAttentionScoreV3 (28,4,128)bfloat16 [(5,2,8,128,16)bfloat16:format30]"
-    " [(5,2,8,128,16)bfloat16:format30] (2048,2048)bool ints(4,5,28) ints(4,1,23) (3,1)int32 (28,4,128)bfloat16"
+    QWEN3: "aclnnFusedInferAttentionScoreV3 (28,2,128)bfloat16 [(5,1,8,128,16)bfloat16:format30]"
+    " [(5,1,8,128,16)bfloat16:format30] (2048,2048)bool ints(4,5,28) ints(4,1,23) (3,1)int32 (28,2,128)bfloat16"
     " (0)float32",
     M2: "aclnnFusedInferAttentionScoreV3 (28,4,64)bfloat16 [(5,2,4,128,16)bfloat16:format30]"
     " [(5,2,4,128,16)bfloat16:format30] (2048,2048)bool ints(4,5,28) ints(4,1,23) (3,1)int32 (28,4,64)bfloat16"

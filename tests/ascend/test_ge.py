@@ -16,7 +16,7 @@ from torchair.core import _backend
 from executor.platform.ascend import device
 from ops.ascend import lowering
 from ops.ascend.ops import AscendOps
-from tests.ascend.engine import FAMILIES, M2, PROMPTS, QWEN3, Family, ascend_case, ascend_runner, generate
+from tests.ascend.engine import FAMILIES, M2, PROMPTS, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import GeProgram, ge_programs
 
 FUSED = {  # kernels of a layer
@@ -195,6 +195,18 @@ def test_a_mistake_in_an_op_is_seen(
     program = decode_program(tmp_path)
     with pytest.raises(AssertionError):
         check(program)
+
+
+def narrow_places(self: AscendOps, *given: Any) -> Tensor:
+    return REAL(self, *given[:9], given[9].int(), given[10])
+
+
+def test_cann_refuses_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ascend_runner(ascend_case(tmp_path, "exe_mode=ge_graph", "strict=true"), tmp_path)
+    prefilled(runner)
+    monkeypatch.setattr(AscendOps, "norm_rope_write", narrow_places)
+    with ge_programs(), pytest.raises(RuntimeError, match=r"QkvRmsNormRopeCache: index is \(tokens\) int64"):
+        runner.loop.step()
 
 
 def test_torchairs_own_rotary_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def expected(family: Family, split: str) -> list[tuple[str, str]]:
     one all-reduce, where attention is split."""
     if split == "dp":  # a rank's tokens go to all experts: rows, weights, ids
         made = {
-            QWEN3: ("AddRmsNorm", "RealDiv", "MoeGatingTopKSoftmax"),
+            QWEN3: ("AddRmsNorm", "MoeGatingTopK", "MoeGatingTopK"),
             M2: ("AddRmsNormCast", "Cast", "MoeGatingTopK"),
         }
         return [*((GATHER, maker) for maker in made[family]), EXPERTS] * 2

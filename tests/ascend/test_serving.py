@@ -112,7 +112,7 @@ class Later(Script):
 def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int, int, list[str]]:
     """-> (rows; graphs made in the warm-up and in all; preemptions; communicators) of a rank"""
     Engine.choose = lambda self, logits, sequences: [next_token(s.ids) for s in sequences]  # type: ignore[method-assign]
-    case, ranks = started(rank, 2, folder, f"exe_mode={mode}", *ELASTIC, "offload_config.arena_mb=0.45")
+    case, ranks = started(rank, 2, folder, f"exe_mode={mode}", *ELASTIC)
     requests: list[Message] = [Submit(id, ids, Sampling(220, ignore_eos=True)) for id, ids in ASKED.items()]
     gone: list[Message] = [Submit(9, [1, 2, 3], Sampling(99, ignore_eos=True))]
     script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)], *([[]] * 900)])

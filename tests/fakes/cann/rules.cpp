@@ -1,6 +1,7 @@
 // What CANN's own sources demand of the arguments of the kernels that Umbra calls. A call that breaks a rule is refused
 // as aclnn would refuse it. Sources are files of ops-transformer (OT) with a branch and a line.
 #include <cstdio>
+#include <list>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -202,4 +203,27 @@ std::string fake::broken_rule(const std::string& kernel, const std::vector<const
         if (!holds) return std::string(rule.demand) + " (" + rule.source + ")";
     }
     return "";
+}
+
+// The same for a node of a GE graph. `numbers` describe its tensors in the order of the kernel's arguments, each as
+// whether it is a list's only member, its type, its rank, and its sizes.
+extern "C" const char* fake_broken_rule(const char* kernel, const int64_t* numbers, size_t count) {
+    static thread_local std::string told;
+    std::list<fake::Object> objects;
+    std::vector<const fake::Object*> arguments;
+    for (size_t i = 0; i < count;) {
+        fake::Object& tensor = objects.emplace_back();
+        tensor.type = static_cast<int>(numbers[i + 1]);
+        tensor.shape.assign(numbers + i + 3, numbers + i + 3 + numbers[i + 2]);
+        const fake::Object* argument = &tensor;
+        if (numbers[i]) {
+            fake::Object& list = objects.emplace_back();
+            list.members = {&tensor};
+            argument = &list;
+        }
+        arguments.push_back(argument);
+        i += 3 + numbers[i + 2];
+    }
+    told = fake::broken_rule(kernel, arguments);
+    return told.c_str();
 }

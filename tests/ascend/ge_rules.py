@@ -1,0 +1,59 @@
+"""CANN's rules (tests/fakes/cann/rules.cpp) for the nodes of a GE graph: each is the kernel of the same operator."""
+
+import ctypes
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tests.ascend.ge import GeProgram, Node, Value
+
+_fake = ctypes.CDLL("libfake_cann.so")
+_fake.fake_broken_rule.argtypes = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_size_t]
+_fake.fake_broken_rule.restype = ctypes.c_char_p
+
+KERNELS = {  # type of a node -> kernel
+    "ApplyRotaryPosEmb": "aclnnApplyRotaryPosEmbV2",
+    "FusedInferAttentionScore": "aclnnFusedInferAttentionScoreV3",
+    "GroupedMatmul": "aclnnGroupedMatmulWeightNz",
+    "MoeFinalizeRoutingV2": "aclnnMoeFinalizeRoutingV2",
+    "MoeGatingTopKSoftmax": "aclnnMoeGatingTopKSoftmax",
+    "MoeInitRoutingV3": "aclnnMoeInitRoutingV3",
+    "QkvRmsNormRopeCache": "aclnnQkvRmsNormRopeCache",
+    "ScatterPaKvCache": "aclnnScatterPaKvCache",
+}
+TYPES = {  # the numbers of AscendCL
+    torch.float32: 0, torch.float16: 1, torch.int32: 3, torch.int64: 9, torch.bool: 12, torch.bfloat16: 27,
+}  # fmt: skip
+
+
+def broken_rules(program: "GeProgram") -> list[str]:
+    """The rules that the nodes of `program` break."""
+    made = {out.source: out for node in program.nodes for out in node.outputs}
+    # 4-bit weights are made from int32; torchair knows no shape of what it copies.
+    origin = {f"{node.name}:0": node.inputs[0] for node in program.of("Bitcast", "TensorMove")}
+    found = []
+    for node in program.of(*KERNELS):
+        numbers: list[int] = []
+        for listed, value in _arguments(node, made, origin):
+            shape = [size if isinstance(size, int) else -1 for size in value.shape or ()]
+            numbers += [listed, TYPES[value.dtype], len(shape), *shape]
+        array = (ctypes.c_int64 * len(numbers))(*numbers)
+        rule = _fake.fake_broken_rule(KERNELS[node.type].encode(), array, len(numbers)).decode()
+        if rule:
+            found.append(f"{node.name}: {rule}")
+    return found
+
+
+def _arguments(node: "Node", made: dict[str, "Value"], origin: dict[str, str]) -> Iterator[tuple[bool, "Value"]]:
+    """(whether it is a list's member, tensor) of a node's inputs and outputs. Tensors that torchair makes in place of
+    absent ones have no shape here."""
+    for desc, name in zip(node.proto.input_desc, node.inputs, strict=True):
+        if name and not name.endswith(":-1"):
+            value = made[origin.get(name, name)]
+            if value.shape is not None:
+                yield bool(re.fullmatch(r"\D+\d+", desc.name)), value
+    for value in node.outputs:
+        yield node.type == "GroupedMatmul", value
