@@ -243,7 +243,7 @@ def test_padding_rows_write_to_a_page_of_the_arena_that_is_nobodys() -> None:
     batch = pack(load_ops("reference"), [], host.pages, (2,), table_width=3, rows=2)
     (page,) = set(batch.block_tables.flatten().tolist())
     assert sorted([*(block.page for block in held), page]) == list(range(8, 40, 4))
-    assert batch.places.tolist() == [page * PAGE] * 2
+    assert batch.places.tolist() == [page * PAGE, page * PAGE + 1]  # each place only once
 
 
 def test_watermarks_must_leave_a_gap() -> None:

@@ -190,7 +190,7 @@ def test_the_fullest_moment_depends_on_the_shape() -> None:
     assert moment() == "mlp.experts: sums over experts"
     assert moment(inner=31, top_k=4) == "mlp.experts: down's result"
     assert moment(inner=300) == "mlp.experts: silu(gate) * up"
-    assert moment(heads=64) == "self_attn.o_proj: product"
+    assert moment(heads=64) == "self_attn: attention"
     assert moment(inner=0, dense_inner=1000) == "mlp: silu(gate) * up"
     assert moment(vocabulary=100_000) == "the choice of tokens"
 
