@@ -97,6 +97,10 @@ CONFLICTS = {  # cycles; the scenarios of asc-devkit's bank_conflict_ub, and the
     "blocks_8_apart": {"Muls<float>": 3},
     "read_once": {"Add<float>": 1},
     "three_reads": {"MulAddDst<float,float>": 10},
+    "other_thirds": {},
+    "widened": {"MulAddDst<float,half>": 3},
+    "seed_axpy": {},
+    "seed_scale": {"MulAddDst<float,float>": 24},
 }
 
 

@@ -4,7 +4,8 @@
 // KB). In one cycle a group serves one read and one write, and a bank one of either; a repeat that asks for more takes
 // as many cycles more. Rules and measured examples: asc-devkit, example bank_conflict_ub. In particular:
 // - an operand's block is read once in a repeat if its block stride is 0, and once in all if its repeat stride is 0;
-// - where the first blocks of the destination and of a source are in one bank, the write waits and costs nothing.
+// - where the first blocks of the destination and of a source are in one bank, the write waits and costs nothing. Not
+//   modelled: that a write which waits may then meet another source's read in its bank.
 #pragma once
 #include "walk.h"
 

@@ -48,3 +48,21 @@ extern "C" __global__ __aicore__ void three_reads(GM_ADDR, GM_ADDR) {  // a numb
     Buffer ub;
     MulAddDst(ub.at(0x20000), ub.at(0), ub.at(0x10000), 300);
 }
+extern "C" __global__ __aicore__ void other_thirds(GM_ADDR, GM_ADDR) {  // the same groups, but other banks
+    Buffer ub;
+    Add(ub.at(0x10020), ub.at(0), ub.at(0x20100), 64, 64, {1, 1, 1, 8, 8, 8});
+}
+extern "C" __global__ __aicore__ void widened(GM_ADDR, GM_ADDR) {  // 128 bytes of halves and 256 of floats a repeat
+    Buffer ub;
+    MulAddDst(ub.at(0x20000), ub.at(0).ReinterpretCast<half>(), ub.at(0x10080).ReinterpretCast<half>(), 256);
+}
+
+// Two instructions of the seed's kernel at their addresses: half sums += a row * x, and float sums += half sums * scales.
+extern "C" __global__ __aicore__ void seed_axpy(GM_ADDR, GM_ADDR) {
+    Buffer ub;
+    Axpy(ub.at(90368).ReinterpretCast<half>(), ub.at(107008).ReinterpretCast<half>(), half(1), 1536);
+}
+extern "C" __global__ __aicore__ void seed_scale(GM_ADDR, GM_ADDR) {
+    Buffer ub;
+    MulAddDst(ub.at(82176), ub.at(107008), ub.at(115200), 1536);
+}
