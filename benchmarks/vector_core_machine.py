@@ -34,10 +34,11 @@ ALONE = {
     1 << 17: 78.5,
 }
 
-# Cycles of a repeat of 256 bytes of the widest type, without bank conflicts: low, high. The first is [asc] docs/zh/api,
-# "Vector instructions: theoretical performance", tables 6 to 13; the second [mskpp], if it is not the same. [mskpp] has
-# 2 for all instructions that read two operands, which is what [asc] bank_conflict_ub measures for a conflict, so these
-# are 1 here and the conflicts are counted by address.
+# Cycles of a repeat of 256 bytes of the widest type, without bank conflicts: low, high. One is [asc] docs/zh/api,
+# "Vector instructions: theoretical performance", tables 6 to 13, the other [mskpp], where they differ. [mskpp] has 2
+# for all instructions that read two operands, which is what [asc] bank_conflict_ub measures for a conflict, so these
+# are 1 here and the conflicts are counted by address. A repeat in [mskpp] is taken for the instruction's own, of 64
+# lanes where half is widened to float, since its Casts have the rates of [asc] only then.
 RATES: dict[str, tuple[float, float]] = dict.fromkeys(
     ("Abs", "Add", "Adds", "And", "Axpy", "Brcb", "Cast", "Duplicate", "Max", "Maxs", "Mul", "Muls", "Or", "Sub"),
     (1, 1),
@@ -56,7 +57,7 @@ RATES |= {
     "MulAddDst": (4, 6),
     "MulAddDst<float,half>": (4, 5),
     "PairReduceSum": (1, 1),
-    "TransDataTo5HD": (1, 1),
+    "TransDataTo5HD": (2, 2),  # a repeat is 16 blocks
     "WholeReduceMax": (7, 7),
     "WholeReduceSum<float>": (3, 7),
     "WholeReduceSum<half>": (7, 7),
