@@ -22,8 +22,8 @@ ALL_AT_ONCE = 1  # the schedule mode in which all blocks run together, so that t
 class Counts:
     """The counts of a run: `buffers` by name, and `cores[core][phase]`; a phase ends at a SyncAll.
 
-    A phase has mte2 and mte3 (count, bytes, bursts, by_move, by_burst), instructions and repeats by op, barriers by
-    pipe, flags, scalar_ub, scalar_gm, scalar_gm_bytes.
+    A phase has mte2 and mte3 (count, bytes, bursts, by_move, by_burst), instructions, repeats and conflicts by op,
+    barriers by pipe, flags, scalar_ub, scalar_gm, scalar_gm_bytes and ahead.
     """
 
     buffers: dict[str, dict[str, int]]

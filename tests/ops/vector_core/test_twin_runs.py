@@ -66,6 +66,7 @@ def test_counts() -> None:
     assert first["mte2"] == {"count": 2, "bytes": 512, "bursts": 8, "by_move": {"256": 2}, "by_burst": {"64": 8}}
     assert first["instructions"] == {"Duplicate<half>": 1, "Add<half>": 2}
     assert first["repeats"] == {"Duplicate<half>": 4, "Add<half>": 2}
+    assert first["conflicts"] == {"Add<half>": 2}  # the sources are 2048 and 1024 bytes apart
     assert first["barriers"] == {"V": 2}
     assert (first["flags"], first["scalar_ub"], first["scalar_gm"], first["scalar_gm_bytes"]) == (0, 0, 1, 2)
     assert second["mte3"] == {"count": 1, "bytes": 1024, "bursts": 1, "by_move": {"1024": 1}, "by_burst": {"1024": 1}}
@@ -75,6 +76,38 @@ def test_counts() -> None:
     assert counts.most("mte2", "bytes") == 512
     assert counts.most("mte2", "bytes", phase=1) == 0
     assert [core["instructions"]["Add<half>"] for core in counts.per_core()] == [1, 2]
+
+
+def test_loads_under_way_at_a_sync_all() -> None:
+    x, outputs = torch.ones(512, dtype=torch.half), {"y": ((512,), torch.half)}
+    counts = run(probes("ops"), "loaded_ahead", {"x": x}, outputs, b"", cores=1)[1]
+    assert [phase["ahead"] for phase in counts.cores[0]] == [0, 1, 0]
+
+
+CONFLICTS = {  # cycles; the scenarios of asc-devkit's bank_conflict_ub, and the documented 8 and 4 cycles of a write
+    "add_1": {},
+    "add_2": {"Add<float>": 64},
+    "add_3": {"Add<float>": 64},
+    "add_4": {},
+    "add_5": {"Add<float>": 64},
+    "add_6": {},
+    "add_7": {"Add<float>": 32},
+    "add_8": {},
+    "blocks_16_apart": {"Muls<float>": 7},
+    "blocks_8_apart": {"Muls<float>": 3},
+    "read_once": {"Add<float>": 1},
+    "three_reads": {"MulAddDst<float,float>": 10},
+    "other_thirds": {},
+    "widened": {"MulAddDst<float,half>": 3},
+    "seed_axpy": {},
+    "seed_scale": {"MulAddDst<float,float>": 24},
+}
+
+
+@pytest.mark.parametrize("kernel", CONFLICTS)
+def test_bank_conflicts(kernel: str) -> None:
+    counts = run(probes("banks"), kernel, {}, {}, b"", cores=1)[1]
+    assert counts.total["conflicts"] == CONFLICTS[kernel]
 
 
 def test_same_run_twice_is_the_same() -> None:
@@ -93,6 +126,8 @@ REFUSED = {  # a, b: bfloat16_t; i: int32_t; h: half; f: float; n: uint32_t
     "Muls(f, f, 1, 16)": "no matching function for call to .Muls",
     "Abs(i, i, 16)": "Abs takes half and float",
     "WholeReduceSum(i, i, 8, 1, 1, 1, 8)": "reductions take half and float",
+    "Select(h, n, h, h, 16)": "Select writes to bytes 184 to 192 KB",
+    "AddDeqRelu(h, i, i, 16)": "AddDeqRelu writes to bytes 184 to 192 KB",
     "SyncAll<false>()": "would wait for cube cores",
     "Mul(h, h, h, 16, 1, {1, 1, 1, n, 8, 8})": "narrowing conversion of .n.",
 }

@@ -1,6 +1,6 @@
 // Counts of a core's work between two SyncAlls, the input of the cycle model.
 //
-// Counts are not times: overlap of pipes, bank conflicts, caches and instruction fetch are not modelled.
+// Counts are not times: overlap of pipes, caches and instruction fetch are not modelled.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -20,7 +20,7 @@ struct Moves {
 };
 
 struct Instructions {
-    uint64_t count = 0, repeats = 0;
+    uint64_t count = 0, repeats = 0, conflicts = 0;  // conflicts: cycles, see banks.h
 };
 
 struct Counts {
@@ -28,6 +28,7 @@ struct Counts {
     std::map<std::string, Instructions> vector;
     std::map<std::string, uint64_t> barriers;
     uint64_t flags = 0, scalar_ub = 0, scalar_gm = 0, scalar_gm_bytes = 0;
+    uint64_t ahead = 0;  // loads that were under way when the SyncAll before it was reached
 };
 
 template <class Map> std::string histogram_json(const Map& map) {
@@ -48,10 +49,14 @@ inline std::string moves_json(const Moves& moves) {
 }
 
 inline std::string counts_json(const Counts& counts) {
-    std::map<std::string, uint64_t> instructions, repeats;
-    for (auto& [op, done] : counts.vector) instructions[op] = done.count, repeats[op] = done.repeats;
+    std::map<std::string, uint64_t> instructions, repeats, conflicts;
+    for (auto& [op, done] : counts.vector) {
+        instructions[op] = done.count, repeats[op] = done.repeats;
+        if (done.conflicts) conflicts[op] = done.conflicts;
+    }
     return "{\"mte2\": " + moves_json(counts.in) + ", \"mte3\": " + moves_json(counts.out) +
            ", \"instructions\": " + histogram_json(instructions) + ", \"repeats\": " + histogram_json(repeats) +
+           ", \"conflicts\": " + histogram_json(conflicts) + ", \"ahead\": " + std::to_string(counts.ahead) +
            ", \"barriers\": " + histogram_json(counts.barriers) + ", \"flags\": " + std::to_string(counts.flags) +
            ", \"scalar_ub\": " + std::to_string(counts.scalar_ub) +
            ", \"scalar_gm\": " + std::to_string(counts.scalar_gm) +

@@ -6,38 +6,12 @@
 // documented ones. Within a repeat, a source and the destination are either the same or disjoint. A repeat may not read
 // what an earlier one wrote, with two exceptions: the second source of Add, Sub, Mul, Max with a repeat stride of 0
 // (half, int32, float), and the destination that MulAddDst and Axpy add to, for which the documentation has no rule
-// (these are counted separately, see README.md). Not modelled: masks bit by bit, masks set outside of the call, bank
-// conflicts.
+// (these are counted separately, see README.md). Not modelled: masks bit by bit, masks set outside of the call.
 #pragma once
+#include "banks.h"
 #include "copies.h"
 
 namespace twin {
-
-struct Walk {  // one operand of an instruction
-    Slot* slot;
-    uint32_t begin, bits;
-    uint32_t block_stride = 1, repeat_stride = 8;
-    const char* name;
-    bool chains = false;  // whether a repeat may read what an earlier repeat wrote
-
-    uint32_t block_lanes() const { return 256 / bits; }
-    uint8_t* at(Core& core, uint32_t repeat, uint32_t lane) const {
-        return core.ub + begin + repeat * repeat_stride * kBlock + lane / block_lanes() * block_stride * kBlock +
-               lane % block_lanes() * bits / 8;
-    }
-    Region region(uint32_t lanes, uint32_t repeats) const {
-        const uint32_t bytes = (uint64_t(lanes) * bits + 7) / 8;
-        if (block_stride == 1 && repeat_stride * kBlock == bytes) return {slot, begin, bytes * repeats};
-        return {slot, begin, bytes, block_stride, repeat_stride, repeats};
-    }
-};
-
-template <class T>
-Walk walk(const AscendC::LocalTensor<T>& tensor, const char* name, uint32_t block_stride = 1,
-          uint32_t repeat_stride = 8, bool chains = false) {
-    tensor.valid();
-    return {tensor.slot, tensor.begin, bits_of<T>, block_stride, repeat_stride, name, chains};
-}
 
 struct Shape {  // lanes of one repeat; `count`: the form of the call that takes a number of elements
     uint32_t lanes, repeats;
@@ -103,7 +77,16 @@ inline bool begin_vector(Core& core, uint16_t op, Shape shape, const Walk& dst, 
     core.write(PIPE_V, out, "the destination");
     Instructions& done = core.counts().vector[Shadow::op_names()[op]];
     done.count += 1;
-    done.repeats += shape.count ? (shape.lanes + most - 1) / most : shape.repeats;
+    const uint32_t repeats = shape.count ? (shape.lanes + most - 1) / most : shape.repeats;
+    done.repeats += repeats;
+    std::vector<Walk> read(first, first + sources);
+    if (reads_dst) read.push_back(dst);
+    const auto step = [&](Walk walk) {
+        if (shape.count) walk.repeat_stride = most * walk.bits / 256;
+        return walk;
+    };
+    std::transform(read.begin(), read.end(), read.begin(), step);
+    done.conflicts += bank_conflicts(step(dst), read, std::min(shape.lanes, most), repeats);
     return true;
 }
 

@@ -178,6 +178,13 @@ struct Shadow {
         std::fill(ub + begin_, ub + end, 0xff);
     }
 
+    // The number of a pipe's instructions for whose end no other pipe has waited.
+    uint32_t under_way(int pipe) const {
+        uint32_t ended = 0;
+        for (int other = 0; other < kPipes; ++other) ended = std::max(ended, known[other][pipe]);
+        return number[pipe] - ended;
+    }
+
     void barrier(int pipe) {
         if (pipe == PIPE_ALL) {
             for (auto& row : known) std::copy(number, number + kPipes, row);

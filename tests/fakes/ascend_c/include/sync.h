@@ -32,10 +32,12 @@ template <bool isAIVOnly = true> void SyncAll() {
         core.fail(
             "SyncAll<true>() needs KERNEL_TYPE_MIX_AIV_1_0: with other vector types the hardware starts no "
             "scheduler for it");
+    const uint64_t ahead = core.under_way(PIPE_MTE2);
     core.barrier(PIPE_ALL);
     core.waits = true;
     swapcontext(&core.context, &twin::run()->scheduler);
     core.phases.emplace_back();
+    core.counts().ahead = ahead;
 }
 
 // The workspace begins with memory of CANN's library; the kernel's own part follows.

@@ -191,4 +191,13 @@ void Axpy(const LocalTensor<T>& dst, const LocalTensor<U>& src, const U& scalar,
                             [scalar](U a, T d) { return twin::add_product<T, U>(a, scalar, d); });
 }
 
+// Bytes 184 to 192 KB of the UB are the scratch of these calls on Atlas A2/A3; here they belong to buffers.
+#define TWIN_SCRATCH(NAME)                                                                                     \
+    template <class... T> void NAME(const T&...) {                                                             \
+        static_assert(!sizeof...(T), #NAME " writes to bytes 184 to 192 KB of the UB, which buffers use too"); \
+    }
+TWIN_SCRATCH(Select)
+TWIN_SCRATCH(AddDeqRelu)
+#undef TWIN_SCRATCH
+
 }  // namespace AscendC

@@ -173,3 +173,20 @@ extern "C" __global__ __aicore__ void counted(GM_ADDR x_, GM_ADDR y_, GM_ADDR, G
     WaitFlag<HardEvent::V_MTE3>(EVENT_ID0);
     DataCopy(y[512 * GetBlockIdx()], sum, 512);
 }
+
+// The second phase's input is loaded before the SyncAll, which waits for it.
+extern "C" __global__ __aicore__ void loaded_ahead(GM_ADDR x_, GM_ADDR y_, GM_ADDR, GM_ADDR) {
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
+    TPipe pipe;
+    TQue<QuePosition::VECIN, 1> in;
+    pipe.InitBuffer(in, 2, 1024);
+    GlobalTensor<half> x, y;
+    x.SetGlobalBuffer((__gm__ half*)x_), y.SetGlobalBuffer((__gm__ half*)y_);
+    auto part = in.AllocTensor<half>();
+    DataCopy(part, x, 512);
+    in.EnQue(part);
+    SyncAll<true>();
+    part = in.DeQue<half>();
+    in.FreeTensor(part);
+    SyncAll<true>();
+}
