@@ -37,7 +37,8 @@ def check_ascend(case: Case, where: str) -> None:
             f"{where}: model_config.enable_cache_compile: true has nothing to keep with exe_mode: eager: choose a "
             "graph mode"
         )
-    for name, modes in (("super_kernel", ("ge_graph", "npugraph_ex")), ("static_kernels", ("npugraph_ex",))):
+    graphs = ("ge_graph", "acl_graph", "npugraph_ex")
+    for name, modes in (("super_kernel", graphs[::2]), ("static_kernels", graphs[2:]), ("prefetch", graphs)):
         if getattr(case.ascend_config, name) and case.exe_mode not in modes:
             raise UserError(
                 f"{where}: ascend_config.{name}: true has no meaning with exe_mode: {case.exe_mode}: choose "

@@ -202,6 +202,10 @@ class AscendSettings:
         False, "launch the kernels of a layer's experts as one: a scope in ge_graph, super_kernel_optimize in "
         "npugraph_ex. Never tried on hardware"
     )  # fmt: skip
+    prefetch: bool = key(
+        False, "read the attention weights of the next layer into the L2 cache while the experts' sums go over ranks "
+        "(npu_prefetch, in graphs). Never tried on hardware"
+    )  # fmt: skip
     static_kernels: bool = key(
         False, "compile kernels for the sizes of each captured step (npugraph_ex), which takes minutes at the start. "
         "Never tried on hardware"

@@ -22,7 +22,7 @@ from ops.ascend import moe
 from ops.ascend.cann import ALL_ABILITIES, Abilities
 from ops.ascend.layout import CAUSAL_MASK, TILE, AscendLayout
 from ops.ascend.vector_core import calls
-from ops.ascend.weights import AscendMatrix, Bank
+from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from ops.interface import Lengths, Ops
 
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
@@ -269,7 +269,15 @@ class AscendOps(AscendLayout):
         if ids.dtype != torch.int32:
             raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
         if self.on_vector_cores(x, experts):
-            return calls.moe(x, weights, ids, experts, first_expert, self.half_sums)
+            y = calls.moe(x, weights, ids, experts, first_expert, self.half_sums)
+        else:
+            y = self._grouped(x, weights, ids, experts, first_expert)
+        if isinstance(experts, AscendExperts) and experts.ahead and torch.compiler.is_compiling():
+            ahead = experts.ahead.data
+            torch_npu.npu_prefetch(input=ahead, dependency=y, max_size=ahead.nbytes, offset=0)
+        return y
+
+    def _grouped(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None) -> Tensor:
         marked = self.super_kernel and torch.compiler.is_compiling()
         with torchair.scope.super_kernel(f"experts{experts.number}") if marked else nullcontext():
             if first_expert is not None:

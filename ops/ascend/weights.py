@@ -141,6 +141,7 @@ class AscendExperts:
                 "parallel_config: one expert on a rank: npu_grouped_matmul takes two or more; raise moe_tp_size"
             )
         self.count, self.inner, self.number = count, inner, number
+        self.ahead: AscendMatrix | None = None  # the weight that is read next, if it is to be prefetched
         self.w13 = Plane((count,), 2 * inner, hidden, format, dtype, device, room)
         self.w2 = Plane((count,), hidden, inner, format, dtype, device, room)
 

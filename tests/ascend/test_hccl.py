@@ -108,6 +108,24 @@ def test_collectives_of_a_decode_step(tmp_path: Path, family: Family, split: str
         assert f"rank={rank} buffer=200 expansion={2 if split == 'dp' else 3} " in line
 
 
+def prefetched(rank: int, folder: Path) -> list[tuple[str, tuple[int, ...]]]:
+    """(the node that a prefetch waits for, the shape of what it reads) of each prefetch in a decode step's graph"""
+    case, ranks = started(rank, 2, folder, "exe_mode=ge_graph", "ascend_config.prefetch=true")
+    runner = ascend_runner(case, folder, ranks)
+    with ge_programs() as programs:
+        generate(runner)
+    (program,) = programs
+    types = {node.name: node.type for node in program.nodes}
+    made = {out.source: out for node in program.nodes for out in node.outputs}
+    return [(types[node.inputs[1].partition(":")[0]], made[node.inputs[0]].shape) for node in program.of("Cmo")]
+
+
+def test_the_next_layers_projection_is_read_ahead(tmp_path: Path) -> None:
+    ascend_case(tmp_path)
+    for found in run_ranks(prefetched, 2, tmp_path):
+        assert found == [("MoeFinalizeRoutingV2", (128, 384))]  # none after the last layer
+
+
 SPLIT_NORM = Counter(ConcatV2=1, Pow=1, RealDiv=2, Rsqrt=1, Unpack=1, MoeFinalizeRoutingV2=2)
 
 

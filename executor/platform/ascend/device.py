@@ -3,6 +3,7 @@
 import sys
 import time
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,10 +17,18 @@ from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from executor.platform.ascend.graphs import AscendGraphs
 from executor.platform.ascend.hccl import group_options
-from executor.platform.ascend.kernels import cache_line, check_offsets, chosen_kernels, gating_lines, gemv_tokens
+from executor.platform.ascend.kernels import (
+    cache_line,
+    check_offsets,
+    chosen_kernels,
+    gating_lines,
+    gemv_tokens,
+    prefetch_attention,
+)
 from executor.platform.ascend.versions import check_versions, read_versions
 from executor.platform.base import Platform, Step, graph_rows
 from executor.platform.settings import PlatformSettings
+from models.causal_lm import CausalLM
 from models.config import ModelConfig
 from ops.ascend import vector_core
 from ops.ascend.cann import abilities
@@ -65,6 +74,8 @@ class AscendPlatform(Platform):
         self.ops = cast(Ops, self.own)
 
     def compile(self, step: Step, model_config: ModelConfig) -> Step:
+        if self.settings.ascend.prefetch and self.ranks.world_size > 1:
+            prefetch_attention(cast(CausalLM, cast(MethodType, step).__self__))
         return AscendGraphs(step, self.settings, self.ranks, self.device, model_config)
 
     def kernels(self, model: nn.Module) -> dict[str, str]:

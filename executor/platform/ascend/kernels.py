@@ -1,6 +1,7 @@
 """Which of Ascend's kernels multiply with a model's weights: those of ops/ascend/vector_core where tokens are few and
 weights have 4 bits, else torch_npu's. Imports neither torch_npu nor torchair."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -11,13 +12,14 @@ from torch import nn
 from errors import UserError
 from executor.platform.ascend.fallbacks import report
 from executor.platform.settings import PlatformSettings
+from models.causal_lm import CausalLM
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import SelectionBias
 from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, SIGMOID_GATING_SINCE, TILED_CACHE_SINCE, Abilities, abilities, since
 from ops.ascend.vector_core.calls import unfit
-from ops.ascend.weights import AscendMatrix, Bank
+from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 
 BUILD = "bash ops/ascend/vector_core/build.sh"
 
@@ -81,6 +83,15 @@ def cache_line(can: Abilities) -> dict[str, str]:
         if can.tiled_cache
         else f"npu_scatter_nd_update_ (tiles, which fewer kernels write, need {needs})"
     }
+
+
+def prefetch_attention(model: CausalLM) -> None:
+    """Lets each layer's experts ask for the weight that the next layer reads first."""
+    for layer, following in itertools.pairwise(model.model.layers):
+        projection = next(m.weight for m in following.modules() if isinstance(m, MergedLinear))
+        for experts in layer.modules():
+            if isinstance(experts, Experts) and isinstance(experts.weights, AscendExperts):
+                experts.weights.ahead = cast(AscendMatrix, projection)
 
 
 def gating_lines(model: nn.Module, settings: PlatformSettings, cann: str | None) -> dict[str, str]:
