@@ -4,10 +4,13 @@
 #     bash test.sh --quick [pytest arguments]      the inner loop: no test that is marked slow, none of tests/ascend
 #     bash test.sh ascend [pytest arguments]       only tests/ascend, which needs a Python of its own
 # A test's name is printed when it ends; after five minutes in one test its stack is printed. `-n 0` runs in one process.
+# The checks and tests/ascend run beside the main tests; what they print comes at the end, and meanwhile is in build/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
 umbra_setup
+export OMP_NUM_THREADS=1      # PyTorch's threads wait without sleeping, and the workers have all cores
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same files
 workers=(-n "$(nproc)" --maxprocesses 4 --dist worksteal)
 
 umbra_checks() {
@@ -59,15 +62,21 @@ ascend)
     exit
     ;;
 esac
-umbra_checks &
+mkdir -p build
+umbra_checks >build/checks.log 2>&1 &
 checks=$!
 umbra_setup_ascend
 umbra_emulators
-wait "$checks"
+umbra_test_ascend >build/ascend.log 2>&1 &
+ascend=$!
+trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
 status=0
 echo "== pytest"
 .venv/bin/python -m pytest "${workers[@]}" -m "not alone" "$@" || status=$?
+wait "$ascend" || status=1
+cat build/ascend.log
+wait "$checks" || status=1
+cat build/checks.log
 echo "== pytest, what needs all cores for itself"
 .venv/bin/python -m pytest -m alone "$@" || [ $? = 5 ] || status=1 # 5: the arguments select none of them
-umbra_test_ascend || status=$?
 exit "$status"
