@@ -9,9 +9,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
 umbra_setup
-export OMP_NUM_THREADS=1      # PyTorch's threads wait without sleeping, and the workers have all cores
-unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same files
 workers=(-n "$(nproc)" --maxprocesses 4 --dist worksteal)
+export OMP_NUM_THREADS=1      # PyTorch's threads wait without sleeping; nproc would read this too
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same files
 
 umbra_checks() {
     echo "== ruff"
