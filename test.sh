@@ -4,11 +4,14 @@
 #     bash test.sh --quick [pytest arguments]      the inner loop: no test that is marked slow, none of tests/ascend
 #     bash test.sh ascend [pytest arguments]       only tests/ascend, which needs a Python of its own
 # A test's name is printed when it ends; after five minutes in one test its stack is printed. `-n 0` runs in one process.
+# The checks and tests/ascend run beside the main tests, with their names before their lines.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
 umbra_setup
 workers=(-n "$(nproc)" --maxprocesses 4 --dist worksteal)
+export OMP_NUM_THREADS=1      # PyTorch's threads wait without sleeping; nproc would read this too
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same files
 
 umbra_checks() {
     echo "== ruff"
@@ -59,15 +62,18 @@ ascend)
     exit
     ;;
 esac
-umbra_checks &
+umbra_checks 2>&1 | sed -u 's/^/checks: /' &
 checks=$!
 umbra_setup_ascend
 umbra_emulators
-wait "$checks"
+umbra_test_ascend 2>&1 | sed -u 's/^/ascend: /' &
+ascend=$!
+trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
 status=0
 echo "== pytest"
 .venv/bin/python -m pytest "${workers[@]}" -m "not alone" "$@" || status=$?
+wait "$ascend" || status=1
+wait "$checks" || status=1
 echo "== pytest, what needs all cores for itself"
 .venv/bin/python -m pytest -m alone "$@" || [ $? = 5 ] || status=1 # 5: the arguments select none of them
-umbra_test_ascend || status=$?
 exit "$status"

@@ -1,6 +1,7 @@
 """The ranks of a job: started as a user's are or, where that is not what is tested, forked from one process that has
 imported torch."""
 
+import gc
 import os
 import runpy
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from errors import collect_seldom
 from files import ROOT
 
 
@@ -46,6 +48,7 @@ def run_rank(rank: int) -> None:
 
 
 def main() -> None:
+    collect_seldom()
     import torch.multiprocessing
 
     import executor.job.logits
@@ -55,6 +58,7 @@ def main() -> None:
     sys.argv = [*program, "--results", folder]
     os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    gc.freeze()  # ranks neither look through what they share nor copy its pages
     torch.multiprocessing.start_processes(run_rank, nprocs=int(world_size), start_method="fork")
 
 

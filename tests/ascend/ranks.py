@@ -13,6 +13,7 @@ imported them. That process has used no device and compiled nothing. Its environ
 start, which is at the first use.
 """
 
+import gc
 import multiprocessing
 import os
 import time
@@ -29,8 +30,8 @@ import torch_npu
 from tests.ranks import free_port
 
 multiprocessing.get_context("forkserver").set_forkserver_preload([
-    "pytest", "torch_npu", "executor.platform.ascend.device", "executor.platform.ascend.graphs", "tests.ascend.engine",
-    "tests.ascend.ge", "tests.ascend.log",
+    "tests.conftest", "pytest", "torch_npu", "executor.platform.ascend.device", "executor.platform.ascend.graphs",
+    "tests.ascend.engine", "tests.ascend.ge", "tests.ascend.log",
 ])  # fmt: skip
 
 
@@ -72,7 +73,13 @@ def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float =
 
 def run_gloo_ranks(body: Callable[..., None], ranks: int, *args: Any) -> None:
     """Calls body(rank, port, *args) on each rank, without a device; a rank that raises fails the test."""
-    torch.multiprocessing.start_processes(body, (free_port(), *args), nprocs=ranks, start_method="forkserver")
+    arguments = body, free_port(), args
+    torch.multiprocessing.start_processes(run_gloo_rank, arguments, nprocs=ranks, start_method="forkserver")
+
+
+def run_gloo_rank(rank: int, body: Callable[..., None], port: int, args: Any) -> None:
+    gc.freeze()  # a rank neither looks through what it shares nor copies its pages
+    body(rank, port, *args)
 
 
 def receive(rank: int, receiver: Connection, child: multiprocessing.process.BaseProcess) -> Any:
@@ -86,6 +93,7 @@ def receive(rank: int, receiver: Connection, child: multiprocessing.process.Base
 
 
 def run_rank(sender: Connection, body: Callable[..., Any], rank: int, ranks: int, port: int, args: Any) -> None:
+    gc.freeze()  # as above
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     try:

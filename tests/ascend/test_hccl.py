@@ -2,9 +2,11 @@
 each group's communicator."""
 
 import contextlib
+import functools
 import io
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,11 +97,23 @@ def decode_without_sums(rank: int, folder: Path) -> Seen:
     return decode(rank, folder)
 
 
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family, str], list[Seen]]:
+    """What both ranks have seen of a family in a split, which run once."""
+
+    @functools.cache
+    def seen(family: Family, split: str) -> list[Seen]:
+        folder = tmp_path_factory.mktemp("decoded")
+        ascend_case(folder, family=family)  # written before all ranks read it
+        return run_ranks(decode, 2, folder, *SPLITS[split])
+
+    return seen
+
+
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_collectives_of_a_decode_step(tmp_path: Path, family: Family, split: str) -> None:
-    ascend_case(tmp_path, family=family)  # written before all ranks read it
-    for rank, seen in enumerate(run_ranks(decode, 2, tmp_path, *SPLITS[split])):
+def test_collectives_of_a_decode_step(decoded: Callable[[Family, str], list[Seen]], family: Family, split: str) -> None:
+    for rank, seen in enumerate(decoded(family, split)):
         assert seen.collectives == expected(family, split)
         assert seen.casts == {QWEN3: [], M2: [("MoeGatingTopK", torch.bfloat16)] * 2}[family]
         (line,) = seen.opened  # all groups are the same two ranks: one communicator
@@ -129,10 +143,9 @@ def test_the_next_layers_projection_is_read_ahead(tmp_path: Path) -> None:
 SPLIT_NORM = Counter(ConcatV2=1, Pow=1, RealDiv=2, Rsqrt=1, Unpack=1, MoeFinalizeRoutingV2=2)
 
 
-def test_the_split_norm_of_minimax_m2(tmp_path: Path) -> None:
+def test_the_split_norm_of_minimax_m2(decoded: Callable[[Family, str], list[Seen]]) -> None:
     """Its nodes, and its all-reduce: one flat float32 tensor with a number for each token's queries and its keys."""
-    ascend_case(tmp_path, family=M2)
-    for seen in run_ranks(decode, 2, tmp_path):
+    for seen in decoded(M2, "tp"):
         assert [seen.sizes[i] for i in (1, 4)] == [((2 * 4,), torch.float32)] * 2
         kernels = Counter(M2_FUSED) + SPLIT_NORM
         around = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head

@@ -27,6 +27,7 @@ LENGTHS = ("input_max_len=160", "max_new_tokens=250", "strict=true")
 # The arena has room for a few experts and for six pages of 128 tokens.
 ELASTIC = (*LENGTHS, "offload_config.mode=elastic", "offload_config.arena_mb=0.9", "serve_config.reserve=0")
 ASKED = {id: [(7 * id + i) % 90 for i in range(120 + id)] for id in range(3)}  # three run in a graph for four
+NEW = 145  # tokens: the requests begin in their first page and end in their third
 
 
 def next_token(ids: list[int]) -> int:
@@ -75,17 +76,17 @@ def check_graphs(server: Server, captured: bool) -> None:
         script.sent.clear()
         worker._generated = 0
         for id, ids in ASKED.items():
-            server.submit(id, ids, 220)
+            server.submit(id, ids, NEW)
         server.finish()
         resident.add(len(offload.slots) if offload else 0)
     assert (worker.preemptions > 0) == captured
     assert (len(resident) > 1) == captured
-    check_answers(script, 220)
+    check_answers(script, NEW)
     rows = [row for out in script.of(Out) for row in out.rows]
     assert {row.id for row in rows} == set(ASKED)  # no row of a graph's padding
-    assert sum(len(row.tokens) for row in rows) == worker._generated == 3 * 220
-    server.submit(10, ASKED[0], 200)
-    server.submit(11, ASKED[1], 200)
+    assert sum(len(row.tokens) for row in rows) == worker._generated == 3 * NEW
+    server.submit(10, ASKED[0], NEW)
+    server.submit(11, ASKED[1], NEW)
     for _ in range(9):
         worker.turn()
     server.abort(10)
@@ -94,7 +95,7 @@ def check_graphs(server: Server, captured: bool) -> None:
     assert script.rows(12)[0].found == 128
     assert graphs.compiles == made
     assert not [line for line in log.lines if line.startswith(("captured", "capture begin"))]
-    assert (sum(line.startswith("replay graph") for line in log.lines) > 200) == captured
+    assert (sum(line.startswith("replay graph") for line in log.lines) > NEW) == captured
     assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)
 
 
@@ -113,9 +114,9 @@ def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int,
     """-> (rows; graphs made in the warm-up and in all; preemptions; communicators) of a rank"""
     Engine.choose = lambda self, logits, sequences: [next_token(s.ids) for s in sequences]  # type: ignore[method-assign]
     case, ranks = started(rank, 2, folder, f"exe_mode={mode}", *ELASTIC)
-    requests: list[Message] = [Submit(id, ids, Sampling(220, ignore_eos=True)) for id, ids in ASKED.items()]
+    requests: list[Message] = [Submit(id, ids, Sampling(NEW, ignore_eos=True)) for id, ids in ASKED.items()]
     gone: list[Message] = [Submit(9, [1, 2, 3], Sampling(99, ignore_eos=True))]
-    script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)], *([[]] * 900)])
+    script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)], *([[]] * 600)])
     with device_log() as log:
         worker = Worker(ascend_runner(case, folder, ranks), script if rank == 0 else None)  # type: ignore[arg-type]
         worker.warm_up()
@@ -138,7 +139,7 @@ def test_two_ranks_over_hccl(tmp_path: Path) -> None:
         assert len(opened) == 1
     script = Script()
     script.sent = [Out(0, rows)]
-    check_answers(script, 220)
+    check_answers(script, NEW)
     assert 0 < len(script.rows(9)) < 10
     assert not script.ended(9)
 

@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--stop", action="store_true", help="rank 1's shadow pool before the first step")
+    parser.add_argument("--graph", action="store_true", help="not op by op as well")
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     case = load_case(args.case, args.overrides)
@@ -93,7 +94,7 @@ def main() -> None:
             together = [ids for _, ids in PROMPTS[: case.data_config.batch_size]]
             return runner, tokens, collect_logits(runner, together, 2)
 
-        for exe_mode in ("eager", "graph"):
+        for exe_mode in ("graph",) if args.graph else ("eager", "graph"):
             plain = dataclasses.replace(case, exe_mode=exe_mode)
             _, expected, logits = outcome(plain)
             for settings in modes:

@@ -19,9 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from executor.config.load import load_case
+from executor.job.runner import make_runner
 from files import ROOT
 from tests.ranks import free_port, launch_ranks
-from tests.tiny import save_tiny, write_case
+from tests.tiny import ONE_RANK, save_tiny, write_case
 
 pytestmark = pytest.mark.slow
 
@@ -63,16 +65,19 @@ def assert_one_error_line(done: subprocess.CompletedProcess[str], complaint: str
     assert complaint in done.stderr
 
 
-@pytest.mark.parametrize("name", ["demo", "demo_tp8"])
-def test_demo_answers_and_reports(cases: Path, name: str) -> None:
+FOUR = ["world_size=4", "attn_tp_size=4", "embed_tp_size=4", "lmhead_tp_size=4"]  # test_parallel.py has all eight
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("demo", 1), ("demo_tp8", 4)])
+def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
     case = str(cases / f"launch_{name}.yaml")
     before = folders(case)
-    done = infer(case, "--set", "max_new_tokens=6", "sampling_config.ignore_eos=true", "dtype=float32")
+    split = FOUR if ranks == 4 else []
+    done = infer(case, "--set", "max_new_tokens=6", "sampling_config.ignore_eos=true", "dtype=float32", *split)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr  # no progress bars where there is no terminal
     (folder,) = folders(case) - before
     report = json.loads((folder / "report.json").read_text())
-    ranks = 8 if name == "demo_tp8" else 1
     wanted = {
         "case", "platform", "exe_mode", "world_size", "completions", "ttft_ms", "tpot_ms_p50", "tpot_ms_p99",
         "prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_bytes", "versions",
@@ -92,18 +97,19 @@ def test_demo_answers_and_reports(cases: Path, name: str) -> None:
         assert words in done.stdout
 
 
-def test_data_parallel_chunked_prefill_answers_as_one_rank(demo: str) -> None:
+def test_data_parallel_chunked_prefill_answers_as_one_rank(demo: str, tmp_path: Path) -> None:
     greedy = ["exe_mode=eager", "method=none", "dtype=float32", "temperature=0", "max_new_tokens=12"]
     split = ["world_size=2", "attn_tp_size=1", "moe_tp_size=1", "chunked_prefill_size=3"]
-    answers = []
-    for overrides in (greedy, greedy + split):
-        before = folders(demo)
-        done = infer(demo, "--set", *overrides)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (folder,) = folders(demo) - before
-        report = json.loads((folder / "report.json").read_text())
-        answers.append([(c["tokens"], c["finish_reason"]) for c in report["completions"]])
-    assert answers[0] == answers[1]
+    before = folders(demo)
+    done = infer(demo, "--set", *greedy, *split)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = folders(demo) - before
+    reports = (
+        json.loads((folder / "report.json").read_text()),
+        make_runner(load_case(demo, greedy), tmp_path, ONE_RANK).run(),
+    )
+    split_answers, answers = ([(c["tokens"], c["finish_reason"]) for c in report["completions"]] for report in reports)
+    assert split_answers == answers
 
 
 def test_progress_bars_on_a_terminal() -> None:
@@ -228,14 +234,14 @@ def test_failing_rank_ends_the_job_and_is_named(demo: str, how: str) -> None:
 def test_killing_a_rank_ends_the_job_within_30_seconds(demo: str) -> None:
     before = folders(demo)
     job = subprocess.Popen(
-        ["bash", "infer.sh", demo, "--set", "world_size=4", "max_new_tokens=1500", "ignore_eos=true"],
+        ["bash", "infer.sh", demo, "--set", "world_size=2", "max_new_tokens=1500", "ignore_eos=true"],
         cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        victim = next(pid for pid in wait_for_ranks(job, 4) if rank_of(pid) == "3")
+        victim = next(pid for pid in wait_for_ranks(job, 2) if rank_of(pid) == "1")
         (folder,) = folders(demo) - before
         deadline = time.monotonic() + 120
-        log = folder / "rank3.log"
+        log = folder / "rank1.log"
         while not (log.exists() and "model ready" in log.read_text()):
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -247,7 +253,7 @@ def test_killing_a_rank_ends_the_job_within_30_seconds(demo: str) -> None:
     finally:
         job.kill()
     assert job.returncode not in (0, None)
-    assert f"error: rank 3 (pid {victim}) failed: killed by SIGKILL" in errors
+    assert f"error: rank 1 (pid {victim}) failed: killed by SIGKILL" in errors
     assert not any(rank_of(pid) for pid in descendants(job.pid))
 
 

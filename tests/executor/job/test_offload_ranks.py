@@ -33,12 +33,17 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
 
 
 @pytest.mark.parametrize(
-    ("family", "split"),
-    [*(("qwen3_moe", split) for split in SPLITS), ("minimax_m2", "dp2_tp2_moe_2x2")],
+    ("family", "split", "options"),
+    [
+        ("qwen3_moe", "tp2", []),
+        ("qwen3_moe", "dp2_tp2_moe_2x2", []),
+        ("qwen3_moe", "dp4_ep4", ["--graph"]),  # captures call op by op what eager runs do
+        ("minimax_m2", "dp2_tp2_moe_2x2", ["--graph"]),
+    ],
 )
-def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: str) -> None:
+def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: str, options: list[str]) -> None:
     size = SPLITS[split][1]["world_size"]
-    _, ranks_program = program(tmp_path, split, family=family)
+    _, ranks_program = program(tmp_path, split, *options, family=family)
     done = run_ranks(tmp_path, size, ranks_program)
     assert done.returncode == 0, done.stdout + done.stderr
     ranks: list[list[dict[str, Any]]]

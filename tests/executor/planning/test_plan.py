@@ -33,6 +33,7 @@ from models.rope import RopeConfig
 from ops.ascend.layout import AscendLayout
 from ops.ascend.shapes import AscendShapes
 from ops.format import FORMATS
+from tests.command import umbra
 from tests.tiny import save_tiny, tiny_case
 
 pytestmark = pytest.mark.slow
@@ -243,14 +244,20 @@ def start(command: list[str], **environment: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_run_py_and_infer_sh_print_the_same_plan_and_start_no_rank(name: str) -> None:
+def test_the_command_prints_the_plan_and_starts_no_rank(name: str) -> None:
+    planned = umbra("run", name, "--plan")
+    assert planned.returncode == 0, planned.stderr
+    assert f"{CASES[name]['tp']} rank(s)" in planned.stdout
+    assert f"{make_plan(load_case(name)).total:,}" in planned.stdout
+    assert not (ROOT / "results" / name).exists()
+
+
+def test_run_py_and_infer_sh_print_the_same_plan() -> None:
+    name = next(iter(CASES))
     alone = start([sys.executable, "run.py", "--plan"], CASE_NAME=name)
     launched = start(["bash", "infer.sh", name, "--plan"])
     assert alone.returncode == launched.returncode == 0, alone.stderr + launched.stderr
-    assert alone.stdout == launched.stdout
-    assert f"{CASES[name]['tp']} rank(s)" in alone.stdout
-    assert f"{make_plan(load_case(name)).total:,}" in alone.stdout
-    assert not (ROOT / "results" / name).exists()
+    assert alone.stdout == launched.stdout == umbra("plan", name).stdout
 
 
 def one_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ops.ascend.bridge import DONE, SUBMIT, Job
 from ops.cpu import engine, shadow
 from ops.format import FORMATS
-from tests.ops.cpu.test_shadow import KINDS, Model, cpu, heavy, placements, routing, teams
+from tests.ops.cpu.test_shadow import KINDS, MANY, Model, cpu, heavy, placements, routing, teams
 
 TYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -166,7 +166,7 @@ def test_a_stopped_pool_fails_each_job_once() -> None:
     model = heavy()[0]
     pool = shadow.ShadowPool(teams(1))
     worker = shadow.Worker(pool)
-    caller = Caller(worker, model, 512, 8, torch.bfloat16)
+    caller = Caller(worker, model, MANY // 2, 8, torch.bfloat16)
     caller.fill(0)
     assert caller.submit() == 0
     pool.stop()
@@ -214,7 +214,7 @@ def test_while_a_late_job_is_computed_others_fail() -> None:
     """They would share its scratch memory. Nor does it look at tables or ids again."""
     model = heavy()[0]
     worker = shadow.Worker(shadow.ShadowPool(teams(1)))
-    late, next_one = (Caller(worker, model, 512, 8, torch.float32) for _ in range(2))
+    late, next_one = (Caller(worker, model, MANY // 2, 8, torch.float32) for _ in range(2))
     late.fill(0)
     expected = late.expected()
     assert late.submit() == 0
@@ -233,14 +233,14 @@ def test_what_a_job_needs_lives_as_long_as_it() -> None:
     model = heavy()[0]
     pool = shadow.ShadowPool(teams(1), timeout=0.001)
     worker = shadow.Worker(pool)
-    caller = Caller(worker, model, 512, 8, torch.float32)
+    caller = Caller(worker, model, MANY // 2, 8, torch.float32)
     caller.fill(0)
     expected = caller.expected()
     assert caller.submit() == 0
     assert caller.told.empty()
     del caller.worker, caller.model, worker, pool, model
     gc.collect()
-    rubbish = [torch.full((512 * 8, 512), torch.nan) for _ in range(8)]
+    rubbish = [torch.full((MANY * 4, 512), torch.nan) for _ in range(8)]
     assert caller.told.get(timeout=30) == 0
     assert torch.equal(caller.sums, expected)
     del rubbish
