@@ -16,6 +16,7 @@ from typing import Any
 import tests.ascend.ranks  # noqa: F401 (what the processes are forked from has imported torch_npu)
 from tools.npu_check import processes
 
+CASE = "tiny.yaml"  # beside the socket
 PLACE = ""  # the server's socket
 
 
@@ -63,8 +64,16 @@ def forked(fault: str) -> Any:
 
 
 def serve(place: str, told: Any) -> None:
-    import tests.ascend.computing  # noqa: F401 (imported once)
+    import torch
+    import torch._dynamo.convert_frame
+    import torch._functorch.aot_autograd
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401 (what compiling imports, once for all)
 
+    from tests.ascend import computing, npu_faults
+
+    torch.set_num_threads(1)  # threads of this process would be missing in those that are forked from it
+    npu_faults.small(str(Path(place).parent / CASE))
+    computing.start()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(place)
     listener.listen(64)
@@ -97,13 +106,12 @@ def become(place: str, arguments: list[str], environment: dict[str, str], log: s
         sys.stdout = sys.stderr = os.fdopen(out, "w", buffering=1)
         os.environ.clear()
         os.environ.update(environment)
+        os.environ.pop("CPU_AFFINITY_CONF", None)  # it needs a library of the driver
         PLACE, processes.start = place, forked(fault)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        from tests.ascend import computing, npu_faults
+        from tests.ascend import npu_faults
         from tools.npu_check.__main__ import main
 
-        computing.start()
-        npu_faults.small()
         if fault:
             getattr(npu_faults, fault)()
         main(arguments)

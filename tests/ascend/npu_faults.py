@@ -8,24 +8,27 @@ import torch_npu
 
 from ops.ascend import vector_core
 from tests.ascend.extension import load_extension
-from tools.npu_check import size
+from tools.npu_check import environment, size
 
 NEW = 1 << 62  # a time of building after every source
 
 
-def small() -> None:
-    """Replaces the sizes of real models, before the modules of the stages are imported."""
+def small(case: str) -> None:
+    """Replaces the sizes of real models, before the modules of the stages are imported. `case` takes the demo's
+    place."""
+    environment.CASE = case
+    torch_npu.npu.device_count = lambda: 2
     size.EIGHTH = size.WHOLE = size.Size("30B", 256, 96, 8, 4, 1, 128, 2)
     size.SIZES = (size.SMALL, size.WHOLE)
     vector_core.built = lambda *_: NEW  # type: ignore[assignment]
     vector_core.load = lambda *_: load_extension()  # type: ignore[assignment]
-    from tools.npu_check.stages import bridge, collectives, graphs, kernels, model, operators, overlap
+    from tools.npu_check.stages import bridge, collectives, graphs, kernels, model, operators, overlap, shadows
 
     operators.ROUNDS = kernels.ROUNDS = graphs.ROUNDS = collectives.ROUNDS = overlap.ROUNDS = 1
     kernels.LAYERS, kernels.READ_BYTES, kernels.BATCHES = 2, 1 << 16, (1, 8)
     graphs.LAUNCHES, graphs.COPIED = 4, 1 << 16
     collectives.BYTES, collectives.LOOPS, overlap.LOOPS, overlap.COUNT = (256, 4096), 2, 2, 64
-    model.STEPS, model.WIDE = 3, 2
+    model.STEPS, model.WIDE, shadows.SLOTS = 3, 2, 3
     bridge.LIMIT_S, bridge.LATE_S = 2.0, 0.1
 
 

@@ -2,12 +2,16 @@
 and named."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from executor.config.load import load_case, model_folder
 from tests.ascend import forks
+from tests.ascend.engine import SIZES
+from tests.tiny import save_tiny, write_case
 from tools.npu_check import processes, report
 from tools.npu_check.__main__ import check
 from tools.npu_check.outcome import FAIL, PASS, Outcome
@@ -17,10 +21,29 @@ from tools.npu_check.stage import STAGES, find
 LIMITS = {"hang": 2.0}
 
 
+def write_tiny_demo(folder: Path) -> None:
+    """The demo's case and tokenizer with a model of one layer, whose steps are compiled in less time."""
+    demo = load_case("demo")
+    save_tiny(folder / "model", **SIZES, num_hidden_layers=1, vocab_size=4096, initializer_range=0.1)
+    for file in model_folder(demo).glob("*token*"):
+        shutil.copy(file, folder / "model")
+    data = {"prompts": list(demo.data_config.prompts), "batch_size": 4}
+    write_case(
+        folder / forks.CASE,
+        folder / "model",
+        model_config={"dtype": "bfloat16"},
+        data_config=data,
+        cache_config={"page_size": 0},
+    )
+
+
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[None]:
-    process = forks.start_server(forks.temporary())
+    folder = forks.temporary()
+    write_tiny_demo(folder)
+    process = forks.start_server(folder)
     yield
+    shutil.rmtree(folder)
     process.kill()
     process.join()
 

@@ -78,6 +78,12 @@ def test_a_hang_is_cut_off_with_all_its_processes(tmp_path: Path, scripts: Scrip
         time.sleep(0.01)
 
 
+def test_a_stage_in_which_everything_hangs_is_given_up(tmp_path: Path, scripts: Scripts) -> None:
+    started = scripts(*[begin(case) + "sleep 60" for case in "abc"])
+    assert run(tmp_path) == [("a", FAIL), ("b", FAIL), ("other cases", SKIPPED)]
+    assert len(started) == 2
+
+
 def test_what_a_stage_leaves_behind_is_ended(tmp_path: Path, scripts: Scripts) -> None:
     scripts(f"sleep 60 & echo $! >{tmp_path}/pid;" + begin("a") + end("a"))
     assert run(tmp_path) == [("a", PASS)]

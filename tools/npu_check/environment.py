@@ -8,6 +8,7 @@ from executor.engine.settings import platform_settings
 from executor.platform import start_environment
 from ops.ascend.vector_core import package_path
 
+CASE = "demo"
 OPERATORS = "ASCEND_CUSTOM_OPP_PATH"
 CONNECT_S = 120  # most seconds of a collective, so that HCCL gives up before the case is cut off
 
@@ -19,7 +20,7 @@ def ascend_overrides(*overrides: str) -> list[str]:
 
 
 def demo_case(overrides: list[str]) -> Case:
-    return load_case("demo", overrides)
+    return load_case(CASE, overrides)
 
 
 def case_environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,11 @@ HINTS = (
         "CANN's environment is missing: source .../ascend-toolkit/set_env.sh in this shell, then run this again",
     ),
     (r"no module named .?torch_npu", "install torch_npu of torch's own release (docs/ascend.md)"),
+    (
+        r"libdcmi\.so",
+        "the driver's libdcmi.so is not in LD_LIBRARY_PATH, but placing ranks near their die needs it: add its folder "
+        "(/usr/local/dcmi), or run cases with --set cpu_affinity=false",
+    ),
     (r"\b16100[12]\b", f"aclnn refused an argument: a rule of this CANN that Umbra does not know yet. {LOGS}"),
     (r"\b561\d{3}\b", f"tiling, or the search for a kernel, failed: is this chip's operator package installed? {LOGS}"),
     (r"\b107002\b", "the process has no device: is the die in use, or hidden by ASCEND_RT_VISIBLE_DEVICES?"),
