@@ -37,8 +37,9 @@ UNDEFINED = (
     "set_",
     "resize_",
     "_local_scalar_dense",
+    "get_npu_format",
 )
-Job = Callable[[], None]
+ATTENTION = "npu_fused_infer_attention_score"
 
 
 def start() -> None:
@@ -127,6 +128,8 @@ class Computing(TorchDispatchMode):
         if self.updating:
             return self.update(func, args, kwargs)
         self.flush()
+        if name_of(func) == ATTENTION and func.namespace != "npu":
+            return self.__torch_dispatch__(*on_host_lengths(func, args, kwargs))
         result = func(*args, **kwargs)
         outs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if not any(t.device.type == "npu" for t in tensors + outs) or name_of(func) in UNDEFINED:
@@ -179,7 +182,17 @@ class Work:
         try:
             return self.func(*args, **kwargs)
         except NotImplementedError:  # no implementation for the CPU: nothing may depend on the result
+            print(f"{self.func} is not computed")
             return [torch.full(out.shape, torch.nan) for out in self.outs]
+
+
+def on_host_lengths(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """torchair's own form of attention, with lengths on the device, is for GE only: the call of torch_npu's instead."""
+    named = {given.name: value for given, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    for name in ("actual_seq_lengths", "actual_seq_lengths_kv"):
+        if isinstance(lengths := named.get(name), Tensor):
+            named[name] = on_cpu(lengths).tolist()
+    return torch.ops.npu.npu_fused_infer_attention_score.default, (), (), named
 
 
 def name_of(func: Any) -> str:
@@ -229,6 +242,17 @@ def attention(work: Work) -> None:
     put(work.kwargs["out"][0] if "out" in work.kwargs else work.outs[0], values[0])
 
 
+def qkv_functional(work: Work) -> None:
+    """The form in which torchair captures the op: it writes to copies of its outputs."""
+    args, kwargs = tree_map(moved, work.args), tree_map(moved, work.kwargs)
+    op = torch.ops.npu.npu_qkv_rms_norm_rope_cache.default
+    given = {a.name: value for a, value in zip(work.func._schema.arguments, args, strict=False)} | kwargs
+    written = {name: given[name].clone() for name in ("q_out", "k_cache", "v_cache")}
+    op(**{a.name: {**given, **written}[a.name] for a in op._schema.arguments if a.name in given})
+    for out, value in zip(work.outs, written.values(), strict=False):
+        put(out, value)
+
+
 def submit(work: Work) -> None:
     """The real one copies and calls the host; at a replay it must do so again, after what was computed for it."""
     if work.mode.replaying:
@@ -273,7 +297,8 @@ def summed(parts: list[Tensor]) -> Tensor:
 
 SPECIAL: dict[str, Callable[[Work], None]] = {
     "npu_format_cast": format_cast,
-    "npu_fused_infer_attention_score": attention,
+    ATTENTION: attention,
+    "npu_qkv_rms_norm_rope_cache_functional": qkv_functional,
     "_npu_fused_infer_attention_score_get_max_workspace": nothing,
     "shadow_submit": submit,
     "shadow_join": join,

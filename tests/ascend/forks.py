@@ -67,7 +67,7 @@ def serve(place: str, told: Any) -> None:
     import torch
     import torch._dynamo.convert_frame
     import torch._functorch.aot_autograd
-    import torch.fx.experimental.symbolic_shapes  # noqa: F401 (what compiling imports, once for all)
+    import torch.fx.experimental.symbolic_shapes
 
     from tests.ascend import computing, npu_faults
 

@@ -82,18 +82,17 @@ def test_everything_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("old_cann", "versions", "versions", "CANN 8.0.0 is not supported with torch_npu 2.9.0", "do not belong"),
         ("not_built", "builds", "vector-core operators", "ASCEND_HOME_PATH is not set", "set_env.sh"),
         ("refused_operator", "operators", "moe fusion_v2, tiled bfloat16, small", "161002", "aclnn refused"),
-        ("wrong_operator", "operators", "silu_mul, small", "result 0 differs by 0.1", "wrong numbers"),
-        ("broken_device", "operators", "rms_norm, small", "507015", "an address that it must not"),
-        ("wrong_kernel", "kernels", "fused_moe_w4a16, small, float sums", "differs by 0.1", "wrong numbers"),
-        ("capture_refused", "graphs", "captured graph", "captur", "captur"),
+        ("wrong_operator", "operators", "silu_mul, small", "result 0 differs by 0.", "wrong numbers"),
+        ("wrong_kernel", "kernels", "fused_moe_w4a16, small, float sums", "differs by 0.", "wrong numbers"),
+        ("capture_refused", "graphs", "captured graph", "107030", "does not capture"),
         ("stale_replay", "graphs", "captured graph", "replay 0 differs", "wrong numbers"),
-        ("wrong_graph", "graphs", "npugraph_ex", "decode_0 differs", "wrong numbers"),
+        ("wrong_graph", "graphs", "npugraph_ex", "logits differ", "wrong numbers"),
         ("killed_rank", "collectives", "2 ranks", "rank 1 was killed by SIGKILL", "the log of that rank"),
         ("wrong_sum", "collectives", "2 ranks, AIV", "differs", ""),
         ("no_callback", "bridge", "eager", "its callback has not come", "never fired"),
         ("hang", "overlap", "2 ranks", "did not end within 2 s", "cut off"),
-        ("lost_shadows", "shadows", "eager", "differs by", "wrong numbers"),
-        ("wrong_model", "model", "1 rank, npugraph_ex", "differs by", "wrong numbers"),
+        ("lost_shadows", "shadows", "eager", "logits differ", "wrong numbers"),
+        ("wrong_model", "model", "1 rank, npugraph_ex", "logits differ", "wrong numbers"),
     ],
 )
 def test_a_fault_is_found_and_named(run: Run, fault: str, stage: str, case: str, text: str, advice: str) -> None:
@@ -101,11 +100,14 @@ def test_a_fault_is_found_and_named(run: Run, fault: str, stage: str, case: str,
     assert found[case].result == FAIL, found
     assert text in found[case].text
     assert advice in found[case].hint
-    others = {name: o for name, o in found.items() if o.result == FAIL and name != case}
-    assert len(others) < len(found) - 1 or len(found) == 1, others
 
 
 def test_after_an_error_of_the_device_the_other_operators_are_checked(run: Run) -> None:
     found = run("operators", "broken_device")
-    assert {name for name, o in found.items() if o.result == FAIL} == {"rms_norm, small", "rms_norm, 30B"}
-    assert found["argmax, 30B"].result == PASS
+    assert {name: o.result for name, o in found.items()} == {
+        "rms_norm, small": FAIL, "argmax, small": PASS, "rms_norm, 30B": FAIL, "argmax, 30B": PASS,
+    }  # fmt: skip
+    assert found["rms_norm, small"].text == (
+        "The Inner error is reported / ACL stream synchronize failed, error code is 507015"
+    )
+    assert "an address that it must not" in found["rms_norm, small"].hint

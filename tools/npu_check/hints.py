@@ -46,9 +46,9 @@ HINTS = (
         r"rank \d+ (?:was killed|ended)",
         "the log of that rank, named above, tells why; the host's memory is a usual cause",
     ),
-    (r"differs|not finite", "wrong numbers: send the report; until then do not use this path"),
+    (r"\bdiffers?\b|not finite", "wrong numbers: send the report; until then do not use this path"),
     (
-        r"stream.{0,30}captur|captur.{0,60}not support|\b10702\d\b",
+        r"stream.{0,30}captur|captur.{0,60}not support|\b1070(?:2[4-9]|3\d|41)\b",
         "this CANN does not capture that: use exe_mode eager or ge_graph until it is mended",
     ),
     (r"g\+\+|cmake|no such file.*\.run", "install the tool that is named, then run this again"),

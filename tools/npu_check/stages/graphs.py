@@ -1,6 +1,7 @@
 """Stage 5: captured graphs and GE give what eager mode gives; what launches and copies take."""
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def launches() -> Found:
 def copies() -> Found:
     host = pinned((COPIED,), torch.uint8, "copies")
     device = torch.empty(COPIED, dtype=torch.uint8, device=NPU)
-    runs = {
+    runs: dict[str, Callable[[], object]] = {
         "h2d_gbps": lambda: device.copy_(host, non_blocking=True),
         "d2h_gbps": lambda: host.copy_(device, non_blocking=True),
     }

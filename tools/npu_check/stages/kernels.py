@@ -12,7 +12,7 @@ from benchmarks import npu_layers
 from ops.ascend import vector_core
 from ops.ascend.vector_core import calls, reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import AscendExperts, AscendMatrix
+from ops.ascend.weights import AscendExperts, AscendMatrix, Plane
 from ops.format import Format
 from tools.npu_check.numbers import require
 from tools.npu_check.outcome import Check, Found
@@ -61,8 +61,8 @@ def gemv(size: Size, batch: int, zeros: bool, half_sums: bool) -> tuple[Tensor, 
     matrix.fill(0, torch.randn(2 * size.inner, size.hidden) + 0.3)
     x = torch.randn(batch, size.hidden).bfloat16()
     result = calls.linear(x.to(NPU), matrix, None, half_sums)
-    planes = [None if t is None else t.cpu() for t in (matrix.data, matrix.scales, matrix.offsets)]
-    return result, reference.gemv_w4a16(x, *planes, precise=True)  # type: ignore[arg-type]
+    words, scales, offsets = on_host(matrix)
+    return result, reference.gemv_w4a16(x, words, scales, offsets, precise=True)
 
 
 def experts_of(size: Size, zeros: bool) -> AscendExperts:
@@ -75,9 +75,16 @@ def experts_of(size: Size, zeros: bool) -> AscendExperts:
     return experts
 
 
-def on_host(experts: AscendExperts) -> list[Tensor | None]:
-    planes = [p for plane in (experts.w13, experts.w2) for p in (plane.data, plane.scales, plane.offsets)]
-    return [None if t is None else t.cpu() for t in planes]
+def on_host(plane: Plane) -> tuple[Tensor, Tensor, Tensor | None]:
+    if plane.scales is None:
+        raise TypeError("the matrix is not quantised")
+    return plane.data.cpu(), plane.scales.cpu(), None if plane.offsets is None else plane.offsets.cpu()
+
+
+def expected(x: Tensor, experts: AscendExperts, ids: Tensor, weights: Tensor) -> Tensor:
+    w13, s13, z13 = on_host(experts.w13)
+    w2, s2, z2 = on_host(experts.w2)
+    return reference.fused_moe_w4a16(x, w13, s13, z13, w2, s2, z2, ids, weights, precise=True)
 
 
 def tokens_of(size: Size, batch: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +97,7 @@ def tokens_of(size: Size, batch: int) -> tuple[Tensor, Tensor, Tensor]:
 def fused(size: Size, batch: int, zeros: bool, half_sums: bool) -> tuple[Tensor, Tensor]:
     experts, (x, ids, weights) = experts_of(size, zeros), tokens_of(size, batch)
     result = calls.moe(x.to(NPU), weights.to(NPU), ids.to(NPU), experts, None, half_sums)
-    return result, reference.fused_moe_w4a16(x, *on_host(experts), ids, weights, precise=True)  # type: ignore[arg-type]
+    return result, expected(x, experts, ids, weights)
 
 
 def slots(size: Size, batch: int, zeros: bool, half_sums: bool) -> tuple[Tensor, Tensor]:
@@ -110,11 +117,11 @@ def slots(size: Size, batch: int, zeros: bool, half_sums: bool) -> tuple[Tensor,
             plane = kept[name]
             if plane is not None:
                 view.copy_(plane[expert])
-    on = [t.to(NPU) for t in (x, weights, ids)]
-    result = calls.moe_slots(*on, arena, places.to(NPU), layout, None, half_sums)
+    on, by, chosen, table = (t.to(NPU) for t in (x, weights, ids, places))
+    result = calls.moe_slots(on, by, chosen, arena, table, layout, None, half_sums)
     here = torch.where((ids >= 0) & (ids % 3 != 0), ids, -1)
     torch_npu.npu.synchronize()
-    return result, reference.fused_moe_w4a16(x, *on_host(experts), here, weights, precise=True)  # type: ignore[arg-type]
+    return result, expected(x, experts, here, weights)
 
 
 KERNELS = {"gemv_w4a16": gemv, "fused_moe_w4a16": fused, "fused_moe_slots_w4a16": slots}

@@ -93,7 +93,7 @@ def compare(ours: Logits, expected: Logits, tolerance: float) -> str:
     far, typical, rows = errors > FAR, float(np.median(errors)), np.arange(len(theirs))
     told = f"median error {typical:.2g}, {far.sum()} of {len(rows)} tokens above {FAR}"
     if typical > tolerance or far.mean() > MOST_FAR:
-        raise Differs(f"logits differ: {told}; at most {tolerance} and {MOST_FAR:.0%} may be")
+        raise Differs(f"the logits differ: {told}; at most {tolerance} and {MOST_FAR:.0%} may be")
     gaps = theirs.max(1) - theirs[rows, mine.argmax(1)]
     if (gaps > NEAR * np.abs(theirs).max(1))[~far].any():
         raise Differs(f"the most probable token differs where it is no near tie; {told}")

@@ -16,6 +16,7 @@ from executor.config.env import cann_home
 from executor.platform.ascend.versions import read_versions
 from ops import reference
 from ops.ascend.cann import abilities
+from ops.ascend.layout import TILE
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.ops import AscendOps
 from ops.ascend.vector_core.reference import unpacked
@@ -61,7 +62,8 @@ def run(make: Callable[[Size], Pair], size: Size) -> Found:
 
 @functools.cache
 def ops(routing: str = "fusion_v2") -> AscendOps:
-    return AscendOps(BF16, NPU, routing, can=abilities(read_versions(cann_home(), get_cann_version() or None).cann))
+    cann = read_versions(cann_home(), get_cann_version() or None).cann
+    return AscendOps(BF16, NPU, routing, can=abilities(cann, hasattr(torch_npu, "npu_qkv_rms_norm_rope_cache")))
 
 
 def values(*shape: int) -> Tensor:
@@ -110,7 +112,7 @@ def rms_norm(size: Size) -> Pair:
 def add_rms_norm(size: Size) -> Pair:
     x, residual, weight = values(4, size.hidden), values(4, size.hidden), values(size.hidden)
     on = [there(t) for t in (x, residual, weight)]
-    return Pair(lambda: ops().add_rms_norm(*on, EPS), reference.add_rms_norm(x, residual, weight, EPS))
+    return Pair(lambda: ops().add_rms_norm(on[0], on[1], on[2], EPS), reference.add_rms_norm(x, residual, weight, EPS))
 
 
 def split_rms_norm(size: Size) -> Pair:
@@ -135,21 +137,56 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     return ops().rope(q.clone(), k.clone(), cos, sin)
 
 
+def stored(cache: Tensor) -> Tensor:
+    """A cache (pages, page, heads, width) in the layout of this CANN's operators."""
+    flat = cache.flatten(2)
+    return flat.unflatten(2, (-1, TILE)).transpose(1, 2).contiguous() if ops().tiled else flat
+
+
+def caches_of(size: Size, pages: int) -> list[Tensor]:
+    return [ops().kv_cache(pages, PAGE, size.kv_heads, size.head_dim, BF16, NPU) for _ in "kv"]
+
+
+PLACES = [127, 2 * PAGE, 2 * PAGE + 1]  # of three tokens: the last two in another page
+
+
+def places_there() -> Tensor:
+    return ops().paging(PLACES, [[0]], [0, 3], [3], PAGE)[0].to(NPU)
+
+
 def write_kv(size: Size) -> Pair:
-    """Three tokens, the last two in another page."""
-    width, places = size.kv_heads * size.head_dim, [127, 2 * PAGE, 2 * PAGE + 1]
     k, v = values(3, size.kv_heads, size.head_dim), values(3, size.kv_heads, size.head_dim)
     expected = [torch.zeros(3, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
-    reference.write_kv(k, v, expected[0], expected[1], torch.tensor(places))
-    caches = [torch.zeros(3, PAGE, width, dtype=BF16, device=NPU) for _ in "kv"]
-    at = ops().paging(places, [[0]], [0, 3], [3], PAGE)[0].to(NPU)
-    on = [there(t) for t in (k, v)]
+    reference.write_kv(k, v, expected[0], expected[1], torch.tensor(PLACES))
+    caches, at, on = caches_of(size, 3), places_there(), [there(t) for t in (k, v)]
 
     def call() -> list[Tensor]:
-        ops().write_kv(*on, *caches, at)
+        ops().write_kv(on[0], on[1], caches[0], caches[1], at)
         return caches
 
-    return Pair(call, [t.flatten(2) for t in expected])
+    return Pair(call, [stored(t) for t in expected])
+
+
+def norm_rope_write(size: Size) -> Pair:
+    """Norms, rotation and both writes; one kernel where CANN and the width of a head allow it."""
+    heads = size.heads + 2 * size.kv_heads
+    given = values(3, heads * size.head_dim), values(size.head_dim), values(size.head_dim)
+    angles = torch.randn(3, size.head_dim // 2).repeat(1, 2)
+    turns = angles.cos().to(BF16).float(), angles.sin().to(BF16).float()
+    expected = [torch.zeros(3, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
+    q = reference.norm_rope_write(
+        *given, EPS, *turns, size.kv_heads, expected[0], expected[1], torch.tensor(PLACES), None
+    )
+    caches, at = caches_of(size, 3), places_there()
+    on, by = [there(t) for t in given], [there(t) for t in turns]
+
+    def call() -> list[Tensor]:
+        out = ops().norm_rope_write(
+            on[0], on[1], on[2], EPS, by[0], by[1], size.kv_heads, caches[0], caches[1], at, None
+        )
+        return [out, *caches]
+
+    return Pair(call, [q, *map(stored, expected)])
 
 
 def attention(decode: bool, size: Size) -> Pair:
@@ -162,8 +199,8 @@ def attention(decode: bool, size: Size) -> Pair:
     caches = [values(7, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
     scale = size.head_dim**-0.5
     indices = [torch.tensor(t) for t in (tables, starts, lengths)]
-    expected = reference.attention(q, caches[0], caches[1], *indices, scale)
-    at, on = there(q), [there(t.flatten(2)) for t in caches]
+    expected = reference.attention(q, caches[0], caches[1], indices[0], indices[1], indices[2], scale)
+    at, on = there(q), [there(stored(t)) for t in caches]
     _, table, begins, lens = ops().paging([0] * sum(new), tables, starts, lengths, PAGE)
     table = table.to(NPU)
     return Pair(lambda: [ops().attention(at, on[0], on[1], table, begins, lens, scale)], [expected])
@@ -245,6 +282,7 @@ OPERATORS: dict[str, Callable[[Size], Pair]] = {
     "linear, float32": partial(linear, Format("float32"), 3),
     "linear, 4 bits": partial(linear, FOUR_BITS, 3),
     "write_kv": write_kv,
+    "norm_rope_write": norm_rope_write,
     "attention, decode": partial(attention, True),
     "attention, prefill": partial(attention, False),
     **{f"moe {routing}, tiled bfloat16": partial(moe, FLOATS, routing) for routing in ROUTINGS},

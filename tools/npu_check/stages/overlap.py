@@ -53,7 +53,8 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
     shape = npu_layers.Shape(EIGHTH.hidden, EIGHTH.inner, EIGHTH.experts, EIGHTH.top_k, 32, 1, "bfloat16")
     layer = npu_layers.layer(npu_layers.random_experts(shape, platform.device), shape, 8, platform.device)
     x, y = torch.ones(COUNT, device=platform.device), torch.empty(COUNT, device=platform.device)
-    side, results = torch_npu.npu.Stream(), []
+    side = torch_npu.npu.Stream()
+    results: list[torch.Tensor] = []
 
     def reduce() -> None:
         for _ in range(LOOPS):
