@@ -26,7 +26,8 @@ FLOORS = [
     ["executor.job"],
     ["executor.serving"],
     ["umbra", "run"],
-    ["benchmarks", "tools"],
+    ["benchmarks"],
+    ["tools"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 WHOLE_CASE = FLOOR["executor.engine"]  # rooms below this one take what they need of a case, never all of it
@@ -37,7 +38,7 @@ ASCEND = [
     "ops/ascend",
     "cpu_offload/ascend.py",
 ]
-ASCEND += ["benchmarks/npu_gemv.py", "benchmarks/npu_layers.py"]
+ASCEND += ["benchmarks/npu_gemv.py", "benchmarks/npu_layers.py", "tools/npu_check/stages"]
 
 
 def module_of(path: Path) -> str:

@@ -1,0 +1,113 @@
+"""tools/npu_check on the fake NPU, made to compute (computing.py): all stages pass, and for each stage a fault is found
+and named."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from executor.config.load import load_case, model_folder
+from tests.ascend import forks
+from tests.ascend.engine import SIZES
+from tests.tiny import save_tiny, write_case
+from tools.npu_check import processes, report
+from tools.npu_check.__main__ import check
+from tools.npu_check.outcome import FAIL, PASS, Outcome
+from tools.npu_check.session import run_stage
+from tools.npu_check.stage import STAGES, find
+
+LIMITS = {"hang": 2.0}
+
+
+def write_tiny_demo(folder: Path) -> None:
+    """The demo's case and tokenizer with a model of one layer, whose steps are compiled in less time."""
+    demo = load_case("demo")
+    save_tiny(folder / "model", **SIZES, num_hidden_layers=1, vocab_size=4096, initializer_range=0.1)
+    for file in model_folder(demo).glob("*token*"):
+        shutil.copy(file, folder / "model")
+    data = {"prompts": list(demo.data_config.prompts), "batch_size": 4}
+    write_case(
+        folder / forks.CASE,
+        folder / "model",
+        model_config={"dtype": "bfloat16"},
+        data_config=data,
+        cache_config={"page_size": 0},
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    folder = forks.temporary()
+    write_tiny_demo(folder)
+    process = forks.start_server(folder)
+    yield
+    shutil.rmtree(folder)
+    process.kill()
+    process.join()
+
+
+Run = Callable[..., dict[str, Outcome]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run(stage: str, fault: str = "") -> dict[str, Outcome]:
+        """The outcomes of a stage by case."""
+        monkeypatch.setattr(processes, "start", forks.forked(fault))
+        limited = dataclasses.replace(find(stage), limit_s=LIMITS.get(fault, 60.0))
+        return {outcome.case: outcome for outcome in run_stage(limited, (), tmp_path)}
+
+    return run
+
+
+def test_everything_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "start", forks.forked(""))
+    path = tmp_path / "report.md"
+    status = check(None, path)
+    text = path.read_text()
+    assert status == 0, text
+    assert report.FAKE in text
+    for stage in STAGES:
+        assert f"| {stage.name} |" in text
+    for constant in ("memory: plain reads", "a small kernel, eager", "all-reduce of 2 ranks, AIV: latency"):
+        assert constant in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "case", "text", "advice"),
+    [
+        ("no_device", "versions", "device", "finds no device", "send the report"),
+        ("old_cann", "versions", "versions", "CANN 8.0.0 is not supported with torch_npu 2.9.0", "do not belong"),
+        ("not_built", "builds", "vector-core operators", "ASCEND_HOME_PATH is not set", "set_env.sh"),
+        ("refused_operator", "operators", "moe fusion_v2, tiled bfloat16, small", "161002", "aclnn refused"),
+        ("wrong_operator", "operators", "silu_mul, small", "result 0 differs by 0.", "wrong numbers"),
+        ("wrong_kernel", "kernels", "fused_moe_w4a16, small, float sums", "differs by 0.", "wrong numbers"),
+        ("capture_refused", "graphs", "captured graph", "107030", "does not capture"),
+        ("stale_replay", "graphs", "captured graph", "replay 0 differs", "wrong numbers"),
+        ("wrong_graph", "graphs", "npugraph_ex", "logits differ", "wrong numbers"),
+        ("killed_rank", "collectives", "2 ranks", "rank 1 was killed by SIGKILL", "the log of that rank"),
+        ("wrong_sum", "collectives", "2 ranks, AIV", "differs", ""),
+        ("no_callback", "bridge", "eager", "its callback has not come", "never fired"),
+        ("hang", "overlap", "2 ranks", "did not end within 2 s", "cut off"),
+        ("lost_shadows", "shadows", "eager", "logits differ", "wrong numbers"),
+        ("wrong_model", "model", "1 rank, npugraph_ex", "logits differ", "wrong numbers"),
+    ],
+)
+def test_a_fault_is_found_and_named(run: Run, fault: str, stage: str, case: str, text: str, advice: str) -> None:
+    found = run(stage, fault)
+    assert found[case].result == FAIL, found
+    assert text in found[case].text
+    assert advice in found[case].hint
+
+
+def test_after_an_error_of_the_device_the_other_operators_are_checked(run: Run) -> None:
+    found = run("operators", "broken_device")
+    assert {name: o.result for name, o in found.items()} == {
+        "rms_norm, small": FAIL, "argmax, small": PASS, "rms_norm, 30B": FAIL, "argmax, 30B": PASS,
+    }  # fmt: skip
+    assert found["rms_norm, small"].text == (
+        "The Inner error is reported / ACL stream synchronize failed, error code is 507015"
+    )
+    assert "an address that it must not" in found["rms_norm, small"].hint

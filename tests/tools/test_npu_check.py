@@ -1,0 +1,281 @@
+"""tools/npu_check without a device: processes that hang, die or leave others behind, what is remembered between runs,
+and the report. Shell scripts stand in for the processes of stages."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from errors import UserError
+from tools.npu_check import processes, report, session, state
+from tools.npu_check.__main__ import check, chosen, parser
+from tools.npu_check.constants import constants, fit_line
+from tools.npu_check.hints import hint
+from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
+from tools.npu_check.stage import STAGES, Stage, find
+from tools.npu_check.worker import AGAIN, cause
+
+STAGE = Stage(3, "operators", "", ("versions/device",), 2.0)
+Scripts = Callable[..., list[str]]
+
+
+def begin(case: str) -> str:
+    return f"echo '{json.dumps({'begin': case})}' >>$EVENTS;"
+
+
+def end(case: str, result: str = PASS, text: str = "", stage: str = "operators") -> str:
+    return f"echo '{json.dumps({'end': Outcome(stage, case, result, text=text).to_json()})}' >>$EVENTS;"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    """Gives scripts to the processes that follow, in turn; `pass` is a stage with one case that passes. Returns the
+    stages that were started."""
+    left: list[str] = []
+    started: list[str] = []
+
+    def start(arguments: list[str], environment: dict[str, str], log: Path, group: bool) -> processes.Process:
+        _, name, _, events = arguments
+        started.append(name)
+        script = left.pop(0) if left else "pass"
+        if script == "pass":
+            script = begin("a") + end("a", stage=name)
+        with open(log, "ab") as out:
+            return subprocess.Popen(
+                ["bash", "-c", script],
+                env=os.environ | {"EVENTS": events},
+                stdout=out,
+                stderr=out,
+                start_new_session=group,
+            )
+
+    monkeypatch.setattr(processes, "start", start)
+
+    def give(*given: str) -> list[str]:
+        left[:] = given
+        return started
+
+    return give
+
+
+def run(tmp_path: Path, known: tuple[Outcome, ...] = ()) -> list[tuple[str, str]]:
+    return [(o.case, o.result) for o in session.run_stage(STAGE, known, tmp_path)]
+
+
+def test_a_hang_is_cut_off_with_all_its_processes(tmp_path: Path, scripts: Scripts) -> None:
+    """The case that hung fails, and the cases after it run in another process."""
+    scripts(begin("a") + end("a") + begin("b") + f"sleep 60 & echo $! >{tmp_path}/pid; wait", begin("c") + end("c"))
+    (passed, cut, after) = session.run_stage(STAGE, (), tmp_path)
+    assert [(o.case, o.result) for o in (passed, cut, after)] == [("a", PASS), ("b", FAIL), ("c", PASS)]
+    assert cut.text == "did not end within 2 s"
+    assert "cut off" in cut.hint
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    while child.exists() and child.read_text().split()[2] != "Z":
+        time.sleep(0.01)
+
+
+def test_a_stage_in_which_everything_hangs_is_given_up(tmp_path: Path, scripts: Scripts) -> None:
+    started = scripts(*[begin(case) + "sleep 60" for case in "abc"])
+    assert run(tmp_path) == [("a", FAIL), ("b", FAIL), ("other cases", SKIPPED)]
+    assert len(started) == 2
+
+
+def test_what_a_stage_leaves_behind_is_ended(tmp_path: Path, scripts: Scripts) -> None:
+    scripts(f"sleep 60 & echo $! >{tmp_path}/pid;" + begin("a") + end("a"))
+    assert run(tmp_path) == [("a", PASS)]
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    while child.exists() and child.read_text().split()[2] != "Z":
+        time.sleep(0.01)
+
+
+def test_a_process_that_dies_fails_its_case(tmp_path: Path, scripts: Scripts) -> None:
+    scripts(begin("a") + "echo EI0006 sockets; kill -9 $$", begin("b") + end("b"))
+    died, after = session.run_stage(STAGE, (), tmp_path)
+    assert (died.case, died.result, after.result) == ("a", FAIL, PASS)
+    assert died.text == "the process was killed by SIGKILL: EI0006 sockets"
+    assert "HCCL_SOCKET_IFNAME" in died.hint
+
+
+def test_a_process_that_cannot_start_fails_the_stage(tmp_path: Path, scripts: Scripts) -> None:
+    started = scripts("echo 'ImportError: libascendcl.so: no such file'; exit 1")
+    (failed,) = session.run_stage(STAGE, (), tmp_path)
+    assert (failed.case, failed.result) == ("start", FAIL)
+    assert "set_env.sh" in failed.hint
+    assert len(started) == 1
+
+
+def test_after_an_error_of_the_device_another_process_goes_on(tmp_path: Path, scripts: Scripts) -> None:
+    started = scripts(begin("a") + end("a", FAIL, "507015") + f"exit {AGAIN}", begin("b") + end("b"))
+    assert run(tmp_path) == [("a", FAIL), ("b", PASS)]
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize("result", [FAIL, SKIPPED])
+def test_a_stage_waits_for_what_it_needs(tmp_path: Path, scripts: Scripts, result: str) -> None:
+    started = scripts()
+    (skipped,) = session.run_stage(STAGE, (Outcome("versions", "device", result),), tmp_path)
+    assert (skipped.result, skipped.text, started) == (SKIPPED, "needs stage 1, device", [])
+    assert run(tmp_path, (Outcome("versions", "versions", FAIL),)) == [("a", PASS)]  # of no use to this stage
+
+
+def test_every_need_is_a_case_of_an_earlier_stage() -> None:
+    for stage in STAGES:
+        for need in stage.needs:
+            assert find(need.partition("/")[0]).number < stage.number
+
+
+@pytest.fixture
+def known_facts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    now = {"commit": "abc", "cann": "9.1.0"}
+    monkeypatch.setattr("tools.npu_check.__main__.facts", lambda: dict(now))
+    return now
+
+
+def test_a_run_goes_on_where_another_stopped(tmp_path: Path, scripts: Scripts, known_facts: dict[str, str]) -> None:
+    """What passed is remembered; what failed, what was not reached and, after a change, everything runs again."""
+    path, names = tmp_path / "report.md", [stage.name for stage in STAGES]
+    started = scripts("pass", "pass", begin("x") + end("x", FAIL, "161002"))
+    assert check(None, path) == 1
+    assert started == names
+    assert "- operators, x: 161002" in path.read_text()
+    started.clear()
+    assert check(None, path) == 0
+    assert started == ["operators"]
+    started.clear()
+    assert check(chosen(None, "9"), path) == 0
+    assert started == ["shadows"]
+    started.clear()
+    assert check(chosen("model", None), path) == 0
+    assert started == ["model"]
+    known_facts["cann"] = "9.2.0"
+    started.clear()
+    assert check(None, path) == 0
+    assert started == names
+
+
+def test_a_run_that_was_killed_goes_on(
+    tmp_path: Path, scripts: Scripts, known_facts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = scripts()
+    keep = state.State.keep
+
+    def killed(self: state.State, stage: str, outcomes: list[Outcome]) -> None:
+        if stage == "kernels":
+            raise KeyboardInterrupt
+        keep(self, stage, outcomes)
+
+    monkeypatch.setattr(state.State, "keep", killed)
+    with pytest.raises(KeyboardInterrupt):
+        check(None, tmp_path / "report.md")
+    monkeypatch.setattr(state.State, "keep", keep)
+    assert "Not run: kernels, graphs" in (tmp_path / "report.md").read_text()
+    started.clear()
+    assert check(None, tmp_path / "report.md") == 0
+    assert started == [stage.name for stage in STAGES[3:]]
+
+
+def test_a_skipped_case_is_no_pass(tmp_path: Path, scripts: Scripts, known_facts: dict[str, str]) -> None:
+    scripts(*["pass"] * 9, begin("8 ranks") + end("8 ranks", SKIPPED, "needs 8 dies"))
+    assert check(None, tmp_path / "report.md") == 1
+
+
+def test_a_change_of_a_source_is_a_fact() -> None:
+    facts = state.facts()
+    assert {"commit", "sources", "torch", "torch_npu", "cann", "driver"} == set(facts)
+    assert facts["sources"] != state.source_digest(state.ROOT, [])[:16]
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("ImportError: libascendcl.so: cannot open shared object file", "set_env.sh"),
+        ("call aclnnX failed, error code is 161002", "aclnn refused an argument"),
+        ("aclrtSubscribeReport: 107012", "no thread is subscribed"),
+        ("EL0004 malloc failed 207001", "no memory"),
+        ("layer 0, step 3: its callback has not come, or not returned, within 5 s", "never fired"),
+        ("aclrtProcessReport gave 507012", "never fired"),
+        ("vector core exception 507035", "an address that it must not"),
+        ("EJ0003: bind failed: port 60000 is used", "HCCL_IF_BASE_PORT"),
+        ("result 0 differs by 0.3 of its norm", "wrong numbers"),
+        ("rank 1 was killed by SIGKILL (2/rank1.log): nothing", "the log of that rank"),
+        ("error: ASCEND_HOME_PATH is not set", "set_env.sh"),
+        ("CANN 8.0 is not supported with torch_npu 2.9.0: install CANN 9.1", "do not belong together"),
+        ("something new", "no hint is known"),
+    ],
+)
+def test_hints(text: str, advice: str) -> None:
+    assert advice in hint(text)
+
+
+def test_a_cause_is_one_line_with_its_code() -> None:
+    error = RuntimeError("The Inner error is reported\nat x.cpp:3\nERR01100 call failed, error code is 507015\nmore")
+    error.__cause__ = ImportError("libascendcl.so: no")
+    assert cause(error) == (
+        "The Inner error is reported / ERR01100 call failed, error code is 507015 / libascendcl.so: no"
+    )
+
+
+def test_lines_are_fitted() -> None:
+    fixed, rate = fit_line([1e3, 1e5, 1e7], [20 + size / 5e4 for size in (1e3, 1e5, 1e7)])
+    assert (fixed, rate) == (pytest.approx(20), pytest.approx(5e4))
+    assert fit_line([1, 2], [5, 5])[1] > 1e9
+
+
+def outcomes() -> list[Outcome]:
+    kernels = [dict(custom_us=us, custom_gbps=20e3 * n / us, limit_gbps=1200 + n) for n, us in ((1, 36.0), (2, 56.0))]
+    collectives = [dict(way="all-reduce of 2 ranks", bytes=n, us=10 + n / 2e4) for n in (1 << 10, 1 << 20, 1 << 24)]
+    return [
+        Outcome("versions", "device", PASS, 1.0, "8 of Ascend910_9391"),
+        Outcome("kernels", "times", PASS, 2.0, "", measured={"kernel_rows": kernels}),
+        Outcome("graphs", "copies", PASS, 0.1, "", measured={"copies": {"h2d_gbps": 24.0, "d2h_gbps": 23.0}}),
+        Outcome("graphs", "launches", PASS, 0.1, "", measured={"launches": {"eager_us": 9.0, "graph_us": 3.5}}),
+        Outcome("collectives", "2 ranks", PASS, 0.1, "", measured={"collectives": collectives}),
+        Outcome("bridge", "eager", FAIL, 0.1, "its callback | has not come", "hint: look"),
+    ]
+
+
+def test_constants_stand_beside_the_assumed_ones() -> None:
+    found = {c.name: c for c in constants(outcomes())}
+    assert found["fused_moe_w4a16: time beside its bytes"].measured == pytest.approx(16)
+    assert found["fused_moe_w4a16: rate of its bytes"].measured == pytest.approx(1000)
+    assert (found["memory: plain reads and copies"].measured, found["pinned copies to the device"].assumed) == (
+        1202,
+        "20",
+    )
+    assert found["all-reduce of 2 ranks: latency"].measured == pytest.approx(10)
+    assert found["all-reduce of 2 ranks: rate"].measured == pytest.approx(20)
+    assert found["a small kernel in a captured graph"].measured == 3.5
+
+
+def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "secret-host")
+    text = report.render({"commit": "abc"}, outcomes(), fake=False)
+    assert "5 passed, 1 failed, 0 skipped." in text
+    assert "Not run: builds, operators, overlap, shadows, model." in text
+    assert "| bridge | eager | FAIL | 0.1 | its callback \\| has not come |" in text
+    assert "- bridge, eager: its callback | has not come. Hint: hint: look" in text
+    assert "| pinned copies to the device | 20 | 24 | GB/s |" in text
+    assert json.loads(text.split("```")[1].removeprefix("json"))["graphs/launches"]["launches"]["graph_us"] == 3.5
+    assert report.FAKE not in text
+    assert report.FAKE in report.render({}, [], fake=True)
+
+
+def test_a_report_names_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "secret-host")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    text = report.scrubbed("at secret-host: /home/somebody/x, 10.1.2.3:60000 in 192.168.0.7, CANN 9.1.0")
+    assert text == "at HOST: ~/x, ADDRESS:60000 in ADDRESS, CANN 9.1.0"
+
+
+def test_arguments() -> None:
+    assert [stage.name for stage in chosen("shadows", None) or []] == ["shadows", "model"]
+    assert chosen(None, None) is None
+    with pytest.raises(UserError, match="no stage 'x': choose a number or a name of versions"):
+        chosen(None, "x")
+    text = parser().format_help()
+    assert all(f"{stage.number} {stage.name}" in text for stage in STAGES)
+    assert "--stage" not in text

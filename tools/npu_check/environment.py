@@ -1,0 +1,33 @@
+"""The environment of the processes that use the device."""
+
+from collections.abc import Mapping
+
+from executor.config.case import Case
+from executor.config.load import load_case
+from executor.engine.settings import platform_settings
+from executor.platform import start_environment
+from ops.ascend.vector_core import package_path
+
+CASE = "demo"
+OPERATORS = "ASCEND_CUSTOM_OPP_PATH"
+CONNECT_S = 120  # most seconds of a collective, so that HCCL gives up before the case is cut off
+
+
+def ascend_overrides(*overrides: str) -> list[str]:
+    """What makes the case `demo` run on Ascend, in the model's own type."""
+    mode = () if any(o.startswith("exe_mode=") for o in overrides) else ("exe_mode=npugraph_ex",)
+    return ["platform=ascend", *mode, "quantization.method=none", f"comm_timeout_s={CONNECT_S}", *overrides]
+
+
+def demo_case(overrides: list[str]) -> Case:
+    return load_case(CASE, overrides)
+
+
+def case_environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
+    """That of the case's ranks, as the launcher makes it."""
+    return {**given, **start_environment(case.platform, platform_settings(case), given)}
+
+
+def stage_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """That of a stage's own process: CANN must know of Umbra's operators before torch_npu is loaded."""
+    return {**given, OPERATORS: package_path(given.get(OPERATORS, ""))}

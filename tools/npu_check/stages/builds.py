@@ -1,0 +1,63 @@
+"""Stage 2: what is compiled here: the CPU's kernels, the bridge to the host, the operators of the vector cores."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from errors import UserError
+from files import ROOT
+from ops import load_ops
+from ops.ascend import bridge, vector_core
+from ops.cpu import engine
+from ops.format import FORMATS
+from tools.npu_check.outcome import Check, Found
+from tools.npu_check.stage import BRIDGE, CPU, OPERATORS
+
+FOLDER = Path(vector_core.__file__).parent
+COMPILED = (".cpp", ".h", ".txt", ".sh")
+
+
+def checks(logs: Path) -> list[Check]:
+    return [Check(CPU, native), Check(BRIDGE, callbacks), Check(OPERATORS, operators)]
+
+
+def native() -> Found:
+    """The module was built by umbra_setup; here it multiplies."""
+    chosen = engine.start(1, "auto")
+    ops, weight, x = load_ops("cpu"), torch.randn(32, 64), torch.randn(3, 64)
+    matrix = ops.matrix(32, 64, FORMATS["float32"], torch.device("cpu"))
+    matrix.fill(0, weight)
+    if not torch.allclose(ops.linear(x, matrix, None), x @ weight.T, atol=1e-4):
+        raise RuntimeError("a product of the native CPU module differs from PyTorch's")
+    return Found(str(chosen))
+
+
+def callbacks() -> Found:
+    bridge.build()
+    return Found()
+
+
+def operators() -> Found:
+    """Built by ops/ascend/vector_core/build.sh, unless that has been done since the sources last changed."""
+    sources = [p for p in FOLDER.rglob("*") if p.suffix in COMPILED and vector_core.BUILD not in p.parents]
+    if vector_core.built() >= max(path.stat().st_mtime_ns for path in sources):
+        return Found("built before")
+    made = build()
+    if made.returncode:
+        lines = (
+            [line for line in made.stdout.splitlines() if "rror" in line] or made.stdout.splitlines() or ["no output"]
+        )
+        raise UserError(f"build.sh: {lines[-1]}")
+    return Found("built")
+
+
+def build() -> "subprocess.CompletedProcess[str]":
+    made = subprocess.run(
+        ["bash", str(FOLDER / "build.sh")], cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    print(made.stdout)
+    return made

@@ -1,0 +1,127 @@
+"""Stage 4: Umbra's own operators of the vector cores, against their reference in float64; then their times."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from benchmarks import npu_layers
+from ops.ascend import vector_core
+from ops.ascend.vector_core import calls, reference
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from ops.ascend.weights import AscendExperts, AscendMatrix, Plane
+from ops.format import Format
+from tools.npu_check.numbers import require
+from tools.npu_check.outcome import Check, Found
+from tools.npu_check.size import SIZES, WHOLE, Size
+
+NPU = torch.device("npu")
+TOLERANCE = {False: 0.01, True: 0.02}  # with float sums and with half sums, relative to the result's norm
+BATCHES = (1, 2, 4, 8)
+LAYERS, ROUNDS, READ_BYTES = 16, 20, 1 << 30
+
+
+def checks(logs: Path) -> list[Check]:
+    found = []
+    for size in SIZES:
+        for name, make in KERNELS.items():
+            for half_sums in (False, True):
+                sums = "half" if half_sums else "float"
+                found.append(Check(f"{name}, {size.name}, {sums} sums", partial(run, make, size, half_sums)))
+    return [*found, Check("times beside npu_grouped_matmul, 30B", times)]
+
+
+def run(make: Callable[[Size, int, bool, bool], tuple[Tensor, Tensor]], size: Size, half_sums: bool) -> Found:
+    """With zero points and without, for 1 and 8 tokens."""
+    torch.manual_seed(0)
+    npu_layers.start(vector_core.EXTENSION)
+    errors = [
+        require(f"{batch} tokens, zero points {zeros}", *make(size, batch, zeros, half_sums), TOLERANCE[half_sums])
+        for batch in (1, 8)
+        for zeros in (False, True)
+    ]
+    return Found(f"error {max(errors):.2g}", {"error": max(errors)})
+
+
+def times() -> Found:
+    """Each way in one captured graph of layers with different weights; before that, both must agree."""
+    npu_layers.start(vector_core.EXTENSION)
+    sizes = WHOLE.hidden, WHOLE.inner, WHOLE.experts, WHOLE.top_k
+    shape = npu_layers.Shape(*sizes, group=32, layers=LAYERS, dtype="bfloat16", half_sums=True)
+    rows = list(npu_layers.measure(shape, BATCHES, ROUNDS, READ_BYTES))
+    told = ", ".join(f"{row['batch']}: {row['custom_us']:.1f} us ({row['speed_up']:.2f} x)" for row in rows)
+    return Found(f"batch {told}; reads {max(row['limit_gbps'] for row in rows):.0f} GB/s", {"kernel_rows": rows})
+
+
+def gemv(size: Size, batch: int, zeros: bool, half_sums: bool) -> tuple[Tensor, Tensor]:
+    matrix = AscendMatrix(2 * size.inner, size.hidden, Format("q4", 32, zeros), torch.bfloat16, NPU)
+    matrix.fill(0, torch.randn(2 * size.inner, size.hidden) + 0.3)
+    x = torch.randn(batch, size.hidden).bfloat16()
+    result = calls.linear(x.to(NPU), matrix, None, half_sums)
+    words, scales, offsets = on_host(matrix)
+    return result, reference.gemv_w4a16(x, words, scales, offsets, precise=True)
+
+
+def experts_of(size: Size, zeros: bool) -> AscendExperts:
+    shape = npu_layers.Shape(size.hidden, size.inner, size.experts, size.top_k, 32, 1, "bfloat16")
+    experts = npu_layers.random_experts(shape, NPU)
+    if zeros:
+        for plane in (experts.w13, experts.w2):
+            if plane.scales is not None:
+                plane.offsets = torch.randint(-7, 8, plane.scales.shape).to(plane.scales)
+    return experts
+
+
+def on_host(plane: Plane) -> tuple[Tensor, Tensor, Tensor | None]:
+    if plane.scales is None:
+        raise TypeError("the matrix is not quantised")
+    return plane.data.cpu(), plane.scales.cpu(), None if plane.offsets is None else plane.offsets.cpu()
+
+
+def expected(x: Tensor, experts: AscendExperts, ids: Tensor, weights: Tensor) -> Tensor:
+    w13, s13, z13 = on_host(experts.w13)
+    w2, s2, z2 = on_host(experts.w2)
+    return reference.fused_moe_w4a16(x, w13, s13, z13, w2, s2, z2, ids, weights, precise=True)
+
+
+def tokens_of(size: Size, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids (an id below zero is skipped), weights"""
+    ids = torch.stack([torch.randperm(size.experts)[: size.top_k] for _ in range(batch)]).int()
+    ids[0, -1] = -1
+    return torch.randn(batch, size.hidden).bfloat16(), ids, torch.rand(batch, size.top_k).bfloat16()
+
+
+def fused(size: Size, batch: int, zeros: bool, half_sums: bool) -> tuple[Tensor, Tensor]:
+    experts, (x, ids, weights) = experts_of(size, zeros), tokens_of(size, batch)
+    result = calls.moe(x.to(NPU), weights.to(NPU), ids.to(NPU), experts, None, half_sums)
+    return result, expected(x, experts, ids, weights)
+
+
+def slots(size: Size, batch: int, zeros: bool, half_sums: bool) -> tuple[Tensor, Tensor]:
+    """Every third expert is not resident; the others are in slots in another order."""
+    experts, (x, ids, weights) = experts_of(size, zeros), tokens_of(size, batch)
+    layout = BlockLayout(size.inner, size.hidden, torch.bfloat16, 32, 32, zeros)
+    resident = [expert for expert in range(size.experts) if expert % 3]
+    arena = torch.zeros(len(resident) * layout.block_bytes, dtype=torch.uint8, device=NPU)
+    places = torch.full((size.experts,), -1, dtype=torch.int32)
+    names = [n for which in ("13", "2") for n in (f"w{which}", f"s{which}", f"z{which}")]
+    planes = [p for plane in (experts.w13, experts.w2) for p in (plane.data, plane.scales, plane.offsets)]
+    kept = dict(zip(names, planes, strict=True))
+    for slot, expert in enumerate(reversed(resident)):
+        begin = slot * layout.block_bytes
+        places[expert] = begin // PLACE
+        for name, view in layout.views(arena[begin : begin + layout.block_bytes]).items():
+            plane = kept[name]
+            if plane is not None:
+                view.copy_(plane[expert])
+    on, by, chosen, table = (t.to(NPU) for t in (x, weights, ids, places))
+    result = calls.moe_slots(on, by, chosen, arena, table, layout, None, half_sums)
+    here = torch.where((ids >= 0) & (ids % 3 != 0), ids, -1)
+    torch_npu.npu.synchronize()
+    return result, expected(x, experts, here, weights)
+
+
+KERNELS = {"gemv_w4a16": gemv, "fused_moe_w4a16": fused, "fused_moe_slots_w4a16": slots}

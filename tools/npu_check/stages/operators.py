@@ -1,0 +1,290 @@
+"""Stage 3: every operator of ops/ascend, against ops/reference in float32, the smallest sizes first."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch_npu
+from torch import Tensor
+from torch_npu.npu.utils import get_cann_version
+
+from benchmarks.npu_layers import alternate
+from executor.config.env import cann_home
+from executor.platform.ascend.versions import read_versions
+from ops import reference
+from ops.ascend.cann import abilities
+from ops.ascend.layout import TILE
+from ops.ascend.moe import ROUTINGS
+from ops.ascend.ops import AscendOps
+from ops.ascend.vector_core.reference import unpacked
+from ops.ascend.weights import AscendExperts, AscendMatrix, Plane
+from ops.format import Format
+from tools.npu_check.numbers import require
+from tools.npu_check.outcome import Check, Found
+from tools.npu_check.size import SIZES, Size
+
+BF16, NPU, CPU = torch.bfloat16, torch.device("npu"), torch.device("cpu")
+FLOATS, FOUR_BITS = Format("bfloat16", tiled=True), Format("q4", 32, zeros=True)
+TOLERANCE = 0.01  # of bfloat16 results, relative to their norm: a rounding is up to 0.004
+PAGE, EPS, ROUNDS = 128, 1e-6, 10
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A call on the device, and what its results must be, in order."""
+
+    call: Callable[[], Sequence[Tensor]]
+    expected: Sequence[Tensor]
+
+
+def checks(logs: Path) -> list[Check]:
+    return [
+        Check(f"{name}, {size.name}", partial(run, make, size)) for size in SIZES for name, make in OPERATORS.items()
+    ]
+
+
+def run(make: Callable[[Size], Pair], size: Size) -> Found:
+    torch.manual_seed(0)
+    torch_npu.npu.config.allow_internal_format = True  # tiled weights
+    pair = make(size)
+    results = pair.call()
+    torch_npu.npu.synchronize()
+    errors = [
+        require(f"result {number}", result, expected, TOLERANCE)
+        for number, (result, expected) in enumerate(zip(results, pair.expected, strict=True))
+    ]
+    us = alternate({"call": pair.call}, ROUNDS)["call"]
+    return Found(f"error {max(errors):.2g}, {us:.1f} us", {"error": max(errors), "us": us})
+
+
+@functools.cache
+def ops(routing: str = "fusion_v2") -> AscendOps:
+    cann = read_versions(cann_home(), get_cann_version() or None).cann
+    return AscendOps(BF16, NPU, routing, can=abilities(cann, hasattr(torch_npu, "npu_qkv_rms_norm_rope_cache")))
+
+
+def values(*shape: int) -> Tensor:
+    """Random numbers that bfloat16 holds, in float32."""
+    return torch.randn(shape).to(BF16).float()
+
+
+def there(x: Tensor) -> Tensor:
+    return x.to(BF16).to(NPU)
+
+
+def floats_of(plane: Plane, index: int | None = None) -> Tensor:
+    """(outputs, inputs) of a 4-bit matrix."""
+    planes = (
+        None if t is None else t if index is None else t[index] for t in (plane.data, plane.scales, plane.offsets)
+    )
+    words, scales, offsets = (None if t is None else t.cpu() for t in planes)
+    if words is None or scales is None:
+        raise TypeError("the matrix is not quantised")
+    return unpacked(words, scales, offsets, torch.float32).T
+
+
+def embedding(size: Size) -> Pair:
+    table, ids = values(512, size.hidden), torch.tensor([3, 700, 512, 1000])
+    expected = reference.embedding(ids, table, 512)
+    on, at = there(table), ids.to(NPU)
+    return Pair(lambda: [ops().embedding(at, on, 512)], [expected])
+
+
+def linear(format: Format, tokens: int, size: Size) -> Pair:
+    rows, x = 2 * size.inner, values(tokens, size.hidden)
+    weight = values(rows, size.hidden) / size.hidden**0.5
+    matrix = AscendMatrix(rows, size.hidden, format, BF16, NPU)
+    matrix.fill(0, weight)
+    plain = floats_of(matrix) if format.quantised else weight.to(getattr(torch, format.kind)).float()
+    at = there(x)
+    return Pair(lambda: [ops().linear(at, matrix, None)], [x @ plain.T])
+
+
+def rms_norm(size: Size) -> Pair:
+    x, weight = values(4, size.heads, size.head_dim), values(size.head_dim)
+    at, by = there(x), there(weight)
+    return Pair(lambda: [ops().rms_norm(at, by, EPS)], [reference.rms_norm(x, weight, EPS)])
+
+
+def add_rms_norm(size: Size) -> Pair:
+    x, residual, weight = values(4, size.hidden), values(4, size.hidden), values(size.hidden)
+    on = [there(t) for t in (x, residual, weight)]
+    return Pair(lambda: ops().add_rms_norm(on[0], on[1], on[2], EPS), reference.add_rms_norm(x, residual, weight, EPS))
+
+
+def split_rms_norm(size: Size) -> Pair:
+    widths = [size.heads * size.head_dim, size.kv_heads * size.head_dim]
+    parts, weights = [values(4, n) for n in widths], [values(n) for n in widths]
+    on, by = [there(t) for t in parts], [there(t) for t in weights]
+    expected = reference.split_rms_norm(parts, weights, widths, EPS, lambda t: t)
+    return Pair(lambda: ops().split_rms_norm(on, by, widths, EPS, lambda t: t), expected)
+
+
+def rope(size: Size) -> Pair:
+    """The operator rotates in place, so it is given copies."""
+    q, k = values(5, size.heads, size.head_dim), values(5, size.kv_heads, size.head_dim)
+    angles = torch.randn(5, size.head_dim // 2).repeat(1, 2)
+    cos, sin = angles.cos().to(BF16).float(), angles.sin().to(BF16).float()
+    on = [there(t) for t in (q, k, cos, sin)]
+    call = partial(_rotated, *on)
+    return Pair(call, reference.rope(q, k, cos, sin))
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return ops().rope(q.clone(), k.clone(), cos, sin)
+
+
+def stored(cache: Tensor) -> Tensor:
+    """A cache (pages, page, heads, width) in the layout of this CANN's operators."""
+    flat = cache.flatten(2)
+    return flat.unflatten(2, (-1, TILE)).transpose(1, 2).contiguous() if ops().tiled else flat
+
+
+def caches_of(size: Size, pages: int) -> list[Tensor]:
+    return [ops().kv_cache(pages, PAGE, size.kv_heads, size.head_dim, BF16, NPU) for _ in "kv"]
+
+
+PLACES = [127, 2 * PAGE, 2 * PAGE + 1]  # of three tokens: the last two in another page
+
+
+def places_there() -> Tensor:
+    return ops().paging(PLACES, [[0]], [0, 3], [3], PAGE)[0].to(NPU)
+
+
+def write_kv(size: Size) -> Pair:
+    k, v = values(3, size.kv_heads, size.head_dim), values(3, size.kv_heads, size.head_dim)
+    expected = [torch.zeros(3, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
+    reference.write_kv(k, v, expected[0], expected[1], torch.tensor(PLACES))
+    caches, at, on = caches_of(size, 3), places_there(), [there(t) for t in (k, v)]
+
+    def call() -> list[Tensor]:
+        ops().write_kv(on[0], on[1], caches[0], caches[1], at)
+        return caches
+
+    return Pair(call, [stored(t) for t in expected])
+
+
+def norm_rope_write(size: Size) -> Pair:
+    """Norms, rotation and both writes; one kernel where CANN and the width of a head allow it."""
+    heads = size.heads + 2 * size.kv_heads
+    given = values(3, heads * size.head_dim), values(size.head_dim), values(size.head_dim)
+    angles = torch.randn(3, size.head_dim // 2).repeat(1, 2)
+    turns = angles.cos().to(BF16).float(), angles.sin().to(BF16).float()
+    expected = [torch.zeros(3, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
+    q = reference.norm_rope_write(
+        *given, EPS, *turns, size.kv_heads, expected[0], expected[1], torch.tensor(PLACES), None
+    )
+    caches, at = caches_of(size, 3), places_there()
+    on, by = [there(t) for t in given], [there(t) for t in turns]
+
+    def call() -> list[Tensor]:
+        out = ops().norm_rope_write(
+            on[0], on[1], on[2], EPS, by[0], by[1], size.kv_heads, caches[0], caches[1], at, None
+        )
+        return [out, *caches]
+
+    return Pair(call, [q, *map(stored, expected)])
+
+
+def attention(decode: bool, size: Size) -> Pair:
+    """Three sequences, the longest in three pages."""
+    lengths = [5, 130, 300]
+    new = [1, 1, 1] if decode else [5, 20, 15]
+    starts = [sum(new[:i]) for i in range(4)]
+    tables = [[1, 0, 0], [2, 3, 0], [4, 6, 5]]
+    q = values(sum(new), size.heads, size.head_dim)
+    caches = [values(7, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
+    scale = size.head_dim**-0.5
+    indices = [torch.tensor(t) for t in (tables, starts, lengths)]
+    expected = reference.attention(q, caches[0], caches[1], indices[0], indices[1], indices[2], scale)
+    at, on = there(q), [there(stored(t)) for t in caches]
+    _, table, begins, lens = ops().paging([0] * sum(new), tables, starts, lengths, PAGE)
+    table = table.to(NPU)
+    return Pair(lambda: [ops().attention(at, on[0], on[1], table, begins, lens, scale)], [expected])
+
+
+def silu_mul(size: Size) -> Pair:
+    x = values(8, 2 * size.inner)
+    at = there(x)
+    return Pair(lambda: [ops().silu_mul(at)], [reference.silu_mul(x)])
+
+
+def dense(weights: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """Weights (T, k) as (T, experts), in which the order of a token's experts does not matter."""
+    wide = torch.zeros(len(ids), experts)
+    return wide.scatter_(1, ids.long().cpu(), weights.float().cpu())
+
+
+def route_softmax(size: Size) -> Pair:
+    logits = values(6, size.experts) * 2
+    expected = dense(*reference.route_softmax(logits, size.top_k, True), size.experts)
+    at = there(logits)
+    return Pair(lambda: [dense(*ops().route_softmax(at, size.top_k, True), size.experts)], [expected])
+
+
+def route_sigmoid(size: Size) -> Pair:
+    logits, bias = values(6, size.experts) * 2, values(size.experts)
+    expected = dense(*reference.route_sigmoid(logits, bias, size.top_k, True), size.experts)
+    at, by = logits.to(NPU), bias.to(NPU)
+    return Pair(lambda: [dense(*ops().route_sigmoid(at, by, size.top_k, True), size.experts)], [expected])
+
+
+def argmax(size: Size) -> Pair:
+    x = values(3, 151_936 if size.hidden >= 1024 else 96)
+    at = there(x + torch.nn.functional.one_hot(torch.tensor([5, 17, 95]), x.shape[1]) * 20)
+    return Pair(lambda: [ops().argmax(at)], [torch.tensor([5, 17, 95])])
+
+
+def moe(format: Format, routing: str, size: Size) -> Pair:
+    """Each expert is the first one, rolled, since random numbers for all of them would take long."""
+    experts = AscendExperts(size.experts, size.inner, size.hidden, format, BF16, NPU)
+    shapes = {"gate": (size.inner, size.hidden), "up": (size.inner, size.hidden), "down": (size.hidden, size.inner)}
+    first = {which: values(*shape) / shape[1] ** 0.5 for which, shape in shapes.items()}
+
+    def part(expert: int, which: str) -> Tensor:
+        return first[which].roll(expert, 0).to(BF16).float()
+
+    x, tokens = values(5, size.hidden), 5
+    ids = torch.stack([torch.randperm(size.experts)[: size.top_k] for _ in range(tokens)])
+    weights = torch.rand(tokens, size.top_k).to(BF16).float()
+    used = ids.unique()
+    plain = reference.expert_matrices(len(used), size.inner, size.hidden, Format("float32"), CPU)
+    for expert in range(size.experts):
+        for which in shapes:
+            experts.fill(expert, which, part(expert, which))
+    for number, expert in enumerate(used.tolist()):
+        if format.quantised:
+            gate_up = floats_of(experts.w13, expert)
+            parts = {"gate": gate_up[: size.inner], "up": gate_up[size.inner :], "down": floats_of(experts.w2, expert)}
+        else:
+            parts = {which: part(expert, which) for which in shapes}
+        for which, matrix in parts.items():
+            plain.fill(number, which, matrix)
+    expected = reference.moe(x, weights, torch.searchsorted(used, ids), plain, None)
+    at, by, chosen = there(x), there(weights), ids.int().to(NPU)
+    return Pair(lambda: [ops(routing).moe(at, by, chosen, experts, None)], [expected])
+
+
+OPERATORS: dict[str, Callable[[Size], Pair]] = {
+    "embedding": embedding,
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "split_rms_norm": split_rms_norm,
+    "rope": rope,
+    "silu_mul": silu_mul,
+    "argmax": argmax,
+    "route_softmax": route_softmax,
+    "route_sigmoid": route_sigmoid,
+    "linear, tiled bfloat16": partial(linear, FLOATS, 3),
+    "linear, float32": partial(linear, Format("float32"), 3),
+    "linear, 4 bits": partial(linear, FOUR_BITS, 3),
+    "write_kv": write_kv,
+    "norm_rope_write": norm_rope_write,
+    "attention, decode": partial(attention, True),
+    "attention, prefill": partial(attention, False),
+    **{f"moe {routing}, tiled bfloat16": partial(moe, FLOATS, routing) for routing in ROUTINGS},
+    "moe fusion_v2, 4 bits": partial(moe, FOUR_BITS, "fusion_v2"),
+}
