@@ -72,7 +72,6 @@ trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
 status=0
 echo "== pytest"
 .venv/bin/python -m pytest "${workers[@]}" -m "not alone" "$@" || status=$?
-echo "== waiting for the tests on a fake CANN, whose output is in build/ascend.log"
 wait "$ascend" || status=1
 wait "$checks" || status=1
 echo "== pytest, what needs all cores for itself"
