@@ -257,17 +257,6 @@ def attention(work: Work) -> None:
     put(work.kwargs["out"][0] if "out" in work.kwargs else work.outs[0], values[0])
 
 
-def qkv_functional(work: Work) -> None:
-    """The form in which torchair captures the op: it writes to copies of its outputs."""
-    args, kwargs = tree_map(moved, work.args), tree_map(moved, work.kwargs)
-    op = torch.ops.npu.npu_qkv_rms_norm_rope_cache.default
-    given = {a.name: value for a, value in zip(work.func._schema.arguments, args, strict=False)} | kwargs
-    written = {name: given[name].clone() for name in ("q_out", "k_cache", "v_cache")}
-    op(**{a.name: {**given, **written}[a.name] for a in op._schema.arguments if a.name in given})
-    for out, value in zip(work.outs, written.values(), strict=False):
-        put(out, value)
-
-
 def submit(work: Work) -> None:
     """The real one copies and calls the host; at a replay it must do so again, after what was computed for it."""
     if work.mode.replaying:
@@ -313,7 +302,6 @@ def summed(parts: list[Tensor]) -> Tensor:
 SPECIAL: dict[str, Callable[[Work], None]] = {
     "npu_format_cast": format_cast,
     ATTENTION: attention,
-    "npu_qkv_rms_norm_rope_cache_functional": qkv_functional,
     "_npu_fused_infer_attention_score_get_max_workspace": nothing,
     "shadow_submit": submit,
     "shadow_join": join,
