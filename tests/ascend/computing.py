@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ops.ascend.shadow import ShadowNodes
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 from tests.ascend.ge import ge_programs
 
@@ -65,6 +66,13 @@ def start() -> None:
     torch.npu.graph_task_update_begin = mode.around(torch.npu.graph_task_update_begin, True)
     torch.npu.graph_task_update_end = mode.around(torch.npu.graph_task_update_end, False)
     torchair.get_npu_backend = run_as_well(torchair.get_npu_backend)
+    finish = ShadowNodes.finish
+
+    def compute_and_finish(self: ShadowNodes) -> None:
+        mode.flush()  # residents may change when the step has ended
+        finish(self)
+
+    ShadowNodes.finish = compute_and_finish  # type: ignore[method-assign]
     mode.lowering.__enter__()
     mode.__enter__()
 
@@ -115,6 +123,8 @@ class Computing(TorchDispatchMode):
 
     def flush(self) -> None:
         jobs, self.pending = self.pending, []
+        if jobs:
+            settled()  # or a copy of the replay itself would overwrite what is computed here
         self.replaying = True
         for job in jobs:
             job.run()
@@ -168,6 +178,7 @@ class Work:
         self.mode, self.func, self.args, self.kwargs, self.outs = mode, func, args, kwargs, outs
 
     def run(self) -> None:
+        drain()  # or a copy that torch_npu still has in its queue would overwrite what is computed here
         special = SPECIAL.get(name_of(self.func))
         if special:
             return special(self)
@@ -224,9 +235,13 @@ def put(out: Tensor, value: Any) -> None:
             there.copy_(value)
 
 
+def drain() -> None:
+    torch_npu.npu.current_stream().npu_stream  # noqa: B018 (waits until torch_npu's task queue is empty)
+
+
 def settled() -> None:
     """Waits for all streams, but not for ever."""
-    torch_npu.npu.current_stream().npu_stream  # noqa: B018 (drains torch_npu's task queue)
+    drain()
     FAKE.aclrtSynchronizeDeviceWithTimeout(SYNC_MS)
 
 
@@ -240,17 +255,6 @@ def attention(work: Work) -> None:
     op = torch.ops.npu.npu_fused_infer_attention_score.default
     values = op(*tree_map(moved, work.args), **tree_map(moved, kwargs))
     put(work.kwargs["out"][0] if "out" in work.kwargs else work.outs[0], values[0])
-
-
-def qkv_functional(work: Work) -> None:
-    """The form in which torchair captures the op: it writes to copies of its outputs."""
-    args, kwargs = tree_map(moved, work.args), tree_map(moved, work.kwargs)
-    op = torch.ops.npu.npu_qkv_rms_norm_rope_cache.default
-    given = {a.name: value for a, value in zip(work.func._schema.arguments, args, strict=False)} | kwargs
-    written = {name: given[name].clone() for name in ("q_out", "k_cache", "v_cache")}
-    op(**{a.name: {**given, **written}[a.name] for a in op._schema.arguments if a.name in given})
-    for out, value in zip(work.outs, written.values(), strict=False):
-        put(out, value)
 
 
 def submit(work: Work) -> None:
@@ -298,7 +302,6 @@ def summed(parts: list[Tensor]) -> Tensor:
 SPECIAL: dict[str, Callable[[Work], None]] = {
     "npu_format_cast": format_cast,
     ATTENTION: attention,
-    "npu_qkv_rms_norm_rope_cache_functional": qkv_functional,
     "_npu_fused_infer_attention_score_get_max_workspace": nothing,
     "shadow_submit": submit,
     "shadow_join": join,

@@ -4,6 +4,7 @@ and the report. Shell scripts stand in for the processes of stages."""
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
+from files import ROOT
 from tools.npu_check import processes, report, session, state
 from tools.npu_check.__main__ import check, chosen, parser
 from tools.npu_check.constants import constants, fit_line
@@ -62,6 +64,13 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
     return give
 
 
+def wait_for_end(pid: int) -> None:
+    """A process without a parent that waits for it stays as a zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    while status.exists() and status.read_text().split()[2] != "Z":
+        time.sleep(0.01)
+
+
 def run(tmp_path: Path, known: tuple[Outcome, ...] = ()) -> list[tuple[str, str]]:
     return [(o.case, o.result) for o in session.run_stage(STAGE, known, tmp_path)]
 
@@ -73,9 +82,7 @@ def test_a_hang_is_cut_off_with_all_its_processes(tmp_path: Path, scripts: Scrip
     assert [(o.case, o.result) for o in (passed, cut, after)] == [("a", PASS), ("b", FAIL), ("c", PASS)]
     assert cut.text == "did not end within 2 s"
     assert "cut off" in cut.hint
-    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-    while child.exists() and child.read_text().split()[2] != "Z":
-        time.sleep(0.01)
+    wait_for_end(int((tmp_path / "pid").read_text()))
 
 
 def test_a_stage_in_which_everything_hangs_is_given_up(tmp_path: Path, scripts: Scripts) -> None:
@@ -87,9 +94,23 @@ def test_a_stage_in_which_everything_hangs_is_given_up(tmp_path: Path, scripts: 
 def test_what_a_stage_leaves_behind_is_ended(tmp_path: Path, scripts: Scripts) -> None:
     scripts(f"sleep 60 & echo $! >{tmp_path}/pid;" + begin("a") + end("a"))
     assert run(tmp_path) == [("a", PASS)]
-    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
-    while child.exists() and child.read_text().split()[2] != "Z":
+    wait_for_end(int((tmp_path / "pid").read_text()))
+
+
+def test_a_stage_ends_when_the_run_is_killed(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    stage = (
+        "import os; from tools.npu_check.worker import end_with_parent; "
+        f"open({str(told)!r}, 'w').write(str(os.getpid())); end_with_parent(os.getppid())"
+    )
+    started = f"subprocess.Popen([sys.executable, '-c', {stage!r}], start_new_session=True)"
+    program = f"import subprocess, sys, time; {started}; time.sleep(600)"
+    run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    while not (told.is_file() and told.read_text()):
         time.sleep(0.01)
+    run.kill()
+    run.wait()
+    wait_for_end(int(told.read_text()))
 
 
 def test_a_process_that_dies_fails_its_case(tmp_path: Path, scripts: Scripts) -> None:
@@ -179,7 +200,7 @@ def test_a_run_that_was_killed_goes_on(
 
 
 def test_a_skipped_case_is_no_pass(tmp_path: Path, scripts: Scripts, known_facts: dict[str, str]) -> None:
-    scripts(*["pass"] * 9, begin("8 ranks") + end("8 ranks", SKIPPED, "needs 8 dies"))
+    scripts(*["pass"] * 9, begin("8 ranks") + end("8 ranks", SKIPPED, "needs 8 dies", "model"))
     assert check(None, tmp_path / "report.md") == 1
 
 
@@ -253,8 +274,10 @@ def test_constants_stand_beside_the_assumed_ones() -> None:
 
 def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "secret-host")
-    text = report.render({"commit": "abc"}, outcomes(), fake=False)
-    assert "5 passed, 1 failed, 0 skipped." in text
+    failed = Outcome("collectives", "3 ranks", FAIL, text="no route to secret-host")
+    text = report.render({"commit": "abc"}, [*outcomes(), failed], fake=False)
+    assert "no route to HOST" in text
+    assert "5 passed, 2 failed, 0 skipped." in text
     assert "Not run: builds, operators, overlap, shadows, model." in text
     assert "| bridge | eager | FAIL | 0.1 | its callback \\| has not come |" in text
     assert "- bridge, eager: its callback | has not come. Hint: hint: look" in text
