@@ -1,10 +1,11 @@
 """The fused vector-core kernel of a 4-bit mixture of experts beside npu_grouped_matmul, on an NPU.
 
     python -m benchmarks.npu_gemv [--hidden 2048] [--inner 768] [--experts 128] [--top-k 8] [--group 32] [--layers 16]
-        [--batches 1 2 4 8] [--dtype bfloat16] [--rounds 30] [--read-mb 1024] [--half-sums] [--json FILE]
+        [--batches 1 2 4 8] [--dtype bfloat16] [--rounds 30] [--read-mb 1024] [--float-sums] [--json FILE]
 
 Needs an NPU and `bash ops/ascend/vector_core/build.sh`. Each way is captured into one graph that runs all layers,
-whose weights differ, so that no cache holds them; before that, both must give equal results. The graphs are replayed
+whose weights differ, so that no cache holds them; before that, the kernel's results must be those of the unpacked
+weights. The graphs are replayed
 in turn; a time is the median of the device's own, divided by the layers. GB/s counts weights and scales of each
 expert that is hit, once a layer. Limit: the better of a plain copy and a plain sum of --read-mb, timed in the same
 rounds.
@@ -38,7 +39,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--read-mb", type=int, default=1024)
-    parser.add_argument("--half-sums", action="store_true", help="as ascend_config.gemv_half_sums")
+    parser.add_argument("--float-sums", action="store_true", help="as ascend_config.gemv_float_sums")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     return parser.parse_args(argv)
 
@@ -55,7 +56,7 @@ def main(argv: list[str], extension: Path = vector_core.EXTENSION) -> None:
         raise UserError(f"no NPU can be used: {error}") from None
     npu_layers.start(extension)
     sizes = args.hidden, args.inner, args.experts, args.top_k, args.group, args.layers
-    shape = npu_layers.Shape(*sizes, args.dtype, args.half_sums)
+    shape = npu_layers.Shape(*sizes, args.dtype, args.float_sums)
     rows = npu_layers.measure(shape, args.batches, args.rounds, args.read_mb << 20)
     if not npu_layers.computes():
         for _ in rows:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch_npu
@@ -31,23 +32,29 @@ class Shape:
     group: int
     layers: int
     dtype: str
-    half_sums: bool = False
+    float_sums: bool = False
 
 
 @dataclass(frozen=True)
 class Layer:
-    experts: AscendExperts
+    experts: AscendExperts  # in planes
+    plain: AscendExperts  # other experts of the same shape, as npu_grouped_matmul takes them
     x: Tensor  # (batch, hidden)
     ids: Tensor  # (batch, k) int32
     weights: Tensor  # (batch, k)
     nbytes: float  # bytes of the experts in `ids`, each counted once
-    half_sums: bool = False
+    float_sums: bool = False
 
     def custom(self) -> Tensor:
-        return calls.moe(self.x, self.weights, self.ids, self.experts, None, self.half_sums)
+        return calls.moe(self.x, self.weights, self.ids, self.experts, None, self.float_sums)
 
     def reference(self) -> Tensor:
-        return moe.infer_fusion_v2(self.x, self.weights, self.ids, self.experts)
+        return moe.infer_fusion_v2(self.x, self.weights, self.ids, self.plain)
+
+    def unpacked(self) -> Tensor:
+        """The result of `custom`, by the products of more tokens."""
+        order = cast(Tensor, self.experts.w13.order)
+        return moe.infer_fusion_v2(self.x.index_select(1, order), self.weights, self.ids, self.experts)
 
 
 def start(extension: Path) -> None:
@@ -61,30 +68,35 @@ def computes() -> bool:
     return (torch.ones(3).to("npu") * 2).tolist() == [2, 2, 2]
 
 
-def random_experts(shape: Shape, device: torch.device) -> AscendExperts:
+def random_experts(shape: Shape, device: torch.device, in_planes: bool) -> AscendExperts:
     """Experts in which all nibbles are equally frequent, with results of about the size of x."""
-    dtype = getattr(torch, shape.dtype)
-    experts = AscendExperts(shape.experts, shape.inner, shape.hidden, Format("q4", shape.group), dtype, device)
-    for plane in (experts.w13, experts.w2):
-        words, scales = plane.storages
-        words.random_(-(1 << 31), (1 << 31) - 1)
-        size = 1 / (NIBBLE * math.sqrt(words.shape[1]))
+    format, dtype = Format("q4", shape.group), getattr(torch, shape.dtype)
+    experts = AscendExperts(shape.experts, shape.inner, shape.hidden, format, dtype, device, in_planes=in_planes)
+    for matrices in (experts.w13, experts.w2):
+        words, scales = matrices.storages
+        if words.dtype == torch.uint8:
+            words.random_(0, 255)
+        else:
+            words.random_(-(1 << 31), (1 << 31) - 1)
+        size = 1 / (NIBBLE * math.sqrt(matrices.columns))
         scales.uniform_(0.5 * size, 1.5 * size)
+        if matrices.planes is not None:
+            scales[..., matrices.planes.groups :] = 0
     return experts
 
 
-def layer(experts: AscendExperts, shape: Shape, batch: int, device: torch.device) -> Layer:
+def layer(experts: AscendExperts, plain: AscendExperts, shape: Shape, batch: int, device: torch.device) -> Layer:
     """A layer with tokens that choose their experts evenly, each expert at most once."""
     ids = torch.rand(batch, shape.experts).topk(shape.top_k).indices.int()
     weights = torch.rand(batch, shape.top_k).softmax(-1)
     x = torch.randn(batch, shape.hidden).to(getattr(torch, shape.dtype))
     nbytes = experts.nbytes / experts.count * len(ids.unique())
-    return Layer(experts, x.to(device), ids.to(device), weights.to(x).to(device), nbytes, shape.half_sums)
+    return Layer(experts, plain, x.to(device), ids.to(device), weights.to(x).to(device), nbytes, shape.float_sums)
 
 
 def check(layers: Sequence[Layer]) -> None:
     for number, each in enumerate(layers):
-        custom, reference = each.custom().float(), each.reference().float()
+        custom, reference = each.custom().float(), each.unpacked().float()
         error = ((custom - reference).norm() / reference.norm()).item()
         if not error <= BOUND:  # NaN is an error too
             raise UserError(f"layer {number}: the kernels' results differ by {error:.3g} of their norm, above {BOUND}")
@@ -121,11 +133,11 @@ def measure(shape: Shape, batches: Sequence[int], rounds: int, read_bytes: int) 
     torch.manual_seed(0)
     device = torch.device("npu", torch_npu.npu.current_device())
     real = computes()
-    every = [random_experts(shape, device) for _ in range(shape.layers)]
+    every = [(random_experts(shape, device, True), random_experts(shape, device, False)) for _ in range(shape.layers)]
     source = torch.ones(read_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     for batch in batches:
-        layers = [layer(experts, shape, batch, device) for experts in every]
+        layers = [layer(*experts, shape, batch, device) for experts in every]
         if real:
             check(layers)
         runs: dict[str, Callable[[], object]] = {

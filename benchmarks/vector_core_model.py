@@ -10,6 +10,7 @@ benchmarks.vector_core_machine has the constants, benchmarks.vector_core_example
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +19,7 @@ import torch
 from benchmarks.vector_core_examples import launched, print_examples, seed_fused
 from benchmarks.vector_core_machine import HIGH, LOW, microseconds, predict
 from files import ROOT
+from ops.ascend.vector_core.planes import Planes, planes_of
 from tests.fakes.ascend_c import Counts, Library, build, host, run
 
 KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
@@ -53,27 +55,30 @@ def library(name: str) -> Library:
     return build(KERNELS / f"{name}.cpp")
 
 
-def count(op: str, inputs: dict[str, torch.Tensor | None], half_sums: bool = False, cores: int = 48) -> Counts:
+def count(op: str, inputs: dict[str, torch.Tensor | None], attributes: Sequence[int], cores: int = 48) -> Counts:
     """Counts of one launch of umbra_`op`, as its host side tiles it; they do not depend on values."""
     given = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in inputs.values()]
     name = f"umbra_{op}"
-    launch = host("".join(part.capitalize() for part in name.split("_")), given, cores, attributes=[half_sums])
+    launch = host("".join(part.capitalize() for part in name.split("_")), given, cores, attributes=attributes)
     sized = launch.outputs, launch.tiling, launch.workspace, launch.blocks, launch.key, launch.schedule_mode
     return run(library(name), name, inputs, *sized)[1]
 
 
-def bank(experts: int, k: int, n: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(experts, k, n // 8, dtype=torch.int32), torch.ones(experts, k // group, n, dtype=BFLOAT16)
+def bank(planes: Planes, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros of `sizes`: experts, if any, and columns."""
+    *experts, columns = sizes
+    scales = torch.ones(*experts, *planes.scales_shape(columns), dtype=BFLOAT16)
+    return torch.zeros(*experts, *planes.words_shape(columns), dtype=torch.uint8), scales
 
 
 @cache
-def fused(shape: Shape, routed: bool = False, half_sums: bool = False) -> Counts:
+def fused(shape: Shape, routed: bool = False, float_sums: bool = False) -> Counts:
     experts, ids = shape.experts(routed)
-    w13, s13 = bank(experts, shape.hidden, 2 * shape.inner, shape.group)
-    w2, s2 = bank(experts, shape.inner, shape.hidden, shape.group)
+    w13, s13 = bank(planes_of(shape.hidden, shape.group), experts, 2 * shape.inner)
+    w2, s2 = bank(planes_of(shape.inner, shape.group, ordered=True), experts, shape.hidden)
     x, weights = torch.ones(shape.batch, shape.hidden, dtype=BFLOAT16), torch.ones(ids.shape, dtype=BFLOAT16)
     inputs = dict(x=x, w13=w13, s13=s13, z13=None, w2=w2, s2=s2, z2=None, ids=ids, weights=weights)
-    return count("fused_moe_w4a16", inputs, half_sums, shape.cores)
+    return count("fused_moe_w4a16", inputs, (shape.group, shape.group, float_sums), shape.cores)
 
 
 def weight_bytes(counts: Counts) -> int:
@@ -100,9 +105,9 @@ def between(low: float, high: float, places: int = 1) -> str:
     return f"{low:.{places}f}..{high:.{places}f}"
 
 
-def print_model(half_sums: bool) -> None:
+def print_model(float_sums: bool) -> None:
     print("model, not measurement; us as low..high; bfloat16, W4, group 32, H 2048, I 768, top-8;", end=" ")
-    print("half sums" if half_sums else "float sums")
+    print("float sums" if float_sums else "runs of 8 in half")
     print("measured, on 40 cores: seed, its kernel; grouped mm, npu_grouped_matmul. * seed's kernel by the model")
     tables = ((48, False, "all experts different"), (40, False, "the same"), (48, True, "random routing, 128 experts"))
     for cores, routed, routing in tables:
@@ -110,7 +115,7 @@ def print_model(half_sums: bool) -> None:
         head = ("cores' time", "with launch", "GB/s", "of 1.6 TB/s", "seed *", "seed", "grouped mm")
         print("batch      MB " + " ".join(f"{name:>13}" for name in (head[:4] if routed else head)))
         for batch, measured in SEED_US.items():
-            counts = fused(Shape("", 2048, 768, batch, cores=cores), routed, half_sums)
+            counts = fused(Shape("", 2048, 768, batch, cores=cores), routed, float_sums)
             low, high = (microseconds(counts.cores, machine) for machine in (LOW, HIGH))
             size = weight_bytes(counts)
             slow, fast = size / high / 1e3, size / low / 1e3
@@ -124,7 +129,7 @@ def print_model(half_sums: bool) -> None:
     print("\nfused_moe_w4a16, 48 cores, all experts different: the slowest core's pipes by phase")
     print("batch phase cores   " + "  ".join(f"{name:>11}" for name in (*SHOWN, "bound")))
     for batch in SEED_US:
-        counts = fused(Shape("", 2048, 768, batch), False, half_sums)
+        counts = fused(Shape("", 2048, 768, batch), False, float_sums)
         for number, (low, high) in enumerate(zip(*(predict(counts.cores, m) for m in (LOW, HIGH)), strict=True)):
             columns = [between(low.busy[pipe] / 1e3, high.busy[pipe] / 1e3) for pipe in SHOWN]
             bound = low.bound if low.bound == high.bound else f"{low.bound}, {high.bound}"
@@ -166,5 +171,5 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["validate"]:
         print_examples()
     else:
-        print_model(half_sums=False)
-        print_model(half_sums=True)
+        print_model(float_sums=False)
+        print_model(float_sums=True)

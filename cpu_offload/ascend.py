@@ -51,9 +51,11 @@ class NpuExperts(ShadowedExperts):
         super().__init__(pool, number, here, inner, hidden, format)
         self.device, self.number, self.index = device, number, len(device.layers)
         plain = dataclasses.replace(format, tiled=False)  # slots hold no tiled matrices
-        self.layout = BlockLayout.of(inner, hidden, format, device.ops.dtype)
         room = partial(pinned, what=f"layer {number}")
-        self.image = AscendExperts(self.count, inner, hidden, plain, device.ops.dtype, HOST, room)
+        in_planes = device.ops.in_planes
+        self.image = AscendExperts(self.count, inner, hidden, plain, device.ops.dtype, HOST, room, in_planes)
+        in_planes = self.image.w13.planes is not None
+        self.layout = BlockLayout.of(inner, hidden, format, device.ops.dtype, in_planes)
         self.storages += self.image.storages
         self.format = plain
 
@@ -103,7 +105,7 @@ class NpuExperts(ShadowedExperts):
         device, ops = self.device, self.device.ops
         if ops.on_vector_cores(x, self):
             here = device.here[self.index]
-            return calls.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.half_sums)
+            return calls.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.float_sums)
         rows = device.rows[self.index]
         if not device.by_pair(len(x), self.count):
             return ops.moe(x, weights, ids, device.slots.bank(rows), first)
@@ -147,7 +149,7 @@ class AscendDevice(Device):
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, first = memory, self.layers[0]
-        self.slots = Slots(memory, end, first.layout, first.format)
+        self.slots = Slots(memory, end, first.layout, first.image)
         # Two tables of each expert's first row. An expert that is not resident has -1 in the first, for kernels that
         # skip it, and the row of the zeros in the second.
         self.on_host = pinned((2, len(self.layers), first.count), torch.int32, "table of experts")

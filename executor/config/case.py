@@ -195,8 +195,8 @@ class AscendSettings:
         choices=("auto", "on", "off"),
     )  # fmt: skip
     gemv_max_tokens: int = key(8, "most tokens of a step that uses the kernels of `decode_gemv`", minimum=1, maximum=8)
-    gemv_half_sums: bool = key(
-        False, "sum eight rows in float16: faster by CANN's tables, less exact if sums cancel (docs/vector_core.md)"
+    gemv_float_sums: bool = key(
+        False, "add products in float32 from the first on, not eight in float16: slower (docs/vector_core.md)"
     )
     super_kernel: bool = key(
         False, "launch the kernels of a layer's experts as one: a scope in ge_graph, super_kernel_optimize in "

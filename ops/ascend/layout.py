@@ -14,22 +14,25 @@ MOST_PAGE = 512  # most tokens of a page, a limit of the attention op
 
 class AscendLayout:
     """`dtype` is the type of activations. With `tiled`, KV caches are in tiles of 16 columns, as
-    npu_qkv_rms_norm_rope_cache writes them."""
+    npu_qkv_rms_norm_rope_cache writes them. With `in_planes`, 4-bit matrices are kept as the kernels of the vector
+    cores read them."""
 
-    def __init__(self, dtype: torch.dtype, tiled: bool = False):
-        self.dtype, self.tiled, self.banks = dtype, tiled, 0
+    def __init__(self, dtype: torch.dtype, tiled: bool = False, in_planes: bool = False):
+        self.dtype, self.tiled, self.in_planes, self.banks = dtype, tiled, in_planes, 0
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # the fused norms need their weight in the type of their input
 
     def matrix(self, rows: int, columns: int, format: Format, device: torch.device) -> AscendMatrix:
-        return AscendMatrix(rows, columns, format, self.dtype, device)
+        return AscendMatrix(rows, columns, format, self.dtype, device, self.in_planes)
 
     def expert_matrices(
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device
     ) -> AscendExperts:
         self.banks += 1
-        return AscendExperts(count, inner, hidden, format, self.dtype, device, number=self.banks)
+        return AscendExperts(
+            count, inner, hidden, format, self.dtype, device, in_planes=self.in_planes, number=self.banks
+        )
 
     def kv_cache(
         self, pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device

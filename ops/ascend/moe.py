@@ -15,6 +15,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from ops.ascend.vector_core.calls import unpacked
 from ops.ascend.weights import Bank, Stored
 
 ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how many they are
@@ -69,23 +70,24 @@ ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fus
 
 
 def _experts(rows: Tensor, groups: Tensor, kind: int, experts: Bank) -> Tensor:
-    """Computes down(silu(gate) * up) of rows (T K, H) in expert order."""
+    """Computes down(silu(gate) * up) of rows (T K, H) in expert order, H in the order of w13."""
     return _grouped(swiglu(_grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
 
 
-def _grouped(x: Tensor, plane: Stored, groups: Tensor, kind: int) -> Tensor:
-    if x.shape[1] != plane.data.shape[1]:
-        raise TypeError(f"npu_grouped_matmul: {x.shape[1]} columns meet {plane.data.shape[1]} rows")
-    if groups.dtype != torch.int64 or groups.shape != plane.data.shape[:1]:
+def _grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
+    if x.shape[1] != matrices.columns:
+        raise TypeError(f"npu_grouped_matmul: {x.shape[1]} columns meet {matrices.columns} rows")
+    if groups.dtype != torch.int64 or groups.shape != matrices.data.shape[:1]:
         raise TypeError(f"npu_grouped_matmul: group_list {tuple(groups.shape)} {groups.dtype} is not (E) int64")
+    whole = matrices.planes is None
     return torch_npu.npu_grouped_matmul(
         x=[x],
-        weight=[plane.data],
+        weight=[matrices.data if whole else unpacked(matrices)],
         bias=None,
         scale=None,
         offset=None,
-        antiquant_scale=None if plane.scales is None else [plane.scales],
-        antiquant_offset=None if plane.offsets is None else [plane.offsets],
+        antiquant_scale=[matrices.scales] if whole and matrices.scales is not None else None,
+        antiquant_offset=[matrices.offsets] if whole and matrices.offsets is not None else None,
         per_token_scale=None,
         group_list=groups,
         activation_input=None,

@@ -36,8 +36,9 @@ MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
 
 class AscendOps(AscendLayout):
     """`moe` uses a routing of ops.ascend.moe.ROUTINGS. Steps of at most `gemv_tokens` tokens multiply by 4-bit weights
-    on the vector cores; `half_sums` says how these add (ops/ascend/vector_core/schemas.py). `can` says what the
-    installed CANN can do. `super_kernel` marks the kernels of a layer's experts for GE, which launches them as one."""
+    on the vector cores, which keep these in planes; `float_sums` says how they add (ops/ascend/vector_core/schemas.py).
+    Other products unpack the planes first. `can` says what the installed CANN can do. `super_kernel` marks the kernels
+    of a layer's experts for GE, which launches them as one."""
 
     def __init__(
         self,
@@ -45,12 +46,12 @@ class AscendOps(AscendLayout):
         device: torch.device,
         routing: str,
         gemv_tokens: int = 0,
-        half_sums: bool = False,
+        float_sums: bool = False,
         can: Abilities = ALL_ABILITIES,
         super_kernel: bool = False,
     ):
-        super().__init__(dtype, can.tiled_cache)
-        self.gemv_tokens, self.half_sums, self.can, self.super_kernel = gemv_tokens, half_sums, can, super_kernel
+        super().__init__(dtype, can.tiled_cache, in_planes=gemv_tokens > 0)
+        self.gemv_tokens, self.float_sums, self.can, self.super_kernel = gemv_tokens, float_sums, can, super_kernel
         # The type of npu_moe_finalize_routing's scales: float32 is taken beside bfloat16 rows only.
         self.scales_type = torch.float32 if dtype == torch.bfloat16 and can.float_scales else dtype
         self.route_experts = moe.ROUTINGS[routing]
@@ -64,11 +65,15 @@ class AscendOps(AscendLayout):
         return F.embedding(local.masked_fill(away, 0), table).masked_fill(away[:, None], 0)
 
     def on_vector_cores(self, x: Tensor, weight: AscendMatrix | Bank) -> bool:
-        return 0 < x.shape[0] <= self.gemv_tokens and not calls.unfit(weight)
+        planes = weight.planes if isinstance(weight, AscendMatrix) else weight.w13.planes
+        return 0 < x.shape[0] <= self.gemv_tokens and planes is not None
 
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
         if self.on_vector_cores(x, weight):
-            return calls.linear(x, weight, bias, self.half_sums)
+            return calls.linear(x, weight, bias, self.float_sums)
+        if weight.order is not None:
+            x, data = x.index_select(1, weight.order), calls.unpacked(weight)
+            return torch.mm(x, data) if bias is None else torch.addmm(bias, x, data)
         if weight.scales is not None:
             return torch_npu.npu_weight_quant_batchmatmul(
                 x=x, weight=weight.data, antiquant_scale=weight.scales, antiquant_offset=weight.offsets,
@@ -269,7 +274,7 @@ class AscendOps(AscendLayout):
         if ids.dtype != torch.int32:
             raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
         if self.on_vector_cores(x, experts):
-            y = calls.moe(x, weights, ids, experts, first_expert, self.half_sums)
+            y = calls.moe(x, weights, ids, experts, first_expert, self.float_sums)
         else:
             y = self._grouped(x, weights, ids, experts, first_expert)
         if isinstance(experts, AscendExperts) and experts.ahead and torch.compiler.is_compiling():
@@ -280,6 +285,8 @@ class AscendOps(AscendLayout):
     def _grouped(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None) -> Tensor:
         marked = self.super_kernel and torch.compiler.is_compiling()
         with torchair.scope.super_kernel(f"experts{experts.number}") if marked else nullcontext():
+            if experts.w13.order is not None:
+                x = x.index_select(1, experts.w13.order)
             if first_expert is not None:
                 weights, ids = moe.resident(weights, ids, first_expert, experts.count)
             return self.route_experts(x, weights, ids, experts)

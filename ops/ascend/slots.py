@@ -9,7 +9,8 @@ captured step finds the residents of that moment. A gathered expert is read, wri
 traffic of a product that reads the slots themselves (ops/ascend/vector_core/calls.py, moe_slots).
 """
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,20 +18,24 @@ from torch.utils.dlpack import from_dlpack
 
 from errors import UserError
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from ops.ascend.weights import Bank, Stored
 from ops.fixed import fixed
-from ops.format import Format
 
 ROW = PLACE // 4  # int32
 
 
 @dataclass
 class Gathered:
-    """Matrices of a gathered bank; implements ops.ascend.weights.Stored."""
+    """Matrices of a gathered bank, else as those of `like`; implements ops.ascend.weights.Stored."""
 
     data: Tensor
     scales: Tensor | None
     offsets: Tensor | None
-    format: Format
+    like: InitVar[Stored]
+    order: Tensor | None
+
+    def __post_init__(self, like: Stored) -> None:
+        self.format, self.role, self.columns, self.planes = like.format, like.role, like.columns, like.planes
 
 
 @dataclass
@@ -46,16 +51,18 @@ class SlotBank:
 
 class Slots:
     """Slots in `memory`, the arena's bytes. A block of zeros, which stands for experts that are not resident, begins at
-    byte `zeros`."""
+    byte `zeros`. `like`: experts in the same layout."""
 
-    def __init__(self, memory: Tensor, zeros: int, layout: BlockLayout, format: Format):
-        self.layout, self.format, self.nowhere = layout, format, zeros // PLACE
+    def __init__(self, memory: Tensor, zeros: int, layout: BlockLayout, like: Bank):
+        self.layout, self.like, self.nowhere = layout, like, zeros // PLACE
+        order = like.w13.order
+        self.order = None if order is None else fixed(order.to(memory.device))
         memory[zeros : zeros + layout.block_bytes] = 0
         # These tensors have storages of their own, because KV caches are in the same memory.
         whole = memory[: len(memory) // PLACE * PLACE]
         self.memory, self.rows = fixed(from_dlpack(whole)), fixed(from_dlpack(whole).view(torch.int32).view(-1, ROW))
         self.indices: dict[int, tuple[Tensor, Tensor]] = {}  # number of experts in a bank -> indices
-        sizes = {name: shape[0] * shape[1] * dtype.itemsize for name, (shape, dtype) in layout.planes.items()}
+        sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.planes.items()}
         for name, size in sizes.items():
             if size % PLACE:
                 raise UserError(
@@ -87,7 +94,7 @@ class Slots:
             planes[name] = rows[begin:end].view(-1).view(dtype).view(count, *shape)
             begin = end
         w13, w2 = (
-            Gathered(planes[f"w{which}"], planes.get(f"s{which}"), planes.get(f"z{which}"), self.format)
-            for which in ("13", "2")
+            Gathered(planes[f"w{which}"], planes.get(f"s{which}"), planes.get(f"z{which}"), like, order)
+            for which, like, order in (("13", self.like.w13, self.order), ("2", self.like.w2, None))
         )
         return SlotBank(count, w13, w2, planes)

@@ -4,11 +4,14 @@ format     shape               a value is
 float      (K, N)              w, in the format's own type
 q4         (K, N / 8) int32    (nibble + offset) * scale; nibble i of a word, low bits first, is output 8 n + i, signed
   scales   (K / group, N)      in the model's type, and offsets likewise where there are zero points
+q4 in planes                   for the kernels of the vector cores: ops/ascend/vector_core/planes.py. Other products
+                               unpack them to (N, K) first
 
 Experts have one more dimension in front. Only the conversion into tiles needs torch_npu.
 """
 
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
@@ -16,8 +19,9 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
 from ops.fixed import fixed
-from ops.format import GROUP_SIZES, Format, Quantised, floats
+from ops.format import GROUP_SIZES, Format, Quantised, floats, in_order
 
 FRACTAL_NZ = 29
 NIBBLES = 8  # number of nibbles in an int32
@@ -25,13 +29,26 @@ NIBBLES = 8  # number of nibbles in an int32
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # allocates the storage of matrices
 
 
+class Role(Enum):
+    """What a matrix is for. In planes, UP has columns of gate and of up in turns, in the order of DOWN's inputs."""
+
+    LINEAR = auto()
+    UP = auto()
+    DOWN = auto()
+
+
 class Stored(Protocol):
-    """Matrices of one shape in the products' layout; float matrices have no scales."""
+    """Matrices of one shape in the products' layout; float matrices have no scales. Those in planes have the inputs in
+    `order`, None if x has it already."""
 
     data: Tensor
     scales: Tensor | None
     offsets: Tensor | None
     format: Format
+    role: Role
+    columns: int
+    planes: Planes | None
+    order: Tensor | None
 
 
 class Bank(Protocol):
@@ -47,7 +64,7 @@ class Bank(Protocol):
     def w2(self) -> Stored: ...
 
 
-class Plane:
+class Matrices:
     """`lead` matrices of (rows, columns). They are converted into tiles once every row of every matrix was put."""
 
     def __init__(
@@ -59,12 +76,16 @@ class Plane:
         dtype: torch.dtype,
         device: torch.device,
         room: Room | None = None,
+        role: Role = Role.LINEAR,
+        in_planes: bool = False,
     ):
         make = room or partial(_kept, device=device)
-        self.format = format
+        self.format, self.role, self.columns = format, role, columns
         self.missing = rows * (lead[0] if lead else 1)
         self.scales: Tensor | None = None
         self.offsets: Tensor | None = None
+        self.planes: Planes | None = None
+        self.order: Tensor | None = None
         if not format.quantised:
             self.data = make((*lead, columns, rows), getattr(torch, format.kind))
             return
@@ -77,10 +98,17 @@ class Plane:
                 f"rank cannot be cut into groups of {format.group} inputs and words of {NIBBLES} outputs: "
                 + (f"choose group_size {' or '.join(smaller)}" if smaller else "split it over fewer ranks")
             )
-        self.data = make((*lead, columns, rows // NIBBLES), torch.int32)
-        self.scales = make((*lead, columns // format.group, rows), dtype)
+        words: tuple[int, ...] = (columns, rows // NIBBLES)
+        scales: tuple[int, ...] = (columns // format.group, rows)
+        if in_planes:
+            self.planes = planes_of(columns, format.group, ordered=role == Role.DOWN)
+            words, scales = self.planes.words_shape(rows), self.planes.scales_shape(rows)
+            if role != Role.DOWN:
+                self.order = fixed(self.planes.order().int().to(device))
+        self.data = make((*lead, *words), torch.uint8 if in_planes else torch.int32)
+        self.scales = make((*lead, *scales), dtype)
         if format.zeros:
-            self.offsets = make((*lead, columns // format.group, rows), dtype)
+            self.offsets = make((*lead, *scales), dtype)
 
     @property
     def storages(self) -> list[Tensor]:
@@ -98,6 +126,12 @@ class Plane:
             self.data[index][:, row:end] = floats(part).T
         elif row % NIBBLES or count % NIBBLES:
             raise UserError(f"quantization: rows {row} to {end} of a matrix do not fill words of {NIBBLES} outputs")
+        elif self.planes is not None:
+            nibbles, *kept = signed(part, self.format)
+            self._put_columns(self.data[index], row, self.planes.pack(nibbles))
+            for tensor, values in zip((self.scales, self.offsets), kept, strict=True):
+                if tensor is not None:
+                    self._put_columns(tensor[index], row, self.planes.keep(values))
         else:
             nibbles, scales, offsets = signed(part, self.format)
             self.data[index][:, row // NIBBLES : end // NIBBLES] = pack(nibbles.T)
@@ -105,17 +139,33 @@ class Plane:
             if self.offsets is not None:
                 self.offsets[index][:, row:end] = offsets.T
         self.missing -= count
-        if not self.missing and self.format.tiled and self.data.device.type == "npu":
+        if not self.missing and self.format.tiled and self.planes is None and self.data.device.type == "npu":
             import torch_npu
 
             tiles = torch_npu.npu_format_cast(input=self.data, acl_format=FRACTAL_NZ, customize_dtype=None)
             self.data = fixed(tiles)
 
+    def _put_columns(self, to: Tensor, row: int, values: Tensor) -> None:
+        """Puts values (planes, m, ...) at columns row .. row + m; of UP, m is all columns of gate or of up."""
+        if self.role == Role.UP:
+            to.unflatten(1, (-1, 2, PAIRS))[:, :, int(row > 0)] = values.unflatten(1, (-1, PAIRS))
+        else:
+            to[:, row : row + values.shape[1]] = values
 
-class AscendMatrix(Plane):
-    def __init__(self, rows: int, columns: int, format: Format, dtype: torch.dtype, device: torch.device):
-        super().__init__((), rows, columns, format, dtype, device)
-        self.rows, self.columns = rows, columns
+
+class AscendMatrix(Matrices):
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        format: Format,
+        dtype: torch.dtype,
+        device: torch.device,
+        in_planes: bool = False,
+    ):
+        in_planes = in_planes and not unfit(format, columns)
+        super().__init__((), rows, columns, format, dtype, device, in_planes=in_planes)
+        self.rows = rows
 
     def fill(self, row: int, part: Tensor | Quantised) -> None:
         self.put((), row, part)
@@ -133,6 +183,7 @@ class AscendExperts:
         dtype: torch.dtype,
         device: torch.device,
         room: Room | None = None,
+        in_planes: bool = False,
         number: int = 0,
     ):
         """`number` tells the experts of a model's layers apart."""
@@ -142,8 +193,9 @@ class AscendExperts:
             )
         self.count, self.inner, self.number = count, inner, number
         self.ahead: AscendMatrix | None = None  # the weight that is read next, if it is to be prefetched
-        self.w13 = Plane((count,), 2 * inner, hidden, format, dtype, device, room)
-        self.w2 = Plane((count,), hidden, inner, format, dtype, device, room)
+        in_planes = in_planes and not unfit(format, hidden, inner)
+        self.w13 = Matrices((count,), 2 * inner, hidden, format, dtype, device, room, Role.UP, in_planes)
+        self.w2 = Matrices((count,), hidden, inner, format, dtype, device, room, Role.DOWN, in_planes)
 
     @property
     def storages(self) -> list[Tensor]:
@@ -156,8 +208,23 @@ class AscendExperts:
     def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
         if which == "down":
             self.w2.put((expert,), 0, part)
-        else:
-            self.w13.put((expert,), {"gate": 0, "up": self.inner}[which], part)
+            return
+        if self.w2.planes is not None:  # h needs no other order then
+            part = in_order(part, self.w2.planes.order().tolist())
+        self.w13.put((expert,), {"gate": 0, "up": self.inner}[which], part)
+
+
+def unfit(format: Format, columns: int, inner: int = 0) -> str:
+    """The reason why the kernels of the vector cores cannot read matrices with `columns` inputs, and w2 with `inner`;
+    empty if they can."""
+    if format.kind != "q4":
+        return "the weights do not have 4 bits"
+    if format.group not in GROUP_SIZES:
+        return f"groups of {format.group}, not of 32, 64 or 128"
+    for size, most in ((columns, MOST_ROWS), (inner, MOST_INNER)):
+        if size > most:
+            return f"{size} inputs, more than {most}"
+    return ""
 
 
 def _kept(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,7 +29,7 @@ from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK
 
 STEPS = 5  # of decode, of two layers each: test_numerics.logits
-MOE, GEMV = "fused_moe_w4a16", "gemv_w4a16"
+MOE, GEMV, UNPACK = "fused_moe_w4a16", "gemv_w4a16", "unpack_w4a16"
 
 
 def checkpoint(folder: Path, format: str, group: int, symmetric: bool, family: Family = QWEN3, **options: Any) -> None:
@@ -61,8 +61,8 @@ def test_model_equals_reference(
     checkpoint(tmp_path, format, group, symmetric, family, **options)
     assert_same(ours(tmp_path, gemv_tokens), logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
     dense = len(options.get("mlp_only_layers", []))  # two linear layers more, and no experts
-    calls = {GEMV: (4 + 2 * dense) * STEPS, MOE: (2 - dense) * STEPS}
-    assert (calls if gemv_tokens == 6 else {}) == +Counter(CALLS)
+    calls = {GEMV: (4 + 2 * dense) * STEPS, MOE: (2 - dense) * STEPS, UNPACK: 8}  # unpacked for the prefill
+    assert (calls if gemv_tokens == 6 else {UNPACK: 8 * (1 + STEPS)}) == +Counter(CALLS)
 
 
 def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int]) -> None:
@@ -153,7 +153,7 @@ OWN = Counter(UmbraFusedMoeW4a16=1, UmbraGemvW4a16=2)
 KERNELS = {QWEN3: Counter(FUSED) - REPLACED + OWN, M2: M2_FUSED - REPLACED + OWN + Counter(Cast=1)}  # of a layer
 
 
-def check(program: GeProgram, zeros: bool, half_sums: bool = False, family: Family = QWEN3) -> None:
+def check(program: GeProgram, zeros: bool, float_sums: bool = False, family: Family = QWEN3) -> None:
     """Two layers, the linear layers and the mixture of each on the vector cores; without copies between them. The cast
     is of MiniMax-M2's routing weights."""
     count, kernels = program.count(), KERNELS[family]
@@ -162,20 +162,20 @@ def check(program: GeProgram, zeros: bool, half_sums: bool = False, family: Fami
     assert not count.keys() & ((WRITES | REPLACED.keys()) - kernels.keys())
     made = {out.source: out for node in program.nodes for out in node.outputs}
     own = program.of("UmbraFusedMoeW4a16", "UmbraGemvW4a16")
-    assert [node.proto.attr["half_sums"].b for node in own] == [half_sums] * len(own)
+    assert [node.proto.attr["float_sums"].b for node in own] == [float_sums] * len(own)
     for node in program.of("UmbraFusedMoeW4a16"):
         assert [desc.name for desc in node.proto.input_desc] == FUSED_INPUTS
         assert [made[i].shape if i else None for i in node.inputs] == [
-            (4, 128), (8, 128, 16), (8, 4, 128), (8, 4, 128) if zeros else None,
-            (8, 64, 16), (8, 2, 128), (8, 2, 128) if zeros else None, (4, 3), (4, 3),
+            (4, 128), (8, 1, 128, 64), (8, 1, 128, 8), (8, 1, 128, 8) if zeros else None,
+            (8, 1, 128, 32), (8, 1, 128, 8), (8, 1, 128, 8) if zeros else None, (4, 3), (4, 3),
         ]  # fmt: skip
         assert [made[i].dtype for i in node.inputs[-2:]] == [torch.int32, torch.bfloat16]
         assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, 128), torch.bfloat16)
     for node, inputs, outputs in zip(program.of("UmbraGemvW4a16"), (128, 256) * 2, (512, 128) * 2, strict=True):
         assert [desc.name for desc in node.proto.input_desc] == ["x", "w", "scales", "zeros"]
-        kept = (inputs // 32, outputs)
+        kept = (1, outputs, 8)
         assert [made[i].shape if i else None for i in node.inputs] == [
-            (4, inputs), (inputs, outputs // 8), kept, kept if zeros else None,
+            (4, inputs), (inputs // 128, outputs, 64), kept, kept if zeros else None,
         ]  # fmt: skip
         assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, outputs), torch.bfloat16)
 
@@ -189,9 +189,9 @@ def test_the_ge_graph(tmp_path: Path, family: Family, zeros: bool, loaded: list[
 
 
 @pytest.mark.usefixtures("loaded")
-def test_half_sums_arrive_in_the_ge_graph(tmp_path: Path) -> None:
-    program = decode_program(tmp_path, "method=q4", "decode_gemv=on", "gemv_half_sums=true")
-    check(program, False, half_sums=True)
+def test_float_sums_arrive_in_the_ge_graph(tmp_path: Path) -> None:
+    program = decode_program(tmp_path, "method=q4", "decode_gemv=on", "gemv_float_sums=true")
+    check(program, False, float_sums=True)
     with pytest.raises(AssertionError):
         check(program, False)
 
@@ -200,8 +200,10 @@ def test_half_sums_arrive_in_the_ge_graph(tmp_path: Path) -> None:
 def test_the_ge_graph_of_more_tokens_is_the_other_one(tmp_path: Path, case: list[str], loaded: list[str]) -> None:
     prompts = [[9, i] for i in range(16 if "batch_size=16" in case else 4)]
     count = decode_program(tmp_path, "method=q4", "strict=true", *case, prompts=prompts).count()
-    assert (count["GroupedMatmul"], count["WeightQuantBatchMatmulV2"], count["MoeInitRoutingV3"]) == (4, 4, 2)
-    assert not any("Umbra" in name for name in count)
+    planes = case != ["decode_gemv=off"]  # two linear layers and two products of experts in each of two layers
+    assert (count["GroupedMatmul"], count["WeightQuantBatchMatmulV2"]) == (4, 0 if planes else 4)
+    assert (count["MoeInitRoutingV3"], count["UmbraUnpackW4a16"]) == (2, 8 if planes else 0)
+    assert not count.keys() & OWN.keys()
 
 
 def in_float(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None, *_: Any) -> Tensor:
@@ -218,8 +220,8 @@ def test_a_copy_on_the_way_is_seen(tmp_path: Path, loaded: list[str], monkeypatc
 def test_inputs_out_of_order_are_seen(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.ops.umbra.gemv_w4a16.default._ge_converter
 
-    def swapped(x: Any, w: Any, scales: Any, zeros: Any, half_sums: Any = False, meta_outputs: Any = None) -> Any:
-        return real(x, scales, w, zeros, half_sums, meta_outputs=meta_outputs)
+    def swapped(x: Any, w: Any, scales: Any, *others: Any, meta_outputs: Any = None) -> Any:
+        return real(x, scales, w, *others, meta_outputs=meta_outputs)
 
     swapped.require_meta = True  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.ops.umbra.gemv_w4a16.default, "_ge_converter", swapped)
@@ -229,28 +231,28 @@ def test_inputs_out_of_order_are_seen(tmp_path: Path, loaded: list[str], monkeyp
 
 
 LAYER = [
-    "aclnnUmbraGemvW4a16 (4,128)bfloat16 (128,64)int32 (4,512)bfloat16 (4,512)bfloat16",
-    "aclnnUmbraGemvW4a16 (4,256)bfloat16 (256,16)int32 (8,128)bfloat16 (4,128)bfloat16",
-    "aclnnUmbraFusedMoeW4a16 (4,128)bfloat16 (8,128,16)int32 (8,4,128)bfloat16 (8,64,16)int32 (8,2,128)bfloat16"
-    " (4,3)int32 (4,3)bfloat16 (4,128)bfloat16",
+    "aclnnUmbraGemvW4a16 (4,128)bfloat16 (1,512,64)uint8 (1,512,8)bfloat16 32 (4,512)bfloat16",
+    "aclnnUmbraGemvW4a16 (4,256)bfloat16 (2,128,64)uint8 (1,128,8)bfloat16 32 (4,128)bfloat16",
+    "aclnnUmbraFusedMoeW4a16 (4,128)bfloat16 (8,1,128,64)uint8 (8,1,128,8)bfloat16 (8,1,128,32)uint8"
+    " (8,1,128,8)bfloat16 (4,3)int32 (4,3)bfloat16 32 32 (4,128)bfloat16",
 ]
 HEAD = "aclnnMatmulWeightNz (4,128)bfloat16 (128,96)bfloat16:NZ (4,96)bfloat16"
 PRODUCTS = ("Umbra", "Matmul", "Routing", "SwiGlu", "Sort")
 
 
 @pytest.mark.usefixtures("on_npu")
-@pytest.mark.parametrize(("mode", "half_sums"), [("acl_graph", False), ("acl_graph", True), ("npugraph_ex", False)])
+@pytest.mark.parametrize(("mode", "float_sums"), [("acl_graph", False), ("acl_graph", True), ("npugraph_ex", False)])
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str, half_sums: bool) -> None:
-    overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}", f"gemv_half_sums={half_sums}"]
+def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str, float_sums: bool) -> None:
+    overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}", f"gemv_float_sums={float_sums}"]
     runner = ascend_runner(ascend_case(tmp_path, *overrides, family=family), tmp_path)
     with device_log() as prefill:
         prefilled(runner)
-    assert not prefill.find("Umbra")  # more than eight tokens
+    assert len(prefill.find("Umbra")) == len(prefill.find("UmbraUnpack")) == 8  # more than eight tokens
     with device_log() as first:
         runner.loop.step()
     products = [line for line in first.lines if any(word in line for word in PRODUCTS)]
-    layer = [" true (".join(line.rsplit(" (", 1)) for line in LAYER] if half_sums else LAYER
+    layer = [" true (".join(line.rsplit(" (", 1)) for line in LAYER] if float_sums else LAYER
     assert products == [f"captured {line}" for line in [*layer, *layer, HEAD]]
     for _ in range(2):
         with device_log() as log:

@@ -119,7 +119,8 @@ def test_a_rank_of_the_true_minimax_m2(make: Callable[..., Model], format: Forma
         more = dict(seen.calls)
         decode = model.module.decode(dataclasses.replace(model.batch([1, 1]), tokens_per_group=None))
     assert [(x.shape, x.dtype) for x in (prefill, decode)] == [((3, 200064), BF16), ((2, 200064), BF16)]
-    assert (more, seen.calls) == ({}, {"gemv_w4a16": 4, "fused_moe_w4a16": 2} if format else {})
+    unpacked = {"unpack_w4a16": 8} if format else {}
+    assert (more, seen.calls) == (unpacked, unpacked | {"gemv_w4a16": 4, "fused_moe_w4a16": 2} if format else {})
 
 
 class Umbra(TorchDispatchMode):
@@ -138,9 +139,9 @@ class Umbra(TorchDispatchMode):
 @pytest.mark.parametrize("format", [Format("q4", 32), Format("q4", 64, zeros=True)], ids=["q4", "zeros"])
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], family: Family, format: Format) -> None:
-    """The Meta functions accept what the layers pass; steps of more tokens do not use these ops."""
+    """The Meta functions accept what the layers pass; steps of more tokens unpack the weights."""
     model = make(format=format, gemv_tokens=2, family=family)
-    for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_w4a16": 2}), ([1, 1, 1], {})):
+    for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_w4a16": 2}), ([1, 1, 1], {"unpack_w4a16": 8})):
         with torch.inference_mode(), Umbra() as seen:
             logits = model.module.decode(model.batch(lengths))
         assert (logits.shape, logits.dtype, logits.device) == ((len(lengths), 96), BF16, NPU)

@@ -14,13 +14,15 @@ from tests.ascend import umbra_on_cpu  # noqa: F401 (registers the ops)
 def test_the_planes_of_ascend_experts_in_slots(zeros: bool) -> None:
     torch.manual_seed(0)
     count, inner, hidden, first = 4, 64, 128, 6
-    experts = AscendExperts(count, inner, hidden, Format("q4", 32, zeros), torch.float16, torch.device("cpu"))
+    experts = AscendExperts(
+        count, inner, hidden, Format("q4", 32, zeros), torch.float16, torch.device("cpu"), in_planes=True
+    )
     for expert in range(count):
         for which in ("gate", "up", "down"):
             experts.fill(expert, which, torch.randn((hidden, inner) if which == "down" else (inner, hidden)))
     w13, w2 = experts.w13, experts.w2
     kept = dict(w13=w13.data, s13=w13.scales, z13=w13.offsets, w2=w2.data, s2=w2.scales, z2=w2.offsets)
-    layout = BlockLayout(inner, hidden, torch.float16, 32, 32, zeros)
+    layout = BlockLayout(inner, hidden, torch.float16, 32, 32, zeros, in_planes=True)
     arena = torch.full((5 * layout.block_bytes,), 0xFF, dtype=torch.uint8)
     places = torch.tensor([3, 0, -1, 1], dtype=torch.int32) * (layout.block_bytes // PLACE)
     for expert, place in enumerate(places.tolist()):

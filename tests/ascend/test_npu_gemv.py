@@ -55,11 +55,11 @@ def test_without_an_npu_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def layers() -> list[Layer]:
     torch.manual_seed(0)
-    return [layer(random_experts(SMALL, CPU), SMALL, 4, CPU) for _ in range(2)]
+    return [layer(random_experts(SMALL, CPU, True), random_experts(SMALL, CPU, False), SMALL, 4, CPU) for _ in range(2)]
 
 
 def test_bytes_are_those_of_the_experts_that_are_hit(layers: list[Layer]) -> None:
-    one = 64 * 128 * 3 / 2 + 64 * 128 * 3 / 32 * 2  # nibbles, scales in bfloat16
+    one = 64 * 128 * 3 / 2 + 2 * 128 * 8 * 2  # nibbles, eight scales in bfloat16 for each of 128 columns of both
     for each in layers:
         hit = len(set(each.ids.flatten().tolist()))
         assert 2 <= hit < 8
@@ -83,7 +83,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npu_layers, "alternate", lambda *_: {"ref": 320.0, "custom": 80.0, "copy": 3.0, "sum": 1.0})
     load_extension()
     (row,) = npu_layers.measure(SMALL, [1], 3, 1 << 20)
-    nbytes = 2 * (64 * 128 * 3 / 2 + 64 * 128 * 3 / 32 * 2)
+    nbytes = 2 * (64 * 128 * 3 / 2 + 2 * 128 * 8 * 2)
     assert (row["batch"], row["ref_us"], row["custom_us"], row["speed_up"]) == (1, 20, 5, 4)
     assert row["custom_gbps"] == pytest.approx(nbytes / 5e-6 / 1e9)
     assert row["limit_gbps"] == pytest.approx((1 << 20) / 1e-6 / 1e9)  # the sum's: 1 us beside 2 MiB in 3 us

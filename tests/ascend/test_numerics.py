@@ -18,12 +18,13 @@ from executor.job.runner import make_runner
 from executor.platform.settings import PlatformSettings
 from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
-from ops.ascend.weights import Plane, pack, quantise
+from ops.ascend.weights import Matrices, pack, quantise
 from ops.format import Format, Quantised
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
 from tests.ascend.ranks import run_gloo_ranks
+from tests.ascend.stored import values_of
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
 
@@ -160,7 +161,7 @@ def test_a_checkpoints_levels_stay(zeros: bool) -> None:
     levels = torch.randint(16, (24, 128), dtype=torch.uint8)
     points = torch.randint(16, (24, 2), dtype=torch.uint8) if zeros else None
     part = Quantised(4, levels, torch.rand(24, 2).half(), points)
-    plane = Plane((), 24, 128, Format("q4", 32, zeros), torch.float16, torch.device("cpu"))
+    plane = Matrices((), 24, 128, Format("q4", 32, zeros), torch.float16, torch.device("cpu"))
     plane.put((), 0, part)
     assert plane.scales is not None
     assert torch.equal(dequantised(plane.data, plane.scales, plane.offsets).T.float(), part.floats())
@@ -188,16 +189,13 @@ def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor
     matrix, plain = ops.matrix(48, 64, format, cpu), reference.matrix(48, 64, dense, cpu)
     matrix.fill(0, torch.randn(32, 64))
     matrix.fill(32, torch.randn(16, 64))
-    plain.fill(0, dequantised(matrix.data, matrix.scales, matrix.offsets).T)
+    plain.fill(0, values_of(matrix))
     experts, wide = ops.expert_matrices(4, 32, 64, format, cpu), reference.expert_matrices(4, 32, 64, dense, cpu)
     for e in range(4):
         for which, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):
             experts.fill(e, which, torch.randn(shape))
     for e in range(4):
-        w13, w2 = (
-            dequantised(p.data[e], p.scales[e], None if p.offsets is None else p.offsets[e]).T
-            for p in (experts.w13, experts.w2)
-        )
+        w13, w2 = values_of(experts.w13, e), values_of(experts.w2, e)
         for which, part in (("gate", w13[:32]), ("up", w13[32:]), ("down", w2)):
             wide.fill(e, which, part)
     x = torch.randn(5, 64)

@@ -13,7 +13,7 @@ from executor.platform.ascend.versions import ROWS
 from ops.ascend.cann import abilities
 from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from ops.ascend.ops import AscendOps
-from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Plane
+from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
@@ -48,7 +48,7 @@ SIZES = {
 CANN = sorted({f"{cann}.0" for row in ROWS for cann in row.cann})
 
 
-def tiled(plane: Plane) -> None:
+def tiled(plane: Matrices) -> None:
     if plane.scales is None:
         plane.data = torch_npu.npu_format_cast(input=plane.data, acl_format=FRACTAL_NZ, customize_dtype=None)
 

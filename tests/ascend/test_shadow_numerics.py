@@ -13,9 +13,9 @@ from cpu_offload.ascend import NpuExperts
 from executor.config.env import RankEnv
 from executor.job.logits import collect_logits
 from executor.job.runner import ModelRunner, make_runner
-from ops.ascend.weights import Stored
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import run_gloo_ranks
+from tests.ascend.stored import values_of
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
@@ -120,19 +120,8 @@ def test_floats_are_quantised_once_for_both_copies(tmp_path: Path, family: str, 
         assert isinstance(layer, NpuExperts)
         for expert in range(layer.count):
             host = layer.blocks.dequantised(int(layer.store.addresses[expert]), "down")
-            device = dequantised(layer.w2, expert)
+            device = values_of(layer.w2, expert)
             torch.testing.assert_close(host, device, rtol=1e-3, atol=1e-3)  # the host's scales are float16
-
-
-def dequantised(stored: Stored, expert: int) -> torch.Tensor:
-    """The expert's matrix, (outputs, inputs), from the device's layout."""
-    assert stored.scales is not None
-    words, scales = stored.data[expert], stored.scales[expert]
-    nibbles = torch.stack([words >> 4 * i & 15 for i in range(8)], -1).flatten(1)
-    values = torch.where(nibbles > 7, nibbles - 16, nibbles).float()
-    if stored.offsets is not None:
-        values += stored.offsets[expert].repeat_interleave(32, 0)
-    return (values * scales.repeat_interleave(32, 0)).T
 
 
 def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_tokens: int) -> None:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import BlockLayout
+from ops.ascend.vector_core.planes import planes_of
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 
-FUSED, SLOTS, GEMV = "fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16"
+FUSED, SLOTS, GEMV, UNPACK = "fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16", "unpack_w4a16"
 Arguments = dict[str, Any]  # tensors or None, and numbers
-BF16, INT = torch.bfloat16, torch.int32
+BF16, INT, BYTE = torch.bfloat16, torch.int32, torch.uint8
 T, TOP_K, E, H, INNER = 2, 3, 4, 128, 96  # INNER: of Qwen3-30B-A3B at TP 8
 
 
@@ -30,17 +31,27 @@ def npu(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device="npu")
 
 
+def matrix(rows: int, columns: int, group: int, *lead: int, ordered: bool = False) -> tuple[Tensor, Tensor]:
+    planes = planes_of(rows, group, ordered)
+    return npu(*lead, *planes.words_shape(columns), dtype=BYTE), npu(*lead, *planes.scales_shape(columns))
+
+
 def fused(zeros: bool = False) -> Arguments:
-    s13, s2 = npu(E, H // 64, 2 * INNER), npu(E, INNER // 32, H)
-    w13, w2 = npu(E, H, 2 * INNER // 8, dtype=INT), npu(E, INNER, H // 8, dtype=INT)
+    (w13, s13), (w2, s2) = matrix(H, 2 * INNER, 64, E), matrix(INNER, H, 32, E, ordered=True)
     ids, weights = npu(T, TOP_K, dtype=INT), npu(T, TOP_K)
     z13, z2 = (s13, s2) if zeros else (None, None)
-    return dict(x=npu(T, H), w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, ids=ids, weights=weights)
+    x = npu(T, H)
+    return dict(x=x, w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, ids=ids, weights=weights, group=64, group2=32)
 
 
 def gemv(zeros: bool = False) -> Arguments:
-    scales = npu(H // 128, 64)
-    return dict(x=npu(T, H), w=npu(H, 64 // 8, dtype=INT), scales=scales, zeros=scales if zeros else None)
+    w, scales = matrix(H, 64, 128)
+    return dict(x=npu(T, H), w=w, scales=scales, zeros=scales if zeros else None, group=128)
+
+
+def unpack(zeros: bool = False) -> Arguments:
+    w, scales = matrix(INNER, 64, 32, E, ordered=True)
+    return dict(w=w, scales=scales, zeros=scales if zeros else None, group=32, ordered=True, pairs=False)
 
 
 def slots(zeros: bool = False) -> Arguments:
@@ -54,11 +65,12 @@ OPS: dict[str, tuple[Callable[[bool], Arguments], str, tuple[int, ...]]] = {
     FUSED: (fused, "aclnnUmbraFusedMoeW4a16", (T, H)),
     SLOTS: (slots, "aclnnUmbraFusedMoeSlotsW4a16", (T, H)),
     GEMV: (gemv, "aclnnUmbraGemvW4a16", (T, 64)),
+    UNPACK: (unpack, "aclnnUmbraUnpackW4a16", (E, 64, INNER)),
 }
 
 
-def call(op: str, arguments: Arguments, half_sums: bool = False) -> Tensor:
-    return getattr(torch.ops.umbra, op)(*arguments.values(), half_sums)
+def call(op: str, arguments: Arguments, float_sums: bool = False) -> Tensor:
+    return getattr(torch.ops.umbra, op)(*arguments.values(), **({"float_sums": True} if float_sums else {}))
 
 
 def line(kernel: str, arguments: list[Tensor | int | None]) -> str:
@@ -85,12 +97,12 @@ def test_an_op_is_one_kernel(op: str, zeros: bool) -> None:
     assert (meta.shape, meta.dtype) == (y.shape, y.dtype)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_half_sums_stand_between_inputs_and_output(op: str) -> None:
+@pytest.mark.parametrize("op", [FUSED, SLOTS, GEMV])
+def test_float_sums_stand_between_inputs_and_output(op: str) -> None:
     make, kernel, _ = OPS[op]
     arguments = make(False)
     with device_log() as log:
-        y = call(op, arguments, half_sums=True)
+        y = call(op, arguments, float_sums=True)
     inputs = line(kernel, [*arguments.values()])
     assert log.lines == [f"{inputs} true {line('', [y]).strip()}"]
 
@@ -145,22 +157,24 @@ def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arg
         (GEMV, other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
         (FUSED, other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
         (GEMV, other("x", lambda x: x[:, :120]), r"x: \[2, 120\]: K must be a multiple of 32"),
-        (GEMV, other("x", lambda x: x[:, :96]), r"w: \[128, 8\]: must have 2 dimensions, the last but one of 96"),
-        (GEMV, other("w", lambda w: w.long()), "w: Long: must be Int"),
-        (GEMV, other("w", lambda w: w.t().contiguous().t()), r"w: \[128, 8\] of strides \[1, 128\]: must be co"),
+        (GEMV, other("x", lambda x: x[:, :96]), "group: 128: must be 32, 64 or 128, and divide 96"),
+        (GEMV, other("group", lambda _: 96), "group: 96: must be 32, 64 or 128, and divide 128"),
+        (GEMV, other("x", lambda x: npu(T, 8224)), r"x: \[2, 8224\]: K must be 8192 at most"),
+        (GEMV, other("x", lambda x: npu(T, 256)), r"w: \[1, 64, 64\]: must have 3 dimensions, ending in \(2, N, 64\)"),
+        (GEMV, other("w", lambda w: w.long()), "w: Long: must be Byte"),
+        (GEMV, other("w", lambda w: w.mT.contiguous().mT), r"w: \[1, 64, 64\] of strides \[4096, 1, 64\]: must be co"),
+        (GEMV, other("w", lambda w: w[:, :60].contiguous()), r"w: \[1, 60, 64\]: N must be a multiple of 8"),
         (GEMV, other("scales", lambda s: s.half()), "scales: Half: must be BFloat16"),
-        (GEMV, other("scales", lambda s: s[:, :56].contiguous()), r"scales: \[1, 56\]: must be as w \[128, 8\]"),
-        (GEMV, other("scales", lambda s: s.expand(8, 64).clone()), r"scales: \[8, 64\]: must have 128 / G rows"),
-        (GEMV, other("scales", lambda s: s.expand(3, 64).clone()), r"scales: \[3, 64\]: must have 128 / G rows"),
-        (GEMV, other("scales", lambda s: s[:0]), r"scales: \[0, 64\]: must have 128 / G rows"),
-        (GEMV, lambda a: {**a, "zeros": npu(2, 64)}, r"zeros: \[2, 64\]: must be as scales \[1, 64\]"),
-        (FUSED, other("s13", lambda s: s[:3]), r"s13: \[3, 2, 192\]: must be as w13 \[4, 128, 24\]"),
-        (FUSED, other("w13", lambda w: w[0]), r"w13: \[128, 24\]: must have 3 dimensions"),
+        (GEMV, other("scales", lambda s: s[:, :56].contiguous()), r"scales: \[1, 56, 8\]: must be as w \[1, 64, 64\]"),
+        (GEMV, other("scales", lambda s: npu(1, 64, 16)), r"scales: \[1, 64, 16\]: .*, ending in \(1, 64, 8\)"),
+        (GEMV, lambda a: {**a, "zeros": npu(2, 64)}, r"zeros: \[2, 64\]: must be as scales \[1, 64, 8\]"),
+        (FUSED, other("s13", lambda s: s[:3]), r"s13: \[3, 1, 192, 8\]: must be as w13 \[4, 1, 192, 64\]"),
+        (FUSED, other("w13", lambda w: w[0]), r"w13: \[1, 192, 64\]: must have 4 dimensions"),
         (FUSED, other("ids", lambda i: i.long()), "ids: Long: must be int32"),
         (FUSED, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
         (FUSED, other("ids", lambda i: i[:, :0]), r"ids: \[2, 0\]: must be \(2, k\) with k of 1 or more"),
         (FUSED, other("ids", lambda i: i[:, :1].expand(T, 129)), r"ids: \[2, 129\]: must be 256 at most"),
-        (FUSED, other("w13", lambda w: npu(8193, H, 1, dtype=INT)), r"w13: \[8193, 128, 1\]: must be 8192 experts"),
+        (FUSED, other("w13", lambda w: npu(8193, 1, 8, 64, dtype=BYTE)), r"w13: \[8193, 1, 8, 64\]: must be 8192 "),
         (FUSED, other("weights", lambda w: w.float()), "weights: Float: must be BFloat16"),
         (FUSED, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
         (SLOTS, other("x", lambda x: x[:1].expand(9, H)), r"x: \[9, 128\]: must be 8 tokens at most"),
@@ -171,6 +185,7 @@ def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arg
         (SLOTS, other("places", lambda p: p[:0]), r"places: \[0\]: must have one dimension, of 1 to 8192 experts"),
         (SLOTS, other("places", lambda p: npu(8193, dtype=INT)), r"places: \[8193\]: must have one dimension"),
         (SLOTS, other("inner", lambda _: 48), "inner: 48: must be a multiple of 32"),
+        (SLOTS, other("inner", lambda _: 4128), "inner: 4128: must be a multiple of 32, 4096 at most"),
         (SLOTS, other("inner", lambda _: 0), "inner: 0: must be a multiple of 32"),
         (SLOTS, other("group", lambda _: 256), "group: 256: must be 32, 64 or 128, and divide 128"),
         (SLOTS, other("group2", lambda _: 64), "group2: 64: must be 32, 64 or 128, and divide 96"),
@@ -178,8 +193,11 @@ def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arg
         (SLOTS, other("weights", lambda w: w.half()), "weights: Half: must be BFloat16"),
         (SLOTS, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
         (FUSED, lambda a: {**a, "z2": a["s2"]}, "z2: given: must be given where z13 is"),
-        (FUSED, lambda a: {**a, "w2": npu(3, INNER, 16, dtype=INT), "s2": npu(3, 3, H)}, r"w2: \[3, 96, 16\]"),
-        (FUSED, lambda a: {**a, "w2": npu(E, INNER, 8, dtype=INT), "s2": npu(E, 3, 64)}, r"w2: \[4, 96, 8\]"),
+        (FUSED, lambda a: a | dict(zip(("w2", "s2"), matrix(INNER, H, 32, 3), strict=True)), r"w2: \[3, 1, 128, 48\]"),
+        (FUSED, lambda a: a | dict(zip(("w2", "s2"), matrix(INNER, 64, 32, E), strict=True)), r"w2: \[4, 1, 64, 48\]"),
+        (UNPACK, other("w", lambda w: w[0]), r"w: \[1, 64, 48\]: must have 4 dimensions"),
+        (UNPACK, other("group", lambda _: 64), "group: 64: must be 32, 64 or 128, and divide 96"),
+        (UNPACK, lambda a: a | dict(pairs=True, w=npu(E, 1, 40, 48, dtype=BYTE), scales=npu(E, 1, 40, 8)), "of 32"),
     ],
 )  # fmt: skip
 def test_what_the_kernel_cannot_take_is_refused(

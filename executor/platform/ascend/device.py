@@ -67,7 +67,7 @@ class AscendPlatform(Platform):
             self.device,
             ascend.moe_routing,
             tokens,
-            ascend.gemv_half_sums,
+            ascend.gemv_float_sums,
             self.can,
             ascend.super_kernel and settings.exe_mode == "ge_graph",
         )

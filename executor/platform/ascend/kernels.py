@@ -45,7 +45,8 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
             why = unfit(weights)
             if why and settings.ascend.decode_gemv == "on":
                 raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
-            kernels = (*_kernels(weights), why or _why_none(settings, built))
+            why = why or _why_none(settings, built)
+            kernels = (*_kernels(weights, in_planes=not why), why)
             found.setdefault(kernels, {}).setdefault(place[2], []).append(int(place[1]))
     lines = {}
     for (few, more, why), parts in found.items():
@@ -61,12 +62,13 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
 
 
 def check_offsets(model: nn.Module, settings: PlatformSettings, cann: str | None) -> None:
-    """Refuses 4-bit experts without zero points where CANN's grouped product cannot do without."""
+    """Refuses 4-bit experts without zero points where CANN's grouped product cannot do without. Those in planes are
+    unpacked before."""
     if cann is None or since(cann, OPTIONAL_OFFSETS_SINCE):
         return
     for path, layer in layers_of(model):
         plane = cast(Bank, layer.weights).w13 if isinstance(layer, Experts) else None
-        if plane and plane.scales is not None and plane.offsets is None:
+        if plane and plane.planes is None and plane.scales is not None and plane.offsets is None:
             raise UserError(
                 f"case {settings.case}: quantization.zero_points: false: {path}: npu_grouped_matmul of CANN {cann} "
                 "needs a zero point for each group of 4-bit weights: --set method=q4 zero_points=true, or install CANN "
@@ -107,11 +109,12 @@ def gating_lines(model: nn.Module, settings: PlatformSettings, cann: str | None)
     return {f"choice of experts of layers {_ranges([int(layer) for layer in layers])}": kernel}
 
 
-def _kernels(weights: AscendMatrix | Bank) -> tuple[str, str]:
-    """(the kernel for few tokens by 4-bit weights, the kernel for everything else)"""
+def _kernels(weights: AscendMatrix | Bank, in_planes: bool) -> tuple[str, str]:
+    """(the kernel for few tokens by 4-bit weights, the kernels for everything else)"""
+    first = "unpack_w4a16 and " if in_planes else ""
     if not isinstance(weights, AscendMatrix):
-        return "fused_moe_w4a16", "npu_grouped_matmul"
-    return "gemv_w4a16", "mm" if weights.scales is None else "npu_weight_quant_batchmatmul"
+        return "fused_moe_w4a16", f"{first}npu_grouped_matmul"
+    return "gemv_w4a16", f"{first}mm" if in_planes or weights.scales is None else "npu_weight_quant_batchmatmul"
 
 
 def _why_none(settings: PlatformSettings, built: bool) -> str:

@@ -2,14 +2,14 @@
 
 An expert is a block of planes. A block begins at a multiple of PLACE bytes, so that an int32 can address it: its place
 is its first byte / PLACE, or -1 if the expert is not resident. Each plane begins at the next multiple of PLACE bytes.
-H: hidden, I: inner, G, G2: group, group2; ops/ascend/weights.py has the layout of a matrix.
+H: hidden, I: inner, G, G2: group, group2; ops/ascend/weights.py has the two layouts of 4-bit matrices.
 
-w13   4 bits: (H, 2 I / 8) int32    else (H, 2 I) in the model's type, as all planes below but w2
-s13           (H / G, 2 I)
-z13           (H / G, 2 I)          where there are zero points
-w2            (I, H / 8) int32           (I, H)
-s2            (I / G2, H)
-z2            (I / G2, H)           where there are zero points
+w13   4 bits: (H, 2 I / 8) int32, or in planes    else (H, 2 I) in the model's type, as all planes below but w2
+s13           (H / G, 2 I), or in planes
+z13           as s13                              where there are zero points
+w2            (I, H / 8) int32, or in planes           (I, H)
+s2            (I / G2, H), or in planes
+z2            as s2                               where there are zero points
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,19 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ops.ascend.vector_core.planes import planes_of
 from ops.format import Format
 
 PLACE = 512  # bytes of a place
 WORD = 8  # number of nibbles in an int32
 
-Plane = tuple[tuple[int, int], torch.dtype]
+Plane = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
     """The planes of a block. `group` and `group2` are the numbers of rows of w13 and of w2 that share a scale. They are
-    0 if the matrices are not quantised; then there are no scales and no zero points."""
+    0 if the matrices are not quantised; then there are no scales and no zero points. `in_planes`: as planes.py says."""
 
     inner: int
     hidden: int
@@ -38,10 +39,11 @@ class BlockLayout:
     group: int = 0
     group2: int = 0
     zeros: bool = False
+    in_planes: bool = False
 
     @classmethod
-    def of(cls, inner: int, hidden: int, format: Format, dtype: torch.dtype) -> "BlockLayout":
-        return cls(inner, hidden, dtype, format.group, format.group, format.zeros)
+    def of(cls, inner: int, hidden: int, format: Format, dtype: torch.dtype, in_planes: bool = False) -> "BlockLayout":
+        return cls(inner, hidden, dtype, format.group, format.group, format.zeros, in_planes)
 
     @cached_property
     def planes(self) -> dict[str, Plane]:
@@ -69,8 +71,13 @@ class BlockLayout:
     def _matrix(self, name: str, rows: int, columns: int, group: int) -> dict[str, Plane]:
         if not group:
             return {f"w{name}": ((rows, columns), self.dtype)}
-        scales = (rows // group, columns), self.dtype
-        found: dict[str, Plane] = {f"w{name}": ((rows, columns // WORD), torch.int32), f"s{name}": scales}
+        words: Plane = (rows, columns // WORD), torch.int32
+        scales: Plane = (rows // group, columns), self.dtype
+        if self.in_planes:
+            planes = planes_of(rows, group, ordered=name == "2")
+            words = planes.words_shape(columns), torch.uint8
+            scales = planes.scales_shape(columns), self.dtype
+        found = {f"w{name}": words, f"s{name}": scales}
         return found | ({f"z{name}": scales} if self.zeros else {})
 
     @cached_property

@@ -3,33 +3,30 @@
 import torch
 from torch import Tensor
 
+from ops.ascend import weights as stored
 from ops.ascend.vector_core import schemas  # noqa: F401 (declares the operators)
 from ops.ascend.vector_core.blocks import BlockLayout
-from ops.ascend.weights import AscendMatrix, Bank, Stored
-from ops.format import GROUP_SIZES
+from ops.ascend.weights import AscendMatrix, Bank, Role, Stored
 
 
 def unfit(weight: AscendMatrix | Bank) -> str:
     """The reason why the kernels cannot read these weights; empty if they can."""
-    planes: list[Stored] = [weight] if isinstance(weight, AscendMatrix) else [weight.w13, weight.w2]
-    if any(plane.scales is None for plane in planes):
-        return "the weights do not have 4 bits"
-    if any(plane.format.group not in GROUP_SIZES for plane in planes):
-        return f"groups of {planes[0].format.group}, not of 32, 64 or 128"
-    return ""
+    if isinstance(weight, AscendMatrix):
+        return stored.unfit(weight.format, weight.columns)
+    return stored.unfit(weight.w13.format, weight.w13.columns, weight.w2.columns)
 
 
-def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, half_sums: bool) -> Tensor:
-    y = torch.ops.umbra.gemv_w4a16(x, weight.data, weight.scales, weight.offsets, half_sums)
+def linear(x: Tensor, weight: AscendMatrix, bias: Tensor | None, float_sums: bool) -> Tensor:
+    y = torch.ops.umbra.gemv_w4a16(x, weight.data, weight.scales, weight.offsets, weight.format.group, float_sums)
     return y if bias is None else y + bias
 
 
-def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None, half_sums: bool) -> Tensor:
+def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None, float_sums: bool) -> Tensor:
     """Computes a mixture of experts in one launch. Experts on other ranks add nothing."""
     w13, w2 = experts.w13, experts.w2
     return torch.ops.umbra.fused_moe_w4a16(
         x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets,
-        ids if first_expert is None else ids - first_expert, weights, half_sums,
+        ids if first_expert is None else ids - first_expert, weights, w13.format.group, w2.format.group, float_sums,
     )  # fmt: skip
 
 
@@ -41,12 +38,25 @@ def moe_slots(
     places: Tensor,
     layout: BlockLayout,
     first_expert: int | None,
-    half_sums: bool,
+    float_sums: bool,
 ) -> Tensor:
     """Computes the same with experts in slots: arena (bytes) uint8, places (experts of this rank) int32. Experts that
     are not resident, and experts on other ranks, add nothing. This cannot be used in GE graphs, in which experts on the
     CPU are refused."""
     return torch.ops.umbra.fused_moe_slots_w4a16(
         x, arena, places, ids if first_expert is None else ids - first_expert, weights,
-        layout.inner, layout.group, layout.group2, layout.zeros, half_sums,
+        layout.inner, layout.group, layout.group2, layout.zeros, float_sums,
     )  # fmt: skip
+
+
+def unpacked(matrix: Stored) -> Tensor:
+    """The values of a matrix in planes, (K, N), or of experts, (E, K, N): a view of rows of K. K is in the order of
+    planes."""
+    words, scales, zeros = matrix.data, matrix.scales, matrix.offsets
+    alone = words.dim() == 3
+    if alone:
+        words, scales = words[None], None if scales is None else scales[None]
+        zeros = None if zeros is None else zeros[None]
+    ordered, pairs = matrix.role == Role.DOWN, matrix.role == Role.UP
+    values = torch.ops.umbra.unpack_w4a16(words, scales, zeros, matrix.format.group, ordered, pairs)
+    return (values[0] if alone else values).transpose(-2, -1)

@@ -23,14 +23,28 @@ def fused_moe_w4a16(
     z2: Any,
     ids: Any,
     weights: Any,
-    half_sums: Any = False,
+    group: Any,
+    group2: Any,
+    float_sums: Any = False,
     meta_outputs: Any = None,
 ) -> Any:
     inputs = dict(x=x, w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, ids=ids, weights=weights)
-    return custom_op("UmbraFusedMoeW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])
+    attrs = dict(group=attr.Int(group), group2=attr.Int(group2), float_sums=attr.Bool(float_sums))
+    return custom_op("UmbraFusedMoeW4a16", inputs=inputs, attrs=attrs, outputs=["y"])
 
 
 @register_fx_node_ge_converter(torch.ops.umbra.gemv_w4a16.default)  # type: ignore[untyped-decorator]
-def gemv_w4a16(x: Any, w: Any, scales: Any, zeros: Any, half_sums: Any = False, meta_outputs: Any = None) -> Any:
+def gemv_w4a16(
+    x: Any, w: Any, scales: Any, zeros: Any, group: Any, float_sums: Any = False, meta_outputs: Any = None
+) -> Any:
     inputs = dict(x=x, w=w, scales=scales, zeros=zeros)
-    return custom_op("UmbraGemvW4a16", inputs=inputs, attrs={"half_sums": attr.Bool(half_sums)}, outputs=["y"])
+    attrs = dict(group=attr.Int(group), float_sums=attr.Bool(float_sums))
+    return custom_op("UmbraGemvW4a16", inputs=inputs, attrs=attrs, outputs=["y"])
+
+
+@register_fx_node_ge_converter(torch.ops.umbra.unpack_w4a16.default)  # type: ignore[untyped-decorator]
+def unpack_w4a16(
+    w: Any, scales: Any, zeros: Any, group: Any, ordered: Any, pairs: Any, meta_outputs: Any = None
+) -> Any:
+    attrs = dict(group=attr.Int(group), ordered=attr.Bool(ordered), pairs=attr.Bool(pairs))
+    return custom_op("UmbraUnpackW4a16", inputs=dict(w=w, scales=scales, zeros=zeros), attrs=attrs, outputs=["y"])

@@ -1,6 +1,6 @@
 """The ops of `schemas.py` in plain PyTorch, under the same names.
 
-They compute in float32 and return the type of x; `half_sums` has no effect. With `precise` they compute and return
+They compute in float32 and return the type of x; `float_sums` has no effect. With `precise` they compute and return
 float64, with which results of the kernels are compared.
 """
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ops.ascend.vector_core.blocks import PLACE, WORD, BlockLayout
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from ops.ascend.vector_core.planes import PAIRS, Planes, planes_of
 
 
 def fused_moe_w4a16(
@@ -21,11 +22,17 @@ def fused_moe_w4a16(
     z2: Tensor | None,
     ids: Tensor,
     weights: Tensor,
-    half_sums: bool = False,
+    group: int,
+    group2: int,
+    float_sums: bool = False,
     precise: bool = False,
 ) -> Tensor:
-    gate, up = _grouped(x.to(_inside(precise)), w13, s13, z13, ids).flatten(0, 1).chunk(2, -1)  # (T k, I) each
-    rows = _grouped(silu(gate) * up, w2, s2, z2, ids.reshape(-1, 1))  # (T k, 1, H)
+    first = planes_of(x.shape[1], group)
+    second = planes_of(w13.shape[-2] // 2, group2, ordered=True)
+    x = x[:, first.order().to(x.device)]
+    columns = _grouped(x.to(_inside(precise)), w13, s13, z13, ids, first).flatten(0, 1)  # (T k, 2 I)
+    gate, up = columns.unflatten(-1, (-1, 2, PAIRS)).unbind(-2)
+    rows = _grouped((silu(gate) * up).flatten(-2), w2, s2, z2, ids.reshape(-1, 1), second)  # (T k, 1, H)
     y = (rows.view(*ids.shape, -1) * weights[..., None].to(rows.dtype)).sum(1)
     return y if precise else y.to(x.dtype)
 
@@ -40,10 +47,10 @@ def fused_moe_slots_w4a16(
     group: int,
     group2: int,
     zeros: bool,
-    half_sums: bool = False,
+    float_sums: bool = False,
     precise: bool = False,
 ) -> Tensor:
-    layout = BlockLayout(inner, x.shape[1], x.dtype, group, group2, zeros)
+    layout = BlockLayout(inner, x.shape[1], x.dtype, group, group2, zeros, in_planes=True)
     chosen = [e for e in ids.unique().tolist() if 0 <= e < len(places) and places[e] >= 0]
     if not chosen:
         return x.new_zeros(x.shape, dtype=torch.float64 if precise else x.dtype)
@@ -54,35 +61,46 @@ def fused_moe_slots_w4a16(
     local = torch.full_like(ids, -1)
     for number, expert in enumerate(chosen):
         local[ids == expert] = number
-    return fused_moe_w4a16(x, w13, s13, z13, w2, s2, z2, local, weights, precise=precise)
+    return fused_moe_w4a16(x, w13, s13, z13, w2, s2, z2, local, weights, group, group2, precise=precise)
 
 
 def gemv_w4a16(
-    x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, half_sums: bool = False, precise: bool = False
+    x: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group: int,
+    float_sums: bool = False,
+    precise: bool = False,
 ) -> Tensor:
-    y = x.to(_inside(precise)) @ unpacked(w, scales, zeros, _inside(precise))
+    planes = planes_of(x.shape[1], group)
+    weights = values(w, scales, zeros, planes, _inside(precise))
+    y = x[:, planes.order().to(x.device)].to(weights.dtype) @ weights.T
     return y if precise else y.to(x.dtype)
 
 
-def unpacked(w: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Unpacks words (K, N / 8) into values (K, N)."""
-    shifts = torch.arange(0, 32, 32 // WORD, dtype=torch.int32, device=w.device)
-    nibbles = (((w[..., None] >> shifts) & 15) ^ 8) - 8  # (K, N / 8, 8), signed
-    group = len(w) // len(scales)
-    values = nibbles.flatten(1).to(dtype)
+def unpack_w4a16(w: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ordered: bool, pairs: bool) -> Tensor:
+    planes = planes_of(w.shape[1] * w.shape[3] * 2, group, ordered)
+    y = values(w, scales, zeros, planes, torch.float32).to(scales.dtype)
+    return y.unflatten(1, (-1, 2, PAIRS)).transpose(1, 2).flatten(1, 3) if pairs else y
+
+
+def values(w: Tensor, scales: Tensor, zeros: Tensor | None, planes: Planes, dtype: torch.dtype) -> Tensor:
+    """The values (..., N, K) of words, K in the order of planes."""
+    nibbles = planes.unpack(w).to(dtype)
     if zeros is not None:
-        values += zeros.to(dtype).repeat_interleave(group, 0)
-    return values * scales.to(dtype).repeat_interleave(group, 0)
+        nibbles += planes.each(zeros).to(dtype)
+    return nibbles * planes.each(scales).to(dtype)
 
 
-def _grouped(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, ids: Tensor) -> Tensor:
-    """(R, k, N) in the type of x."""
-    y = x.new_zeros(*ids.shape, w.shape[-1] * WORD)
+def _grouped(x: Tensor, w: Tensor, scales: Tensor, zeros: Tensor | None, ids: Tensor, planes: Planes) -> Tensor:
+    """(R, k, N) in the type of x, whose K is in the order of planes."""
+    y = x.new_zeros(*ids.shape, w.shape[-2])
     for expert in ids.unique().tolist():
         if 0 <= expert < len(w):
             rows, places = (ids == expert).nonzero(as_tuple=True)
             own = None if zeros is None else zeros[expert]
-            y[rows, places] = x[rows] @ unpacked(w[expert], scales[expert], own, x.dtype)
+            y[rows, places] = x[rows] @ values(w[expert], scales[expert], own, planes, x.dtype).T
     return y
 
 

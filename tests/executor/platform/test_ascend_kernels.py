@@ -36,9 +36,9 @@ def kernels(case: Case, built: bool = True) -> dict[str, str]:
 def test_few_tokens_by_four_bits_go_to_the_vector_cores(wanted: str) -> None:
     assert kernels(ascend(f"decode_gemv={wanted}", "gemv_max_tokens=5")) == {
         f"{LINEAR}, 1 to 5 tokens": "gemv_w4a16 on the vector cores",
-        f"{LINEAR}, 6 tokens or more": "npu_weight_quant_batchmatmul",
+        f"{LINEAR}, 6 tokens or more": "unpack_w4a16 and mm",
         f"{EXPERTS}, 1 to 5 tokens": "fused_moe_w4a16 on the vector cores",
-        f"{EXPERTS}, 6 tokens or more": "npu_grouped_matmul",
+        f"{EXPERTS}, 6 tokens or more": "unpack_w4a16 and npu_grouped_matmul",
     }
 
 
@@ -121,6 +121,12 @@ def test_four_bits_without_zero_points_need_a_newer_cann(offload: list[str]) -> 
         check_offsets(model, platform_settings(case), "8.5.0")
     for cann in ("9.0.0", "9.1.0", None):
         check_offsets(model, platform_settings(case), cann)
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    for layer in model.modules():
+        if isinstance(layer, type(experts)):
+            format, meta = Format("q4", 32), torch.device("meta")
+            layer.weights = AscendExperts(4, 64, 128, format, torch.bfloat16, meta, in_planes=True)  # type: ignore[assignment]
+    check_offsets(model, platform_settings(case), "8.5.0")  # these are unpacked before
     for other in (zeros, floats):
         check_offsets(sketch_of(other).model, platform_settings(other), "8.5.0")
 
@@ -147,6 +153,8 @@ def test_weights_that_the_kernels_cannot_read() -> None:
     meta, bf16 = torch.device("meta"), torch.bfloat16
     assert unfit(AscendMatrix(64, 96, Format("q4", 16), bf16, meta)) == "groups of 16, not of 32, 64 or 128"
     assert unfit(AscendExperts(2, 64, 128, Format("q4", 64), bf16, meta)) == ""
+    assert unfit(AscendMatrix(64, 8224, Format("q4", 32), bf16, meta)) == "8224 inputs, more than 8192"
+    assert unfit(AscendExperts(2, 4128, 128, Format("q4", 32), bf16, meta)) == "4128 inputs, more than 4096"
 
 
 def test_a_memory_plan_needs_no_package() -> None:

@@ -1,56 +1,64 @@
 """Runs an op as a caller does: its host side decides the launch, and its kernel runs in the twin."""
 
+import ctypes
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from files import ROOT
-from tests.fakes.ascend_c import Counts, build, host, run
+from ops.ascend.vector_core.planes import planes_of
+from tests.fakes.ascend_c import Counts, Library, build, host, run
 
 KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
 ARGUMENTS = {
     "gemv": ("x", "w", "scales", "zeros"),
     "fused_moe_slots": ("x", "arena", "places", "ids", "weights"),
     "fused_moe": ("x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"),
+    "unpack": ("w", "scales", "zeros"),
 }
 OPS = {
     "gemv": "UmbraGemvW4a16",
     "fused_moe": "UmbraFusedMoeW4a16",
     "fused_moe_slots": "UmbraFusedMoeSlotsW4a16",
+    "unpack": "UmbraUnpackW4a16",
 }
+Weight = tuple[Tensor, Tensor, Tensor | None]
+Mutation = tuple[str, str, str]  # file, what, becomes what
 
 
 def launch(
     op: str,
     *inputs: Tensor | None,
+    attributes: tuple[int, ...],
     cores: int = 48,
-    folder: Path = KERNELS,
-    half_sums: bool = False,
-    attributes: tuple[int, ...] = (),
+    library: Library | None = None,
 ) -> tuple[Tensor, Counts]:
-    """y and the counts of `op` of ARGUMENTS with `inputs` in their order, by the kernels in `folder`. `attributes` are
-    those before half_sums. Kernels of another folder are mutants, which run once: they are compiled fast."""
+    """y and the counts of `op` of ARGUMENTS with `inputs` in their order. `attributes` may leave out float_sums."""
     shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in inputs]
-    decided = host(OPS[op], shapes, cores, attributes=[*attributes, half_sums])
+    decided = host(OPS[op], shapes, cores, attributes=attributes)
     given = dict(zip(ARGUMENTS[op], inputs, strict=True))
-    library = build(folder / f"umbra_{op}_w4a16.cpp", optimise="-O2" if folder == KERNELS else "-O0")
     made, counts = run(
-        library, f"umbra_{op}_w4a16", given, decided.outputs, decided.tiling, decided.workspace, decided.blocks,
-        decided.key, decided.schedule_mode,
+        library or build(KERNELS / f"umbra_{op}_w4a16.cpp"), f"umbra_{op}_w4a16", given, decided.outputs,
+        decided.tiling, decided.workspace, decided.blocks, decided.key, decided.schedule_mode,
     )  # fmt: skip
     (y,) = made.values()
     return y, counts
 
 
 def random_weight(
-    experts: int, k: int, n: int, group: int, dtype: torch.dtype, zeros: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """w (E, K, N / 8), scales and perhaps zeros (E, K / G, N)."""
-    w = torch.randint(-(1 << 31), 1 << 31, (experts, k, n // 8)).to(torch.int32)
-    scales = (torch.rand(experts, k // group, n) * 0.01 + 0.001).to(dtype)
-    return w, scales, torch.randint(-7, 8, scales.shape).to(dtype) if zeros else None
+    experts: int, k: int, n: int, group: int, dtype: torch.dtype, zeros: bool, ordered: bool = False
+) -> Weight:
+    """w, scales and perhaps zeros of random matrices in planes."""
+    planes = planes_of(k, group, ordered)
+    w = torch.randint(0, 256, (experts, *planes.words_shape(n)), dtype=torch.uint8)
+    scales = torch.rand(experts, *planes.scales_shape(n)) * 0.01 + 0.001
+    offsets = torch.randint(-7, 8, scales.shape)
+    for kept in (scales, offsets):
+        kept[..., planes.groups :] = 0
+    return w, scales.to(dtype), offsets.to(dtype) if zeros else None
 
 
 def distinct(tokens: int, top_k: int, experts: int) -> Tensor:
@@ -58,11 +66,24 @@ def distinct(tokens: int, top_k: int, experts: int) -> Tensor:
     return torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
 
 
-def mutated(tmp_path: Path, file: str, right: str, wrong: str) -> Path:
-    """A copy of the kernels' folder in which the one `right` of `file` is `wrong`."""
+def mutants(tmp_path: Path, kernel: str, mutations: Iterable[Mutation]) -> Library:
+    """A kernel that behaves as mutation number n if `choose` says so, and as it should for 0. A mutation replaces whole
+    statements, which end in a semicolon, or an expression."""
     folder = tmp_path / "op_kernel"
     shutil.copytree(KERNELS, folder)
-    source = (folder / file).read_text()
-    assert source.count(right) == 1
-    (folder / file).write_text(source.replace(right, wrong))
-    return folder
+    for number, (file, right, wrong) in enumerate(mutations, 1):
+        source = (folder / file).read_text()
+        assert source.count(right) == 1, (file, right, source.count(right))
+        if right.endswith(";"):
+            either = f"if (umbra_mutant == {number}) {{ {wrong} }} else {{ {right} }}"
+        else:
+            either = f"(umbra_mutant == {number} ? ({wrong}) : ({right}))"
+        (folder / file).write_text(source.replace(right, either))
+    declared, defined = folder / "umbra_room.h", folder / f"umbra_{kernel}_w4a16.cpp"
+    declared.write_text('extern "C" { extern int umbra_mutant; }\n' + declared.read_text())
+    defined.write_text(defined.read_text() + '\nextern "C" { int umbra_mutant = 0; }\n')
+    return build(defined)
+
+
+def choose(library: Library, number: int) -> None:
+    ctypes.c_int.in_dll(library.load(), "umbra_mutant").value = number

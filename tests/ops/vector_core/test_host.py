@@ -1,7 +1,7 @@
 """The host side of the vector-core ops, run on the twin's stand-in headers: shapes, tiling, workspace, refusals."""
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,16 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ops.ascend.vector_core.planes import Planes, planes_of
 from tests.fakes.ascend_c import LIBRARY_WORKSPACE, Launch, TwinError, host
 
 pytestmark = pytest.mark.slow
 
 Shape = tuple[int, ...]
 Inputs = list[tuple[Shape, torch.dtype] | None]
-HALF, BF16, INT, FLOAT = torch.float16, torch.bfloat16, torch.int32, torch.float32
-FIELDS = ["tokens", "topK", "experts", "k", "n", "group", "group2", "zeros", "cores", "parts"]
+HALF, BF16, INT, FLOAT, BYTE = torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.uint8
+LAYOUT = ["sections", "groups", "planes", "lanes", "unit"]
+FIELDS = ["tokens", "topK", "experts", "k", "n", "zeros", "pairs", *LAYOUT, *(f"{name}2" for name in LAYOUT)]
 FIELDS += ["s13", "z13", "w2", "s2", "z2"]  # of blocks in an arena
-FUSED, GEMV = "UmbraFusedMoeW4a16", "UmbraGemvW4a16"
+FUSED, GEMV, UNPACK = "UmbraFusedMoeW4a16", "UmbraGemvW4a16", "UmbraUnpackW4a16"
 BATCH_MODE = 1  # all cores of a kernel start together: they wait for each other
 
 
@@ -27,88 +29,94 @@ def tiling(launch: Launch) -> dict[str, int]:
     return dict(zip(FIELDS, struct.unpack_from(f"<{len(FIELDS)}I", launch.tiling), strict=True))
 
 
-def floats(launch: Launch) -> int:
-    """Floats of the kernel's own part of the workspace."""
-    left, rest = divmod(launch.workspace - LIBRARY_WORKSPACE, 4)
-    assert rest == 0
-    return left
+def laid(planes: Planes | None, which: str = "") -> dict[str, int]:
+    """The fields of a layout; 0 if there is no second matrix."""
+    return {name + which: getattr(planes, name) if planes else 0 for name in LAYOUT}
+
+
+def matrix(rows: int, columns: int, planes: Planes, lead: Shape, dtype: torch.dtype, zeros: bool) -> Inputs:
+    scales = (*lead, *planes.scales_shape(columns)), dtype
+    return [((*lead, *planes.words_shape(columns)), BYTE), scales, scales if zeros else None]
 
 
 def fused(
     tokens: int = 2, hidden: int = 256, inner: int = 96, group: int = 64, group2: int = 32, top_k: int = 3,
     experts: int = 5, zeros: bool = False, dtype: torch.dtype = BF16,
 ) -> Inputs:  # fmt: skip
-    s13, s2 = ((experts, hidden // group, 2 * inner), dtype), ((experts, inner // group2, hidden), dtype)
+    up, down = planes_of(hidden, group), planes_of(inner, group2, ordered=True)
     return [
-        ((tokens, hidden), dtype),
-        ((experts, hidden, 2 * inner // 8), INT), s13, s13 if zeros else None,
-        ((experts, inner, hidden // 8), INT), s2, s2 if zeros else None,
-        ((tokens, top_k), INT), ((tokens, top_k), dtype),
+        ((tokens, hidden), dtype), *matrix(hidden, 2 * inner, up, (experts,), dtype, zeros),
+        *matrix(inner, hidden, down, (experts,), dtype, zeros), ((tokens, top_k), INT), ((tokens, top_k), dtype),
     ]  # fmt: skip
 
 
 def gemv(
     tokens: int = 2, k: int = 256, n: int = 96, group: int = 128, zeros: bool = False, dtype: torch.dtype = BF16
 ) -> Inputs:
-    scales = ((k // group, n), dtype)
-    return [((tokens, k), dtype), ((k, n // 8), INT), scales, scales if zeros else None]
+    return [((tokens, k), dtype), *matrix(k, n, planes_of(k, group), (), dtype, zeros)]
+
+
+def unpack(
+    k: int = 96, n: int = 64, group: int = 32, zeros: bool = False, dtype: torch.dtype = BF16, ordered: bool = True
+) -> Inputs:
+    return matrix(k, n, planes_of(k, group, ordered), (5,), dtype, zeros)
+
+
+GROUPS = {FUSED: (64, 32), GEMV: (128,), UNPACK: (32, True, False)}
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 1), (BF16, 2)])
 def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> None:
-    same = dict(experts=5, k=256, n=96, zeros=int(zeros), cores=40, parts=2)  # K of 256 is two parts of 128 at most
-    same |= dict(s13=0, z13=0, w2=0, s2=0, z2=0)
+    same = dict(experts=5, zeros=int(zeros), s13=0, z13=0, w2=0, s2=0, z2=0)
+    up, down, dense = planes_of(256, 64), planes_of(96, 32, ordered=True), planes_of(256, 128)
+    two, one, none = laid(up) | laid(down, "2"), laid(dense) | laid(None, "2"), laid(down) | laid(None, "2")
     expected = {
-        FUSED: (fused(zeros=zeros, dtype=dtype), (2, 256), same | dict(tokens=2, topK=3, group=64, group2=32)),
-        GEMV: (gemv(zeros=zeros, dtype=dtype), (2, 96), same | dict(tokens=2, topK=1, experts=1, group=128, group2=0)),
-    }
+        FUSED: (fused(zeros=zeros, dtype=dtype), (2, 256), two | dict(tokens=2, topK=3, k=256, n=96, pairs=1)),
+        GEMV: (
+            gemv(zeros=zeros, dtype=dtype), (2, 96), one | dict(tokens=2, topK=1, experts=1, k=256, n=96, pairs=0),
+        ),
+        UNPACK: (unpack(zeros=zeros, dtype=dtype), (5, 64, 96), none | dict(tokens=0, topK=0, k=96, n=64, pairs=0)),
+    }  # fmt: skip
     for op, (inputs, shape, fields) in expected.items():
-        launch = host(op, inputs, cores=40)
+        launch = host(op, inputs, cores=40, attributes=GROUPS[op])
         assert launch.outputs == {"y": (shape, dtype)}
-        assert tiling(launch) == fields
+        assert tiling(launch) == same | fields
         assert (launch.key, launch.blocks, launch.schedule_mode) == (key, 40, BATCH_MODE)
 
 
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 3), (BF16, 4)])
-def test_half_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: int) -> None:
+def test_float_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: int) -> None:
     for op, inputs in ((FUSED, fused(dtype=dtype)), (GEMV, gemv(dtype=dtype))):
-        assert host(op, inputs, attributes=[True]) == replace(host(op, inputs), key=key)
-        assert host(op, inputs, attributes=[False]) == host(op, inputs)
-
-
-# Qwen3-30B-A3B and -235B-A22B: whole on a rank, and over 8. MiniMax-M2: whole, over 8 and over 16.
-@pytest.mark.parametrize(
-    ("hidden", "inner", "parts"),
-    [
-        (2048, 768, 4), (2048, 96, 16), (4096, 1536, 2), (4096, 192, 16),
-        (3072, 1536, 2), (3072, 192, 16), (3072, 96, 24),
-    ],
-)  # fmt: skip
-def test_parts_and_workspace_of_real_models(hidden: int, inner: int, parts: int) -> None:
-    launch = host(FUSED, fused(tokens=4, hidden=hidden, inner=inner, group=32, top_k=8), cores=48)
-    assert tiling(launch)["parts"] == parts
-    assert floats(launch) == 32 * inner * (2 * parts + 1) + 32 * hidden
+        without = host(op, inputs, attributes=GROUPS[op])
+        assert host(op, inputs, attributes=[*GROUPS[op], True]) == replace(without, key=key)
+        assert host(op, inputs, attributes=[*GROUPS[op], False]) == without
 
 
 @settings(deadline=None)  # the first call compiles
-@given(
-    cores=st.integers(1, 64), rows=st.integers(1, 250), blocks=st.integers(1, 64), words=st.integers(1, 600),
-)  # fmt: skip
-def test_parts_and_workspace(cores: int, rows: int, blocks: int, words: int) -> None:
-    """K is split only while cores are idle, and not into parts below 128 rows."""
-    k, n = 32 * blocks, 8 * words
-    tiles = -(-n // 64)
-    launch = host(GEMV, gemv(rows, k, n, group=32), cores)
-    parts = tiling(launch)["parts"]
-    assert parts == max(1, min(cores // tiles, k // 128))
-    assert parts == 1 or parts * tiles <= cores
-    assert floats(launch) == (rows * n * parts if parts > 1 else 0)
+@given(k=st.integers(1, 256), group=st.sampled_from([32, 64, 128]), ordered=st.booleans())
+def test_the_layout_is_that_of_python(k: int, group: int, ordered: bool) -> None:
+    """For every number of rows: it holds each k once, in whole blocks of lanes."""
+    rows = min(32 * k, 8192) // group * group
+    if rows:
+        planes = planes_of(rows, group, ordered)
+        assert planes.order().sort().values.equal(torch.arange(rows))
+        assert planes.lanes in range(16, 129, 16)
+        assert planes.planes & (planes.planes - 1) == 0  # a power of two
+        launch = host(UNPACK, unpack(rows, 8, group, ordered=ordered), attributes=[group, ordered, False])
+        assert tiling(launch) == tiling(launch) | laid(planes)
 
 
-def test_one_part_of_a_fused_product_needs_no_room_for_parts() -> None:
-    launch = host(FUSED, fused(inner=96), cores=2)
-    assert (tiling(launch)["parts"], floats(launch)) == (1, 6 * 96 + 6 * 256)
+# Qwen3-30B-A3B and -235B-A22B: whole on a rank, and over 8. MiniMax-M2: over 8 and over 16.
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(2048, 768), (2048, 96), (4096, 1536), (4096, 192), (3072, 192), (3072, 96)]
+)
+def test_the_workspace_holds_h_and_the_largest_values_of_its_tiles(hidden: int, inner: int) -> None:
+    for tokens, padded in ((4, 32), (3, 24)):
+        inputs = fused(tokens=tokens, hidden=hidden, inner=inner, group=32, top_k=8)
+        launch = host(FUSED, inputs, attributes=[32, 32])
+        assert launch.workspace - LIBRARY_WORKSPACE == 4 * (8 * tokens * inner + inner // 16 * padded)
+    assert host(GEMV, gemv(), attributes=[128]).workspace == LIBRARY_WORKSPACE
 
 
 def other(make: Callable[[], Inputs], place: int, shape: Shape, dtype: torch.dtype = BF16) -> Inputs:
@@ -118,48 +126,53 @@ def other(make: Callable[[], Inputs], place: int, shape: Shape, dtype: torch.dty
     return inputs
 
 
-def without_z2() -> Inputs:
-    inputs = fused(zeros=True)
-    inputs[6] = None
-    return inputs
+def widened(make: Callable[[], Inputs], place: int) -> Inputs:
+    """With 16 values more in the last dimension of the input at `place`."""
+    shape, dtype = make()[place]  # type: ignore[misc]
+    return other(make, place, (*shape[:-1], shape[-1] + 16), dtype)
 
 
 @pytest.mark.parametrize(
-    ("op", "inputs", "complaint"),
+    ("op", "inputs", "attributes", "complaint"),
     [
-        (GEMV, gemv(dtype=FLOAT), "no variant of the definition has these types"),
-        (GEMV, other(gemv, 2, (2, 96), HALF), "no variant of the definition has these types"),
-        (GEMV, other(gemv, 0, (256,)), r"input 0 must have 2 dimensions \(found 1\)"),
-        (GEMV, other(gemv, 0, (0, 256)), r"there must be a token and an expert for it \(found 0\)"),
-        (GEMV, other(gemv, 0, (2, 255)), r"x must have K columns \(found 255\)"),
-        (GEMV, gemv(k=240, group=120), r"K must be a multiple of 32 \(found 240\)"),
-        (GEMV, gemv(k=256, group=256), r"a group must be 32, 64 or 128 rows \(found 256\)"),
-        (GEMV, gemv(k=256, group=16), r"a group must be 32, 64 or 128 rows \(found 16\)"),
-        (GEMV, other(gemv, 2, (3, 96)), r"the rows of scales must divide K \(found 3\)"),
-        (GEMV, other(gemv, 2, (0, 96)), r"the rows of scales must divide K \(found 0\)"),
-        (GEMV, other(gemv, 2, (2, 100)), r"N, the columns of scales, must be 8 times those of w \(found 100\)"),
-        (GEMV, other(gemv, 1, (256, 13), INT), r"N, the columns of scales, must be 8 times those of w \(found 96\)"),
-        (GEMV, other(gemv, 3, (2, 88)), r"zeros must have as many values as scales, in the same shape \(found 176\)"),
-        (FUSED, other(fused, 1, (256, 24), INT), r"input 1 must have 3 dimensions \(found 2\)"),
-        (FUSED, other(fused, 2, (4, 4, 192)), r"as many experts, one or more \(found 4\)"),
-        (FUSED, fused(top_k=0), r"there must be a token and an expert for it"),
-        (FUSED, fused(tokens=37, top_k=7), r"256 pairs of a token and an expert at most \(found 259\)"),
-        (FUSED, fused(experts=8193), r"8192 experts at most \(found 8193\)"),
-        (FUSED, other(fused, 0, (2, 128)), r"x, w13 and w2 must agree in H, the rows of w13 \(found 256\)"),
-        (FUSED, fused(inner=80, group2=40), r"K must be a multiple of 32 \(found 80\)"),
-        (FUSED, [*fused()[:4], ((5, 64, 32), INT), ((5, 2, 256), BF16), *fused()[6:]], "two columns for each row"),
-        (FUSED, [*fused()[:4], ((4, 96, 32), INT), ((4, 3, 256), BF16), *fused()[6:]], "as many experts as w13"),
-        (FUSED, without_z2(), r"zero points must belong to both of w13 and w2 \(found 0\)"),
-        (FUSED, other(fused, 7, (3, 3), INT), r"ids must have a row for each row of x \(found 3\)"),
-        (FUSED, other(fused, 8, (2, 2), BF16), r"weights must have the shape of ids \(found 4\)"),
-        (FUSED, other(fused, 8, (2, 3), FLOAT), "no variant of the definition has these types"),
+        (GEMV, gemv(dtype=FLOAT), (128,), "no variant of the definition has these types"),
+        (GEMV, other(gemv, 2, (1, 96, 8), HALF), (128,), "no variant of the definition has these types"),
+        (GEMV, other(gemv, 0, (256,)), (128,), r"input 0 must have 2 dimensions \(found 1\)"),
+        (GEMV, other(gemv, 0, (0, 256)), (128,), r"there must be a token and an expert for it \(found 0\)"),
+        (GEMV, other(gemv, 0, (9, 256)), (128,), r"there must be 8 tokens at most \(found 9\)"),
+        (GEMV, other(gemv, 0, (2, 255)), (128,), r"K must be a multiple of 32 \(found 255\)"),
+        (GEMV, other(gemv, 0, (2, 512)), (128,), r"w must have the planes, columns and lanes of its K and group"),
+        (GEMV, gemv(), (256,), r"a group must be 32, 64 or 128 rows \(found 256\)"),
+        (GEMV, gemv(), (), "the attribute group is required"),
+        (GEMV, other(gemv, 0, (2, 288)), (128,), r"a group must divide its matrix's rows \(found 128\)"),
+        (GEMV, gemv(k=8224, group=32), (32,), r"K must be 8192 at most \(found 8224\)"),
+        (GEMV, gemv(n=100), (128,), r"N must be a multiple of 8 \(found 100\)"),
+        (GEMV, widened(gemv, 1), (128,), "w must have the planes, columns and lanes of its K and group"),
+        (GEMV, widened(gemv, 2), (128,), r"scales must have a value for each column and group \(found 2304\)"),
+        (GEMV, other(gemv, 3, (1, 88, 8)), (128,), r"zeros must have as many values as scales, in the same shape"),
+        (FUSED, other(fused, 1, (256, 24), BYTE), (64, 32), r"input 1 must have 4 dimensions \(found 2\)"),
+        (FUSED, other(fused, 2, (4, 1, 192, 8)), (64, 32), r"as many experts, one or more \(found 4\)"),
+        (FUSED, fused(top_k=0), (64, 32), r"there must be a token and an expert for it"),
+        (FUSED, fused(tokens=8, top_k=33), (64, 32), r"256 pairs of a token and an expert at most \(found 264\)"),
+        (FUSED, fused(experts=8193), (64, 32), r"8192 experts at most \(found 8193\)"),
+        (FUSED, other(fused, 0, (2, 128)), (64, 32), "w must have the planes, columns and lanes of its K and group"),
+        (FUSED, fused(inner=80, group2=40), (64, 40), r"a group must be 32, 64 or 128 rows \(found 40\)"),
+        (FUSED, fused(inner=4128), (64, 32), r"I must be 4096 at most \(found 4128\)"),
+        (FUSED, [*fused()[:4], *fused(experts=4)[4:]], (64, 32), "as many experts as w13"),
+        (FUSED, [*fused(zeros=True)[:6], None, *fused()[7:]], (64, 32), r"must belong to both of w13 and w2"),
+        (FUSED, other(fused, 7, (3, 3), INT), (64, 32), r"ids must have a row for each row of x \(found 3\)"),
+        (FUSED, other(fused, 8, (2, 2), BF16), (64, 32), r"weights must have the shape of ids \(found 4\)"),
+        (FUSED, other(fused, 8, (2, 3), FLOAT), (64, 32), "no variant of the definition has these types"),
+        (UNPACK, unpack(), (64, True, False), r"a group must divide its matrix's rows \(found 64\)"),
+        (UNPACK, unpack(n=40), (32, True, True), r"N must be a multiple of 32 if columns are pairs \(found 40\)"),
+        (UNPACK, widened(unpack, 1), (32, True, False), r"scales must have a value for each column and group"),
     ],
 )  # fmt: skip
-def test_refusals(op: str, inputs: Inputs, complaint: str) -> None:
+def test_refusals(op: str, inputs: Inputs, attributes: Sequence[int], complaint: str) -> None:
     with pytest.raises(TwinError, match=complaint):
-        host(op, inputs)
+        host(op, inputs, attributes=attributes)
 
 
 def test_a_platform_without_vector_cores_is_refused() -> None:
     with pytest.raises(TwinError, match="the platform must have vector cores"):
-        host(GEMV, gemv(), cores=0)
+        host(GEMV, gemv(), cores=0, attributes=[128])

@@ -13,15 +13,26 @@ import torch
 from benchmarks.vector_core_examples import WITHIN, Example, examples
 from benchmarks.vector_core_machine import HIGH, LOW, Machine, Phase, microseconds, pipes, predict
 from benchmarks.vector_core_model import BFLOAT16, Shape, bank, count, fused
+from ops.ascend.vector_core.planes import planes_of
 from tests.fakes.ascend_c import Counts
 
 
-@cache
-def tiny(half_sums: bool = False) -> Counts:
-    """128 rows of 64 columns: one task, which core 0 loads in one move."""
-    (w,), (scales,) = bank(1, 128, 64, 32)
+def gemv(columns: int, cores: int, float_sums: bool = False) -> Counts:
+    w, scales = bank(planes_of(128, 32), columns)
     inputs = dict(x=torch.ones(1, 128, dtype=BFLOAT16), w=w, scales=scales, zeros=None)
-    return count("gemv_w4a16", inputs, half_sums)
+    return count("gemv_w4a16", inputs, (32, float_sums), cores)
+
+
+@cache
+def tiny(float_sums: bool = False) -> Counts:
+    """128 rows of 64 columns: one plane, which one core loads in one move."""
+    return gemv(64, 1, float_sums)
+
+
+@cache
+def idle() -> list[Phase]:
+    """Core 0 of five that have four pairs of columns."""
+    return gemv(8, 5).cores[0]
 
 
 def changed(**costs: Any) -> Machine:
@@ -34,22 +45,23 @@ def time(phases: list[Phase], **costs: Any) -> float:
 
 @pytest.mark.slow
 def test_counts_are_those_worked_out_by_hand() -> None:
-    core, idle = tiny().cores[0][0], tiny().cores[1][0]
-    assert core["mte2"]["by_move"] == {"256": 1, "512": 1, "4096": 1}  # x, scales (4, 64), nibbles
-    assert core["repeats"]["Cast<half,int4b_t>"] == 128 * 64 // 128
-    assert core["repeats"]["MulAddDst<float,half>"] == 128  # a row of 64 columns each
-    assert not {"Mul<half>", "Add<half>"} & core["repeats"].keys()
+    (core,), (nothing,) = tiny().cores[0], idle()
+    assert core["mte2"]["by_move"] == {"256": 1, "1024": 1, "4096": 1}  # x, scales (64, 8), nibbles
+    assert core["repeats"]["Cast<half,int4b_t>"] == 128 * 64 // 128 + 1  # and the gap after a plane
+    assert core["repeats"]["Mul<half>"] == 64  # a column each
+    assert core["repeats"]["Add<half>"] == 2 * 64  # 128 lanes are folded twice: eight for each of four groups
+    assert core["repeats"]["BlockReduceSum<float>"] == 64 + 8  # lanes of groups, groups
+    assert "MulAddDst<float,half>" not in core["repeats"]
     assert core["mte3"]["bytes"] == 128  # y (64)
-    assert idle["mte2"]["by_move"] == {}
-    assert idle["mte3"]["count"] == 0
+    assert nothing["mte2"]["by_move"] == {}
+    assert nothing["mte3"]["count"] == 0
 
 
-def test_half_sums_cost_other_instructions_and_no_other_bytes() -> None:
-    half, float_ = tiny(half_sums=True).cores[0][0], tiny().cores[0][0]
-    assert half["repeats"]["Mul<half>"] == 128  # 64 columns leave half of a vector idle
-    assert half["repeats"]["Add<half>"] == 64 + 32 + 16  # eight rows to a sum
-    assert "MulAddDst<float,half>" not in half["repeats"]
-    assert (half["mte2"], half["mte3"]) == (float_["mte2"], float_["mte3"])
+def test_float_sums_cost_other_instructions_and_no_other_bytes() -> None:
+    (half,), (float_,) = tiny().cores[0], tiny(float_sums=True).cores[0]
+    assert float_["repeats"]["MulAddDst<float,half>"] == 2 * 64  # 64 lanes each
+    assert not {"Mul<half>", "Add<half>"} & float_["repeats"].keys()
+    assert [half[way]["bytes"] for way in ("mte2", "mte3")] == [float_[way]["bytes"] for way in ("mte2", "mte3")]
 
 
 def test_high_costs_more_than_low() -> None:
@@ -117,7 +129,7 @@ def test_a_barrier_more_takes_its_drain() -> None:
 
 
 def test_the_slowest_core_decides() -> None:
-    fast, slow = tiny().cores[1], tiny().cores[0]
+    fast, slow = idle(), tiny().cores[0]
     [phase] = predict([fast, slow], LOW)
     assert phase.time == pytest.approx(time(slow))
     assert phase.time > time(fast)

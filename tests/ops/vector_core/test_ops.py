@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ops.ascend.vector_core import reference, schemas
-from ops.ascend.weights import pack, quantise
+from ops.ascend.vector_core.planes import planes_of
+from ops.ascend.weights import AscendExperts, AscendMatrix, signed
+from ops.format import Format, Quantised
 
 SLOTS = "fused_moe_slots_w4a16"
 T, K, N, E, TOP = 3, 128, 64, 4, 2  # for fused_moe_w4a16: K is H, N is I
@@ -20,27 +22,35 @@ def empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def words(*shape: int) -> Tensor:
-    return empty(*shape[:-1], shape[-1] // 8, dtype=torch.int32)
+def words(k: int, n: int, *lead: int, ordered: bool = False) -> Tensor:
+    return empty(*lead, *planes_of(k, 32, ordered).words_shape(n), dtype=torch.uint8)
+
+
+def kept(k: int, n: int, *lead: int, ordered: bool = False) -> Tensor:
+    return empty(*lead, *planes_of(k, 32, ordered).scales_shape(n))
 
 
 def good(op: str) -> dict[str, Any]:
     ids, weights = empty(T, TOP, dtype=torch.int32), empty(T, TOP)
     if op == "gemv_w4a16":
-        return dict(x=empty(T, K), w=words(K, N), scales=empty(K // 32, N), zeros=None)
+        return dict(x=empty(T, K), w=words(K, N), scales=kept(K, N), zeros=None, group=32)
+    if op == "unpack_w4a16":
+        return dict(w=words(K, N, E), scales=kept(K, N, E), zeros=None, group=32, ordered=False, pairs=True)
     if op == SLOTS:
         arena, places = empty(9999, dtype=torch.uint8), empty(E, dtype=torch.int32)
         sizes = dict(inner=N, group=64, group2=32, zeros=True)
         return dict(x=empty(T, K), arena=arena, places=places, ids=ids, weights=weights, **sizes)
+    w2, s2 = words(N, K, E, ordered=True), kept(N, K, E, ordered=True)
     return dict(
-        x=empty(T, K), w13=words(E, K, 2 * N), s13=empty(E, 1, 2 * N), z13=None, w2=words(E, N, K),
-        s2=empty(E, 2, K), z2=empty(E, 2, K), ids=ids, weights=weights,
+        x=empty(T, K), w13=words(K, 2 * N, E), s13=kept(K, 2 * N, E), z13=None, w2=w2, s2=s2, z2=s2, ids=ids,
+        weights=weights, group=32, group2=32,
     )  # fmt: skip
 
 
 SHAPES = {
     "gemv_w4a16": (T, N),
     "fused_moe_w4a16": (T, K),
+    "unpack_w4a16": (E, N, K),
     SLOTS: (T, K),
 }
 
@@ -60,26 +70,34 @@ def test_shapes_and_types(op: str, dtype: torch.dtype) -> None:
         ("gemv_w4a16", "x", empty(K), r"x: \(128,\): must be \(tokens, K\)"),
         ("gemv_w4a16", "x", empty(9, K), r"x: \(9, 128\): must be \(tokens, K\) with 8 tokens at most"),
         ("gemv_w4a16", "x", empty(T, 80), r"x: K of 80: must be a multiple of 32"),
-        ("gemv_w4a16", "x", empty(T, 160), r"w: \(128, 8\): must be \(K, N / 8\) with K of 160"),
-        ("gemv_w4a16", "w", empty(K, 8, dtype=torch.int8), r"w: torch\.int8: must be int32, words of 8 nibbles"),
-        ("gemv_w4a16", "w", words(E, K, N), r"w: \(4, 128, 8\): must be \(K, N / 8\)"),
-        ("gemv_w4a16", "scales", empty(4, N, dtype=torch.bfloat16), r"scales: torch\.bfloat16: must be the type of x"),
-        ("gemv_w4a16", "scales", empty(8, N), r"scales: \(8, 64\): must be one of \[\(4, 64\), \(2, 64\), \(1, 64\)\]"),
-        ("gemv_w4a16", "zeros", empty(2, N), r"zeros: \(2, 64\) torch\.float16: must be as scales, \(4, 64\)"),
-        ("fused_moe_w4a16", "w13", words(K, N), r"w13: \(128, 8\): must be \(E, K, N / 8\)"),
-        ("fused_moe_w4a16", "s13", empty(2, 2, 2 * N), r"s13: \(2, 2, 128\): must be one of \[\(4, 4, 128\)"),
-        ("fused_moe_w4a16", "z13", empty(E, 1, 2 * N, dtype=torch.int32), r"z13: .* torch\.int32: must be as"),
+        ("gemv_w4a16", "x", empty(T, 8224), r"x: K of 8224: must be 8192 at most"),
+        ("gemv_w4a16", "x", empty(T, 256), r"w: \(1, 64, 64\): must be \(2, N, 64\) for K of 256"),
+        ("gemv_w4a16", "group", 96, "group: 96: must be 32, 64 or 128, and divide 128"),
+        ("gemv_w4a16", "w", words(K, N).char(), r"w: torch\.int8: must be uint8, two nibbles in a byte"),
+        ("gemv_w4a16", "w", words(K, N, E), r"w: \(4, 1, 64, 64\): must be \(1, N, 64\)"),
+        ("gemv_w4a16", "w", words(K, 60), r"w: \(1, 60, 64\): must be .*, N a multiple of 8"),
+        ("gemv_w4a16", "scales", kept(K, N).bfloat16(), r"scales: torch\.bfloat16: must be the type of x"),
+        ("gemv_w4a16", "scales", empty(8, N), r"scales: \(8, 64\): must be \(1, 64, 8\): groups of 32"),
+        ("gemv_w4a16", "zeros", empty(2, N), r"zeros: \(2, 64\) torch\.float16: must be as scales, \(1, 64, 8\)"),
+        ("fused_moe_w4a16", "w13", words(K, N), r"w13: \(1, 64, 64\): must be \(E, 1, N, 64\)"),
+        ("fused_moe_w4a16", "s13", kept(K, 2 * N, 2), r"s13: \(2, 1, 128, 8\): must be \(4, 1, 128, 8\)"),
+        ("fused_moe_w4a16", "z13", kept(K, 2 * N, E).int(), r"z13: .* torch\.int32: must be as"),
         ("fused_moe_w4a16", "ids", empty(T, TOP, dtype=torch.int64), r"ids: torch\.int64: must be torch\.int32"),
         ("fused_moe_w4a16", "ids", empty(5, TOP, dtype=torch.int32), r"ids: \(5, 2\): must be \(3, k\)"),
         ("fused_moe_w4a16", "x", empty(9, K), r"x: \(9, 128\): .* 8 tokens at most"),
-        ("fused_moe_w4a16", "w2", words(E, K, K), r"w2: \(4, 128, 16\): must be \(E, K, N / 8\) with K of 64"),
-        ("fused_moe_w4a16", "weights", words(T, TOP), r"weights: torch\.int32: must be torch\.float16"),
+        ("fused_moe_w4a16", "w2", words(K, K, E), r"w2: \(4, 1, 128, 64\): must be \(E, 1, N, 32\) for K of 64"),
+        ("fused_moe_w4a16", "group2", 128, "group2: 128: must be 32, 64 or 128, and divide 64"),
+        ("fused_moe_w4a16", "weights", words(K, N), r"weights: torch\.uint8: must be torch\.float16"),
         ("fused_moe_w4a16", "weights", empty(T, 4), r"weights: \(3, 4\): must be \(3, 2\)"),
+        ("unpack_w4a16", "w", words(K, N), r"w: \(1, 64, 64\): must be \(E, planes, N, bytes\)"),
+        ("unpack_w4a16", "w", words(K, 40, E), r"s?: \(4, 1, 64, 8\): must be \(4, 1, 40, 8\)"),
+        ("unpack_w4a16", "scales", kept(K, N, E).float(), r"scales: torch\.float32: must be the type of x"),
         (SLOTS, "x", empty(9, K), r"x: \(9, 128\): .* 8 tokens at most"),
         (SLOTS, "arena", empty(3, 9, dtype=torch.uint8), r"arena: \(3, 9\) torch\.uint8: must have one dimension"),
         (SLOTS, "arena", empty(9), r"arena: \(9,\) torch\.float16: must have one dimension, of torch\.uint8"),
         (SLOTS, "places", empty(E, dtype=torch.int64), r"places: .* one dimension, of torch\.int32"),
         (SLOTS, "inner", 48, "inner: 48: must be a multiple of 32"),
+        (SLOTS, "inner", 4128, "inner: 4128: must be a multiple of 32, 4096 at most"),
         (SLOTS, "group", 256, "group: 256: must be 32, 64 or 128, and divide 128"),
         (SLOTS, "group2", 128, "group2: 128: must be 32, 64 or 128, and divide 64"),
         (SLOTS, "ids", empty(5, TOP, dtype=torch.int32), r"ids: \(5, 2\): must be \(3, k\)"),
@@ -93,47 +111,71 @@ def test_what_does_not_belong_together_is_named(op: str, name: str, wrong: Any, 
 
 
 def test_halves_that_are_not_of_the_same_experts_are_named() -> None:
-    given = good("fused_moe_w4a16") | dict(w2=words(2, N, K), s2=empty(2, 2, K), z2=None)
-    with pytest.raises(RuntimeError, match=r"w2: \(2, 64, 16\) beside w13 \(4, 128, 16\): must be"):
+    given = good("fused_moe_w4a16") | dict(w2=words(N, K, 2), s2=kept(N, K, 2), z2=None)
+    with pytest.raises(RuntimeError, match=r"w2: \(2, 1, 128, 32\) beside w13 \(4, 1, 128, 64\): must have as many"):
         torch.ops.umbra.fused_moe_w4a16(**given)
 
 
-def matrices(inputs: int, outputs: int, group: int, zeros: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """(words, scales, zeros) of E random matrices, and the values (E, K, N) that they hold."""
-    kept = []
-    for _ in range(E):
-        nibbles, scales, offsets = quantise(torch.randn(outputs, inputs), group, zeros)
-        scales = scales.half()
-        values = (nibbles.unflatten(1, (-1, group)) + offsets[..., None]) * scales[..., None].double()
-        kept.append((pack(nibbles.T), scales.T, offsets.half().T, values.flatten(1).T))
-    w, scales, offsets, values = (torch.stack(parts) for parts in zip(*kept, strict=True))
-    return w, scales, offsets if zeros else None, values
+def stored(experts: int, zeros: bool, group: int) -> tuple[AscendExperts, AscendMatrix]:
+    """Experts and a matrix of random values."""
+    format, cpu = Format("q4", group, zeros), torch.device("cpu")
+    mixture = AscendExperts(experts, N, K, format, torch.float16, cpu, in_planes=True)
+    matrix = AscendMatrix(N, K, format, torch.float16, cpu, in_planes=True)
+    matrix.fill(0, torch.randn(N // 2, K))
+    matrix.fill(N // 2, torch.randn(N // 2, K))
+    for expert in range(experts):
+        for which in ("gate", "up", "down"):
+            mixture.fill(expert, which, torch.randn((K, N) if which == "down" else (N, K)))
+    return mixture, matrix
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("group", [32, 64])
-def test_the_reference_is_the_dense_product(group: int, zeros: bool) -> None:
+def test_the_reference_is_the_dense_product(group: int, zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the values that the loader was given, rounded to 4 bits, in the order in which it was given them."""
     torch.manual_seed(group)
-    w13, s13, z13, wide = matrices(K, 2 * N, group, zeros)
-    w2, s2, z2, tall = matrices(N, K, 32, zeros)
+    given: list[Tensor] = []
+
+    def rounded(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+        nibbles, scales, offsets = signed(part, format)
+        scales = scales.half()
+        given.append(((nibbles.unflatten(1, (-1, group)) + offsets[..., None]) * scales[..., None].double()).flatten(1))
+        return nibbles, scales, offsets
+
+    monkeypatch.setattr("ops.ascend.weights.signed", rounded)
+    monkeypatch.setattr("ops.ascend.weights.in_order", lambda part, order: part[order])
+    experts, matrix = stored(E, zeros, group)
+    order = planes_of(N, group, ordered=True).order()
+    dense, parts = torch.cat(given[:2]), given[2:]
+    gates, ups = (torch.empty(E, N, K, dtype=torch.float64) for _ in range(2))
+    for expert in range(E):
+        gates[expert, order], ups[expert, order] = parts[3 * expert : 3 * expert + 2]
+    downs = torch.stack(parts[2::3])
     x, weights = torch.randn(T, K).half(), torch.rand(T, TOP)
     ids = torch.tensor([[0, -1], [3, E], [2, 2]], dtype=torch.int32)
 
     here = ((ids >= 0) & (ids < E))[..., None]
     chosen = ids.clamp(0, E - 1).long()
-    rows = torch.einsum("th,tkhi->tki", x.double(), wide[chosen]) * here
-    inner = silu(rows[..., :N]) * rows[..., N:]
-    moe = (torch.einsum("tki,tkih->tkh", inner, tall[chosen]) * weights[..., None]).sum(1)
+    gate, up = (torch.einsum("th,tkih->tki", x.double(), part[chosen]) * here for part in (gates, ups))
+    moe = (torch.einsum("tki,tkhi->tkh", silu(gate) * up, downs[chosen]) * weights[..., None]).sum(1)
 
-    calls: dict[str, tuple[Callable[..., Tensor], tuple[Tensor | None, ...], Tensor]] = {
-        "gemv": (reference.gemv_w4a16, (x, w13[1], s13[1], None if z13 is None else z13[1]), x.double() @ wide[1]),
-        "fused": (reference.fused_moe_w4a16, (x, w13, s13, z13, w2, s2, z2, ids, weights), moe),
-    }
-    for name, (op, given, expected) in calls.items():
-        exact, rounded = op(*given, precise=True), op(*given)
-        assert (exact.dtype, rounded.dtype) == (torch.float64, torch.float16), name
+    w13, w2 = experts.w13, experts.w2
+    planes = w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets
+    calls: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...], Tensor]] = {
+        "gemv": (
+            reference.gemv_w4a16, (x, matrix.data, matrix.scales, matrix.offsets, group), x.double() @ dense.T,
+        ),
+        "fused": (reference.fused_moe_w4a16, (x, *planes, ids, weights, group, group), moe),
+    }  # fmt: skip
+    for name, (op, arguments, expected) in calls.items():
+        exact, once = op(*arguments, precise=True), op(*arguments)
+        assert (exact.dtype, once.dtype) == (torch.float64, torch.float16), name
         torch.testing.assert_close(exact, expected, rtol=1e-12, atol=1e-9, msg=name)
-        torch.testing.assert_close(rounded.double(), expected, rtol=1e-3, atol=1e-2, msg=name)
+        torch.testing.assert_close(once.double(), expected, rtol=1e-3, atol=1e-2, msg=name)
+    values = reference.unpack_w4a16(*planes[:3], group, False, True)  # type: ignore[arg-type]
+    back = torch.empty_like(gates)
+    back[..., planes_of(K, group).order()] = values[:, :N].double()
+    torch.testing.assert_close(back, gates[:, order], rtol=1e-3, atol=0)
 
 
 def test_more_is_not_declared_than_has_a_reference() -> None:

@@ -48,6 +48,8 @@ RULES = {
         "widened_in_place": "float sums over half sources in the same place",
         "cast_in_place": "the source and the destination overlap in part",
         "reduction_in_place": "a reduction of several repeats over its own source",
+        "transpose_stride": "one repeat with strides other than 0",
+        "transpose_in_place": "the source and the destination overlap",
         "capacity": "180256 bytes for TBuf 4 after 16384 make more than the UB's 196608",
         "buffers": "a kernel may have 64 buffers at most",
         "beyond_buffer": "the destination is outside its buffer TBuf 1: reaches byte 4128 of 4096",

@@ -253,3 +253,24 @@ def test_reductions() -> None:
         wanted[repeat * 16 : repeat * 16 + 6] = tree(lanes.view(6, 8))
     equal(op("block_sum", a, d), wanted)
     equal(op("block_sum_half", halves, narrow)[:128], tree(halves.view(128, 16)))
+
+
+def test_block_max() -> None:
+    a, d = random(torch.float32, 1), random(torch.float32, 2)
+    wanted = d.clone()
+    for repeat in range(4):
+        for block in range(6):
+            first = repeat * 64 + block * 8
+            wanted[repeat * 16 + block] = a[first : min(first + 8, repeat * 64 + 44)].max()
+    equal(op("block_max", a, d), wanted)
+
+
+def test_squares_are_transposed() -> None:
+    """Two repeats: the second reads 32 blocks on, and writes one block on."""
+    a, d = random(torch.half, 1), random(torch.half, 2)
+    wanted = d.clone()
+    for repeat in range(2):
+        square = torch.stack([a[512 * repeat + 16 * (15 - i) :][:16] for i in range(16)])
+        for i in range(16):
+            wanted[48 * i + 16 * repeat :][:16] = square[:, i]
+    equal(op("squares", a, d), wanted)

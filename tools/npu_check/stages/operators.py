@@ -19,8 +19,7 @@ from ops.ascend.cann import abilities
 from ops.ascend.layout import TILE
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.ops import AscendOps
-from ops.ascend.vector_core.reference import unpacked
-from ops.ascend.weights import AscendExperts, AscendMatrix, Plane
+from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
 from tools.npu_check.numbers import require
 from tools.npu_check.outcome import Check, Found
@@ -75,7 +74,7 @@ def there(x: Tensor) -> Tensor:
     return x.to(BF16).to(NPU)
 
 
-def floats_of(plane: Plane, index: int | None = None) -> Tensor:
+def floats_of(plane: Matrices, index: int | None = None) -> Tensor:
     """(outputs, inputs) of a 4-bit matrix."""
     planes = (
         None if t is None else t if index is None else t[index] for t in (plane.data, plane.scales, plane.offsets)
@@ -83,7 +82,9 @@ def floats_of(plane: Plane, index: int | None = None) -> Tensor:
     words, scales, offsets = (None if t is None else t.cpu() for t in planes)
     if words is None or scales is None:
         raise TypeError("the matrix is not quantised")
-    return unpacked(words, scales, offsets, torch.float32).T
+    nibbles = torch.stack([(words << 28 - 4 * i) >> 28 for i in range(8)], -1).flatten(1)  # (inputs, outputs), signed
+    zeros = 0 if offsets is None else offsets.float().repeat_interleave(plane.format.group, 0)
+    return ((nibbles + zeros) * scales.float().repeat_interleave(plane.format.group, 0)).T
 
 
 def embedding(size: Size) -> Pair:

@@ -51,7 +51,8 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
     group = init_parallel(case, own, platform).world
     torch.manual_seed(own.rank)
     shape = npu_layers.Shape(EIGHTH.hidden, EIGHTH.inner, EIGHTH.experts, EIGHTH.top_k, 32, 1, "bfloat16")
-    layer = npu_layers.layer(npu_layers.random_experts(shape, platform.device), shape, 8, platform.device)
+    experts = npu_layers.random_experts(shape, platform.device, in_planes=True)
+    layer = npu_layers.layer(experts, experts, shape, 8, platform.device)
     x, y = torch.ones(COUNT, device=platform.device), torch.empty(COUNT, device=platform.device)
     side = torch_npu.npu.Stream()
     results: list[torch.Tensor] = []

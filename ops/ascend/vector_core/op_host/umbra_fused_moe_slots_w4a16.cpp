@@ -10,32 +10,25 @@ REGISTER_TILING_DATA_CLASS(UmbraFusedMoeSlotsW4a16, UmbraGemvTiling)
 namespace fused_moe_slots {
 
 enum Place : size_t { X, ARENA, PLACES, IDS, WEIGHTS };
-enum Attribute : size_t { INNER, GROUP, GROUP2, HAS_ZEROS, HALF_SUMS };
+enum Attribute : size_t { INNER, GROUP, GROUP2, HAS_ZEROS, FLOAT_SUMS };
 
 constexpr int64_t kPlace = 512;  // bytes
 
 int64_t placed(int64_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
-// The layout of ops/ascend/vector_core/blocks.py, by which the host fills blocks: w13 (H, 2I) and w2 (I, H) in nibbles,
-// each followed by its scales and zero points.
+// The layout of ops/ascend/vector_core/blocks.py, by which the host fills blocks: w13 and w2 in nibbles, each followed by
+// its scales and zero points.
 umbra::Block block_of(const umbra::Problem& problem) {
     const int64_t each = 2, nibbles = problem.k * problem.n;  // bytes of a scale; nibbles of w2
-    const int64_t scales = placed(problem.k / problem.group * 2 * problem.n * each);
-    const int64_t scales2 = placed(problem.n / problem.group2 * problem.k * each);
+    const int64_t scales = placed(problem.first.sections * problem.first.kept() * 2 * problem.n * each);
+    const int64_t scales2 = placed(problem.second.sections * problem.second.kept() * problem.k * each);
     umbra::Block block;
     block.s13 = placed(nibbles);
     block.z13 = block.s13 + scales;
     block.w2 = block.z13 + (problem.zeros ? scales : 0);
     block.s2 = block.w2 + placed(nibbles / 2);
     block.z2 = block.s2 + scales2;
-    block.end = block.z2 + (problem.zeros ? scales2 : 0);
     return block;
-}
-
-bool check_group(gert::TilingContext* context, int64_t group, int64_t rows) {
-    if (group != 32 && group != 64 && group != 128)
-        return umbra::fail(context, "a group must be 32, 64 or 128 rows", group);
-    return rows % group ? umbra::fail(context, "a group must divide its matrix's rows", group) : true;
 }
 
 ge::graphStatus tiling(gert::TilingContext* context) {
@@ -43,29 +36,30 @@ ge::graphStatus tiling(gert::TilingContext* context) {
         !umbra::has_rank(context, PLACES, 1) || !umbra::has_rank(context, IDS, 2) ||
         !umbra::has_rank(context, WEIGHTS, 2))
         return ge::GRAPH_FAILED;
-    const gert::RuntimeAttrs* given = context->GetAttrs();
-    const int64_t *inner = given->GetInt(INNER), *group = given->GetInt(GROUP), *group2 = given->GetInt(GROUP2);
-    const bool* zeros = given->GetBool(HAS_ZEROS);
-    if (!inner || !group || !group2 || !zeros)
-        return umbra::fail(context, "inner, group, group2 and zeros must be given", 0), ge::GRAPH_FAILED;
+    const int64_t* inner = context->GetAttrs()->GetInt(INNER);
+    const bool* zeros = context->GetAttrs()->GetBool(HAS_ZEROS);
+    if (!inner || !zeros) return umbra::fail(context, "inner and zeros must be given", 0), ge::GRAPH_FAILED;
     const gert::Shape &x = *umbra::shape_at(context, X), &ids = *umbra::shape_at(context, IDS);
     const int64_t hidden = x.GetDim(1), experts = umbra::shape_at(context, PLACES)->GetDim(0);
-    if (hidden < umbra::kStep || hidden % umbra::kStep)
-        return umbra::fail(context, "K must be a multiple of 32", hidden), ge::GRAPH_FAILED;
-    if (*inner < umbra::kStep || *inner % umbra::kStep)
-        return umbra::fail(context, "K must be a multiple of 32", *inner), ge::GRAPH_FAILED;
-    if (!check_group(context, *group, hidden) || !check_group(context, *group2, *inner)) return ge::GRAPH_FAILED;
+    const int64_t* group = umbra::read_group(context, GROUP, hidden);
+    const int64_t* group2 = group ? umbra::read_group(context, GROUP2, *inner) : nullptr;
+    if (!group2) return ge::GRAPH_FAILED;
     if (experts < 1) return umbra::fail(context, "there must be a place for each expert", experts), ge::GRAPH_FAILED;
     if (ids.GetDim(0) != x.GetDim(0))
         return umbra::fail(context, "ids must have a row for each row of x", ids.GetDim(0)), ge::GRAPH_FAILED;
     const gert::Shape& weights = *umbra::shape_at(context, WEIGHTS);
     if (!(weights == ids))
         return umbra::fail(context, "weights must have the shape of ids", weights.GetShapeSize()), ge::GRAPH_FAILED;
-    const umbra::Problem problem{x.GetDim(0), ids.GetDim(1), experts, hidden, *inner, *group, *group2, *zeros};
-    const umbra::Block block = block_of(problem);
-    if (block.end > UINT32_MAX)
-        return umbra::fail(context, "an expert must be below 4 GB", block.end), ge::GRAPH_FAILED;
-    return umbra::launch(context, problem, true, HALF_SUMS, block);
+    const umbra::Problem problem{x.GetDim(0),
+                                 ids.GetDim(1),
+                                 experts,
+                                 hidden,
+                                 *inner,
+                                 *zeros,
+                                 true,
+                                 umbra::planes_of(hidden, *group, false),
+                                 umbra::planes_of(*inner, *group2, true)};
+    return umbra::launch(context, problem, true, FLOAT_SUMS, block_of(problem));
 }
 
 }  // namespace fused_moe_slots
@@ -86,7 +80,7 @@ public:
         Attr("group").AttrType(REQUIRED).Int();
         Attr("group2").AttrType(REQUIRED).Int();
         Attr("zeros").AttrType(REQUIRED).Bool();
-        Attr("half_sums").AttrType(OPTIONAL).Bool(false);
+        Attr("float_sums").AttrType(OPTIONAL).Bool(false);
         SetInferShape(umbra::shape_of_x).SetInferDataType(umbra::type_of_x);
         AICore().SetTiling(optiling::fused_moe_slots::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

@@ -1,12 +1,12 @@
 // The tiling struct, which all ops share. The kernel reads the fields in this order.
 //
-//          tokens        topK  experts  k  n  group   group2  zeros: 1 if there are zero points
-//   fused  rows of x, T  k     E        H  I  of w13  of w2   parts: most parts that a product's K is split into; the
-//   gemv   rows of x, T  1     1        K  N  of w    0              workspace has room for them
-//                                                             cores: vector cores, one for each block launched
+//          tokens        topK  experts  k  n       zeros: 1 if there are zero points
+//   fused  rows of x, T  k     E        H  I       sections .. unit: the layout of w13, or of w (planes.py)
+//   gemv   rows of x, T  1     1        K  N       sections2 .. unit2: that of w2; otherwise 0
+//   unpack 0             0     E        K  N       pairs: 1 if columns of gate and up lie in turns
 //
-// s13 .. z2: first bytes of the planes in an expert's block, only for experts in slots of an arena; otherwise 0.
-// The tiling key: 1 half, 2 bfloat16, with float sums; 3, 4 the same with half sums (attribute half_sums).
+// s13 .. z2: first bytes of the parts of an expert's block, only for experts in slots of an arena; otherwise 0.
+// The tiling key: 1 half, 2 bfloat16; 3, 4 the same with float sums (attribute float_sums).
 #pragma once
 #include "register/tilingdata_base.h"
 
@@ -18,11 +18,18 @@ TILING_DATA_FIELD_DEF(uint32_t, topK);
 TILING_DATA_FIELD_DEF(uint32_t, experts);
 TILING_DATA_FIELD_DEF(uint32_t, k);
 TILING_DATA_FIELD_DEF(uint32_t, n);
-TILING_DATA_FIELD_DEF(uint32_t, group);
-TILING_DATA_FIELD_DEF(uint32_t, group2);
 TILING_DATA_FIELD_DEF(uint32_t, zeros);
-TILING_DATA_FIELD_DEF(uint32_t, cores);
-TILING_DATA_FIELD_DEF(uint32_t, parts);
+TILING_DATA_FIELD_DEF(uint32_t, pairs);
+TILING_DATA_FIELD_DEF(uint32_t, sections);
+TILING_DATA_FIELD_DEF(uint32_t, groups);
+TILING_DATA_FIELD_DEF(uint32_t, planes);
+TILING_DATA_FIELD_DEF(uint32_t, lanes);
+TILING_DATA_FIELD_DEF(uint32_t, unit);
+TILING_DATA_FIELD_DEF(uint32_t, sections2);
+TILING_DATA_FIELD_DEF(uint32_t, groups2);
+TILING_DATA_FIELD_DEF(uint32_t, planes2);
+TILING_DATA_FIELD_DEF(uint32_t, lanes2);
+TILING_DATA_FIELD_DEF(uint32_t, unit2);
 TILING_DATA_FIELD_DEF(uint32_t, s13);
 TILING_DATA_FIELD_DEF(uint32_t, z13);
 TILING_DATA_FIELD_DEF(uint32_t, w2);

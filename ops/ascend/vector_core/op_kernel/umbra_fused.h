@@ -1,16 +1,21 @@
 // A mixture of experts in one launch: y[t] = sum over j of weights[t, j] W2 (silu(gate) * up), [gate | up] = W13 x[t].
 //
-//   1  W13: tiles of gate and the same of up, together; SwiGLU on the sums      -> h (pairs, I) half, with powers of two
-//   2  W2 times h, times the pair's weight                                      -> shares (pairs, H) float
-//   3  the shares of a token's experts, added up in the order of ids, rounded   -> y
+//   1  W13: tiles of 16 columns of gate and the same of up; SwiGLU on the sums, times the pair's weight
+//                                         -> h (rows, I) float, and the largest value of each tile (I / 16, rows)
+//      all cores wait for each other; the first blocks of W2 are loaded meanwhile
+//   2  W2 times h: each core has its own columns of y, for all units, and adds up their rows -> y
 //
-// All cores synchronise between these steps. If there are too few tiles for the cores, step 1 is split along K, and an
-// additional step adds its parts up and applies SwiGLU. The workspace holds, in floats: parts (parts, pairs, 2 I) if
-// there is more than one, pairs * I for h and its powers of two, and shares (pairs, H).
+// A row is a pair that is in some unit, in the order of units. The columns of W13 are stored in the order in which W2 has
+// its K, so h needs no other order. The workspace holds h and the largest values.
 #pragma once
-#include "umbra_finish.h"
+#include "umbra_columns.h"
+#include "umbra_rows.h"
 
 namespace umbra {
+
+constexpr uint32_t kPairs = 16;                           // columns of gate, and of up, in a tile
+constexpr uint32_t kTile = 2 * kPairs;                    // columns of W13
+constexpr uint32_t kEntries = kOut / (4 * (kPairs + 8));  // rows of tiles that SwiGLU takes at once
 
 struct Weights {
     float of[kMostPairs];
@@ -21,96 +26,209 @@ struct Weights {
         from.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(weights));
         LocalTensor<T> in = room.stream.template AllocTensor<T>();
         room.Fetch(in, from, pairs);
-        room.stream.EnQue(in);
-        in = room.stream.template DeQue<T>();
-        AscendC::Cast(room.x, in, RoundMode::CAST_NONE, pairs);
+        Hand<HardEvent::MTE2_V>(room.pipe);
+        AscendC::Cast(room.sums, in, RoundMode::CAST_NONE, pairs);
         room.stream.FreeTensor(in);
         Hand<HardEvent::V_S>(room.pipe);
-        for (uint32_t i = 0; i < pairs; ++i) of[i] = room.x.GetValue(i);
+        for (uint32_t i = 0; i < pairs; ++i) of[i] = room.sums.GetValue(i);
         Hand<HardEvent::S_V>(room.pipe);
     }
 };
 
-// h = SwiGLU of the sums over parts (parts, pairs, 2 I), computed one tile of a pair at a time.
-__aicore__ inline void JoinParts(Room& room, const Units& units, const GlobalTensor<float>& parts, const Powered& h,
-                                 uint32_t pairs, uint32_t inner, uint32_t cut) {
-    const uint32_t tiles = Ceil(inner, h.run);
-    const uint64_t stride = static_cast<uint64_t>(pairs) * 2 * inner;
-    for (uint32_t i = AscendC::GetBlockIdx(); i < pairs * tiles; i += AscendC::GetBlockNum()) {
-        const uint32_t pair = i / tiles, column = i % tiles * h.run, width = Least(h.run, inner - column);
-        if (!units.here[pair]) continue;
-        const uint64_t at = static_cast<uint64_t>(pair) * 2 * inner + column;
-        SumRows(room, room.y, parts[at], cut, stride, width);
-        SumRows(room, room.y[width], parts[at + inner], cut, stride, width);
-        Gated{room, h, inner}.Store({Unit{0, 1, {static_cast<uint16_t>(pair)}}, 0, column, width, width});
-    }
-}
+// h, and the largest value of each tile of each row.
+struct Hidden {
+    GlobalTensor<float> rows, largest;
+    uint32_t inner, pitch;  // pitch: of largest
+};
 
-// y = for each token the sum of the shares of its pairs that are in some unit.
-template <typename T>
-__aicore__ inline void JoinShares(Room& room, const Units& units, const GlobalTensor<float>& shares,
-                                  const GlobalTensor<T>& y, uint32_t tokens, uint32_t topK, uint32_t hidden) {
-    const uint32_t slice = Least(Up(Ceil(tokens * hidden, AscendC::GetBlockNum()), kLanes), kWidest);
-    const uint32_t slices = Ceil(hidden, slice), most = kStream / sizeof(float) / slice;  // rows that fit in a buffer
-    for (uint32_t i = AscendC::GetBlockIdx(); i < tokens * slices; i += AscendC::GetBlockNum()) {
-        const uint32_t token = i / slices, column = i % slices * slice, width = Least(slice, hidden - column);
-        AscendC::Duplicate(room.y, 0.0f, slice);
-        for (uint32_t j = 0; j < topK;) {
-            LocalTensor<float> in = room.stream.AllocTensor<float>();
-            uint32_t rows = 0;
-            for (; j < topK && rows < most; ++j) {
-                const uint32_t pair = token * topK + j;
-                if (units.here[pair])
-                    room.Fetch(in[rows++ * slice], shares[static_cast<uint64_t>(pair) * hidden + column], width);
-            }
-            room.stream.EnQue(in);
-            in = room.stream.DeQue<float>();
-            AscendC::PipeBarrier<PIPE_V>();
-            for (uint32_t r = 0; r < rows; ++r) {
-                AscendC::Add(room.y, room.y, in[r * slice], width);
-                AscendC::PipeBarrier<PIPE_V>();
-            }
-            room.stream.FreeTensor(in);
+// Collects the sums of W13's tiles in room.task (entries, 2, 16), and makes h of them.
+class Gate {
+public:
+    __aicore__ inline Gate(Room& room, const Units& units, const Weights& weights, const Hidden& hidden)
+        : room(room), units(units), weights(weights), hidden(hidden) {
+        AscendC::Duplicate(room.task, 0.0f, kTask);
+        Barrier();
+    }
+
+    __aicore__ inline LocalTensor<float> To(const Unit&, uint32_t r) const { return room.task[(count + r) * kTile]; }
+
+    template <typename Source> __aicore__ inline void Done(Source& product, const Block& block) {
+        const Unit& unit = units.At(block.unit);
+        for (uint32_t r = 0; r < unit.rows; ++r) {
+            pair[count] = unit.pair[r];
+            row[count] = unit.first + r;
+            tile[count++] = block.column / kTile;
         }
-        StoreRounded<T>(room, y[static_cast<uint64_t>(token) * hidden + column], width);
+        if (count + units.most <= kEntries) return;
+        product.Finish();
+        Flush();
     }
+
+    __aicore__ inline void Flush() {
+        if (!count) return;
+        const LocalTensor<float> sums = room.task, e = room.words.ReinterpretCast<float>(), scratch = e[kLanes * 8];
+        const uint8_t n = count, one = kPairs / 8, two = kTile / 8;
+        const uint32_t all = count * kPairs;
+        AscendC::Muls(e, sums, -1.0f, kPairs, n, {1, 1, one, two});
+        Barrier();
+        AscendC::Exp(e, e, all);
+        Barrier();
+        AscendC::Adds(e, e, 1.0f, all);
+        Barrier();
+        AscendC::Div(e, sums, e, kPairs, n, {1, 1, 1, one, two, one});
+        Barrier();
+        AscendC::Mul(e, e, sums[kPairs], kPairs, n, {1, 1, 1, one, one, two});
+        Barrier();
+        LocalTensor<float> out = room.out.AllocTensor<float>();
+        for (uint32_t i = 0; i < count; ++i) AscendC::Muls(out[i * kPairs], e[i * kPairs], weights.of[pair[i]], kPairs);
+        AscendC::Duplicate(room.task, 0.0f, kTask);
+        Barrier();
+        AscendC::Abs(scratch, out, all);
+        Barrier();
+        AscendC::Duplicate(e, 0.0f, Up(count, 8));
+        Barrier();
+        AscendC::WholeReduceMax<float>(e, scratch, kPairs, n, 1, 1, one, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+        Barrier();
+        const LocalTensor<float> largest = out[kEntries * kPairs];
+        AscendC::Brcb(largest, e, Ceil(count, 8), {1, 8});
+        room.out.EnQue(out);
+        out = room.out.DeQue<float>();
+        for (uint32_t i = 0; i < count;) {  // rows of one tile that follow each other go together
+            uint32_t run = 1;
+            while (i + run < count && tile[i + run] == tile[i] && row[i + run] == row[i] + run) ++run;
+            const uint32_t gap = (hidden.inner - kPairs) * sizeof(float);
+            AscendC::DataCopyPad(hidden.rows[static_cast<uint64_t>(row[i]) * hidden.inner + tile[i] * kPairs],
+                                 out[i * kPairs], {static_cast<uint16_t>(run), kPairs * sizeof(float), 0, gap, 0});
+            AscendC::DataCopyPad(hidden.largest[tile[i] * hidden.pitch + row[i]], out[kEntries * kPairs + i * 8],
+                                 {static_cast<uint16_t>(run), sizeof(float), 0, 0, 0});
+            i += run;
+        }
+        room.out.FreeTensor(out);
+        Barrier();
+        count = 0;
+    }
+
+private:
+    Room& room;
+    const Units& units;
+    const Weights& weights;
+    const Hidden& hidden;
+    uint32_t count = 0;
+    uint16_t pair[kEntries], row[kEntries], tile[kEntries];
+};
+
+// Adds up the rows of each token, room.task (tokens, kTilePitch), and stores a tile once all units have added to it.
+template <typename T> class TokenSums {
+public:
+    __aicore__ inline TokenSums(Room& room, const Units& units, const GlobalTensor<T>& y, const UmbraGemvTiling& t)
+        : room(room), units(units), y(y), t(t) {}
+
+    __aicore__ inline LocalTensor<float> To(const Unit& unit, uint32_t r) const {
+        return room.task[unit.pair[r] / t.topK * kTilePitch];
+    }
+
+    template <typename Source> __aicore__ inline void Done(Source& product, const Block& block) {
+        if (block.unit + 1 < units.count) return;
+        product.Finish();
+        Store(block.column, block.width);
+    }
+
+    __aicore__ inline void Store(uint32_t column, uint32_t width) {
+        StoreTile<T>(room, y[column], t.tokens, width, t.k);
+    }
+
+private:
+    Room& room;
+    const Units& units;
+    const GlobalTensor<T>& y;
+    const UmbraGemvTiling& t;
+};
+
+// powers (rows) = the powers of two of the largest values of all rows of h, and their inverses.
+__aicore__ inline void FindPowers(Room& room, const Hidden& hidden, uint32_t rows, const LocalTensor<float>& powers,
+                                  const LocalTensor<float>& inverses) {
+    const uint32_t pitch = Up(rows, 8), tiles = hidden.inner / kPairs, some = kMoved / sizeof(float) / pitch;
+    AscendC::Duplicate(powers, 1e-30f, pitch);
+    AscendC::Duplicate(inverses, 1.0f, pitch);
+    for (uint32_t tile = 0; tile < tiles; tile += some) {
+        uint32_t left = Least(some, tiles - tile);
+        LocalTensor<float> in = room.stream.AllocTensor<float>();
+        AscendC::DataCopyPad(in, hidden.largest[tile * hidden.pitch],
+                             {static_cast<uint16_t>(left), rows * 4, (hidden.pitch - rows) * 4, 0, 0},
+                             {pitch > rows, 0, static_cast<uint8_t>(pitch - rows), 0.0f});
+        Hand<HardEvent::MTE2_V>(room.pipe);
+        while (left > 1) {
+            const uint32_t upper = left / 2;
+            left -= upper;
+            AscendC::Max(in, in, in[left * pitch], upper * pitch);
+            Barrier();
+        }
+        AscendC::Max(powers, powers, in, pitch);
+        Barrier();
+        room.stream.FreeTensor(in);
+    }
+    const LocalTensor<uint16_t> bits = powers.ReinterpretCast<uint16_t>();
+    for (uint32_t at = 0; at < 2 * pitch; at += 128)
+        AscendC::And(bits[at], bits[at], room.exponent, Least(128, 2 * pitch - at));
+    Barrier();
+    AscendC::Div(inverses, inverses, powers, pitch);
+    Barrier();
 }
 
-// `up` is W13, `down` is W2.
-template <typename T, bool kHalfSums>
-__aicore__ inline void FusedMoe(Room& room, const Units& units, const Weights& weights, const Bank& up,
-                                const Bank& down, GM_ADDR xAt, GM_ADDR yAt, GM_ADDR workspace,
-                                const UmbraGemvTiling& t) {
+// Where a kernel finds its experts.
+struct Experts {
+    Bank up, down;
+    GM_ADDR places;  // null: expert e is at place e
+};
+
+template <typename T, bool kFloatSums>
+__aicore__ inline void FusedMoe(const Experts& experts, GM_ADDR xAt, GM_ADDR ids, GM_ADDR weightsAt, GM_ADDR yAt,
+                                GM_ADDR workspace, const UmbraGemvTiling& t) {
+    constexpr bool kBfloat16 = std::is_same<T, bfloat16_t>::value;
     const uint32_t pairs = t.tokens * t.topK, hidden = t.k, inner = t.n;
+    const Matrix up(experts.up, 2 * inner, t.zeros, kBfloat16, kFloatSums, t.sections, t.groups, t.planes, t.lanes,
+                    t.unit);
+    const Matrix down(experts.down, hidden, t.zeros, kBfloat16, kFloatSums, t.sections2, t.groups2, t.planes2, t.lanes2,
+                      t.unit2);
     GlobalTensor<T> x, y;
-    GlobalTensor<float> parts, shares;
     x.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(xAt));
     y.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(yAt));
-    __gm__ float* free = reinterpret_cast<__gm__ float*>(workspace);
-    parts.SetGlobalBuffer(free);
-    free += t.parts > 1 ? static_cast<uint64_t>(t.parts) * pairs * 2 * inner : 0;
-    Powered h;
-    h.rows.SetGlobalBuffer(reinterpret_cast<__gm__ half*>(free));
-    h.powers.SetGlobalBuffer(free + pairs * inner / 2);
-    shares.SetGlobalBuffer(free + pairs * inner);
+    Hidden h{{}, {}, inner, Up(pairs, 8)};
+    h.rows.SetGlobalBuffer(reinterpret_cast<__gm__ float*>(workspace));
+    h.largest = h.rows[static_cast<uint64_t>(pairs) * inner];
 
-    Product<T, T, kHalfSums> first(room, units, up, x, t.topK, 2);
-    // All values for one group of W2 must have the same power.
-    first.Cut(t.parts, t.group2 > kLanes ? t.group2 : kLanes, false);
-    h.run = first.split.width;
-    if (first.split.parts == 1) {
-        first.Run(Gated{room, h, inner});
-    } else {
-        first.Run(Partial{room, parts, pairs, 2 * inner, 2});
-        Meet();
-        JoinParts(room, units, parts, h, pairs, inner, first.split.parts);
-    }
-    Meet();
-    Product<T, Powered, kHalfSums> second(room, units, down, h, 1, 1);
-    second.Cut(1, kLanes, false);
-    second.Run(Weighted{room, shares, weights.of, hidden});
-    Meet();
-    JoinShares(room, units, shares, y, t.tokens, t.topK, hidden);
+    const uint32_t values = Most(kValues, Most(hidden, inner));
+    const uint32_t slots = Least(kMostRows, values / hidden), window = Least(kWindow, values / inner);
+    const uint32_t sums = Most(slots * up.sections * up.kept, window * down.sections * down.kept);
+    Room room;
+    room.Init(Most(kTile * up.kept, Up(down.Widest(), 8) * down.kept), 2 * values, t.zeros ? 4 * sums : 0, pairs);
+    Units units;
+    units.most = Least(slots, window);
+    units.Read(room, ids, pairs, t.experts, experts.places);
+    Weights weights;
+    weights.template Read<T>(room, weightsAt, pairs);
+
+    const uint32_t tiles = up.n / kTile;
+    InputRows<T> inputs(room, up, x, t.tokens, t.topK, slots);
+    Product<kFloatSums, InputRows<T>> first(room, units, up, inputs);
+    first.Start({static_cast<uint32_t>(AscendC::GetBlockIdx()), units.count * tiles,
+                 static_cast<uint32_t>(AscendC::GetBlockNum()), tiles, 0, up.n, kTile, false});
+    Gate gate(room, units, weights, h);
+    first.Run(gate);
+    gate.Flush();
+
+    const LocalTensor<float> powers = room.task[kTask], inverses = powers[Up(pairs, 8)];
+    HiddenRows rows(room, down, h.rows, units.rows, window, powers, inverses, inverses[Up(pairs, 8)]);
+    Product<kFloatSums, HiddenRows> second(room, units, down, rows);
+    const Route own = OwnColumns(down, units, true);
+    second.Start(own);
+    AscendC::PipeBarrier<PIPE_ALL>();
+    AscendC::SyncAll<true>();
+    TokenSums<T> tokens(room, units, y, t);
+    if (units.rows) FindPowers(room, h, units.rows, powers, inverses);
+    second.Run(tokens);
+    for (uint32_t column = own.begin; !units.rows && column < own.end; column += own.width)
+        tokens.Store(column, Least(own.width, own.end - column));
 }
 
 }  // namespace umbra

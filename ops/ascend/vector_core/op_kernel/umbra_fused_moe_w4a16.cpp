@@ -1,32 +1,20 @@
 // A mixture of experts (umbra_fused.h) with the experts' matrices side by side.
 #include "umbra_fused.h"
 
-template <typename T, bool kHalfSums>
-__aicore__ inline void Run(GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13, GM_ADDR w2, GM_ADDR s2, GM_ADDR z2,
-                           GM_ADDR ids, GM_ADDR weightsAt, GM_ADDR y, GM_ADDR workspace, const UmbraGemvTiling& t) {
-    umbra::Room room;
-    umbra::Units units;
-    umbra::Weights weights;
-    room.Init();
-    units.Read(room, ids, t.tokens * t.topK, t.experts);
-    weights.template Read<T>(room, weightsAt, t.tokens * t.topK);
-    const umbra::Bank up(w13, s13, z13, t.zeros, t.k, 2 * t.n, t.group), down(w2, s2, z2, t.zeros, t.n, t.k, t.group2);
-    umbra::FusedMoe<T, kHalfSums>(room, units, weights, up, down, x, y, workspace, t);
-}
-
 extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(GM_ADDR x, GM_ADDR w13, GM_ADDR s13, GM_ADDR z13,
                                                             GM_ADDR w2, GM_ADDR s2, GM_ADDR z2, GM_ADDR ids,
                                                             GM_ADDR weights, GM_ADDR y, GM_ADDR workspace,
                                                             GM_ADDR tiling) {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     GET_TILING_DATA(t, tiling);
+    const umbra::Experts experts{{w13, s13, z13, 0}, {w2, s2, z2, 0}, nullptr};
     GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
     if (TILING_KEY_IS(1))
-        Run<half, false>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        umbra::FusedMoe<half, false>(experts, x, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(2))
-        Run<bfloat16_t, false>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        umbra::FusedMoe<bfloat16_t, false>(experts, x, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(3))
-        Run<half, true>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        umbra::FusedMoe<half, true>(experts, x, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(4))
-        Run<bfloat16_t, true>(x, w13, s13, z13, w2, s2, z2, ids, weights, y, ours, t);
+        umbra::FusedMoe<bfloat16_t, true>(experts, x, ids, weights, y, ours, t);
 }

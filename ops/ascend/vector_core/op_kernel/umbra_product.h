@@ -1,282 +1,424 @@
-// Multiplies rows of x by 4-bit matrices, one matrix for each unit:
-//   y[n] = sum over k of x[k] (q[k, n] + zero[g, n]) scale[g, n]
+// Multiplies rows of values by 4-bit matrices in planes, one matrix for each unit:
+//   y[n] = power * sum over g of scale[g, n] * (sum over k in g of q[k, n] x[k] + zero[g, n] * sum over k in g of x[k])
 //
-//   global memory --32 KB--> nibbles --Cast--> half --MulAddDst--> sums of 8 rows, float
-//                                               x in half, spread   --Add--> one sum a group, + zero * sum of x,
-//                                                                            * scale, * power of two, + y
+//   global memory --up to 16.5 KB--> nibbles --Cast--> half --Mul by x--> products --Add--> one plane, of sums of 8
+//                 --Cast, Axpy--> float: one plane, of sums of all planes of a section
+//                 --Add, Mul by scales, BlockReduceSum--> one value for each column
 //
-// Sums are float from the first product on. With kHalfSums the products and the first three additions are half (Mul,
-// Add), and a Cast follows. By CANN's table for A2 and A3 this is less vector work (128 half or 64 float additions a
-// cycle, but 32 additions of a half product to a float sum). But each addition rounds by up to 2^-11 of its result, and
-// so does each product unless x is bfloat16, so sums that cancel each other lose precision. In both cases x is
-// multiplied as half, so each row is first divided by the power of two of its largest value in the move: products are
-// then below 16, and sums of eight below 128. The input of the second product (Gated in umbra_finish.h) is stored
-// divided in this way, with its powers beside it. The order of sums depends on shapes alone.
+// A row of x is half, divided by the power of two of its largest value, so products are below 16, and sums of eight below
+// 128. Sums of eight products are half, all others are float. With kFloatSums all are float: MulAddDst adds exact products
+// of two halves to float, at 2.5 cycles for 64 weights in place of 0.9. The order of all sums depends on shapes and on the
+// number of rows alone.
 //
-// No repeat of an instruction reads what another repeat of it has written, since CANN does not promise that this works.
+// Every step needs the result of the one before, and the pipe is drained between two steps. So the instructions between
+// two barriers belong to three blocks: the sums of one block are added in float while the next is converted, and the
+// scaling of a tile's sums (Reduction) takes its steps beside those of the next tile.
 #pragma once
-#include <type_traits>
-
-#include "umbra_bank.h"
+#include "umbra_matrix.h"
 
 namespace umbra {
 
-// X is the form of x in global memory: rows of K values, as half, bfloat16_t or Powered; pair p uses row p / sharing. T
-// is the type of scales. A tile has `ranges` runs of columns of equal width, N / ranges apart, such as gate and up.
-template <typename T, typename X, bool kHalfSums> class Product {
+// Turns the sums of lanes of a tile (columns, folded) into one value for each column, and adds that times a power to `to`.
+class Reduction {
 public:
-    static constexpr bool kPowered = std::is_same<X, Powered>::value;
-    using Value = typename std::conditional<kPowered, half, X>::type;
-    using Given = typename std::conditional<kPowered, Powered, GlobalTensor<Value>>::type;
+    __aicore__ inline explicit Reduction(Room& room) : room(room) {}
 
-    __aicore__ inline Product(Room& room, const Units& units, const Bank& bank, const Given& x, uint32_t sharing,
-                              uint32_t ranges)
-        : room(room), units(units), bank(bank), x(x), sharing(sharing), ranges(ranges), cores(AscendC::GetBlockNum()) {}
+    struct Task {
+        const Matrix* matrix;
+        uint32_t columns;
+        LocalTensor<int8_t> scales;  // of the tile, for the section
+        bool zeros;                  // whether the zero points are to be added, which a section does once
+        bool last;                   // whether nothing else needs these scales
+        LocalTensor<float> to, power, sumsOfX;
+    };
 
-    Split split;
-
-    __aicore__ inline void Cut(uint32_t mostParts, uint32_t narrowest, bool sparing) {
-        split.Choose(units.count, bank.n / ranges, bank.k, cores, kWidest / ranges, narrowest, mostParts, sparing);
+    __aicore__ inline void Begin(const Task& given) {
+        task = given;
+        span = task.matrix->folded / task.matrix->wide / 2;
+        stage = Stage::kSums;
+        converted = false;
+        zeros = task.zeros;
+        active = true;
     }
 
-    // Calls finish.Store for every task once its sums in room.y (rows, ranges * pitch) are complete.
-    template <typename Finish> __aicore__ inline void Run(const Finish& finish) {
-        const uint32_t tasks = units.count * split.tiles * split.parts;
-        Move load{}, work{};
-        Start(load, AscendC::GetBlockIdx(), tasks);
-        Start(work, AscendC::GetBlockIdx(), tasks);
-        for (uint32_t ahead = 1; ahead < kDepth && load.task < tasks; ++ahead) Load(load, tasks);
-        while (work.task < tasks) {
-            if (load.task < tasks) Load(load, tasks);
-            Compute(work);
-            if (work.index + 1 == work.moves)
-                finish.Store({units.unit[work.unit], work.part, work.column, work.width, Pitch(work)});
-            Next(work, tasks);
+    // Whether room.sums must be kept.
+    __aicore__ inline bool NeedsSums() const { return active && stage == Stage::kSums; }
+    // Whether no other task can begin.
+    __aicore__ inline bool Busy() const { return active; }
+    __aicore__ inline bool Ended() const { return !active && !adds; }
+
+    // Issues the next instructions; a barrier must follow.
+    __aicore__ inline void Step() {
+        if (adds) AddResult();
+        if (!active) return;
+        const Matrix& m = *task.matrix;
+        const bool ready = converted;
+        if (!converted) Convert(zeros ? task.scales[room.scalesBytes] : task.scales);
+        if (stage == Stage::kSums && (span || m.unit > 1)) {
+            span ? Fold() : AddBlocks();
+            return;
+        }
+        if (!ready) return;
+        if (stage == Stage::kSums || stage == Stage::kGroups) {
+            const bool inSums = stage == Stage::kSums;
+            const LocalTensor<float> from = inSums ? room.sums : room.groups;
+            const uint32_t pitch = inSums ? m.folded : m.kept;
+            if (zeros) {
+                AddZeros(from, pitch);
+            } else {
+                MultiplyByScales(from, pitch);
+                stage = m.kept > kLanes ? Stage::kUpper : m.kept > 8 ? Stage::kEights : Stage::kColumns;
+                inGroups = m.kept > 8;
+            }
+        } else if (stage == Stage::kUpper) {
+            Lanes(m.kept - kLanes, [&](uint32_t, uint32_t lanes, uint8_t columns, uint8_t row) {
+                AscendC::Add(room.scaled, room.scaled, room.scaled[kLanes], lanes, columns, {1, 1, 1, row, row, row});
+            });
+            stage = Stage::kEights;
+        } else if (stage == Stage::kEights) {
+            AddEights();
+            stage = Stage::kColumns;
+        } else {
+            AscendC::BlockReduceSum(room.columns, inGroups ? room.groups : room.scaled,
+                                    static_cast<int32_t>(Ceil(task.columns, 8)), static_cast<int32_t>(kLanes), 1, 1, 8);
+            active = false;
+            adds = true;
+            to = task.to;
+            power = task.power;
+            width = task.columns;
         }
     }
 
 private:
+    enum class Stage { kSums, kGroups, kUpper, kEights, kColumns };
+
+    Room& room;
+    Task task;
+    Stage stage;
+    uint32_t span;  // half of the number of lanes that a group still has
+    bool converted, zeros, inGroups, active = false;
+    bool adds = false;  // `width` results in room.columns wait to be multiplied by `power` and added to `to`
+    LocalTensor<float> to, power;
+    uint32_t width;
+
+    __aicore__ inline void Convert(const LocalTensor<int8_t>& from) {
+        const Matrix& m = *task.matrix;
+        if (m.bfloat16)
+            AscendC::Cast(room.scaled, from.ReinterpretCast<bfloat16_t>(), RoundMode::CAST_NONE, task.columns * m.kept);
+        else
+            AscendC::Cast(room.scaled, from.ReinterpretCast<half>(), RoundMode::CAST_NONE, task.columns * m.kept);
+        converted = true;
+        if (!zeros && task.last) {
+            room.scales.FreeTensor(task.scales);
+            --room.scalesInUse;
+        }
+    }
+
+    // Adds the upper half of each column's lanes to the lower half.
+    __aicore__ inline void Fold() {
+        const Matrix& m = *task.matrix;
+        const uint8_t row = m.folded / 8;
+        AscendC::Add(room.sums, room.sums, room.sums[span * m.wide], span * m.wide, static_cast<uint8_t>(task.columns),
+                     {1, 1, 1, row, row, row});
+        span /= 2;
+    }
+
+    // Adds the eight lanes of each group: room.groups (columns, kept).
+    __aicore__ inline void AddBlocks() {
+        const Matrix& m = *task.matrix;
+        const int32_t columns = task.columns, lanes = Least(m.wide, kLanes), row = m.folded / 8, eights = m.kept / 8;
+        AscendC::BlockReduceSum(room.groups, room.sums, columns, lanes, eights, 1, row);
+        if (m.wide > kLanes)
+            AscendC::BlockReduceSum(room.groups[8], room.sums[kLanes], columns, static_cast<int32_t>(m.wide - kLanes),
+                                    eights, 1, row);
+        stage = Stage::kGroups;
+    }
+
+    // Calls each(first, number, columns, row) for up to 64 of `count` floats of each column; row: blocks in room.scaled.
+    template <typename Each> __aicore__ inline void Lanes(uint32_t count, const Each& each) {
+        for (uint32_t at = 0; at < count; at += kLanes)
+            each(at, Least(count - at, kLanes), static_cast<uint8_t>(task.columns),
+                 static_cast<uint8_t>(task.matrix->kept / 8));
+    }
+
+    __aicore__ inline void AddZeros(const LocalTensor<float>& from, uint32_t pitch) {
+        Lanes(task.matrix->kept, [&](uint32_t at, uint32_t lanes, uint8_t columns, uint8_t row) {
+            AscendC::MulAddDst(from[at], room.scaled[at], task.sumsOfX[at], lanes, columns,
+                               {1, 1, 1, static_cast<uint8_t>(pitch / 8), row, 0});
+        });
+        zeros = converted = false;  // the scales come next
+    }
+
+    __aicore__ inline void MultiplyByScales(const LocalTensor<float>& from, uint32_t pitch) {
+        Lanes(task.matrix->kept, [&](uint32_t at, uint32_t lanes, uint8_t columns, uint8_t row) {
+            AscendC::Mul(room.scaled[at], from[at], room.scaled[at], lanes, columns,
+                         {1, 1, 1, row, static_cast<uint8_t>(pitch / 8), row});
+        });
+    }
+
+    // room.groups (columns, 8): sums of up to 64 groups of each column. Values of it that are not written stay 0.
+    __aicore__ inline void AddEights() {
+        const Matrix& m = *task.matrix;
+        const int32_t columns = task.columns, row = m.kept / 8;
+        if (m.unit > 1)  // two blocks; room.groups has other values beyond those of these columns
+            AscendC::Add(room.groups, room.scaled, room.scaled[8], kLanes, static_cast<uint8_t>(Ceil(columns, 8)),
+                         {1, 2, 2, 8, 16, 16});
+        else
+            AscendC::BlockReduceSum(room.groups, room.scaled, columns, static_cast<int32_t>(Least(m.kept, kLanes)), 1,
+                                    1, row);
+    }
+
+    __aicore__ inline void AddResult() {
+        for (uint32_t at = 0; at < width; at += kLanes)
+            AscendC::MulAddDst(to[at], room.columns[at], power, Least(width - at, kLanes), 1, {1, 1, 0, 8, 8, 0});
+        adds = false;
+    }
+};
+
+// One block of a task: planes of a tile of columns, for all rows of a unit.
+struct Block {
+    uint32_t task, unit, column, width;
+    uint32_t section, plane, planes;  // planes: their number in a block
+};
+
+// How a core goes through the tiles of all units.
+struct Route {
+    uint32_t first, tasks, stride;      // tasks first, first + stride, ... below `tasks`
+    uint32_t tiles, begin, end, width;  // a unit's tiles: columns begin .. end, `width` each
+    bool unitsFirst;                    // whether a core takes all units of a tile before the next tile
+};
+
+// `Rows` gives a row of a unit as half, its power of two, and the sums of its groups:
+// Values(unit, row), Power(unit, row), SumsOfX(unit, row). Prepare(unit) makes them if the buffer Lacks(unit).
+template <bool kFloatSums, typename Rows> class Product {
+public:
+    __aicore__ inline Product(Room& room, const Units& units, const Matrix& matrix, Rows& rows)
+        : room(room), units(units), matrix(matrix), rows(rows), reduction(room) {}
+
+    // Sets the way, and starts to load.
+    __aicore__ inline void Start(const Route& given) {
+        route = given;
+        load = work = Block{};
+        Set(load, route.first);
+        Set(work, route.first);
+        LoadAhead();
+    }
+
+    // Calls sink.To(unit, row) for the place of a tile's sums, which must be 0 or sums to add to, and sink.Done(block)
+    // after each task. Its results are complete only after Finish.
+    template <typename Sink> __aicore__ inline void Run(Sink& sink) {
+        AscendC::Duplicate(room.groups, 0.0f, kGroups);
+        Barrier();
+        while (work.task < route.tasks) {
+            const Unit& unit = units.At(work.unit);
+            if (rows.Lacks(unit)) {
+                Finish();
+                rows.Prepare(unit);
+            }
+            LoadAhead();
+            if (!loaded) {  // all buffers of scales are in use
+                Finish();
+                LoadAhead();
+            }
+            LocalTensor<int8_t> in = room.stream.template DeQue<int8_t>();
+            --loaded;
+            if (work.plane == 0) scales = room.scales.template DeQue<int8_t>();
+            const bool first = work.plane == 0, last = work.plane + work.planes == matrix.planes;
+            const bool alone = unit.rows == 1;  // otherwise each block is reduced by itself
+            const bool complete = work.plane + work.planes == matrix.planes;
+            for (uint32_t r = 0; r < unit.rows; ++r) {
+                const bool final = r + 1 == unit.rows;
+                const Sums next{
+                    true,
+                    work.plane == 0 || !alone,
+                    complete || !alone,
+                    {&matrix, work.width, scales, complete && matrix.hasZeros, complete && final, sink.To(unit, r),
+                     rows.Power(unit, r), rows.SumsOfX(unit, r)[work.section * matrix.kept]}};
+                const uint32_t from = (work.section * matrix.planes + work.plane) * matrix.lanes;
+                if constexpr (kFloatSums)
+                    MultiplyInFloat(in, rows.Values(unit, r)[from], final, next);
+                else
+                    Multiply(in, rows.Values(unit, r)[from], final, next);
+            }
+            const Block done = work;
+            Next(work);
+            if (work.task != done.task) sink.Done(*this, done);
+        }
+        Finish();
+    }
+
+    // Waits for all sums.
+    __aicore__ inline void Finish() {
+        if (pending.any) {
+            Settle();
+            AddPending();
+            Pass();
+            Reduce();
+        }
+        while (!reduction.Ended()) Pass();
+    }
+
+private:
+    // Sums of a block that are in room.last, and not yet in room.sums.
+    struct Sums {
+        bool any, fresh, ends;  // fresh: they are the first of a section; ends: they are the last
+        Reduction::Task task;
+    };
+
     Room& room;
     const Units& units;
-    const Bank& bank;
-    const Given& x;
-    const uint32_t sharing, ranges, cores;
+    const Matrix& matrix;
+    Rows& rows;
+    Reduction reduction;
+    Route route;
+    Block load, work;
+    uint32_t loaded = 0;
+    LocalTensor<int8_t> scales;
+    Sums pending{};
 
-    // The largest number of rows, at most `most`, that is a power of two times 32: whole groups of any size.
-    __aicore__ inline uint32_t Rows(uint32_t most) const {
-        uint32_t rows = kMostStep;
-        while (rows > most) rows /= 2;
-        return rows;
+    __aicore__ inline void Set(Block& b, uint32_t task) const {
+        b.task = task;
+        b.section = b.plane = 0;
+        if (task >= route.tasks) return;
+        b.unit = route.unitsFirst ? task % units.count : task / route.tiles;
+        const uint32_t tile = route.unitsFirst ? task / units.count : task % route.tiles;
+        b.column = route.begin + tile * route.width;
+        b.width = Least(route.width, route.end - b.column);
+        b.planes = matrix.step;
     }
 
-    __aicore__ inline uint32_t Pitch(const Move& m) const { return Up(m.width, kLanes); }  // pitch of one range
-
-    __aicore__ inline void Start(Move& m, uint32_t task, uint32_t tasks) const {
-        m.task = task;
-        if (task >= tasks) return;
-        const uint32_t tile = task % split.tiles, rest = task / split.tiles;
-        m.part = rest % split.parts;
-        m.unit = rest / split.parts;
-        m.column = tile * split.width;
-        m.width = Least(split.width, bank.n / ranges - m.column);
-        m.begin = m.part * split.rows;
-        m.end = Least(m.begin + split.rows, bank.k);
-        m.step = Rows(Least(kMoved / (ranges * Pitch(m)), kMostX / units.unit[m.unit].rows));
-        m.moves = Ceil(m.end - m.begin, m.step);
-        m.shift = tile * m.moves / split.tiles;
-        m.index = 0;
-        Place(m);
+    __aicore__ inline void Next(Block& b) const {
+        b.plane += b.planes;
+        if (b.plane < matrix.planes) return;
+        b.plane = 0;
+        if (++b.section < matrix.sections) return;
+        Set(b, b.task + route.stride);
     }
 
-    __aicore__ inline void Next(Move& m, uint32_t tasks) const {
-        if (++m.index == m.moves)
-            Start(m, m.task + cores, tasks);
-        else
-            Place(m);
+    // Keeps one buffer free, in which rows are prepared.
+    __aicore__ inline void LoadAhead() {
+        while (load.task < route.tasks && loaded + 1 < room.depth &&
+               (load.plane || room.scalesInUse < room.depthOfScales))
+            Load();
     }
 
-    __aicore__ inline void Place(Move& m) const {
-        m.k = m.begin + (m.index + m.shift) % m.moves * m.step;
-        m.rows = Least(m.step, m.end - m.k);
-    }
-
-    __aicore__ inline void Load(Move& m, uint32_t tasks) {
-        const Unit& unit = units.unit[m.unit];
-        const uint32_t pitch = Pitch(m), groups = m.rows / bank.group, apart = bank.n / ranges;
-        const uint64_t place = unit.place, row = m.k;
-        LocalTensor<int8_t> in = room.stream.template AllocTensor<int8_t>();
-        const uint32_t each = sizeof(T);
-        for (uint32_t r = 0; r < ranges; ++r) {
-            const uint32_t column = m.column + r * apart;
-            const uint64_t from = place * bank.apart + (row * bank.n + column) / 2;
-            const uint64_t at = place * bank.scalesApart + (row / bank.group * bank.n + column) * each;
-            Copy(in[r * pitch / 2], bank.w[from], m.rows, m.width / 2, bank.n / 2, pitch / 2);
-            Copy(in[kScalesAt + r * pitch * each], bank.scales[at], groups, m.width * each, bank.n * each,
-                 pitch * each);
-            if (bank.hasZeros)
-                Copy(in[kZerosAt + r * pitch * each], bank.zeros[at], groups, m.width * each, bank.n * each,
-                     pitch * each);
-        }
-        const LocalTensor<Value> rows = in[kXAt].template ReinterpretCast<Value>();
-        for (uint32_t r = 0; r < unit.rows; ++r) {
-            const uint64_t row = unit.pair[r] / sharing;
-            if constexpr (kPowered) {
-                room.Fetch(rows[r * m.rows], x.rows[row * bank.k + m.k], m.rows);
-                const LocalTensor<float> powers = in[kPowersAt].template ReinterpretCast<float>();
-                const uint32_t runs = Ceil(m.rows, x.run);
-                room.Fetch(powers[r * runs * 8], x.powers[(row * Ceil(bank.k, x.run) + m.k / x.run) * 8], runs * 8);
-            } else {
-                room.Fetch(rows[r * m.rows], x[row * bank.k + m.k], m.rows);
-            }
-        }
-        room.stream.EnQue(in);
-        Next(m, tasks);
-    }
-
-    // Copies one range of `count` rows of `width` bytes. Rows are `stride` apart in global memory, ranges * pitch apart
-    // here.
-    __aicore__ inline void Copy(const LocalTensor<int8_t>& to, const GlobalTensor<int8_t>& from, uint32_t count,
-                                uint32_t width, uint32_t stride, uint32_t pitch) {
-        const uint8_t pad = Up(width, 32) - width;
+    __aicore__ inline void Load() {
+        const Matrix& m = matrix;
+        const uint64_t place = units.At(load.unit).place, column = m.lanes / 2;
+        const uint32_t bytes = load.width * column, gap = m.Pitch(load.width) - bytes;
+        const uint64_t plane = load.section * m.planes + load.plane;
+        LocalTensor<int8_t> in = room.stream.AllocTensor<int8_t>();
         AscendC::DataCopyPad(
-            to, from, {static_cast<uint16_t>(count), width, stride - width, (ranges * pitch - width - pad) / 32, 0},
-            {pad != 0, 0, pad, 0});
-    }
-
-    __aicore__ inline void Compute(const Move& m) {
-        const uint32_t rows = units.unit[m.unit].rows, wide = ranges * Pitch(m);
-        LocalTensor<int8_t> in = room.stream.template DeQue<int8_t>();
-        if (m.index == 0) AscendC::Duplicate(room.y, 0.0f, rows * wide);
-        const LocalTensor<half> halves = HalfRows(in[kXAt].template ReinterpretCast<Value>(), rows, m.rows);
-        LocalTensor<float> powers = room.power;
-        uint32_t run = kMostStep;  // rows with one power
-        if constexpr (kPowered) {
-            powers = in[kPowersAt].template ReinterpretCast<float>();
-            run = x.run;
+            in, m.w[place * m.apart + (plane * m.n + load.column) * column],
+            {static_cast<uint16_t>(load.planes), bytes, static_cast<uint32_t>(m.n * column - bytes), gap / 32, 0},
+            AscendC::DataCopyPadExtParams<int8_t>());
+        room.stream.EnQue(in);
+        ++loaded;
+        if (load.plane == 0) {
+            const uint32_t each = m.kept * sizeof(half), size = load.width * each;
+            const uint64_t at =
+                place * m.scalesApart + (static_cast<uint64_t>(load.section) * m.n + load.column) * each;
+            LocalTensor<int8_t> kept = room.scales.AllocTensor<int8_t>();
+            room.Fetch(kept, m.scales[at], size);
+            if (m.hasZeros) room.Fetch(kept[room.scalesBytes], m.zeros[at], size);
+            room.scales.EnQue(kept);
+            ++room.scalesInUse;
         }
-        const uint32_t block = Rows(Least((kHalfSums ? kBlock : kBlock / 2) / wide, run));
-        const uint32_t group = Least(bank.group, block);  // a group of 128 may be two blocks, each scaled on its own
-        for (uint32_t at = 0; at < m.rows; at += block) {
-            const uint32_t count = Least(block, m.rows - at), groups = count / group;
-            const uint32_t scales = at / bank.group * wide * sizeof(T);
-            AscendC::Cast(room.scales, in[kScalesAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE,
-                          groups * wide);
-            if (bank.hasZeros)
-                AscendC::Cast(room.zeros, in[kZerosAt + scales].template ReinterpretCast<T>(), RoundMode::CAST_NONE,
-                              groups * wide);
-            for (uint32_t r = 0; r < rows; ++r) {
-                const uint32_t own = r * m.rows + at;
-                if (kHalfSums || r == 0)  // products in half overwrite the weights
-                    AscendC::Cast(room.weights, in[at * wide / 2].template ReinterpretCast<AscendC::int4b_t>(),
-                                  RoundMode::CAST_NONE, count * wide);
-                if constexpr (kHalfSums)
-                    HalfSums(halves[own], count, wide);
-                else
-                    FloatSums(halves[own], count, wide);
-                AddGroups(own, count, group, wide);
-                const LocalTensor<float> power = powers[(r * Ceil(m.rows, run) + at / run) * 8];
-                AscendC::MulAddDst(room.y[r * wide], room.scaled, power, kLanes, static_cast<uint8_t>(wide / kLanes),
-                                   {1, 1, 0, 8, 8, 0});
-                AscendC::PipeBarrier<PIPE_V>();
-            }
+        Next(load);
+    }
+
+    // A barrier, beside whose instructions the reduction goes on.
+    __aicore__ inline void Pass() {
+        reduction.Step();
+        Barrier();
+    }
+
+    // Makes room.sums free for the sums of another section.
+    __aicore__ inline void Settle() {
+        while (pending.fresh && reduction.NeedsSums()) Pass();
+    }
+
+    __aicore__ inline void AddPending() {
+        const uint32_t count = pending.task.columns * matrix.folded;
+        if (pending.fresh)
+            AscendC::Cast(room.sums, room.last, RoundMode::CAST_NONE, count);
+        else
+            AscendC::Axpy(room.sums, room.last, static_cast<half>(1.0f), count);
+    }
+
+    // Begins to reduce room.sums if they are complete.
+    __aicore__ inline void Reduce() {
+        pending.any = false;
+        if (!pending.ends) return;
+        while (reduction.Busy()) Pass();
+        reduction.Begin(pending.task);
+    }
+
+    // Converts a block to half: plane p begins at p * Pitch.
+    __aicore__ inline void Convert(const LocalTensor<int8_t>& in) {
+        AscendC::Cast(room.words, in.ReinterpretCast<AscendC::int4b_t>(), RoundMode::CAST_NONE,
+                      matrix.step * 2 * matrix.Pitch(work.width));
+    }
+
+    // room.last (columns, folded) = sums of the products of a block with x (planes, lanes). `final`: the block is not
+    // needed any more.
+    __aicore__ inline void Multiply(LocalTensor<int8_t>& in, const LocalTensor<half>& x, bool final, const Sums& next) {
+        const uint32_t lanes = matrix.lanes, pitch = 2 * matrix.Pitch(work.width), plane = work.width * lanes;
+        const uint32_t count = matrix.step;
+        const uint8_t row = lanes / 16, width = work.width;
+        const bool folds = matrix.folded < lanes;
+        const LocalTensor<half> w = room.words;
+        if (pending.any) Settle();
+        Convert(in);
+        if (pending.any) AddPending();
+        Pass();
+        if (final) room.stream.FreeTensor(in);
+        if (pending.any) Reduce();
+        for (uint32_t p = 0; p < count; ++p)
+            AscendC::Mul(count > 1 || folds ? w[p * pitch] : room.last, w[p * pitch], x[p * lanes], lanes, width,
+                         {1, 1, 1, row, row, 0});
+        Pass();
+        if (count == 8) {
+            AscendC::Add(w, w, w[5 * pitch], 2 * pitch + plane);
+            AscendC::Add(w[3 * pitch], w[3 * pitch], w[4 * pitch], plane);
+            Pass();
         }
-        room.stream.FreeTensor(in);
-    }
-
-    // Returns x (rows, count) in half, divided by powers of two. It is in room.x in float as well if that is needed.
-    __aicore__ inline LocalTensor<half> HalfRows(const LocalTensor<Value>& in, uint32_t rows, uint32_t count) {
-        if constexpr (kPowered) {
-            if (bank.hasZeros) AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * count);
-            AscendC::PipeBarrier<PIPE_V>();
-            return in;
-        } else {
-            AscendC::Cast(room.x, in, RoundMode::CAST_NONE, rows * count);
-            AscendC::PipeBarrier<PIPE_V>();
-            room.Normalise(rows, count, count);
-            AscendC::Cast(room.xHalf, room.x, RoundMode::CAST_RINT, rows * count);
-            AscendC::PipeBarrier<PIPE_V>();
-            return room.xHalf;
+        if (count >= 4) {
+            AscendC::Add(w, w, w[pitch], plane);
+            AscendC::Add(w[3 * pitch], w[3 * pitch], w[2 * pitch], plane);
+            Pass();
         }
-    }
-
-    // room.sums (count / 8, wide) = x (count) * room.weights (count, wide): row i has rows 8 i .. 8 i + 7, one in each pass.
-    __aicore__ inline void FloatSums(const LocalTensor<half>& x, uint32_t count, uint32_t wide) {
-        const uint8_t sums = count / kSummed, row = wide / 8;  // row: blocks of floats
-        AscendC::Brcb(room.spread, x, sums, {1, 8});
-        AscendC::Duplicate(room.sums, 0.0f, sums * wide);
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t pass = 0; pass < kSummed; ++pass) {
-            for (uint32_t c = 0; c < wide; c += kLanes)
-                AscendC::MulAddDst(room.sums[c], room.weights[pass * wide + c], room.spread[pass * 16], kLanes, sums,
-                                   {1, 1, 0, row, static_cast<uint8_t>(row * kSummed / 2), kSummed});
-            AscendC::PipeBarrier<PIPE_V>();
+        if (count >= 2) {
+            AscendC::Add(folds ? w : room.last, w, w[count >= 4 ? 3 * pitch : pitch], plane);
+            Pass();
         }
-    }
-
-    // The same in half; the products overwrite room.weights.
-    __aicore__ inline void HalfSums(const LocalTensor<half>& x, uint32_t count, uint32_t wide) {
-        const LocalTensor<half> products = room.weights;
-        const uint8_t row = wide / 16, sums = count / kSummed;  // row: blocks of halves
-        AscendC::Brcb(room.spread, x, sums, {1, 8});
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t k = 0; k < count; k += kMostRepeats)
-            for (uint32_t c = 0; c < wide; c += kHalfLanes)
-                AscendC::Mul(products[k * wide + c], products[k * wide + c], room.spread[k * 16],
-                             Least(kHalfLanes, wide - c), static_cast<uint8_t>(Least(kMostRepeats, count - k)),
-                             {1, 1, 0, row, row, 1});
-        AscendC::PipeBarrier<PIPE_V>();
-        AddNext(products, 1, count, wide);
-        AddNext(products, 2, count, wide);
-        // The last of the three leaves no gaps; its sums overwrite the spread x, which is not read any more.
-        for (uint32_t c = 0; c < wide; c += kHalfLanes)
-            AscendC::Add(room.spread[c], products[c], products[4 * wide + c], Least(kHalfLanes, wide - c), sums,
-                         {1, 1, 1, row, static_cast<uint8_t>(kSummed * row), static_cast<uint8_t>(kSummed * row)});
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Cast(room.sums, room.spread, RoundMode::CAST_NONE, sums * wide);
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-
-    // room.scaled (wide) = the sum over groups of (room.sums of the group + zero * sum of its x) * scale; x begins at `own`
-    // in room.x.
-    __aicore__ inline void AddGroups(uint32_t own, uint32_t count, uint32_t group, uint32_t wide) {
-        const uint32_t each = group / kSummed, groups = count / group;  // sums in a group
-        for (uint32_t span = each / 2; span; span /= 2) {
-            for (uint32_t g = 0; g < groups; ++g) {
-                const LocalTensor<float> first = room.sums[g * each * wide];
-                AscendC::Add(first, first, first[span * wide], span * wide);
-            }
-            AscendC::PipeBarrier<PIPE_V>();
+        for (uint32_t f = lanes, from = 0; f > matrix.folded; f /= 2, from = pitch - from) {
+            const uint8_t wide = f / 16, half = f / 32;
+            AscendC::Add(f / 2 == matrix.folded ? room.last : w[pitch - from], w[from], w[from + f / 2], f / 2, width,
+                         {1, 1, 1, half, wide, wide});
+            Pass();
         }
-        if (bank.hasZeros) AddZeros(own, count, group, wide);
-        for (uint32_t g = 0; g < groups; ++g)
-            AscendC::Mul(room.scaled[g * wide], room.sums[g * each * wide], room.scales[g * wide], wide);
-        AscendC::PipeBarrier<PIPE_V>();
-        room.AddUp(room.scaled, groups, wide);
+        pending = next;
     }
 
-    // Adds to every row whose index is a multiple of 2 * apart the row `apart` after it.
-    __aicore__ inline void AddNext(const LocalTensor<half>& rows, uint32_t apart, uint32_t count, uint32_t wide) {
-        const uint8_t stride = 2 * apart * wide / 16, repeats = count / (2 * apart);
-        for (uint32_t c = 0; c < wide; c += kHalfLanes)
-            AscendC::Add(rows[c], rows[c], rows[apart * wide + c], Least(kHalfLanes, wide - c), repeats,
-                         {1, 1, 1, stride, stride, stride});
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-
-    // Each group's sum += zero * sum of x, by 32 rows of x.
-    __aicore__ inline void AddZeros(uint32_t own, uint32_t count, uint32_t group, uint32_t wide) {
-        const uint32_t each = group / kSummed, groups = count / group, blocks = group / 32;
-        AscendC::WholeReduceSum<float>(room.sumsOfX, room.x[own], 32, count / 32, 1, 1, 4);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Brcb(room.spreadSums, room.sumsOfX, 1, {1, 8});
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t b = 0; b < blocks; ++b) {
-            for (uint32_t g = 0; g < groups; ++g)
-                AscendC::MulAddDst(room.sums[g * each * wide], room.zeros[g * wide],
-                                   room.spreadSums[(g * blocks + b) * 8], kLanes, static_cast<uint8_t>(wide / kLanes),
-                                   {1, 1, 0, 8, 8, 0});
-            AscendC::PipeBarrier<PIPE_V>();
+    // room.sums (columns, lanes) = or += sums of the products of a block with x.
+    __aicore__ inline void MultiplyInFloat(LocalTensor<int8_t>& in, const LocalTensor<half>& x, bool final,
+                                           const Sums& next) {
+        const uint32_t lanes = matrix.lanes, pitch = 2 * matrix.Pitch(work.width);
+        const uint8_t row = lanes / 16, width = work.width;
+        pending = next;
+        Settle();
+        Convert(in);
+        if (next.fresh) AscendC::Duplicate(room.sums, 0.0f, work.width * lanes);
+        Pass();
+        if (final) room.stream.FreeTensor(in);
+        for (uint32_t p = 0; p < matrix.step; ++p) {
+            for (uint32_t at = 0; at < lanes; at += kLanes)
+                AscendC::MulAddDst(room.sums[at], room.words[p * pitch + at], x[p * lanes + at],
+                                   Least(lanes - at, kLanes), width, {1, 1, 1, static_cast<uint8_t>(2 * row), row, 0});
+            Pass();
         }
+        Reduce();
     }
 };
 

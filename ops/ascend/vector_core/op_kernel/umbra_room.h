@@ -1,16 +1,20 @@
-// The unified buffer of one vector core (192 KB), and the operations on it that all ops share.
+// The unified buffer of one vector core (192 KB), and operations that all ops share.
 //
-//   stream   2 x 42 KB   from global memory: 32 KB of weights, their scales and zero points, the rows of x for them
-//   weights      64 KB   half: up to half of a move, later its products; the second half of the buffer then holds sums of 8
-//                        rows in float (float sums take only a quarter of a move at a time, so that both have room)
-//   y             8 KB   float: the sums of the task so far, (rows, columns)
-//   out           8 KB   on its way to global memory
-//   spread        8 KB   each value of a row of x sixteen times (a 32-byte block); later sums of 8 rows in half, scaled sums
-//   x, xHalf      6 KB   the rows of x in float, and in half as they are multiplied
-//   scales, zeros 8 KB   in float
+//   stream   2 or 3 x 16.5 KB  a block of weights: planes of a tile of columns; also rows of x and h, ids, places
+//   scales   1 to 4            of a tile, for one section; zero points after them
+//   words        66 KB  half: a block of weights, then its products and their sums
+//   last         8.3 KB half: the last sums of a block's products, one plane
+//   sums        16.5 KB float: the sums over all blocks of a section, one plane
+//   scaled   up to 16 KB  float: scales, then scaled sums (columns, groups)
+//   groups       2.8 KB float: sums of lanes (columns, groups), or of groups (columns, 8)
+//   values      16 KB   half: rows of x or h, as they are multiplied
+//   task                float: what a phase keeps: sums of tiles, of tokens; powers of two of h
+//   out          2.3 KB on its way to global memory
+//   small               float: powers of two of x, constants
 #pragma once
+#include <type_traits>
+
 #include "kernel_operator.h"
-#include "umbra_plan.h"
 
 namespace umbra {
 
@@ -21,17 +25,24 @@ using AscendC::LocalTensor;
 using AscendC::RoundMode;
 using AscendC::TPosition;
 
-constexpr uint32_t kLanes = 64, kHalfLanes = 128;  // floats, halves in a vector
-constexpr uint32_t kMoved = 65536;                 // most nibbles in a move: 32 KB
-constexpr uint32_t kBlock = kMoved / 2;            // most nibbles that are converted to half at a time
-constexpr uint32_t kSummed = 8;                    // rows that are added up first
-constexpr uint32_t kMostStep = 256;                // most rows in a move
-constexpr uint32_t kMostRepeats = 128;             // most repeats of an instruction here; the device's limit is 255
-constexpr uint32_t kMostX = 1024;                  // most values of x for one move
-constexpr uint32_t kWidest = 256;                  // most columns of a tile
-constexpr uint32_t kScalesAt = kMoved / 2, kZerosAt = kScalesAt + 4096, kXAt = kZerosAt + 4096;
-constexpr uint32_t kPowersAt = kXAt + 2 * kMostX, kStream = kPowersAt + kMostX / kLanes * 32;
-constexpr uint32_t kDepth = 2;
+constexpr uint32_t kLanes = 64;              // floats in a vector
+constexpr uint32_t kUnifiedBuffer = 196608;  // bytes
+constexpr uint32_t kMoved = 16896;           // most bytes of weights in a move
+constexpr uint32_t kWords = 2 * kMoved;      // most halves of a block
+constexpr uint32_t kPlane = 4224;            // most halves or floats in `last`, `sums`
+constexpr uint32_t kGroups = 704;            // most floats in `groups`
+constexpr uint32_t kKept = 4096;             // most scales of a tile
+constexpr uint32_t kValues = 8192;           // halves in `values`, unless one row has more
+constexpr uint32_t kTask = 1024;             // floats: sums of phase 1, or of a tile of y
+constexpr uint32_t kWindow = 32;             // most rows of h in `values`
+constexpr uint32_t kLeastScaled = 512;       // floats in `scaled`
+constexpr uint32_t kOut = 2304;              // bytes
+constexpr uint32_t kScalars = kMoved / 4;    // most scalars of four bytes that are read at once
+
+__aicore__ inline uint32_t Ceil(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+__aicore__ inline uint32_t Up(uint32_t a, uint32_t b) { return Ceil(a, b) * b; }
+__aicore__ inline uint32_t Least(uint32_t a, uint32_t b) { return a < b ? a : b; }
+__aicore__ inline uint32_t Most(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // Makes the second pipe of `event` wait until the first pipe has finished its instructions so far.
 template <HardEvent event> __aicore__ inline void Hand(AscendC::TPipe& pipe) {
@@ -40,51 +51,73 @@ template <HardEvent event> __aicore__ inline void Hand(AscendC::TPipe& pipe) {
     AscendC::WaitFlag<event>(id);
 }
 
+__aicore__ inline void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
+
 struct Room {
     AscendC::TPipe pipe;
-    AscendC::TQue<TPosition::VECIN, kDepth> stream;
+    AscendC::TQue<TPosition::VECIN, 3> stream;
+    AscendC::TQue<TPosition::VECIN, 4> scales;
     AscendC::TQue<TPosition::VECOUT, 1> out;
-    AscendC::TBuf<TPosition::VECCALC> weightsBuf, yBuf, spreadBuf, xBuf, xHalfBuf, scalesBuf, zerosBuf, smallBuf;
-    LocalTensor<half> weights, spread, xHalf;
-    LocalTensor<float> sums, y, scaled, x, scales, zeros;
-    LocalTensor<float> largest, power, sumsOfX, spreadSums;  // (8, 8) each, the last but one (8)
-    LocalTensor<uint16_t> exponent;                          // a mask of a float's exponent bits, over one vector
+    AscendC::TBuf<TPosition::VECCALC> wordsBuf, lastBuf, sumsBuf, scaledBuf, groupsBuf, valuesBuf, taskBuf, smallBuf;
+    LocalTensor<half> words, last, values;
+    LocalTensor<float> sums, scaled, groups, columns, task, sumsOfX;
+    LocalTensor<float> powers, inverses, rowPowers, ones;  // (8, 8) each; rowPowers: of the rows in `values`
+    LocalTensor<float> largest;                            // (8)
+    LocalTensor<uint16_t> exponent;                        // a mask of a float's exponent bits, over one vector
+    uint32_t depth, depthOfScales, scalesInUse = 0;        // numbers of buffers
+    uint32_t scalesBytes;                                  // of one buffer, without zero points
 
-    __aicore__ inline void Init() {
-        pipe.InitBuffer(stream, kDepth, kStream);
-        pipe.InitBuffer(out, 1, kMostRows * kWidest * sizeof(float));
-        pipe.InitBuffer(weightsBuf, kBlock * sizeof(half));
-        pipe.InitBuffer(yBuf, kMostRows * kWidest * sizeof(float));
-        pipe.InitBuffer(spreadBuf, kMostStep * 32);
-        pipe.InitBuffer(xBuf, kMostX * sizeof(float));
-        pipe.InitBuffer(xHalfBuf, kMostX * sizeof(half));
-        pipe.InitBuffer(scalesBuf, kBlock / 32 * sizeof(float));
-        pipe.InitBuffer(zerosBuf, kBlock / 32 * sizeof(float));
-        pipe.InitBuffer(smallBuf, 1152);
-        weights = weightsBuf.Get<half>();
-        sums = weights[kBlock / 2].ReinterpretCast<float>();
-        y = yBuf.Get<float>();
-        spread = spreadBuf.Get<half>();
-        scaled = spread.ReinterpretCast<float>();
-        x = xBuf.Get<float>();
-        xHalf = xHalfBuf.Get<half>();
-        scales = scalesBuf.Get<float>();
-        zeros = zerosBuf.Get<float>();
+    // kept: most scales of a tile, whose columns are a multiple of 8. valueBytes: bytes of `values`, sumsOfXBytes of the sums of x that zero points need (0:
+    // there are none). pairs: most rows of h.
+    __aicore__ inline void Init(uint32_t kept, uint32_t valueBytes, uint32_t sumsOfXBytes, uint32_t pairs) {
+        const bool zeros = sumsOfXBytes > 0;
+        scalesBytes = kept * sizeof(half);
+        const uint32_t eachOfScales = zeros ? 2 * scalesBytes : scalesBytes;
+        const uint32_t taskBytes = (kTask + 2 * Up(pairs, 8) + 2 * (kWindow + 8) * 8) * sizeof(float);
+        const uint32_t smallBytes = (5 * kLanes + 32 + 2 * kLanes) * sizeof(float);
+        const uint32_t scaledBytes = Most(kept, kLeastScaled) * sizeof(float);
+        const uint32_t taken = 2 * kWords + 6 * kPlane + scaledBytes + kGroups * 4 + valueBytes + sumsOfXBytes +
+                               taskBytes + kOut + smallBytes;
+        depth = kUnifiedBuffer - taken >= 3 * kMoved + 4 * eachOfScales ? 3 : 2;
+        depthOfScales = Least(4, (kUnifiedBuffer - taken - depth * kMoved) / eachOfScales);
+        pipe.InitBuffer(stream, depth, kMoved);
+        pipe.InitBuffer(scales, depthOfScales, eachOfScales);
+        pipe.InitBuffer(out, 1, kOut);
+        pipe.InitBuffer(wordsBuf, 2 * kWords);
+        pipe.InitBuffer(lastBuf, 2 * kPlane);
+        pipe.InitBuffer(sumsBuf, 4 * kPlane);
+        pipe.InitBuffer(scaledBuf, scaledBytes);
+        pipe.InitBuffer(groupsBuf, kGroups * 4);
+        pipe.InitBuffer(valuesBuf, valueBytes + sumsOfXBytes);
+        pipe.InitBuffer(taskBuf, taskBytes);
+        pipe.InitBuffer(smallBuf, smallBytes);
+        words = wordsBuf.Get<half>();
+        last = lastBuf.Get<half>();
+        sums = sumsBuf.Get<float>();
+        scaled = scaledBuf.Get<float>();
+        groups = groupsBuf.Get<float>();
+        values = valuesBuf.Get<half>();
+        sumsOfX = values[valueBytes / 2].ReinterpretCast<float>();
+        task = taskBuf.Get<float>();
         LocalTensor<float> small = smallBuf.Get<float>();
-        largest = small;
-        power = small[64];
-        spreadSums = small[128];
-        sumsOfX = small[192];
-        exponent = small[224].ReinterpretCast<uint16_t>();
-        AscendC::Duplicate(small, 1.0f, 224);  // Brcb always reads eight values, even if fewer are used
-        AscendC::Duplicate(small[224].ReinterpretCast<uint32_t>(), 0x7f800000u, kLanes);
-        // Columns beyond a narrow tile are computed and never stored; they must be numbers, not NaN.
-        for (uint32_t i = 0; i < kDepth; ++i) {
+        powers = small;
+        inverses = small[64];
+        rowPowers = small[128];
+        ones = small[192];
+        exponent = small[256].ReinterpretCast<uint16_t>();
+        largest = small[320];
+        columns = small[352];
+        AscendC::Duplicate(small, 1.0f, 256);
+        AscendC::Duplicate(small[256].ReinterpretCast<uint32_t>(), 0x7f800000u, kLanes);
+        AscendC::Duplicate(largest, 1.0f, 32);  // Brcb always reads eight values, even if fewer are used
+        // Gaps between planes, and columns beyond a tile, are computed and never used; they must be numbers, not NaN.
+        AscendC::Duplicate(scaled, 0.0f, scaledBytes / sizeof(float));
+        for (uint32_t i = 0; i < depth; ++i) {
             LocalTensor<float> in = stream.AllocTensor<float>();
-            AscendC::Duplicate(in, 0.0f, kStream / sizeof(float));
+            AscendC::Duplicate(in, 0.0f, kMoved / sizeof(float));
             stream.FreeTensor(in);
         }
-        AscendC::PipeBarrier<PIPE_V>();
+        Barrier();
     }
 
     // Copies `count` contiguous values.
@@ -105,59 +138,38 @@ struct Room {
         stream.FreeTensor(in);
     }
 
-    // Adds rows 1 .. count - 1 of `rows` (count, pitch) to row 0, `values` of each, in a fixed order.
-    __aicore__ inline void AddUp(const LocalTensor<float>& rows, uint32_t count, uint32_t pitch) {
-        for (uint32_t left = count; left > 1;) {
-            const uint32_t pairs = left / 2;
-            left -= pairs;
-            AscendC::Add(rows, rows, rows[left * pitch], pairs * pitch);
-            AscendC::PipeBarrier<PIPE_V>();
-        }
-    }
-
-    // Divides each row of x (rows, pitch) by the power of two of the largest of its first `count` values, which goes to
-    // room.power.
-    __aicore__ inline void Normalise(uint32_t rows, uint32_t pitch, uint32_t count) {
-        // Computes the largest magnitudes of 32 values each, then of each row, and spreads those over a block for each
-        // row.
-        AscendC::Abs(sums, x, rows * pitch);
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t r = 0; r < rows; ++r)
-            AscendC::WholeReduceMax<float>(largest[r * 8], sums[r * pitch], 32, count / 32, 1, 1, 4,
-                                           AscendC::ReduceOrder::ORDER_ONLY_VALUE);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::WholeReduceMax<float>(sumsOfX, largest, count / 32, rows, 1, 1, 1,
-                                       AscendC::ReduceOrder::ORDER_ONLY_VALUE);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Maxs(sumsOfX, sumsOfX, 1e-30f, rows);
-        AscendC::PipeBarrier<PIPE_V>();
-        AscendC::Brcb(power, sumsOfX, 1, {1, 8});
-        AscendC::PipeBarrier<PIPE_V>();
-        const LocalTensor<uint16_t> bits = power.ReinterpretCast<uint16_t>();
-        AscendC::And(bits, bits, exponent, 2 * 8 * rows);
-        AscendC::PipeBarrier<PIPE_V>();
-        for (uint32_t r = 0; r < rows; ++r)
-            AscendC::Div(x[r * pitch], x[r * pitch], power[r * 8], 32, count / 32, {1, 1, 0, 4, 4, 0});
-        AscendC::PipeBarrier<PIPE_V>();
-    }
-
-    // Stores the first `width` values of row r of `rows` (unit.rows, pitch) in row unit.pair[r] of `to` (pairs, stride).
-    template <typename T>
-    __aicore__ inline void Store(LocalTensor<T>& rows, const Unit& unit, uint32_t pitch, uint32_t width,
-                                 const GlobalTensor<T>& to, uint32_t stride) {
-        out.EnQue(rows);
-        rows = out.DeQue<T>();
-        for (uint32_t r = 0; r < unit.rows; ++r)
-            AscendC::DataCopyPad(to[static_cast<uint64_t>(unit.pair[r]) * stride], rows[r * pitch],
-                                 {1, static_cast<uint32_t>(width * sizeof(T)), 0, 0, 0});
-        out.FreeTensor(rows);
+    // powers = the powers of two of `of` (8), and inverses theirs, each eight times.
+    __aicore__ inline void PowersOf(const LocalTensor<float>& of) {
+        AscendC::Maxs(of, of, 1e-30f, 8);
+        Barrier();
+        AscendC::Brcb(powers, of, 1, {1, 8});
+        Barrier();
+        AscendC::And(powers.ReinterpretCast<uint16_t>(), powers.ReinterpretCast<uint16_t>(), exponent, 128);
+        Barrier();
+        AscendC::Div(inverses, ones, powers, 64);
+        Barrier();
     }
 };
 
-// Waits until every core has written the values that other cores read next.
-__aicore__ inline void Meet() {
-    AscendC::PipeBarrier<PIPE_ALL>();
-    AscendC::SyncAll<true>();
+// Multiplies a row of `count` floats by the value that fills the block `by`.
+__aicore__ inline void Scale(const LocalTensor<float>& to, const LocalTensor<float>& from, const LocalTensor<float>& by,
+                             uint32_t count) {
+    const uint32_t whole = count / kLanes, rest = count % kLanes;
+    if (whole) AscendC::Mul(to, from, by, kLanes, static_cast<uint8_t>(whole), {1, 1, 0, 8, 8, 0});
+    if (rest) AscendC::Mul(to[whole * kLanes], from[whole * kLanes], by, rest, 1, {1, 1, 0, 8, 8, 0});
+}
+
+// to (Ceil(count, 8)) = the largest, or the sum, of each eight of `count` values.
+template <bool kSum>
+__aicore__ inline void Eighth(const LocalTensor<float>& to, const LocalTensor<float>& from, uint32_t count) {
+    const int32_t whole = count / kLanes, rest = count % kLanes;
+    if constexpr (kSum) {
+        if (whole) AscendC::BlockReduceSum(to, from, whole, static_cast<int32_t>(kLanes), 1, 1, 8);
+        if (rest) AscendC::BlockReduceSum(to[whole * 8], from[whole * kLanes], 1, rest, 1, 1, 8);
+    } else {
+        if (whole) AscendC::BlockReduceMax(to, from, whole, static_cast<int32_t>(kLanes), 1, 1, 8);
+        if (rest) AscendC::BlockReduceMax(to[whole * 8], from[whole * kLanes], 1, rest, 1, 1, 8);
+    }
 }
 
 }  // namespace umbra

@@ -8,6 +8,7 @@
 #include <ATen/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "../op_host/umbra_planes.h"
 #include "op_plugin/include/npu_cpp_extension.h"
 
 namespace {
@@ -15,14 +16,26 @@ namespace {
 using at::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int64_t kMostTokens = 8, kMostPairs = 256, kMostExperts = 8192, kStep = 32, kNibbles = 8;
+using umbra::kStep;
 
 void check_rows(const Tensor& x) {
     TORCH_CHECK_TYPE(x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16, "x: ", x.scalar_type(),
                      ": must be float16 or bfloat16");
     TORCH_CHECK(x.dim() == 2 && x.size(0) >= 1, "x: ", x.sizes(), ": must be (tokens, K) with a token or more");
-    TORCH_CHECK(x.size(0) <= kMostTokens, "x: ", x.sizes(), ": must be ", kMostTokens, " tokens at most");
+    TORCH_CHECK(x.size(0) <= umbra::kMostTokens, "x: ", x.sizes(), ": must be ", umbra::kMostTokens, " tokens at most");
     TORCH_CHECK(x.size(1) % kStep == 0, "x: ", x.sizes(), ": K must be a multiple of ", kStep);
+    TORCH_CHECK(x.size(1) <= umbra::kMostRows, "x: ", x.sizes(), ": K must be ", umbra::kMostRows, " at most");
+}
+
+void check_inner(int64_t inner) {
+    TORCH_CHECK(inner >= kStep && inner % kStep == 0 && inner <= umbra::kMostInner, "inner: ", inner,
+                ": must be a multiple of ", kStep, ", ", umbra::kMostInner, " at most");
+}
+
+umbra::Planes layout(const char* name, int64_t group, int64_t rows, bool ordered) {
+    TORCH_CHECK((group == 32 || group == 64 || group == 128) && rows % group == 0, name, ": ", group,
+                ": must be 32, 64 or 128, and divide ", rows);
+    return umbra::planes_of(rows, group, ordered);
 }
 
 // Weights must be contiguous: copying them in each step would take longer than the product.
@@ -35,21 +48,24 @@ struct Names {
     const char *w, *scales, *zeros;
 };
 
-// Checks w ([E,] k, N / 8), scales and zeros ([E,] k / G, N), and returns N.
+// Checks w ([E,] planes, N, bytes), scales and zeros ([E,] sections, N, groups), and returns N.
 int64_t check_weight(const Names& names, const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t rank,
-                     at::ScalarType type, int64_t k) {
-    check_kept(names.w, w, at::kInt);
+                     at::ScalarType type, const umbra::Planes& planes) {
+    check_kept(names.w, w, at::kByte);
     check_kept(names.scales, scales, type);
-    TORCH_CHECK(w.dim() == rank && w.size(-2) == k, names.w, ": ", w.sizes(), ": must have ", rank,
-                " dimensions, the last but one of ", k);
-    TORCH_CHECK(rank == 2 || w.size(0) <= kMostExperts, names.w, ": ", w.sizes(), ": must be ", kMostExperts,
-                " experts at most");
-    const int64_t n = w.size(-1) * kNibbles;
-    TORCH_CHECK(scales.dim() == rank && scales.size(-1) == n && (rank == 2 || scales.size(0) == w.size(0)),
-                names.scales, ": ", scales.sizes(), ": must be as ", names.w, " ", w.sizes(), " with columns of ", n);
-    const int64_t groups = scales.size(-2), group = groups > 0 && k % groups == 0 ? k / groups : 0;
-    TORCH_CHECK(group == 32 || group == 64 || group == 128, names.scales, ": ", scales.sizes(), ": must have ", k,
-                " / G rows with G of 32, 64 or 128");
+    const bool alike = w.dim() == rank && w.size(-3) == planes.sections * planes.planes;
+    TORCH_CHECK(alike && w.size(-1) == planes.lanes / 2, names.w, ": ", w.sizes(), ": must have ", rank,
+                " dimensions, ending in (", planes.sections * planes.planes, ", N, ", planes.lanes / 2, ") for K of ",
+                planes.k);
+    const int64_t n = w.size(-2);
+    TORCH_CHECK(n >= umbra::kColumns && n % umbra::kColumns == 0, names.w, ": ", w.sizes(),
+                ": N must be a multiple of ", umbra::kColumns);
+    TORCH_CHECK(rank == 3 || w.size(0) <= umbra::kMostExperts, names.w, ": ", w.sizes(), ": must be ",
+                umbra::kMostExperts, " experts at most");
+    const bool same = scales.dim() == rank && scales.size(-3) == planes.sections && scales.size(-2) == n;
+    TORCH_CHECK(same && scales.size(-1) == planes.kept() && (rank == 3 || scales.size(0) == w.size(0)), names.scales,
+                ": ", scales.sizes(), ": must be as ", names.w, " ", w.sizes(), ", ending in (", planes.sections, ", ",
+                n, ", ", planes.kept(), ")");
     if (zeros) {
         check_kept(names.zeros, *zeros, type);
         TORCH_CHECK(zeros->sizes() == scales.sizes(), names.zeros, ": ", zeros->sizes(), ": must be as ", names.scales,
@@ -62,59 +78,74 @@ void check_routing(const Tensor& x, const Tensor& ids, const Tensor& weights) {
     TORCH_CHECK_TYPE(ids.scalar_type() == at::kInt, "ids: ", ids.scalar_type(), ": must be int32");
     TORCH_CHECK(ids.dim() == 2 && ids.size(0) == x.size(0) && ids.size(1) >= 1, "ids: ", ids.sizes(), ": must be (",
                 x.size(0), ", k) with k of 1 or more");
-    TORCH_CHECK(ids.numel() <= kMostPairs, "ids: ", ids.sizes(), ": must be ", kMostPairs, " at most");
+    TORCH_CHECK(ids.numel() <= umbra::kMostPairs, "ids: ", ids.sizes(), ": must be ", umbra::kMostPairs, " at most");
     TORCH_CHECK_TYPE(weights.scalar_type() == x.scalar_type(), "weights: ", weights.scalar_type(), ": must be ",
                      x.scalar_type());
     TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
 }
 
 Tensor fused_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
-                 const Tensor& s2, const MaybeTensor& z2, const Tensor& ids, const Tensor& weights, bool half_sums) {
+                 const Tensor& s2, const MaybeTensor& z2, const Tensor& ids, const Tensor& weights, int64_t group,
+                 int64_t group2, bool float_sums) {
     check_rows(x);
-    const int64_t columns = check_weight({"w13", "s13", "z13"}, w13, s13, z13, 3, x.scalar_type(), x.size(1));
-    const int64_t n = check_weight({"w2", "s2", "z2"}, w2, s2, z2, 3, x.scalar_type(), columns / 2);
-    TORCH_CHECK(n == x.size(1) && w2.size(0) == w13.size(0), "w2: ", w2.sizes(), ": must be (E, I, H / 8) where w13 ",
-                w13.sizes(), " is (E, H, 2 I / 8)");
-    TORCH_CHECK(columns / 2 % kStep == 0, "w13: ", w13.sizes(), ": I must be a multiple of ", kStep);
+    const umbra::Planes first = layout("group", group, x.size(1), false);
+    const int64_t columns = check_weight({"w13", "s13", "z13"}, w13, s13, z13, 4, x.scalar_type(), first);
+    check_inner(columns / 2);
+    const umbra::Planes second = layout("group2", group2, columns / 2, true);
+    const int64_t n = check_weight({"w2", "s2", "z2"}, w2, s2, z2, 4, x.scalar_type(), second);
+    TORCH_CHECK(n == x.size(1) && w2.size(0) == w13.size(0), "w2: ", w2.sizes(), ": must be as many experts as w13 ",
+                w13.sizes(), ", and ", x.size(1), " columns");
     TORCH_CHECK(z13.has_value() == z2.has_value(), "z2: ", z2 ? "given" : "absent", ": must be given where z13 is");
     check_routing(x, ids, weights);
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeW4a16, x, w13, s13, z13, w2, s2, z2, ids, weights, half_sums, y);
+    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeW4a16, x, w13, s13, z13, w2, s2, z2, ids, weights, group, group2, float_sums, y);
     return y;
-}
-
-void check_group(const char* name, int64_t group, int64_t rows) {
-    TORCH_CHECK((group == 32 || group == 64 || group == 128) && rows % group == 0, name, ": ", group,
-                ": must be 32, 64 or 128, and divide ", rows);
 }
 
 Tensor fused_moe_slots(const Tensor& x, const Tensor& arena, const Tensor& places, const Tensor& ids,
                        const Tensor& weights, int64_t inner, int64_t group, int64_t group2, bool zeros,
-                       bool half_sums) {
+                       bool float_sums) {
     check_rows(x);
     check_kept("arena", arena, at::kByte);
     check_kept("places", places, at::kInt);
     TORCH_CHECK(arena.dim() == 1, "arena: ", arena.sizes(), ": must have one dimension");
-    TORCH_CHECK(places.dim() == 1 && places.size(0) >= 1 && places.size(0) <= kMostExperts, "places: ", places.sizes(),
-                ": must have one dimension, of 1 to ", kMostExperts, " experts");
-    TORCH_CHECK(inner >= kStep && inner % kStep == 0, "inner: ", inner, ": must be a multiple of ", kStep);
-    check_group("group", group, x.size(1));
-    check_group("group2", group2, inner);
+    TORCH_CHECK(places.dim() == 1 && places.size(0) >= 1 && places.size(0) <= umbra::kMostExperts,
+                "places: ", places.sizes(), ": must have one dimension, of 1 to ", umbra::kMostExperts, " experts");
+    check_inner(inner);
+    layout("group", group, x.size(1), false);
+    layout("group2", group2, inner, true);
     check_routing(x, ids, weights);
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
     EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeSlotsW4a16, x, arena, places, ids, weights, inner, group, group2, zeros,
-                     half_sums, y);
+                     float_sums, y);
     return y;
 }
 
-Tensor gemv(const Tensor& x, const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, bool half_sums) {
+Tensor gemv(const Tensor& x, const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group,
+            bool float_sums) {
     check_rows(x);
-    const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 2, x.scalar_type(), x.size(1));
+    const umbra::Planes planes = layout("group", group, x.size(1), false);
+    const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 3, x.scalar_type(), planes);
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty({x.size(0), n}, x.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraGemvW4a16, x, w, scales, zeros, half_sums, y);
+    EXEC_NPU_CMD_EXT(aclnnUmbraGemvW4a16, x, w, scales, zeros, group, float_sums, y);
+    return y;
+}
+
+Tensor unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
+              bool pairs) {
+    TORCH_CHECK(w.dim() == 4, "w: ", w.sizes(), ": must have 4 dimensions");
+    TORCH_CHECK_TYPE(scales.scalar_type() == at::kHalf || scales.scalar_type() == at::kBFloat16,
+                     "scales: ", scales.scalar_type(), ": must be float16 or bfloat16");
+    const umbra::Planes planes = layout("group", group, w.size(1) * w.size(3) * 2, ordered);
+    const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 4, scales.scalar_type(), planes);
+    TORCH_CHECK(!pairs || n % (2 * umbra::kPairs) == 0, "w: ", w.sizes(),
+                ": columns of gate and up must be a multiple of ", 2 * umbra::kPairs);
+    const at::OptionalDeviceGuard guard(at::device_of(w));
+    Tensor y = at::empty({w.size(0), n, planes.k}, scales.options());
+    EXEC_NPU_CMD_EXT(aclnnUmbraUnpackW4a16, w, scales, zeros, group, ordered, pairs, y);
     return y;
 }
 
@@ -124,4 +155,5 @@ TORCH_LIBRARY_IMPL(umbra, PrivateUse1, ops) {
     ops.impl("fused_moe_w4a16", fused_moe);
     ops.impl("fused_moe_slots_w4a16", fused_moe_slots);
     ops.impl("gemv_w4a16", gemv);
+    ops.impl("unpack_w4a16", unpack);
 }

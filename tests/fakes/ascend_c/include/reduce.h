@@ -1,4 +1,4 @@
-// Duplicate, Brcb and the reductions: instructions with different shapes of source and destination.
+// Duplicate, Brcb, TransDataTo5HD and the reductions: instructions with different shapes of source and destination.
 //
 // Sums are binary trees over neighbours, as documented, and every addition is rounded to the type. Not modelled: masks
 // bit by bit, ORDER_ONLY_INDEX and ORDER_INDEX_VALUE, reductions that take a number of elements.
@@ -145,25 +145,72 @@ void WholeReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_
     }
 }
 
+#define TWIN_BLOCK_REDUCTION(NAME, REDUCED)                                                                   \
+    template <class T, bool isSetMask = true>                                                                 \
+    void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t repeatTime, int32_t mask,         \
+              int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride) {                             \
+        static const uint16_t op = twin::name_op<T>(#NAME);                                                   \
+        constexpr int32_t in_block = 32 / sizeof(T);                                                          \
+        const uint32_t blocks = (std::max(mask, 0) + in_block - 1) / in_block;                                \
+        if (!twin::begin_reduction(op, dst, src, mask, repeatTime, srcBlkStride, srcRepStride, 8 * sizeof(T), \
+                                   blocks * sizeof(T), dstRepStride * 8 * sizeof(T)))                         \
+            return;                                                                                           \
+        for (int32_t repeat = 0; repeat < repeatTime; ++repeat) {                                             \
+            T lanes[256 / sizeof(T)], found[8];                                                               \
+            twin::gather(twin::walk(src, "the source", srcBlkStride, srcRepStride), repeat, mask, lanes);     \
+            for (uint32_t block = 0; block < blocks; ++block) {                                               \
+                const T* first = lanes + block * in_block;                                                    \
+                const int32_t count = std::min<int32_t>(in_block, mask - block * in_block);                   \
+                found[block] = REDUCED;                                                                       \
+            }                                                                                                 \
+            std::memcpy(twin::core().ub + dst.begin + repeat * dstRepStride * 8 * sizeof(T), found,           \
+                        blocks * sizeof(T));                                                                  \
+        }                                                                                                     \
+    }
 // Writes one value for each block, eight in a repeat. Blocks without a lane in the mask leave the destination as it is.
 // dstRepStride counts eights of values.
-template <class T, bool isSetMask = true>
-void BlockReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, int32_t repeatTime, int32_t mask,
-                    int32_t dstRepStride, int32_t srcBlkStride, int32_t srcRepStride) {
-    static const uint16_t op = twin::name_op<T>("BlockReduceSum");
-    constexpr int32_t in_block = 32 / sizeof(T);
-    const uint32_t blocks = (std::max(mask, 0) + in_block - 1) / in_block;
-    if (!twin::begin_reduction(op, dst, src, mask, repeatTime, srcBlkStride, srcRepStride, 8 * sizeof(T),
-                               blocks * sizeof(T), dstRepStride * 8 * sizeof(T)))
-        return;
-    for (int32_t repeat = 0; repeat < repeatTime; ++repeat) {
-        T lanes[256 / sizeof(T)], sums[8];
-        twin::gather(twin::walk(src, "the source", srcBlkStride, srcRepStride), repeat, mask, lanes);
-        for (uint32_t block = 0; block < blocks; ++block)
-            sums[block] = twin::tree_sum(lanes + block * in_block, std::min<int32_t>(in_block, mask - block * in_block),
-                                         in_block);
-        std::memcpy(twin::core().ub + dst.begin + repeat * dstRepStride * 8 * sizeof(T), sums, blocks * sizeof(T));
+TWIN_BLOCK_REDUCTION(BlockReduceSum, twin::tree_sum(first, count, in_block))
+TWIN_BLOCK_REDUCTION(BlockReduceMax, *std::max_element(first, first + count))
+#undef TWIN_BLOCK_REDUCTION
+
+// Each repeat transposes 16 blocks of 16 values. A repeat's blocks begin at the addresses of the lists plus `repeat`
+// strides, in blocks; if there is one repeat only, the hardware adds the strides to it as well, which is refused here.
+template <class T>
+void TransDataTo5HD(const LocalTensor<T> (&dst)[16], const LocalTensor<T> (&src)[16], const TransDataTo5HDParams& p) {
+    static_assert(twin::one_of<T, half, int16_t, uint16_t>, "the twin transposes 16-bit values only");
+    static const uint16_t op = twin::name_op<T>("TransDataTo5HD");
+    twin::Core& core = twin::core();
+    core.op = op;
+    if (p.repeatTimes == 1 && (p.dstRepStride || p.srcRepStride)) core.fail("one repeat with strides other than 0");
+    if (!p.repeatTimes) return;
+    for (uint32_t i = 0; i < 16; ++i) {
+        dst[i].valid(), src[i].valid();
+        if (dst[i].begin % 32 || src[i].begin % 32) core.fail("a UB address must be a multiple of 32 bytes");
     }
+    auto end = [&](uint32_t begin, uint32_t stride) { return begin + (p.repeatTimes - 1) * stride * 32 + 32; };
+    for (uint32_t i = 0; i < 256; ++i) {
+        const auto &to = dst[i / 16], &from = src[i % 16];
+        if (to.slot == from.slot && to.begin < end(from.begin, p.srcRepStride) &&
+            from.begin < end(to.begin, p.dstRepStride))
+            core.fail("the source and the destination overlap");
+    }
+    core.begin(PIPE_V, op);
+    for (uint32_t i = 0; i < 16; ++i)
+        core.read(PIPE_V, {src[i].slot, src[i].begin, 32, 1, p.srcRepStride, p.repeatTimes}, "the source");
+    for (uint32_t i = 0; i < 16; ++i)
+        core.write(PIPE_V, {dst[i].slot, dst[i].begin, 32, 1, p.dstRepStride, p.repeatTimes}, "the destination");
+    for (uint32_t repeat = 0; repeat < p.repeatTimes; ++repeat) {
+        T square[16][16];
+        for (uint32_t i = 0; i < 16; ++i)
+            std::memcpy(square[i], core.ub + src[i].begin + repeat * p.srcRepStride * 32, 32);
+        for (uint32_t i = 0; i < 16; ++i) {
+            T row[16];
+            for (uint32_t j = 0; j < 16; ++j) row[j] = square[j][i];
+            std::memcpy(core.ub + dst[i].begin + repeat * p.dstRepStride * 32, row, 32);
+        }
+    }
+    twin::Instructions& done = core.counts().vector[twin::Shadow::op_names()[op]];
+    done.count += 1, done.repeats += p.repeatTimes;
 }
 
 }  // namespace AscendC

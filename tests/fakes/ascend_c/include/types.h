@@ -106,6 +106,15 @@ struct BrcbRepeatParams {
     BrcbRepeatParams(uint16_t dst_block, uint16_t dst_repeat) : dstBlkStride(dst_block), dstRepStride(dst_repeat) {}
     uint16_t dstBlkStride = 1, dstRepStride = 8;
 };
+struct TransDataTo5HDParams {  // strides in blocks
+    TransDataTo5HDParams() = default;
+    TransDataTo5HDParams(bool dst_high, bool src_high, uint8_t repeats, uint16_t dst_repeat, uint16_t src_repeat)
+        : dstHighHalf(dst_high), srcHighHalf(src_high), repeatTimes(repeats), dstRepStride(dst_repeat),
+          srcRepStride(src_repeat) {}
+    bool dstHighHalf = false, srcHighHalf = false;  // of 8-bit values only
+    uint8_t repeatTimes = 1;
+    uint16_t dstRepStride = 0, srcRepStride = 0;
+};
 struct DataCopyParams {  // everything in blocks of 32 bytes
     DataCopyParams() = default;
     DataCopyParams(uint16_t count, uint16_t length, uint16_t src_gap, uint16_t dst_gap)

@@ -123,6 +123,19 @@ PROBE(reduction_in_place) {
     p.ones();
     WholeReduceSum(p.f, p.f[broken ? 0 : 1024], 64, 2, 1, 1, 8);
 }
+template <class P> void transpose(P& p, uint32_t to, uint16_t stride) {
+    LocalTensor<half> rows[16], columns[16];
+    for (uint32_t i = 0; i < 16; ++i) rows[i] = p.a[16 * i], columns[i] = p.a[to + 16 * i];
+    TransDataTo5HD<half>(columns, rows, {false, false, 1, stride, stride});
+}
+PROBE(transpose_stride) {
+    p.ones();
+    transpose(p, 256, broken ? 16 : 0);
+}
+PROBE(transpose_in_place) {
+    p.ones();
+    transpose(p, broken ? 240 : 256, 0);
+}
 PROBE(capacity) {
     TBuf<TPosition::VECCALC> rest;
     p.pipe.InitBuffer(rest, 192 * 1024 - 16 * 1024 + (broken ? 1 : 0));

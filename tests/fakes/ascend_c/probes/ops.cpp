@@ -89,6 +89,12 @@ OP(whole_sum_half, half, half, half) { WholeReduceSum(d, a, 128, 16, 1, 1, 8); }
 OP(whole_max, float, float, half) { WholeReduceMax(d, a, 50, 4, 3, 1, 8); }
 OP(whole_max_only, half, half, half) { WholeReduceMax(d, a, 128, 4, 1, 1, 8, ReduceOrder::ORDER_ONLY_VALUE); }
 OP(block_sum, float, float, half) { BlockReduceSum(d, a, 4, 44, 2, 1, 8); }
+OP(block_max, float, float, half) { BlockReduceMax(d, a, 4, 44, 2, 1, 8); }
+OP(squares, half, half, half) {
+    LocalTensor<half> to[16], from[16];
+    for (uint32_t i = 0; i < 16; ++i) to[i] = d[48 * i], from[i] = a[16 * (15 - i)];
+    TransDataTo5HD<half>(to, from, {false, false, 2, 1, 32});
+}
 OP(block_sum_half, half, half, half) { BlockReduceSum(d, a, 16, 128, 1, 1, 8); }
 OP(scalars, float, float, half) { d.SetValue(3, a.GetValue(5)), d.SetValue(4, a(6)); }
 

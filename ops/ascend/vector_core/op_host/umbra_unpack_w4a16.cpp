@@ -1,0 +1,66 @@
+// y (E, N, K) = the values of matrices w in planes (planes.py), K in the order of planes.
+#include "umbra_w4a16.h"
+
+namespace optiling {
+
+REGISTER_TILING_DATA_CLASS(UmbraUnpackW4a16, UmbraGemvTiling)
+
+namespace unpack {
+
+enum Place : size_t { W, SCALES, ZEROS };
+enum Attribute : size_t { GROUP, ORDERED, PAIRS };
+
+ge::graphStatus tiling(gert::TilingContext* context) {
+    if (!umbra::has_rank(context, W, 4)) return ge::GRAPH_FAILED;
+    const gert::Shape& w = *umbra::shape_at(context, W);
+    const int64_t k = w.GetDim(1) * w.GetDim(3) * 2, n = w.GetDim(2);
+    const int64_t* group = umbra::read_group(context, GROUP, k);
+    const bool *ordered = context->GetAttrs()->GetBool(ORDERED), *pairs = context->GetAttrs()->GetBool(PAIRS);
+    if (!group || !ordered || !pairs) return ge::GRAPH_FAILED;
+    const umbra::Planes planes = umbra::planes_of(k, *group, *ordered);
+    if (!umbra::check_weight(context, W, 4, planes, n)) return ge::GRAPH_FAILED;
+    if (*pairs && n % (2 * umbra::kPairs))
+        return umbra::fail(context, "N must be a multiple of 32 if columns are pairs", n), ge::GRAPH_FAILED;
+    const bool zeros = umbra::shape_at(context, ZEROS);
+    const ge::DataType type = context->GetInputDesc(SCALES)->GetDataType();
+    return umbra::fill(context, {0, 0, w.GetDim(0), k, n, zeros, *pairs, planes, umbra::Planes()}, type, 0, 0,
+                       umbra::Block());
+}
+
+ge::graphStatus infer_shape(gert::InferShapeContext* context) {
+    if (!umbra::has_rank(context, W, 4)) return ge::GRAPH_FAILED;
+    const gert::Shape& w = *umbra::shape_at(context, W);
+    gert::Shape& y = *context->GetOutputShape(0);
+    y.SetDimNum(3);
+    y.SetDim(0, w.GetDim(0));
+    y.SetDim(1, w.GetDim(2));
+    y.SetDim(2, w.GetDim(1) * w.GetDim(3) * 2);
+    return ge::GRAPH_SUCCESS;
+}
+
+ge::graphStatus infer_type(gert::InferDataTypeContext* context) {
+    return context->SetOutputDataType(0, context->GetInputDataType(SCALES));
+}
+
+}  // namespace unpack
+}  // namespace optiling
+
+namespace ops {
+
+class UmbraUnpackW4a16 : public OpDef {
+public:
+    explicit UmbraUnpackW4a16(const char* name) : OpDef(name) {
+        umbra::fixed(Input("w"), ge::DT_UINT8);
+        umbra::activation(Input("scales"));
+        umbra::optional(Input("zeros"));
+        umbra::activation(Output("y"));
+        Attr("group").AttrType(REQUIRED).Int();
+        Attr("ordered").AttrType(REQUIRED).Bool();
+        Attr("pairs").AttrType(REQUIRED).Bool();
+        SetInferShape(optiling::unpack::infer_shape).SetInferDataType(optiling::unpack::infer_type);
+        AICore().SetTiling(optiling::unpack::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
+    }
+};
+OP_ADD(UmbraUnpackW4a16);
+
+}  // namespace ops
