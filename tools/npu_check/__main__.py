@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
         f"{stages}\n\n"
         "Source CANN's set_env.sh first. No case can hang: one that does not end in time is cut off; its log stays.\n"
         "Started again, it goes on where it stopped: stages in which everything passed are not run again, unless the\n"
-        "commit, the sources or a version has changed. Exit status: 0 if everything passed, else 1.",
+        "commit, the sources or a version has changed. Exit status: 0 if everything passed, and 1 if a case\n"
+        "failed or was skipped.",
         epilog="The report has no prompts and no names of machines or users. Beside it, REPORT.logs has the logs.",
     )
     only = made.add_mutually_exclusive_group()
