@@ -4,15 +4,17 @@ effect."""
 from typing import Any
 
 import torch
-from torchair._acl_concrete_graph.graph_pass import register_inplaceable_npu_op
+from torchair._acl_concrete_graph import graph_pass
 from torchair._ge_concrete_graph import ge_apis as ge
 from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_converter
 from torchair._ge_concrete_graph.ge_converter import custom  # noqa: F401 (torchair's must be registered before ours)
 
 # The variants that return what they write, and the positions of the tensors that are written. Without this, captured
 # graphs copy whole KV caches before and after each call.
-register_inplaceable_npu_op("npu_qkv_rms_norm_rope_cache_functional", "npu_qkv_rms_norm_rope_cache", [6, 7, 8])
-register_inplaceable_npu_op("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cache", [2, 3])
+if hasattr(torch.ops.npu, "npu_qkv_rms_norm_rope_cache"):  # torchair of torch_npu 2.8 has no such list
+    registered = graph_pass.register_inplaceable_npu_op
+    registered("npu_qkv_rms_norm_rope_cache_functional", "npu_qkv_rms_norm_rope_cache", [6, 7, 8])
+    registered("npu_scatter_pa_kv_cache_functional", "npu_scatter_pa_kv_cache", [2, 3])
 
 BSND = 1
 ROTARY: Any = torch.ops.npu.npu_apply_rotary_pos_emb.default
