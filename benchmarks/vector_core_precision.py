@@ -2,11 +2,13 @@
 
     python -m benchmarks.vector_core_precision [--case demo] [--tokens 512] [--text FILE] [--json FILE]
 
-The model runs on the CPU with the plain ops, three times over the same text: with its floats, with 4-bit weights whose
-products are added in float, and with those added as the kernels of ops/ascend/vector_core do: x in half, divided by a
-power of two, sums of eight products in half, all others in float. Printed are the Kullback-Leibler divergence of the
-next token's distribution (nats, mean over positions), how often the most probable token changes, and for each kind of
-matrix, on the activations of the third run, the error of the sums over the error of 4 bits, as root mean squares.
+The model runs on the CPU with the plain ops, four times over the same text: with its floats; with 4-bit weights whose
+products are added in float32; with those added as the kernels of ops/ascend/vector_core do: x in half, divided by a
+power of two, sums of eight products in half, all others in float; and with those added in float64, which shows what any
+other order of sums costs, since bfloat16 activations are then rounded the other way here and there. Printed are the
+Kullback-Leibler divergence of the next token's distribution (nats, mean over positions), how often the most probable
+token changes, and for each kind of matrix, on the activations of the third run, the error of the sums over the error of
+4 bits, as root mean squares. With `--set dtype=float32` activations are not rounded.
 """
 
 from __future__ import annotations
@@ -131,12 +133,12 @@ class Experts:
 
 
 class Emulated:
-    """The plain ops with the arithmetic of the vector cores' kernels, or with float sums. `errors` collects squares, by
-    kind of matrix: of the sums' error, of 4 bits' error."""
+    """The plain ops with sums in `sums`: float32, float64, or float16 as the kernels of the vector cores add. `errors`
+    collects squares, by kind of matrix: of the sums' error, of 4 bits' error."""
 
-    def __init__(self, sums_in_half: bool):
+    def __init__(self, sums: torch.dtype):
         self.plain: ModuleType = load_ops("reference")  # type: ignore[assignment]
-        self.sums_in_half = sums_in_half
+        self.sums = sums
         self.errors: dict[str, list[float]] = {}
         self.matrix, self.expert_matrices = Matrix.of, Experts
 
@@ -150,8 +152,10 @@ class Emulated:
     def product(self, x: Tensor, weight: Matrix, kind: str) -> Tensor:
         if not weight.format.quantised:
             return x.float() @ weight.data.T
+        if self.sums == torch.float64:
+            return (x.double() @ weight.values.double().T).float()
         exact = x.float() @ weight.values.T
-        if not self.sums_in_half:
+        if self.sums == torch.float32:
             return exact
         sums = in_runs(x, weight.nibbles, planes_of(weight.columns, GROUP))
         given = x.float().unflatten(1, (-1, GROUP)).sum(-1)  # (T, groups)
@@ -205,27 +209,32 @@ def run(case: Case, windows: list[list[int]], ops: Emulated) -> Tensor:
 class Found:
     by_bits: float  # KL(floats || 4 bits)
     by_sums: float  # KL(4 bits with float sums || with sums in half)
-    flips: tuple[float, float]  # shares of positions where the most probable token changes, of the same pairs
+    by_order: float  # KL(4 bits with float sums || with float64 sums)
+    flips: tuple[float, float, float]  # shares of positions where the most probable token changes, of the same pairs
     ratios: dict[str, float]  # kind of matrix -> error of the sums over the error of 4 bits
 
 
 def compare(case: Case, ids: Sequence[int]) -> Found:
     windows = [list(ids[at : at + WINDOW]) for at in range(0, len(ids), WINDOW)]
-    in_half = Emulated(True)
+    in_half = Emulated(torch.float16)
     four = replace(case, quantization=replace(case.quantization, method="q4", group_size=GROUP, zero_points=False))
     with torch.inference_mode():
-        whole = run(replace(case, quantization=replace(case.quantization, method="none")), windows, Emulated(False))
-        bits, sums = run(four, windows, Emulated(False)), run(four, windows, in_half)
+        whole = run(
+            replace(case, quantization=replace(case.quantization, method="none")), windows, Emulated(torch.float32)
+        )
+        bits, sums = run(four, windows, Emulated(torch.float32)), run(four, windows, in_half)
+        order = run(four, windows, Emulated(torch.float64))
     ratios = {kind: (a / b) ** 0.5 for kind, (a, b) in in_half.errors.items()}
-    pairs = ((whole, bits), (bits, sums))
-    by_bits, by_sums = (float((p.exp() * (p - q)).sum(-1).mean()) for p, q in pairs)
+    pairs = ((whole, bits), (bits, sums), (bits, order))
+    by_bits, by_sums, by_order = (float((p.exp() * (p - q)).sum(-1).mean()) for p, q in pairs)
     flips = tuple(float((p.argmax(-1) != q.argmax(-1)).double().mean()) for p, q in pairs)
-    return Found(by_bits, by_sums, cast(Any, flips), ratios)
+    return Found(by_bits, by_sums, by_order, cast(Any, flips), ratios)
 
 
 def rows(found: Found) -> Iterator[dict[str, object]]:
     yield dict(what="4 bits", kl=found.by_bits, flips=found.flips[0])
     yield dict(what="sums in half", kl=found.by_sums, flips=found.flips[1])
+    yield dict(what="sums in float64", kl=found.by_order, flips=found.flips[2])
 
 
 def main(argv: list[str], show: Callable[..., Any] = printed) -> None:
