@@ -172,8 +172,10 @@ class AscendShapes(AscendLayout):
         rows = self.made("rows in expert order", x, *ids.shape, x.shape[1])
         _back, _ids = self.made("order back", ids, *ids.shape), self.made("sorted ids", ids, *ids.shape)
         _ends = self.made("ends of experts", ids, experts.count)
-        _wide = self.made("ends of experts", ids, experts.count, dtype=torch.int64)
-        return self._finalized(x, self._experts(rows, experts))
+        wide = self.made("ends of experts", ids, experts.count, dtype=torch.int64)
+        sums = self._experts(rows, experts)
+        del wide
+        return self._finalized(x, sums)
 
     def _fusion_v2(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
         rows = self.made("rows in expert order", x, *ids.shape, x.shape[1])

@@ -229,7 +229,9 @@ def with_cast(self: AscendOps, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "op", "mutant"), [(QWEN3, "norm_rope_write", with_copy), (M2, "rms_norm", with_cast)], ids=str
+    ("family", "op", "mutant"),
+    [(QWEN3, "norm_rope_write", with_copy), (M2, "rms_norm", with_cast)],
+    ids=["copy", "cast"],
 )
 def test_an_added_kernel_is_seen(
     tmp_path: Path, family: Family, op: str, mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch
