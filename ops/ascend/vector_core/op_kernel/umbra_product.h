@@ -7,7 +7,7 @@
 //
 // A row of x is half, divided by the power of two of its largest value, so products are below 16, and sums of eight below
 // 128. Sums of eight products are half, all others are float. With kFloatSums all are float: MulAddDst adds exact products
-// of two halves to float, at 2.5 cycles for 64 weights in place of 0.9. The order of all sums depends on shapes and on the
+// of two halves to float, at 4 to 5 cycles for 64 weights in place of 0.9. The order of all sums depends on shapes and on the
 // number of rows alone.
 //
 // Every step needs the result of the one before, and the pipe is drained between two steps. So the instructions between
