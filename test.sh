@@ -62,18 +62,25 @@ ascend)
     exit
     ;;
 esac
-umbra_checks 2>&1 | sed -u 's/^/checks: /' &
+output=$(mktemp -d) # what ran beside, to be shown again where it failed
+trap 'rm -r "$output"' EXIT
+umbra_checks 2>&1 | tee "$output/checks" | sed -u 's/^/checks: /' &
 checks=$!
 umbra_setup_ascend
 umbra_emulators
-umbra_test_ascend 2>&1 | sed -u 's/^/ascend: /' &
+umbra_test_ascend 2>&1 | tee "$output/ascend" | sed -u 's/^/ascend: /' &
 ascend=$!
 trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
-status=0
+status=0 failed=()
 echo "== pytest"
 .venv/bin/python -m pytest "${workers[@]}" -m "not alone" "$@" || status=$?
-wait "$ascend" || status=1
-wait "$checks" || status=1
+wait "$ascend" || failed+=(ascend)
+wait "$checks" || failed+=(checks)
 echo "== pytest, what needs all cores for itself"
 .venv/bin/python -m pytest -m alone "$@" || [ $? = 5 ] || status=1 # 5: the arguments select none of them
+for part in "${failed[@]}"; do
+    echo "== $part failed; its last lines:"
+    tail -n 30 "$output/$part"
+    status=1
+done
 exit "$status"
