@@ -47,7 +47,7 @@ class RowShares(GroupRows):
         super().__init__(parallel, counts and tuple(count // ranks for count in counts for _ in range(ranks)))
 
     def own(self, x: Tensor) -> Tensor:
-        return self.parallel.attn_tp.own_rows(x, None)
+        return self.parallel.attn_tp.own_rows(x, None).clone()  # or it would keep the memory of all rows
 
     def gather(self, x: Tensor) -> Tensor:
         return self.parallel.attn_tp.gather_rows(x, None)
