@@ -102,7 +102,8 @@ class ParallelSettings:
     sequence_parallel_tokens: int | None = key(
         None, "fewest tokens of each data-parallel group in prefill steps that are sequence-parallel: each rank "
         "computes a share of the rows of residuals, norms and routers, with reduce-scatters and all-gathers in place "
-        "of all-reduces. Others measured gains from about 1000 tokens on; never tried on hardware here; 0: no step is",
+        "of all-reduces. Steps below about 1000 tokens lose by it (vllm-ascend's experience); never tried on hardware "
+        "here; 0: no step is",
         means=OPEN, minimum=0,
     )  # fmt: skip
     comm_timeout_s: int = key(
