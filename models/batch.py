@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from executor.parallel.groups import Parallel
+from executor.parallel.rows import GroupRows, RowShares
 from ops.interface import Lengths
 
 
@@ -22,6 +24,11 @@ class Batch:
     kv_lens: Lengths  # (S), the new tokens included
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
     tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
+    sequence_parallel: bool = False  # whether ranks hold shares of the rows outside attention and experts
+
+    def rows(self, parallel: Parallel) -> GroupRows:
+        """The rows of the step that a rank with this place in the splits holds outside attention and experts."""
+        return (RowShares if self.sequence_parallel else GroupRows)(parallel, self.tokens_per_group)
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""

@@ -36,17 +36,19 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module]):
         super().__init__()
+        self.parallel = build.parallel
         self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
         self.rotary = RotaryTable(build, config.rope, config.head_dim)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch) -> Tensor:
-        x, residual = self.embed_tokens(batch.token_ids), None  # (T, H)
+        rows = batch.rows(self.parallel)
+        x, residual = rows.own(self.embed_tokens(batch.token_ids)), None  # (T, H)
         cos, sin = self.rotary(batch.positions)
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, batch)
-        return self.norm.add(x, residual)[0]
+        return rows.gather(self.norm.add(x, residual)[0])
 
 
 class CausalLM(nn.Module):

@@ -99,9 +99,20 @@ class ParallelSettings:
     )  # fmt: skip
     embed_tp_size: int = key(0, "ranks that share the embedding table; 0: attn_tp_size", minimum=0)
     lmhead_tp_size: int = key(0, "ranks that share the output head; 0: attn_tp_size", minimum=0)
+    sequence_parallel_tokens: int | None = key(
+        None, "fewest tokens of each data-parallel group in prefill steps that are sequence-parallel: each rank "
+        "computes a share of the rows of residuals, norms and routers, with reduce-scatters and all-gathers in place "
+        "of all-reduces. Steps below about 1000 tokens lose by it (vllm-ascend's experience); never tried on hardware "
+        "here; 0: no step is",
+        means=OPEN, minimum=0,
+    )  # fmt: skip
     comm_timeout_s: int = key(
         1800, "a collective that waits longer than this ends the job with an error", minimum=1, maximum=86400
     )
+
+    def sequence_parallel(self, tokens: int) -> bool:
+        """Whether a prefill step is sequence-parallel if the smallest data-parallel group has `tokens` tokens in it."""
+        return self.sequence_parallel_tokens is not None and tokens >= self.sequence_parallel_tokens
 
 
 @dataclass(frozen=True)
@@ -337,3 +348,10 @@ class Case:
     @property
     def attn_dp_size(self) -> int:
         return self.parallel_sizes.attn_dp
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Most prompt tokens of a data-parallel group in one step."""
+        data = self.data_config
+        tokens = data.batch_size // self.attn_dp_size * data.input_max_len
+        return min(tokens, data.chunked_prefill_size or tokens)

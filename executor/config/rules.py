@@ -30,6 +30,14 @@ def check(case: Case, where: str) -> None:
             f"{where}: data_config.batch_size: {data.batch_size} is not divisible by attn_dp: {case.attn_dp_size} "
             f"(world_size {case.world_size} / attn_tp_size {parallel.attn_tp_size})"
         )
+    if fewest := parallel.sequence_parallel_tokens:
+        if case.world_size == 1:
+            raise UserError(f"{where}: parallel_config.sequence_parallel_tokens: {fewest} needs a world_size above 1")
+        if fewest > case.prefill_tokens:
+            raise UserError(
+                f"{where}: parallel_config.sequence_parallel_tokens: {fewest} is more than the {case.prefill_tokens} "
+                "tokens of the largest prefill step: lower it, or raise chunked_prefill_size or input_max_len"
+            )
     modes = PLATFORMS[case.platform].exe_modes
     if case.exe_mode not in modes:
         raise UserError(f"{where}: exe_mode: {case.exe_mode!r} is not one of {case.platform}'s: {', '.join(modes)}")

@@ -20,12 +20,13 @@ def pack(
     table_width: int,
     all_logits: bool = False,
     rows: int = 0,
+    sequence_parallel: bool = False,
 ) -> Batch:
     """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
     group, and their pages are reserved.
 
-    For graphs of fixed sizes, a decode step is padded to `rows` sequences. Padding tokens are written to a page that no
-    sequence holds.
+    For graphs of fixed sizes, and for equal shares of ranks, the batch is padded to `rows` sequences, with one token
+    each. Padding tokens are written to a page that no sequence holds.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -55,4 +56,5 @@ def pack(
         *paged,
         logit_rows=None if all_logits else torch.tensor(rows_wanted, dtype=torch.int64),
         tokens_per_group=tokens_per_group,
+        sequence_parallel=sequence_parallel,
     )

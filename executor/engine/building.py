@@ -76,9 +76,8 @@ def build_of(
 def packed_facts(case: Case) -> dict[str, Any]:
     """All facts that decide how this rank's weights are packed, except the checkpoint and the rank."""
     return {
-        "world_size": case.world_size,
         "dtype": case.model_config.dtype,
-        "parallel": dataclasses.asdict(case.parallel_config),
+        "parallel": dataclasses.asdict(case.parallel_sizes),
         "quantization": dataclasses.asdict(case.quantization),
         "shadows": case.offload_config.start_layer if case.offload_config.mode != "none" else None,
     }

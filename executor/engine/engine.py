@@ -89,7 +89,11 @@ class Engine:
         rows = self.platform.padded_rows(max(tokens)) if decode else 0
         if rows:
             tokens = (rows,) * len(pools)
-        batch = pack(self.platform.ops, mine, pools[group], tokens, scheduler.table_width, all_logits, rows)
+        shared = not decode and self.case.parallel_config.sequence_parallel(min(tokens))
+        if shared:
+            tokens = tuple(self.parallel.attn_tp.padded(count) for count in tokens)
+            rows = len(mine) + tokens[group] - live[group]
+        batch = pack(self.platform.ops, mine, pools[group], tokens, scheduler.table_width, all_logits, rows, shared)
         if self.offload:
             self.offload.started(tokens, live)
         return batch

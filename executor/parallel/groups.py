@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# PyTorch 2.13 gave `all_gather_into_tensor` this name.
+# PyTorch 2.13 gave `all_gather_into_tensor` and `reduce_scatter_tensor` these names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class Shard:
         """The range of this part in a dimension of `total` elements, which `size` must divide."""
         each = total // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
+
+    def padded(self, total: int) -> int:
+        """The least number from `total` on that can be divided into parts."""
+        return -(-total // self.size) * self.size
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Group(Shard):
         """
         if self.size == 1:
             return x
-        if counts is None:
+        if counts is None or min(counts) == max(counts):
             return self._gather(x).flatten(0, 1)
         padded = x.new_zeros(max(counts), *x.shape[1:])
         padded[: len(x)] = x
@@ -61,6 +66,23 @@ class Group(Shard):
         if self.size == 1:
             return x
         return x.split(len(x) // self.size if counts is None else list(counts))[self.rank]
+
+    def sum_rows(self, x: Tensor, counts: tuple[int, ...] | None) -> Tensor:
+        """The rows of the sum of `x` over the group that this rank contributes to `gather_rows`. A collective gives all
+        ranks equally many rows, so ranks with fewer of them are padded."""
+        if self.size == 1:
+            return x
+        if counts is None or min(counts) == max(counts):
+            return self._sum_parts(x)
+        padded = x.new_zeros(self.size, max(counts), *x.shape[1:])
+        for part, rows in zip(padded, x.split(list(counts)), strict=True):
+            part[: len(rows)] = rows
+        return self._sum_parts(padded.flatten(0, 1))[: counts[self.rank]]
+
+    def _sum_parts(self, x: Tensor) -> Tensor:
+        part = x.new_empty(len(x) // self.size, *x.shape[1:])
+        reduce_scatter_single(part, x.contiguous(), group=self.handle)
+        return part
 
     def _gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.size, *x.shape)

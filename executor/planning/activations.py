@@ -34,6 +34,9 @@ class CountedGroup(Group):
     def _gather(self, x: Tensor) -> Tensor:
         return x.new_empty(self.size, *x.shape)
 
+    def _sum_parts(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x) // self.size, *x.shape[1:])
+
 
 def counted(parallel: Parallel) -> Parallel:
     """This rank's place in the same splits, for a process that runs without the other ranks."""

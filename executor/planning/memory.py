@@ -4,6 +4,7 @@ meta device, whose tensors have shapes but no memory, in the layouts of the plat
 Every split of a model is even (`check_parallel`), so all ranks hold the same amount, and rank 0 is counted.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import cast
@@ -165,9 +166,12 @@ def cache_of(model: nn.Module, page_size: int) -> Part:
 
 def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     """The largest prefill step: the longest prompt for every sequence of a group, limited by the chunk size."""
-    data, sequences = case.data_config, case.data_config.batch_size // case.attn_dp_size
-    tokens = min(sequences * data.input_max_len, data.chunked_prefill_size or 1 << 62)
+    sequences, tokens = case.data_config.batch_size // case.attn_dp_size, case.prefill_tokens
+    shared = case.parallel_config.sequence_parallel(tokens)
+    if shared:
+        tokens = sketch.build.parallel.attn_tp.padded(tokens)
     batch = _batch(case, sketch, tokens, sequences, case.attn_dp_size)
+    batch = dataclasses.replace(batch, sequence_parallel=shared)
     in_model = ledger.fullest(sketch.model, sketch.model.prefill, batch)
     after = sampling(sketch.config.vocab_size, sequences, sketch.build.dtype.itemsize)
     moment = max(in_model, after, key=lambda moment: moment.nbytes)

@@ -14,7 +14,7 @@ from ops.interface import ExpertMatrices
 class Experts(Layer):
     """All routed experts of one layer, split over `moe_ep` by expert and over `moe_tp` along the intermediate size.
 
-    `forward` gathers the tokens of all data-parallel groups; one all-reduce over all ranks then sums over both splits.
+    `forward` gathers the tokens of all data-parallel groups; one sum over all ranks is then over both splits.
     With `build.offload` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
     `names` are the checkpoint's names of an expert's gate, up and down matrices.
     """
@@ -29,7 +29,7 @@ class Experts(Layer):
     ):
         super().__init__()
         self.names = dict(zip(("gate", "up", "down"), names, strict=True))
-        self.ops, self.world, self.dp = build.ops, build.parallel.world, build.parallel.attn_dp
+        self.ops, self.parallel = build.ops, build.parallel
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
         self.here = build.parallel.moe_ep.part(experts)
         self.part = build.parallel.moe_tp.part(intermediate)
@@ -43,12 +43,13 @@ class Experts(Layer):
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
-        x, weights, ids = (self.dp.gather_rows(t, batch.tokens_per_group) for t in (x, weights, ids))
+        rows = batch.rows(self.parallel)
+        x, weights, ids = (rows.gather_all(t) for t in (x, weights, ids))
         if self.shadowed is None:
             y = self.ops.moe(x, weights, ids, self.weights, self.first)
         else:
             y = self.shadowed.mixture(x, weights, ids, self.first)
-        return self.dp.own_rows(self.world.all_reduce(y), batch.tokens_per_group)
+        return rows.sum_all(y)
 
     def storages(self) -> Iterator[Tensor]:
         yield from self.weights.storages

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from executor.parallel.groups import Group
+from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
 from ops.format import in_order
@@ -37,19 +37,19 @@ class Source:
 
 
 class MergedLinear(Layer):
-    """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. No communication is needed."""
+    """Matrices with the same input, stacked by output rows: y = x [W1; W2; ...]^T. The outputs stay split."""
 
     def __init__(self, build: Build, inputs: int, sources: Sequence[Source], bias: bool = False):
         super().__init__()
-        self.ops, self.sources = build.ops, sources
+        self.ops, self.parallel, self.sources = build.ops, build.parallel, sources
         outputs = sum(s.kept for s in sources)
         self.weight = build.matrix(outputs, inputs, build.linear([source.name for source in sources], (inputs, 1)))
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (inputs + bias)
         self.nbytes = self.weight.nbytes
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.ops.linear(batch.rows(self.parallel).gather(x), self.weight, self.bias)
 
     def pieces(self, path: str) -> Iterator[Piece]:
         parent, inputs = path.rpartition(".")[0], self.weight.columns
@@ -65,20 +65,21 @@ class MergedLinear(Layer):
 
 
 class RowLinear(Layer):
-    """A matrix split by input columns over the ranks of `group`, which sum their partial products."""
+    """A matrix split by input columns over the ranks of `attn_tp`, which sum their partial products."""
 
-    def __init__(self, build: Build, name: str, group: Group, inputs: int, outputs: int, bias: bool = False):
+    def __init__(self, build: Build, name: str, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
-        self.ops, self.group, self.inputs, self.part = build.ops, group, inputs, group.part(inputs)
-        format = build.linear([name], (inputs, group.size))
+        tp = build.parallel.attn_tp
+        self.ops, self.parallel, self.inputs, self.part = build.ops, build.parallel, inputs, tp.part(inputs)
+        format = build.linear([name], (inputs, tp.size))
         self.weight = build.matrix(outputs, self.part.stop - self.part.start, format)
         self.bias = build.vector(outputs) if bias else None
         self.elements = outputs * (self.weight.columns + bias)
         self.nbytes = self.weight.nbytes
 
-    def forward(self, x: Tensor) -> Tensor:
-        # The bias is added once to the sum, so one rank of the group adds it.
-        return self.group.all_reduce(self.ops.linear(x, self.weight, self.bias if self.group.rank == 0 else None))
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        bias = self.bias if self.parallel.attn_tp.rank == 0 else None  # added once to the sum
+        return batch.rows(self.parallel).sum(self.ops.linear(x, self.weight, bias))
 
     def pieces(self, path: str) -> Iterator[Piece]:
         outputs = self.weight.rows

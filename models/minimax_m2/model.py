@@ -45,14 +45,14 @@ class Attention(nn.Module):
             config.rms_norm_eps,
         )
         self.attention = PagedAttention(build, self.sizes[0] // dim, self.sizes[1] // dim, dim)
-        self.o_proj = RowLinear(build, "o_proj", tp, q_rows, config.hidden_size)
+        self.o_proj = RowLinear(build, "o_proj", q_rows, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
+        q, k, v = self.qkv_proj(x, batch).split(self.sizes, dim=-1)
         q, k = self.qk_norm(q, k)  # over all heads of a token together, before they rotate
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (T, heads, D), (T, kv_heads, D) twice
         q, k = self.ops.rope(q, k, cos, sin)
-        return self.o_proj(self.attention(q, k, v, batch))
+        return self.o_proj(self.attention(q, k, v, batch), batch)
 
 
 class SparseMoeBlock(nn.Module):

@@ -37,10 +37,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(build, dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(build, dim, config.rms_norm_eps)
         self.attention = PagedAttention(build, heads, kv_heads, dim)
-        self.o_proj = RowLinear(build, "o_proj", tp, q_rows, config.hidden_size, bias)
+        self.o_proj = RowLinear(build, "o_proj", q_rows, config.hidden_size, bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
-        return self.o_proj(self.attention.normed(self.qkv_proj(x), self.q_norm, self.k_norm, cos, sin, batch))
+        qkv = self.qkv_proj(x, batch)
+        return self.o_proj(self.attention.normed(qkv, self.q_norm, self.k_norm, cos, sin, batch), batch)
 
 
 class DenseMLP(nn.Module):
@@ -51,10 +52,10 @@ class DenseMLP(nn.Module):
         self.gate_up_proj = MergedLinear(
             build, config.hidden_size, [Source(name, rows, tp.part(rows)) for name in ("gate_proj", "up_proj")]
         )
-        self.down_proj = RowLinear(build, "down_proj", tp, rows, config.hidden_size)
+        self.down_proj = RowLinear(build, "down_proj", rows, config.hidden_size)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x, batch)), batch)
 
 
 class SparseMoeBlock(nn.Module):

@@ -285,6 +285,11 @@ def all_gather_base(work: Work) -> None:
     put(out, torch.cat([part.flatten() for part in work.mode.exchanged(group, x)]).view(out.shape))
 
 
+def reduce_scatter_base(work: Work) -> None:
+    out, x, group = work.args[0], work.args[1], dist.ProcessGroup.unbox(work.args[2])
+    put(out, summed(work.mode.exchanged(group, x)).chunk(group.size())[group.rank()])
+
+
 def all_reduce(work: Work) -> None:
     x, group = work.args[0], dist.distributed_c10d._resolve_process_group(work.args[-1])
     put(work.outs[0], summed(work.mode.exchanged(group, x)))
@@ -307,6 +312,7 @@ SPECIAL: dict[str, Callable[[Work], None]] = {
     "shadow_join": join,
     "allreduce_": all_reduce_,
     "_allgather_base_": all_gather_base,
+    "_reduce_scatter_base_": reduce_scatter_base,
     "all_reduce": all_reduce,
     "all_reduce_": all_reduce,
     "all_gather_into_tensor": all_gather,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch_npu
 
+from executor.parallel.groups import reduce_scatter_single
 from tests.ascend.log import device_log
 from tests.ascend.ranks import join_hccl, run_ranks
 
@@ -174,6 +175,7 @@ def reduce_on_each(rank: int) -> tuple[int, list[str]]:
         x = torch.ones(6, dtype=BF16).npu()
         dist.all_reduce(x)
         dist.all_gather_into_tensor(torch.empty(12, dtype=BF16).npu(), x)
+        reduce_scatter_single(torch.empty(3, dtype=BF16).npu(), x)
         pair = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(5, dtype=torch.int32).npu(), group=pair)
         device = torch.npu.current_device()
@@ -191,9 +193,38 @@ def test_two_ranks() -> None:
             f"hccl open {world} ranks=2 rank={rank} buffer=400 expansion=3 deterministic=unset",
             f"hccl AllReduce 6 bfloat16 {world} ranks=2",
             f"hccl AllGather 6 bfloat16 {world} ranks=2",
+            f"hccl ReduceScatter 3 bfloat16 {world} ranks=2",
             f"hccl open {pair} ranks=2 rank={rank} buffer=200 expansion=0 deterministic=unset",
             f"hccl AllReduce 5 int32 {pair} ranks=2",
         ]
+
+
+def scatter_on_each(rank: int, rows: int, dtype: torch.dtype) -> str:
+    """What torch_npu says about a reduce-scatter of `rows` rows over two ranks."""
+    join_hccl()
+    x = torch.ones(rows, 4, dtype=dtype).npu()
+    try:
+        reduce_scatter_single(x.new_empty(rows // 2, 4), x)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "refusal"),
+    [
+        (6, torch.float32, ""),
+        (6, torch.uint8, "_reduce_scatter_base: Unsupported data type"),
+        (5, torch.float32, "input tensor must be the same size as output size times world size"),
+    ],
+)
+def test_a_reduce_scatter_is_of_equal_parts_in_types_that_can_be_added(
+    rows: int, dtype: torch.dtype, refusal: str
+) -> None:
+    """By torch_npu's own host code, so the fake HCCL needs no rule for it."""
+    for said in run_ranks(scatter_on_each, 2, rows, dtype):
+        assert refusal in said
+        assert bool(said) == bool(refusal)
 
 
 def misbehave(rank: int, how: str) -> None:

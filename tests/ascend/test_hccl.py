@@ -18,9 +18,11 @@ from executor.config.env import RankEnv
 from executor.engine.building import init_parallel
 from executor.engine.settings import platform_settings
 from executor.parallel.groups import Group
+from executor.parallel.rows import GroupRows
 from executor.platform.ascend import device
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
+from models import batch
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import GeProgram, Node, Shape, ge_programs
 from tests.ascend.log import device_log
@@ -207,6 +209,53 @@ def test_one_more_sum_a_layer_where_attention_is_split(
         q, k = 16 * 64 // world_size, max(2 // world_size, 1) * 64
         shapes = dict(q=q, k=k, qkv=q + 2 * k, name=name, ranks=world_size)
         assert lines[begin : begin + len(EAGER_NORM)] == [line.format(**shapes) for line in EAGER_NORM]
+
+
+ODD = [[5, 17, 3, 88], [7], list(range(30, 52))]  # 27 tokens, which two ranks cannot divide
+
+
+def prefill_step(rank: int, folder: Path, *overrides: str) -> list[str]:
+    """The calls of a prefill step to the device."""
+    case, ranks = started(rank, 2, folder, "exe_mode=eager", *overrides)
+    runner = ascend_runner(case, folder, ranks)
+    with device_log() as log:
+        prefilled(runner, ODD)
+    return log.lines
+
+
+def prefill_step_with_whole_rows(rank: int, folder: Path, *overrides: str) -> list[str]:
+    batch.RowShares = GroupRows  # type: ignore[misc, assignment]
+    return prefill_step(rank, folder, *overrides)
+
+
+def collectives(lines: list[str]) -> list[str]:
+    """The collectives, each with its elements (of one rank's part, if there are parts) and type."""
+    return [" ".join(line.split()[1:4]) for line in lines if line.startswith("hccl") and " open " not in line]
+
+
+def shared_prefill(family: Family) -> list[str]:
+    """The collectives of a sequence-parallel prefill of ODD and a token of padding: a rank has 14 of 28 rows of 128."""
+    rows = "1792 bfloat16"
+    norm = {QWEN3: [], M2: ["AllReduce 56 float32"]}[family]
+    layer = [f"AllGather {rows}", *norm, f"ReduceScatter {rows}"]
+    experts = [f"AllGather {rows}", "AllGather 42 bfloat16", "AllGather 42 int32", f"ReduceScatter {rows}"]
+    return ["AllReduce 3584 bfloat16", *[*layer, *experts] * 2, f"AllGather {rows}", "AllGather 192 bfloat16"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_sequence_parallel_prefill(tmp_path: Path, family: Family) -> None:
+    """Norms, routers and residuals have a rank's own rows; attention and experts have all."""
+    ascend_case(tmp_path, family=family)
+    for lines in run_ranks(prefill_step, 2, tmp_path, "sequence_parallel_tokens=27"):
+        assert collectives(lines) == shared_prefill(family)
+        added = [line for line in lines if line.startswith("aclnnAddRmsNorm")]
+        assert [line.split()[1].partition(")")[0] for line in added] == ["(14,128"] * 4
+
+
+def test_whole_rows_are_seen(tmp_path: Path) -> None:
+    ascend_case(tmp_path)
+    for lines in run_ranks(prefill_step_with_whole_rows, 2, tmp_path, "sequence_parallel_tokens=27"):
+        assert collectives(lines) == ["AllReduce 3584 bfloat16"] * 5 + ["AllGather 192 bfloat16"]
 
 
 def captured_steps(rank: int, folder: Path, mode: str) -> list[list[str]]:

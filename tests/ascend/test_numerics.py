@@ -124,7 +124,9 @@ def test_two_ranks_equal_the_reference(tmp_path: Path, family: Family, split: st
     check_ranks(tmp_path, 2, TWO_RANKS[split], routing)
 
 
-@pytest.mark.parametrize("split", [{}, {"moe_tp_size": 2}], ids=["tp4", "ep2tp2"])
+@pytest.mark.parametrize(
+    "split", [{}, {"moe_tp_size": 2}, {"sequence_parallel_tokens": 1}], ids=["tp4", "ep2tp2", "tp4_sp"]
+)
 def test_ranks_with_copies_of_a_head_equal_the_reference(tmp_path: Path, split: dict[str, int]) -> None:
     """Two ranks hold each KV head, and its part of the weight of the norm over all heads."""
     save(M2, tmp_path)

@@ -36,10 +36,10 @@ def norm_of_each_head(patch: pytest.MonkeyPatch) -> None:
 
 def norm_behind_rope(patch: pytest.MonkeyPatch) -> None:
     def forward(self: model.Attention, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x).split(self.sizes, dim=-1))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x, batch).split(self.sizes, dim=-1))
         q, k = (t.flatten(1) for t in self.ops.rope(q, k, cos, sin))
         q, k = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qk_norm(q, k))
-        return self.o_proj(self.attention(q, k, v, batch))
+        return self.o_proj(self.attention(q, k, v, batch), batch)
 
     patch.setattr(model.Attention, "forward", forward)
 

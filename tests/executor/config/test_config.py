@@ -57,6 +57,11 @@ RANKS_8 = ["exe_mode=eager", "world_size=8"]
         (["model_path=nowhere"], "nowhere is not a folder"),
         ([*RANKS_8, "attn_tp_size=3"], "attn_tp_size: 3 does not divide world_size: 8"),
         ([*RANKS_8, "moe_tp_size=16"], "moe_tp_size: 16 does not divide world_size: 8"),
+        (["sequence_parallel_tokens=9"], "sequence_parallel_tokens: 9 needs a world_size above 1"),
+        (
+            [*RANKS_8, "sequence_parallel_tokens=65", "chunked_prefill_size=64"],
+            "sequence_parallel_tokens: 65 is more than the 64 tokens of the largest prefill step: lower it, or raise",
+        ),
         (["exe_mode=eager", "world_size=3"], "attn_tp_size: 3 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=16"], "attn_tp_size: 16 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],

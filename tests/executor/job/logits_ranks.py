@@ -1,7 +1,7 @@
 """A job that writes the logits of several cases, one after another, so that its ranks import torch only once.
 
 The argument is a JSON file, [[name, case, overrides, ids, mistake], ...]; rank 0 writes `name`.npz beside it. `mistake`
-is null, or names a patch of tests/models/minimax_m2_mistakes.py.
+is null, or names a patch of tests/models/minimax_m2_mistakes.py or tests/executor/parallel/row_mistakes.py.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from executor.engine.forced import ForcedRun
 from executor.job.logits import collect_logits, sized_for
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
+from tests.executor.parallel.row_mistakes import ROW_MISTAKES
 from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
 
 
@@ -44,7 +45,7 @@ def main() -> None:
             case = sized_for(load_case(case_name, overrides), ids, args.steps)
             with pytest.MonkeyPatch.context() as patch:
                 if mistake:
-                    SPLIT_MISTAKES[mistake](patch)
+                    (SPLIT_MISTAKES | ROW_MISTAKES)[mistake](patch)
                 runner = make_runner(case, results, ranks)
                 runner.setup()
                 arrays = collect_logits(runner, ids, args.steps)

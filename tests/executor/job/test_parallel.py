@@ -16,6 +16,7 @@ from executor.config.load import load_case
 from executor.job.logits import collect_logits, sized_for
 from executor.job.prompts import encode_prompts
 from files import ROOT
+from tests.executor.parallel.row_mistakes import ROW_MISTAKES
 from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
 from tests.ranks import run_ranks
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, write_case
@@ -35,6 +36,13 @@ QWEN3: Splits = {
     "dp4_tp2_moe_2x4": dict(world_size=8, attn_tp_size=2, moe_tp_size=2, batch_size=8),
     "dp4_moe_tp4_graph": dict(world_size=4, attn_tp_size=1, batch_size=8, exe_mode="graph"),
     "dp4_moe_tp4": dict(world_size=4, attn_tp_size=1, batch_size=8),
+    "tp2_sp": dict(world_size=2, sequence_parallel_tokens=1),
+    "tp2_sp_row_by_row": dict(world_size=2, chunked_prefill_size=1, sequence_parallel_tokens=1),
+    "tp4_moe_2x2_sp": dict(world_size=4, moe_tp_size=2, sequence_parallel_tokens=1),
+    "tp8_sp": dict(world_size=8, sequence_parallel_tokens=1),  # 36 tokens and 4 of padding
+    "dp2_tp2_sp": dict(world_size=4, attn_tp_size=2, batch_size=6, sequence_parallel_tokens=2),
+    "dp4_sp": dict(world_size=4, attn_tp_size=1, batch_size=8, sequence_parallel_tokens=1),
+    "tp4_sp_in_chunks": dict(world_size=4, chunked_prefill_size=5, sequence_parallel_tokens=3),
 }
 DEMO: Splits = {
     "tp2": dict(world_size=2),
@@ -46,6 +54,7 @@ DEMO_TP8: Splits = {"as it is": dict(world_size=8)}
 M2: Splits = {
     "tp2": dict(world_size=2),
     "tp2_graph": dict(world_size=2, exe_mode="graph"),
+    "tp2_sp": dict(world_size=2, sequence_parallel_tokens=1),
     "dp2_ep2": dict(world_size=2, attn_tp_size=1, moe_tp_size=1),
     "dp2_graph": dict(world_size=2, attn_tp_size=1, exe_mode="graph"),
     "tp4_moe_2x2": dict(world_size=4, moe_tp_size=2),
@@ -53,6 +62,8 @@ M2: Splits = {
     "dp2_tp2_moe_2x2": dict(world_size=4, attn_tp_size=2, moe_tp_size=2),
     "dp2_tp2_ep4_graph": dict(world_size=4, attn_tp_size=2, moe_tp_size=1, exe_mode="graph"),
     "dp2_tp2_in_chunks": dict(world_size=4, attn_tp_size=2, chunked_prefill_size=5),
+    "tp4_graph_sp": dict(world_size=4, exe_mode="graph", sequence_parallel_tokens=1),
+    "dp2_tp2_sp_in_chunks": dict(world_size=4, attn_tp_size=2, chunked_prefill_size=5, sequence_parallel_tokens=1),
     "tp8": dict(world_size=8),
     "tp8_ep8_graph": dict(world_size=8, moe_tp_size=1, exe_mode="graph"),
     "dp2_tp4_moe_4x2": dict(world_size=8, attn_tp_size=4, moe_tp_size=4),
@@ -74,6 +85,8 @@ MODELS: dict[str, Callable[[Path], object]] = {
     "m2": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=48, num_key_value_heads=8),
     "m2_few_kv": lambda folder: save_tiny_m2(folder, **M2_SIZES, num_attention_heads=16, num_key_value_heads=2),
 }
+# The mistakes of a split, and the split that each is made in.
+WHERE = dict.fromkeys(SPLIT_MISTAKES, ("m2_few_kv", "tp4")) | dict.fromkeys(ROW_MISTAKES, ("m2", "tp2_sp"))
 IN_FLOATS = ["dtype=float32", "method=none"]
 
 
@@ -101,7 +114,7 @@ class Jobs:
 
     def _job(self, world_size: int) -> "subprocess.CompletedProcess[str]":
         right = [(model, name, None) for model, splits in SPLITS.items() for name in splits]
-        wrong = [("m2_few_kv", "tp4", mistake) for mistake in SPLIT_MISTAKES]
+        wrong = [(*WHERE[mistake], mistake) for mistake in WHERE]
         jobs = [
             [file_of(*entry), self.cases[model], overrides_of(SPLITS[model][name]), self.ids[model], mistake]
             for entry in right + wrong
@@ -145,10 +158,20 @@ def test_split_equals_one_rank(jobs: Jobs, model: str, split: str) -> None:
     assert_same(jobs.split(model, split), jobs.alone(model))
 
 
-@pytest.mark.parametrize("mistake", SPLIT_MISTAKES)
+@pytest.mark.parametrize(("model", "split"), [("qwen3", "tp2"), ("qwen3", "tp4_moe_2x2"), ("m2", "tp2")])
+def test_shares_of_rows_change_no_bit(jobs: Jobs, model: str, split: str) -> None:
+    """Over gloo, if ranks divide the tokens of a step: with padding, more than two ranks add in another order."""
+    shared, whole = jobs.split(model, f"{split}_sp"), jobs.split(model, split)
+    for name, expected in whole.items():
+        np.testing.assert_array_equal(shared[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("mistake", WHERE)
 def test_mistake_in_a_split_changes_the_logits(jobs: Jobs, mistake: str) -> None:
-    """The test above would fail for MiniMax-M2 if its norm over all heads were split wrongly."""
-    wrong, right = jobs.split("m2_few_kv", "tp4", mistake), jobs.alone("m2_few_kv")
+    """The test above would fail for MiniMax-M2 if its norm over all heads were split wrongly, or rows were shared
+    wrongly."""
+    model, split = WHERE[mistake]
+    wrong, right = jobs.split(model, split, mistake), jobs.alone(model)
     assert max(np.abs(wrong[f"prefill_{i}"] - right[f"prefill_{i}"]).max() for i in range(len(IDS))) > 0.1
 
 

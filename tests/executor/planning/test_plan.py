@@ -112,6 +112,21 @@ def test_the_shipped_cases_are_as_counted_by_hand_and_fit(name: str) -> None:
     assert [part.nbytes for part in plan.decode] == [others, hit, BATCH * LONGEST * token]
 
 
+def test_a_sequence_parallel_prefill_keeps_a_share_of_the_rows() -> None:
+    """Of what lies between attention and experts. Experts get all rows, with weights and ids, in tensors of their own;
+    of the last layer's sums only the share is left."""
+    name, ranks = "qwen3_235b_a22b_bf16_tp16", 16
+    whole, shared = (
+        {part.name: part.nbytes for part in make_plan(load_case(name, overrides)).sections["prefill step"]}
+        for overrides in ([], ["sequence_parallel_tokens=2048"])
+    )
+    rows, chosen, sums = CHUNK * 4096 * 2, CHUNK * TOP_K * (2 + 4), "mlp.experts: sums over experts"
+    names = ("a layer: residual sum", "a layer: normalised", "mlp: weights", "mlp: ids")
+    fewer = {part: whole[part] // ranks for part in names}
+    other = {sums: rows, "mlp.experts: new_empty": rows + rows // ranks + chosen}
+    assert shared == whole | fewer | other
+
+
 def test_the_whole_models_are_as_large_as_they_are_called() -> None:
     parameters = {"qwen3_30b_a3b_bf16_tp8": 30_532_122_624, "qwen3_235b_a22b_bf16_tp16": 235_093_634_560}
     for name, count in parameters.items():

@@ -1,4 +1,5 @@
-"""Stage 6: all-reduce and all-gather over 2 ranks and over all dies, eager and captured, also on the vector cores."""
+"""Stage 6: all-reduce and all-gather over 2 ranks and over all dies, eager and captured, also on the vector cores; and
+the reduce-scatter and all-gather that replace an all-reduce in a sequence-parallel prefill."""
 
 import os
 from functools import partial
@@ -37,9 +38,12 @@ def over(logs: Path, size: int, aiv: bool) -> Found:
     rows: list[dict[str, Any]]
     rows = ranks.run(place, size, environment, logs / name, {"overrides": overrides, "sizes": BYTES})[0]["rows"]
     way = f"all-reduce of {size} ranks{', AIV' if aiv else ''}"
-    measured = [{"way": way, "bytes": row["bytes"], "us": row["graph_us"], "eager_us": row["eager_us"]} for row in rows]
-    told = ", ".join(f"{row['bytes'] >> 10} KB {row['eager_us']:.0f}/{row['graph_us']:.0f}" for row in rows)
-    return Found(f"us eager/in a graph: {told}", {"collectives": measured})
+    times = ("eager_us", "shares_us")
+    measured = [{"way": way, "bytes": row["bytes"], "us": row["graph_us"]} | {t: row[t] for t in times} for row in rows]
+    told = ", ".join(
+        f"{row['bytes'] >> 10} KB {row['eager_us']:.0f}/{row['graph_us']:.0f}/{row['shares_us']:.0f}" for row in rows
+    )
+    return Found(f"us eager/in a graph/as reduce-scatter and all-gather: {told}", {"collectives": measured})
 
 
 def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:
@@ -56,7 +60,7 @@ def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:
     platform = AscendPlatform(platform_settings(case), own)
     group, rows = init_parallel(case, own, platform).world, []
     for size in sizes:
-        count = size // 2
+        count = size // 2 // own.world_size * own.world_size
         part = torch.arange(count) % 7  # every sum is an integer that bfloat16 holds, for 16 ranks and more
         x = (part % 3 + own.rank % 2).bfloat16().to(platform.device)
         y = torch.empty_like(x)
@@ -69,15 +73,20 @@ def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:
         def gather(x: torch.Tensor = x) -> torch.Tensor:
             return group.gather_rows(x[:64], None)
 
+        def shares(x: torch.Tensor = x) -> torch.Tensor:
+            return group.gather_rows(group.sum_rows(x, None), None)
+
         every = torch.cat([(part[:64] % 3 + rank % 2) for rank in range(own.world_size)])
         require(f"all-reduce of {size} bytes", reduce(), total, 0.0)
         require(f"all-gather, {size} bytes", gather(), every, 0.0)
+        require(f"reduce-scatter and all-gather, {size} bytes", shares(), total, 0.0)
         graph = Graph([*[reduce] * LOOPS, gather])
         x.mul_(2)
         y.zero_()
         graph.replay()
         require(f"all-reduce of {size} bytes in a graph", graph.results[0], 2 * total, 0.0)
         require(f"all-gather in a graph, {size} bytes", graph.results[-1], 2 * every, 0.0)
-        us = alternate({"eager": reduce, "graph": graph.replay}, ROUNDS)
-        rows.append({"bytes": size, "eager_us": us["eager"], "graph_us": us["graph"] / LOOPS})
+        us = alternate({"eager": reduce, "graph": graph.replay, "shares": shares}, ROUNDS)
+        found = {"eager_us": us["eager"], "graph_us": us["graph"] / LOOPS, "shares_us": us["shares"]}
+        rows.append({"bytes": size} | found)
     return {"rows": rows}

@@ -1,0 +1,14 @@
+"""Shares of a step's rows give the values of whole rows, over two, three and four ranks (gloo)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(("world_size", "comparisons"), [(2, 72), (3, 72), (4, 108)])
+def test_shares_equal_whole_rows(tmp_path: Path, world_size: int, comparisons: int) -> None:
+    done = run_ranks(tmp_path, world_size, ["tests/executor/parallel/rows_ranks.py"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{comparisons} comparisons, 4 mistakes" in done.stdout
