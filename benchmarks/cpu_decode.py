@@ -135,8 +135,8 @@ def measure(
         size, read = step_bytes(model, batch, cached, experts), limits.read_gbps(took["read"])
         macs = step_macs(model, batch, logit_rows, top_k)
         return dict(
-            phase=phase, batch=batch, context=context, tokens_per_s=batch / took["step"], ms=took["step"] * 1e3, experts=experts,
-            step_gb=size / 1e9, read_gbps=read, read_fraction=size / took["step"] / 1e9 / read,
+            phase=phase, batch=batch, context=context, tokens_per_s=batch / took["step"], ms=took["step"] * 1e3,
+            experts=experts, step_gb=size / 1e9, read_gbps=read, read_fraction=size / took["step"] / 1e9 / read,
             int8_fraction=macs / took["step"] / 1e9 / limits.int8_gmacs(took["multiply"]),
         )  # fmt: skip
 

@@ -155,6 +155,8 @@ struct Kernels {
     const char* name;
     Product product[kFormats];
     Quantise quantise;
+    Product pairs[kFormats] =
+        {};  // the same for two neighbouring row blocks, the second's results after the first's; or null
     Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
 };
 
