@@ -76,20 +76,41 @@ COPY(F16)
 COPY(int8_t)
 #undef COPY
 
-CLONES float weights(const float* scores, float most, int64_t count, const float* scales, float* to) {
-    float lanes[kLanes] = {}, sum = 0;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (int l = 0; l < kLanes; l++) lanes[l] += to[i + l] = fast_exp(scores[i + l] - most);
-    for (; i < count; i++) sum += to[i] = fast_exp(scores[i] - most);
-    if (scales)
-        for (i = 0; i < count; i++) to[i] *= scales[i];
-    return sum + add_lanes(lanes);
+CLONES void soften(const Softened<float>& of) {
+    for (int64_t r = 0; r < of.rows; r++) {
+        float* to = of.weights + r * kKeys;
+        const float* scores = of.scores + r * kKeys;
+        const int64_t seen = of.seen[r];
+        std::memset(to, 0, kKeys * sizeof(float));
+        if (seen == 0) continue;
+        for (int64_t i = 0; i < seen; i++) to[i] = of.key_scales ? scores[i] * of.key_scales[i] : scores[i];
+        float least = to[0], most = to[0];
+        widen_range(to, seen, least, most);
+        if (most > of.most[r] + kSlack) {
+            const float factor = std::exp(of.most[r] - most);
+            for (int64_t i = 0; i < of.wide; i++) of.sums[r * of.wide + i] *= factor;
+            of.total[r] *= factor;
+            of.most[r] = most;
+        }
+        most = of.most[r];
+        float lanes[kLanes] = {}, sum = 0;
+        int64_t i = 0;
+        for (; i + kLanes <= seen; i += kLanes)
+            for (int l = 0; l < kLanes; l++) lanes[l] += to[i + l] = fast_exp(to[i + l] - most);
+        for (; i < seen; i++) sum += to[i] = fast_exp(to[i] - most);
+        of.total[r] += sum + add_lanes(lanes);
+        if (of.value_scales)
+            for (i = 0; i < seen; i++) to[i] *= of.value_scales[i];
+    }
 }
 
 struct FloatDot {
     using Operand = float;
     static constexpr int kDepth = 1;
+    template <class T>
+    static constexpr bool takes() {
+        return false;
+    }
     static void operand(const float* x, float factor, int64_t count, float* to) { scale_to(x, factor, to, count); }
     template <class T>
     static void copy(const T* from, int64_t pairs, int64_t columns, int64_t from_columns, float* to,
@@ -97,14 +118,11 @@ struct FloatDot {
         umbra::copy(from, pairs, columns, from_columns, to, to_columns);
     }
     static void product(bool fresh, int64_t rows, const float* a, int64_t a_stride, const Run<float>* runs, int count,
-                        int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride) {
+                        int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride, const Ahead&) {
         umbra::product(fresh, rows, a, a_stride, runs, count, shift, step, c, c_stride);
         umbra::product(fresh, rows, a, a_stride, runs, count, shift + second, step, c + kLanes, c_stride);
     }
-    static float weights(const float* scores, float most, int64_t seen, int64_t count, const float* scales, float* to) {
-        std::fill(to + seen, to + count, 0.0f);
-        return umbra::weights(scores, most, seen, scales, to);
-    }
+    static void soften(const Softened<float>& of) { umbra::soften(of); }
 };
 
 // Stores one token of one head: element d goes to to[d / 2 * pair + d % 2 * one].
@@ -142,12 +160,6 @@ CLONES void merge(int64_t width, const float* sums, float most, float total, flo
 
 CLONES void scale_to(const float* x, float factor, float* to, int64_t count) {
     for (int64_t i = 0; i < count; i++) to[i] = x[i] * factor;
-}
-
-CLONES float largest(const float* x, int64_t count) {
-    float least = x[0], most = x[0];
-    widen_range(x, count, least, most);
-    return most;
 }
 
 void attend_f32(const Attention& a, const Span& span) { attend<FloatDot, float>(a, span); }

@@ -27,6 +27,7 @@ constexpr int kMostRows = 64;   // of a block
 constexpr int kSection = 1024;  // keys, a multiple of kKeys
 constexpr int kColumns = 32;    // of a product
 constexpr int kMostTileRuns = kKeys / 2;
+constexpr float kSlack = 8;  // most that scores exceed what is subtracted from them
 
 // The tokens token .. token + count - 1 of one sequence, and one KV head. With `parts` only section `section` is
 // computed: for each (token, head) and section `parts` gets the sums (D), their largest score and their total weight.
@@ -41,7 +42,6 @@ void merge(int64_t width, const float* sums, float most, float total, float* all
            float& all_total);
 // to = x * factor
 void scale_to(const float* x, float factor, float* to, int64_t count);
-float largest(const float* x, int64_t count);
 
 template <class T>
 struct Piece {  // the keys or values of one page and KV head
@@ -63,20 +63,39 @@ struct Run {
     int64_t steps;
 };
 
+// Memory to prefetch while a product runs: at every step a line after each of two addresses.
+struct Ahead {
+    const uint8_t *first, *second;
+    int64_t stride;
+};
+
+// The scores of a tile, and what is known of their rows.
+template <class E>
+struct Softened {
+    const float* scores;         // (rows, kKeys)
+    const int64_t* seen;         // (rows) number of keys that each sees; what follows in `scores` is undefined
+    const float* key_scales;     // (kKeys) factors of the scores, or null
+    const float* value_scales;   // (kKeys) factors of the weights, or null
+    float *most, *total, *sums;  // of each row: a bound of its scores, its total weight, its sums (wide)
+    int64_t rows, wide;
+    E* weights;  // (rows, kKeys)
+};
+
 // `Dot` multiplies. It has
 //   Operand   the type of both operands; kDepth  elements of a row that one step of the product takes
+//   takes<T>()  whether pieces of T can be the second operand of `product` as they are
 //   operand(x, factor, count, to)                 x * factor as Operand
 //   copy(from, pairs, columns, from_columns, to, to_columns)  part of a piece (pairs, columns, 2) as steps of the product
-//   product(fresh, rows, a, a_stride, runs, count, shift, step, second, c, c_stride)
+//   product(fresh, rows, a, a_stride, runs, count, shift, step, second, c, c_stride, ahead)
 //     c (rows, 32) = or += a (rows, all steps) times the runs, whose steps are `step` elements apart; columns 0 to 15 are
 //     `shift` elements after a run's start, and 16 to 31 `second` after those
-//   weights(scores, most, seen, count, scales, to)  exp(score - most) of the first `seen` of `count` keys and 0 of the
-//     others, times scales unless null, as Operand; returns the sum without scales
+//   soften(of)  weights = exp(scores - most), 0 for keys that are not seen; adds to `total`. Where `most` has to grow,
+//     total and sums shrink with it.
 template <class Dot, class T>
 class QueryRows {
     using E = typename Dot::Operand;
     static constexpr int kDepth = Dot::kDepth;
-    static constexpr bool kSame = std::is_same_v<E, T> && kDepth == 2;  // a piece is an operand as it is
+    static constexpr bool kDirect = Dot::template takes<T>();  // pieces are operands as they are
 
 public:
     QueryRows(const Attention& a, const Span& span)
@@ -88,7 +107,7 @@ public:
     void run(int64_t begin, int64_t rows) {
         begin_ = begin, rows_ = rows;
         for (int64_t r = 0; r < rows; r++) Dot::operand(a_.q + place(r), a_.scale, a_.width, q_ + r * a_.width);
-        const int64_t seen_by_last = seen(rows - 1);
+        const int64_t seen_by_last = end_ = seen(rows - 1);
         if (span_.parts) {
             const int64_t start = span_.section * kSection;
             if (start >= seen_by_last) return;
@@ -147,35 +166,29 @@ private:
 
     void tile(int64_t start, int64_t count) {
         score(start, count);
-        float* key_scales = scales_;
-        float* value_scales = nullptr;
-        if (std::is_same_v<T, int8_t>) {
-            value_scales = scales_ + kKeys;
+        constexpr bool kScaled = std::is_same_v<T, int8_t>;
+        if (kScaled)
             for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
-                std::copy_n(piece(a_.k_cache, index).scales + offset, keys, key_scales + at);
-                std::copy_n(piece(a_.v_cache, index).scales + offset, keys, value_scales + at);
+                std::copy_n(piece(a_.k_cache, index).scales + offset, keys, key_scales_ + at);
+                std::copy_n(piece(a_.v_cache, index).scales + offset, keys, value_scales_ + at);
             });
-        }
-        for (int64_t r = 0; r < rows_; r++) {
-            float* row = scores_ + r * kKeys;
-            E* weights = weights_ + r * kKeys;
-            const int64_t seen_here = std::clamp<int64_t>(seen(r) - start, 0, count);
-            if (seen_here == 0) {
-                std::fill_n(weights, kKeys, E{});
-                continue;
-            }
-            if (std::is_same_v<T, int8_t>)
-                for (int64_t i = 0; i < seen_here; i++) row[i] *= key_scales[i];
-            const float peak = std::max(most_[r], largest(row, seen_here));
-            if (peak > most_[r]) {
-                const float factor = std::exp(most_[r] - peak);
-                total_[r] *= factor;
-                scale_to(sums_ + r * wide_, factor, sums_ + r * wide_, wide_);
-                most_[r] = peak;
-            }
-            total_[r] += Dot::weights(row, peak, seen_here, kKeys, value_scales, weights);
-        }
+        for (int64_t r = 0; r < rows_; r++) seen_[r] = std::clamp<int64_t>(seen(r) - start, 0, count);
+        Dot::soften(Softened<E>{scores_, seen_, kScaled ? key_scales_ : nullptr, kScaled ? value_scales_ : nullptr,
+                                most_, total_, sums_, rows_, wide_, weights_});
         add_values(start, count);
+    }
+
+    // What to prefetch during a product: of the pieces of the tile at `start`, 16 tokens one after another in parts of 32
+    // elements, part `first` and part `second` and those after them. Pages lie anywhere, and the processor's own prefetching starts anew at
+    // each of them.
+    Ahead ahead(const void* cache, bool keys, int64_t start, int64_t first, int64_t second) const {
+        const int64_t size = a_.page_size, lines = a_.width / 2, stride = (keys ? size * 2 : kColumns) * sizeof(T);
+        const auto line = [&](int64_t i) {
+            const int64_t token = std::min(start + i / lines * kLanes, end_ - 1) / kLanes * kLanes, at = token % size;
+            const Piece<T> from = piece(cache, pages_[token / size] * a_.kv_heads + span_.kv_head);
+            return reinterpret_cast<const uint8_t*>(from.elements + at * (keys ? 2 : a_.width)) + i % lines * stride;
+        };
+        return {line(first), line(second), stride};
     }
 
     Piece<T> piece(const void* cache, int64_t index) const {
@@ -184,58 +197,63 @@ private:
 
     // scores = q times the keys start .. start + count - 1
     void score(int64_t start, int64_t count) {
-        const int64_t steps = a_.width / kDepth;
-        const E* lanes[kKeys / kLanes];  // where each 16 keys begin
-        int64_t step;
-        if (kSame && a_.page_size % kLanes == 0) {
-            step = a_.page_size * kDepth;
-            for (auto& at : lanes) at = nullptr;
-            for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
-                const E* elements = reinterpret_cast<const E*>(piece(a_.k_cache, index).elements);
-                for (int64_t i = 0; i < keys; i += kLanes) lanes[(at + i) / kLanes] = elements + (offset + i) * kDepth;
-            });
-            for (auto& at : lanes) at = at ? at : lanes[0];  // their scores are not read
-        } else {
-            step = kKeys * kDepth;
-            for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
-                Dot::copy(piece(a_.k_cache, index).elements + offset * 2, a_.width / 2, keys, a_.page_size,
-                          tile_ + at * kDepth, kKeys);
-            });
-            for (int i = 0; i < kKeys / kLanes; i++) lanes[i] = tile_ + i * kLanes * kDepth;
+        if constexpr (kDirect) {
+            if (a_.page_size % kLanes == 0) {
+                const T* lanes[kKeys / kLanes] = {};  // where each 16 keys begin
+                for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
+                    const T* elements = piece(a_.k_cache, index).elements + offset * 2;
+                    for (int64_t i = 0; i < keys; i += kLanes) lanes[(at + i) / kLanes] = elements + i * 2;
+                });
+                for (auto& at : lanes) at = at ? at : lanes[0];  // their scores are not read
+                return score(start, count, lanes, a_.page_size);
+            }
         }
+        const E* lanes[kKeys / kLanes];
+        for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
+            Dot::copy(piece(a_.k_cache, index).elements + offset * 2, a_.width / 2, keys, a_.page_size,
+                      tile_ + at * kDepth, kKeys);
+        });
+        for (int i = 0; i < kKeys / kLanes; i++) lanes[i] = tile_ + i * kLanes * kDepth;
+        score(start, count, lanes, kKeys);
+    }
+    template <class S>
+    void score(int64_t start, int64_t count, const S* const* lanes, int64_t columns) {
+        const int64_t steps = a_.width / kDepth;
         for (int i = 0; i * kLanes < count; i += 2) {
-            const Run<E> run{lanes[i], steps};
-            Dot::product(true, rows_, q_, a_.width, &run, 1, 0, step, lanes[i + 1] - lanes[i], scores_ + i * kLanes,
-                         kKeys);
+            const Run<S> run{lanes[i], steps};
+            Dot::product(true, rows_, q_, a_.width, &run, 1, 0, columns * kDepth, lanes[i + 1] - lanes[i],
+                         scores_ + i * kLanes, kKeys, ahead(a_.v_cache, false, start, i * steps, (i + 1) * steps));
         }
     }
 
     // sums += weights times the values start .. start + count - 1
     void add_values(int64_t start, int64_t count) {
-        Run<E> runs[kMostTileRuns];
-        int pieces = 0;
-        int64_t columns = a_.width;
-        // The values of an odd last token lie beside whatever its neighbour's place holds.
-        if (kSame && columns % kColumns == 0 && count % 2 == 0) {
-            for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t) {
-                const E* elements = reinterpret_cast<const E*>(piece(a_.v_cache, index).elements);
-                runs[pieces++] = {elements + offset * columns, keys / kDepth};
-            });
-        } else {
-            columns = wide_;
-            for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
-                Dot::copy(piece(a_.v_cache, index).elements + offset * a_.width, (keys + 1) / 2, a_.width, a_.width,
-                          tile_ + at * wide_, wide_);
-            });
-            const int64_t even = count + count % 2;
-            if (even > count)
-                for (int64_t j = 0; j < wide_; j++)
-                    tile_[count / kDepth * kDepth * wide_ + (kDepth == 2 ? 2 * j + 1 : j)] = E{};
-            runs[pieces++] = {tile_, even / kDepth};
+        if constexpr (kDirect) {
+            // The values of an odd last token lie beside whatever its neighbour's place holds.
+            if (a_.width % kColumns == 0 && count % 2 == 0) {
+                Run<T> runs[kMostTileRuns];
+                int pieces = 0;
+                for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t) {
+                    runs[pieces++] = {piece(a_.v_cache, index).elements + offset * a_.width, keys / kDepth};
+                });
+                return add_values(start, runs, pieces);
+            }
         }
+        for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t at) {
+            Dot::copy(piece(a_.v_cache, index).elements + offset * a_.width, (keys + 1) / 2, a_.width, a_.width,
+                      tile_ + at * wide_, wide_);
+        });
+        if (count % 2)
+            for (int64_t j = 0; j < wide_; j++)
+                tile_[count / kDepth * kDepth * wide_ + (kDepth == 2 ? 2 * j + 1 : j)] = E{};
+        const Run<E> run{tile_, (count + 1) / 2 * 2 / kDepth};
+        add_values(start, &run, 1);
+    }
+    template <class S>
+    void add_values(int64_t start, const Run<S>* runs, int pieces) {
         for (int64_t j = 0; j < wide_; j += kColumns)
-            Dot::product(false, rows_, weights_, kKeys, runs, pieces, j * kDepth, columns * kDepth, kLanes * kDepth,
-                         sums_ + j, wide_);
+            Dot::product(false, rows_, weights_, kKeys, runs, pieces, j * kDepth, wide_ * kDepth, kLanes * kDepth,
+                         sums_ + j, wide_, ahead(a_.k_cache, true, start + kKeys, 2 * j, 2 * j + kKeys / kDepth));
     }
 
     static constexpr int kWidest = (kMostWidth + kColumns - 1) / kColumns * kColumns;
@@ -244,13 +262,14 @@ private:
     const int64_t group_, wide_;
     const int64_t* pages_;
     const int64_t first_position_;
-    int64_t begin_ = 0, rows_ = 0;
+    int64_t begin_ = 0, rows_ = 0, end_ = 0;
     alignas(64) E q_[kMostRows * kMostWidth];
     alignas(64) float scores_[kMostRows * kKeys];
     alignas(64) E weights_[kMostRows * kKeys];
     alignas(64) float sums_[kMostRows * kWidest];
     alignas(64) E tile_[kKeys * kWidest];  // keys or values that are no operand as they are
-    float most_[kMostRows], total_[kMostRows], scales_[2 * kKeys];
+    float most_[kMostRows], total_[kMostRows], key_scales_[kKeys], value_scales_[kKeys];
+    int64_t seen_[kMostRows];
 };
 
 template <class Dot, class T>

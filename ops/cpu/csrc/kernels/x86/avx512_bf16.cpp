@@ -17,19 +17,29 @@ constexpr int kMost = 8;  // rows of one pass: 16 sums of 16 lanes
 
 INLINE __m512bh as_bf16(__m512i v) { return reinterpret_cast<__m512bh>(v); }
 
-template <int R>
-TARGET void pass(bool fresh, const Bf16* a, int64_t a_stride, const Run<Bf16>* runs, int count, int64_t shift,
-                 int64_t step, int64_t second, float* c, int64_t c_stride) {
+INLINE __m512bh load_pairs(const Bf16* at) { return as_bf16(_mm512_loadu_si512(at)); }
+INLINE __m512bh load_pairs(const int8_t* at) {
+    const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + kLanes)));
+    return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+}
+
+template <int R, class S>
+TARGET void pass(bool fresh, const Bf16* a, int64_t a_stride, const Run<S>* runs, int count, int64_t shift,
+                 int64_t step, int64_t second, float* c, int64_t c_stride, const Ahead& ahead) {
+    const uint8_t *first = ahead.first, *other = ahead.second;
     __m512 left[R], right[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
         left[r] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * c_stride);
         right[r] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * c_stride + kLanes);
     }
-    for (const Run<Bf16>* run = runs; run < runs + count; run++) {
-        const Bf16* at = run->at + shift;
-        for (int64_t s = 0; s < run->steps; s++, at += step, a += 2) {
-            const __m512bh low = as_bf16(_mm512_loadu_si512(at)), high = as_bf16(_mm512_loadu_si512(at + second));
+    for (const Run<S>* run = runs; run < runs + count; run++) {
+        const S* at = run->at + shift;
+        for (int64_t s = 0; s < run->steps; s++, at += step, a += 2, first += ahead.stride, other += ahead.stride) {
+            _mm_prefetch(first, _MM_HINT_T0);
+            _mm_prefetch(other, _MM_HINT_T0);
+            const __m512bh low = load_pairs(at), high = load_pairs(at + second);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 int32_t two;
@@ -47,9 +57,9 @@ TARGET void pass(bool fresh, const Bf16* a, int64_t a_stride, const Run<Bf16>* r
     }
 }
 
-// e^x for x <= 0 to 2^-15: 2^n times a polynomial of the rest, |rest| <= 1/2.
+// e^x to 2^-15, 0 below -139: 2^n times a polynomial of the rest, |rest| <= 1/2.
 INLINE __m512 exponential(__m512 x) {
-    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+    const __m512 t = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-200.0f));
     const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(t, n);
     __m512 p = _mm512_set1_ps(1.33335581e-3f);
@@ -61,6 +71,10 @@ INLINE __m512 exponential(__m512 x) {
 struct Bf16Dot {
     using Operand = Bf16;
     static constexpr int kDepth = 2;
+    template <class T>
+    static constexpr bool takes() {
+        return true;
+    }
 
     TARGET static void operand(const float* x, float factor, int64_t count, Bf16* to) {
         for (int64_t i = 0; i < count; i += kLanes) {
@@ -87,27 +101,53 @@ struct Bf16Dot {
             }
     }
 
-    static void product(bool fresh, int64_t rows, const Bf16* a, int64_t a_stride, const Run<Bf16>* runs, int count,
-                        int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride) {
+    template <class S>
+    static void product(bool fresh, int64_t rows, const Bf16* a, int64_t a_stride, const Run<S>* runs, int count,
+                        int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride, const Ahead& ahead) {
         for (int64_t r = 0; r < rows; r += kMost)
             with_count<kMost>(static_cast<int>(std::min<int64_t>(kMost, rows - r)), [&](auto m) {
                 pass<m()>(fresh, a + r * a_stride, a_stride, runs, count, shift, step, second, c + r * c_stride,
-                          c_stride);
+                          c_stride, ahead);
             });
     }
 
-    TARGET static float weights(const float* scores, float most, int64_t seen, int64_t count, const float* scales,
-                                Bf16* to) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t i = 0; i < count; i += kLanes) {
-            const auto some = static_cast<__mmask16>((1u << std::clamp<int64_t>(seen - i, 0, kLanes)) - 1);
-            const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(some, scores + i), _mm512_set1_ps(most));
-            __m512 p = _mm512_maskz_mov_ps(some, exponential(x));
-            sum = _mm512_add_ps(sum, p);
-            if (scales) p = _mm512_mul_ps(p, _mm512_maskz_loadu_ps(some, scales + i));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(p)));
+    TARGET static void soften(const Softened<Bf16>& of) {
+        constexpr int kVectors = kKeys / kLanes;
+        const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        for (int64_t r = 0; r < of.rows; r++) {
+            const int64_t seen = of.seen[r];
+            Bf16* to = of.weights + r * kKeys;
+            __m512 x[kVectors], largest = nothing, sum = _mm512_setzero_ps();
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; i++) {
+                const auto some = static_cast<__mmask16>((1u << std::clamp<int64_t>(seen - i * kLanes, 0, kLanes)) - 1);
+                x[i] = _mm512_loadu_ps(of.scores + r * kKeys + i * kLanes);
+                if (of.key_scales) x[i] = _mm512_mul_ps(x[i], _mm512_loadu_ps(of.key_scales + i * kLanes));
+                x[i] = _mm512_mask_mov_ps(nothing, some, x[i]);
+                largest = _mm512_max_ps(largest, x[i]);
+            }
+            const float most = _mm512_reduce_max_ps(largest);
+            if (most > of.most[r] + kSlack) {
+                const float factor = std::exp(of.most[r] - most);
+                scale_to(of.sums + r * of.wide, factor, of.sums + r * of.wide, of.wide);
+                of.total[r] *= factor;
+                of.most[r] = most;
+            }
+            const __m512 bound = _mm512_set1_ps(seen ? of.most[r] : 0);  // nothing less nothing is no number
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; i++) {
+                __m512 p = exponential(_mm512_sub_ps(x[i], bound));
+                sum = _mm512_add_ps(sum, p);
+                if (of.value_scales) {
+                    const auto some =
+                        static_cast<__mmask16>((1u << std::clamp<int64_t>(seen - i * kLanes, 0, kLanes)) - 1);
+                    p = _mm512_maskz_mul_ps(some, p, _mm512_loadu_ps(of.value_scales + i * kLanes));
+                }
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kLanes),
+                                    reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(p)));
+            }
+            of.total[r] += _mm512_reduce_add_ps(sum);
         }
-        return _mm512_reduce_add_ps(sum);
     }
 };
 
