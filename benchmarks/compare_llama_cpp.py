@@ -1,7 +1,8 @@
-"""Speed of Umbra and of llama.cpp with the same weights and tokens, measured in turns within one process.
+"""Speed of Umbra, of llama.cpp and, where IK_LLAMA=DIR names a build of it, of ik_llama.cpp, with the same weights and
+tokens, measured in turns within one process.
 
     .venv/bin/python -m benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--format q4|q8]
-        [--json FILE] [--plot FILE]
+        [--decodes 1x64 4x64 8x64 1x8192] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
 
 The weights are random, with the shapes of the case's model, and written as GGUF with exactly the same values
 (gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
@@ -10,38 +11,46 @@ trial of the row. Before anything is timed, both must give the same logits.
 
 A row, of the table and of `rows` in the JSON file:
   phase         decode or prefill
-  batch         decode: sequences in the step, each with `--context` cached tokens; prefill: tokens of the one prompt
+  batch         decode: sequences in the step; prefill: tokens of the one prompt
+  context       decode: cached tokens of each sequence
   ours, theirs  tokens/s, medians; ours_best, theirs_best: of the fastest turn
   ratio_median, ratio_min, ratio_max   ours / theirs of each pair of neighbouring turns: above 1, Umbra is faster
+  ik, ik_best, ik_ratio_median, ik_ratio_min, ik_ratio_max   the same of ik_llama.cpp, if it takes part
   flash         whether llama.cpp's flash attention was on
 
 Only an idle machine gives a fair ratio: llama.cpp's threads spin until the others arrive after every operator, and one
 other busy process can make its step twenty times longer. Medians far below the best turns show that this happened.
 """
 
+import functools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.gguf_file import write_gguf
+from benchmarks.ik_llama_engine import IkLlama, ik_folder
 from benchmarks.llama_cpp_engine import LlamaCpp, library
 from benchmarks.machine import seconds_of, take_turns
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
+from benchmarks.peer_engine import Peer
 from benchmarks.umbra import Umbra
 from errors import UserError, run_main
 from executor.job.logits import prefill_logits
 
-BATCHES, PROMPTS = (1, 4, 8), (128, 512)
+DECODES, PROMPTS = ("1x64", "4x64", "8x64", "1x8192"), (128, 512, 2048, 8192)
+CHECKED = 64  # cached tokens of the sequences whose logits are compared
 STEPS = 8  # decode steps of one turn
 PAUSE = 0.02  # seconds; llama.cpp's OpenMP threads spin for up to 10 ms before they sleep
 COLUMNS = (
     ("phase", "phase", 8, ""),
     ("batch", "batch", 7, ""),
+    ("context", "context", 9, ""),
     ("ours", "ours", 9, ".1f"),
     ("ours_best", "best", 9, ".1f"),
     ("theirs", "theirs", 9, ".1f"),
@@ -49,6 +58,13 @@ COLUMNS = (
     ("ratio_median", "ratio", 8, ".2f"),
     ("ratio_min", "least", 8, ".2f"),
     ("ratio_max", "most", 8, ".2f"),
+)
+IK_COLUMNS = (
+    ("ik", "ik_llama", 10, ".1f"),
+    ("ik_best", "best", 9, ".1f"),
+    ("ik_ratio_median", "ratio", 8, ".2f"),
+    ("ik_ratio_min", "least", 8, ".2f"),
+    ("ik_ratio_max", "most", 8, ".2f"),
 )
 # Both round activations to 8 bits for every 32 columns. Of normal numbers the largest of 32 is about 2.3 sigma, so the
 # step is 2.3 / 127 sigma and the error 0.5 % of the input; two such inputs in a row in each half of a layer, and two
@@ -64,13 +80,13 @@ MEDIAN_ERROR = 0.05
 SAME_TOP = 0.75
 
 
-def same_logits(ours: Umbra, theirs: LlamaCpp, context: int) -> dict[str, float]:
-    """Compare all tokens of a prompt and one decode step of the largest batch; return the errors found, or raise."""
+def same_logits(ours: Umbra, theirs: Peer, batch: int) -> dict[str, float]:
+    """Compare all tokens of a prompt and one decode step of `batch` sequences; return the errors found, or raise."""
     generator = torch.Generator().manual_seed(1)
     (prompt,) = ours.random_prompts(1, 64, generator)
     prefill = prefill_logits(ours.runner, [prompt])[0], theirs.prefill_all(prompt).clone()
-    contexts = ours.random_prompts(max(BATCHES), context, generator)
-    tokens = [row[0] for row in ours.random_prompts(max(BATCHES), 1, generator)]
+    contexts = ours.random_prompts(batch, CHECKED, generator)
+    tokens = [row[0] for row in ours.random_prompts(batch, 1, generator)]
     ours.begin(contexts)
     theirs.begin(contexts)
     return checked(prefill, (ours.step(tokens), theirs.step(tokens)))
@@ -92,39 +108,53 @@ def checked(prefill: tuple[Tensor, Tensor], decode: tuple[Tensor, Tensor]) -> di
     return found
 
 
-def compare(ours: Umbra, theirs: LlamaCpp, context: int, pairs: int) -> Iterator[Row]:
-    """The rows of the table, each measured in `pairs` pairs of turns."""
+def compare(
+    ours: Umbra,
+    theirs: LlamaCpp,
+    ik: IkLlama | None,
+    decodes: Sequence[tuple[int, int]],
+    prompts: Sequence[int],
+    pairs: int,
+) -> Iterator[Row]:
+    """The rows for each (batch, context) of `decodes` and each length of `prompts`, each measured in `pairs` turns."""
     generator = torch.Generator().manual_seed(2)
+    engines: dict[str, Umbra | Peer] = {"ours": ours, "theirs": theirs} | ({"ik": ik} if ik else {})
 
-    def row(phase: str, batch: int, tokens: int, run: Callable[[Umbra | LlamaCpp], object], flash: bool) -> Row:
-        runs = {"ours": lambda: run(ours), "theirs": lambda: run(theirs)}
+    def row(
+        phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | Peer], object], flash: bool
+    ) -> Row:
+        runs = {name: functools.partial(run, engine) for name, engine in engines.items()}
         times = take_turns(runs, seconds=0, least=pairs, pause=PAUSE)
-        ratios = [t / o for o, t in zip(times["ours"], times["theirs"], strict=True)]
-        speeds = {name: tokens / statistics.median(took) for name, took in times.items()}
-        speeds |= {f"{name}_best": tokens / min(took) for name, took in times.items()}
-        return dict(
-            phase=phase, batch=batch, **speeds, ratio_median=statistics.median(ratios), ratio_min=min(ratios),
-            ratio_max=max(ratios), flash=flash,
-        )  # fmt: skip
+        row: Row = dict(phase=phase, batch=batch, context=context, flash=flash)
+        for name, took in times.items():
+            row |= {name: tokens / statistics.median(took), f"{name}_best": tokens / min(took)}
+        for name, prefix in (("theirs", ""), ("ik", "ik_")):
+            if name in times:
+                ratios = [t / o for o, t in zip(times["ours"], times[name], strict=True)]
+                found = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+                row |= {f"{prefix}ratio_{key}": ratio for key, ratio in found.items()}
+        return row
 
-    for batch in BATCHES:
+    for batch, context in decodes:
         contexts = ours.random_prompts(batch, context, generator)
         steps = [[row[0] for row in ours.random_prompts(batch, 1, generator)] for _ in range(STEPS)]
 
-        def decode(engine: Umbra | LlamaCpp, steps: list[list[int]] = steps) -> None:
+        def decode(engine: Umbra | Peer, steps: list[list[int]] = steps) -> None:
             for tokens in steps:
                 engine.step(tokens)
 
         ours.begin(contexts)
+        if ik:
+            ik.begin(contexts)
         flash = faster_attention(theirs, contexts, decode)
-        yield row("decode", batch, batch * STEPS, decode, flash)
-    for length in PROMPTS:
+        yield row("decode", batch, context, batch * STEPS, decode, flash)
+    for length in prompts:
         (prompt,) = ours.random_prompts(1, length, generator)
 
-        def prefill(engine: Umbra | LlamaCpp, prompt: list[int] = prompt) -> None:
+        def prefill(engine: Umbra | Peer, prompt: list[int] = prompt) -> None:
             engine.prefill(prompt)
 
-        yield row("prefill", length, length, prefill, faster_attention(theirs, [], prefill))
+        yield row("prefill", length, 0, length, prefill, faster_attention(theirs, [], prefill))
 
 
 def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[[LlamaCpp], object]) -> bool:
@@ -140,10 +170,9 @@ def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[
     return flash
 
 
-def load_same_weights(
-    ours: Umbra, format: str, threads: int, longest: int, folder: Path | None, keep: bool
-) -> LlamaCpp:
-    """llama.cpp with the weights of `ours`, through a GGUF file in `folder` that stays only with `keep`."""
+@contextmanager
+def same_weights(ours: Umbra, format: str, folder: Path | None, keep: bool) -> Iterator[Path]:
+    """A GGUF file in `folder` with the weights of `ours`, which stays only with `keep`."""
     try:
         handle, name = tempfile.mkstemp(suffix=".gguf", prefix="umbra-", dir=folder)
     except OSError as error:
@@ -154,16 +183,34 @@ def load_same_weights(
         write_gguf(path, ours.model, ours.config, format)
         if keep:
             print(f"wrote {path}: {path.stat().st_size / 1e6:.0f} MB")
-        return LlamaCpp(path, threads, max(BATCHES), longest)
+        yield path
     finally:
         if not keep:
-            path.unlink()  # llama.cpp keeps it mapped
+            path.unlink()  # engines keep it mapped
 
 
-def lines(rows: list[Row], phase: str) -> Lines:
-    mine = [r for r in rows if r["phase"] == phase]
-    batches = [r["batch"] for r in mine]
-    return {name: (batches, [r[f"ratio_{name}"] for r in mine]) for name in ("median", "min", "max")}
+def panels(rows: list[Row]) -> dict[str, Lines]:
+    def lines(mine: list[Row], over: str) -> Lines:
+        kinds = {"": "llama.cpp", "ik_": "ik_llama.cpp"} if "ik" in rows[0] else {"": "llama.cpp"}
+        return {
+            f"{name}, {key}": ([r[over] for r in mine], [r[f"{prefix}ratio_{key}"] for r in mine])
+            for prefix, name in kinds.items()
+            for key in ("median", "min", "max")
+        }
+
+    shortest = min((r["context"] for r in rows if r["phase"] == "decode"), default=0)
+    decode = [r for r in rows if r["phase"] == "decode" and r["context"] == shortest]
+    prefill = [r for r in rows if r["phase"] == "prefill"]
+    labels = f"sequences (decode, {shortest} cached)", "tokens of the prompt (prefill)"
+    return dict(zip(labels, (lines(decode, "batch"), lines(prefill, "batch")), strict=True))
+
+
+def pair_of(text: str) -> tuple[int, int]:
+    """BATCHxCONTEXT"""
+    batch, _, context = text.partition("x")
+    if not (batch.isdecimal() and context.isdecimal() and int(batch) and int(context)):
+        raise UserError(f"--decodes {text}: must be BATCHxCONTEXT, two numbers of at least 1, such as 4x64")
+    return int(batch), int(context)
 
 
 def main(argv: list[str]) -> None:
@@ -171,28 +218,38 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
     parser.add_argument("--layers", type=int, help="default: the case's; the weights are in memory twice")
     parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
-    parser.add_argument("--context", type=int, default=64, help="cached tokens of a sequence when it decodes")
+    parser.add_argument("--decodes", nargs="+", default=DECODES, help="sequences x cached tokens of each")
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
     parser.add_argument("--pairs", type=int, default=7, help="turns of each engine, after one that is not counted")
     parser.add_argument(
         "--folder", type=Path, help="for the GGUF file, as large as the weights; default: a temporary one"
     )
     parser.add_argument("--keep", action="store_true", help="keep the GGUF file")
     args = parser.parse_args(argv)
-    for name in ("context", "pairs", "threads"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
+    for name, value in (("pairs", args.pairs), ("threads", args.threads), ("prompts", min(args.prompts))):
+        if value < 1:
+            raise UserError(f"--{name} {value}: must be at least 1")
+    decodes = [pair_of(text) for text in args.decodes]
     version = library().__version__
-    longest = max(*PROMPTS, args.context + 1)
-    ours = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, max(BATCHES), longest)
-    theirs = load_same_weights(ours, args.format, args.threads, longest, args.folder, args.keep)
-    logits = same_logits(ours, theirs, args.context)
-    rows = printed(compare(ours, theirs, args.context, args.pairs), COLUMNS)
+    batch = max(batch for batch, _ in decodes)
+    longest = max(*args.prompts, *(context + 1 for _, context in decodes), CHECKED + 1)
+    ours = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, batch, longest)
+    folder = ik_folder()
+    with same_weights(ours, args.format, args.folder, args.keep) as path:
+        theirs = LlamaCpp(path, args.threads, batch, longest)
+        ik = IkLlama(folder, path, args.threads, batch, longest) if folder else None
+    logits = same_logits(ours, theirs, batch)
+    if ik:
+        same_logits(ours, ik, batch)
+    columns = COLUMNS + (IK_COLUMNS if ik else ())
+    rows = printed(compare(ours, theirs, ik, decodes, args.prompts, args.pairs), columns)
     theirs.close()
-    settings = {key: getattr(args, key) for key in ("case", "format", "context", "threads", "instruction_set", "pairs")}
+    if ik:
+        ik.close()
+    settings = {key: getattr(args, key) for key in ("case", "format", "threads", "instruction_set", "pairs")}
     layers = ours.config.num_hidden_layers
     write_rows(args.json, rows, layers=layers, llama_cpp_python=version, logits=logits, **settings)
-    panels = {"sequences (decode)": lines(rows, "decode"), "tokens of the prompt (prefill)": lines(rows, "prefill")}
-    plot(args.plot, panels, "Umbra's speed / llama.cpp's")
+    plot(args.plot, panels(rows), "Umbra's speed / theirs")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Decode and prefill speed of the model of a case on the CPU, beside the machine's limits.
 
     .venv/bin/python -m benchmarks.cpu_decode [--case bench_30b_shape_cpu] [--layers N] [--batches 1 4 8]
+        [--contexts 64 2048 8192 32768] [--prompts 128 512 2048 8192]
         [--format q4|q8] [--threads 2] [--json FILE] [--plot FILE]
 
 Weights are random with zero mean; each sequence has random tokens of its own. A step takes token ids and returns logits
@@ -9,7 +10,8 @@ The limits are measured in the same run.
 
 A row, of the table and of `rows` in the JSON file:
   phase          decode or prefill
-  batch          decode: sequences in the step, each with `--context` cached tokens; prefill: tokens of the one prompt
+  batch          decode: sequences in the step; prefill: tokens of the one prompt
+  context        decode: cached tokens of each sequence, whose keys and values are random
   tokens_per_s, ms (median of a step)
   experts        mean number of different experts used in a layer, counted from the router's ids in the measured steps
                  (for a prompt in several chunks, in its last chunk)
@@ -21,6 +23,7 @@ A row, of the table and of `rows` in the JSON file:
                  Attention's own products count in the time, not in the multiply-adds.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,10 +41,11 @@ from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import Router
 
-BATCHES, PROMPTS = (1, 4, 8), (128, 512, 2048)
+BATCHES, CONTEXTS, PROMPTS = (1, 4, 8), (64, 2048, 8192, 32768), (128, 512, 2048, 8192)
 COLUMNS = (
     ("phase", "phase", 8, ""),
     ("batch", "batch", 7, ""),
+    ("context", "context", 9, ""),
     ("tokens_per_s", "tokens/s", 11, ".1f"),
     ("ms", "ms", 10, ".2f"),
     ("experts", "experts", 9, ".1f"),
@@ -110,7 +114,14 @@ def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> flo
     return total
 
 
-def measure(engine: Umbra, limits: Limits, batches: Sequence[int], context: int, seconds: float) -> Iterator[Row]:
+def measure(
+    engine: Umbra,
+    limits: Limits,
+    decodes: Sequence[tuple[int, int]],
+    prompts: Sequence[int],
+    seconds: float,
+) -> Iterator[Row]:
+    """The rows for each (context, batch) of `decodes` and each length of `prompts`."""
     generator = torch.Generator().manual_seed(0)
     model, top_k = engine.model, engine.config.experts_per_token
 
@@ -118,17 +129,19 @@ def measure(engine: Umbra, limits: Limits, batches: Sequence[int], context: int,
         runs = {"step": step, "count": routed.count, "read": limits.read, "multiply": limits.multiply}
         return alternate(runs, seconds, least)
 
-    def row(phase: str, batch: int, cached: int, logit_rows: int, experts: float, took: dict[str, float]) -> Row:
+    def row(
+        phase: str, batch: int, context: int, cached: int, logit_rows: int, experts: float, took: dict[str, float]
+    ) -> Row:
         size, read = step_bytes(model, batch, cached, experts), limits.read_gbps(took["read"])
         macs = step_macs(model, batch, logit_rows, top_k)
         return dict(
-            phase=phase, batch=batch, tokens_per_s=batch / took["step"], ms=took["step"] * 1e3, experts=experts,
-            step_gb=size / 1e9, read_gbps=read, read_fraction=size / took["step"] / 1e9 / read,
+            phase=phase, batch=batch, context=context, tokens_per_s=batch / took["step"], ms=took["step"] * 1e3,
+            experts=experts, step_gb=size / 1e9, read_gbps=read, read_fraction=size / took["step"] / 1e9 / read,
             int8_fraction=macs / took["step"] / 1e9 / limits.int8_gmacs(took["multiply"]),
         )  # fmt: skip
 
-    for batch in batches:
-        engine.begin(engine.random_prompts(batch, context, generator))
+    for context, batch in decodes:
+        engine.assume(engine.random_prompts(batch, context, generator))
         with Routed(model) as routed:
             engine.capture_again()  # so that Routed records the ids of this graph
 
@@ -136,22 +149,25 @@ def measure(engine: Umbra, limits: Limits, batches: Sequence[int], context: int,
                 engine.step([row[0] for row in engine.random_prompts(batch, 1, generator)])
 
             took = timed(decode, 7, routed)
-        yield row("decode", batch, batch * (context + 1), batch, routed.experts, took)
-    for length in PROMPTS:
+        yield row("decode", batch, context, batch * (context + 1), batch, routed.experts, took)
+    for length in prompts:
         with Routed(model) as routed:
 
             def prefill(length: int = length) -> None:
                 engine.prefill(*engine.random_prompts(1, length, generator))
 
             took = timed(prefill, 3, routed)
-        yield row("prefill", length, length, 1, routed.experts, took)
+        yield row("prefill", length, 0, length, 1, routed.experts, took)
 
 
-def lines(rows: list[Row], phase: str) -> Lines:
-    mine = [r for r in rows if r["phase"] == phase]
-    batches = [r["batch"] for r in mine]
-    limits = {"of the read rate": "read_fraction", "of the int8 peak": "int8_fraction"}
-    return {label: (batches, [r[key] for r in mine]) for label, key in limits.items()}
+def panels(rows: list[Row]) -> dict[str, Lines]:
+    decode: dict[str, tuple[list[float], list[float]]] = {}
+    for context in dict.fromkeys(r["context"] for r in rows if r["phase"] == "decode"):
+        mine = [r for r in rows if r["phase"] == "decode" and r["context"] == context]
+        decode[f"of the read rate, {context} cached"] = [r["batch"] for r in mine], [r["read_fraction"] for r in mine]
+    prefill = [r for r in rows if r["phase"] == "prefill"]
+    peak = {"of the int8 peak": ([r["batch"] for r in prefill], [r["int8_fraction"] for r in prefill])}
+    return {"sequences (decode)": decode, "tokens of the prompt (prefill)": peak}
 
 
 def main(argv: list[str]) -> None:
@@ -160,19 +176,24 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--layers", type=int, help="default: the case's")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="sequences in a decode step")
     parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
-    parser.add_argument("--context", type=int, default=64, help="cached tokens of a sequence when it decodes")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="cached tokens of each sequence")
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
+    parser.add_argument("--kv-dtype", default="auto", help="type of cached keys and values")
     parser.add_argument("--seconds", type=float, default=3.0, help="measured for each row")
     args = parser.parse_args(argv)
-    for flag, least in (("context", args.context), ("batches", min(args.batches))):
-        if least < 1:
-            raise UserError(f"--{flag} {least}: must be at least 1")
-    longest = max(*PROMPTS, args.context)
-    engine = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, max(args.batches), longest)
-    rows = printed(measure(engine, Limits(), args.batches, args.context, args.seconds), COLUMNS)
-    settings = {key: getattr(args, key) for key in ("case", "format", "context", "threads", "instruction_set")}
+    for flag in ("contexts", "batches", "prompts"):
+        if min(getattr(args, flag)) < 1:
+            raise UserError(f"--{flag} {min(getattr(args, flag))}: must be at least 1")
+    longest = max(*args.prompts, *args.contexts)
+    engine = Umbra(
+        args.case, args.layers, args.format, args.threads, args.instruction_set, max(args.batches), longest,
+        args.kv_dtype,
+    )  # fmt: skip
+    decodes = list(itertools.product(args.contexts, args.batches))
+    rows = printed(measure(engine, Limits(), decodes, args.prompts, args.seconds), COLUMNS)
+    settings = {key: getattr(args, key) for key in ("case", "format", "kv_dtype", "threads", "instruction_set")}
     write_rows(args.json, rows, layers=engine.config.num_hidden_layers, **settings)
-    panels = {"sequences (decode)": lines(rows, "decode"), "tokens of the prompt (prefill)": lines(rows, "prefill")}
-    plot(args.plot, panels, "fraction of the machine's limit")
+    plot(args.plot, panels(rows), "fraction of the machine's limit")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """llama.cpp for benchmarks, through llama-cpp-python's low-level functions: token ids to logits, no sampling.
 
 It runs with its best settings: weights repacked when loaded (its default), one `llama_decode` a step for all sequences,
-each with a cache stream of its own, prompts in one piece, with or without flash attention. The methods are those of
-benchmarks.umbra.Umbra, and decode repeats one position in the same way.
+each with a cache stream of its own, prompts in one piece, with or without flash attention.
 """
 
 import ctypes
@@ -14,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.peer_engine import Peer, Token
 from errors import UserError
 
 INSTALL = "CMAKE_ARGS=-DGGML_NATIVE=ON .venv/bin/python -m pip install -r requirements-compare.txt"
+MOST_AT_ONCE = 2048  # tokens that are computed together; scores of more take gigabytes without flash attention
 ERROR = 4  # llama.cpp's log level for errors
 
 
@@ -28,7 +29,7 @@ def library() -> Any:
     return llama_cpp
 
 
-class LlamaCpp:
+class LlamaCpp(Peer):
     def __init__(self, path: Path, threads: int, sequences: int, longest: int):
         """Room for `sequences` of `longest` tokens."""
         llama_cpp = self.api = library()
@@ -54,28 +55,11 @@ class LlamaCpp:
         self.context = self.contexts[flash]
         self.memory = self.api.llama_get_memory(self.context)
 
-    def prefill(self, prompt: list[int]) -> Tensor:
-        """Logits (1, vocabulary) of the last token; the next step overwrites them."""
+    def clear(self) -> None:
         self.api.llama_memory_clear(self.memory, False)
-        return self._decode([(0, i, token, i == len(prompt) - 1) for i, token in enumerate(prompt)])
 
-    def prefill_all(self, prompt: list[int]) -> Tensor:
-        """Logits (tokens, vocabulary) of all tokens; the next step overwrites them."""
-        self.api.llama_memory_clear(self.memory, False)
-        return self._decode([(0, i, token, True) for i, token in enumerate(prompt)])
-
-    def begin(self, contexts: list[list[int]]) -> None:
-        """Cache `contexts`; each following `step` decodes one token after them."""
-        self.api.llama_memory_clear(self.memory, False)
-        for sequence, context in enumerate(contexts):
-            self._decode([(sequence, i, token, False) for i, token in enumerate(context)])
-        self.lengths = [len(context) for context in contexts]
-
-    def step(self, tokens: list[int]) -> Tensor:
-        """Logits (sequences, vocabulary); the next step overwrites them."""
-        for sequence, length in enumerate(self.lengths):
-            self.api.llama_memory_seq_rm(self.memory, sequence, length, -1)
-        return self._decode([(s, self.lengths[s], token, True) for s, token in enumerate(tokens)])
+    def remove(self, sequence: int, start: int) -> None:
+        self.api.llama_memory_seq_rm(self.memory, sequence, start, -1)
 
     def close(self) -> None:
         self.api.llama_batch_free(self.batch)
@@ -86,7 +70,7 @@ class LlamaCpp:
     def _context(self, flash: bool, threads: int, sequences: int, longest: int) -> Any:
         api, params = self.api, self.api.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = sequences * longest, sequences, False
-        params.n_batch = params.n_ubatch = longest
+        params.n_batch, params.n_ubatch = longest, min(longest, MOST_AT_ONCE)
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = api.llama_init_from_model(self.model, params)
@@ -94,8 +78,7 @@ class LlamaCpp:
             raise UserError(f"llama.cpp: no memory for {sequences} sequences of {longest} tokens")
         return context
 
-    def _decode(self, tokens: list[tuple[int, int, int, bool]]) -> Tensor:
-        """(sequence, position, id, whether its logits are wanted) -> (logits wanted, vocabulary)"""
+    def decode(self, tokens: list[Token]) -> Tensor:
         batch, wanted = self.batch, 0
         batch.n_tokens = len(tokens)
         for i, (sequence, position, token, wants) in enumerate(tokens):

@@ -5,6 +5,7 @@ that any number of steps has the same context.
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from executor.config.load import load_case
 from executor.engine.forced import ForcedRun
 from executor.job.runner import make_runner
 from models.config import ModelConfig
+from models.layers.attention import PagedAttention
 from models.layers.experts import Experts
 from models.qwen3_moe.config import Qwen3MoeConfig
 
@@ -34,13 +36,13 @@ def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
 class Umbra:
     def __init__(
         self, case_name: str, layers: int | None, format: str, threads: int, instruction_set: str, sequences: int,
-        longest: int,
+        longest: int, kv_dtype: str = "auto",
     ):  # fmt: skip
         """An engine with room for `sequences` of `longest` tokens; `layers` None: as many as the case's checkpoint."""
         settings = dict(
             with_ckpt="false", exe_mode="graph", world_size=1, method=format, threads=threads,
             instruction_set=instruction_set, batch_size=sequences, input_max_len=longest, max_new_tokens=ROOM,
-            ignore_eos="true",
+            ignore_eos="true", kv_dtype=kv_dtype,
         )  # fmt: skip
         case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])
         self.runner = make_runner(case, Path("results"), rank_env())
@@ -72,10 +74,28 @@ class Umbra:
             self.forced.add([context], ROOM)
         self.forced.extend([0] * len(contexts))
 
+    def assume(self, contexts: list[list[int]]) -> None:
+        """`begin` without computing: the contexts' keys and values are random. Measures long contexts in short time."""
+        self.forced.close()
+        self._fill_caches()
+        self.forced.assume(contexts, ROOM)
+        self.forced.extend([0] * len(contexts))
+
     def step(self, tokens: list[int]) -> Tensor:
         """Logits (sequences, vocabulary), which the next step overwrites."""
         self.forced.replace(tokens)
         return self.forced.decode_in_place()
+
+    @functools.cached_property
+    def _attentions(self) -> list[PagedAttention]:
+        return [layer for layer in self.model.modules() if isinstance(layer, PagedAttention)]
+
+    def _fill_caches(self) -> None:
+        for layer in self._attentions:
+            pages, kv_heads, _, page_size = layer.k_cache.shape
+            for places in torch.arange(pages * page_size).split(1 << 14):
+                k, v = torch.randn(2, len(places), kv_heads, self.config.head_dim)
+                layer.ops.write_kv(k, v, layer.k_cache, layer.v_cache, places)
 
     def capture_again(self) -> None:
         """Makes the next decode step capture a new graph."""

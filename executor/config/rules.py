@@ -45,6 +45,11 @@ def check(case: Case, where: str) -> None:
         check_ascend(case, where)
     else:
         check_not_ascend(case, where)
+        if case.cache_config.page_size % 2:
+            raise UserError(
+                f"{where}: cache_config.page_size: {case.cache_config.page_size} must be even on platform: cpu (values "
+                "are kept in pairs of tokens): choose 16"
+            )
     check_offload(case, where)
     wanted = case.quantization
     if wanted.group_size not in GROUP_SIZES:

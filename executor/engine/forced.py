@@ -25,17 +25,7 @@ class ForcedRun:
         """Prefill `prompts`, each with room for `room` tokens more: in chunks of the case's `chunked_prefill_size`, or
         in one step with `all_logits`. -> for each prompt the logits of its last token (1, vocabulary), or of all its
         tokens (tokens, vocabulary); every rank gets all of them."""
-        sampling = SamplingParams(max_tokens=room)
-        added = [new_sequence(len(self.sequences) + i, Request(tuple(ids), sampling)) for i, ids in enumerate(prompts)]
-        for sequence in added:
-            self.scheduler.add(sequence)
-        self.scheduler.admit()
-        if missing := [s for s in added if s not in self.scheduler.running]:
-            raise UserError(
-                f"offload_config.arena_mb: there is no room for {len(missing)} of {len(added)} sequences that are to "
-                "run together: let fewer run together (--batch), or set a larger arena"
-            )
-        self.sequences += added
+        added = self._admit(prompts, room)
         waiting, found = [s for s in self.scheduler.running if s in added], dict[int, Tensor]()
         while waiting:
             limit = None if all_logits else self.scheduler.limits.prefill_tokens
@@ -43,6 +33,11 @@ class ForcedRun:
             waiting = [s for s in waiting if s not in part or not s.complete]
             found |= self._run(part, False, all_logits)  # of a prompt's chunks, the last one's logits stay
         return [found[s.id] for s in added]
+
+    def assume(self, prompts: ListOf[ListOf[int]], room: int) -> None:
+        """Takes `prompts` for cached, whatever their pages hold: for measurements with long contexts."""
+        for sequence in self._admit(prompts, room):
+            sequence.cached = len(sequence.ids)
 
     def extend(self, tokens: ListOf[int]) -> None:
         """Append a token to each sequence; the next `decode` computes it."""
@@ -71,6 +66,20 @@ class ForcedRun:
             sequence.finish_reason = "length"
         self.scheduler.retire()
         self.sequences = []
+
+    def _admit(self, prompts: ListOf[ListOf[int]], room: int) -> list[Sequence]:
+        sampling = SamplingParams(max_tokens=room)
+        added = [new_sequence(len(self.sequences) + i, Request(tuple(ids), sampling)) for i, ids in enumerate(prompts)]
+        for sequence in added:
+            self.scheduler.add(sequence)
+        self.scheduler.admit()
+        if missing := [s for s in added if s not in self.scheduler.running]:
+            raise UserError(
+                f"offload_config.arena_mb: there is no room for {len(missing)} of {len(added)} sequences that are to "
+                "run together: let fewer run together (--batch), or set a larger arena"
+            )
+        self.sequences += added
+        return added
 
     def _run(self, running: list[Sequence], decode: bool, all_logits: bool) -> dict[int, Tensor]:
         """One step. -> the logits of each sequence by its id"""

@@ -123,6 +123,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if width > native.most_width:
         raise UserError(f"head_dim: {width} is above {native.most_width}, the widest head of the cpu's attention")
+    if width % 2 or page_size % 2:
+        raise UserError(f"head_dim: {width}, page_size: {page_size}: the cpu keeps keys and values in pairs")
     return torch.zeros(cache_shape(pages, page_size, kv_heads, width, dtype), dtype=dtype, device=device)
 
 

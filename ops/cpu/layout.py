@@ -8,8 +8,8 @@ from ops.cpu.matrix import NativeExperts, NativeMatrix
 
 
 def cache_shape(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """The shape of a KV cache. One head's part of a page is contiguous: keys are (width, page_size), values (page_size,
-    width); with int8 the scales follow."""
+    """The shape of a KV cache. One head's part of a page is contiguous: keys are (width / 2, page_size, 2), values
+    (page_size / 2, width, 2); with int8 the scales follow."""
     return pages, kv_heads, width + 4 * (dtype == torch.int8), page_size
 
 

@@ -113,8 +113,9 @@ def test_gguf_of_minimax_m2_says_how_it_routes_and_rotates(m2_case: str, tmp_pat
 
 
 def test_cpu_decode_of_minimax_m2(m2_case: str, tmp_path: Path) -> None:
-    flags = ["--layers", "1", "--batches", "1", "2", "--context", "8", "--seconds", "0", "--threads", "1"]
-    cpu_decode.main(["--case", m2_case, *flags, "--json", str(tmp_path / "rows.json")])
+    sizes = ["--layers", "1", "--batches", "1", "2", "--contexts", "8", "--prompts", "70"]
+    flags = ["--seconds", "0", "--threads", "1", "--json", str(tmp_path / "rows.json")]
+    cpu_decode.main(["--case", m2_case, *sizes, *flags])
     data = json.loads((tmp_path / "rows.json").read_text())
     rows = data["rows"]
     assert data["layers"] == 1
@@ -135,14 +136,17 @@ def test_dense_layers_are_refused(tmp_path: Path) -> None:
 
 def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
-    cpu_decode.main(["--case", case, "--layers", "1", "--context", "8", "--seconds", "0", "--threads", "1", *outputs])
+    sizes = ["--layers", "1", "--contexts", "8", "1100", "--prompts", "20", "130"]
+    cpu_decode.main(["--case", case, *sizes, "--seconds", "0", "--threads", "1", *outputs])
     data = json.loads((tmp_path / "rows.json").read_text())
     assert data["layers"] == 1
     assert data["format"] == "q4"
     rows = data["rows"]
-    assert [(r["phase"], r["batch"]) for r in rows] == [("decode", b) for b in (1, 4, 8)] + [
-        ("prefill", n) for n in (128, 512, 2048)
+    assert [(r["phase"], r["batch"], r["context"]) for r in rows] == [
+        *(("decode", b, c) for c in (8, 1100) for b in (1, 4, 8)),
+        *(("prefill", n, 0) for n in (20, 130)),
     ]
+    assert rows[3]["step_gb"] - rows[0]["step_gb"] == pytest.approx(1092 * 2 * 2 * 8 * 2 / 1e9)
     for row in rows:
         assert row["tokens_per_s"] > 0
         assert 0 < row["read_fraction"] < 1
@@ -151,7 +155,7 @@ def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.Ca
     assert experts[0] == 3  # of one token
     assert 3 < experts[1] <= experts[2] <= 8  # tokens of their own reach other experts
     assert (tmp_path / "rows.png").stat().st_size > 0
-    assert capsys.readouterr().out.count("prefill") == 3
+    assert capsys.readouterr().out.count("prefill") == 2
 
 
 def test_decode_steps_repeat_one_position(case: str) -> None:

@@ -43,10 +43,11 @@ MARKED = [pytest.param(e, marks=[] if e == QUICK else [pytest.mark.slow]) for e 
 
 
 @pytest.fixture(params=MARKED, ids=lambda p: f"{p[0]}-{'+'.join(map(str, p[1]))}")
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Starts an engine; its instruction set."""
     torch.manual_seed(3)
     start(request.param[1], request.param[0])
-    yield
+    yield request.param[0]
     engine.start(1, "auto")
 
 
@@ -258,14 +259,14 @@ def caches_of(ops: Ops, shape: tuple[int, int, int, int], dtype: torch.dtype) ->
 def cached(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """What the native caches hold, each as (pages, page_size, kv_heads, D)."""
     pages, heads, width, size = keys.shape
-    if keys.dtype != torch.int8:
-        return keys.permute(0, 3, 1, 2), values.reshape(pages, heads, size, width).transpose(1, 2)
-    width -= 4
-    (k, k_scale), (v, v_scale) = (
-        x.reshape(pages, heads, -1).split([width * size, 4 * size], -1) for x in (keys, values)
-    )
-    k = k.reshape(pages, heads, width, size) * k_scale.contiguous().view(torch.float32)[:, :, None]
-    v = v.reshape(pages, heads, size, width) * v_scale.contiguous().view(torch.float32)[..., None]
+    width -= 4 * (keys.dtype == torch.int8)
+    k, v = (x.reshape(pages, heads, -1)[..., : width * size] for x in (keys, values))
+    k = k.reshape(pages, heads, width // 2, size, 2).transpose(3, 4).reshape(pages, heads, width, size)
+    v = v.reshape(pages, heads, size // 2, width, 2).transpose(3, 4).reshape(pages, heads, size, width)
+    if keys.dtype == torch.int8:
+        scales = (x.reshape(pages, heads, -1)[..., width * size :].contiguous() for x in (keys, values))
+        k_scale, v_scale = (x.view(torch.float32) for x in scales)
+        k, v = k * k_scale[:, :, None], v * v_scale[..., None]
     return k.permute(0, 3, 1, 2), v.transpose(1, 2)
 
 
@@ -286,23 +287,11 @@ def test_write_kv_touches_its_slots_only_and_rounds_to_nearest(dtype: torch.dtyp
         assert cache.flatten(0, 1).float().abs().sum((1, 2)).nonzero().flatten().tolist() == [6, 9]
 
 
-@pytest.mark.parametrize("dtype", [*TYPES, torch.int8])
-@pytest.mark.parametrize(
-    ("lens", "new", "kv_heads", "heads", "dim", "page_size"),
-    [
-        ([9, 1, 16], [1, 1, 1], 2, 8, 16, 4),
-        ([9, 1, 16], [9, 1, 16], 2, 8, 16, 4),
-        ([9, 13], [4, 7], 1, 3, 8, 5),
-        ([200, 65], [3, 65], 2, 4, 24, 16),
-        ([300, 17, 64], [1, 1, 1], 1, 16, 128, 16),
-        ([130], [70], 1, 1, 256, 128),
-    ],
-    ids=["decode", "prefill", "later chunk", "longer than a tile", "as in practice", "wide heads, large pages"],
-)
-@pytest.mark.usefixtures("kernels")
-def test_attention(
-    lens: list[int], new: list[int], kv_heads: int, heads: int, dim: int, page_size: int, dtype: torch.dtype
-) -> None:
+def paged(
+    lens: list[int], kv_heads: int, dim: int, page_size: int, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Caches of random keys and values of sequences with `lens` tokens, on pages in random order, the block tables, and
+    the values."""
     pages = [-(-n // page_size) for n in lens]
     order = torch.randperm(sum(pages)).tolist()
     tables = torch.zeros(len(lens), max(pages), dtype=torch.int64)
@@ -311,12 +300,65 @@ def test_attention(
         tables[s, :count] = torch.tensor([order.pop() for _ in range(count)])
         slots += [int(tables[s, i // page_size]) * page_size + i % page_size for i in range(lens[s])]
     k, v = torch.randn(2, sum(lens), kv_heads, dim)
-    q, starts = torch.randn(sum(new), heads, dim) * 3, torch.tensor([0, *new]).cumsum(0)
     caches = caches_of(cpu, (sum(pages), page_size, kv_heads, dim), dtype)
     cpu.write_kv(k, v, *caches, torch.tensor(slots))
-    rest = tables, starts, torch.tensor(lens), dim**-0.5
+    return caches, tables, v
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, torch.int8])
+@pytest.mark.parametrize(
+    ("lens", "new", "kv_heads", "heads", "dim", "page_size"),
+    [
+        ([9, 1, 16], [1, 1, 1], 2, 8, 16, 4),
+        ([9, 1, 16], [9, 1, 16], 2, 8, 16, 4),
+        ([9, 13], [4, 7], 1, 3, 8, 6),
+        ([200, 65], [3, 65], 2, 4, 24, 16),
+        ([300, 17, 64], [1, 1, 1], 1, 16, 128, 16),
+        ([130], [70], 1, 1, 256, 128),
+        ([2300, 5, 1024], [1, 1, 1], 2, 6, 32, 16),
+        ([1100], [90], 1, 2, 32, 32),
+        ([1030], [2], 1, 70, 8, 16),
+    ],
+    ids=[
+        "decode", "prefill", "later chunk", "longer than a tile", "as in practice", "wide heads, large pages",
+        "several sections", "prefill over sections", "more heads than rows of a block",
+    ],
+)  # fmt: skip
+def test_attention(
+    lens: list[int], new: list[int], kv_heads: int, heads: int, dim: int, page_size: int, dtype: torch.dtype,
+    kernels: str,
+) -> None:  # fmt: skip
+    caches, tables, v = paged(lens, kv_heads, dim, page_size, dtype)
+    q, starts = torch.randn(sum(new), heads, dim) * 3, torch.tensor([0, *new]).cumsum(0)
+    rest = tables, starts, torch.tensor(lens)
+    actual = cpu.attention(q, *caches, *rest, dim**-0.5)
     # The reference sees the very values that were rounded into the native cache.
-    close(cpu.attention(q, *caches, *rest), reference.attention(q, *(c.float() for c in cached(*caches)), *rest))
+    k_seen, v_seen = (c.float() for c in cached(*caches))
+    if kernels == "avx512_bf16" and dtype in (torch.bfloat16, torch.int8):  # queries and weights are rounded too
+        expected = reference.attention((q * dim**-0.5).bfloat16().float(), k_seen, v_seen, *rest, 1.0)
+        torch.testing.assert_close(actual, expected, atol=2**-8 * float(v.abs().max()), rtol=0)
+    else:
+        close(actual, reference.attention(q, k_seen, v_seen, *rest, dim**-0.5))
+
+
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_attention_does_not_depend_on_threads_company_or_chunks(instruction_set: str, dtype: torch.dtype) -> None:
+    """The last 70 tokens of a long sequence: with all others of it or one by one, beside others or alone."""
+    torch.manual_seed(7)
+    start((1,), instruction_set)
+    lens, new, dim = [40, 2120, 1], [40, 70, 1], 16
+    caches, tables, _ = paged(lens, 2, dim, 16, dtype)
+    q = torch.randn(sum(new), 6, dim) * 3
+    together = cpu.attention(q, *caches, tables, torch.tensor([0, 40, 110, 111]), torch.tensor(lens), 0.25)
+    for threads in ((1,), (2,), (9,)):
+        start(threads, instruction_set)
+        for first, count in ((40, 70), (43, 5), (109, 1), (40, 1)):
+            lengths = torch.tensor([lens[1] - (110 - first - count)])
+            starts = torch.tensor([0, count])
+            alone = cpu.attention(q[first : first + count], *caches, tables[1:2], starts, lengths, 0.25)
+            assert torch.equal(alone, together[first : first + count])
+    engine.start(1, "auto")
 
 
 @pytest.mark.usefixtures("kernels")
@@ -383,6 +425,8 @@ def test_impossible_shapes_and_sets_are_named() -> None:
         NativeExperts(2, 16, 64, FORMATS["q8"], CPU)
     with pytest.raises(UserError, match="head_dim: 257 is above 256"):
         cpu.kv_cache(1, 16, 1, 257, torch.float32, CPU)
+    with pytest.raises(UserError, match="head_dim: 16, page_size: 5: the cpu keeps keys and values in pairs"):
+        cpu.kv_cache(1, 5, 1, 16, torch.float32, CPU)
     with pytest.raises(UserError, match="instruction_set: sve is not a set of kernels; usable: generic"):
         engine.start(1, "sve")
     known = next(leaf.choices for leaf in leaves(Case) if leaf.path == "instruction_set")

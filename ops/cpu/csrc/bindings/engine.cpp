@@ -15,6 +15,8 @@ Engine engine;
 
 namespace {
 
+constexpr size_t kRoom = 1 << 18;  // floats for each thread: sums of 2,000 sections of 128 columns
+
 // Python code at its place on the tape. An exception ends the replay and reaches its caller.
 struct HostNode {
     py::function function;
@@ -49,6 +51,7 @@ void bind_engine(py::module_& m) {
             engine.pool = std::make_unique<Pool>(teams);
             engine.teams = teams;
             engine.kernels = &kernels;
+            engine.room.resize(engine.pool->threads() * kRoom);
             return std::string(kernels.name);
         },
         py::arg("teams"), py::arg("instruction_set"));

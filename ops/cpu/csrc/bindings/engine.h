@@ -18,9 +18,10 @@ struct Engine {
     std::vector<Team> teams;
     std::unique_ptr<Pool> pool;
     const Kernels* kernels = nullptr;
+    std::vector<float> room;
     Tape* capturing = nullptr;
 
-    Context context() const { return {*pool, *kernels}; }
+    Context context() { return {*pool, *kernels, {room.data(), static_cast<int64_t>(room.size())}}; }
 };
 extern Engine engine;
 

@@ -1,188 +1,137 @@
-// The paged KV cache: writing it, and causal attention over it with online softmax (arXiv 1805.02867).
-//
-// Layout of one page of one KV head, P tokens of D elements, a contiguous piece of memory:
-//   keys    [D][P], transposed, so that scores of P keys are P lanes and need no horizontal sums
-//   values  [P][D]
-//   int8 only: after the elements float32 [P], each token's scale; element = int8 * scale, scale = max|row| / 127
-//
-// A task handles a few tokens and one KV head. All their query heads (rows) share every key and value that is read, and
-// each page's piece stays in L1 meanwhile. Both products, queries by keys and probabilities by values, are the same
-// small matrix product: kAtOnce rows by 16 lanes of sums in registers.
-// Keys are scored in tiles of up to kTile; after each tile the row's running maximum, sum and output are updated.
+// The paged KV cache: writing it, and causal attention over it, in floats; kernels/x86 has the products of bfloat16.
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-
-#include "kernels/vector.h"
+#include "kernels/attention.h"
 
 namespace umbra {
 namespace {
 
-constexpr int kTile = 64;      // keys scored before their values are used
-constexpr int kMostRows = 32;  // query rows of a block
 #if defined(__x86_64__)
 constexpr int kAtOnce = 8;  // 8 sums of 16 lanes: 8 AVX-512 registers
 #else
 constexpr int kAtOnce = 4;  // 16 NEON registers
 #endif
 
-// c (rows, columns) += a (rows, depth) b (depth, columns) for R rows and 16 columns.
-template <int R, class T>
-ALWAYS_INLINE void tile(const float* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t depth, float* c,
-                        int64_t c_stride) {
+// c (R, 16) = or += a (R, all steps) times the runs.
+template <int R>
+ALWAYS_INLINE void tile(bool fresh, const float* a, int64_t a_stride, const Run<float>* runs, int count, int64_t shift,
+                        int64_t step, float* c, int64_t c_stride) {
     Lanes sums[R];
-    for (int r = 0; r < R; r++) load(c + r * c_stride, sums[r]);
-    for (int64_t k = 0; k < depth; k++) {
-        Lanes v;
-        load(b + k * b_stride, v);
-        for (int r = 0; r < R; r++) sums[r] += a[r * a_stride + k] * v;
+    for (int r = 0; r < R; r++) {
+        if (fresh)
+            sums[r] = Lanes{};
+        else
+            load(c + r * c_stride, sums[r]);
+    }
+    for (const Run<float>* run = runs; run < runs + count; run++) {
+        const float* at = run->at + shift;
+        for (int64_t k = 0; k < run->steps; k++, at += step) {
+            Lanes v;
+            load(at, v);
+            for (int r = 0; r < R; r++) sums[r] += a[r * a_stride + k] * v;
+        }
+        a += run->steps;
     }
     for (int r = 0; r < R; r++) std::memcpy(c + r * c_stride, &sums[r], sizeof(Lanes));
 }
 
+CLONES void product(bool fresh, int64_t rows, const float* a, int64_t a_stride, const Run<float>* runs, int count,
+                    int64_t shift, int64_t step, float* c, int64_t c_stride) {
+    for (int64_t r = 0, done; r < rows; r += done, a += done * a_stride, c += done * c_stride) {
+#define TILE(R) (done = R, tile<R>(fresh, a, a_stride, runs, count, shift, step, c, c_stride))
+        rows - r >= kAtOnce ? TILE(kAtOnce) : rows - r >= 4 ? TILE(4) : rows - r >= 2 ? TILE(2) : TILE(1);
+#undef TILE
+    }
+}
+
+// from (pairs, columns, 2) -> to (2 * pairs, columns), in floats.
 template <class T>
-ALWAYS_INLINE void product(int64_t rows, int64_t depth, int64_t columns, const float* a, int64_t a_stride, const T* b,
-                           int64_t b_stride, float* c, int64_t c_stride) {
-    for (int64_t r = 0; r < rows; r += kAtOnce) {
-        const int64_t count = std::min<int64_t>(kAtOnce, rows - r);
-        const float* from = a + r * a_stride;
-        float* to = c + r * c_stride;
+ALWAYS_INLINE void unpair(const T* from, int64_t pairs, int64_t columns, int64_t from_columns, float* to,
+                          int64_t to_columns) {
+    for (int64_t i = 0; i < pairs; i++, from += 2 * from_columns, to += 2 * to_columns) {
         int64_t j = 0;
         for (; j + kLanes <= columns; j += kLanes) {
-            if (count == kAtOnce) {
-                tile<kAtOnce>(from, a_stride, b + j, b_stride, depth, to + j, c_stride);
-                continue;
-            }
-            for (int64_t i = 0; i < count; i++)
-                tile<1>(from + i * a_stride, a_stride, b + j, b_stride, depth, to + i * c_stride + j, c_stride);
+            Lanes low, high;
+            load(from + 2 * j, low);
+            load(from + 2 * j + kLanes, high);
+            constexpr Bits even{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+            const Lanes first = __builtin_shuffle(low, high, even), second = __builtin_shuffle(low, high, even + 1);
+            std::memcpy(to + j, &first, sizeof first);
+            std::memcpy(to + to_columns + j, &second, sizeof second);
         }
-        for (; j < columns; j++)
-            for (int64_t i = 0; i < count; i++)
-                for (int64_t k = 0; k < depth; k++)
-                    to[i * c_stride + j] += from[i * a_stride + k] * widen(b[k * b_stride + j]);
+        for (; j < columns; j++) {
+            to[j] = widen(from[2 * j]);
+            to[to_columns + j] = widen(from[2 * j + 1]);
+        }
     }
 }
 
-#define PRODUCT(T)                                                                                                   \
-    CLONES void multiply(int64_t rows, int64_t depth, int64_t columns, const float* a, int64_t a_stride, const T* b, \
-                         int64_t b_stride, float* c, int64_t c_stride) {                                             \
-        product(rows, depth, columns, a, a_stride, b, b_stride, c, c_stride);                                        \
+#define COPY(T)                                                                                      \
+    CLONES void copy(const T* from, int64_t pairs, int64_t columns, int64_t from_columns, float* to, \
+                     int64_t to_columns) {                                                           \
+        unpair(from, pairs, columns, from_columns, to, to_columns);                                  \
     }
-PRODUCT(float)
-PRODUCT(Bf16)
-PRODUCT(F16)
-PRODUCT(int8_t)
-#undef PRODUCT
+COPY(float)
+COPY(Bf16)
+COPY(F16)
+COPY(int8_t)
+#undef COPY
 
-CLONES void scale_by(float* to, float factor, int64_t width) {
-    for (int64_t i = 0; i < width; i++) to[i] *= factor;
+CLONES void soften(const Softened<float>& of) {
+    for (int64_t r = 0; r < of.rows; r++) {
+        float* to = of.weights + r * kKeys;
+        const float* scores = of.scores + r * kKeys;
+        const int64_t seen = of.seen[r];
+        std::memset(to, 0, kKeys * sizeof(float));
+        if (seen == 0) continue;
+        for (int64_t i = 0; i < seen; i++) to[i] = of.key_scales ? scores[i] * of.key_scales[i] : scores[i];
+        float least = to[0], most = to[0];
+        widen_range(to, seen, least, most);
+        if (most > of.most[r] + kSlack) {
+            const float factor = std::exp(of.most[r] - most);
+            for (int64_t i = 0; i < of.wide; i++) of.sums[r * of.wide + i] *= factor;
+            of.total[r] *= factor;
+            of.most[r] = most;
+        }
+        most = of.most[r];
+        float lanes[kLanes] = {}, sum = 0;
+        int64_t i = 0;
+        for (; i + kLanes <= seen; i += kLanes)
+            for (int l = 0; l < kLanes; l++) lanes[l] += to[i + l] = fast_exp(to[i + l] - most);
+        for (; i < seen; i++) sum += to[i] = fast_exp(to[i] - most);
+        of.total[r] += sum + add_lanes(lanes);
+        if (of.value_scales)
+            for (i = 0; i < seen; i++) to[i] *= of.value_scales[i];
+    }
 }
 
-CLONES void multiply_by(float* to, const float* factors, int64_t width) {
-    for (int64_t i = 0; i < width; i++) to[i] *= factors[i];
-}
-
-CLONES float largest(const float* x, int64_t count) {
-    float least = x[0], most = x[0];
-    widen_range(x, count, least, most);
-    return most;
-}
-
-// Replaces each score by exp(score - most) and returns the sum.
-CLONES float exponentials(float* scores, float most, int64_t count) {
-    float lanes[kLanes] = {}, sum = 0;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (int l = 0; l < kLanes; l++) lanes[l] += scores[i + l] = fast_exp(scores[i + l] - most);
-    for (; i < count; i++) sum += scores[i] = fast_exp(scores[i] - most);
-    return sum + add_lanes(lanes);
-}
-
-template <class T>
-struct Piece {  // the keys or values of one page and KV head
-    const T* elements;
-    const float* scales;  // int8 only
+struct FloatDot {
+    using Operand = float;
+    static constexpr int kDepth = 1;
+    template <class T>
+    static constexpr bool takes() {
+        return false;
+    }
+    static void operand(const float* x, float factor, int64_t count, float* to) { scale_to(x, factor, to, count); }
+    template <class T>
+    static void copy(const T* from, int64_t pairs, int64_t columns, int64_t from_columns, float* to,
+                     int64_t to_columns) {
+        umbra::copy(from, pairs, columns, from_columns, to, to_columns);
+    }
+    static void product(bool fresh, int64_t rows, const float* a, int64_t a_stride, const Run<float>* runs, int count,
+                        int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride, const Ahead&) {
+        umbra::product(fresh, rows, a, a_stride, runs, count, shift, step, c, c_stride);
+        umbra::product(fresh, rows, a, a_stride, runs, count, shift + second, step, c + kLanes, c_stride);
+    }
+    static void soften(const Softened<float>& of) { umbra::soften(of); }
 };
 
+// Stores one token of one head: element d goes to to[d / 2 * pair + d % 2 * one].
 template <class T>
-Piece<T> piece_of(const void* cache, int64_t index, int64_t elements, int64_t page_size) {
-    const int64_t bytes = elements * sizeof(T) + (std::is_same_v<T, int8_t> ? page_size * sizeof(float) : 0);
-    const uint8_t* at = static_cast<const uint8_t*>(cache) + index * bytes;
-    return {reinterpret_cast<const T*>(at), reinterpret_cast<const float*>(at + elements * sizeof(T))};
-}
-
-template <class T>
-void attend(const Attention& a, int64_t sequence, int64_t token, int64_t count, int64_t kv_head) {
-    const int64_t group = a.heads / a.kv_heads, width = a.width, size = a.page_size;
-    const int64_t* pages = a.block_tables + sequence * a.most_pages;
-    // A query sees the keys up to its own position.
-    const int64_t first_position = a.kv_lens[sequence] - (a.query_starts[sequence + 1] - token);
-    const auto place = [&](int64_t row) {  // offset of a row in q and out
-        return ((token + row / group) * a.heads + kv_head * group + row % group) * width;
-    };
-    float q[kMostRows * kMostWidth], sums[kMostRows * kMostWidth], scores[kMostRows * kTile];
-    float most[kMostRows], total[kMostRows];
-    for (int64_t begin = 0; begin < count * group; begin += kMostRows) {
-        const int64_t rows = std::min<int64_t>(kMostRows, count * group - begin);
-        for (int64_t r = 0; r < rows; r++) {
-            for (int64_t d = 0; d < width; d++) q[r * width + d] = a.q[place(begin + r) + d] * a.scale;
-            most[r] = -std::numeric_limits<float>::infinity(), total[r] = 0;
-        }
-        std::fill(sums, sums + rows * width, 0.0f);
-        const int64_t seen_by_last = first_position + (begin + rows - 1) / group + 1;
-        for (int64_t start = 0; start < seen_by_last; start += kTile) {
-            const int64_t end = std::min(seen_by_last, start + kTile);
-            // Calls f(piece index, offset in the page, number of keys, column of scores).
-            const auto for_pages = [&](auto&& f) {
-                for (int64_t at = start, keys; at < end; at += keys) {
-                    keys = std::min(size - at % size, end - at);
-                    f(pages[at / size] * a.kv_heads + kv_head, at % size, keys, at - start);
-                }
-            };
-            std::fill(scores, scores + rows * kTile, 0.0f);
-            for_pages([&](int64_t index, int64_t offset, int64_t keys, int64_t column) {
-                const Piece<T> k = piece_of<T>(a.k_cache, index, width * size, size);
-                // Whole vectors even if the sequence ends within the page; keys past its end are masked below.
-                const int64_t whole = std::min({(keys + kLanes - 1) / kLanes * kLanes, size - offset, kTile - column});
-                multiply(rows, width, whole, q, width, k.elements + offset, size, scores + column, kTile);
-                if (std::is_same_v<T, int8_t>)
-                    for (int64_t r = 0; r < rows; r++)
-                        multiply_by(scores + r * kTile + column, k.scales + offset, keys);
-            });
-            for (int64_t r = 0; r < rows; r++) {
-                float* row = scores + r * kTile;
-                const int64_t seen =
-                    std::clamp<int64_t>(first_position + (begin + r) / group + 1 - start, 0, end - start);
-                std::fill(row + seen, row + (end - start), 0.0f);  // keys after the query's position
-                if (seen == 0) continue;
-                const float peak = std::max(most[r], largest(row, seen));
-                if (peak > most[r]) {
-                    const float factor = std::exp(most[r] - peak);
-                    total[r] *= factor;
-                    scale_by(sums + r * width, factor, width);
-                    most[r] = peak;
-                }
-                total[r] += exponentials(row, peak, seen);
-            }
-            for_pages([&](int64_t index, int64_t offset, int64_t keys, int64_t column) {
-                const Piece<T> v = piece_of<T>(a.v_cache, index, width * size, size);
-                if (std::is_same_v<T, int8_t>)
-                    for (int64_t r = 0; r < rows; r++)
-                        multiply_by(scores + r * kTile + column, v.scales + offset, keys);
-                multiply(rows, keys, width, scores + column, kTile, v.elements + offset * width, width, sums, width);
-            });
-        }
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t d = 0; d < width; d++) a.out[place(begin + r) + d] = sums[r * width + d] / total[r];
+void store(const float* x, int64_t width, T* to, int64_t pair, int64_t one, float*) {
+    for (int64_t d = 0; d < width; d += 2) {
+        to[d / 2 * pair] = narrow<T>(x[d]);
+        to[d / 2 * pair + one] = narrow<T>(x[d + 1]);
     }
-}
-
-// Stores one token of one head: x goes to every `step`-th element of `to`.
-template <class T>
-void store(const float* x, int64_t width, T* to, int64_t step, float*) {
-    for (int64_t d = 0; d < width; d++) to[d * step] = narrow<T>(x[d]);
 }
 CLONES float quantise(const float* x, int64_t width, int8_t* to) {  // returns the scale
     float least = 0, most = 0;
@@ -192,22 +141,34 @@ CLONES float quantise(const float* x, int64_t width, int8_t* to) {  // returns t
     for (int64_t d = 0; d < width; d++) to[d] = static_cast<int8_t>(nearest(x[d] * inverse));
     return most / 127.0f;
 }
-void store(const float* x, int64_t width, int8_t* to, int64_t step, float* scale) {
+void store(const float* x, int64_t width, int8_t* to, int64_t pair, int64_t one, float* scale) {
     int8_t row[kMostWidth];
     *scale = quantise(x, width, row);
-    for (int64_t d = 0; d < width; d++) to[d * step] = row[d];
-}
-
-template <class F>
-void with_cache_type(Type type, F&& f) {
-    if (type == Type::i8) return f(int8_t{});
-    with_type(type, f);
+    for (int64_t d = 0; d < width; d++) to[d / 2 * pair + d % 2 * one] = row[d];
 }
 
 }  // namespace
 
+CLONES void merge(int64_t width, const float* sums, float most, float total, float* all_sums, float& all_most,
+                  float& all_total) {
+    const float peak = std::max(most, all_most);
+    const float factor = std::exp(most - peak), all_factor = std::exp(all_most - peak);
+    for (int64_t i = 0; i < width; i++) all_sums[i] = all_sums[i] * all_factor + sums[i] * factor;
+    all_total = all_total * all_factor + total * factor;
+    all_most = peak;
+}
+
+CLONES void scale_to(const float* x, float factor, float* to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = x[i] * factor;
+}
+
+void attend_f32(const Attention& a, const Span& span) { attend<FloatDot, float>(a, span); }
+void attend_bf16(const Attention& a, const Span& span) { attend<FloatDot, Bf16>(a, span); }
+void attend_f16(const Attention& a, const Span& span) { attend<FloatDot, F16>(a, span); }
+void attend_i8(const Attention& a, const Span& span) { attend<FloatDot, int8_t>(a, span); }
+
 void WriteKv::run(Context& context) const {
-    with_cache_type(type, [&](auto example) {
+    const auto write = [&](auto example) {
         using T = decltype(example);
         context.pool.each(static_cast<int>(tokens), [&](int t, int) {
             const int64_t page = slots[t] / page_size, offset = slots[t] % page_size;
@@ -216,28 +177,59 @@ void WriteKv::run(Context& context) const {
                     return piece_of<T>(cache, page * heads + h, width * page_size, page_size);
                 };
                 const Piece<T> keys = piece(k_cache), values = piece(v_cache);
-                store(k + t * k_stride + h * width, width, const_cast<T*>(keys.elements) + offset, page_size,
+                store(k + t * k_stride + h * width, width, const_cast<T*>(keys.elements) + offset * 2, page_size * 2, 1,
                       const_cast<float*>(keys.scales) + offset);
-                store(v + t * v_stride + h * width, width, const_cast<T*>(values.elements) + offset * width, 1,
+                store(v + t * v_stride + h * width, width,
+                      const_cast<T*>(values.elements) + offset / 2 * 2 * width + offset % 2, 4, 2,
                       const_cast<float*>(values.scales) + offset);
             }
         });
-    });
+    };
+    type == Type::i8 ? write(int8_t{}) : with_type(type, write);
 }
 
 void Attention::run(Context& context) const {
-    // With few tokens each is a task; with many a task takes several, which share the keys they read.
-    const int64_t step = std::clamp<int64_t>(tokens * kv_heads / (context.pool.threads() * 8), 1, 8);
-    with_cache_type(type, [&](auto example) {
-        using T = decltype(example);
-        context.pool.each(static_cast<int>((tokens + step - 1) / step * kv_heads), [&](int task, int) {
-            const int64_t end = std::min(tokens, (task / kv_heads + 1) * step);
-            for (int64_t token = task / kv_heads * step, count; token < end; token += count) {
-                const int64_t* next = std::upper_bound(query_starts, query_starts + sequences + 1, token);
-                count = std::min(end, *next) - token;
-                attend<T>(*this, next - query_starts - 1, token, count, task % kv_heads);
+    const Attend one = context.kernels.attend[static_cast<int>(type)];
+    const int64_t group = heads / kv_heads, threads = context.pool.threads();
+    const int64_t most = std::max<int64_t>(1, kMostRows / group);  // tokens of a block
+    const int64_t sections = (*std::max_element(kv_lens, kv_lens + sequences) + kSection - 1) / kSection;
+    // Tokens of a sequence that are computed together share the keys they read. Each of a decode step has its own.
+    const int64_t step = tokens == sequences ? 1
+                         : sections > 1      ? most
+                                             : std::clamp<int64_t>(tokens * kv_heads / (threads * 4), 1, most);
+    const int64_t cuts = (tokens + step - 1) / step;
+    // With few tasks the sections of long sequences are tasks too, if there is room for their sums.
+    const bool split = threads > 1 && sections > 1 && cuts * kv_heads < 8 * threads &&
+                       tokens * heads * sections * (width + 2) <= context.room.floats;
+    const int64_t parts = split ? sections : 1;
+    context.pool.each(static_cast<int>(cuts * kv_heads * parts), [&](int task, int) {
+        const int64_t section = task / (cuts * kv_heads), cut = task / kv_heads % cuts, kv_head = task % kv_heads;
+        const int64_t end = std::min(tokens, (cut + 1) * step);
+        for (int64_t token = cut * step, count; token < end; token += count) {
+            const int64_t* next = std::upper_bound(query_starts, query_starts + sequences + 1, token);
+            const int64_t sequence = next - query_starts - 1;
+            count = std::min(end, *next) - token;
+            if (!split)
+                one(*this, {sequence, token, count, kv_head});
+            else if (section * kSection < kv_lens[sequence])
+                one(*this, {sequence, token, count, kv_head, context.room.memory, section, sections});
+        }
+    });
+    if (!split) return;
+    context.pool.each(static_cast<int>(tokens * kv_heads), [&](int task, int) {
+        const int64_t token = task / kv_heads;
+        const int64_t* next = std::upper_bound(query_starts, query_starts + sequences + 1, token);
+        const int64_t seen = kv_lens[next - query_starts - 1] - (*next - token) + 1;
+        for (int64_t row = token * heads + task % kv_heads * group, end = row + group; row < end; row++) {
+            const float* part = context.room.memory + row * sections * (width + 2);
+            float *to = out + row * width, peak = part[width], total = part[width + 1];
+            std::copy_n(part, width, to);
+            for (int64_t s = 1; s * kSection < seen; s++) {
+                part += width + 2;
+                merge(width, part, part[width], part[width + 1], to, peak, total);
             }
-        });
+            scale_to(to, 1 / total, to, width);
+        }
     });
 }
 

@@ -22,6 +22,7 @@ std::vector<Set> all_sets() {
     std::vector<Set> sets{{"generic", "", true, kernels_generic},
                           {"avx2", "AVX2, FMA and F16C (x86-64)", false, nullptr},
                           {"avx512_vnni", "AVX-512 F, BW, DQ, VL and VNNI (x86-64)", false, nullptr},
+                          {"avx512_bf16", "AVX-512 with VNNI and BF16 (x86-64)", false, nullptr},
                           {"neon_dotprod", "dotprod (ARMv8.2)", false, nullptr},
                           {"neon_i8mm", "dotprod and i8mm (ARMv8.6)", false, nullptr}};
 #if defined(__x86_64__)
@@ -31,11 +32,13 @@ std::vector<Set> all_sets() {
     sets[2].works = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     sets[2].kernels = kernels_avx512;
+    sets[3].works = sets[2].works && __builtin_cpu_supports("avx512bf16");
+    sets[3].kernels = kernels_avx512_bf16;
 #elif defined(__aarch64__)
-    sets[3].works = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-    sets[3].kernels = kernels_neon;
-    sets[4].works = sets[3].works && getauxval(AT_HWCAP2) & HWCAP2_I8MM;
-    sets[4].kernels = kernels_i8mm;
+    sets[4].works = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+    sets[4].kernels = kernels_neon;
+    sets[5].works = sets[4].works && getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+    sets[5].kernels = kernels_i8mm;
 #endif
     return sets;
 }

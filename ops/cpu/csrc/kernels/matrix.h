@@ -142,10 +142,22 @@ using Product = void (*)(const Matrix& w, int block, const Rows& rows, const int
 // Quantises `count` blocks of 32 floats.
 using Quantise = void (*)(const float* x, int count, Block* to);
 
+// Attention of some tokens over one KV head (attention.h); in floats, for each type of cache.
+struct Attention;
+struct Span;
+using Attend = void (*)(const Attention&, const Span&);
+void attend_f32(const Attention&, const Span&);
+void attend_bf16(const Attention&, const Span&);
+void attend_f16(const Attention&, const Span&);
+void attend_i8(const Attention&, const Span&);
+
 struct Kernels {
     const char* name;
     Product product[kFormats];
     Quantise quantise;
+    Product pairs[kFormats] =
+        {};  // the same for two neighbouring row blocks, the second's results after the first's; or null
+    Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
 };
 
 inline float half_to_float(uint16_t h) {
@@ -204,6 +216,7 @@ const Kernels& kernels_generic();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+const Kernels& kernels_avx512_bf16();
 #elif defined(__aarch64__)
 const Kernels& kernels_neon();
 const Kernels& kernels_i8mm();

@@ -11,9 +11,16 @@
 
 namespace umbra {
 
+// Memory that an op may use while it runs.
+struct Room {
+    float* memory = nullptr;
+    int64_t floats = 0;
+};
+
 struct Context {
     Pool& pool;
     const Kernels& kernels;
+    Room room{};
 };
 
 enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // element type of a table or cache; i8: caches only
@@ -77,7 +84,7 @@ struct Rope {
 
 struct WriteKv {
     const float *k, *v;       // (T, heads, width), tokens k_stride and v_stride apart
-    void *k_cache, *v_cache;  // (pages, heads) pieces, laid out as attention.cpp describes
+    void *k_cache, *v_cache;  // (pages, heads) pieces, laid out as attention.h describes
     const int64_t* slots;     // (T) page places: page * page_size + offset in the page
     int64_t tokens, heads, width, page_size, k_stride, v_stride;
     Type type;

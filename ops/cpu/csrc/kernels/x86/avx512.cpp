@@ -13,7 +13,8 @@ namespace umbra {
 namespace {
 
 constexpr int kAhead = 4096;
-constexpr int kMost = 8;  // activation rows of one pass
+constexpr int kMost = 8;        // activation rows of one pass
+constexpr int kMostOfPair = 4;  // of one with two row blocks
 
 INLINE void prefetch(const uint8_t* at, int lines) {
     for (int i = 0; i < lines; i++) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + 64 * i), _MM_HINT_T0);
@@ -77,6 +78,77 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
         }
     }
     for (int t = 0; t < M; t++) _mm512_storeu_ps(y[t], sums[t]);
+}
+
+// Two row blocks at once: an activation is loaded for both, and two loads a cycle no longer bound two products a cycle.
+template <Format F, bool Zeros, int M>
+TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows, float* const* y) {
+    constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
+    const uint8_t* plane[2];
+    const uint16_t* scales[2];
+    const uint8_t* zeros[2];
+    for (int b = 0; b < 2; b++) {
+        plane[b] = w.quants + (block + b) * w.quant_stride();
+        scales[b] = w.scales + (block + b) * w.scale_count();
+        zeros[b] = Zeros ? w.zeros + (block + b) * w.scale_count() : nullptr;
+    }
+    const int per_group = w.group / kBlock;
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 sums[M][2], scale[2];
+    __m512i zero[2];
+    for (int t = 0; t < M; t++) sums[t][0] = sums[t][1] = _mm512_setzero_ps();
+    int left = 0;
+    const size_t end = w.k / kBlock * sizeof(Block);
+    for (size_t offset = 0; offset < end; offset += sizeof(Block)) {
+        __m512i v[2][8];
+#pragma GCC unroll 2
+        for (int b = 0; b < 2; b++) {
+            prefetch(plane[b], kVectors);
+            if (left == 0) {
+                scale[b] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales[b])));
+                scales[b] += kRows;
+                if (Zeros) {
+                    zero[b] = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros[b])));
+                    zeros[b] += kRows;
+                }
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < kVectors; i++) {
+                const __m512i bytes = _mm512_load_si512(plane[b] + 64 * i);
+                v[b][i] = bytes;
+                if (F == Format::q4) {
+                    v[b][i] = _mm512_and_si512(bytes, low);
+                    v[b][4 + i] = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+                }
+            }
+            plane[b] += kBytes;
+        }
+        left = (left == 0 ? per_group : left) - 1;
+#pragma GCC unroll 4
+        for (int t = 0; t < M; t++) {
+            const Block& x = *reinterpret_cast<const Block*>(reinterpret_cast<const char*>(rows[t]) + offset);
+            const __m512i start = _mm512_set1_epi32(x.start);
+            __m512i dot[2];
+#pragma GCC unroll 2
+            for (int b = 0; b < 2; b++) {
+                dot[b] = F == Format::q8 ? _mm512_slli_epi32(start, 4) : start;
+                if (Zeros) dot[b] = _mm512_srai_epi32(_mm512_mullo_epi32(zero[b], start), 3);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                __m512i four_of_x = _mm512_set1_epi32(four(x, i));
+                asm("" : "+v"(four_of_x));  // one load, not an operand in memory of each
+                dot[0] = _mm512_dpbusd_epi32(dot[0], v[0][i], four_of_x);
+                dot[1] = _mm512_dpbusd_epi32(dot[1], v[1][i], four_of_x);
+            }
+            const __m512 factor = _mm512_set1_ps(x.scale);
+#pragma GCC unroll 2
+            for (int b = 0; b < 2; b++)
+                sums[t][b] = _mm512_fmadd_ps(_mm512_mul_ps(scale[b], factor), _mm512_cvtepi32_ps(dot[b]), sums[t][b]);
+        }
+    }
+    for (int t = 0; t < M; t++)
+        for (int b = 0; b < 2; b++) _mm512_storeu_ps(y[t] + b * kRows, sums[t][b]);
 }
 
 INLINE __m512 load16(const float* at) { return _mm512_loadu_ps(at); }
@@ -158,6 +230,15 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
                                 });
 }
 
+template <Format F>
+void pair_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
+                    size_t stride) {
+    for_quantised_passes<kMostOfPair>(w, rows, index, count, y, stride,
+                                      [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                                          quantised_pair<F, zeros(), m()>(w, block, operands, out);
+                                      });
+}
+
 template <class T>
 void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                    size_t stride) {
@@ -186,7 +267,8 @@ const Kernels& kernels_avx512() {
     static const Kernels kernels{"avx512_vnni",
                                  {product_float<float>, product_float<Bf16>, product_float<F16>,
                                   product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8},
-                                 quantise};
+                                 quantise,
+                                 {nullptr, nullptr, nullptr, pair_quantised<Format::q8>, pair_quantised<Format::q4>}};
     return kernels;
 }
 

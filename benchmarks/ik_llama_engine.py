@@ -1,0 +1,73 @@
+"""ik_llama.cpp for benchmarks, from a build of it that the variable IK_LLAMA names:
+
+git clone https://github.com/ikawrakow/ik_llama.cpp && cd ik_llama.cpp
+cmake -B build -DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF && cmake --build build -j --target llama
+"""
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.peer_engine import Peer, Token
+from errors import UserError
+
+VARIABLE = "IK_LLAMA"
+SHIM = Path(__file__).with_name("ik_llama.cpp")
+
+
+def ik_folder() -> Path | None:
+    """The folder that IK_LLAMA names, if it is set."""
+    return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+
+
+class IkLlama(Peer):
+    def __init__(self, folder: Path, path: Path, threads: int, sequences: int, longest: int):
+        """Loads the GGUF file `path`, with room for `sequences` of `longest` tokens."""
+        self.api = _compiled(folder)
+        why = ctypes.create_string_buffer(256)
+        self.engine = ctypes.c_void_p(self.api.ik_open(str(path).encode(), threads, sequences, longest, why))
+        if not self.engine:
+            raise UserError(f"ik_llama.cpp cannot load {path}: {why.value.decode(errors='replace').strip()}")
+        self.vocabulary = self.api.ik_vocabulary(self.engine)
+
+    def clear(self) -> None:
+        self.api.ik_clear(self.engine)
+
+    def remove(self, sequence: int, start: int) -> None:
+        self.api.ik_remove(self.engine, sequence, start)
+
+    def decode(self, tokens: list[Token]) -> Tensor:
+        rows = np.array(tokens, dtype=np.int32)
+        status = self.api.ik_decode(self.engine, len(tokens), rows.ctypes.data_as(ctypes.c_void_p))
+        if status:
+            raise RuntimeError(f"ik_llama.cpp: llama_decode: status {status}")
+        wanted = int(rows[:, 3].sum())
+        logits = np.ctypeslib.as_array(self.api.ik_logits(self.engine), shape=(max(wanted, 1), self.vocabulary))
+        return torch.from_numpy(logits)[:wanted]
+
+    def close(self) -> None:
+        self.api.ik_close(self.engine)
+
+
+def _compiled(folder: Path) -> ctypes.CDLL:
+    built = {path.name: path.parent for path in folder.glob("build/**/lib*.so")}
+    if "libllama.so" not in built:
+        raise UserError(f"{VARIABLE}: {folder} has no build/**/libllama.so: build ik_llama.cpp there, see {__name__}")
+    libraries = [flag for room in sorted(set(built.values())) for flag in (f"-L{room}", f"-Wl,-rpath,{room}")]
+    includes = [f"-I{folder / 'include'}", f"-I{folder / 'ggml' / 'include'}"]
+    with tempfile.TemporaryDirectory() as made:
+        out = str(Path(made) / "ik.so")
+        command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *includes, str(SHIM), "-o", out, *libraries]
+        done = subprocess.run([*command, "-lllama", "-lggml"], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"{VARIABLE}: {SHIM.name} does not compile with {folder}: {done.stderr.splitlines()[0]}")
+        api = ctypes.CDLL(out)
+    api.ik_open.restype = ctypes.c_void_p
+    api.ik_logits.restype = ctypes.POINTER(ctypes.c_float)
+    return api
