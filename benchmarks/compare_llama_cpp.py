@@ -118,7 +118,9 @@ def compare(
 ) -> Iterator[Row]:
     """The rows for each (batch, context) of `decodes` and each length of `prompts`, each measured in `pairs` turns."""
     generator = torch.Generator().manual_seed(2)
-    engines: dict[str, Umbra | Peer] = {"ours": ours, "theirs": theirs} | ({"ik": ik} if ik else {})
+    engines: dict[str, Umbra | Peer] = {"ours": ours, "theirs": theirs}
+    if ik:
+        engines["ik"] = ik
 
     def row(
         phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | Peer], object], flash: bool
