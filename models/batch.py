@@ -23,6 +23,11 @@ class Batch:
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
     tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
 
+    @property
+    def even(self) -> bool:
+        """Whether all data-parallel groups have as many tokens; the same on every rank."""
+        return self.tokens_per_group is None or len(set(self.tokens_per_group)) == 1
+
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
