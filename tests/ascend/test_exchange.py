@@ -24,6 +24,7 @@ from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log, violations
 from tests.ascend.ranks import join_hccl, run_ranks
+from tests.ascend.test_ge import casts
 from tests.ascend.test_hccl import started
 from tests.ascend.test_rules import SIZES, Size, tiled
 
@@ -113,8 +114,17 @@ def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
         assert not [line for line in second if "Distribute" in line or "Grouped" in line]
 
 
-def in_ge(rank: int, folder: Path, *overrides: str) -> tuple[Counter[str], set[tuple[str, int, int]], list[str]]:
-    """(nodes, (communicator, ranks, rank) of the exchanges, what the compile cache printed)"""
+@dataclasses.dataclass
+class Graph:
+    """What one rank has seen of a decode step's GE graph."""
+
+    nodes: Counter[str]
+    casts: list[tuple[str, torch.dtype]]
+    exchanges: set[tuple[str, int, int]]  # communicator, ranks, rank
+    cache: list[str]  # lines that the compile cache printed
+
+
+def in_ge(rank: int, folder: Path, *overrides: str) -> Graph:
     case, ranks = started(rank, 2, folder, "exe_mode=ge_graph", *SPLIT, *overrides)
     said = io.StringIO()
     with ge_programs() as programs, contextlib.redirect_stdout(said):
@@ -122,30 +132,34 @@ def in_ge(rank: int, folder: Path, *overrides: str) -> tuple[Counter[str], set[t
     (program,) = programs
     attributes = [node.proto.attr for node in program.nodes if node.type.startswith("MoeDistribute")]
     names = {(a["group_ep"].s.decode(), a["ep_world_size"].i, a["ep_rank_id"].i) for a in attributes}
-    return program.count(), names, [line for line in said.getvalue().splitlines() if line.startswith("compile cache")]
+    cache = [line for line in said.getvalue().splitlines() if line.startswith("compile cache")]
+    return Graph(program.count(), casts(program), names, cache)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_a_ge_graph_has_no_collective(tmp_path: Path, family: Family) -> None:
     ascend_case(tmp_path, family=family, hidden_size=1024)
-    for rank, (nodes, names, _) in enumerate(run_ranks(in_ge, 2, tmp_path, limit_s=300)):
+    to_floats = {QWEN3: [("MoeGatingTopK", torch.float32)], M2: [("MoeGatingTopK", BF16), ("Cast", torch.float32)]}
+    for rank, graph in enumerate(run_ranks(in_ge, 2, tmp_path, limit_s=300)):
+        nodes = graph.nodes
         around = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head
         assert {name: nodes[name] for name in FUSED[family]} == {
             name: 2 * count + around.get(name, 0) for name, count in FUSED[family].items()
         }
         assert not [name for name in nodes if name.startswith(("Hcom", "Select", "MoeInit", "MoeFinalize"))]
-        assert names == {("group_name_2", 2, rank)}
+        assert graph.casts == to_floats[family] * 2
+        assert graph.exchanges == {("group_name_2", 2, rank)}
 
 
 def test_the_next_start_finds_the_graph(tmp_path: Path) -> None:
     """torchair keeps the communicator's name as it was, so the manifest has it."""
     ascend_case(tmp_path, hidden_size=1024)
     for wanted, body in (("miss (no cache yet)", in_ge), ("hit", in_ge), ("communicator was", named_otherwise)):
-        for result in run_ranks(body, 2, tmp_path, "enable_cache_compile=true", limit_s=300):
-            assert wanted in result[-1][0]
+        for graph in run_ranks(body, 2, tmp_path, "enable_cache_compile=true", limit_s=300):
+            assert wanted in graph.cache[0]
 
 
-def named_otherwise(rank: int, folder: Path, *overrides: str) -> tuple[Counter[str], set[Any], list[str]]:
+def named_otherwise(rank: int, folder: Path, *overrides: str) -> Graph:
     """As if one more group had been made before."""
     new_group = dist.new_group
 
@@ -275,6 +289,25 @@ def test_few_rows_are_left_to_the_vector_cores(tokens: int, taken: bool) -> None
     ops = AscendOps(BF16, npu, "fusion_v2", gemv_tokens=8)
     experts = ops.expert_matrices(2, 64, 128, Format("q4", 32), npu)
     assert AscendExchange(ops, "", 0, 2, 4, 32).takes(tokens, experts) == taken
+
+
+def unconverted(rank: int, folder: Path) -> str:
+    """A mutation: the weights stay as the router gives them."""
+    combine = torch_npu.npu_moe_distribute_combine_v2
+
+    def given_halves(**given: Any) -> torch.Tensor:
+        return combine(**given | {"expert_scales": given["expert_scales"].bfloat16()})
+
+    torch_npu.npu_moe_distribute_combine_v2 = given_halves
+    with pytest.raises(Exception, match="weights float32") as raised:
+        in_ge(rank, folder)
+    return str(raised.value)
+
+
+def test_weights_of_another_type_are_seen_in_ge(tmp_path: Path) -> None:
+    ascend_case(tmp_path, hidden_size=1024)
+    for told in run_ranks(unconverted, 2, tmp_path, limit_s=300):
+        assert "MoeDistributeCombineV2" in told
 
 
 def unlike_ranks(rank: int, folder: Path) -> list[str]:
