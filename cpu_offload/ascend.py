@@ -103,7 +103,7 @@ class NpuExperts(ShadowedExperts):
         """The weighted sums of the resident experts. The vector cores read them from their slots, other kernels from a
         gathered bank, which has one expert for each pair of token and expert or, if these are more, all experts."""
         device, ops = self.device, self.device.ops
-        if ops.on_vector_cores(x, self):
+        if ops.few(len(x), self):
             here = device.here[self.index]
             return calls.moe_slots(x, weights, ids, device.slots.memory, here, self.layout, first, ops.float_sums)
         rows = device.rows[self.index]

@@ -30,6 +30,11 @@ class Batch:
         """The rows of the step that a rank with this place in the splits holds outside attention and experts."""
         return (RowShares if self.sequence_parallel else GroupRows)(parallel, self.tokens_per_group)
 
+    @property
+    def even(self) -> bool:
+        """Whether all data-parallel groups have as many tokens; the same on every rank."""
+        return self.tokens_per_group is None or len(set(self.tokens_per_group)) == 1
+
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -12,7 +12,7 @@ from errors import UserError
 from executor.parallel.groups import Parallel
 from ops.fixed import fixed
 from ops.format import GROUP_SIZES, Format
-from ops.interface import ExpertMatrices, Matrix, Ops
+from ops.interface import Exchange, ExpertMatrices, Matrix, Ops
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Build:
     device: torch.device
     max_positions: int  # tokens of the longest sequence that the case allows
     offload: Shadows | None = None
+    exchange: Exchange | None = None  # over all ranks, where a rank has its own tokens and whole experts
     path: str = ""  # path of the module that is being made, as in the checkpoint
 
     def at(self, name: str) -> "Build":

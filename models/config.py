@@ -25,6 +25,9 @@ class ModelConfig(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def hidden_size(self) -> int: ...
+
+    @property
     def max_positions(self) -> int:
         """Tokens of the longest sequence that the position embedding is made for."""
 

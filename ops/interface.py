@@ -157,3 +157,16 @@ class Ops(Protocol):
         x (T, H); weights, ids (T, k). `experts` holds ids first_expert .. first_expert + count - 1; other ids, also
         negative ones, add nothing. With `first_expert` None it holds all experts and no id is outside. -> (T, H)
         """
+
+
+class Exchange(Protocol):
+    """Mixtures of experts that are divided over a group of ranks, expert by expert: rank r of n has experts
+    r E / n .. (r + 1) E / n - 1 of E. Each rank's rows go to the ranks of their experts, and the results come back."""
+
+    def takes(self, rows: int, experts: ExpertMatrices) -> bool:
+        """Whether `mixture` computes a step in which every rank of the group has `rows` rows. All ranks of the group
+        get the same answer."""
+
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices) -> Tensor:
+        """Weighted sums over all experts of all ranks, as `Ops.moe` computes them, for this rank's rows. `experts` are
+        those of this rank. All ranks of the group call it together, with as many rows."""

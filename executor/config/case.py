@@ -213,6 +213,10 @@ class AscendSettings:
         False, "launch the kernels of a layer's experts as one: a scope in ge_graph, super_kernel_optimize in "
         "npugraph_ex. Never tried on hardware"
     )  # fmt: skip
+    exchange: bool = key(
+        True, "where attn_tp_size and moe_tp_size are 1, send the rows of a decode step to the ranks of their experts "
+        "(Atlas A3, CANN 8.5 or later), over a communicator of their own; false: gather the rows of all ranks"
+    )  # fmt: skip
     prefetch: bool = key(
         False, "read the attention weights of the next layer into the L2 cache while the experts' sums go over ranks "
         "(npu_prefetch, in graphs). Never tried on hardware"

@@ -20,7 +20,7 @@ from executor.platform.base import Platform
 from models.build import Build, Formats, Shadows
 from models.layers.attention import PagedAttention
 from ops.format import FORMATS, Format
-from ops.interface import Ops
+from ops.interface import Exchange, Ops
 
 
 def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:
@@ -61,6 +61,7 @@ def build_of(
     device: torch.device,
     quantised_head: bool,
     offload: Shadows | None = None,
+    exchange: Exchange | None = None,
 ) -> Build:
     return Build(
         ops=ops,
@@ -70,6 +71,7 @@ def build_of(
         device=device,
         max_positions=case.max_sequence_length,
         offload=offload,
+        exchange=exchange,
     )
 
 

@@ -55,7 +55,9 @@ class Engine:
         self.case, self.platform, self.parallel, self.config = case, platform, parallel, config
         self.profiler = profiler
         self.offload = make_offload(case, choices, platform, config) if choices else None
-        build = build_of(case, platform.ops, parallel, platform.device, platform.quantised_head, self.offload)
+        exchange = None if self.offload else platform.exchange(config)
+        device, quantised_head = platform.device, platform.quantised_head
+        build = build_of(case, platform.ops, parallel, device, quantised_head, self.offload, exchange)
         self.model = model_class(case.model_name)(config, build)
         self.kernels = platform.kernels(self.model)
         for what, kernel in self.kernels.items() if rank == 0 else ():

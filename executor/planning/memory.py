@@ -19,10 +19,12 @@ from executor.config.platforms import PLATFORMS
 from executor.config.units import GB, MB
 from executor.engine.building import bind_caches, build_of
 from executor.engine.scheduler import Scheduler, limits_of
+from executor.engine.settings import platform_settings
 from executor.parallel.join import place_of
 from executor.parallel.partitions import partitions
 from executor.planning.activations import Ledger, batch_of, counted, sampling, shorten
 from executor.planning.parts import Part, product
+from executor.platform.ascend.exchange import most_rows, why_gathered, window_mb
 from executor.platform.ascend.hccl import buffer_mb
 from executor.platform.base import graph_rows
 from models.batch import Batch
@@ -38,9 +40,9 @@ from models.layers.rotary import RotaryTable
 from models.layers.router import Router, SelectionBias
 from models.registry import load, model_class
 from ops.ascend.layout import CAUSAL_MASK
-from ops.ascend.shapes import AscendShapes
+from ops.ascend.shapes import AscendShapes, ExchangeShapes
 from ops.ascend.weights import NIBBLES, AscendExperts
-from ops.interface import Ops
+from ops.interface import Exchange, Ops
 
 WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
     "weights", "KV cache", "prefill step", "decode graphs", "HCCL buffers", "allowance",
@@ -101,7 +103,10 @@ def make_plan(case: Case) -> Plan:
         raise UserError(f"case {case.name}: --plan: platform: {case.platform} has no memory plan, only ascend has")
     ledger = Ledger()
     shapes = AscendShapes(getattr(torch, case.model_config.dtype), case.ascend_config.moe_routing, ledger.note)
-    sketch = sketch_of(case, ops=cast(Ops, shapes))
+    settings, config = platform_settings(case), load_model_config(case)
+    exchanged = 0 if why_gathered(settings, config) else most_rows(settings)
+    exchange = cast(Exchange, ExchangeShapes(shapes, case.world_size, exchanged)) if exchanged else None
+    sketch = sketch_of(case, ops=cast(Ops, shapes), exchange=exchange)
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
     shorten(sketch.model)
     sections = {
@@ -109,22 +114,23 @@ def make_plan(case: Case) -> Plan:
         CACHE: [cache],
         PREFILL: _prefill(case, sketch, ledger),
         GRAPHS: _graphs(case, sketch, ledger),
-        HCCL: _hccl(case),
+        HCCL: _hccl(case) + _window(exchanged, config),
         REST: [ALLOWANCE],
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
     return Plan(case, sections, page_nbytes, _decode(case, sketch, weights, page_nbytes))
 
 
-def sketch_of(case: Case, offload: Shadows | None = None, ops: Ops | None = None) -> Sketch:
+def sketch_of(
+    case: Case, offload: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None
+) -> Sketch:
     """The model and its caches on meta. By default, `ops` only has the platform's layouts: enough to build a model, but
     not to run a step."""
     config = load_model_config(case)
     ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = PLATFORMS[case.platform].quantised_head
-    build = build_of(
-        case, ops, counted(place_of(case.parallel_sizes, 0, {})), torch.device("meta"), quantised_head, offload
-    )
+    parallel = counted(place_of(case.parallel_sizes, 0, {}))
+    build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, offload, exchange)
     model = model_class(case.model_name)(config, build)
     pages = Scheduler(limits_of(case)).pages
     bind_caches(model, case, build, pages)
@@ -236,6 +242,11 @@ def _hccl(case: Case) -> list[Part]:
         for ids, names in shared.items()
         if len(ids) > 1
     ]
+
+
+def _window(rows: int, config: ModelConfig) -> list[Part]:
+    """The buffers of the communicator that rows of experts are exchanged over, on Atlas A3; Atlas A2 has none."""
+    return [product("exchange of rows (A3)", buffers=2, MB=window_mb(rows, config), B=MB)] if rows else []
 
 
 def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -> list[Part]:

@@ -14,7 +14,7 @@ from executor.config.platforms import PLATFORMS
 from executor.platform.settings import PlatformSettings
 from models.batch import Batch
 from models.config import ModelConfig
-from ops.interface import Ops
+from ops.interface import Exchange, Ops
 
 Step = Callable[[Batch], Tensor]
 
@@ -42,6 +42,11 @@ class Platform(ABC):
         """The kernels that multiply by the weights of parts of `model` for which there was a choice. Raises if the case
         names a kernel that its weights do not fit."""
         return {}
+
+    def exchange(self, config: ModelConfig) -> Exchange | None:
+        """Sends the experts' rows of a model to the ranks of their experts; None: rows of all ranks are gathered. All
+        ranks call this together."""
+        return None
 
     def group_options(self, group: str) -> Any:
         """Options of the collectives' backend for a rank group, by the group's name in `Parallel`."""

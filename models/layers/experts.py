@@ -15,6 +15,7 @@ class Experts(Layer):
     """All routed experts of one layer, split over `moe_ep` by expert and over `moe_tp` along the intermediate size.
 
     `forward` gathers the tokens of all data-parallel groups; one sum over all ranks is then over both splits.
+    With `build.exchange`, steps that it takes send each row to the ranks of its experts instead.
     With `build.offload` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
     `names` are the checkpoint's names of an expert's gate, up and down matrices.
     """
@@ -40,9 +41,12 @@ class Experts(Layer):
         sizes = inner, hidden, format
         self.shadowed = build.offload.experts(build.path, self.here, *sizes) if build.offload else None
         self.weights: ExpertMatrices = self.shadowed or build.ops.expert_matrices(count, *sizes, build.device)
+        self.exchange = None if self.shadowed else build.exchange
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
+        if self.exchange and batch.even and self.exchange.takes(len(x), self.weights):
+            return self.exchange.mixture(x, weights, ids, self.weights)
         rows = batch.rows(self.parallel)
         x, weights, ids = (rows.gather_all(t) for t in (x, weights, ids))
         if self.shadowed is None:

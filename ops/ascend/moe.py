@@ -22,6 +22,11 @@ ENDS, COUNTS = 0, 1  # group_list_type: where each expert's rows end, or how man
 BY_COLUMN, BY_ROW = 0, 2  # drop_pad_mode of finalize_routing: row k T + t, or t K + k, is token t's k-th expert
 
 
+def check_ids(ids: Tensor) -> None:
+    if ids.dtype != torch.int32:
+        raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
+
+
 def resident(weights: Tensor, ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Weights and ids relative to `first`; ids outside first .. first + count become expert 0 with weight 0."""
     local = ids - first
@@ -41,7 +46,7 @@ def infer_tp(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
     order = flat.argsort(stable=True)  # (T K): element i is the row t K + k that comes i-th
     each = torch.arange(experts.count, dtype=ids.dtype, device=ids.device)
     counts = (flat == each[:, None]).sum(1)  # (E) int64
-    rows = _experts(x[order // top_k], counts, COUNTS, experts)
+    rows = products(x[order // top_k], counts, COUNTS, experts)
     back = order.argsort()  # (T K): the position of row t K + k
     return (rows[back].view(tokens, top_k, -1) * weights[..., None].to(x.dtype)).sum(1)
 
@@ -51,7 +56,7 @@ def infer_fusion_v1(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> T
     places = torch.arange(tokens * top_k, dtype=torch.int32, device=ids.device).view(top_k, tokens).T.contiguous()
     rows, back, sorted_ids = torch_npu.npu_moe_init_routing(x=x, row_idx=places, expert_idx=ids, active_num=tokens)
     ends = torch_npu.npu_moe_compute_expert_tokens(sorted_expert_for_source_row=sorted_ids, num_expert=experts.count)
-    sums = _experts(rows, ends.to(torch.int64), ENDS, experts)
+    sums = products(rows, ends.to(torch.int64), ENDS, experts)
     return weighted_sum(sums, weights.to(x.dtype), back, ids, BY_COLUMN)
 
 
@@ -63,14 +68,15 @@ def infer_fusion_v2(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> T
         quant_mode=-1, active_expert_range=[0, experts.count], row_idx_type=0,
     )  # fmt: skip
     counts = counts.to(torch.int64)  # some releases of torch_npu give int32 for 128 experts of 2048 columns
-    return weighted_sum(_experts(rows, counts, COUNTS, experts), weights.to(x.dtype), back, None, BY_ROW)
+    return weighted_sum(products(rows, counts, COUNTS, experts), weights.to(x.dtype), back, None, BY_ROW)
 
 
 ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fusion_v2}
 
 
-def _experts(rows: Tensor, groups: Tensor, kind: int, experts: Bank) -> Tensor:
-    """Computes down(silu(gate) * up) of rows (T K, H) in expert order, H in the order of w13."""
+def products(rows: Tensor, groups: Tensor, kind: int, experts: Bank) -> Tensor:
+    """Computes down(silu(gate) * up) of rows (T K, H) in expert order, H in the order of w13. Results of rows that no
+    group has are undefined."""
     return _grouped(swiglu(_grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
 
 

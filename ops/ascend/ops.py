@@ -7,7 +7,7 @@ Shapes and types are checked here only if neither the schemas nor the meta funct
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -64,12 +64,13 @@ class AscendOps(AscendLayout):
         away = (local < 0) | (local >= table.shape[0])
         return F.embedding(local.masked_fill(away, 0), table).masked_fill(away[:, None], 0)
 
-    def on_vector_cores(self, x: Tensor, weight: AscendMatrix | Bank) -> bool:
+    def few(self, tokens: int, weight: AscendMatrix | Bank) -> bool:
+        """Whether the vector cores multiply `tokens` tokens by these weights."""
         planes = weight.planes if isinstance(weight, AscendMatrix) else weight.w13.planes
-        return 0 < x.shape[0] <= self.gemv_tokens and planes is not None
+        return 0 < tokens <= self.gemv_tokens and planes is not None
 
     def linear(self, x: Tensor, weight: AscendMatrix, bias: Tensor | None) -> Tensor:
-        if self.on_vector_cores(x, weight):
+        if self.few(len(x), weight):
             return calls.linear(x, weight, bias, self.float_sums)
         if weight.order is not None:
             x, data = x.index_select(1, weight.order), calls.unpacked(weight)
@@ -271,20 +272,27 @@ class AscendOps(AscendLayout):
         return x.argmax(-1)
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None) -> Tensor:
-        if ids.dtype != torch.int32:
-            raise TypeError(f"expert ids: {ids.dtype}: the routing ops take int32")
-        if self.on_vector_cores(x, experts):
+        moe.check_ids(ids)
+        if self.few(len(x), experts):
             y = calls.moe(x, weights, ids, experts, first_expert, self.float_sums)
         else:
             y = self._grouped(x, weights, ids, experts, first_expert)
+        self.read_ahead(experts, y)
+        return y
+
+    def read_ahead(self, experts: Bank, y: Tensor) -> None:
+        """Reads the weight that is wanted next into the cache, once `y` is computed."""
         if isinstance(experts, AscendExperts) and experts.ahead and torch.compiler.is_compiling():
             ahead = experts.ahead.data
             torch_npu.npu_prefetch(input=ahead, dependency=y, max_size=ahead.nbytes, offset=0)
-        return y
+
+    def one_kernel(self, experts: Bank) -> AbstractContextManager[None]:
+        """Context of the kernels of a layer's experts, which GE launches as one if `super_kernel` is set."""
+        marked = self.super_kernel and torch.compiler.is_compiling()
+        return torchair.scope.super_kernel(f"experts{experts.number}") if marked else nullcontext()
 
     def _grouped(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None) -> Tensor:
-        marked = self.super_kernel and torch.compiler.is_compiling()
-        with torchair.scope.super_kernel(f"experts{experts.number}") if marked else nullcontext():
+        with self.one_kernel(experts):
             if experts.w13.order is not None:
                 x = x.index_select(1, experts.w13.order)
             if first_expert is not None:

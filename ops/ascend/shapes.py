@@ -17,6 +17,8 @@ from ops.ascend.layout import AscendLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.interface import Lengths, Ops
 
+ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
+
 
 class AscendShapes(AscendLayout):
     def __init__(self, dtype: torch.dtype, routing: str, note: Callable[[Tensor, str], None]):
@@ -158,7 +160,7 @@ class AscendShapes(AscendLayout):
         order = self.made("order", ids, *ids.shape, dtype=torch.int64)
         each = self.made("expert numbers", ids, experts.count)
         _ = self.made("rows of each expert", each, experts.count, dtype=torch.int64)
-        rows = self._experts(self.made("rows in expert order", x, *shape), experts)
+        rows = self.products(self.made("rows in expert order", x, *shape), experts)
         back = self.made("order back", order, *order.shape)
         weighted = self._weighted(rows, back)
         return self.made("sums over experts", weighted, len(x), x.shape[1])
@@ -173,7 +175,7 @@ class AscendShapes(AscendLayout):
         _back, _ids = self.made("order back", ids, *ids.shape), self.made("sorted ids", ids, *ids.shape)
         _ends = self.made("ends of experts", ids, experts.count)
         wide = self.made("ends of experts", ids, experts.count, dtype=torch.int64)
-        sums = self._experts(rows, experts)
+        sums = self.products(rows, experts)
         del wide
         return self._finalized(x, sums)
 
@@ -182,14 +184,36 @@ class AscendShapes(AscendLayout):
         _back = self.made("order back", ids, *ids.shape)
         _counts = self.made("rows of each expert", ids, experts.count, dtype=torch.int64)
         _scales = self.made("unused scales", ids, *ids.shape, dtype=torch.float32)
-        return self._finalized(x, self._experts(rows, experts))
+        return self._finalized(x, self.products(rows, experts))
 
     def _finalized(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.made("sums over experts", x, *x.shape)
 
-    def _experts(self, rows: Tensor, experts: AscendExperts) -> Tensor:
+    def products(self, rows: Tensor, experts: AscendExperts) -> Tensor:
         """rows (T, K, H)"""
         gate_up = self.made("gate and up", rows, *rows.shape[:2], 2 * experts.inner)
         act = self.silu_mul(gate_up)
         del gate_up
         return self.made("down's result", act, *rows.shape)
+
+
+class ExchangeShapes:
+    """AscendExchange over `size` ranks, in the same way."""
+
+    def __init__(self, ops: AscendShapes, size: int, most_rows: int):
+        self.ops, self.size, self.most_rows = ops, size, most_rows
+
+    def takes(self, rows: int, experts: AscendExperts) -> bool:
+        return 0 < rows <= self.most_rows
+
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+        made, here = self.ops.made, self.size * len(x) * min(experts.count, ids.shape[1])
+        rows = made("rows for experts here", x, here, 1, x.shape[1])
+        _scales = made("unused scales", x, here, dtype=torch.float32)
+        _assist = made("places of rows", ids, here * ASSIST)
+        _counts = made("rows of each expert", ids, experts.count, dtype=torch.int64)
+        _received = made("rows of each rank and expert", ids, self.size * experts.count)
+        del _scales
+        y = self.ops.products(rows, experts)
+        _weights = made("weights in float32", weights, *weights.shape, dtype=torch.float32)
+        return made("sums over experts", y, *x.shape)

@@ -18,6 +18,8 @@ KERNELS = {  # type of a node -> kernel
     "ApplyRotaryPosEmb": "aclnnApplyRotaryPosEmbV2",
     "FusedInferAttentionScore": "aclnnFusedInferAttentionScoreV3",
     "GroupedMatmul": "aclnnGroupedMatmulWeightNz",
+    "MoeDistributeCombineV2": "aclnnMoeDistributeCombineV4",
+    "MoeDistributeDispatchV2": "aclnnMoeDistributeDispatchV4",
     "MoeFinalizeRoutingV2": "aclnnMoeFinalizeRoutingV2",
     "MoeGatingTopKSoftmax": "aclnnMoeGatingTopKSoftmax",
     "MoeInitRoutingV3": "aclnnMoeInitRoutingV3",

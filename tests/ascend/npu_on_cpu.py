@@ -7,6 +7,7 @@ op leaves undefined are NaN here, so that nothing can depend on them.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 import torch_npu  # noqa: F401 (declares the schemas)
 from torch import Tensor
 
@@ -202,12 +203,14 @@ def npu_grouped_matmul(
     assert group_list is not None
     expect(split_item == 3 and group_type == 0 and group_list.dtype == torch.int64, "grouped_matmul: rows in groups")
     counts = group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1))
-    expect(int(counts.sum()) == len(x[0]), "grouped_matmul: every row is in a group")
+    rest = len(x[0]) - int(counts.sum())
+    expect(rest >= 0, "grouped_matmul: groups have no more rows than there are")
     matrices = weight[0]
     if antiquant_scale is not None:
         matrices = dequantised(matrices, antiquant_scale[0], None if antiquant_offset is None else antiquant_offset[0])
-    parts = x[0].split(counts.tolist())
-    return [torch.cat([(part.float() @ m.float()).to(part.dtype) for part, m in zip(parts, matrices, strict=True)])]
+    *parts, _ = x[0].split([*counts.tolist(), rest])
+    products = [(part.float() @ m.float()).to(part.dtype) for part, m in zip(parts, matrices, strict=True)]
+    return [torch.cat([*products, x[0].new_full((rest, matrices.shape[-1]), torch.nan)])]
 
 
 def dequantised(words: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
@@ -250,6 +253,62 @@ def npu_moe_finalize_routing(
     width = rows.shape[1]
     shaped = rows.view(tokens, top_k, width) if drop_pad_mode == 2 else rows.view(top_k, tokens, width).transpose(0, 1)
     return (shaped * scales.float()[..., None]).sum(1).to(expanded_permuted_rows.dtype)
+
+
+@under_schema
+def npu_moe_distribute_dispatch_v2(
+    x: Tensor, expert_ids: Tensor, group_ep: str, ep_world_size: int, ep_rank_id: int, moe_expert_num: int,
+    expert_token_nums_type: int = 1, **others: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Over gloo, whose group has the name. Rows for an expert are in the order of ranks and tokens."""
+    expect(expert_token_nums_type == 1, "dispatch: counts")
+    expect(all(value in (None, "", 0) for value in others.values()), "dispatch: nothing quantised, shared or masked")
+    expect(expert_ids.dtype == torch.int32, "dispatch: ids are int32")
+    expect(bool(((expert_ids >= 0) & (expert_ids < moe_expert_num)).all()), "dispatch: all ids are experts")
+    expect(moe_expert_num % ep_world_size == 0, "dispatch: each rank has as many experts")
+    rows, ids = (of_all_ranks(t, group_ep) for t in (x, expert_ids))
+    (tokens, top_k), here = expert_ids.shape, moe_expert_num // ep_world_size
+    out = x.new_full((tokens * ep_world_size * min(here, top_k), x.shape[1]), torch.nan)
+    assist = torch.full((128 * len(out),), -1, dtype=torch.int32)
+    counts, received, filled = torch.zeros(here, dtype=torch.int64), [], 0
+    for expert in range(here):
+        for rank in range(ep_world_size):
+            sent = (ids[rank] == ep_rank_id * here + expert).nonzero().tolist()
+            for token, which in sent:
+                out[filled] = rows[rank][token]
+                assist[128 * filled : 128 * filled + 3] = torch.tensor([rank, token, which])
+                filled += 1
+            counts[expert] += len(sent)
+            received.append(filled)
+    undefined = torch.full((len(out),), torch.nan)
+    return out, undefined, assist, counts, torch.tensor(received, dtype=torch.int32), torch.empty(0), undefined
+
+
+@under_schema
+def npu_moe_distribute_combine_v2(
+    expand_x: Tensor, expert_ids: Tensor, assist_info_for_combine: Tensor, ep_send_counts: Tensor,
+    expert_scales: Tensor, group_ep: str, ep_world_size: int, ep_rank_id: int, moe_expert_num: int, **others: object,
+) -> Tensor:  # fmt: skip
+    expect(all(value in (None, "", 0) for value in others.values()), "combine: nothing quantised, shared or masked")
+    expect(expert_scales.dtype == torch.float32, "combine: weights are float32")
+    expect(len(ep_send_counts) == moe_expert_num, "combine: numbers of each rank and expert here")
+    rows, assist, ends = (
+        of_all_ranks(t, group_ep) for t in (expand_x, assist_info_for_combine.view(-1, 128)[:, :3], ep_send_counts)
+    )
+    sums = torch.zeros(len(expert_ids), expand_x.shape[1])
+    for rank in range(ep_world_size):
+        filled = int(ends[rank][-1])
+        for row, (to, token, which) in zip(rows[rank][:filled], assist[rank][:filled].tolist(), strict=True):
+            if to == ep_rank_id:
+                sums[token] += expert_scales[token, which] * row.float()
+    return sums.to(expand_x.dtype)
+
+
+def of_all_ranks(x: Tensor, group: str) -> list[Tensor]:
+    handle = dist.distributed_c10d._resolve_process_group(group)
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(handle.size())]
+    dist.all_gather(parts, x.contiguous(), group=handle)
+    return parts
 
 
 @under_schema

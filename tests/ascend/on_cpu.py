@@ -1,18 +1,22 @@
 """Two platforms on the CPU, one with the Ascend ops and one with the reference ops: same runner, model, checkpoints."""
 
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.device import Device
 from executor.config.env import RankEnv
+from executor.platform.ascend.exchange import most_rows
 from executor.platform.base import Platform, Step
 from executor.platform.settings import PlatformSettings
 from models.config import ModelConfig
 from ops import load_ops
 from ops.ascend.cann import ALL_ABILITIES, Abilities
+from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
+from ops.interface import Exchange
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 
 
@@ -48,6 +52,17 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILI
             super().__init__(settings, ranks)
             self.ops = AscendOps(getattr(torch, settings.dtype), self.device, routing, gemv_tokens, can=can)
             self.settings = settings
+
+        def exchange(self, config: ModelConfig) -> Exchange | None:
+            """Also of rows narrower than the operators take."""
+            sizes, most = self.settings.sizes, most_rows(self.settings)
+            if sizes.world == 1 or sizes.attn_tp > 1 or sizes.moe_tp > 1 or not self.settings.ascend.exchange:
+                return None
+            group: Any = dist.new_group(list(range(sizes.world)))
+            exchange = AscendExchange(
+                self.ops, group.group_name, dist.get_rank(), sizes.world, config.expert_count, most + 3
+            )
+            return cast(Exchange, exchange)
 
         def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
             most = self.settings.batch_size + 3 * self.settings.sizes.attn_dp  # padded below

@@ -28,6 +28,7 @@ from models.build import Build, Formats
 from models.causal_lm import CausalLM
 from models.layers.attention import PagedAttention
 from ops.ascend import moe
+from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
@@ -66,7 +67,9 @@ def make(tmp_path: Path, fake: FakeTensorMode) -> Callable[..., Model]:
         family: Family = QWEN3,
         true_sizes: bool = False,
         parallel: Parallel = WHOLE,
+        exchanged: int = 0,
     ) -> Model:
+        """Steps of up to `exchanged` tokens send their rows to the experts of all ranks."""
         folder = tmp_path / "model"
         if true_sizes:  # those of official files are the defaults of a config
             folder.mkdir()
@@ -77,8 +80,11 @@ def make(tmp_path: Path, fake: FakeTensorMode) -> Callable[..., Model]:
         ops, plain = AscendOps(BF16, NPU, routing, gemv_tokens), FORMATS["bfloat16"]
         tiled = Format("bfloat16", tiled=True)
         formats = Formats(plain, format or tiled, tiled)
-        build: Any = Build(ops, parallel, formats, BF16, NPU, 64)  # type: ignore[arg-type]
-        module = family.model(family.config.from_folder(folder), build)
+        config, world = family.config.from_folder(folder), parallel.world
+        group = "group", world.rank, world.size, config.expert_count, exchanged
+        exchange = AscendExchange(ops, *group) if exchanged else None
+        build: Any = Build(ops, parallel, formats, BF16, NPU, 64, exchange=exchange)  # type: ignore[arg-type]
+        module = family.model(config, build)
         pool = PagePool(5, 128)
         for layer in module.modules():
             if isinstance(layer, PagedAttention):
@@ -123,15 +129,32 @@ def test_a_rank_of_the_true_minimax_m2(make: Callable[..., Model], format: Forma
     assert (more, seen.calls) == (unpacked, unpacked | {"gemv_w4a16": 4, "fused_moe_w4a16": 2} if format else {})
 
 
-class Umbra(TorchDispatchMode):
-    """Counts the ops of the vector cores."""
+@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_rank_exchanges_rows(make: Callable[..., Model], family: Family, ranks: int) -> None:
+    """Of the true models, in a decode step; a prefill of more rows gathers them."""
+    world, alone = CountedGroup(ranks - 1, ranks), CountedGroup()
+    parallel = Parallel(world, alone, world, Shard(), Shard(ranks - 1, ranks), alone, alone)
+    model = make(format=Format("q4", 32), family=family, true_sizes=True, parallel=parallel, exchanged=2)
+    operators = {"npu_moe_distribute_dispatch_v2": 2, "npu_moe_distribute_combine_v2": 2}
+    for lengths, calls in (([1, 1], operators), ([1, 1, 1], {})):
+        batch = dataclasses.replace(model.batch(lengths), tokens_per_group=None)
+        with torch.inference_mode(), Umbra("npu") as seen:
+            logits = model.module.decode(batch)
+        assert (len(logits), logits.dtype, logits.device) == (len(lengths), BF16, NPU)
+        assert {op: n for op, n in seen.calls.items() if "distribute" in op} == calls
 
-    def __init__(self) -> None:
+
+class Umbra(TorchDispatchMode):
+    """Counts the ops of the vector cores, or of another namespace."""
+
+    def __init__(self, namespace: str = "umbra") -> None:
         super().__init__()
+        self.namespace = namespace
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "umbra":
+        if op.namespace == self.namespace:
             self.calls[op.overloadpacket.__name__] += 1
         return op(*args, **kwargs or {})
 
@@ -196,6 +219,8 @@ def test_what_the_meta_functions_miss() -> None:
         ops.silu_mul(empty(3, 33))
     with pytest.raises(TypeError, match=r"expert ids: torch\.int64"):
         ops.moe(empty(3, 128), weights, ids.long(), experts, None)
+    with pytest.raises(TypeError, match=r"expert ids: torch\.int64"):
+        AscendExchange(ops, "group", 0, 2, 8, 4).mixture(empty(3, 128), weights, ids.long(), experts)
     with pytest.raises(TypeError, match=r"group_list \(4,\) torch\.int32"):
         moe._grouped(empty(6, 128), experts.w13, empty(4, dtype=torch.int32), moe.COUNTS)
     with pytest.raises(TypeError, match=r"group_list \(5,\) torch\.int64"):

@@ -113,6 +113,37 @@ def rank_logits(rank: int, port: int, folder: Path, world_size: int, split: dict
     torch.distributed.destroy_process_group()
 
 
+def exchanging_rank(rank: int, port: int, folder: Path, unweighted: bool) -> None:
+    """Writes how often rows were exchanged, beside the logits."""
+    combine, calls = torch_npu.npu_moe_distribute_combine_v2, []
+
+    def counted(**given: Any) -> Tensor:
+        calls.append(len(given["expert_ids"]))
+        return combine(**given | ({"expert_scales": torch.ones_like(given["expert_scales"])} if unweighted else {}))
+
+    torch_npu.npu_moe_distribute_combine_v2 = counted
+    rank_logits(rank, port, folder, 2, {"attn_tp_size": 1, "moe_tp_size": 1}, "fusion_v2")
+    np.save(folder / f"calls{rank}.npy", calls)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_exchanged_rows_equal_the_reference(tmp_path: Path, family: Family) -> None:
+    """In every layer of every decode step, of which there are five, and in no prefill, whose groups differ."""
+    save(family, tmp_path)
+    run_gloo_ranks(exchanging_rank, 2, tmp_path, False)
+    assert_ranks(tmp_path, 2)
+    for rank in range(2):
+        assert len(np.load(tmp_path / f"calls{rank}.npy")) == 2 * 5
+
+
+def test_sums_without_weights_are_seen(tmp_path: Path) -> None:
+    """A mutation that the test above detects."""
+    save(QWEN3, tmp_path)
+    run_gloo_ranks(exchanging_rank, 2, tmp_path, True)
+    with pytest.raises(AssertionError, match="decode"):
+        assert_ranks(tmp_path, 2)
+
+
 TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "dp2": {"attn_tp_size": 1}}
 # Each routing with each split, and each family with all routings and all splits.
 PAIRS = [(FAMILIES[i // 3 % 2], list(TWO_RANKS)[i % 3], list(ROUTINGS)[(i + i // 3) % 3]) for i in range(9)]
@@ -135,6 +166,10 @@ def test_ranks_with_copies_of_a_head_equal_the_reference(tmp_path: Path, split: 
 
 def check_ranks(folder: Path, world_size: int, split: dict[str, int], routing: str) -> None:
     run_gloo_ranks(rank_logits, world_size, folder, world_size, split, routing)
+    assert_ranks(folder, world_size)
+
+
+def assert_ranks(folder: Path, world_size: int) -> None:
     expected = logits(folder, ReferenceOnCpu)
     for rank in range(world_size):
         with np.load(folder / f"rank{rank}.npz") as arrays:

@@ -185,6 +185,25 @@ def scatter(columns: int) -> None:
     torch_npu.npu_scatter_pa_kv_cache(made(2, 1, 128), made(2, 1, 128), *caches, made(2, dtype=torch.int64))
 
 
+def dispatch(
+    rows: int = 4, columns: int = 1024, chosen: int = 4, experts: int = 16, ranks: int = 2,
+    ids: torch.dtype = torch.int32, room: int = 0,
+) -> None:  # fmt: skip
+    """`room` is the number of rows of all ranks that the operator is told of, if not as many as come."""
+    torch_npu.npu_moe_distribute_dispatch_v2(
+        made(rows, columns), made(rows, chosen, dtype=ids), "group", ranks, 0, experts, shared_expert_num=0,
+        global_bs=room,
+    )  # fmt: skip
+
+
+def combine(weights: torch.dtype = torch.float32, places: int = 128, columns: int = 1024) -> None:
+    """Four rows, four of 16 experts for each, on two ranks."""
+    sums = made(4, 4, dtype=torch.int32), made(32 * places, dtype=torch.int32), made(16, dtype=torch.int32)
+    torch_npu.npu_moe_distribute_combine_v2(
+        made(32, columns), *sums, made(4, 4, dtype=weights), "group", 2, 0, 16, shared_expert_num=0
+    )
+
+
 def rotary(heads: int) -> None:
     ops().rope(made(2, heads, 128), made(2, 4, 128), made(2, 128), made(2, 128))
 
@@ -213,6 +232,16 @@ BROKEN: dict[str, Callable[[], object]] = {
     "as many tokens in all as the call": lambda: heads(tokens=129),
     "caches are (blocks, columns / 16, tokens, 16)": lambda: heads(values=2),
     "keys are (tokens, heads, values)": lambda: scatter(256),
+    "1 to 512 rows of 1,024 to 8,192 columns are sent": lambda: dispatch(rows=513),
+    "columns are sent to 1 to 16": lambda: dispatch(columns=512),
+    "of at most 1,024 experts": lambda: dispatch(experts=1026),
+    "are sent to 1 to 16 of": lambda: dispatch(chosen=17),
+    "rows are sent to 2 to 768 ranks": lambda: dispatch(experts=770, ranks=770),
+    "ids are int32, counts int64": lambda: dispatch(ids=torch.int64),
+    "there is room for the rows of all ranks": lambda: dispatch(room=4),
+    "results have 16 bits, ids are int32, weights float32": lambda: combine(weights=BF16),
+    "128 numbers for each and a weight": lambda: combine(places=127),
+    "columns come back": lambda: combine(columns=512),
 }  # fmt: skip
 
 

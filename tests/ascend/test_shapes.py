@@ -15,8 +15,9 @@ from executor.planning.activations import CountedGroup, Ledger, batch_of
 from models.build import Build, Formats
 from ops.ascend import moe
 from ops.ascend.cann import ALL_ABILITIES
+from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
-from ops.ascend.shapes import AscendShapes
+from ops.ascend.shapes import AscendShapes, ExchangeShapes
 from ops.format import FORMATS, Format
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 
@@ -30,7 +31,11 @@ TENSOR = Parallel(TWO, TWO, CountedGroup(), Shard(0, 2), Shard(), TWO, TWO)
 UNTILED = replace(ALL_ABILITIES, tiled_cache=False)
 
 
-@pytest.mark.parametrize("parallel", [WHOLE, SPLIT, TENSOR], ids=["whole", "split", "tensor"])
+@pytest.mark.parametrize(
+    ("parallel", "exchanged"),
+    [(WHOLE, False), (SPLIT, False), (SPLIT, True), (TENSOR, False)],
+    ids=["whole", "split", "exchanged", "tensor"],
+)
 @pytest.mark.parametrize(("format", "top_k"), [(None, 8), (Format("q4", 32), 2)], ids=["bf16", "q4"])
 @pytest.mark.parametrize("routing", moe.ROUTINGS)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -41,6 +46,7 @@ def test_as_much_is_alive_at_the_fullest_moment(
     format: Format | None,
     top_k: int,
     parallel: Parallel,
+    exchanged: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The op rotates in place, which its meta function does not know.
@@ -53,7 +59,11 @@ def test_as_much_is_alive_at_the_fullest_moment(
     ledger = Ledger()
 
     def most(ops: Any, device: torch.device, tokens: int, sequences: int) -> int:
-        model = family.model(config, Build(ops, parallel, formats, BF16, device, 256))
+        exchange: Any = None
+        if exchanged:  # rows of decode steps only
+            of_npu = AscendExchange(ops, "group", 0, 2, config.expert_count, 4)
+            exchange = ExchangeShapes(ops, 2, 4) if isinstance(ops, AscendShapes) else of_npu
+        model = family.model(config, Build(ops, parallel, formats, BF16, device, 256, exchange=exchange))
         for layer in attentions(model):
             layer.bind(*(ops.kv_cache(6, 128, layer.kv_heads, layer.head_dim, BF16, device) for _ in "kv"))
         batch = batch_of(ops, tokens, sequences, 2, 128, parallel.attn_dp.size).to(device)

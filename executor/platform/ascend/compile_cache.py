@@ -47,16 +47,23 @@ Facts: TypeAlias = dict[str, Json]
 
 
 def compile_facts(
-    case: Facts, config: ModelConfig, versions: Versions, torchair: str, sources: str, kernels_built: int
+    case: Facts,
+    config: ModelConfig,
+    versions: Versions,
+    torchair: str,
+    sources: str,
+    kernels_built: int,
+    communicator: str,
 ) -> Facts:
     """Everything that a compiled graph depends on except its rank and its shapes.
 
     `case` has every setting that can change a graph, `config` is the model's, `sources` a digest of the code that was
-    traced, `kernels_built` the time at which the kernels of ops/ascend/vector_core were built (0: never).
+    traced, `kernels_built` the time at which the kernels of ops/ascend/vector_core were built (0: never),
+    `communicator` the name of the one that rows of experts are exchanged over, which torchair keeps as it is.
     """
     python = platform.python_version()  # torchair keeps Python byte code too
     made_by = dict(torch=versions.torch, torch_npu=versions.torch_npu, torchair=torchair, cann=versions.cann)
-    made_by |= dict(python=python, sources=sources)
+    made_by |= dict(python=python, sources=sources, communicator=communicator)
     return made_by | dict(kernels_built=kernels_built, model=dataclasses.asdict(config), case=case)
 
 

@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 import torch_npu
 from torch import nn
 from torch_npu.npu.utils import get_cann_version
@@ -14,9 +15,10 @@ from torch_npu.npu.utils import get_cann_version
 from cpu_offload.device import Device
 from errors import UserError
 from executor.config.env import RankEnv, cann_home
+from executor.platform.ascend.exchange import most_rows, why_gathered, why_refused, window_mb
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from executor.platform.ascend.graphs import AscendGraphs
-from executor.platform.ascend.hccl import group_options
+from executor.platform.ascend.hccl import AI_CPU, group_options
 from executor.platform.ascend.kernels import (
     cache_line,
     check_offsets,
@@ -32,9 +34,11 @@ from models.causal_lm import CausalLM
 from models.config import ModelConfig
 from ops.ascend import vector_core
 from ops.ascend.cann import abilities
+from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
-from ops.interface import Ops
+from ops.interface import Exchange, Ops
 
+EXCHANGE = "npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2"
 COPIES = 5  # number of copies that are timed; the fastest is taken
 
 
@@ -72,11 +76,26 @@ class AscendPlatform(Platform):
             ascend.super_kernel and settings.exe_mode == "ge_graph",
         )
         self.ops = cast(Ops, self.own)
+        self.communicator = self.rows = ""  # the name of that of `exchange`, and what is printed about it
 
     def compile(self, step: Step, model_config: ModelConfig) -> Step:
         if self.settings.ascend.prefetch and self.ranks.world_size > 1:
             prefetch_attention(cast(CausalLM, cast(MethodType, step).__self__))
-        return AscendGraphs(step, self.settings, self.ranks, self.device, model_config)
+        return AscendGraphs(step, self.settings, self.ranks, self.device, model_config, self.communicator)
+
+    def exchange(self, config: ModelConfig) -> Exchange | None:
+        settings, most = self.settings, most_rows(self.settings)
+        soc = torch_npu.npu.get_device_name(self.device)
+        why = why_gathered(settings, config) or why_refused(soc, self.cann)
+        few = f"{EXCHANGE}, at most {most} rows a rank"
+        self.rows = (f"gathered ({why})" if why else few) if settings.sizes.attn_dp > 1 and config.expert_count else ""
+        if why:
+            return None
+        options = self._options({"hccl_buffer_size": window_mb(most, config), "hccl_op_expansion_mode": AI_CPU})
+        rank, size = self.ranks.rank, self.ranks.world_size
+        group = dist.new_group(list(range(size)), pg_options=options)  # the operators share it with nothing else
+        self.communicator = group._get_backend(self.device).get_hccl_comm_name(rank)
+        return cast(Exchange, AscendExchange(self.own, self.communicator, rank, size, config.expert_count, most))
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
         check_offsets(model, self.settings, self.cann)
@@ -85,12 +104,16 @@ class AscendPlatform(Platform):
             chosen_kernels(model, self.settings, built)
             | cache_line(self.can)
             | gating_lines(model, self.settings, self.cann)
+            | ({"rows of experts on other ranks": self.rows} if self.rows else {})
         )
 
     def group_options(self, group: str) -> Any:
-        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
         soc = torch_npu.npu.get_device_name(self.device)
-        options.hccl_config = group_options(self.settings.hccl, self.settings.sizes, group, soc)
+        return self._options(group_options(self.settings.hccl, self.settings.sizes, group, soc))
+
+    def _options(self, config: dict[str, int]) -> Any:
+        options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+        options.hccl_config = config
         return options
 
     def padded_rows(self, rows: int) -> int:

@@ -92,8 +92,15 @@ class AscendGraphs:
     """The decode step as graphs, one for each number of sequences."""
 
     def __init__(
-        self, step: Step, settings: PlatformSettings, ranks: RankEnv, device: torch.device, model_config: ModelConfig
+        self,
+        step: Step,
+        settings: PlatformSettings,
+        ranks: RankEnv,
+        device: torch.device,
+        model_config: ModelConfig,
+        communicator: str,
     ):
+        """`communicator` is the name of the one that `Exchange` uses, which graphs hold."""
         if not isinstance(step, types.MethodType):
             raise TypeError("a graph is made from a method of a model")
         self.step, self.settings, self.device = step, settings, device
@@ -114,6 +121,7 @@ class AscendGraphs:
                 torchair_is,
                 traced,
                 vector_core.built(),
+                communicator,
             )
             self.cache = CompileCache(settings.case, ranks.rank, ranks.world_size, facts, settings.graphs)
 

@@ -1,5 +1,6 @@
 """`--plan`: every number compared with one worked out by hand and with a real model; and cases that do not fit."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from errors import UserError
-from executor.config.case import Case
+from executor.config.case import AscendSettings, Case
 from executor.config.load import load_case, load_model_config
 from executor.config.units import GB
 from executor.engine.building import attentions, bind_caches, build_of
@@ -180,6 +181,20 @@ def test_groups_of_different_ranks_have_buffers_of_their_own(tmp_path: Path) -> 
     assert found == {"world": 200 * MIB, "attn_tp, lmhead_tp": 60 * MIB, "attn_dp": 200 * MIB}
     assert make_plan(tiny(tmp_path)).sections["HCCL buffers"] == []
     assert make_plan(tiny(tmp_path, exe_mode="eager")).sections["decode graphs"] == []
+
+
+def test_exchanged_rows_have_a_window(tmp_path: Path) -> None:
+    """Of two rows on each rank, for each of eight experts, and for the results of three, all twice, and 1 MB more."""
+    split = {"attn_tp_size": 1, "moe_tp_size": 1}
+    save_tiny(tmp_path / "model", hidden_size=1024, moe_intermediate_size=128)
+    case = tiny(tmp_path, world_size=2, parallel_config=split)
+    plan, gathered = make_plan(case), make_plan(dataclasses.replace(case, ascend_config=AscendSettings(exchange=False)))
+    window = -(-2 * 2 * (8 * 2560 + 3 * 2048) // MIB) + 1
+    found = {part.name: part.nbytes for part in plan.sections["HCCL buffers"]}
+    assert found == {"world, attn_dp": 400 * MIB, "exchange of rows (A3)": 2 * window * MIB}
+    assert len(gathered.sections["HCCL buffers"]) == 1
+    graphs = [made.sections["decode graphs"][-1].nbytes for made in (plan, gathered)]
+    assert graphs[0] != graphs[1]
 
 
 def test_the_fullest_moment_depends_on_the_shape() -> None:

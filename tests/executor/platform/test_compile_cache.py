@@ -276,15 +276,16 @@ def test_the_source_digest_sees_names_and_text(tmp_path: Path) -> None:
 def test_facts_name_everything_a_graph_depends_on(tmp_path: Path) -> None:
     versions = Versions("2.13.0", "2.13.0", "9.1.0", "26.0")
 
-    def facts(*overrides: str, built: int = 0) -> dict[str, Any]:
+    def facts(*overrides: str, built: int = 0, communicator: str = "") -> dict[str, Any]:
         case = load_case("demo", overrides)
         return compile_facts(
-            platform_settings(case).graph_facts, load_model_config(case), versions, "1.0", "f00", built
+            platform_settings(case).graph_facts, load_model_config(case), versions, "1.0", "f00", built, communicator
         )
 
-    made_by = {"torch", "torch_npu", "torchair", "cann", "python", "sources", "kernels_built"}
+    made_by = {"torch", "torch_npu", "torchair", "cann", "python", "sources", "kernels_built", "communicator"}
     assert facts().keys() == made_by | {"model", "case"}
     json.dumps(facts())
     assert first_difference(facts(), facts("batch_size=2")) == "case.data_config.batch_size was 4, is 2"
     assert first_difference(facts(), facts(built=5)) == "kernels_built was 0, is 5"
+    assert first_difference(facts(), facts(communicator="g2")) == 'communicator was "", is "g2"'
     assert first_difference(facts(), facts("prompts=[other]", "description=other")) == ""

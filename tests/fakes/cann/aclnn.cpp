@@ -4,7 +4,8 @@
 //
 // A trampoline does not have its kernel's signature. It reads its arguments as a sequence of 64-bit words until it
 // finds two neighbours that point to zeroes on the caller's stack: &bytes and &executor. Words that point to live
-// objects made by aclCreate* can be recognised as arguments; plain numbers, strings and absent tensors cannot. In calls
+// objects made by aclCreate* can be recognised as arguments, and so can the name of a communicator that is open; plain
+// numbers, other strings and absent tensors cannot. In calls
 // of our own operators, booleans that are true and numbers above 1 can be recognised as well, since these operators
 // have no other plain arguments.
 #include <cstdarg>
@@ -77,6 +78,7 @@ bool zero_on_stack(uintptr_t word, uintptr_t here) {
 long plan(const std::string& kernel, long first, va_list rest) {
     const auto here = reinterpret_cast<uintptr_t>(&first);
     const bool own = !kernel.compare(0, 10, "aclnnUmbra");
+    const bool communicates = !kernel.compare(0, 18, "aclnnMoeDistribute");
     std::string text;
     std::vector<const Object*> arguments;
     uintptr_t word = first, before = 0;
@@ -95,6 +97,9 @@ long plan(const std::string& kernel, long first, va_list rest) {
         if (alive.count(object)) {
             text += " " + object->text;
             arguments.push_back(object);
+        } else if (const Object* group = communicates ? fake::communicator(word) : nullptr) {
+            text += " " + group->text;
+            arguments.push_back(group);
         } else if (own && word == 1)
             text += " true";
         else if (own && word > 1 && word < kMostNumber)

@@ -56,13 +56,17 @@ struct Object {
     int type = -1;     // of a tensor's elements; -1: a list, a scalar or numbers
     std::vector<int64_t> shape;
     std::vector<const Object*> members;  // members of a list, which owns them
-    size_t bytes = 0;                    // bytes of an element of a tensor
+    size_t bytes = 0;                    // bytes of an element of a tensor, or of a communicator's buffer
     bool tensor() const { return type >= 0; }
 };
 
 // --- rules (rules.cpp)
 // The rule that a kernel of this name would refuse these arguments by; empty if there is none.
 std::string broken_rule(const std::string& kernel, const std::vector<const Object*>& arguments);
+
+// --- communicators (hccl.cpp)
+// The communicator whose name the word points to, as an argument; null if there is none, whatever the word is.
+const Object* communicator(uintptr_t word);
 
 // --- memory (device.cpp)
 bool pinned(const void* p);

@@ -1,5 +1,6 @@
 // What CANN's own sources demand of the arguments of the kernels that Umbra calls. A call that breaks a rule is refused
 // as aclnn would refuse it. Sources are files of ops-transformer (OT) with a branch and a line.
+#include <algorithm>
 #include <cstdio>
 #include <list>
 #include <stdexcept>
@@ -18,10 +19,12 @@ constexpr int kAny = 0;
 // Tensors and lists of tensors in the order of the call; what is absent leaves no trace.
 struct Call {
     std::vector<const Object*> tensors, lists;
+    const Object* group = nullptr;  // the communicator, if it is named
 
     explicit Call(const Arguments& arguments) {
         for (const Object* object : arguments) {
             if (object->tensor()) tensors.push_back(object);
+            if (!object->text.compare(0, 6, "group=")) group = object;
             if (!object->members.empty()) lists.push_back(object);
         }
     }
@@ -60,6 +63,36 @@ int64_t tiled_columns(const Object& cache) {
 
 // Lists of a grouped product by 4-bit weights: rows, weights, scales, offsets if there are any, results.
 bool has_offsets(const Call& call) { return call.lists.size() >= 5; }
+
+// An exchange of rows between experts on several ranks: x (rows, columns), `chosen` experts for each row.
+struct Exchange {
+    int64_t rows, columns, chosen, ranks, experts;
+
+    // Bytes of the window; each rank keeps rows for every expert, and results, twice.
+    size_t window() const {
+        auto whole = [](size_t size, size_t unit) { return (size + unit - 1) / unit * unit; };
+        const size_t row = 2 * columns;
+        return 2 * rows * (experts * whole(whole(row, 32) + 44, 512) + chosen * whole(row, 512));
+    }
+};
+
+// Dispatch: x, ids; rows for the experts here, scales, places, counts, received, ...
+Exchange dispatched(const Call& call) {
+    const int64_t here = size(call.at(5), 0), received = size(call.at(6), 0);
+    return {size(call.at(0), 0), size(call.at(0), 1), size(call.at(1), 1), received / here, received};
+}
+
+// Combine: rows, ids, places, received, weights; sums.
+Exchange combined(const Call& call) {
+    return {size(call.at(1), 0), size(call.at(0), 1), size(call.at(1), 1), 0, size(call.at(3), 0)};
+}
+
+bool within(int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; }
+
+bool exchangeable(const Exchange& exchange) {
+    return within(exchange.rows, 1, 512) && within(exchange.columns, 1024, 8192) &&
+           within(exchange.chosen, 1, std::min<int64_t>(16, exchange.experts)) && within(exchange.experts, 1, 1024);
+}
 
 struct Rule {
     const char* kernel;  // a name or, with a star at its end, the beginning of names
@@ -174,6 +207,54 @@ const Rule kRules[] = {
      },
      "block tables are int32, blocks have 128 tokens, the only number that both versions' documents have",
      "OT 8.5.0 and 9.1.0, documents of aclnnFusedInferAttentionScoreV3; code: .._tiling_check_feature.cpp 70"},
+    {"aclnnMoeDistributeDispatchV*", kAny, [](const Call& call) { return exchangeable(dispatched(call)); },
+     "1 to 512 rows of 1,024 to 8,192 columns are sent to 1 to 16 of at most 1,024 experts",
+     "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 542, 682, 737, "
+     "749; 9.0.0 875, 1038, 1118, 1129; 9.1.0 698, 872, 936, 955"},
+    {"aclnnMoeDistributeDispatchV*", kAny, [](const Call& call) { return within(dispatched(call).ranks, 2, 768); },
+     "rows are sent to 2 to 768 ranks",
+     "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 511; 9.0.0 747; "
+     "9.1.0 582"},
+    {"aclnnMoeDistributeDispatchV*", kAny,
+     [](const Call& call) {
+         return half(call.at(0)) && call.at(1).type == ACL_INT32 && call.at(2).type == call.at(0).type &&
+                call.at(5).type == ACL_INT64;
+     },
+     "rows that are sent have 16 bits and keep their type, ids are int32, counts int64",
+     "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 290, 355; 9.0.0 "
+     "450, 511; 9.1.0 357"},
+    {"aclnnMoeDistributeDispatchV*", kAny,
+     [](const Call& call) {
+         const Exchange exchange = dispatched(call);
+         const int64_t kept = size(call.at(2), 0), each = std::min(size(call.at(5), 0), exchange.chosen);
+         return kept >= exchange.rows * exchange.ranks * each && size(call.at(4), 0) >= 128 * kept;
+     },
+     "there is room for the rows of all ranks, and 128 numbers for each",
+     "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 799 (its combine "
+     "734); 9.0.0 1235, 1267; 9.1.0 1095, 1141"},
+    {"aclnnMoeDistributeDispatchV*", kAny,
+     [](const Call& call) { return !call.group || dispatched(call).window() <= call.group->bytes; },
+     "the communicator's buffer holds all rows and results twice",
+     "OT 8.5.0 mc2/moe_distribute_dispatch_v2/op_host/op_tiling/moe_distribute_dispatch_v2_tiling.cpp 976; 9.0.0 "
+     "moe_distribute_check_win_size.h 106; 9.1.0 120"},
+    {"aclnnMoeDistributeCombineV*", kAny,
+     [](const Call& call) { return half(call.at(0)) && call.at(1).type == ACL_INT32 && call.at(4).type == ACL_FLOAT; },
+     "results have 16 bits, ids are int32, weights float32",
+     "OT 8.5.0 mc2/moe_distribute_combine_v2/op_host/op_tiling/moe_distribute_combine_v2_tiling.cpp 475, 525, 565; "
+     "9.0.0 653, 664, 677; 9.1.0 629, 638, 651"},
+    {"aclnnMoeDistributeCombineV*", kAny,
+     [](const Call& call) {
+         return exchangeable(combined(call)) && size(call.at(2), 0) >= 128 * size(call.at(0), 0) &&
+                call.at(4).shape == call.at(1).shape;
+     },
+     "1 to 512 rows of 1,024 to 8,192 columns come back, with 128 numbers for each and a weight for each id",
+     "OT 8.5.0 mc2/moe_distribute_combine_v2/op_host/op_tiling/moe_distribute_combine_v2_tiling.cpp 680, 726, 734, "
+     "762, "
+     "940; 9.0.0 949, 1012, 1020, 1253; 9.1.0 913, 976, 984, 1235"},
+    {"aclnnMoeDistributeCombineV*", kAny,
+     [](const Call& call) { return !call.group || combined(call).window() <= call.group->bytes; },
+     "the communicator's buffer holds all rows and results twice",
+     "OT 8.5.0 mc2/moe_distribute_combine_v2/op_host/op_tiling/moe_distribute_combine_v2_tiling.cpp 1147"},
 };
 
 bool matches(const std::string& kernel, const std::string& name) {

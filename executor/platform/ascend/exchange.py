@@ -1,0 +1,55 @@
+"""When the experts' rows are exchanged (ops/ascend/exchange.py) and not gathered, and the memory that this takes.
+
+Limits are those of the operators' tilings for Atlas A3, the same in OT 8.5.0, 9.0.0 and 9.1.0; Atlas A2 has others.
+"""
+
+from executor.config.units import MB
+from executor.platform.ascend.hccl import A3
+from executor.platform.settings import PlatformSettings
+from models.config import ModelConfig
+from ops.ascend.cann import since
+
+EXCHANGE_SINCE = (8, 5)  # the oldest CANN whose sources are open
+MOST_ROWS = 512  # of a rank in one step
+LIMITS = {"ranks": (2, 768), "experts": (1, 1024), "experts a token": (1, 16), "columns": (1024, 8192)}
+
+
+def why_gathered(settings: PlatformSettings, config: ModelConfig) -> str:
+    """Why a case gathers the rows of all ranks whatever the device; empty if it may exchange them."""
+    sizes = settings.sizes
+    if not settings.ascend.exchange:
+        return "ascend_config.exchange: false"
+    if sizes.attn_tp > 1 or sizes.moe_tp > 1:
+        return "attn_tp_size and moe_tp_size are not both 1"
+    values = sizes.world, config.expert_count, config.experts_per_token, config.hidden_size
+    for (what, (least, most)), value in zip(LIMITS.items(), values, strict=True):
+        if not least <= value <= most:
+            return f"{value} {what}, not {least} to {most}"
+    return ""
+
+
+def why_refused(soc: str, cann: str | None) -> str:
+    """Why this device has no operators to exchange rows; empty if it has."""
+    if not soc.startswith(A3):
+        return f"{soc} is no Atlas A3"
+    series = ".".join(map(str, EXCHANGE_SINCE))
+    return "" if since(cann, EXCHANGE_SINCE) else f"needs CANN {series}, this is {cann or 'an unknown version'}"
+
+
+def most_rows(settings: PlatformSettings) -> int:
+    """The largest step that is exchanged: a rank's whole batch, if the operators take it."""
+    return min(settings.group_batch, MOST_ROWS)
+
+
+def window_mb(rows: int, config: ModelConfig) -> int:
+    """The communicator's buffer for steps of `rows` rows on each rank. Every rank has room for rows of all ranks for
+    each of its experts, and for the results of its own rows, all twice. One megabyte more holds what CANN 9.1 takes
+    from it for each rank without counting it (OT 9.1.0, moe_distribute_check_win_size.h 175)."""
+    row = 2 * config.hidden_size
+    sent = config.expert_count * _whole(_whole(row, 32) + 44, 512)  # a scale and three numbers behind each row
+    back = config.experts_per_token * _whole(row, 512)
+    return -(-2 * rows * (sent + back) // MB) + 1
+
+
+def _whole(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,323 @@
+"""Two ranks exchange the rows of their experts over the real hccl backend: golden kernels of a decode step eager, in
+GE and captured; the communicator and its window; real sizes; and what falls back to gathered rows."""
+
+import contextlib
+import dataclasses
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_npu
+
+from executor.platform.ascend import device
+from executor.platform.ascend.exchange import window_mb
+from ops.ascend import exchange as exchanges
+from ops.ascend.exchange import AscendExchange
+from ops.ascend.ops import AscendOps
+from ops.ascend.weights import AscendExperts
+from ops.format import Format
+from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.ge import ge_programs
+from tests.ascend.log import device_log, violations
+from tests.ascend.ranks import join_hccl, run_ranks
+from tests.ascend.test_ge import casts
+from tests.ascend.test_hccl import started
+from tests.ascend.test_rules import SIZES, Size, tiled
+
+BF16 = torch.bfloat16
+SPLIT = ("attn_tp_size=1", "moe_tp_size=1")
+PROMPTS = [[5, 17, 3, 88], [7]]  # one for each rank, so that eager steps are even too
+MIXTURE = [  # of one row on each rank, eight experts, three of them for a row
+    "aclnnMoeDistributeDispatchV4 (1,1024)bfloat16 (1,3)int32 group=group_name_2 (6,1024)bfloat16 (6)float32"
+    " (768)int32 (4)int64 (8)int32 (0)int32 (6)float32",
+    "aclnnGroupedMatmulWeightNz [(6,1024)bfloat16] [(4,1024,128)bfloat16:NZ] (4)int64 ints() [(6,128)bfloat16]",
+    "aclnnSwiGlu (6,128)bfloat16 (6,64)bfloat16",
+    "aclnnGroupedMatmulWeightNz [(6,64)bfloat16] [(4,64,1024)bfloat16:NZ] (4)int64 ints() [(6,1024)bfloat16]",
+    "aclnnInplaceCopy (1,3)float32 (1,3)bfloat16",
+    "aclnnMoeDistributeCombineV4 (6,1024)bfloat16 (1,3)int32 (768)int32 (8)int32 (1,3)float32 group=group_name_2"
+    " (1,1024)bfloat16",
+]
+FUSED = {  # kernels of a layer in a GE graph
+    QWEN3: Counter(
+        MatMul=3, GroupedMatmul=2, AddRmsNorm=2, QkvRmsNormRopeCache=1, FusedInferAttentionScore=1, MoeGatingTopK=1,
+        MoeDistributeDispatchV2=1, SwiGlu=1, MoeDistributeCombineV2=1,
+    ),
+    M2: Counter(
+        MatMul=3, GroupedMatmul=2, AddRmsNorm=1, AddRmsNormCast=1, RmsNorm=2, SplitV=1, ApplyRotaryPosEmb=1,
+        ScatterPaKvCache=1, FusedInferAttentionScore=1, MoeGatingTopK=1, MoeDistributeDispatchV2=1, SwiGlu=1,
+        MoeDistributeCombineV2=1,
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Seen:
+    steps: list[list[str]]  # the calls of the first decode steps to the device
+    opened: list[str]
+    kernels: dict[str, str]  # as the report has them
+
+
+def decoded(rank: int, folder: Path, steps: int, world_size: int, *overrides: str) -> Seen:
+    case, ranks = started(rank, world_size, folder, *SPLIT, *overrides)
+    with device_log() as log:
+        runner = ascend_runner(case, folder, ranks)
+        prefilled(runner, PROMPTS)
+    opened, found = log.find("hccl open"), []
+    for _ in range(steps):
+        with device_log() as log:
+            runner.loop.step()
+        found.append(log.lines)
+    return Seen(found, opened, runner.engine.kernels)
+
+
+def run(folder: Path, *overrides: str, family: Family = QWEN3, steps: int = 1, **sizes: Any) -> list[Seen]:
+    ascend_case(folder, family=family, **dict(hidden_size=1024) | sizes)
+    return run_ranks(decoded, 2, folder, steps, 2, *overrides, limit_s=300)
+
+
+def mixture(lines: list[str]) -> list[str]:
+    """The calls from the sending of rows to the sums, of the last layer."""
+    end = max(i for i, line in enumerate(lines) if "CombineV" in line)
+    return [" ".join(line.removeprefix("captured ").split()) for line in lines[end - len(MIXTURE) + 1 : end + 1]]
+
+
+def plain(line: str) -> str:
+    return " ".join(word for word in line.split() if word != "[]")
+
+
+def test_an_eager_step_exchanges_rows(tmp_path: Path) -> None:
+    for rank, seen in enumerate(run(tmp_path, "exe_mode=eager")):
+        (lines,) = seen.steps
+        assert [plain(line) for line in mixture(lines)] == MIXTURE
+        assert [line for line in lines if line.startswith("hccl")] == [
+            "hccl AllGather 1 int64 name=group_name_1 ranks=2"  # the tokens, after the model
+        ]
+        # a communicator of its own, with the window of two rows of each rank
+        wanted = f"hccl open name=group_name_2 ranks=2 rank={rank} buffer=2 expansion=2 deterministic=unset"
+        assert seen.opened[0] == wanted
+        assert seen.kernels["rows of experts on other ranks"] == f"{device.EXCHANGE}, at most 2 rows a rank"
+
+
+@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
+    for seen in run(tmp_path, f"exe_mode={mode}", steps=2):
+        first, second = seen.steps
+        kernels = [line for line in first if line.startswith("captured acl")]
+        assert [plain(line).replace("Cast", "InplaceCopy").split()[0] for line in mixture(kernels)] == [
+            line.split()[0] for line in MIXTURE
+        ]
+        assert len([line for line in second if line.startswith("replay graph")]) == 1
+        assert not [line for line in second if "Distribute" in line or "Grouped" in line]
+
+
+@dataclasses.dataclass
+class Graph:
+    """What one rank has seen of a decode step's GE graph."""
+
+    nodes: Counter[str]
+    casts: list[tuple[str, torch.dtype]]
+    exchanges: set[tuple[str, int, int]]  # communicator, ranks, rank
+    cache: list[str]  # lines that the compile cache printed
+
+
+def in_ge(rank: int, folder: Path, *overrides: str) -> Graph:
+    case, ranks = started(rank, 2, folder, "exe_mode=ge_graph", *SPLIT, *overrides)
+    said = io.StringIO()
+    with ge_programs() as programs, contextlib.redirect_stdout(said):
+        generate(ascend_runner(case, folder, ranks))
+    (program,) = programs
+    attributes = [node.proto.attr for node in program.nodes if node.type.startswith("MoeDistribute")]
+    names = {(a["group_ep"].s.decode(), a["ep_world_size"].i, a["ep_rank_id"].i) for a in attributes}
+    cache = [line for line in said.getvalue().splitlines() if line.startswith("compile cache")]
+    return Graph(program.count(), casts(program), names, cache)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_a_ge_graph_has_no_collective(tmp_path: Path, family: Family) -> None:
+    ascend_case(tmp_path, family=family, hidden_size=1024)
+    to_floats = {QWEN3: [("MoeGatingTopK", torch.float32)], M2: [("MoeGatingTopK", BF16), ("Cast", torch.float32)]}
+    for rank, graph in enumerate(run_ranks(in_ge, 2, tmp_path, limit_s=300)):
+        nodes = graph.nodes
+        around = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head
+        assert {name: nodes[name] for name in FUSED[family]} == {
+            name: 2 * count + around.get(name, 0) for name, count in FUSED[family].items()
+        }
+        assert not [name for name in nodes if name.startswith(("Hcom", "Select", "MoeInit", "MoeFinalize"))]
+        assert graph.casts == to_floats[family] * 2
+        assert graph.exchanges == {("group_name_2", 2, rank)}
+
+
+def test_the_next_start_finds_the_graph(tmp_path: Path) -> None:
+    """torchair keeps the communicator's name as it was, so the manifest has it."""
+    ascend_case(tmp_path, hidden_size=1024)
+    for wanted, body in (("miss (no cache yet)", in_ge), ("hit", in_ge), ("communicator was", named_otherwise)):
+        for graph in run_ranks(body, 2, tmp_path, "enable_cache_compile=true", limit_s=300):
+            assert wanted in graph.cache[0]
+
+
+def named_otherwise(rank: int, folder: Path, *overrides: str) -> Graph:
+    """As if one more group had been made before."""
+    new_group = dist.new_group
+
+    def one_more(ranks: list[int], **options: Any) -> Any:
+        new_group(ranks)
+        return new_group(ranks, **options)
+
+    device.dist.new_group = one_more
+    return in_ge(rank, folder, *overrides)
+
+
+def gathered(rank: int, folder: Path, kind: str) -> tuple[list[str], str]:
+    """(kernels and collectives of a decode step, what the report says)"""
+    overrides = {"off": ("ascend_config.exchange=false",)}.get(kind, ())
+    if kind == "older CANN":
+        device.get_cann_version = lambda: "8.3.RC1"
+    if kind == "Atlas A2":
+        torch_npu.npu.get_device_name = lambda *_: "Ascend910B3"
+    if kind == "unknown":
+        device.read_versions = lambda *_: dataclasses.replace(versions(), cann=None)
+    seen = decoded(rank, folder, 1, 2, "exe_mode=eager", *overrides)
+    return seen.steps[0], seen.kernels["rows of experts on other ranks"]
+
+
+def versions() -> Any:
+    from executor.platform.ascend.versions import Versions
+
+    return Versions(None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("off", "ascend_config.exchange: false"),
+        ("older CANN", "needs CANN 8.5, this is 8.3.RC1"),
+        ("unknown", "needs CANN 8.5, this is an unknown version"),
+        ("Atlas A2", "Ascend910B3 is no Atlas A3"),
+        ("narrow", "128 columns, not 1024 to 8192"),
+    ],
+)
+def test_rows_are_gathered(tmp_path: Path, kind: str, reason: str) -> None:
+    ascend_case(tmp_path, hidden_size=128 if kind == "narrow" else 1024)
+    for lines, told in run_ranks(gathered, 2, tmp_path, kind, limit_s=300):
+        collectives = [line.split()[1] for line in lines if line.startswith("hccl")]
+        assert collectives == ["AllGather", "AllGather", "AllGather", "AllReduce"] * 2 + ["AllGather"]
+        assert told == f"gathered ({reason})"
+
+
+def real(rank: int, size: Size, format: Format, ranks: int, rows: int, short: bool) -> list[str]:
+    """The rules that a layer's exchange breaks on one of `ranks` ranks, of which two run. `short`: its window is one
+    row too small."""
+    join_hccl()
+    config: Any = SizeOf(size)
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_size": window_mb(rows - short, config) - short}
+    group = dist.new_group([0, 1], pg_options=options)
+    name = group._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
+    torch_npu.npu.config.allow_internal_format = True
+    npu = torch.device("npu")
+    experts = AscendExperts(size.experts // ranks, size.inner, size.hidden, format, BF16, npu)
+    for plane in (experts.w13, experts.w2):
+        tiled(plane)
+    exchange = AscendExchange(AscendOps(BF16, npu, "fusion_v2"), name, rank, ranks, size.experts, rows)
+    x, weights = (torch.empty(rows, n, dtype=BF16, device=npu) for n in (size.hidden, size.top_k))
+    ids = torch.empty(rows, size.top_k, dtype=torch.int32, device=npu)
+    try:
+        exchange.mixture(x, weights, ids, experts)
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        return [str(error).splitlines()[0], *violations()]
+    return violations()
+
+
+@dataclasses.dataclass
+class SizeOf:
+    """A model's sizes as its config has them."""
+
+    size: Size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.size.hidden
+
+    @property
+    def expert_count(self) -> int:
+        return self.size.experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.size.top_k
+
+
+WHOLE = {  # all experts of the real models
+    "30b": SIZES["30b"],
+    "235b": dataclasses.replace(SIZES["235b_ep16"], experts=128),
+    "m2": dataclasses.replace(SIZES["m2_tp8"], inner=1536),
+}
+
+
+@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.parametrize("model", WHOLE)
+def test_real_sizes_break_no_rule(model: str, ranks: int) -> None:
+    four_bits = Format("q4", 32, zeros=True)  # an expert of 235B in bfloat16 has 38 MB
+    for found in run_ranks(real, 2, WHOLE[model], four_bits, ranks, 32, False):
+        assert found == []
+
+
+@pytest.mark.parametrize("model", WHOLE)
+def test_a_window_that_is_too_small_is_refused(model: str) -> None:
+    for found in run_ranks(real, 2, WHOLE[model], Format("q4", 32, zeros=True), 8, 32, True):
+        assert any("161002" in line for line in found)
+        assert any("the communicator's buffer holds all rows and results twice" in line for line in found)
+
+
+def test_windows_of_real_models() -> None:
+    """In MB, for 32 rows on each rank."""
+    sizes: Any = {model: SizeOf(size) for model, size in WHOLE.items()}
+    assert {model: window_mb(32, size) for model, size in sizes.items()} == {"30b": 39, "235b": 73, "m2": 108}
+    row = torch.finfo(BF16).bits // 8 * 4096
+    assert 73 > 2 * 32 * (128 * (row + 512) + 8 * row) / 2**20 > 71
+
+
+@pytest.mark.parametrize(("tokens", "taken"), [(0, False), (1, False), (4, False), (5, True), (32, True), (33, False)])
+def test_few_rows_are_left_to_the_vector_cores(tokens: int, taken: bool) -> None:
+    """Their mixture takes up to eight gathered rows: here of two ranks."""
+    npu = torch.device("npu")
+    ops = AscendOps(BF16, npu, "fusion_v2", gemv_tokens=8)
+    experts = ops.expert_matrices(2, 64, 128, Format("q4", 32), npu)
+    assert AscendExchange(ops, "", 0, 2, 4, 32).takes(tokens, experts) == taken
+
+
+def unconverted(rank: int, folder: Path) -> str:
+    """A mutation: the weights stay as the router gives them."""
+    combine = torch_npu.npu_moe_distribute_combine_v2
+
+    def given_halves(**given: Any) -> torch.Tensor:
+        return combine(**given | {"expert_scales": given["expert_scales"].bfloat16()})
+
+    torch_npu.npu_moe_distribute_combine_v2 = given_halves
+    with pytest.raises(Exception, match="weights float32") as raised:
+        in_ge(rank, folder)
+    return str(raised.value)
+
+
+def test_weights_of_another_type_are_seen_in_ge(tmp_path: Path) -> None:
+    ascend_case(tmp_path, hidden_size=1024)
+    for told in run_ranks(unconverted, 2, tmp_path, limit_s=300):
+        assert "MoeDistributeCombineV2" in told
+
+
+def unlike_ranks(rank: int, folder: Path) -> list[str]:
+    """A mutation: the operators get another communicator, that of the collectives."""
+    init = AscendExchange.__init__
+    exchanges.AscendExchange.__init__ = lambda self, ops, group, *rest: init(self, ops, "group_name_1", *rest)  # type: ignore[method-assign]
+    return decoded(rank, folder, 1, 2, "exe_mode=eager").steps[0]
+
+
+def test_another_communicator_is_seen(tmp_path: Path) -> None:
+    ascend_case(tmp_path, hidden_size=1024)
+    for lines in run_ranks(unlike_ranks, 2, tmp_path, limit_s=300):
+        assert [plain(line) for line in mixture(lines)] != MIXTURE

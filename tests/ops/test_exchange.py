@@ -1,0 +1,61 @@
+"""Rows that go to the ranks of their experts and back give the sums that all experts on one rank give."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from ops import load_ops, reference
+from ops.exchange import GroupExchange
+from ops.format import Format
+from ops.reference import DenseExperts
+from tests.ranks import free_port
+
+FLOATS = Format("float32")
+EXPERTS, INNER, HIDDEN, TOP_K = 8, 16, 32, 3
+
+
+def experts(first: int, count: int) -> DenseExperts:
+    """The experts first .. first + count - 1, whose weights are the same on every rank."""
+    bank = load_ops("reference").expert_matrices(count, INNER, HIDDEN, FLOATS, torch.device("cpu"))
+    for expert in range(EXPERTS):
+        generator = torch.Generator().manual_seed(expert)
+        for which, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+            part = torch.randn(shape, generator=generator)
+            if first <= expert < first + count:
+                bank.fill(expert - first, which, part)
+    return bank  # type: ignore[return-value]
+
+
+def rows(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weights, and ids, which never name the last expert."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    x, scores = torch.randn(tokens, HIDDEN, generator=generator), torch.rand(tokens, EXPERTS - 1, generator=generator)
+    weights, ids = scores.topk(TOP_K)
+    return x, weights, ids
+
+
+def body(rank: int, port: int, ranks: int, tokens: int, mutated: bool) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    exchange: Any = GroupExchange(load_ops("reference"))
+    x, weights, ids = rows(rank, tokens)
+    if mutated:  # rows come back in another order
+        move = exchange._moved
+        exchange._moved = lambda *given: move(*given).flip(0)
+    each = EXPERTS // ranks
+    found = exchange.mixture(x, weights, ids, experts(rank * each, each))
+    expected = reference.moe(x, weights, ids, experts(0, EXPERTS), None)
+    assert torch.allclose(found, expected, atol=1e-4) != mutated
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "mutated"), [(2, 5, False), (4, 1, False), (2, 5, True)])
+def test_exchanged_rows_give_the_same_sums(ranks: int, tokens: int, mutated: bool) -> None:
+    arguments = free_port(), ranks, tokens, mutated
+    torch.multiprocessing.start_processes(body, arguments, nprocs=ranks, start_method="fork")
