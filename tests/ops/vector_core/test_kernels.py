@@ -1,5 +1,6 @@
 """The kernels, unmodified, in the twin: their numbers, their traffic, and mistakes that must be found."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,13 @@ MISTAKES: dict[str, Mutation] = {  # the twin stops, or a number is wrong
         "AscendC::Cast(room.sums, room.last, RoundMode::CAST_NONE, count);",
     ),
     "sums are overwritten": (PRODUCT, "while (pending.fresh && reduction.NeedsSums()) Pass();", ";"),
+    "float sums of one plane": (
+        PRODUCT, "AscendC::Axpy(room.sums, room.words[p * pitch], static_cast<half>(1.0f), work.width * lanes);",
+        "AscendC::Axpy(room.sums, room.words[0], static_cast<half>(1.0f), work.width * lanes);",
+    ),
+    "float sums that nobody began": (
+        PRODUCT, "if (next.fresh) AscendC::Duplicate(room.sums, 0.0f, work.width * lanes);", ";",
+    ),
     "sums of eight planes": (PRODUCT, "w[5 * pitch]", "w[4 * pitch]"),
     "sums of four planes": (PRODUCT, "w[2 * pitch]", "w[pitch]"),
     "the last sum in half": (PRODUCT, "count >= 4 ? 3 * pitch : pitch", "pitch"),
@@ -327,11 +335,12 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 
 def caught(library: Library) -> bool:
-    for hidden, inner, ids, zeros, largest in CASES:
+    for float_sums, (hidden, inner, ids, zeros, largest) in product((False, True), CASES):
         try:
             y, expected = fused(
-                *ids.shape, 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library, largest=largest
-            )
+                *ids.shape, 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
+                float_sums=float_sums, largest=largest,
+            )  # fmt: skip
         except TwinError:
             return True
         errors = (y.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
