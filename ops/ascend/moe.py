@@ -80,9 +80,11 @@ def _grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
     if groups.dtype != torch.int64 or groups.shape != matrices.data.shape[:1]:
         raise TypeError(f"npu_grouped_matmul: group_list {tuple(groups.shape)} {groups.dtype} is not (E) int64")
     whole = matrices.planes is None
-    return torch_npu.npu_grouped_matmul(
+    values = None if torch.compiler.is_compiling() else matrices.values
+    weight = matrices.data if whole else values.take(matrices) if values else unpacked(matrices)
+    y = torch_npu.npu_grouped_matmul(
         x=[x],
-        weight=[matrices.data if whole else unpacked(matrices)],
+        weight=[weight],
         bias=None,
         scale=None,
         offset=None,
@@ -100,6 +102,9 @@ def _grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
         tuning_config=None,
         output_dtype=None,
     )[0]
+    if values:
+        values.release(matrices)
+    return y
 
 
 def weighted_sum(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor | None, order: int) -> Tensor:

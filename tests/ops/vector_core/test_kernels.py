@@ -226,10 +226,12 @@ def test_unpack(k: int, n: int, group: int, ordered: bool, zeros: bool, pairs: b
     """Every value is rounded once, so the bits are the reference's."""
     for dtype, cores in ((HALF, 48), (BFLOAT, 3)):
         weight = random_weight(3, k, n, group, dtype, zeros, ordered)
-        y, counts = launch("unpack", *weight, attributes=(group, ordered, pairs), cores=cores)
-        assert torch.equal(y, reference.unpack_w4a16(*weight, group, ordered, pairs))
-        assert counts.buffers["w"]["read"] == weight[0].nbytes
-        assert counts.buffers["y"]["written"] == y.nbytes
+        expected = reference.unpack_w4a16(*weight, group, ordered, pairs)
+        for tiles in (False, True):
+            y, counts = launch("unpack", *weight, attributes=(group, ordered, pairs, tiles), cores=cores)
+            assert torch.equal(y.flatten(), (reference.tiles(expected) if tiles else expected).flatten())
+            assert counts.buffers["w"]["read"] == weight[0].nbytes
+            assert counts.buffers["y"]["written"] == y.nbytes
 
 
 HIDDEN, INNER, EXPERTS = 2048, 768, 128  # Qwen3-30B-A3B
@@ -361,8 +363,13 @@ UNPACKED_WRONG: list[Mutation] = [
     (UNPACKER, "AscendC::Add(floats[p * plane], floats[p * plane], zeroOf, plane);", ";"),
     (UNPACKER, "source[lane]", "source[0]"),
     (UNPACKER, "kept[ScalesBytes()].template ReinterpretCast<T>()", "kept.template ReinterpretCast<T>()"),
-    (UNPACKER, "values[p * m.lanes + lane]", "values[lane]"),
+    (UNPACKER, "p * m.lanes + lane", "lane"),
+    (UNPACKER, "tiles ? at * kPitch : at", "at"),
     (UNPACKER, "(work.section * m.planes + work.plane) * m.lanes", "work.plane * m.lanes"),
+    (UNPACKER, "row * kTileRows", "row"),
+    (UNPACKER, "m.n * kTileRows", "columns * kTileRows"),
+    (UNPACKER, "tiles ? kPitch : 1", "1"),
+    (UNPACKER, "kPitch - columns", "0"),
 ]
 
 
@@ -371,9 +378,13 @@ def test_a_mistake_of_unpack_is_caught(tmp_path: Path, number: int) -> None:
     library = mutants(tmp_path, "unpack", UNPACKED_WRONG)
     choose(library, number)
     weight = random_weight(2, 768, 32, 32, BFLOAT, True)
+    expected = reference.unpack_w4a16(*weight, 32, False, True)
     try:
-        y, _ = launch("unpack", *weight, attributes=(32, False, True), cores=3, library=library)
-        right = torch.equal(y, reference.unpack_w4a16(*weight, 32, False, True))
+        rows, tiles = (
+            launch("unpack", *weight, attributes=(32, False, True, tiles), cores=3, library=library)[0].flatten()
+            for tiles in (False, True)
+        )
+        right = torch.equal(rows, expected.flatten()) and torch.equal(tiles, reference.tiles(expected).flatten())
     except TwinError:
         right = False
     assert right == (number == 0)
