@@ -149,13 +149,17 @@ std::vector<int64_t> unpacked_sizes(const Tensor& w, const Tensor& scales, const
     return {w.size(0), n, planes.k};
 }
 
+void launch_unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
+                   bool pairs, bool tiles, Tensor& y) {
+    const at::OptionalDeviceGuard guard(at::device_of(w));
+    EXEC_NPU_CMD_EXT(aclnnUmbraUnpackW4a16, w, scales, zeros, group, ordered, pairs, tiles, y);
+}
+
 Tensor unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
               bool pairs) {
     const std::vector<int64_t> sizes = unpacked_sizes(w, scales, zeros, group, ordered, pairs);
-    const at::OptionalDeviceGuard guard(at::device_of(w));
     Tensor y = at::empty(sizes, scales.options());
-    const bool tiles = false;
-    EXEC_NPU_CMD_EXT(aclnnUmbraUnpackW4a16, w, scales, zeros, group, ordered, pairs, tiles, y);
+    launch_unpack(w, scales, zeros, group, ordered, pairs, false, y);
     return y;
 }
 
@@ -169,10 +173,8 @@ void unpack_tiles(const Tensor& w, const Tensor& scales, const MaybeTensor& zero
     const int64_t format = at_npu::native::get_npu_format(bank);
     TORCH_CHECK(format == ACL_FORMAT_FRACTAL_NZ && bank.storage_offset() == 0, "bank: format ", format,
                 ": must be FRACTAL_NZ, and the whole of its storage");
-    const at::OptionalDeviceGuard guard(at::device_of(w));
     Tensor y = at_npu::native::from_blob(bank.data_ptr(), sizes, scales.options());
-    const bool tiles = true;
-    EXEC_NPU_CMD_EXT(aclnnUmbraUnpackW4a16, w, scales, zeros, group, ordered, pairs, tiles, y);
+    launch_unpack(w, scales, zeros, group, ordered, pairs, true, y);
 }
 
 }  // namespace
