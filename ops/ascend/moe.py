@@ -71,10 +71,10 @@ ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fus
 
 def _experts(rows: Tensor, groups: Tensor, kind: int, experts: Bank) -> Tensor:
     """Computes down(silu(gate) * up) of rows (T K, H) in expert order, H in the order of w13."""
-    return _grouped(swiglu(_grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
+    return grouped(swiglu(grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
 
 
-def _grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
+def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
     if x.shape[1] != matrices.columns:
         raise TypeError(f"npu_grouped_matmul: {x.shape[1]} columns meet {matrices.columns} rows")
     if groups.dtype != torch.int64 or groups.shape != matrices.data.shape[:1]:
@@ -109,7 +109,7 @@ def _grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
 
 def weighted_sum(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor | None, order: int) -> Tensor:
     """Sums of rows (T K, H), multiplied by weights (T, K), for each token; `back` has the rows' places in `order`.
-    Weights have the type of the rows; beside bfloat16 rows they may be float32 (`Abilities.float_scales`)."""
+    Weights have the type of the rows; beside bfloat16 rows they may be float32."""
     return torch_npu.npu_moe_finalize_routing(
         expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=weights,
         expanded_src_to_dst_row=back, export_for_source_row=ids, drop_pad_mode=order,

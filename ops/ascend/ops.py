@@ -55,7 +55,7 @@ class AscendOps(AscendLayout):
         super().__init__(dtype, can.tiled_cache, in_planes=gemv_tokens > 0)
         self.gemv_tokens, self.float_sums, self.can, self.super_kernel = gemv_tokens, float_sums, can, super_kernel
         # The type of npu_moe_finalize_routing's scales: float32 is taken beside bfloat16 rows only.
-        self.scales_type = torch.float32 if dtype == torch.bfloat16 and can.float_scales else dtype
+        self.scales_type = torch.float32 if dtype == torch.bfloat16 else dtype
         self.route_experts = moe.ROUTINGS[routing]
         self.tiles = TileBanks(dtype) if gemv_tokens else None
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
@@ -261,7 +261,7 @@ class AscendOps(AscendLayout):
         self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
     ) -> tuple[Tensor, Tensor]:
         """Weights are in the model's type, ids are int32."""
-        if renormalise and self.can.gating and logits.shape[1] <= MOST_GATED:
+        if renormalise and logits.shape[1] <= MOST_GATED:
             weights, ids = self._gated(logits, bias, top_k, 0, SIGMOID)  # which renormalises, whatever `renorm` is
             return weights.to(self.dtype), ids
         scores = logits.sigmoid()

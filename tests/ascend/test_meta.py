@@ -197,9 +197,9 @@ def test_what_the_meta_functions_miss() -> None:
     with pytest.raises(TypeError, match=r"expert ids: torch\.int64"):
         ops.moe(empty(3, 128), weights, ids.long(), experts, None)
     with pytest.raises(TypeError, match=r"group_list \(4,\) torch\.int32"):
-        moe._grouped(empty(6, 128), experts.w13, empty(4, dtype=torch.int32), moe.COUNTS)
+        moe.grouped(empty(6, 128), experts.w13, empty(4, dtype=torch.int32), moe.COUNTS)
     with pytest.raises(TypeError, match=r"group_list \(5,\) torch\.int64"):
-        moe._grouped(empty(6, 128), experts.w13, empty(5, dtype=torch.int64), moe.COUNTS)
+        moe.grouped(empty(6, 128), experts.w13, empty(5, dtype=torch.int64), moe.COUNTS)
     cache, lens = empty(5, 128, 128), (4, 9)
     with pytest.raises(TypeError, match=r"block_tables: torch\.int64"):
         ops.attention(empty(2, 4, 64), cache, cache, empty(2, 1, dtype=torch.int64), (0, 1, 2), lens, 0.1)

@@ -21,7 +21,6 @@ from executor.platform.ascend.kernels import (
     cache_line,
     check_offsets,
     chosen_kernels,
-    gating_lines,
     gemv_tokens,
     prefetch_attention,
 )
@@ -81,11 +80,7 @@ class AscendPlatform(Platform):
     def kernels(self, model: nn.Module) -> dict[str, str]:
         check_offsets(model, self.settings, self.cann)
         built = bool(vector_core.built())
-        return (
-            chosen_kernels(model, self.settings, built)
-            | cache_line(self.can)
-            | gating_lines(model, self.settings, self.cann)
-        )
+        return chosen_kernels(model, self.settings, built) | cache_line(self.can)
 
     def group_options(self, group: str) -> Any:
         options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
