@@ -100,6 +100,7 @@ def test_shapes_and_types(make: Callable[..., Model], family: Family, routing: s
         assert (logits.shape, logits.dtype, logits.device) == ((rows, 96), BF16, NPU)
 
 
+UNPACKED = {"unpack_w4a16": 4, "unpack_tiles_w4a16": 4}  # dense matrices and experts of two layers
 EIGHT, SIXTEEN = CountedGroup(7, 8), CountedGroup(15, 16)
 TRUE_SPLITS = {  # this rank is the last one
     "tp8": Parallel(EIGHT, EIGHT, CountedGroup(), Shard(7, 8), Shard(), EIGHT, EIGHT),
@@ -119,7 +120,7 @@ def test_a_rank_of_the_true_minimax_m2(make: Callable[..., Model], format: Forma
         more = dict(seen.calls)
         decode = model.module.decode(dataclasses.replace(model.batch([1, 1]), tokens_per_group=None))
     assert [(x.shape, x.dtype) for x in (prefill, decode)] == [((3, 200064), BF16), ((2, 200064), BF16)]
-    unpacked = {"unpack_w4a16": 8} if format else {}
+    unpacked = UNPACKED if format else {}
     assert (more, seen.calls) == (unpacked, unpacked | {"gemv_w4a16": 4, "fused_moe_w4a16": 2} if format else {})
 
 
@@ -141,7 +142,7 @@ class Umbra(TorchDispatchMode):
 def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], family: Family, format: Format) -> None:
     """The Meta functions accept what the layers pass; steps of more tokens unpack the weights."""
     model = make(format=format, gemv_tokens=2, family=family)
-    for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_w4a16": 2}), ([1, 1, 1], {"unpack_w4a16": 8})):
+    for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_w4a16": 2}), ([1, 1, 1], UNPACKED)):
         with torch.inference_mode(), Umbra() as seen:
             logits = model.module.decode(model.batch(lengths))
         assert (logits.shape, logits.dtype, logits.device) == ((len(lengths), 96), BF16, NPU)
