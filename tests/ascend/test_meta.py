@@ -58,7 +58,13 @@ class Model:
 
 
 @pytest.fixture
-def make(tmp_path: Path, fake: FakeTensorMode) -> Callable[..., Model]:
+def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
+    def empty_with_format(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, acl_format: int) -> Tensor:
+        """FakeTensorMode does not see torch_npu's own."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch_npu, "empty_with_format", empty_with_format)
+
     def made(
         routing: str = "fusion_v2",
         format: Format | None = None,
