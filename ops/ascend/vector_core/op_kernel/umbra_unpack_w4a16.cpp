@@ -2,8 +2,8 @@
 // the columns of gate and up, which w has in turns, become the first and the second half of y's rows. With `tiles` y is
 // stored as FRACTAL_NZ, (E, K / 16, N, 16).
 //
-// A task is some columns of an expert. The scales of a section are spread over the lanes of a plane once; then a block of
-// planes is converted to float, multiplied, rounded, and turned so that a column's planes follow each other or, in
+// A task is some columns of an expert. The scales of a section are spread over the lanes of a plane once; then a block
+// of planes is converted to float, multiplied, rounded, and turned so that a column's planes follow each other or, in
 // tiles, so that the columns of 16 lanes do.
 #include "umbra_matrix.h"
 
@@ -161,7 +161,8 @@ private:
         out.FreeTensor(values);
     }
 
-    // Stores `count` runs of `length` values, with `gap` blocks between them, from `at` on in y, `apart` from each other.
+    // Stores `count` runs of `length` values, with `gap` blocks between them, in y from `at` on, `apart` from each
+    // other.
     __aicore__ inline void Store(uint64_t at, const LocalTensor<T>& values, uint32_t count, uint32_t length,
                                  uint32_t gap, uint32_t apart) {
         AscendC::DataCopyPad(y[at], values,
