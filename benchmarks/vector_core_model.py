@@ -2,6 +2,7 @@
 
     .venv/bin/python -m benchmarks.vector_core_model           # the model beside the seed's measured table; two minutes
     .venv/bin/python -m benchmarks.vector_core_model traffic   # bytes to and from global memory, also with half sums
+    .venv/bin/python -m benchmarks.vector_core_model unpack    # a layer's experts, and dense matrices, for more tokens
     .venv/bin/python -m benchmarks.vector_core_model validate  # the model beside published times
 
 benchmarks.vector_core_machine has the constants, benchmarks.vector_core_examples the published times.
@@ -28,6 +29,7 @@ SEED_US = {1: (43.42, 199.43), 2: (60.49, 266.82), 4: (96.18, 515.69), 8: (174.3
 RATED = 1600  # GB/s
 NIBBLES, SCALES = ("w13", "w2"), ("s13", "s2")
 MODELS = (("Qwen3-30B-A3B", 2048, 768), ("Qwen3-235B-A22B", 4096, 1536), ("MiniMax-M2", 3072, 1536))  # H, I
+WAYS = {"in rows": False, "in tiles": True}  # of unpacked experts
 SHOWN = ("memory", "mte2", "vector", "repeats", "conflicts", "barriers", "scalar")
 
 
@@ -79,6 +81,18 @@ def fused(shape: Shape, routed: bool = False, float_sums: bool = False) -> Count
     x, weights = torch.ones(shape.batch, shape.hidden, dtype=BFLOAT16), torch.ones(ids.shape, dtype=BFLOAT16)
     inputs = dict(x=x, w13=w13, s13=s13, z13=None, w2=w2, s2=s2, z2=None, ids=ids, weights=weights)
     return count("fused_moe_w4a16", inputs, (shape.group, shape.group, float_sums), shape.cores)
+
+
+def unpacked(rows: int, columns: int, experts: int, down: bool, tiles: bool) -> Counts:
+    w, scales = bank(planes_of(rows, 32, ordered=down), experts, columns)
+    pairs = not down and experts > 1
+    return count("unpack_w4a16", dict(w=w, scales=scales, zeros=None), (32, down, pairs, tiles))
+
+
+def gemv(tokens: int, rows: int, columns: int) -> Counts:
+    w, scales = bank(planes_of(rows, 32), columns)
+    x = torch.ones(tokens, rows, dtype=BFLOAT16)
+    return count("gemv_w4a16", dict(x=x, w=w, scales=scales, zeros=None), (32, False))
 
 
 def weight_bytes(counts: Counts) -> int:
@@ -151,6 +165,23 @@ def print_traffic() -> None:
                 print_bytes(shape, fused(shape))
 
 
+def print_unpacked() -> None:
+    """With 235B over 8: all experts of a layer; the attention's matrices, also by gemv_w4a16."""
+    print("model, not measurement; us of each pipe as low..high; bfloat16, group 32, 48 cores")
+    wide = {f"w13 of 128 experts, {how}": unpacked(4096, 384, 128, False, tiles) for how, tiles in WAYS.items()}
+    wide |= {f"w2 of 128 experts, {how}": unpacked(192, 4096, 128, True, tiles) for how, tiles in WAYS.items()}
+    for rows, columns in ((4096, 1280), (1024, 4096)):
+        wide[f"({rows}, {columns}) unpacked"] = unpacked(rows, columns, 1, False, False)
+        wide |= {f"({rows}, {columns}), gemv of {n}": gemv(n, rows, columns) for n in (1, 4, 8)}
+    print(f"{'':28}       MB " + " ".join(f"{name:>15}" for name in ("time", "memory", "vector")))
+    for name, counts in wide.items():
+        (low, *_), (high, *_) = (predict(counts.cores, machine) for machine in (LOW, HIGH))
+        size = sum(sum(moved.values()) for moved in counts.buffers.values())
+        cells = [between(microseconds(counts.cores, LOW), microseconds(counts.cores, HIGH))]
+        cells += [between(low.busy[pipe] / 1e3, high.busy[pipe] / 1e3) for pipe in ("memory", "vector")]
+        print(f"{name:28} {size / 1e6:8.1f} " + " ".join(f"{cell:>15}" for cell in cells))
+
+
 def print_bytes(shape: Shape, counts: Counts) -> None:
     rows = 2 * shape.batch * shape.hidden * 2  # bytes of x and y, once
     moved = {name: sum(both.values()) for name, both in counts.buffers.items()}
@@ -168,6 +199,8 @@ def print_bytes(shape: Shape, counts: Counts) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["traffic"]:
         print_traffic()
+    elif sys.argv[1:] == ["unpack"]:
+        print_unpacked()
     elif sys.argv[1:] == ["validate"]:
         print_examples()
     else:

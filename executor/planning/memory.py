@@ -190,8 +190,7 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 def _unpacked(sketch: Sketch) -> list[Part]:
     """The values of a layer's 4-bit experts: npu_grouped_matmul unpacks all of them to its workspace before it
-    multiplies by them, and so does unpack_w4a16 where the vector cores' kernels are used, one matrix of each at a
-    time."""
+    multiplies by them. Where the vector cores' kernels are used, they are in the banks of ops/ascend/tiles.py."""
     banks = [layer.weights for _, layer in layers_of(sketch.model) if isinstance(layer, Experts)]
     quantised = [bank for bank in banks if isinstance(bank, AscendExperts) and bank.w13.format.quantised]
     parts = []

@@ -77,18 +77,20 @@ ROUTINGS = {"tp": infer_tp, "fusion_v1": infer_fusion_v1, "fusion_v2": infer_fus
 def products(rows: Tensor, groups: Tensor, kind: int, experts: Bank) -> Tensor:
     """Computes down(silu(gate) * up) of rows (T K, H) in expert order, H in the order of w13. Results of rows that no
     group has are undefined."""
-    return _grouped(swiglu(_grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
+    return grouped(swiglu(grouped(rows, experts.w13, groups, kind)), experts.w2, groups, kind)
 
 
-def _grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
+def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
     if x.shape[1] != matrices.columns:
         raise TypeError(f"npu_grouped_matmul: {x.shape[1]} columns meet {matrices.columns} rows")
     if groups.dtype != torch.int64 or groups.shape != matrices.data.shape[:1]:
         raise TypeError(f"npu_grouped_matmul: group_list {tuple(groups.shape)} {groups.dtype} is not (E) int64")
     whole = matrices.planes is None
-    return torch_npu.npu_grouped_matmul(
+    values = None if torch.compiler.is_compiling() else matrices.values
+    weight = matrices.data if whole else values.take(matrices) if values else unpacked(matrices)
+    y = torch_npu.npu_grouped_matmul(
         x=[x],
-        weight=[matrices.data if whole else unpacked(matrices)],
+        weight=[weight],
         bias=None,
         scale=None,
         offset=None,
@@ -106,11 +108,14 @@ def _grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
         tuning_config=None,
         output_dtype=None,
     )[0]
+    if values:
+        values.release(matrices)
+    return y
 
 
 def weighted_sum(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor | None, order: int) -> Tensor:
     """Sums of rows (T K, H), multiplied by weights (T, K), for each token; `back` has the rows' places in `order`.
-    Weights have the type of the rows; beside bfloat16 rows they may be float32 (`Abilities.float_scales`)."""
+    Weights have the type of the rows; beside bfloat16 rows they may be float32."""
     return torch_npu.npu_moe_finalize_routing(
         expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=weights,
         expanded_src_to_dst_row=back, export_for_source_row=ids, drop_pad_mode=order,

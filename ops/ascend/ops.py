@@ -21,8 +21,10 @@ from ops import composed
 from ops.ascend import moe
 from ops.ascend.cann import ALL_ABILITIES, Abilities
 from ops.ascend.layout import CAUSAL_MASK, TILE, AscendLayout
+from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
+from ops.format import Format
 from ops.interface import Lengths, Ops
 
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
@@ -37,8 +39,8 @@ MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
 class AscendOps(AscendLayout):
     """`moe` uses a routing of ops.ascend.moe.ROUTINGS. Steps of at most `gemv_tokens` tokens multiply by 4-bit weights
     on the vector cores, which keep these in planes; `float_sums` says how they add (ops/ascend/vector_core/schemas.py).
-    Other products unpack the planes first. `can` says what the installed CANN can do. `super_kernel` marks the kernels
-    of a layer's experts for GE, which launches them as one."""
+    Other products unpack the planes first, those of experts to `tiles`. `can` says what the installed CANN can do.
+    `super_kernel` marks the kernels of a layer's experts for GE, which launches them as one."""
 
     def __init__(
         self,
@@ -53,9 +55,19 @@ class AscendOps(AscendLayout):
         super().__init__(dtype, can.tiled_cache, in_planes=gemv_tokens > 0)
         self.gemv_tokens, self.float_sums, self.can, self.super_kernel = gemv_tokens, float_sums, can, super_kernel
         # The type of npu_moe_finalize_routing's scales: float32 is taken beside bfloat16 rows only.
-        self.scales_type = torch.float32 if dtype == torch.bfloat16 and can.float_scales else dtype
+        self.scales_type = torch.float32 if dtype == torch.bfloat16 else dtype
         self.route_experts = moe.ROUTINGS[routing]
+        self.tiles = TileBanks(dtype) if gemv_tokens else None
         self.mask = torch.ones(CAUSAL_MASK, CAUSAL_MASK, dtype=torch.bool, device=device).triu_(1)
+
+    def expert_matrices(
+        self, count: int, inner: int, hidden: int, format: Format, device: torch.device
+    ) -> AscendExperts:
+        experts = super().expert_matrices(count, inner, hidden, format, device)
+        if self.tiles is not None and experts.w13.planes is not None:
+            self.tiles.add(experts.w13)
+            self.tiles.add(experts.w2)
+        return experts
 
     def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
         if first_id is None:
@@ -250,7 +262,7 @@ class AscendOps(AscendLayout):
         self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
     ) -> tuple[Tensor, Tensor]:
         """Weights are in the model's type, ids are int32."""
-        if renormalise and self.can.gating and logits.shape[1] <= MOST_GATED:
+        if renormalise and logits.shape[1] <= MOST_GATED:
             weights, ids = self._gated(logits, bias, top_k, 0, SIGMOID)  # which renormalises, whatever `renorm` is
             return weights.to(self.dtype), ids
         scores = logits.sigmoid()

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from errors import UserError
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
-from ops.ascend.weights import Bank, Stored
+from ops.ascend.weights import Bank, Stored, Values
 from ops.fixed import fixed
 
 ROW = PLACE // 4  # int32
@@ -36,6 +36,7 @@ class Gathered:
 
     def __post_init__(self, like: Stored) -> None:
         self.format, self.role, self.columns, self.planes = like.format, like.role, like.columns, like.planes
+        self.values: Values | None = None
 
 
 @dataclass

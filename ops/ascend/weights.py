@@ -37,9 +37,16 @@ class Role(Enum):
     DOWN = auto()
 
 
+class Values(Protocol):
+    """Makes the values of a layer's experts for one product (tiles.py)."""
+
+    def take(self, experts: "Stored") -> Tensor: ...
+    def release(self, experts: "Stored") -> None: ...
+
+
 class Stored(Protocol):
     """Matrices of one shape in the products' layout; float matrices have no scales. Those in planes have the inputs in
-    `order`, None if x has it already."""
+    `order`, None if x has it already. Without `values`, they are unpacked where a product needs them."""
 
     data: Tensor
     scales: Tensor | None
@@ -49,6 +56,7 @@ class Stored(Protocol):
     columns: int
     planes: Planes | None
     order: Tensor | None
+    values: Values | None
 
 
 class Bank(Protocol):
@@ -86,6 +94,7 @@ class Matrices:
         self.offsets: Tensor | None = None
         self.planes: Planes | None = None
         self.order: Tensor | None = None
+        self.values: Values | None = None
         if not format.quantised:
             self.data = make((*lead, columns, rows), getattr(torch, format.kind))
             return

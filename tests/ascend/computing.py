@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 SYNC_MS = 3000  # most that an op waits for streams, which wait for ever if a callback never fires
 UNDEFINED = (
     "empty",
+    "empty_with_format",
     "new_empty",
     "empty_like",
     "empty_strided",

@@ -101,6 +101,19 @@ def wrong_kernel() -> None:
     spoil("fused_moe_w4a16")
 
 
+def wrong_tiles() -> None:
+    """A bank with wrong values."""
+    from tests.ascend import computing
+    from tools.npu_check.stages import kernels
+
+    def wrong(work: Any) -> None:
+        work.compute()
+        computing.on_cpu(work.args[-1]).mul_(1.5)
+
+    keep(kernels, "unpack_w4a16, small")
+    computing.SPECIAL["unpack_tiles_w4a16"] = wrong
+
+
 def capture_refused() -> None:
     """A wait inside the capture."""
     from tools.npu_check.stages import graphs

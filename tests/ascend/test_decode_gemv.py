@@ -29,7 +29,7 @@ from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK
 
 STEPS = 5  # of decode, of two layers each: test_numerics.logits
-MOE, GEMV, UNPACK = "fused_moe_w4a16", "gemv_w4a16", "unpack_w4a16"
+MOE, GEMV, UNPACK, TILES = "fused_moe_w4a16", "gemv_w4a16", "unpack_w4a16", "unpack_tiles_w4a16"
 
 
 def checkpoint(folder: Path, format: str, group: int, symmetric: bool, family: Family = QWEN3, **options: Any) -> None:
@@ -61,8 +61,9 @@ def test_model_equals_reference(
     checkpoint(tmp_path, format, group, symmetric, family, **options)
     assert_same(ours(tmp_path, gemv_tokens), logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
     dense = len(options.get("mlp_only_layers", []))  # two linear layers more, and no experts
-    calls = {GEMV: (4 + 2 * dense) * STEPS, MOE: (2 - dense) * STEPS, UNPACK: 8}  # unpacked for the prefill
-    assert (calls if gemv_tokens == 6 else {UNPACK: 8 * (1 + STEPS)}) == +Counter(CALLS)
+    unpacked = Counter({UNPACK: 4 + 2 * dense, TILES: 2 * (2 - dense)})  # for the prefill
+    calls = {GEMV: (4 + 2 * dense) * STEPS, MOE: (2 - dense) * STEPS} | unpacked
+    assert (calls if gemv_tokens == 6 else {op: n * (1 + STEPS) for op, n in unpacked.items()}) == +Counter(CALLS)
 
 
 def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int]) -> None:

@@ -105,14 +105,6 @@ M2_ROUTER = [
     "aclnnMoeGatingTopK (3,8)float32 (8)float32 (3,3)float32 (3,3)int32 (3,8)float32",
     "aclnnInplaceCopy (3,3)bfloat16 (3,3)float32",
 ]
-PLAIN_GATING = [  # in place of the fused op, on a CANN that has none
-    "aclnnSigmoid (3,8)float32 (3,8)float32",
-    "aclnnAdd (3,8)float32 (8)float32 scalar:int64 (3,8)float32",
-    "aclnnTopkV2 (3,8)float32 (3,3)float32 (3,3)int64",
-    "aclnnGather (3,8)float32 (3,3)int64 (3,3)float32",
-    "aclnnReduceSum (3,3)float32 ints(-1) (3,1)float32",
-    "aclnnDiv (3,3)float32 (3,1)float32 (3,3)float32",
-]
 FOUR_BITS = {  # the same layer with 4-bit weights: which kernel replaces which
     ATTENTION[0]: "aclnnWeightQuantBatchMatmulV2 (3,128)bfloat16 (128,64)int32 (4,512)bfloat16 (3,512)bfloat16",
     ATTENTION[3]: "aclnnWeightQuantBatchMatmulV2 (3,256)bfloat16 (256,16)int32 (8,128)bfloat16 (3,128)bfloat16",
@@ -175,15 +167,6 @@ def test_kernels_of_a_decode_layer(tmp_path: Path, family: Family, routing: str)
 def test_kernels_of_a_decode_layer_in_four_bits(tmp_path: Path, family: Family) -> None:
     expected = [FOUR_BITS.get(line, line) for line in golden("fusion_v2", family)]
     assert last_layer(decode_log(tmp_path, "method=q4", family=family)) == expected
-
-
-def test_kernels_of_a_decode_layer_without_the_fused_gating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "get_cann_version", lambda: "8.2.RC1")
-    lines = last_layer(decode_log(tmp_path, family=M2))
-    cast, product, _, own = M2_ROUTER
-    ids = "aclnnInplaceCopy (3,3)int32 (3,3)int64"
-    router = [cast, product, *PLAIN_GATING, own, ids]
-    assert lines == [*EARLIER_M2_ATTENTION, *router, *MOE["fusion_v2"], ATTENTION[-1]]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)

@@ -19,7 +19,6 @@ from executor.engine.building import init_parallel
 from executor.engine.settings import platform_settings
 from executor.parallel.groups import Group
 from executor.parallel.rows import GroupRows
-from executor.platform.ascend import device
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
 from models import batch
@@ -154,18 +153,6 @@ def test_the_split_norm_of_minimax_m2(decoded: Callable[[Family, str], list[Seen
         assert {name: seen.kernels[name] for name in kernels} == {
             name: 2 * count + around.get(name, 0) for name, count in kernels.items()
         }
-
-
-def decode_with_an_older_cann(rank: int, folder: Path) -> Seen:
-    device.get_cann_version = lambda: "8.3.RC1"
-    return decode(rank, folder)
-
-
-def test_an_older_cann_takes_factors_in_the_models_type(tmp_path: Path) -> None:
-    ascend_case(tmp_path, family=M2)
-    for seen in run_ranks(decode_with_an_older_cann, 2, tmp_path):
-        assert seen.casts == [("RealDiv", torch.bfloat16), ("MoeGatingTopK", torch.bfloat16)] * 2
-        assert seen.collectives == expected(M2, "tp")
 
 
 EAGER_NORM = [  # of three tokens

@@ -84,6 +84,7 @@ def test_everything_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("refused_operator", "operators", "moe fusion_v2, tiled bfloat16, small", "161002", "aclnn refused"),
         ("wrong_operator", "operators", "silu_mul, small", "result 0 differs by 0.", "wrong numbers"),
         ("wrong_kernel", "kernels", "fused_moe_w4a16, small, float sums", "differs by 0.", "wrong numbers"),
+        ("wrong_tiles", "kernels", "unpack_w4a16, small", "w13, zero points False: tiles differs", "wrong numbers"),
         ("capture_refused", "graphs", "captured graph", "107030", "does not capture"),
         ("stale_replay", "graphs", "captured graph", "replay 0 differs", "wrong numbers"),
         ("wrong_graph", "graphs", "npugraph_ex", "logits differ", "wrong numbers"),

@@ -2,7 +2,6 @@
 CANN's sources demand (tests/fakes/cann/rules.cpp) is broken."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,34 +16,22 @@ from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
+from tools.npu_check.size import EIGHTH, WHOLE, Size
 
 BF16 = torch.bfloat16
 FORMATS = {"bf16": Format("bfloat16"), "q4": Format("q4", 32), "q4_zeros": Format("q4", 32, zeros=True)}
 PAGE, PAGES = 128, 9
 
 
-@dataclass(frozen=True)
-class Size:
-    """A layer's sizes on one rank."""
-
-    hidden: int
-    inner: int
-    experts: int
-    heads: int
-    kv_heads: int
-    top_k: int = 8
-    head_dim: int = 128
-    sigmoid: bool = False
-
-
 SIZES = {
-    "30b": Size(2048, 768, 128, 32, 4),
-    "30b_tp8": Size(2048, 96, 128, 4, 1),
-    "235b_tp8": Size(4096, 192, 128, 8, 1),
-    "235b_tp16": Size(4096, 96, 128, 4, 1),
-    "235b_ep16": Size(4096, 1536, 8, 64, 4),
-    "m2_tp8": Size(3072, 192, 256, 6, 1, sigmoid=True),
+    "30b": WHOLE,
+    "30b_tp8": EIGHTH,
+    "235b_tp8": Size("235B over 8", 4096, 192, 128, 8, 1, 128, 8),
+    "235b_tp16": Size("235B over 16", 4096, 96, 128, 4, 1, 128, 8),
+    "235b_ep16": Size("235B, experts over 16", 4096, 1536, 8, 64, 4, 128, 8),
+    "m2_tp8": Size("MiniMax-M2 over 8", 3072, 192, 256, 6, 1, 128, 8),
 }
+SIGMOID = SIZES["m2_tp8"]  # its router, and norms of whole rows
 CANN = sorted({f"{cann}.0" for row in ROWS for cann in row.cann})
 
 
@@ -70,7 +57,7 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     sequences = tokens if decode else 2
     places = ops.paging(list(range(tokens)), [], [], [], PAGE)[0].to(device)
     heads = ops.linear(x, qkv, None)
-    if size.sigmoid:  # the norms are of whole rows
+    if size is SIGMOID:  # the norms are of whole rows
         q, k, v = (part.unflatten(1, (-1, size.head_dim)) for part in heads.split([width, kv, kv], -1))
         q, k = ops.rope(q.contiguous(), k.contiguous(), angles, angles)
         ops.write_kv(k, v, caches[0], caches[1], places)
@@ -82,7 +69,7 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     starts = list(range(tokens + 1)) if decode else [0, 7, tokens]
     lengths = [300] * tokens if decode else [7, tokens - 7]
     x = ops.linear(ops.attention(q, *caches, tables, starts, lengths, 1.0).flatten(1), out, None)
-    if size.sigmoid:
+    if size is SIGMOID:
         scores = torch.empty(tokens, size.experts, dtype=torch.float32, device=device)
         weights, ids = ops.route_sigmoid(scores, scores[0], size.top_k, True)
     else:

@@ -1,7 +1,6 @@
 """L2: RMS norms of vectors that are split over ranks, computed rank by rank in one process over the `npu::` schemas."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from executor.config.env import RankEnv
 from executor.parallel.groups import Group
 from ops import reference
-from ops.ascend.cann import ALL_ABILITIES, Abilities
 from ops.ascend.ops import AscendOps
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import M2
@@ -45,11 +43,12 @@ def part(x: Tensor, heads: int, ranks: int, rank: int) -> Tensor:
 
 
 def normalised(
-    dtype: torch.dtype, ranks: int, can: Abilities = ALL_ABILITIES, heard: Total | None = None
+    dtype: torch.dtype, ranks: int, scales: torch.dtype | None = None, heard: Total | None = None
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
     """(what the Ascend ops make, what the reference makes of the whole vectors in float32) of each rank's queries and
     keys. A first pass collects what the ranks would sum, `heard`, if given, changes it."""
-    ops, (whole, weights) = AscendOps(dtype, CPU, "fusion_v2", can=can), vectors(dtype)
+    ops, (whole, weights) = AscendOps(dtype, CPU, "fusion_v2"), vectors(dtype)
+    ops.scales_type = scales or ops.scales_type
     sums: list[Tensor] = []
 
     def one(rank: int, total: Total) -> tuple[Tensor, Tensor]:
@@ -88,14 +87,14 @@ def scale_error(mine: Tensor, expected: Tensor) -> float:
     return float((common[:-1] - 1).abs().max())  # without the token of zeros
 
 
-def worst(dtype: torch.dtype, can: Abilities = ALL_ABILITIES) -> float:
+def worst(dtype: torch.dtype, scales: torch.dtype | None = None) -> float:
     """Over two ranks, whose parts of a token's queries have 3072 elements: errors of their own cancel each other."""
-    return max(scale_error(mine[0], expected[0]) for mine, expected in zip(*normalised(dtype, 2, can), strict=True))
+    return max(scale_error(mine[0], expected[0]) for mine, expected in zip(*normalised(dtype, 2, scales), strict=True))
 
 
 def test_elements_of_a_token_have_no_error_in_common() -> None:
     """A factor in bfloat16 is wrong by up to 2^-8, for all elements of a token alike."""
-    found = worst(torch.bfloat16), worst(torch.bfloat16, replace(ALL_ABILITIES, float_scales=False))
+    found = worst(torch.bfloat16), worst(torch.bfloat16, torch.bfloat16)
     assert found[0] < 2**-11 < 2**-10 < found[1] < 2**-8
     assert worst(torch.float16) < 2**-11  # scales of float16 rows are float16
 

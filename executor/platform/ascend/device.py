@@ -23,7 +23,6 @@ from executor.platform.ascend.kernels import (
     cache_line,
     check_offsets,
     chosen_kernels,
-    gating_lines,
     gemv_tokens,
     prefetch_attention,
 )
@@ -103,7 +102,6 @@ class AscendPlatform(Platform):
         return (
             chosen_kernels(model, self.settings, built)
             | cache_line(self.can)
-            | gating_lines(model, self.settings, self.cann)
             | ({"rows of experts on other ranks": self.rows} if self.rows else {})
         )
 

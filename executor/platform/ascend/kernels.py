@@ -10,14 +10,12 @@ from typing import Any, cast
 from torch import nn
 
 from errors import UserError
-from executor.platform.ascend.fallbacks import report
 from executor.platform.settings import PlatformSettings
 from models.causal_lm import CausalLM
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
-from models.layers.router import SelectionBias
-from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, SIGMOID_GATING_SINCE, TILED_CACHE_SINCE, Abilities, abilities, since
+from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, TILED_CACHE_SINCE, Abilities, since
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 
@@ -94,19 +92,6 @@ def prefetch_attention(model: CausalLM) -> None:
         for experts in layer.modules():
             if isinstance(experts, Experts) and isinstance(experts.weights, AscendExperts):
                 experts.weights.ahead = cast(AscendMatrix, projection)
-
-
-def gating_lines(model: nn.Module, settings: PlatformSettings, cann: str | None) -> dict[str, str]:
-    """The kernel that chooses experts by sigmoid scores and a bias, for each such layer, as chosen_kernels does."""
-    layers = [path.split(".")[2] for path, layer in layers_of(model) if isinstance(layer, SelectionBias)]
-    if not layers:
-        return {}
-    kernel = "npu_moe_gating_top_k"
-    if not abilities(cann).gating:
-        since = ".".join(map(str, SIGMOID_GATING_SINCE))
-        kernel = f"sigmoid, topk and gather ({kernel} needs CANN {since}, this is {cann or 'an unknown version'})"
-        report(f"experts are chosen by {kernel}", settings.strict)
-    return {f"choice of experts of layers {_ranges([int(layer) for layer in layers])}": kernel}
 
 
 def _kernels(weights: AscendMatrix | Bank, in_planes: bool) -> tuple[str, str]:

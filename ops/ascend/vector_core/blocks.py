@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ops.ascend.vector_core.planes import planes_of
+from ops.ascend.weights import unfit
 from ops.format import Format
 
 PLACE = 512  # bytes of a place
@@ -90,8 +91,10 @@ class BlockLayout:
 
 
 def expert_slot(inner: int, hidden: int, format: Format, dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes, alignment) of one expert's slot."""
-    return BlockLayout.of(inner, hidden, format, dtype).block_bytes, PLACE
+    """(bytes, alignment) of one expert's slot. Where the vector cores can read the format, it is counted in planes,
+    which take as much as rows or more: without their kernels, a slot may be smaller."""
+    in_planes = not unfit(format, hidden, inner)
+    return BlockLayout.of(inner, hidden, format, dtype, in_planes).block_bytes, PLACE
 
 
 def _bytes(plane: Plane) -> int:

@@ -57,6 +57,14 @@ def unpacked(matrix: Stored) -> Tensor:
     if alone:
         words, scales = words[None], None if scales is None else scales[None]
         zeros = None if zeros is None else zeros[None]
-    ordered, pairs = matrix.role == Role.DOWN, matrix.role == Role.UP
-    values = torch.ops.umbra.unpack_w4a16(words, scales, zeros, matrix.format.group, ordered, pairs)
+    values = torch.ops.umbra.unpack_w4a16(words, scales, zeros, *_layout(matrix))
     return (values[0] if alone else values).transpose(-2, -1)
+
+
+def unpack_into(experts: Stored, bank: Tensor) -> None:
+    """Writes the values of experts to `bank` (E, N, K), which is in FRACTAL_NZ."""
+    torch.ops.umbra.unpack_tiles_w4a16(experts.data, experts.scales, experts.offsets, *_layout(experts), bank)
+
+
+def _layout(matrix: Stored) -> tuple[int, bool, bool]:
+    return matrix.format.group, matrix.role == Role.DOWN, matrix.role == Role.UP

@@ -1,6 +1,7 @@
 """Makes the ops of `schemas.py` nodes of a GE graph; imported for its effect. Captured graphs do not need this.
 
-fused_moe_slots_w4a16 is not among them: experts on the CPU are refused in GE graphs (ops/ascend/shadow.py).
+fused_moe_slots_w4a16 is not among them: experts on the CPU are refused in GE graphs (ops/ascend/shadow.py). Nor is
+unpack_tiles_w4a16: in a graph a product follows its unpack_w4a16, whose result is ND.
 """
 
 from typing import Any
@@ -46,5 +47,5 @@ def gemv_w4a16(
 def unpack_w4a16(
     w: Any, scales: Any, zeros: Any, group: Any, ordered: Any, pairs: Any, meta_outputs: Any = None
 ) -> Any:
-    attrs = dict(group=attr.Int(group), ordered=attr.Bool(ordered), pairs=attr.Bool(pairs))
+    attrs = dict(group=attr.Int(group), ordered=attr.Bool(ordered), pairs=attr.Bool(pairs), tiles=attr.Bool(False))
     return custom_op("UmbraUnpackW4a16", inputs=dict(w=w, scales=scales, zeros=zeros), attrs=attrs, outputs=["y"])

@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.vector_core.planes import PAIRS, Planes, planes_of
+from ops.ascend.vector_core.schemas import TILE
 
 
 def fused_moe_w4a16(
@@ -83,6 +84,17 @@ def unpack_w4a16(w: Tensor, scales: Tensor, zeros: Tensor | None, group: int, or
     planes = planes_of(w.shape[1] * w.shape[3] * 2, group, ordered)
     y = values(w, scales, zeros, planes, torch.float32).to(scales.dtype)
     return y.unflatten(1, (-1, 2, PAIRS)).transpose(1, 2).flatten(1, 3) if pairs else y
+
+
+def unpack_tiles_w4a16(
+    w: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ordered: bool, pairs: bool, bank: Tensor
+) -> None:
+    bank.copy_(unpack_w4a16(w, scales, zeros, group, ordered, pairs))
+
+
+def tiles(values: Tensor) -> Tensor:
+    """The memory of values (E, N, K) in FRACTAL_NZ: (E, K / 16, N, 16)."""
+    return values.unflatten(-1, (-1, TILE)).transpose(1, 2).contiguous()
 
 
 def values(w: Tensor, scales: Tensor, zeros: Tensor | None, planes: Planes, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, 
 gemv_w4a16           x (T, K), w (planes, N, bytes), scales, zeros (sections, N, groups) -> (T, N)
 unpack_w4a16         w (E, planes, N, bytes) -> (E, N, K) in the type of scales, K in the order of planes. `ordered`: w
                      is a w2; `pairs`: it is a w13, and all gates come before all ups
+unpack_tiles_w4a16   the same into `bank` (E, N, K), which is in FRACTAL_NZ on the NPU; N % 16 == 0
 
 Sums of eight products are float16, all others float32. With float_sums, all are: slower, and more exact if sums cancel
 each other (docs/vector_core.md, "Precision").
@@ -27,6 +28,7 @@ from ops.format import GROUP_SIZES
 
 MOST_TOKENS = 8
 BLOCK = 32  # K is a multiple of this
+TILE = 16  # rows and columns of a tile of FRACTAL_NZ
 
 LIBRARY = torch.library.Library("umbra", "DEF")  # the ops live as long as this does
 for schema in (
@@ -36,6 +38,8 @@ for schema in (
     "int group2, bool zeros, bool float_sums=False) -> Tensor",
     "gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, int group, bool float_sums=False) -> Tensor",
     "unpack_w4a16(Tensor w, Tensor scales, Tensor? zeros, int group, bool ordered, bool pairs) -> Tensor",
+    "unpack_tiles_w4a16(Tensor w, Tensor scales, Tensor? zeros, int group, bool ordered, bool pairs, "
+    "Tensor(a!) bank) -> ()",
 ):
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -110,7 +114,17 @@ def unpack_w4a16(w: Tensor, scales: Tensor, zeros: Tensor | None, group: int, or
     return scales.new_empty(w.shape[0], columns, planes.rows)
 
 
-for function in (fused_moe_w4a16, fused_moe_slots_w4a16, gemv_w4a16, unpack_w4a16):
+def unpack_tiles_w4a16(
+    w: Tensor, scales: Tensor, zeros: Tensor | None, group: int, ordered: bool, pairs: bool, bank: Tensor
+) -> None:
+    made = unpack_w4a16(w, scales, zeros, group, ordered, pairs)
+    if (bank.shape, bank.dtype) != (made.shape, made.dtype) or made.shape[1] % TILE:
+        raise RuntimeError(
+            f"bank: {tuple(bank.shape)} {bank.dtype}: must be {tuple(made.shape)} {made.dtype}, N a multiple of {TILE}"
+        )
+
+
+for function in (fused_moe_w4a16, fused_moe_slots_w4a16, gemv_w4a16, unpack_w4a16, unpack_tiles_w4a16):
     LIBRARY.impl(function.__name__, function, "Meta")
 
 

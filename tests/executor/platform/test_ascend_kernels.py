@@ -1,8 +1,6 @@
 """The choice of kernels for a case on ascend, its report and its refusals, without an NPU or torch_npu."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +10,12 @@ from executor.config.case import Case
 from executor.config.load import load_case
 from executor.engine.settings import platform_settings
 from executor.planning.memory import make_plan, sketch_of
-from executor.platform.ascend.kernels import check_offsets, chosen_kernels, gating_lines, gemv_tokens
+from executor.platform.ascend.kernels import check_offsets, chosen_kernels, gemv_tokens
 from ops.ascend import vector_core
 from ops.ascend.cann import Abilities, abilities
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
-from tests.tiny import write_case
 
 LINEAR, EXPERTS = "self_attn.qkv_proj, self_attn.o_proj of layers 0-4", "mlp.experts of layers 0-4"
 NOT_BUILT = "decode_gemv: the kernels are not built: bash ops/ascend/vector_core/build.sh"
@@ -100,8 +97,7 @@ ALL = tuple(field.name for field in dataclasses.fields(Abilities))
 @pytest.mark.parametrize(
     ("cann", "can"),
     [
-        (None, ()), ("8.2.RC1", ()), ("8.3.RC1", ("gating",)), ("8.5.0", ("gating", "float_scales")),
-        ("9.0.0", ALL), ("10.0", ALL), ("unknown", ()),
+        (None, ()), ("8.5.0", ()), ("9.0.0", ALL), ("10.0", ALL), ("unknown", ()),
     ],
 )  # fmt: skip
 def test_what_a_version_can_do(cann: str | None, can: tuple[str, ...]) -> None:
@@ -129,24 +125,6 @@ def test_four_bits_without_zero_points_need_a_newer_cann(offload: list[str]) -> 
     check_offsets(model, platform_settings(case), "8.5.0")  # these are unpacked before
     for other in (zeros, floats):
         check_offsets(sketch_of(other).model, platform_settings(other), "8.5.0")
-
-
-def test_the_choice_of_experts_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"model_type": "minimax_m2", "num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    path, what = write_case(tmp_path / "m2.yaml", tmp_path, model_name="minimax_m2", platform="ascend",
-                            model_config={"dtype": "bfloat16"}, cache_config={"page_size": 128}), (
-        "choice of experts of layers 0-2"
-    )  # fmt: skip
-    loose, strict = (load_case(str(path), [f"strict={strict}", "exe_mode=ge_graph"]) for strict in ("false", "true"))
-    model = sketch_of(loose).model
-    assert gating_lines(model, platform_settings(strict), "8.3.RC1") == {what: "npu_moe_gating_top_k"}
-    told = "sigmoid, topk and gather (npu_moe_gating_top_k needs CANN 8.3, this is 8.2.RC1)"
-    assert gating_lines(model, platform_settings(loose), "8.2.RC1") == {what: told}
-    assert capsys.readouterr().out == f"WARNING: experts are chosen by {told} (--set strict=true makes this an error)\n"
-    with pytest.raises(UserError, match=r"^strict: true: experts are chosen by sigmoid, .*an unknown version\)$"):
-        gating_lines(model, platform_settings(strict), None)
-    assert gating_lines(sketch_of(ascend()).model, platform_settings(strict), None) == {}
 
 
 def test_weights_that_the_kernels_cannot_read() -> None:

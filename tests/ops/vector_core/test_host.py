@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 Inputs = list[tuple[Shape, torch.dtype] | None]
 HALF, BF16, INT, FLOAT, BYTE = torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.uint8
 LAYOUT = ["sections", "groups", "planes", "lanes", "unit"]
-FIELDS = ["tokens", "topK", "experts", "k", "n", "zeros", "pairs", *LAYOUT, *(f"{name}2" for name in LAYOUT)]
+FIELDS = ["tokens", "topK", "experts", "k", "n", "zeros", "pairs", "tiles", *LAYOUT, *(f"{name}2" for name in LAYOUT)]
 FIELDS += ["s13", "z13", "w2", "s2", "z2"]  # of blocks in an arena
 FUSED, GEMV, UNPACK = "UmbraFusedMoeW4a16", "UmbraGemvW4a16", "UmbraUnpackW4a16"
 BATCH_MODE = 1  # all cores of a kernel start together: they wait for each other
@@ -62,13 +62,13 @@ def unpack(
     return matrix(k, n, planes_of(k, group, ordered), (5,), dtype, zeros)
 
 
-GROUPS = {FUSED: (64, 32), GEMV: (128,), UNPACK: (32, True, False)}
+GROUPS = {FUSED: (64, 32), GEMV: (128,), UNPACK: (32, True, False, True)}
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 1), (BF16, 2)])
 def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> None:
-    same = dict(experts=5, zeros=int(zeros), s13=0, z13=0, w2=0, s2=0, z2=0)
+    same = dict(experts=5, zeros=int(zeros), tiles=0, s13=0, z13=0, w2=0, s2=0, z2=0)
     up, down, dense = planes_of(256, 64), planes_of(96, 32, ordered=True), planes_of(256, 128)
     two, one, none = laid(up) | laid(down, "2"), laid(dense) | laid(None, "2"), laid(down) | laid(None, "2")
     expected = {
@@ -76,13 +76,16 @@ def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> Non
         GEMV: (
             gemv(zeros=zeros, dtype=dtype), (2, 96), one | dict(tokens=2, topK=1, experts=1, k=256, n=96, pairs=0),
         ),
-        UNPACK: (unpack(zeros=zeros, dtype=dtype), (5, 64, 96), none | dict(tokens=0, topK=0, k=96, n=64, pairs=0)),
+        UNPACK: (
+            unpack(zeros=zeros, dtype=dtype), (5, 64, 96), none | dict(tokens=0, topK=0, k=96, n=64, pairs=0, tiles=1),
+        ),
     }  # fmt: skip
     for op, (inputs, shape, fields) in expected.items():
         launch = host(op, inputs, cores=40, attributes=GROUPS[op])
         assert launch.outputs == {"y": (shape, dtype)}
         assert tiling(launch) == same | fields
-        assert (launch.key, launch.blocks, launch.schedule_mode) == (key, 40, BATCH_MODE)
+        mode = 0 if op == UNPACK else BATCH_MODE  # its cores do not wait for each other
+        assert (launch.key, launch.blocks, launch.schedule_mode) == (key, 40, mode)
 
 
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 3), (BF16, 4)])
@@ -103,7 +106,7 @@ def test_the_layout_is_that_of_python(k: int, group: int, ordered: bool) -> None
         assert planes.order().sort().values.equal(torch.arange(rows))
         assert planes.lanes in range(16, 129, 16)
         assert planes.planes & (planes.planes - 1) == 0  # a power of two
-        launch = host(UNPACK, unpack(rows, 8, group, ordered=ordered), attributes=[group, ordered, False])
+        launch = host(UNPACK, unpack(rows, 8, group, ordered=ordered), attributes=[group, ordered, False, False])
         assert tiling(launch) == tiling(launch) | laid(planes)
 
 
@@ -163,9 +166,10 @@ def widened(make: Callable[[], Inputs], place: int) -> Inputs:
         (FUSED, other(fused, 7, (3, 3), INT), (64, 32), r"ids must have a row for each row of x \(found 3\)"),
         (FUSED, other(fused, 8, (2, 2), BF16), (64, 32), r"weights must have the shape of ids \(found 4\)"),
         (FUSED, other(fused, 8, (2, 3), FLOAT), (64, 32), "no variant of the definition has these types"),
-        (UNPACK, unpack(), (64, True, False), r"a group must divide its matrix's rows \(found 64\)"),
-        (UNPACK, unpack(n=40), (32, True, True), r"N must be a multiple of 32 if columns are pairs \(found 40\)"),
-        (UNPACK, widened(unpack, 1), (32, True, False), r"scales must have a value for each column and group"),
+        (UNPACK, unpack(), (64, True, False, False), r"a group must divide its matrix's rows \(found 64\)"),
+        (UNPACK, unpack(n=40), (32, True, True, False), r"N must be a multiple of 32 if columns are pairs"),
+        (UNPACK, unpack(n=40), (32, True, False, True), r"N must be a multiple of 16 in tiles \(found 40\)"),
+        (UNPACK, widened(unpack, 1), (32, True, False, False), r"scales must have a value for each column and group"),
     ],
 )  # fmt: skip
 def test_refusals(op: str, inputs: Inputs, attributes: Sequence[int], complaint: str) -> None:

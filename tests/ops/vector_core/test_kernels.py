@@ -1,5 +1,6 @@
 """The kernels, unmodified, in the twin: their numbers, their traffic, and mistakes that must be found."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -225,10 +226,12 @@ def test_unpack(k: int, n: int, group: int, ordered: bool, zeros: bool, pairs: b
     """Every value is rounded once, so the bits are the reference's."""
     for dtype, cores in ((HALF, 48), (BFLOAT, 3)):
         weight = random_weight(3, k, n, group, dtype, zeros, ordered)
-        y, counts = launch("unpack", *weight, attributes=(group, ordered, pairs), cores=cores)
-        assert torch.equal(y, reference.unpack_w4a16(*weight, group, ordered, pairs))
-        assert counts.buffers["w"]["read"] == weight[0].nbytes
-        assert counts.buffers["y"]["written"] == y.nbytes
+        expected = reference.unpack_w4a16(*weight, group, ordered, pairs)
+        for tiles in (False, True):
+            y, counts = launch("unpack", *weight, attributes=(group, ordered, pairs, tiles), cores=cores)
+            assert torch.equal(y.flatten(), (reference.tiles(expected) if tiles else expected).flatten())
+            assert counts.buffers["w"]["read"] == weight[0].nbytes
+            assert counts.buffers["y"]["written"] == y.nbytes
 
 
 HIDDEN, INNER, EXPERTS = 2048, 768, 128  # Qwen3-30B-A3B
@@ -284,6 +287,13 @@ MISTAKES: dict[str, Mutation] = {  # the twin stops, or a number is wrong
         "AscendC::Cast(room.sums, room.last, RoundMode::CAST_NONE, count);",
     ),
     "sums are overwritten": (PRODUCT, "while (pending.fresh && reduction.NeedsSums()) Pass();", ";"),
+    "float sums of one plane": (
+        PRODUCT, "AscendC::Axpy(room.sums, room.words[p * pitch], static_cast<half>(1.0f), work.width * lanes);",
+        "AscendC::Axpy(room.sums, room.words[0], static_cast<half>(1.0f), work.width * lanes);",
+    ),
+    "float sums that nobody began": (
+        PRODUCT, "if (next.fresh) AscendC::Duplicate(room.sums, 0.0f, work.width * lanes);", ";",
+    ),
     "sums of eight planes": (PRODUCT, "w[5 * pitch]", "w[4 * pitch]"),
     "sums of four planes": (PRODUCT, "w[2 * pitch]", "w[pitch]"),
     "the last sum in half": (PRODUCT, "count >= 4 ? 3 * pitch : pitch", "pitch"),
@@ -327,11 +337,12 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 
 def caught(library: Library) -> bool:
-    for hidden, inner, ids, zeros, largest in CASES:
+    for float_sums, (hidden, inner, ids, zeros, largest) in product((False, True), CASES):
         try:
             y, expected = fused(
-                *ids.shape, 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library, largest=largest
-            )
+                *ids.shape, 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
+                float_sums=float_sums, largest=largest,
+            )  # fmt: skip
         except TwinError:
             return True
         errors = (y.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -352,8 +363,13 @@ UNPACKED_WRONG: list[Mutation] = [
     (UNPACKER, "AscendC::Add(floats[p * plane], floats[p * plane], zeroOf, plane);", ";"),
     (UNPACKER, "source[lane]", "source[0]"),
     (UNPACKER, "kept[ScalesBytes()].template ReinterpretCast<T>()", "kept.template ReinterpretCast<T>()"),
-    (UNPACKER, "values[p * m.lanes + lane]", "values[lane]"),
+    (UNPACKER, "p * m.lanes + lane", "lane"),
+    (UNPACKER, "tiles ? at * kPitch : at", "at"),
     (UNPACKER, "(work.section * m.planes + work.plane) * m.lanes", "work.plane * m.lanes"),
+    (UNPACKER, "row * kTileRows", "row"),
+    (UNPACKER, "m.n * kTileRows", "columns * kTileRows"),
+    (UNPACKER, "tiles ? kPitch : 1", "1"),
+    (UNPACKER, "kPitch - columns", "0"),
 ]
 
 
@@ -362,9 +378,13 @@ def test_a_mistake_of_unpack_is_caught(tmp_path: Path, number: int) -> None:
     library = mutants(tmp_path, "unpack", UNPACKED_WRONG)
     choose(library, number)
     weight = random_weight(2, 768, 32, 32, BFLOAT, True)
+    expected = reference.unpack_w4a16(*weight, 32, False, True)
     try:
-        y, _ = launch("unpack", *weight, attributes=(32, False, True), cores=3, library=library)
-        right = torch.equal(y, reference.unpack_w4a16(*weight, 32, False, True))
+        rows, tiles = (
+            launch("unpack", *weight, attributes=(32, False, True, tiles), cores=3, library=library)[0].flatten()
+            for tiles in (False, True)
+        )
+        right = torch.equal(rows, expected.flatten()) and torch.equal(tiles, reference.tiles(expected).flatten())
     except TwinError:
         right = False
     assert right == (number == 0)

@@ -14,7 +14,7 @@ from ops.ascend.vector_core.planes import planes_of
 from ops.ascend.weights import AscendExperts, AscendMatrix, signed
 from ops.format import Format, Quantised
 
-SLOTS = "fused_moe_slots_w4a16"
+SLOTS, TILES = "fused_moe_slots_w4a16", "unpack_tiles_w4a16"
 T, K, N, E, TOP = 3, 128, 64, 4, 2  # for fused_moe_w4a16: K is H, N is I
 
 
@@ -34,8 +34,9 @@ def good(op: str) -> dict[str, Any]:
     ids, weights = empty(T, TOP, dtype=torch.int32), empty(T, TOP)
     if op == "gemv_w4a16":
         return dict(x=empty(T, K), w=words(K, N), scales=kept(K, N), zeros=None, group=32)
-    if op == "unpack_w4a16":
-        return dict(w=words(K, N, E), scales=kept(K, N, E), zeros=None, group=32, ordered=False, pairs=True)
+    if op in ("unpack_w4a16", TILES):
+        bank = dict(bank=empty(E, N, K)) if op == TILES else {}
+        return dict(w=words(K, N, E), scales=kept(K, N, E), zeros=None, group=32, ordered=False, pairs=True) | bank
     if op == SLOTS:
         arena, places = empty(9999, dtype=torch.uint8), empty(E, dtype=torch.int32)
         sizes = dict(inner=N, group=64, group2=32, zeros=True)
@@ -61,6 +62,10 @@ def test_shapes_and_types(op: str, dtype: torch.dtype) -> None:
     given = {n: t.to(dtype) if isinstance(t, Tensor) and t.dtype == torch.float16 else t for n, t in good(op).items()}
     out = getattr(torch.ops.umbra, op)(**given)
     assert (out.shape, out.dtype, out.device.type) == (SHAPES[op], dtype, "meta")
+
+
+def test_tiles_are_written_to_the_bank() -> None:
+    assert getattr(torch.ops.umbra, TILES)(**good(TILES)) is None
 
 
 @pytest.mark.parametrize(
@@ -91,6 +96,8 @@ def test_shapes_and_types(op: str, dtype: torch.dtype) -> None:
         ("fused_moe_w4a16", "weights", empty(T, 4), r"weights: \(3, 4\): must be \(3, 2\)"),
         ("unpack_w4a16", "w", words(K, N), r"w: \(1, 64, 64\): must be \(E, planes, N, bytes\)"),
         ("unpack_w4a16", "w", words(K, 40, E), r"s?: \(4, 1, 64, 8\): must be \(4, 1, 40, 8\)"),
+        (TILES, "bank", empty(E, K, N), r"bank: \(4, 128, 64\) torch\.float16: must be \(4, 64, 128\) torch\.float16"),
+        (TILES, "bank", empty(E, N, K).float(), r"bank: .* torch\.float32: must be .* N a multiple of 16"),
         ("unpack_w4a16", "scales", kept(K, N, E).float(), r"scales: torch\.float32: must be the type of x"),
         (SLOTS, "x", empty(9, K), r"x: \(9, 128\): .* 8 tokens at most"),
         (SLOTS, "arena", empty(3, 9, dtype=torch.uint8), r"arena: \(3, 9\) torch\.uint8: must have one dimension"),
@@ -180,4 +187,4 @@ def test_the_reference_is_the_dense_product(group: int, zeros: bool, monkeypatch
 
 def test_more_is_not_declared_than_has_a_reference() -> None:
     declared = {name for name in dir(schemas) if name.endswith("_w4a16")}
-    assert declared == SHAPES.keys() == {name for name in dir(reference) if name.endswith("_w4a16")}
+    assert declared == {*SHAPES, TILES} == {name for name in dir(reference) if name.endswith("_w4a16")}

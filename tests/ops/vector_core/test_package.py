@@ -55,10 +55,11 @@ def test_names_agree(op: str, file: str) -> None:
 
 
 def torch_schema(file: str) -> list[tuple[str, str]]:
-    """[(name, type)] of the op's arguments."""
+    """[(name, type)] of the op's arguments; two torch ops unpack, with and without `tiles`."""
     op = getattr(torch.ops.umbra, file.removeprefix("umbra_")).default
     types = {"Tensor": "Tensor", "Optional[Tensor]": "Tensor?", "int": "int", "bool": "bool"}
-    return [(a.name, types[str(a.type)]) for a in op._schema.arguments]
+    arguments = [(a.name, types[str(a.type)]) for a in op._schema.arguments]
+    return [*arguments, ("tiles", "bool")] if file == "umbra_unpack_w4a16" else arguments
 
 
 def test_cmake_lists_every_op() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.ascend.vector_core import reference
-from ops.ascend.vector_core.blocks import PLACE, BlockLayout
+from ops.ascend.vector_core.blocks import PLACE, BlockLayout, expert_slot
 from ops.ascend.vector_core.planes import planes_of
+from ops.format import Format
 from tests.fakes.ascend_c import Counts, Library, TwinError, host
 from tests.ops.vector_core.launch import Mutation, choose, distinct, launch, mutants, random_weight
 from tests.ops.vector_core.test_host import FIELDS, laid
@@ -49,6 +50,12 @@ def test_planes_begin_at_multiples_of_512_bytes(in_planes: bool) -> None:
     assert begins == layout.offsets
     views["s2"].fill_(0)
     assert not block[layout.offsets["s2"] :][: views["s2"].nbytes].any()  # in place
+
+
+def test_a_slot_is_counted_as_the_vector_cores_read_it() -> None:
+    assert expert_slot(96, 160, Format("q4", 32, zeros=True), BFLOAT) == (34304, PLACE)  # as above, in planes
+    rows = BlockLayout(4128, 160, BFLOAT, 32, 32)
+    assert expert_slot(4128, 160, Format("q4", 32), BFLOAT) == (rows.block_bytes, PLACE)  # more than w2 may have
 
 
 def test_unquantised_experts_are_two_planes() -> None:

@@ -1,6 +1,7 @@
 """Stage 4: Umbra's own operators of the vector cores, against their reference in float64; then their times."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch_npu
 from torch import Tensor
 
 from benchmarks import npu_layers
-from ops.ascend import vector_core
+from ops.ascend import moe, vector_core
+from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls, reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
@@ -22,6 +24,8 @@ NPU = torch.device("npu")
 TOLERANCE = {True: 0.01, False: 0.02}  # with float sums and with sums in half, relative to the result's norm
 BATCHES = (1, 2, 4, 8)
 LAYERS, ROUNDS, READ_BYTES = 16, 20, 1 << 30
+FEW, ROWS = 8, 4  # experts that are unpacked, rows of each in a product
+ND = 2  # the format that is not tiled
 
 
 def checks(logs: Path) -> list[Check]:
@@ -31,6 +35,7 @@ def checks(logs: Path) -> list[Check]:
             for float_sums in (False, True):
                 sums = "float sums" if float_sums else "sums in half"
                 found.append(Check(f"{name}, {size.name}, {sums}", partial(run, make, size, float_sums)))
+    found += [Check(f"unpack_w4a16, {size.name}", partial(unpacked, size)) for size in SIZES]
     return [*found, Check("times beside npu_grouped_matmul, 30B", times)]
 
 
@@ -122,6 +127,32 @@ def slots(size: Size, batch: int, zeros: bool, float_sums: bool) -> tuple[Tensor
     here = torch.where((ids >= 0) & (ids % 3 != 0), ids, -1)
     torch_npu.npu.synchronize()
     return result, expected(x, experts, here, weights)
+
+
+def unpacked(size: Size) -> Found:
+    """The values of experts, in rows and in tiles; then a grouped product by the tiles."""
+    torch.manual_seed(0)
+    npu_layers.start(vector_core.EXTENSION)
+    torch_npu.npu.config.allow_internal_format = True  # tiles
+    errors = []
+    for zeros in (False, True):
+        experts = experts_of(replace(size, experts=min(size.experts, FEW)), zeros)
+        for name, plane in (("w13", experts.w13), ("w2", experts.w2)):
+            banks = TileBanks(torch.bfloat16)
+            banks.add(plane)
+            words, scales, offsets = on_host(plane)
+            values = reference.unpack_w4a16(words, scales, offsets, 32, name == "w2", name == "w13")  # (E, N, K)
+            x = torch.randn(len(values), ROWS, plane.columns).bfloat16()
+            counts = torch.full((len(values),), ROWS, device=NPU)
+            product = moe.grouped(x.flatten(0, 1).to(NPU), plane, counts, moe.COUNTS)
+            (bank,) = (bank.bank for bank in banks.banks.values())
+            tiles = torch_npu.npu_format_cast(input=bank, acl_format=ND, customize_dtype=None)
+            what = f"{name}, zero points {zeros}"
+            require(f"{what}: rows", calls.unpacked(plane).transpose(-2, -1), values, 0.0)
+            require(f"{what}: tiles", tiles, values, 0.0)
+            expected = (x.double() @ values.double().transpose(-2, -1)).flatten(0, 1)
+            errors.append(require(f"{what}: product", product, expected, TOLERANCE[True]))
+    return Found(f"values equal, error of a product {max(errors):.2g}", {"error": max(errors)})
 
 
 KERNELS = {"gemv_w4a16": gemv, "fused_moe_w4a16": fused, "fused_moe_slots_w4a16": slots}

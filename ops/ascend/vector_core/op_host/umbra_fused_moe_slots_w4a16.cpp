@@ -57,6 +57,7 @@ ge::graphStatus tiling(gert::TilingContext* context) {
                                  *inner,
                                  *zeros,
                                  true,
+                                 false,
                                  umbra::planes_of(hidden, *group, false),
                                  umbra::planes_of(*inner, *group2, true)};
     return umbra::launch(context, problem, true, FLOAT_SUMS, block_of(problem));

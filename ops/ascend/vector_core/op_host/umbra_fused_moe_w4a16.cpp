@@ -36,8 +36,9 @@ ge::graphStatus tiling(gert::TilingContext* context) {
     const gert::Shape& weights = *umbra::shape_at(context, WEIGHTS);
     if (!(weights == ids))
         return umbra::fail(context, "weights must have the shape of ids", weights.GetShapeSize()), ge::GRAPH_FAILED;
-    return umbra::launch(context, {x.GetDim(0), ids.GetDim(1), experts, hidden, inner, zeros, true, first, second},
-                         true, FLOAT_SUMS);
+    return umbra::launch(context,
+                         {x.GetDim(0), ids.GetDim(1), experts, hidden, inner, zeros, true, false, first, second}, true,
+                         FLOAT_SUMS);
 }
 
 }  // namespace fused_moe

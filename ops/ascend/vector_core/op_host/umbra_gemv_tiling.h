@@ -3,7 +3,7 @@
 //          tokens        topK  experts  k  n       zeros: 1 if there are zero points
 //   fused  rows of x, T  k     E        H  I       sections .. unit: the layout of w13, or of w (planes.py)
 //   gemv   rows of x, T  1     1        K  N       sections2 .. unit2: that of w2; otherwise 0
-//   unpack 0             0     E        K  N       pairs: 1 if columns of gate and up lie in turns
+//   unpack 0             0     E        K  N       pairs: 1 if gate and up lie in turns; tiles: 1 if y is in tiles
 //
 // s13 .. z2: first bytes of the parts of an expert's block, only for experts in slots of an arena; otherwise 0.
 // The tiling key: 1 half, 2 bfloat16; 3, 4 the same with float sums (attribute float_sums).
@@ -20,6 +20,7 @@ TILING_DATA_FIELD_DEF(uint32_t, k);
 TILING_DATA_FIELD_DEF(uint32_t, n);
 TILING_DATA_FIELD_DEF(uint32_t, zeros);
 TILING_DATA_FIELD_DEF(uint32_t, pairs);
+TILING_DATA_FIELD_DEF(uint32_t, tiles);
 TILING_DATA_FIELD_DEF(uint32_t, sections);
 TILING_DATA_FIELD_DEF(uint32_t, groups);
 TILING_DATA_FIELD_DEF(uint32_t, planes);

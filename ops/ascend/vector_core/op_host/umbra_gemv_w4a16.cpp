@@ -20,7 +20,8 @@ ge::graphStatus tiling(gert::TilingContext* context) {
     const umbra::Planes planes = umbra::planes_of(k, *group, false);
     if (!umbra::check_weight(context, W, 3, planes, n)) return ge::GRAPH_FAILED;
     const bool zeros = umbra::shape_at(context, ZEROS);
-    return umbra::launch(context, {x.GetDim(0), 1, 1, k, n, zeros, false, planes, umbra::Planes()}, false, FLOAT_SUMS);
+    return umbra::launch(context, {x.GetDim(0), 1, 1, k, n, zeros, false, false, planes, umbra::Planes()}, false,
+                         FLOAT_SUMS);
 }
 
 ge::graphStatus infer_shape(gert::InferShapeContext* context) {

@@ -1,4 +1,5 @@
-// y (E, N, K) = the values of matrices w in planes (planes.py), K in the order of planes.
+// y (E, N, K) = the values of matrices w in planes (planes.py), K in the order of planes. To GE and aclnn y is ND; with
+// `tiles` its memory is that of a tensor in FRACTAL_NZ, which the torch extension passes as one in ND.
 #include "umbra_w4a16.h"
 
 namespace optiling {
@@ -8,7 +9,9 @@ REGISTER_TILING_DATA_CLASS(UmbraUnpackW4a16, UmbraGemvTiling)
 namespace unpack {
 
 enum Place : size_t { W, SCALES, ZEROS };
-enum Attribute : size_t { GROUP, ORDERED, PAIRS };
+enum Attribute : size_t { GROUP, ORDERED, PAIRS, TILES };
+
+constexpr uint32_t kAnyCores = 0;  // schedule mode: no core waits for another
 
 ge::graphStatus tiling(gert::TilingContext* context) {
     if (!umbra::has_rank(context, W, 4)) return ge::GRAPH_FAILED;
@@ -16,15 +19,20 @@ ge::graphStatus tiling(gert::TilingContext* context) {
     const int64_t k = w.GetDim(1) * w.GetDim(3) * 2, n = w.GetDim(2);
     const int64_t* group = umbra::read_group(context, GROUP, k);
     const bool *ordered = context->GetAttrs()->GetBool(ORDERED), *pairs = context->GetAttrs()->GetBool(PAIRS);
-    if (!group || !ordered || !pairs) return ge::GRAPH_FAILED;
+    const bool* tiles = context->GetAttrs()->GetBool(TILES);
+    if (!group || !ordered || !pairs || !tiles) return ge::GRAPH_FAILED;
     const umbra::Planes planes = umbra::planes_of(k, *group, *ordered);
     if (!umbra::check_weight(context, W, 4, planes, n)) return ge::GRAPH_FAILED;
     if (*pairs && n % (2 * umbra::kPairs))
         return umbra::fail(context, "N must be a multiple of 32 if columns are pairs", n), ge::GRAPH_FAILED;
+    if (*tiles && n % umbra::kPairs)
+        return umbra::fail(context, "N must be a multiple of 16 in tiles", n), ge::GRAPH_FAILED;
     const bool zeros = umbra::shape_at(context, ZEROS);
     const ge::DataType type = context->GetInputDesc(SCALES)->GetDataType();
-    return umbra::fill(context, {0, 0, w.GetDim(0), k, n, zeros, *pairs, planes, umbra::Planes()}, type, 0, 0,
-                       umbra::Block());
+    const umbra::Problem problem{0, 0, w.GetDim(0), k, n, zeros, *pairs, *tiles, planes, umbra::Planes()};
+    if (umbra::fill(context, problem, type, 0, 0, umbra::Block()) != ge::GRAPH_SUCCESS) return ge::GRAPH_FAILED;
+    context->SetScheduleMode(kAnyCores);
+    return ge::GRAPH_SUCCESS;
 }
 
 ge::graphStatus infer_shape(gert::InferShapeContext* context) {
@@ -57,6 +65,7 @@ public:
         Attr("group").AttrType(REQUIRED).Int();
         Attr("ordered").AttrType(REQUIRED).Bool();
         Attr("pairs").AttrType(REQUIRED).Bool();
+        Attr("tiles").AttrType(REQUIRED).Bool();
         SetInferShape(optiling::unpack::infer_shape).SetInferDataType(optiling::unpack::infer_type);
         AICore().SetTiling(optiling::unpack::tiling).AddConfig("ascend910b").AddConfig("ascend910_93");
     }

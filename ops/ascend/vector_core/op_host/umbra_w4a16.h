@@ -22,7 +22,7 @@ constexpr uint32_t kAllCoresAtOnce = 1;       // schedule mode: kernels wait for
 // The sizes in the tiling struct; for a mixture n is I.
 struct Problem {
     int64_t tokens, topK, experts, k, n;
-    bool zeros, pairs;
+    bool zeros, pairs, tiles;
     Planes first, second;
 };
 
@@ -107,6 +107,7 @@ inline ge::graphStatus fill(gert::TilingContext* context, const Problem& problem
     tiling.set_n(problem.n);
     tiling.set_zeros(problem.zeros);
     tiling.set_pairs(problem.pairs);
+    tiling.set_tiles(problem.tiles);
     tiling.set_sections(problem.first.sections);
     tiling.set_groups(problem.first.groups);
     tiling.set_planes(problem.first.planes);

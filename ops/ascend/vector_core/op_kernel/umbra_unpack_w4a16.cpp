@@ -1,32 +1,38 @@
 // y (E, N, K) = 4-bit matrices w in planes, as values of the type of scales; K stays in the order of planes. With `pairs`
-// the columns of gate and up, which w has in turns, become the first and the second half of y's rows.
+// the columns of gate and up, which w has in turns, become the first and the second half of y's rows. With `tiles` y is
+// stored as FRACTAL_NZ, (E, K / 16, N, 16).
 //
-// A task is 8 columns of an expert. The scales of a section are spread over the lanes of a plane once; then a block of
-// planes is converted to float, multiplied, rounded, and turned so that a column's planes follow each other.
+// A task is some columns of an expert. The scales of a section are spread over the lanes of a plane once; then a block
+// of planes is converted to float, multiplied, rounded, and turned so that a column's planes follow each other or, in
+// tiles, so that the columns of 16 lanes do.
 #include "umbra_matrix.h"
 
 namespace umbra {
 
-constexpr uint32_t kColumns = 8;               // of a task
-constexpr uint32_t kLanesOf = kColumns * 128;  // most lanes of a plane of a task
+constexpr uint32_t kRowColumns = 8, kTileColumns = 16;  // of a task
+constexpr uint32_t kTileRows = 16;                      // values of K side by side in a tile
+constexpr uint32_t kPitch = kTileColumns + 1;           // blocks from 16 lanes to the next: an odd number for the banks
+constexpr uint32_t kBlockColumns = 64;                  // most columns of a block, over all its planes
 constexpr uint32_t kPairs = 16;
 
 template <typename T> class Unpacker {
 public:
-    __aicore__ inline Unpacker(const Matrix& matrix, const GlobalTensor<T>& y, uint32_t experts, bool pairs)
-        : m(matrix), y(y), tasks(experts * (matrix.n / kColumns)), pairs(pairs) {
-        const uint32_t most = m.step * kColumns * m.lanes;  // weights of a block
+    __aicore__ inline Unpacker(const Matrix& matrix, const GlobalTensor<T>& y, uint32_t experts, bool pairs, bool tiles)
+        : m(matrix), y(y), columns(tiles ? kTileColumns : kRowColumns),
+          step(Least(matrix.planes, kBlockColumns / columns)), tasks(experts * (matrix.n / columns)), pairs(pairs),
+          tiles(tiles) {
+        const uint32_t plane = columns * m.lanes, most = step * plane;  // weights of a plane, of a block
         pipe.InitBuffer(stream, 3, most / 2);
         pipe.InitBuffer(scales, 3, (m.hasZeros ? 2 : 1) * ScalesBytes());
-        pipe.InitBuffer(out, 2, most * sizeof(T));
+        pipe.InitBuffer(out, 2, (tiles ? most / columns * kPitch : most) * sizeof(T));
         pipe.InitBuffer(halvesBuf, most * sizeof(half));
         pipe.InitBuffer(floatsBuf, most * sizeof(float));
-        pipe.InitBuffer(lanesBuf, 2 * kLanesOf * sizeof(float));
-        pipe.InitBuffer(spreadBuf, kColumns * m.kept * 9 * sizeof(float));
+        pipe.InitBuffer(lanesBuf, 2 * plane * sizeof(float));
+        pipe.InitBuffer(spreadBuf, columns * m.kept * (m.unit > 1 ? 9 : 1) * sizeof(float));
         halves = halvesBuf.template Get<half>();
         floats = floatsBuf.template Get<float>();
         scaleOf = lanesBuf.template Get<float>();
-        zeroOf = scaleOf[kLanesOf];
+        zeroOf = scaleOf[plane];
         spread = spreadBuf.template Get<float>();
     }
 
@@ -54,14 +60,14 @@ private:
     LocalTensor<float> floats, scaleOf, zeroOf, spread;
     const Matrix& m;
     const GlobalTensor<T>& y;
-    const uint32_t tasks;
-    const bool pairs;
+    const uint32_t columns, step, tasks;  // columns of a task, planes of a block
+    const bool pairs, tiles;
     Block load, work;
 
-    __aicore__ inline uint32_t ScalesBytes() const { return kColumns * m.kept * sizeof(T); }
+    __aicore__ inline uint32_t ScalesBytes() const { return columns * m.kept * sizeof(T); }
 
     __aicore__ inline void Next(Block& b) const {
-        b.plane += m.step;
+        b.plane += step;
         if (b.plane < m.planes) return;
         b.plane = 0;
         if (++b.section < m.sections) return;
@@ -76,12 +82,12 @@ private:
 
     __aicore__ inline void Load() {
         if (load.task >= tasks) return;
-        const uint32_t groups = m.n / kColumns, bytes = kColumns * m.lanes / 2;
-        const uint64_t expert = load.task / groups, column = load.task % groups * kColumns;
+        const uint32_t groups = m.n / columns, bytes = columns * m.lanes / 2;
+        const uint64_t expert = load.task / groups, column = load.task % groups * columns;
         const uint64_t plane = load.section * m.planes + load.plane;
         LocalTensor<int8_t> in = stream.template AllocTensor<int8_t>();
         AscendC::DataCopyPad(in, m.w[expert * m.apart + (plane * m.n + column) * (m.lanes / 2)],
-                             {static_cast<uint16_t>(m.step), bytes, m.n * m.lanes / 2 - bytes, 0, 0},
+                             {static_cast<uint16_t>(step), bytes, m.n * m.lanes / 2 - bytes, 0, 0},
                              AscendC::DataCopyPadExtParams<int8_t>());
         stream.EnQue(in);
         if (load.plane == 0) {
@@ -96,24 +102,24 @@ private:
 
     // to (columns, lanes) = scales or zero points `from` (columns, kept), each at all lanes of its group.
     __aicore__ inline void Spread(const LocalTensor<float>& to, const LocalTensor<T>& from) {
-        const LocalTensor<float> eights = spread[kColumns * m.kept];  // (columns, kept, 8), if a group has eight lanes
-        AscendC::Cast(spread, from, RoundMode::CAST_NONE, kColumns * m.kept);
+        const LocalTensor<float> eights = spread[columns * m.kept];  // (columns, kept, 8), if a group has eight lanes
+        AscendC::Cast(spread, from, RoundMode::CAST_NONE, columns * m.kept);
         Barrier();
         if (m.unit > 1) {
-            AscendC::Brcb(eights, spread, static_cast<uint8_t>(kColumns * m.kept / 8), {1, 8});
+            AscendC::Brcb(eights, spread, static_cast<uint8_t>(columns * m.kept / 8), {1, 8});
             Barrier();
         }
         const LocalTensor<float> source = m.unit > 1 ? eights : spread;
         const uint8_t row = m.lanes / 8, sourceRow = m.kept * m.unit / 8;
         for (uint32_t at = 0; at < m.lanes; at += m.wide)
             for (uint32_t lane = 0; lane < m.wide; lane += kLanes)
-                AscendC::Adds(to[at + lane], source[lane], 0.0f, Least(m.wide - lane, kLanes), kColumns,
+                AscendC::Adds(to[at + lane], source[lane], 0.0f, Least(m.wide - lane, kLanes), columns,
                               {1, 1, row, sourceRow});
         Barrier();
     }
 
     __aicore__ inline void Unpack() {
-        const uint32_t plane = kColumns * m.lanes, count = m.step * plane;
+        const uint32_t plane = columns * m.lanes, count = step * plane;
         LocalTensor<int8_t> in = stream.template DeQue<int8_t>();
         AscendC::Cast(halves, in.template ReinterpretCast<AscendC::int4b_t>(), RoundMode::CAST_NONE, count);
         if (work.plane == 0) {
@@ -127,26 +133,41 @@ private:
         AscendC::Cast(floats, halves, RoundMode::CAST_NONE, count);
         Barrier();
         if (m.hasZeros) {
-            for (uint32_t p = 0; p < m.step; ++p) AscendC::Add(floats[p * plane], floats[p * plane], zeroOf, plane);
+            for (uint32_t p = 0; p < step; ++p) AscendC::Add(floats[p * plane], floats[p * plane], zeroOf, plane);
             Barrier();
         }
-        for (uint32_t p = 0; p < m.step; ++p) AscendC::Mul(floats[p * plane], floats[p * plane], scaleOf, plane);
+        for (uint32_t p = 0; p < step; ++p) AscendC::Mul(floats[p * plane], floats[p * plane], scaleOf, plane);
         Barrier();
         LocalTensor<T> values = out.template AllocTensor<T>();
-        const uint32_t each = m.step * m.lanes;  // values of a column
-        for (uint32_t p = 0; p < m.step; ++p)
-            for (uint32_t lane = 0; lane < m.lanes; lane += kLanes)
-                AscendC::Cast(values[p * m.lanes + lane], floats[p * plane + lane], RoundMode::CAST_RINT,
-                              Least(m.lanes - lane, kLanes), kColumns,
-                              {1, 1, static_cast<uint8_t>(each / 16), static_cast<uint8_t>(m.lanes / 8)});
+        const uint32_t each = step * m.lanes;  // values of a column
+        for (uint32_t p = 0; p < step; ++p)
+            for (uint32_t lane = 0; lane < m.lanes; lane += kLanes) {
+                const uint32_t at = p * m.lanes + lane;
+                AscendC::Cast(values[tiles ? at * kPitch : at], floats[p * plane + lane], RoundMode::CAST_RINT,
+                              Least(m.lanes - lane, kLanes), columns,
+                              {static_cast<uint16_t>(tiles ? kPitch : 1), 1,
+                               static_cast<uint8_t>(tiles ? 1 : each / 16), static_cast<uint8_t>(m.lanes / 8)});
+            }
         out.EnQue(values);
         values = out.template DeQue<T>();
-        const uint32_t groups = m.n / kColumns, bytes = each * sizeof(T);
-        const uint64_t row = static_cast<uint64_t>(work.task / groups) * m.n + Row(work.task % groups * kColumns);
+        const uint32_t groups = m.n / columns, row = Row(work.task % groups * columns);
+        const uint64_t expert = static_cast<uint64_t>(work.task / groups) * m.n * m.k;
         const uint64_t k = (work.section * m.planes + work.plane) * m.lanes;
-        AscendC::DataCopyPad(y[row * m.k + k], values,
-                             {kColumns, bytes, 0, static_cast<uint32_t>(m.k * sizeof(T) - bytes), 0});
+        if (tiles)
+            Store(expert + k * m.n + row * kTileRows, values, each / kTileRows, columns * kTileRows, kPitch - columns,
+                  m.n * kTileRows);
+        else
+            Store(expert + static_cast<uint64_t>(row) * m.k + k, values, columns, each, 0, m.k);
         out.FreeTensor(values);
+    }
+
+    // Stores `count` runs of `length` values, with `gap` blocks between them, in y from `at` on, `apart` from each
+    // other.
+    __aicore__ inline void Store(uint64_t at, const LocalTensor<T>& values, uint32_t count, uint32_t length,
+                                 uint32_t gap, uint32_t apart) {
+        AscendC::DataCopyPad(y[at], values,
+                             {static_cast<uint16_t>(count), static_cast<uint32_t>(length * sizeof(T)), gap,
+                              static_cast<uint32_t>((apart - length) * sizeof(T)), 0});
     }
 
     // The row of an expert's y for a column of w.
@@ -161,7 +182,7 @@ template <typename T> __aicore__ inline void Unpack(const Bank& bank, GM_ADDR yA
                         t.lanes, t.unit);
     GlobalTensor<T> y;
     y.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(yAt));
-    Unpacker<T>(matrix, y, t.experts, t.pairs).Run();
+    Unpacker<T>(matrix, y, t.experts, t.pairs, t.tiles).Run();
 }
 
 }  // namespace umbra

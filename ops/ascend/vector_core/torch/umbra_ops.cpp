@@ -10,6 +10,8 @@
 
 #include "../op_host/umbra_planes.h"
 #include "op_plugin/include/npu_cpp_extension.h"
+#include "torch_npu/csrc/aten/common/from_blob.h"
+#include "torch_npu/csrc/core/npu/NPUFormat.h"
 
 namespace {
 
@@ -134,8 +136,9 @@ Tensor gemv(const Tensor& x, const Tensor& w, const Tensor& scales, const MaybeT
     return y;
 }
 
-Tensor unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
-              bool pairs) {
+// Checks what both ops that unpack need, and returns the shape (E, N, K) of the values.
+std::vector<int64_t> unpacked_sizes(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group,
+                                    bool ordered, bool pairs) {
     TORCH_CHECK(w.dim() == 4, "w: ", w.sizes(), ": must have 4 dimensions");
     TORCH_CHECK_TYPE(scales.scalar_type() == at::kHalf || scales.scalar_type() == at::kBFloat16,
                      "scales: ", scales.scalar_type(), ": must be float16 or bfloat16");
@@ -143,10 +146,35 @@ Tensor unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, i
     const int64_t n = check_weight({"w", "scales", "zeros"}, w, scales, zeros, 4, scales.scalar_type(), planes);
     TORCH_CHECK(!pairs || n % (2 * umbra::kPairs) == 0, "w: ", w.sizes(),
                 ": columns of gate and up must be a multiple of ", 2 * umbra::kPairs);
+    return {w.size(0), n, planes.k};
+}
+
+void launch_unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
+                   bool pairs, bool tiles, Tensor& y) {
     const at::OptionalDeviceGuard guard(at::device_of(w));
-    Tensor y = at::empty({w.size(0), n, planes.k}, scales.options());
-    EXEC_NPU_CMD_EXT(aclnnUmbraUnpackW4a16, w, scales, zeros, group, ordered, pairs, y);
+    EXEC_NPU_CMD_EXT(aclnnUmbraUnpackW4a16, w, scales, zeros, group, ordered, pairs, tiles, y);
+}
+
+Tensor unpack(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
+              bool pairs) {
+    const std::vector<int64_t> sizes = unpacked_sizes(w, scales, zeros, group, ordered, pairs);
+    Tensor y = at::empty(sizes, scales.options());
+    launch_unpack(w, scales, zeros, group, ordered, pairs, false, y);
     return y;
+}
+
+// The operator's y is ND, so it gets the memory of `bank` as a tensor in ND.
+void unpack_tiles(const Tensor& w, const Tensor& scales, const MaybeTensor& zeros, int64_t group, bool ordered,
+                  bool pairs, const Tensor& bank) {
+    const std::vector<int64_t> sizes = unpacked_sizes(w, scales, zeros, group, ordered, pairs);
+    check_kept("bank", bank, scales.scalar_type());
+    TORCH_CHECK(bank.sizes() == at::IntArrayRef(sizes) && sizes[1] % umbra::kPairs == 0, "bank: ", bank.sizes(),
+                ": must be ", at::IntArrayRef(sizes), ", N a multiple of ", umbra::kPairs);
+    const int64_t format = at_npu::native::get_npu_format(bank);
+    TORCH_CHECK(format == ACL_FORMAT_FRACTAL_NZ && bank.storage_offset() == 0, "bank: format ", format,
+                ": must be FRACTAL_NZ, and the whole of its storage");
+    Tensor y = at_npu::native::from_blob(bank.data_ptr(), sizes, scales.options());
+    launch_unpack(w, scales, zeros, group, ordered, pairs, true, y);
 }
 
 }  // namespace
@@ -156,4 +184,5 @@ TORCH_LIBRARY_IMPL(umbra, PrivateUse1, ops) {
     ops.impl("fused_moe_slots_w4a16", fused_moe_slots);
     ops.impl("gemv_w4a16", gemv);
     ops.impl("unpack_w4a16", unpack);
+    ops.impl("unpack_tiles_w4a16", unpack_tiles);
 }

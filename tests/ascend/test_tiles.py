@@ -1,0 +1,212 @@
+"""The banks of unpacked experts on the fake NPU: what their op accepts, when a layer is unpacked, and who waits for
+whom."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_npu
+from torch import Tensor
+
+from ops.ascend import vector_core
+from ops.ascend.ops import AscendOps
+from ops.ascend.tiles import TileBank
+from ops.ascend.weights import FRACTAL_NZ, AscendExperts
+from ops.format import Format
+from tests.ascend.engine import ascend_case, ascend_runner, prefilled
+from tests.ascend.extension import load_extension
+from tests.ascend.log import device_log, ran, violations
+
+BF16, NPU, Q4 = torch.bfloat16, torch.device("npu"), Format("q4", 32)
+TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 9, 2, 4, 128, 64
+W13, W2 = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)  # the shapes of the banks
+
+
+@pytest.fixture(autouse=True)
+def extension() -> Iterator[None]:
+    load_extension()
+    torch_npu.npu.config.allow_internal_format = True
+    yield
+    torch_npu.npu.config.allow_internal_format = False
+
+
+def layers(count: int = 3) -> tuple[AscendOps, list[AscendExperts]]:
+    ops = AscendOps(BF16, NPU, "fusion_v2", gemv_tokens=8)
+    return ops, [ops.expert_matrices(EXPERTS, INNER, HIDDEN, Q4, NPU) for _ in range(count)]
+
+
+def step(ops: AscendOps, model: list[AscendExperts]) -> None:
+    """The experts of `model`, with a kernel before each that stands for attention."""
+    x, weights = (torch.zeros(TOKENS, size, dtype=BF16, device=NPU) for size in (HIDDEN, TOP_K))
+    ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int32, device=NPU)
+    for experts in model:
+        x = ops.moe(x.sigmoid(), weights, ids, experts, None)
+
+
+STEPS = {  # what a line ends or begins with -> what happens
+    "attention": ("aclnnSigmoid", ""),
+    "unpack w13": ("aclnnUmbraUnpackW4a16", "true true (4,128,128)bfloat16"),
+    "unpack w2": ("aclnnUmbraUnpackW4a16", "true true (4,128,64)bfloat16"),
+    "product w13": ("aclnnGroupedMatmulWeightNz", "[(4,128,128)bfloat16:NZ@strides(16384,1,128)]"),
+    "product w2": ("aclnnGroupedMatmulWeightNz", "[(4,64,128)bfloat16:NZ@strides(8192,1,64)]"),
+}
+
+
+def told(lines: list[str]) -> list[str]:
+    """The attentions, and what happens to the banks."""
+    found = ([what for what, (name, part) in STEPS.items() if line.startswith(name) and part in line] for line in lines)
+    return [what for names in found for what in names]
+
+
+FIRST = ["attention", "unpack w13", "product w13", "unpack w13", "unpack w2", "product w2", "unpack w2"]
+NEXT = ["attention", "product w13", "unpack w13", "product w2", "unpack w2"]
+LAST = ["attention", "product w13", "product w2"]
+
+
+def launched(model: list[AscendExperts], ops: AscendOps) -> list[str]:
+    with device_log() as log:
+        step(ops, model)
+    return told(log.lines)
+
+
+def test_a_layer_is_unpacked_before_the_attention_that_precedes_it() -> None:
+    ops, model = layers()
+    assert launched(model, ops) == [*FIRST, *NEXT, *LAST]
+    assert launched(model, ops) == [*FIRST, *NEXT, *LAST]  # nothing is left over from the step before
+    assert launched(model[:1], ops) == FIRST  # and a step that ends early leaves the second layer in the banks
+    assert launched(model, ops) == [*FIRST, *NEXT, *LAST]
+    assert not violations()
+
+
+def test_a_bank_belongs_to_all_layers() -> None:
+    ops, model = layers()
+    assert ops.tiles is not None
+    banks = [bank.bank for bank in ops.tiles.banks.values()]
+    assert [(bank.shape, bank.dtype) for bank in banks] == [(W13, BF16), (W2, BF16)]
+    assert [torch_npu.get_npu_format(bank) for bank in banks] == [FRACTAL_NZ] * 2
+    assert [bank.untyped_storage().nbytes() for bank in banks] == [2 * bank.numel() for bank in banks]
+    assert all(experts.w13.values is model[0].w13.values for experts in model)
+
+
+@contextmanager
+def stalled(stream: torch_npu.npu.Stream) -> Iterator[None]:
+    """What follows on `stream` waits until the block ends."""
+    gate = threading.Event()
+    torch_npu.npu._subscribe_report(stream)
+    torch_npu.npu._launch_host_func(stream, lambda _: gate.wait(30), None)
+    try:
+        yield
+    finally:
+        gate.set()
+        stream.synchronize()
+        torch_npu.npu._unsubscribe_report(stream)
+
+
+def ran_by_now() -> list[str]:
+    torch_npu.npu.current_stream().npu_stream  # noqa: B018 (drains torch_npu's task queue)
+    return told([line for _, line in ran()])
+
+
+def while_the_side_stalls() -> list[str]:
+    """What runs of layer 2 while its unpacking, which layer 1 began, cannot end."""
+    ops, model = layers(2)
+    assert ops.tiles is not None
+    with device_log():
+        step(ops, model[:1])
+        torch.npu.synchronize()
+        ran()
+        with stalled(ops.tiles.side):
+            for experts in (model[0].w13, model[0].w2):
+                assert experts.values is not None
+                experts.values.release(experts)
+            step(ops, model[1:])
+            return ran_by_now()
+
+
+def while_the_main_stream_stalls() -> list[str]:
+    """What the side stream runs while the products of layer 1 cannot."""
+    ops, model = layers(2)
+    with device_log(), stalled(torch_npu.npu.current_stream()):
+        step(ops, model)
+        return ran_by_now()
+
+
+def test_products_wait_for_their_values_and_attention_does_not() -> None:
+    assert while_the_side_stalls() == ["attention"]
+
+
+def test_a_bank_is_not_overwritten_before_the_product_that_reads_it() -> None:
+    assert while_the_main_stream_stalls() == []
+
+
+class NoEvent(torch_npu.npu.Event):
+    def wait(self, stream: torch_npu.npu.Stream | None = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("event", "run", "right"),
+    [("ready", while_the_side_stalls, ["attention"]), ("free", while_the_main_stream_stalls, [])],
+)
+def test_without_a_wait_the_order_is_wrong(
+    event: str, run: Callable[[], list[str]], right: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = TileBank.__init__
+
+    def without(bank: TileBank, *given: Any) -> None:
+        made(bank, *given)
+        setattr(bank, event, NoEvent())
+
+    monkeypatch.setattr(TileBank, "__init__", without)
+    assert run() != right
+
+
+def test_a_bank_that_is_released_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = TileBank.take
+
+    def early(bank: TileBank, experts: Any) -> Tensor:
+        values = taken(bank, experts)
+        bank.release(experts)
+        return values
+
+    monkeypatch.setattr(TileBank, "take", early)
+    ops, model = layers()
+    assert launched(model, ops) != [*FIRST, *NEXT, *LAST]
+
+
+def bank_op(bank: Tensor) -> None:
+    _, model = layers(1)
+    w13 = model[0].w13
+    torch.ops.umbra.unpack_tiles_w4a16(w13.data, w13.scales, None, 32, False, True, bank)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "format", "complaint"),
+    [
+        (W13, BF16, 2, "bank: format 2: must be FRACTAL_NZ"),
+        (W2, BF16, FRACTAL_NZ, r"bank: \[4, 128, 64\]: must be \[4, 128, 128\]"),
+        (W13, torch.float16, FRACTAL_NZ, "bank: Half: must be BFloat16"),
+    ],
+)
+def test_another_bank_is_refused(shape: tuple[int, ...], dtype: torch.dtype, format: int, complaint: str) -> None:
+    bank = torch_npu.empty_with_format(shape, dtype=dtype, device=NPU, acl_format=format)
+    with pytest.raises((RuntimeError, TypeError), match=complaint):
+        bank_op(bank)
+
+
+def test_a_prefill_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_core, "built", lambda: 1)
+    monkeypatch.setattr(vector_core, "load", load_extension)
+    case = ascend_case(tmp_path, "exe_mode=eager", "method=q4", "decode_gemv=on", "strict=true")
+    runner = ascend_runner(case, tmp_path)
+    with device_log() as log:
+        prefilled(runner)
+    words = {"aclnnFusedInferAttention": "attention", "GroupedMatmul": "product", " true true (": "unpack"}
+    found = [told for line in log.lines for word, told in words.items() if word in line]
+    first = ["attention", "unpack", "product", "unpack", "unpack", "product", "unpack"]
+    assert found == [*first, "attention", "product", "product"]
+    assert not violations()
