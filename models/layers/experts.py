@@ -8,7 +8,7 @@ from torch import Tensor
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
-from ops.interface import ExpertMatrices
+from ops.interface import ExpertMatrices, Routed, Scores
 
 
 class Experts(Layer):
@@ -42,12 +42,19 @@ class Experts(Layer):
         self.weights: ExpertMatrices = self.shadowed or build.ops.expert_matrices(count, *sizes, build.device)
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
-        x, weights, ids = (self.dp.gather_rows(t, batch.tokens_per_group) for t in (x, weights, ids))
-        if self.shadowed is None:
-            y = self.ops.moe(x, weights, ids, self.weights, self.first)
+    def forward(self, x: Tensor, routed: Routed, batch: Batch) -> Tensor:
+        def gather(rows: Tensor) -> Tensor:
+            return self.dp.gather_rows(rows, batch.tokens_per_group)
+
+        if isinstance(routed, Scores) and self.shadowed is None:
+            y = routed.moe(gather(x), gather(routed.values), self.weights, self.first)
         else:
-            y = self.shadowed.mixture(x, weights, ids, self.first)
+            weights, ids = routed.choose(routed.values) if isinstance(routed, Scores) else routed
+            x, weights, ids = (gather(t) for t in (x, weights, ids))
+            if self.shadowed is None:
+                y = self.ops.moe(x, weights, ids, self.weights, self.first)
+            else:
+                y = self.shadowed.mixture(x, weights, ids, self.first)
         return self.dp.own_rows(self.world.all_reduce(y), batch.tokens_per_group)
 
     def storages(self) -> Iterator[Tensor]:

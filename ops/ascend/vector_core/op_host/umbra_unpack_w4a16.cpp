@@ -24,7 +24,7 @@ ge::graphStatus tiling(gert::TilingContext* context) {
     const bool zeros = umbra::shape_at(context, ZEROS);
     const ge::DataType type = context->GetInputDesc(SCALES)->GetDataType();
     return umbra::fill(context, {0, 0, w.GetDim(0), k, n, zeros, *pairs, planes, umbra::Planes()}, type, 0, 0,
-                       umbra::Block());
+                       umbra::Block(), umbra::Scoring());
 }
 
 ge::graphStatus infer_shape(gert::InferShapeContext* context) {
