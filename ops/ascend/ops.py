@@ -242,11 +242,11 @@ class AscendOps(AscendLayout):
         return moe.swiglu(x)
 
     def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
-        choose = partial(self._choose_softmax, top_k=top_k, renormalise=renormalise)
+        choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise)
         return self._routed(logits, None, top_k, renormalise, False, choose)
 
     def route_sigmoid(self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> Routed:
-        choose = partial(self._choose_sigmoid, bias=bias, top_k=top_k, renormalise=renormalise)
+        choose = partial(self.choose_sigmoid, bias=bias, top_k=top_k, renormalise=renormalise)
         return self._routed(logits, bias, top_k, renormalise, True, choose)
 
     def _routed(
@@ -265,14 +265,14 @@ class AscendOps(AscendLayout):
 
         return Scores(logits, choose, mixture)
 
-    def _choose_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def choose_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         """Weights are in the type of the logits, as the fused op returns them; ids are int32."""
         if renormalise and self.can.renormalised and logits.shape[1] <= MOST_GATED:
             return self._gated(logits, None, top_k, 1, SOFTMAX)
         weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(x=logits, finished=None, k=top_k)
         return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
 
-    def _choose_sigmoid(
+    def choose_sigmoid(
         self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
     ) -> tuple[Tensor, Tensor]:
         """Weights are in the model's type, ids are int32."""

@@ -8,11 +8,11 @@ nibble * scale without zeros.
 fused_moe_w4a16      x (T, H), w13 (E, planes, 2 I, bytes), w2 (E, planes, H, bytes), ids (T, k) int32, weights (T, k),
                      G of w13, G2 of w2 -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); planes.py says where w13 has gate and up
-fused_moe_scores_w4a16  as fused_moe_w4a16, with scores (T, all experts) float32 or as x in place of ids and weights: each
-                     token's top_k experts, weighted by softmax or sigmoid of their scores over the sum of these. bias
-                     (all experts) float32 is added to sigmoids for the choice alone. w13 and w2 have the experts from
-                     first_expert on; others add nothing. Of equal scores the expert with the smaller id is chosen; a
-                     row of scores with a NaN gives NaN
+fused_moe_scores_w4a16  as fused_moe_w4a16, with scores (T, all experts) float32 or as x in place of ids and weights:
+                     top_k experts for each token, weighted by softmax or sigmoid of their scores, divided by the sum
+                     of these. bias (all experts) float32 is added to sigmoids for the choice alone. w13 and w2 have the
+                     experts from first_expert on; others add nothing. Of equal scores the one with the smaller id is
+                     chosen; a row of scores with a NaN gives NaN
 fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, k), weights (T, k) -> (T, H)
                      as fused_moe_w4a16, with experts in an arena (blocks.py): places holds an expert's first byte
                      / 512, or -1 if not resident; experts not resident, and ids below 0 or from E on, add nothing
@@ -96,7 +96,9 @@ def fused_moe_scores_w4a16(
     if not 0 <= first_expert <= scored - here:
         raise RuntimeError(f"first_expert: {first_expert}: this and the {here - 1} after it must be among the {scored}")
     if bias is not None and (not sigmoid or bias.dtype != torch.float32 or tuple(bias.shape) != (scored,)):
-        raise RuntimeError(f"bias: {tuple(bias.shape)} {bias.dtype}: must be ({scored}) torch.float32, for sigmoids only")
+        raise RuntimeError(
+            f"bias: {tuple(bias.shape)} {bias.dtype}: must be ({scored}) torch.float32, for sigmoids only"
+        )
     return x.new_empty(x.shape)
 
 

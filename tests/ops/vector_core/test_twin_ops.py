@@ -282,7 +282,13 @@ def test_sorted_lists() -> None:
     scores[5], scores[40], scores[41] = float("nan"), float("inf"), float("-inf")
     payloads = torch.arange(1024, dtype=torch.int32)
     found = op("sort32", scores, d, payloads).view(16, 32, 2)
-    order = scores[:512].view(16, 32).nan_to_num(nan=-2e30, posinf=1e30, neginf=-1e30).sort(dim=-1, descending=True, stable=True).indices
+    order = (
+        scores[:512]
+        .view(16, 32)
+        .nan_to_num(nan=-2e30, posinf=1e30, neginf=-1e30)
+        .sort(dim=-1, descending=True, stable=True)
+        .indices
+    )
     equal(found[..., 1].contiguous().view(torch.int32), (order + 32 * torch.arange(16)[:, None]).int())
     equal(found[..., 0], scores[:512].view(16, 32).gather(1, order))
 

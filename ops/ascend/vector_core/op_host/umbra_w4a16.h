@@ -93,8 +93,8 @@ inline bool check_weight(const gert::TilingContext* context, size_t place, size_
     return true;
 }
 
-// Fills in the sizes of a mixture whose inputs begin with x, w13, s13, z13, w2, s2, z2, and whose groups are the attributes
-// `group` and `group` + 1. `topK` experts for each token.
+// Fills in the sizes of a mixture of `topK` experts for each token. Its inputs begin with x, w13, s13, z13, w2, s2, z2;
+// its groups are the attributes `group` and `group` + 1.
 inline bool read_mixture(const gert::TilingContext* context, size_t group, int64_t topK, Problem& problem) {
     const size_t X = 0, W13 = 1, Z13 = 3, W2 = 4, Z2 = 6;
     if (!has_rank(context, X, 2) || !has_rank(context, W13, 4) || !has_rank(context, W2, 4)) return false;
@@ -104,7 +104,14 @@ inline bool read_mixture(const gert::TilingContext* context, size_t group, int64
     const int64_t* second = first ? read_group(context, group + 1, inner) : nullptr;
     if (!second) return false;
     const bool zeros = shape_at(context, Z13), zeros2 = shape_at(context, Z2);
-    problem = {x.GetDim(0), topK, experts, hidden, inner, zeros, true, planes_of(hidden, *first, false),
+    problem = {x.GetDim(0),
+               topK,
+               experts,
+               hidden,
+               inner,
+               zeros,
+               true,
+               planes_of(hidden, *first, false),
                planes_of(inner, *second, true)};
     if (!check_weight(context, W13, 4, problem.first, 2 * inner) ||
         !check_weight(context, W2, 4, problem.second, hidden))

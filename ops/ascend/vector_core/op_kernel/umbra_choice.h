@@ -7,22 +7,22 @@
 // Nothing can be loaded before the ids are known, so the sum and the quotients come after the first loads. A softmax
 // need not be computed before the choice, since it keeps the order.
 //
-// Of equal scores the one with the smaller id comes first, as Sort32 and MrgSort do. A row with a NaN has NaN as weights:
-// the sum of all is in each of them.
+// Of equal scores the one with the smaller id comes first: Sort32 and MrgSort keep the order of equal ones. A row with a
+// NaN has NaN as weights, since each is divided by the sum of all.
 #pragma once
 #include "umbra_pairs.h"
 
 namespace umbra {
 
-constexpr uint32_t kMostScored = 512;  // experts to choose from
-constexpr uint32_t kMostChosen = 8;    // by a token
-constexpr uint32_t kList = 32;         // scores that Sort32 sorts
+constexpr uint32_t kMostScored = 512;    // experts to choose from
+constexpr uint32_t kMostChosen = 8;      // by a token
+constexpr uint32_t kList = 32;           // scores that Sort32 sorts
 constexpr uint32_t kPaired = 2 * kList;  // floats of a list: scores and payloads in turns. A payload is 4 * id
 constexpr uint32_t kMerged = 4;          // most lists that MrgSort merges
 constexpr uint32_t kMinusInfinity = 0xff800000u;
 
-// Pairs of the experts that are chosen from scores (T, E), of type T or float; bias (E) float is added to sigmoids before
-// the choice, null: there is none.
+// Pairs of the experts that are chosen from scores (T, E), of type T or float. bias (E) float is added to sigmoids for the
+// choice; it may be null.
 template <typename T> class FromScores {
 public:
     __aicore__ inline FromScores(Room& room, GM_ADDR scores, GM_ADDR bias, const UmbraGemvTiling& t)
@@ -110,8 +110,7 @@ public:
         Barrier();
         Divide(chosen, sums, blocks);
         Hand<HardEvent::V_S>(room.pipe);
-        for (uint32_t i = 0; i < t.tokens * t.topK; ++i)
-            weights.of[i] = chosen.GetValue(i / t.topK * 8 + i % t.topK);
+        for (uint32_t i = 0; i < t.tokens * t.topK; ++i) weights.of[i] = chosen.GetValue(i / t.topK * 8 + i % t.topK);
         Hand<HardEvent::S_V>(room.pipe);
     }
 
@@ -119,12 +118,12 @@ private:
     Room& room;
     const GM_ADDR scoresAt, biasAt;
     const UmbraGemvTiling& t;
-    const uint32_t pitch, lists, all;     // of a row of scores; lists of a row; floats of all rows
-    LocalTensor<float> score, good;       // (T, pitch): what is sorted; softmax or sigmoid, not yet divided
-    LocalTensor<float> biases;            // (pitch)
-    LocalTensor<float> sorted, merged;    // lists
-    LocalTensor<float> best;              // (T, kPaired): the best eight of each token come first
-    LocalTensor<int32_t> order;           // (pitch): the payloads
+    const uint32_t pitch, lists, all;   // of a row of scores; lists of a row; floats of all rows
+    LocalTensor<float> score, good;     // (T, pitch): what is sorted; softmax or sigmoid, not yet divided
+    LocalTensor<float> biases;          // (pitch)
+    LocalTensor<float> sorted, merged;  // lists
+    LocalTensor<float> best;            // (T, kPaired): the best eight of each token come first
+    LocalTensor<int32_t> order;         // (pitch): the payloads
     LocalTensor<float> small;
 
     // Calls each(at, lanes, repeats) for all of `count` floats, a multiple of 8.
@@ -134,8 +133,8 @@ private:
         if (rest) each(whole * kLanes, rest, 1);
     }
 
-    template <typename V> static __aicore__ inline void Convert(const LocalTensor<float>& to, const LocalTensor<V>& from,
-                                                                uint32_t count) {
+    template <typename V> static __aicore__ inline void Convert(const LocalTensor<float>& to,
+                                                                const LocalTensor<V>& from, uint32_t count) {
         if constexpr (std::is_same<V, float>::value)
             AscendC::Adds(to, from, 0.0f, count);
         else
