@@ -186,7 +186,7 @@ def widened(make: Callable[[], Inputs], place: int) -> Inputs:
         (FUSED, other(fused, 7, (3, 3), INT), (64, 32), r"ids must have a row for each row of x \(found 3\)"),
         (FUSED, other(fused, 8, (2, 2), BF16), (64, 32), r"weights must have the shape of ids \(found 4\)"),
         (FUSED, other(fused, 8, (2, 3), FLOAT), (64, 32), "no variant of the definition has these types"),
-        (SCORES, other(scored, 7, (3, 40), FLOAT), GROUPS[SCORES], r"scores must have a row for each row .* \(found 3\)"),
+        (SCORES, other(scored, 7, (3, 40), FLOAT), GROUPS[SCORES], r"scores must have a row .* \(found 3\)"),
         (SCORES, other(scored, 7, (2, 40), HALF), GROUPS[SCORES], "no variant of the definition has these types"),
         (SCORES, scored(513), GROUPS[SCORES], r"there must be 512 scores for a token at most \(found 513\)"),
         (SCORES, scored(), (9, True, 35, 64, 32), r"top_k must be 8 at most, and no more than scores \(found 9\)"),
