@@ -199,7 +199,7 @@ def route_sigmoid(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: 
 
 def _routed(scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     """The scores and ids of the top k of `ordered`. Unlike topk, a stable sort puts the first of equal ones first."""
-    ids = ordered.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    ids = ordered.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].contiguous()
     weights = scores.gather(-1, ids)
     return weights / weights.sum(-1, keepdim=True) if renormalise else weights, ids
 
