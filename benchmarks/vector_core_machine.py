@@ -54,9 +54,13 @@ RATES |= {
     "Exp<half>": (4, 4),
     # Three operands at different addresses halve the theoretical rate ([asc], pages of both instructions).
     "FusedMulAdd": (2, 6),
+    "Gather": (12.8, 14),
+    "GatherMask": (2, 14),  # 14: VREDUCEV2
+    "MrgSort": (16, 22),  # 32 pairs; 22: the first repeat
     "MulAddDst": (4, 6),
     "MulAddDst<float,half>": (4, 5),
     "PairReduceSum": (1, 1),
+    "Sort32": (16, 16),  # [asc] alone: two scores a cycle
     "TransDataTo5HD": (2, 2),  # a repeat is 16 blocks
     "WholeReduceMax": (7, 7),
     "WholeReduceSum<float>": (3, 7),

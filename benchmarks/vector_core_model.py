@@ -3,6 +3,7 @@
     .venv/bin/python -m benchmarks.vector_core_model           # the model beside the seed's measured table; two minutes
     .venv/bin/python -m benchmarks.vector_core_model traffic   # bytes to and from global memory, also with half sums
     .venv/bin/python -m benchmarks.vector_core_model unpack    # a layer's experts, and dense matrices, for more tokens
+    .venv/bin/python -m benchmarks.vector_core_model choice    # what the choice of experts adds to the mixture
     .venv/bin/python -m benchmarks.vector_core_model validate  # the model beside published times
 
 benchmarks.vector_core_machine has the constants, benchmarks.vector_core_examples the published times.
@@ -95,6 +96,19 @@ def gemv(tokens: int, rows: int, columns: int) -> Counts:
     return count("gemv_w4a16", dict(x=x, w=w, scales=scales, zeros=None), (32, False))
 
 
+def chosen(shape: Shape, scored: int, sigmoid: bool) -> Counts:
+    """The mixture of `fused`, which chooses the same experts from scores."""
+    experts, ids = shape.experts(False)
+    w13, s13 = bank(planes_of(shape.hidden, shape.group), experts, 2 * shape.inner)
+    w2, s2 = bank(planes_of(shape.inner, shape.group, ordered=True), experts, shape.hidden)
+    x, bias = torch.ones(shape.batch, shape.hidden, dtype=BFLOAT16), torch.zeros(scored) if sigmoid else None
+    scores = torch.zeros(shape.batch, scored, dtype=torch.float32 if sigmoid else BFLOAT16)
+    scores.scatter_(1, ids.long(), 1.0)
+    inputs = dict(x=x, w13=w13, s13=s13, z13=None, w2=w2, s2=s2, z2=None, scores=scores, bias=bias)
+    attributes = (shape.top_k, sigmoid, 0, shape.group, shape.group, False)
+    return count("fused_moe_scores_w4a16", inputs, attributes, shape.cores)
+
+
 def weight_bytes(counts: Counts) -> int:
     return sum(moved["read"] for name, moved in counts.buffers.items() if name in NIBBLES + SCALES)
 
@@ -151,6 +165,27 @@ def print_model(float_sums: bool) -> None:
             print(f"{batch:5} {number + 1:5} {busy:5}   " + "  ".join(f"{cell:>11}" for cell in [*columns, bound]))
 
 
+def print_choice() -> None:
+    print("model, not measurement; us as low..high; fused_moe_w4a16, 48 cores, all experts different; added: by")
+    print("fused_moe_scores_w4a16; vector, scalar: what the choice adds to these pipes of the slowest core")
+    for name, hidden, inner, scored, sigmoid in (
+        ("Qwen3-30B-A3B, 128 experts, softmax", 2048, 768, 128, False),
+        ("MiniMax-M2 / 8, 256 experts, sigmoid", 3072, 192, 256, True),
+    ):
+        print(f"\n{name}\nbatch " + " ".join(f"{cell:>13}" for cell in ("given", "added", "vector", "scalar")))
+        for batch in SEED_US:
+            shape = Shape(name, hidden, inner, batch)
+            given, ours = fused(shape).cores, chosen(shape, scored, sigmoid).cores
+            cells = [[microseconds(given, machine) for machine in (LOW, HIGH)]]
+            cells += [[microseconds(ours, machine) - us for machine, us in zip((LOW, HIGH), cells[0], strict=True)]]
+            for pipe in ("vector", "scalar"):
+                busy = [
+                    [predict(cores, machine)[0].busy[pipe] / 1e3 for cores in (given, ours)] for machine in (LOW, HIGH)
+                ]
+                cells += [[after - before for before, after in busy]]
+            print(f"{batch:5} " + " ".join(f"{between(low, high, 2):>13}" for low, high in cells))
+
+
 def print_traffic() -> None:
     print("KB counted by the twin; bfloat16, group 32, all experts different, 48 cores.")
     print("needed: nibbles, scales, x and y once. >= 16 KB: of the nibbles' bytes, in such moves.")
@@ -201,6 +236,8 @@ if __name__ == "__main__":
         print_traffic()
     elif sys.argv[1:] == ["unpack"]:
         print_unpacked()
+    elif sys.argv[1:] == ["choice"]:
+        print_choice()
     elif sys.argv[1:] == ["validate"]:
         print_examples()
     else:

@@ -4,6 +4,7 @@ T: tokens of the step, all sequences packed one after another. S: sequences. Sha
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -40,6 +41,20 @@ class ExpertMatrices(Protocol):
 
 # Lengths and offsets: a tensor that kernels read, or integers that the host passes with each launch.
 Lengths = Tensor | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A router's scores (T, E) of which the largest have not been chosen yet. `choose` returns weights and ids of given
+    scores; `moe` takes scores in place of both, and is otherwise the op of that name."""
+
+    values: Tensor
+    choose: Callable[[Tensor], tuple[Tensor, Tensor]]
+    moe: Callable[[Tensor, Tensor, ExpertMatrices, int | None], Tensor]
+
+
+# The experts of each token: weights (T, k) and ids (T, k), of types that `moe` takes, or scores.
+Routed = tuple[Tensor, Tensor] | Scores
 
 
 class Ops(Protocol):
@@ -140,13 +155,11 @@ class Ops(Protocol):
     def silu_mul(self, x: Tensor) -> Tensor:
         """x (T, 2 N) holds gate and up side by side: silu(gate) * up. -> (T, N)"""
 
-    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """Softmax over all experts (T, E), then the top k. -> weights (T, k), ids (T, k), of types that `moe` takes"""
+    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
+        """Softmax over all experts (T, E), then the top k; of equal ones those with smaller ids."""
 
-    def route_sigmoid(
-        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
-    ) -> tuple[Tensor, Tensor]:
-        """The top k of sigmoid(logits) + bias (E), weighted by the sigmoid alone. -> as route_softmax"""
+    def route_sigmoid(self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> Routed:
+        """The top k of sigmoid(logits) + bias (E), weighted by the sigmoid alone; ties as in route_softmax."""
 
     def argmax(self, x: Tensor) -> Tensor:
         """The first of the largest of each row of x (S, V). -> (S) int64"""

@@ -188,19 +188,20 @@ def silu_mul(x: Tensor) -> Tensor:
 
 
 def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    weights, ids = logits.float().softmax(-1).topk(top_k, dim=-1)
-    if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, ids
+    logits = logits.float()
+    return _routed(logits.softmax(-1), logits, top_k, renormalise)  # a softmax keeps the order
 
 
 def route_sigmoid(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
     scores = logits.float().sigmoid()
-    ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
+    return _routed(scores, scores if bias is None else scores + bias, top_k, renormalise)
+
+
+def _routed(scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """The scores and ids of the top k of `ordered`. Unlike topk, a stable sort puts the first of equal ones first."""
+    ids = ordered.sort(dim=-1, descending=True, stable=True).indices[..., :top_k].contiguous()
     weights = scores.gather(-1, ids)
-    if renormalise:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, ids
+    return weights / weights.sum(-1, keepdim=True) if renormalise else weights, ids
 
 
 def argmax(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
-from ops.interface import ExpertMatrices
+from ops.interface import ExpertMatrices, Routed, Scores
 
 
 class Experts(Layer):
@@ -44,15 +44,18 @@ class Experts(Layer):
         self.exchange = None if self.shadowed else build.exchange
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor, batch: Batch) -> Tensor:
-        if self.exchange and batch.even and self.exchange.takes(len(x), self.weights):
-            return self.exchange.mixture(x, weights, ids, self.weights)
+    def forward(self, x: Tensor, routed: Routed, batch: Batch) -> Tensor:
         rows = batch.rows(self.parallel)
-        x, weights, ids = (rows.gather_all(t) for t in (x, weights, ids))
-        if self.shadowed is None:
-            y = self.ops.moe(x, weights, ids, self.weights, self.first)
+        if self.exchange and batch.even and self.exchange.takes(len(x), self.weights):
+            return self.exchange.mixture(x, *chosen(routed), self.weights)
+        if isinstance(routed, Scores) and self.shadowed is None:
+            y = routed.moe(rows.gather_all(x), rows.gather_all(routed.values), self.weights, self.first)
         else:
-            y = self.shadowed.mixture(x, weights, ids, self.first)
+            x, weights, ids = (rows.gather_all(t) for t in (x, *chosen(routed)))
+            if self.shadowed is None:
+                y = self.ops.moe(x, weights, ids, self.weights, self.first)
+            else:
+                y = self.shadowed.mixture(x, weights, ids, self.first)
         return rows.sum_all(y)
 
     def storages(self) -> Iterator[Tensor]:
@@ -69,3 +72,8 @@ class Experts(Layer):
                     yield Piece(name, shape, part, fill, linear=True)
                 else:
                     yield Piece(name, shape, linear=True)
+
+
+def chosen(routed: Routed) -> tuple[Tensor, Tensor]:
+    """Weights and ids of the experts of each token."""
+    return routed.choose(routed.values) if isinstance(routed, Scores) else routed

@@ -66,8 +66,8 @@ class SparseMoeBlock(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         bias = self.e_score_correction_bias.values if self.e_score_correction_bias else None
-        weights, ids = self.ops.route_sigmoid(self.gate(x), bias, self.top_k, renormalise=True)
-        return self.experts(x, weights, ids, batch)
+        routed = self.ops.route_sigmoid(self.gate(x), bias, self.top_k, renormalise=True)
+        return self.experts(x, routed, batch)
 
 
 class DecoderLayer(nn.Module):

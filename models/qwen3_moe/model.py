@@ -66,8 +66,8 @@ class SparseMoeBlock(nn.Module):
         self.experts = Experts(build, config.num_experts, config.hidden_size, config.moe_intermediate_size)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        weights, ids = self.ops.route_softmax(self.gate(x), self.top_k, self.renormalise)
-        return self.experts(x, weights, ids, batch)
+        routed = self.ops.route_softmax(self.gate(x), self.top_k, self.renormalise)
+        return self.experts(x, routed, batch)
 
 
 class DecoderLayer(nn.Module):

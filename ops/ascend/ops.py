@@ -8,6 +8,7 @@ Shapes and types are checked here only if neither the schemas nor the meta funct
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import cast
 
 import torch
@@ -23,9 +24,10 @@ from ops.ascend.cann import ALL_ABILITIES, Abilities
 from ops.ascend.layout import CAUSAL_MASK, TILE, AscendLayout
 from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls
+from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from ops.format import Format
-from ops.interface import Lengths, Ops
+from ops.interface import ExpertMatrices, Lengths, Ops, Routed, Scores
 
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
 FUSED_HEAD_DIM = 128  # the one that npu_qkv_rms_norm_rope_cache takes
@@ -33,6 +35,7 @@ TILED = "PA_NZ"  # cache_mode
 WHOLE_MASK, CAUSAL_AT_THE_END = 0, 3  # values of sparse_mode
 ALL_TOKENS = 2147483647  # for pre_tokens and next_tokens
 SOFTMAX, SIGMOID = 0, 1  # values of norm_type
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 MOST_GATED = 2048  # experts that npu_moe_gating_top_k chooses from
 
 
@@ -251,14 +254,39 @@ class AscendOps(AscendLayout):
     def silu_mul(self, x: Tensor) -> Tensor:
         return moe.swiglu(x)
 
-    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> Routed:
+        choose = partial(self.choose_softmax, top_k=top_k, renormalise=renormalise)
+        return self._routed(logits, None, top_k, renormalise, False, choose)
+
+    def route_sigmoid(self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> Routed:
+        choose = partial(self.choose_sigmoid, bias=bias, top_k=top_k, renormalise=renormalise)
+        return self._routed(logits, bias, top_k, renormalise, True, choose)
+
+    def _routed(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool, sigmoid: bool, choose: Choose
+    ) -> Routed:
+        """Leaves the choice to the mixture where that may be a kernel that chooses."""
+        if not (self.gemv_tokens and renormalise and top_k <= MOST_CHOSEN and logits.shape[1] <= MOST_SCORED):
+            return choose(logits)
+
+        def mixture(x: Tensor, scores: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
+            bank = cast(Bank, experts)
+            if not self.few(len(x), bank):
+                return self.moe(x, *choose(scores), bank, first_expert)
+            y = calls.moe_of_scores(x, scores, bias, top_k, sigmoid, bank, first_expert, self.float_sums)
+            self.read_ahead(bank, y)
+            return y
+
+        return Scores(logits, choose, mixture)
+
+    def choose_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         """Weights are in the type of the logits, as the fused op returns them; ids are int32."""
         if renormalise and self.can.renormalised and logits.shape[1] <= MOST_GATED:
             return self._gated(logits, None, top_k, 1, SOFTMAX)
         weights, ids, _ = torch_npu.npu_moe_gating_top_k_softmax(x=logits, finished=None, k=top_k)
         return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), ids
 
-    def route_sigmoid(
+    def choose_sigmoid(
         self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
     ) -> tuple[Tensor, Tensor]:
         """Weights are in the model's type, ids are int32."""

@@ -29,7 +29,8 @@ from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK
 
 STEPS = 5  # of decode, of two layers each: test_numerics.logits
-MOE, GEMV, UNPACK, TILES = "fused_moe_w4a16", "gemv_w4a16", "unpack_w4a16", "unpack_tiles_w4a16"
+MOE, SCORES, GEMV = "fused_moe_w4a16", "fused_moe_scores_w4a16", "gemv_w4a16"
+UNPACK, TILES = "unpack_w4a16", "unpack_tiles_w4a16"
 
 
 def checkpoint(folder: Path, format: str, group: int, symmetric: bool, family: Family = QWEN3, **options: Any) -> None:
@@ -62,7 +63,8 @@ def test_model_equals_reference(
     assert_same(ours(tmp_path, gemv_tokens), logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
     dense = len(options.get("mlp_only_layers", []))  # two linear layers more, and no experts
     unpacked = Counter({UNPACK: 4 + 2 * dense, TILES: 2 * (2 - dense)})  # for the prefill
-    calls = {GEMV: (4 + 2 * dense) * STEPS, MOE: (2 - dense) * STEPS} | unpacked
+    moe = SCORES if options.get("norm_topk_prob", True) else MOE  # the kernel renormalises
+    calls = {GEMV: (4 + 2 * dense) * STEPS, moe: (2 - dense) * STEPS} | unpacked
     assert (calls if gemv_tokens == 6 else {op: n * (1 + STEPS) for op, n in unpacked.items()}) == +Counter(CALLS)
 
 
@@ -73,7 +75,7 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int]) -> No
     torch.set_num_threads(1)
     ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
     arrays = ours(folder, 8, ranks, world_size=2, parallel_config=split)
-    np.savez(folder / f"rank{rank}.npz", fused=CALLS[MOE], gemv=CALLS[GEMV], **arrays)
+    np.savez(folder / f"rank{rank}.npz", fused=CALLS[SCORES], gemv=CALLS[GEMV], **arrays)
     torch.distributed.destroy_process_group()
 
 
@@ -124,9 +126,29 @@ def weighed_twice(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_e
     return REAL_MOE(x, weights * weights, ids, experts, first_expert, False)
 
 
-@pytest.mark.parametrize("mutant", [without_first, clamped, weighed_twice])
-def test_a_mistaken_mixture_is_seen(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "moe", mutant)
+REAL_SCORES = calls.moe_of_scores
+
+
+def scores_without_first(x: Tensor, scores: Tensor, *others: Any) -> Tensor:
+    *choice, _, float_sums = others
+    return REAL_SCORES(x, scores, *choice, None, float_sums)
+
+
+def fewer_chosen(x: Tensor, scores: Tensor, bias: None, top_k: int, *others: Any) -> Tensor:
+    return REAL_SCORES(x, scores, bias, top_k - 1, *others)
+
+
+def as_sigmoids(x: Tensor, scores: Tensor, bias: None, top_k: int, sigmoid: bool, *others: Any) -> Tensor:
+    return REAL_SCORES(x, scores, bias, top_k, not sigmoid, *others)
+
+
+MUTANTS = [("moe", without_first), ("moe", clamped), ("moe", weighed_twice)]
+MUTANTS += [("moe_of_scores", mutant) for mutant in (scores_without_first, fewer_chosen, as_sigmoids)]
+
+
+@pytest.mark.parametrize(("name", "mutant"), MUTANTS)
+def test_a_mistaken_mixture_is_seen(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, name, mutant)
     mine, theirs = products(Q4[0], "fusion_v2", gemv_tokens=5)
     assert (mine - theirs).abs().max() > 0.1
 
@@ -147,30 +169,33 @@ def on_npu(loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vector_core, "load", load_extension)
 
 
-FUSED_INPUTS = ["x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"]
+FUSED_INPUTS = ["x", "w13", "s13", "z13", "w2", "s2", "z2", "scores", "bias"]
 WRITES = {"Cast", "TensorMove", "Transpose", "TransposeD", "Identity", "TensorScatterUpdate", "Fill"}
-REPLACED = Counter(GroupedMatmul=2, MatMul=2, MoeInitRoutingV3=1, MoeFinalizeRoutingV2=1, SwiGlu=1)
-OWN = Counter(UmbraFusedMoeW4a16=1, UmbraGemvW4a16=2)
-KERNELS = {QWEN3: Counter(FUSED) - REPLACED + OWN, M2: M2_FUSED - REPLACED + OWN + Counter(Cast=1)}  # of a layer
+REPLACED = Counter(GroupedMatmul=2, MatMul=2, MoeGatingTopK=1, MoeInitRoutingV3=1, MoeFinalizeRoutingV2=1, SwiGlu=1)
+OWN = Counter(UmbraFusedMoeScoresW4a16=1, UmbraGemvW4a16=2)
+KERNELS = {QWEN3: Counter(FUSED) - REPLACED + OWN, M2: M2_FUSED - REPLACED + OWN}  # of a layer
+assert [sum(kernels.values()) for kernels in KERNELS.values()] == [8, 12]
 
 
 def check(program: GeProgram, zeros: bool, float_sums: bool = False, family: Family = QWEN3) -> None:
-    """Two layers, the linear layers and the mixture of each on the vector cores; without copies between them. The cast
-    is of MiniMax-M2's routing weights."""
+    """Two layers, the linear layers and the mixture of each on the vector cores, which chooses the experts as well;
+    without copies between them."""
     count, kernels = program.count(), KERNELS[family]
     around = Counter(RmsNorm=1, MatMul=1)  # the first norm, the head
     assert {name: count[name] - around[name] for name in kernels} == {name: 2 * n for name, n in kernels.items()}
     assert not count.keys() & ((WRITES | REPLACED.keys()) - kernels.keys())
     made = {out.source: out for node in program.nodes for out in node.outputs}
-    own = program.of("UmbraFusedMoeW4a16", "UmbraGemvW4a16")
+    own = program.of("UmbraFusedMoeScoresW4a16", "UmbraGemvW4a16")
     assert [node.proto.attr["float_sums"].b for node in own] == [float_sums] * len(own)
-    for node in program.of("UmbraFusedMoeW4a16"):
+    for node in program.of("UmbraFusedMoeScoresW4a16"):
         assert [desc.name for desc in node.proto.input_desc] == FUSED_INPUTS
         assert [made[i].shape if i else None for i in node.inputs] == [
             (4, 128), (8, 1, 128, 64), (8, 1, 128, 8), (8, 1, 128, 8) if zeros else None,
-            (8, 1, 128, 32), (8, 1, 128, 8), (8, 1, 128, 8) if zeros else None, (4, 3), (4, 3),
+            (8, 1, 128, 32), (8, 1, 128, 8), (8, 1, 128, 8) if zeros else None, (4, 8), (8,) if family == M2 else None,
         ]  # fmt: skip
-        assert [made[i].dtype for i in node.inputs[-2:]] == [torch.int32, torch.bfloat16]
+        types = [made[i].dtype if i else None for i in node.inputs[-2:]]
+        assert types == ([torch.float32] * 2 if family == M2 else [torch.bfloat16, None])
+        assert (node.proto.attr["top_k"].i, node.proto.attr["sigmoid"].b) == (3, family == M2)
         assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, 128), torch.bfloat16)
     for node, inputs, outputs in zip(program.of("UmbraGemvW4a16"), (128, 256) * 2, (512, 128) * 2, strict=True):
         assert [desc.name for desc in node.proto.input_desc] == ["x", "w", "scales", "zeros"]
@@ -207,12 +232,12 @@ def test_the_ge_graph_of_more_tokens_is_the_other_one(tmp_path: Path, case: list
     assert not count.keys() & OWN.keys()
 
 
-def in_float(x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None, *_: Any) -> Tensor:
-    return REAL_MOE(x.float().to(x.dtype) * 1, weights, ids.long().int(), experts, first_expert, False)
+def in_float(x: Tensor, scores: Tensor, *others: Any) -> Tensor:
+    return REAL_SCORES(x, scores.float(), *others)
 
 
 def test_a_copy_on_the_way_is_seen(tmp_path: Path, loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "moe", in_float)
+    monkeypatch.setattr(calls, "moe_of_scores", in_float)
     program = decode_program(tmp_path, "method=q4", "decode_gemv=on")
     with pytest.raises(AssertionError):
         check(program, False)
@@ -234,11 +259,12 @@ def test_inputs_out_of_order_are_seen(tmp_path: Path, loaded: list[str], monkeyp
 LAYER = [
     "aclnnUmbraGemvW4a16 (4,128)bfloat16 (1,512,64)uint8 (1,512,8)bfloat16 32 (4,512)bfloat16",
     "aclnnUmbraGemvW4a16 (4,256)bfloat16 (2,128,64)uint8 (1,128,8)bfloat16 32 (4,128)bfloat16",
-    "aclnnUmbraFusedMoeW4a16 (4,128)bfloat16 (8,1,128,64)uint8 (8,1,128,8)bfloat16 (8,1,128,32)uint8"
-    " (8,1,128,8)bfloat16 (4,3)int32 (4,3)bfloat16 32 32 (4,128)bfloat16",
+    "aclnnUmbraFusedMoeScoresW4a16 (4,128)bfloat16 (8,1,128,64)uint8 (8,1,128,8)bfloat16 (8,1,128,32)uint8"
+    " (8,1,128,8)bfloat16 {} 32 32 (4,128)bfloat16",
 ]
+CHOICE = {QWEN3: "(4,8)bfloat16 3", M2: "(4,8)float32 (8)float32 3 true"}
 HEAD = "aclnnMatmulWeightNz (4,128)bfloat16 (128,96)bfloat16:NZ (4,96)bfloat16"
-PRODUCTS = ("Umbra", "Matmul", "Routing", "SwiGlu", "Sort")
+PRODUCTS = ("Umbra", "Matmul", "Gating", "Routing", "SwiGlu", "Sort")
 
 
 @pytest.mark.usefixtures("on_npu")
@@ -253,7 +279,8 @@ def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str, f
     with device_log() as first:
         runner.loop.step()
     products = [line for line in first.lines if any(word in line for word in PRODUCTS)]
-    layer = [" true (".join(line.rsplit(" (", 1)) for line in LAYER] if float_sums else LAYER
+    layer = [line.format(CHOICE[family]) for line in LAYER]
+    layer = [" true (".join(line.rsplit(" (", 1)) for line in layer] if float_sums else layer
     assert products == [f"captured {line}" for line in [*layer, *layer, HEAD]]
     for _ in range(2):
         with device_log() as log:
@@ -268,8 +295,8 @@ def test_a_run_tells_and_reports_the_choice(tmp_path: Path, capsys: pytest.Captu
     with device_log() as log:
         report = make_runner(case, tmp_path, ONE_RANK).run()
     few = "mlp.experts of layers 0-1, 1 to 8 tokens"
-    assert report["kernels"][few] == "fused_moe_w4a16 on the vector cores"
-    assert f"{few}: fused_moe_w4a16 on the vector cores\n" in capsys.readouterr().out
+    assert report["kernels"][few] == "fused_moe[_scores]_w4a16 on the vector cores"
+    assert f"{few}: fused_moe[_scores]_w4a16 on the vector cores\n" in capsys.readouterr().out
     assert len(log.find("UmbraFusedMoe")) * 2 == len(log.find("UmbraGemv")) > 0
 
 

@@ -31,6 +31,7 @@ from ops.ascend import moe
 from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
+from ops.interface import Scores
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 
 NPU, BF16 = torch.device("npu", 0), torch.bfloat16
@@ -133,7 +134,7 @@ def test_a_rank_of_the_true_minimax_m2(make: Callable[..., Model], format: Forma
         decode = model.module.decode(dataclasses.replace(model.batch([1, 1]), tokens_per_group=None))
     assert [(x.shape, x.dtype) for x in (prefill, decode)] == [((3, 200064), BF16), ((2, 200064), BF16)]
     unpacked = UNPACKED if format else {}
-    assert (more, seen.calls) == (unpacked, unpacked | {"gemv_w4a16": 4, "fused_moe_w4a16": 2} if format else {})
+    assert (more, seen.calls) == (unpacked, unpacked | {"gemv_w4a16": 4, "fused_moe_scores_w4a16": 2} if format else {})
 
 
 @pytest.mark.parametrize("ranks", [8, 16])
@@ -171,7 +172,7 @@ class Umbra(TorchDispatchMode):
 def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], family: Family, format: Format) -> None:
     """The Meta functions accept what the layers pass; steps of more tokens unpack the weights."""
     model = make(format=format, gemv_tokens=2, family=family)
-    for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_w4a16": 2}), ([1, 1, 1], UNPACKED)):
+    for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_scores_w4a16": 2}), ([1, 1, 1], UNPACKED)):
         with torch.inference_mode(), Umbra() as seen:
             logits = model.module.decode(model.batch(lengths))
         assert (logits.shape, logits.dtype, logits.device) == ((len(lengths), 96), BF16, NPU)
@@ -179,19 +180,19 @@ def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], family: F
 
 
 @pytest.mark.parametrize(("family", "op"), [(QWEN3, "route_softmax"), (M2, "route_sigmoid")], ids=str)
-def test_routing_weights_of_another_type_are_seen(
+def test_scores_of_another_type_are_seen(
     make: Callable[..., Model], family: Family, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mutation that the Meta functions must detect in the model's own step."""
     model = make(format=Format("q4", 32), gemv_tokens=4, family=family)
     real = getattr(AscendOps, op)
 
-    def wider(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        weights, ids = real(*given, **named)
-        return weights.float(), ids
+    def other(*given: Any, **named: Any) -> Scores:
+        routed = real(*given, **named)
+        return dataclasses.replace(routed, values=routed.values.half())
 
-    monkeypatch.setattr(AscendOps, op, wider)
-    with pytest.raises(TypeError, match=r"weights: torch\.float32: must be torch\.bfloat16"), torch.inference_mode():
+    monkeypatch.setattr(AscendOps, op, other)
+    with pytest.raises(TypeError, match=r"scores: torch\.float16: must be torch\.bfloat16"), torch.inference_mode():
         model.module.decode(model.batch([1, 1]))
 
 

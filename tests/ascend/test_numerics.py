@@ -20,6 +20,7 @@ from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
 from ops.ascend.weights import Matrices, pack, quantise
 from ops.format import Format, Quantised
+from ops.interface import Scores
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 from tests.ascend.npu_on_cpu import dequantised
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
@@ -236,9 +237,14 @@ def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor
         for which, part in (("gate", w13[:32]), ("up", w13[32:]), ("down", w2)):
             wide.fill(e, which, part)
     x = torch.randn(5, 64)
-    weights, ids = ops.route_softmax(torch.randn(5, 8), 3, True)
-    ours = ops.linear(x, matrix, None), ops.moe(x, weights, ids, experts, 2)
-    theirs = reference.linear(x, plain, None), reference.moe(x, weights, ids.long(), wide, 2)
+    scores = torch.randn(5, 8)
+    routed = ops.route_softmax(scores, 3, True)
+    weights, ids = routed.choose(scores) if isinstance(routed, Scores) else routed
+    mixtures = [ops.moe(x, weights, ids, experts, 2)]
+    if isinstance(routed, Scores):
+        mixtures.append(routed.moe(x, scores, experts, 2))
+    ours = ops.linear(x, matrix, None), *mixtures
+    theirs = reference.linear(x, plain, None), *([reference.moe(x, weights, ids.long(), wide, 2)] * len(mixtures))
     return torch.cat([t.flatten() for t in ours]), torch.cat([t.flatten() for t in theirs])
 
 

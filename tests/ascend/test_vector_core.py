@@ -17,6 +17,7 @@ from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 
 FUSED, SLOTS, GEMV, UNPACK = "fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16", "unpack_w4a16"
+SCORES = "fused_moe_scores_w4a16"
 Arguments = dict[str, Any]  # tensors or None, and numbers
 BF16, INT, BYTE = torch.bfloat16, torch.int32, torch.uint8
 T, TOP_K, E, H, INNER = 2, 3, 4, 128, 96  # INNER: of Qwen3-30B-A3B at TP 8
@@ -44,6 +45,12 @@ def fused(zeros: bool = False) -> Arguments:
     return dict(x=x, w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, ids=ids, weights=weights, group=64, group2=32)
 
 
+def scores(zeros: bool = False) -> Arguments:
+    bank = {name: given for name, given in fused(zeros).items() if name[0] in "xwsz" and name != "weights"}
+    choice = dict(scores=npu(T, 40, dtype=torch.float32), bias=npu(40, dtype=torch.float32) if zeros else None)
+    return bank | choice | dict(top_k=TOP_K, sigmoid=zeros, first_expert=36, group=64, group2=32)
+
+
 def gemv(zeros: bool = False) -> Arguments:
     w, scales = matrix(H, 64, 128)
     return dict(x=npu(T, H), w=w, scales=scales, zeros=scales if zeros else None, group=128)
@@ -63,6 +70,7 @@ def slots(zeros: bool = False) -> Arguments:
 
 OPS: dict[str, tuple[Callable[[bool], Arguments], str, tuple[int, ...]]] = {
     FUSED: (fused, "aclnnUmbraFusedMoeW4a16", (T, H)),
+    SCORES: (scores, "aclnnUmbraFusedMoeScoresW4a16", (T, H)),
     SLOTS: (slots, "aclnnUmbraFusedMoeSlotsW4a16", (T, H)),
     GEMV: (gemv, "aclnnUmbraGemvW4a16", (T, 64)),
     UNPACK: (unpack, "aclnnUmbraUnpackW4a16", (E, 64, INNER)),
@@ -97,7 +105,7 @@ def test_an_op_is_one_kernel(op: str, zeros: bool) -> None:
     assert (meta.shape, meta.dtype) == (y.shape, y.dtype)
 
 
-@pytest.mark.parametrize("op", [FUSED, SLOTS, GEMV])
+@pytest.mark.parametrize("op", [FUSED, SCORES, SLOTS, GEMV])
 def test_float_sums_stand_between_inputs_and_output(op: str) -> None:
     make, kernel, _ = OPS[op]
     arguments = make(False)
@@ -192,6 +200,17 @@ def _other(name: str, change: Callable[[Any], Any], arguments: Arguments) -> Arg
         (SLOTS, other("ids", lambda i: i[:1]), r"ids: \[1, 3\]: must be \(2, k\) with k of 1 or more"),
         (SLOTS, other("weights", lambda w: w.half()), "weights: Half: must be BFloat16"),
         (SLOTS, other("weights", lambda w: w[:, :2]), r"weights: \[2, 2\]: must be as ids \[2, 3\]"),
+        (SCORES, other("scores", lambda s: s.half()), "scores: Half: must be float32 or BFloat16"),
+        (SCORES, other("scores", lambda s: s[:1]), r"scores: \[1, 40\]: must be \(2, experts\)"),
+        (SCORES, other("scores", lambda s: npu(T, 513)), r"scores: \[2, 513\]: .* with 512 experts at most"),
+        (SCORES, other("top_k", lambda _: 9), "top_k: 9: must be 1 to 8"),
+        (SCORES, lambda a: a | dict(scores=npu(T, 4), top_k=5, first_expert=0), "top_k: 5: .* at most the 4 experts"),
+        (SCORES, other("first_expert", lambda _: 37), "first_expert: 37: this and the 3 experts after it"),
+        (SCORES, other("first_expert", lambda _: -1), "first_expert: -1: this and the 3 experts after it"),
+        (SCORES, other("bias", lambda _: npu(40, dtype=torch.float32)), "bias: must be absent where scores do not"),
+        (SCORES, lambda a: a | dict(bias=npu(40), sigmoid=True), "bias: BFloat16: must be Float"),
+        (SCORES, lambda a: a | dict(bias=npu(9, dtype=torch.float32), sigmoid=True), r"bias: \[9\]: must be \(40\)"),
+        (SCORES, other("w13", lambda w: w[0]), r"w13: \[1, 192, 64\]: must have 4 dimensions"),
         (FUSED, lambda a: {**a, "z2": a["s2"]}, "z2: given: must be given where z13 is"),
         (FUSED, lambda a: a | dict(zip(("w2", "s2"), matrix(INNER, H, 32, 3), strict=True)), r"w2: \[3, 1, 128, 48\]"),
         (FUSED, lambda a: a | dict(zip(("w2", "s2"), matrix(INNER, 64, 32, E), strict=True)), r"w2: \[4, 1, 64, 48\]"),

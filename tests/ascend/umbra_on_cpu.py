@@ -22,7 +22,10 @@ def counted(name: str) -> Any:
     return op
 
 
-for name in ("fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16", "unpack_w4a16", "unpack_tiles_w4a16"):
+for name in (
+    "fused_moe_w4a16", "fused_moe_scores_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16", "unpack_w4a16",
+    "unpack_tiles_w4a16",
+):  # fmt: skip
     LIBRARY.impl(name, counted(name), "CPU")
 
 

@@ -98,7 +98,7 @@ def _kernels(weights: AscendMatrix | Bank, in_planes: bool) -> tuple[str, str]:
     """(the kernel for few tokens by 4-bit weights, the kernels for everything else)"""
     first = "unpack_w4a16 and " if in_planes else ""
     if not isinstance(weights, AscendMatrix):
-        return "fused_moe_w4a16", f"{first}npu_grouped_matmul"
+        return "fused_moe[_scores]_w4a16", f"{first}npu_grouped_matmul"
     return "gemv_w4a16", f"{first}mm" if in_planes or weights.scales is None else "npu_weight_quant_batchmatmul"
 
 

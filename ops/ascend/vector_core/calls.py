@@ -30,6 +30,24 @@ def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: in
     )  # fmt: skip
 
 
+def moe_of_scores(
+    x: Tensor,
+    scores: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    experts: Bank,
+    first_expert: int | None,
+    float_sums: bool,
+) -> Tensor:
+    """Computes the same of the experts that `scores` choose."""
+    w13, w2 = experts.w13, experts.w2
+    return torch.ops.umbra.fused_moe_scores_w4a16(
+        x, w13.data, w13.scales, w13.offsets, w2.data, w2.scales, w2.offsets, scores, bias, top_k, sigmoid,
+        first_expert or 0, w13.format.group, w2.format.group, float_sums,
+    )  # fmt: skip
+
+
 def moe_slots(
     x: Tensor,
     weights: Tensor,

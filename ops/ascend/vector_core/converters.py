@@ -34,6 +34,33 @@ def fused_moe_w4a16(
     return custom_op("UmbraFusedMoeW4a16", inputs=inputs, attrs=attrs, outputs=["y"])
 
 
+@register_fx_node_ge_converter(torch.ops.umbra.fused_moe_scores_w4a16.default)  # type: ignore[untyped-decorator]
+def fused_moe_scores_w4a16(
+    x: Any,
+    w13: Any,
+    s13: Any,
+    z13: Any,
+    w2: Any,
+    s2: Any,
+    z2: Any,
+    scores: Any,
+    bias: Any,
+    top_k: Any,
+    sigmoid: Any,
+    first_expert: Any,
+    group: Any,
+    group2: Any,
+    float_sums: Any = False,
+    meta_outputs: Any = None,
+) -> Any:
+    inputs = dict(x=x, w13=w13, s13=s13, z13=z13, w2=w2, s2=s2, z2=z2, scores=scores, bias=bias)
+    attrs = dict(
+        top_k=attr.Int(top_k), sigmoid=attr.Bool(sigmoid), first_expert=attr.Int(first_expert), group=attr.Int(group),
+        group2=attr.Int(group2), float_sums=attr.Bool(float_sums),
+    )  # fmt: skip
+    return custom_op("UmbraFusedMoeScoresW4a16", inputs=inputs, attrs=attrs, outputs=["y"])
+
+
 @register_fx_node_ge_converter(torch.ops.umbra.gemv_w4a16.default)  # type: ignore[untyped-decorator]
 def gemv_w4a16(
     x: Any, w: Any, scales: Any, zeros: Any, group: Any, float_sums: Any = False, meta_outputs: Any = None

@@ -4,6 +4,8 @@ They compute in float32 and return the type of x; `float_sums` has no effect. Wi
 float64, with which results of the kernels are compared.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -11,6 +13,7 @@ from torch.nn.functional import silu
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.vector_core.planes import PAIRS, Planes, planes_of
 from ops.ascend.vector_core.schemas import TILE
+from ops.reference import route_sigmoid, route_softmax
 
 
 def fused_moe_w4a16(
@@ -36,6 +39,31 @@ def fused_moe_w4a16(
     rows = _grouped((silu(gate) * up).flatten(-2), w2, s2, z2, ids.reshape(-1, 1), second)  # (T k, 1, H)
     y = (rows.view(*ids.shape, -1) * weights[..., None].to(rows.dtype)).sum(1)
     return y if precise else y.to(x.dtype)
+
+
+def fused_moe_scores_w4a16(
+    x: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    z13: Tensor | None,
+    w2: Tensor,
+    s2: Tensor,
+    z2: Tensor | None,
+    scores: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    first_expert: int,
+    group: int,
+    group2: int,
+    float_sums: bool = False,
+    precise: bool = False,
+) -> Tensor:
+    route = partial(route_sigmoid, bias=bias) if sigmoid else route_softmax
+    weights, ids = route(scores, top_k=top_k, renormalise=True)
+    return fused_moe_w4a16(
+        x, w13, s13, z13, w2, s2, z2, ids - first_expert, weights, group, group2, precise=precise
+    )  # fmt: skip
 
 
 def fused_moe_slots_w4a16(

@@ -8,6 +8,11 @@ nibble * scale without zeros.
 fused_moe_w4a16      x (T, H), w13 (E, planes, 2 I, bytes), w2 (E, planes, H, bytes), ids (T, k) int32, weights (T, k),
                      G of w13, G2 of w2 -> (T, H)
                      the sum over k of weight * down(silu(gate) * up); planes.py says where w13 has gate and up
+fused_moe_scores_w4a16  as fused_moe_w4a16, with scores (T, all experts) float32 or as x in place of ids and weights:
+                     top_k experts for each token, weighted by softmax or sigmoid of their scores, divided by the sum
+                     of these. bias (all experts) float32 is added to sigmoids for the choice alone. w13 and w2 have the
+                     experts from first_expert on; others add nothing. Of equal scores the one with the smaller id is
+                     chosen; a row of scores with a NaN gives NaN
 fused_moe_slots_w4a16  x (T, H), arena (bytes) uint8, places (E) int32, ids (T, k), weights (T, k) -> (T, H)
                      as fused_moe_w4a16, with experts in an arena (blocks.py): places holds an expert's first byte
                      / 512, or -1 if not resident; experts not resident, and ids below 0 or from E on, add nothing
@@ -27,6 +32,7 @@ from ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, 
 from ops.format import GROUP_SIZES
 
 MOST_TOKENS = 8
+MOST_SCORED, MOST_CHOSEN = 512, 8  # experts to choose from, and of each token, for fused_moe_scores_w4a16
 BLOCK = 32  # K is a multiple of this
 TILE = 16  # rows and columns of a tile of FRACTAL_NZ
 
@@ -34,6 +40,9 @@ LIBRARY = torch.library.Library("umbra", "DEF")  # the ops live as long as this 
 for schema in (
     "fused_moe_w4a16(Tensor x, Tensor w13, Tensor s13, Tensor? z13, Tensor w2, Tensor s2, Tensor? z2, Tensor ids, "
     "Tensor weights, int group, int group2, bool float_sums=False) -> Tensor",
+    "fused_moe_scores_w4a16(Tensor x, Tensor w13, Tensor s13, Tensor? z13, Tensor w2, Tensor s2, Tensor? z2, "
+    "Tensor scores, Tensor? bias, int top_k, bool sigmoid, int first_expert, int group, int group2, "
+    "bool float_sums=False) -> Tensor",
     "fused_moe_slots_w4a16(Tensor x, Tensor arena, Tensor places, Tensor ids, Tensor weights, int inner, int group, "
     "int group2, bool zeros, bool float_sums=False) -> Tensor",
     "gemv_w4a16(Tensor x, Tensor w, Tensor scales, Tensor? zeros, int group, bool float_sums=False) -> Tensor",
@@ -58,17 +67,42 @@ def fused_moe_w4a16(
     group2: int,
     float_sums: bool = False,
 ) -> Tensor:
-    _check_activations(x)
-    first = _layout("group", group, x.shape[1], False)
-    columns = _check_weights(("w13", "s13", "z13"), w13, s13, z13, 1, x.dtype, first)
-    _check_inner(columns // 2)
-    outputs = _check_weights(("w2", "s2", "z2"), w2, s2, z2, 1, x.dtype, _layout("group2", group2, columns // 2, True))
-    if columns % 2 or outputs != x.shape[1] or w2.shape[0] != w13.shape[0]:
-        raise RuntimeError(
-            f"w2: {tuple(w2.shape)} beside w13 {tuple(w13.shape)}: must have as many experts, and {x.shape[1]} columns"
-        )
+    _check_mixture(x, w13, s13, z13, w2, s2, z2, group, group2)
     _check("ids", ids, torch.int32, x.shape[0], None)
     _check("weights", weights, x.dtype, x.shape[0], ids.shape[1])
+    return x.new_empty(x.shape)
+
+
+def fused_moe_scores_w4a16(
+    x: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    z13: Tensor | None,
+    w2: Tensor,
+    s2: Tensor,
+    z2: Tensor | None,
+    scores: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    first_expert: int,
+    group: int,
+    group2: int,
+    float_sums: bool = False,
+) -> Tensor:
+    _check_mixture(x, w13, s13, z13, w2, s2, z2, group, group2)
+    _check("scores", scores, torch.float32 if scores.dtype == torch.float32 else x.dtype, x.shape[0], None)
+    scored, here = scores.shape[1], w13.shape[0]
+    if scored > MOST_SCORED:
+        raise RuntimeError(f"scores: {tuple(scores.shape)}: must be of {MOST_SCORED} experts at most")
+    if not 1 <= top_k <= min(MOST_CHOSEN, scored):
+        raise RuntimeError(f"top_k: {top_k}: must be 1 to {min(MOST_CHOSEN, scored)}")
+    if not 0 <= first_expert <= scored - here:
+        raise RuntimeError(f"first_expert: {first_expert}: this and the {here - 1} after it must be among the {scored}")
+    if bias is not None and (not sigmoid or bias.dtype != torch.float32 or tuple(bias.shape) != (scored,)):
+        raise RuntimeError(
+            f"bias: {tuple(bias.shape)} {bias.dtype}: must be ({scored}) torch.float32, for sigmoids only"
+        )
     return x.new_empty(x.shape)
 
 
@@ -124,7 +158,9 @@ def unpack_tiles_w4a16(
         )
 
 
-for function in (fused_moe_w4a16, fused_moe_slots_w4a16, gemv_w4a16, unpack_w4a16, unpack_tiles_w4a16):
+for function in (
+    fused_moe_w4a16, fused_moe_scores_w4a16, fused_moe_slots_w4a16, gemv_w4a16, unpack_w4a16, unpack_tiles_w4a16,
+):  # fmt: skip
     LIBRARY.impl(function.__name__, function, "Meta")
 
 
@@ -137,6 +173,28 @@ def _check_activations(x: Tensor) -> None:
         raise RuntimeError(f"x: K of {x.shape[1]}: must be a multiple of {BLOCK}")
     if x.shape[1] > MOST_ROWS:
         raise RuntimeError(f"x: K of {x.shape[1]}: must be {MOST_ROWS} at most")
+
+
+def _check_mixture(
+    x: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    z13: Tensor | None,
+    w2: Tensor,
+    s2: Tensor,
+    z2: Tensor | None,
+    group: int,
+    group2: int,
+) -> None:
+    _check_activations(x)
+    first = _layout("group", group, x.shape[1], False)
+    columns = _check_weights(("w13", "s13", "z13"), w13, s13, z13, 1, x.dtype, first)
+    _check_inner(columns // 2)
+    outputs = _check_weights(("w2", "s2", "z2"), w2, s2, z2, 1, x.dtype, _layout("group2", group2, columns // 2, True))
+    if columns % 2 or outputs != x.shape[1] or w2.shape[0] != w13.shape[0]:
+        raise RuntimeError(
+            f"w2: {tuple(w2.shape)} beside w13 {tuple(w13.shape)}: must have as many experts, and {x.shape[1]} columns"
+        )
 
 
 def _check_inner(inner: int) -> None:

@@ -34,7 +34,7 @@ def test_few_tokens_by_four_bits_go_to_the_vector_cores(wanted: str) -> None:
     assert kernels(ascend(f"decode_gemv={wanted}", "gemv_max_tokens=5")) == {
         f"{LINEAR}, 1 to 5 tokens": "gemv_w4a16 on the vector cores",
         f"{LINEAR}, 6 tokens or more": "unpack_w4a16 and mm",
-        f"{EXPERTS}, 1 to 5 tokens": "fused_moe_w4a16 on the vector cores",
+        f"{EXPERTS}, 1 to 5 tokens": "fused_moe[_scores]_w4a16 on the vector cores",
         f"{EXPERTS}, 6 tokens or more": "unpack_w4a16 and npu_grouped_matmul",
     }
 
@@ -87,7 +87,7 @@ def test_layers_that_differ_have_lines_of_their_own() -> None:
     meta, bf16 = torch.device("meta"), torch.bfloat16
     experts.weights = AscendExperts(4, 64, 128, Format("bfloat16"), bf16, meta)  # type: ignore[assignment]
     lines = chosen_kernels(model, platform_settings(case), built=True)
-    assert lines["mlp.experts of layers 0, 2-4, 1 to 8 tokens"] == "fused_moe_w4a16 on the vector cores"
+    assert lines["mlp.experts of layers 0, 2-4, 1 to 8 tokens"] == "fused_moe[_scores]_w4a16 on the vector cores"
     assert lines["mlp.experts of layers 1"] == "npu_grouped_matmul (the weights do not have 4 bits)"
 
 

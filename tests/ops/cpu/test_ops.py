@@ -403,6 +403,15 @@ def test_route_sigmoid(tokens: int, experts: int, top_k: int, renormalise: bool,
     close(weights, expected_weights)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_of_equal_scores_the_smaller_ids_are_chosen() -> None:
+    logits = torch.randint(0, 3, (40, 64)).float()
+    for weights, ids in (cpu.route_softmax(logits, 8, True), cpu.route_sigmoid(logits, torch.zeros(64), 8, True)):
+        assert torch.equal(ids, reference.route_softmax(logits, 8, True)[1])
+        assert weights.isfinite().all()
+    assert reference.route_sigmoid(logits * 0, None, 8, True)[1].tolist() == [list(range(8))] * 40
+
+
 @pytest.mark.parametrize("width", [1, 5, 8192, 30000])
 @pytest.mark.usefixtures("kernels")
 def test_argmax_takes_the_first_of_the_largest(width: int) -> None:

@@ -16,12 +16,14 @@ KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
 ARGUMENTS = {
     "gemv": ("x", "w", "scales", "zeros"),
     "fused_moe_slots": ("x", "arena", "places", "ids", "weights"),
+    "fused_moe_scores": ("x", "w13", "s13", "z13", "w2", "s2", "z2", "scores", "bias"),
     "fused_moe": ("x", "w13", "s13", "z13", "w2", "s2", "z2", "ids", "weights"),
     "unpack": ("w", "scales", "zeros"),
 }
 OPS = {
     "gemv": "UmbraGemvW4a16",
     "fused_moe": "UmbraFusedMoeW4a16",
+    "fused_moe_scores": "UmbraFusedMoeScoresW4a16",
     "fused_moe_slots": "UmbraFusedMoeSlotsW4a16",
     "unpack": "UmbraUnpackW4a16",
 }

@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ HALF, BF16, INT, FLOAT, BYTE = torch.float16, torch.bfloat16, torch.int32, torch
 LAYOUT = ["sections", "groups", "planes", "lanes", "unit"]
 FIELDS = ["tokens", "topK", "experts", "k", "n", "zeros", "pairs", "tiles", *LAYOUT, *(f"{name}2" for name in LAYOUT)]
 FIELDS += ["s13", "z13", "w2", "s2", "z2"]  # of blocks in an arena
+FIELDS += ["scored", "first", "sigmoid", "floatScores"]
 FUSED, GEMV, UNPACK = "UmbraFusedMoeW4a16", "UmbraGemvW4a16", "UmbraUnpackW4a16"
+SCORES = "UmbraFusedMoeScoresW4a16"
 BATCH_MODE = 1  # all cores of a kernel start together: they wait for each other
 
 
@@ -50,6 +53,11 @@ def fused(
     ]  # fmt: skip
 
 
+def scored(experts: int = 40, bias: bool = True, type: torch.dtype = FLOAT, tokens: int = 2, **sizes: Any) -> Inputs:
+    bank = fused(tokens=tokens, **sizes)[:7]
+    return [*bank, ((tokens, experts), type), ((experts,), FLOAT) if bias else None]
+
+
 def gemv(
     tokens: int = 2, k: int = 256, n: int = 96, group: int = 128, zeros: bool = False, dtype: torch.dtype = BF16
 ) -> Inputs:
@@ -62,17 +70,34 @@ def unpack(
     return matrix(k, n, planes_of(k, group, ordered), (5,), dtype, zeros)
 
 
-GROUPS = {FUSED: (64, 32), GEMV: (128,), UNPACK: (32, True, False, True)}
+GROUPS = {FUSED: (64, 32), SCORES: (3, True, 35, 64, 32), GEMV: (128,), UNPACK: (32, True, False, True)}
 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 1), (BF16, 2)])
 def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> None:
-    same = dict(experts=5, zeros=int(zeros), tiles=0, s13=0, z13=0, w2=0, s2=0, z2=0)
+    same = dict(
+        experts=5,
+        zeros=int(zeros),
+        tiles=0,
+        s13=0,
+        z13=0,
+        w2=0,
+        s2=0,
+        z2=0,
+        scored=0,
+        first=0,
+        sigmoid=0,
+        floatScores=0,
+    )  # fmt: skip
     up, down, dense = planes_of(256, 64), planes_of(96, 32, ordered=True), planes_of(256, 128)
     two, one, none = laid(up) | laid(down, "2"), laid(dense) | laid(None, "2"), laid(down) | laid(None, "2")
     expected = {
         FUSED: (fused(zeros=zeros, dtype=dtype), (2, 256), two | dict(tokens=2, topK=3, k=256, n=96, pairs=1)),
+        SCORES: (
+            scored(zeros=zeros, dtype=dtype), (2, 256),
+            two | dict(tokens=2, topK=3, k=256, n=96, pairs=1, scored=40, first=35, sigmoid=1, floatScores=1),
+        ),
         GEMV: (
             gemv(zeros=zeros, dtype=dtype), (2, 96), one | dict(tokens=2, topK=1, experts=1, k=256, n=96, pairs=0),
         ),
@@ -90,10 +115,19 @@ def test_what_a_kernel_is_told(dtype: torch.dtype, key: int, zeros: bool) -> Non
 
 @pytest.mark.parametrize(("dtype", "key"), [(HALF, 3), (BF16, 4)])
 def test_float_sums_are_a_key_and_change_nothing_else(dtype: torch.dtype, key: int) -> None:
-    for op, inputs in ((FUSED, fused(dtype=dtype)), (GEMV, gemv(dtype=dtype))):
+    cases = (FUSED, fused(dtype=dtype)), (SCORES, scored(dtype=dtype)), (GEMV, gemv(dtype=dtype))
+    for op, inputs in cases:
         without = host(op, inputs, attributes=GROUPS[op])
         assert host(op, inputs, attributes=[*GROUPS[op], True]) == replace(without, key=key)
         assert host(op, inputs, attributes=[*GROUPS[op], False]) == without
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16])
+def test_scores_may_be_of_the_type_of_x(dtype: torch.dtype) -> None:
+    launch = host(SCORES, scored(128, False, dtype, dtype=dtype), attributes=(8, False, 0, 64, 32))
+    told = tiling(launch)
+    assert [told[name] for name in ("topK", "scored", "first", "sigmoid", "floatScores")] == [8, 128, 0, 0, 0]
+    assert launch.workspace == host(FUSED, fused(top_k=8, dtype=dtype), attributes=(64, 32)).workspace
 
 
 @settings(deadline=None)  # the first call compiles
@@ -166,6 +200,17 @@ def widened(make: Callable[[], Inputs], place: int) -> Inputs:
         (FUSED, other(fused, 7, (3, 3), INT), (64, 32), r"ids must have a row for each row of x \(found 3\)"),
         (FUSED, other(fused, 8, (2, 2), BF16), (64, 32), r"weights must have the shape of ids \(found 4\)"),
         (FUSED, other(fused, 8, (2, 3), FLOAT), (64, 32), "no variant of the definition has these types"),
+        (SCORES, other(scored, 7, (3, 40), FLOAT), GROUPS[SCORES], r"scores must have a row .* \(found 3\)"),
+        (SCORES, other(scored, 7, (2, 40), HALF), GROUPS[SCORES], "no variant of the definition has these types"),
+        (SCORES, scored(513), GROUPS[SCORES], r"there must be 512 scores for a token at most \(found 513\)"),
+        (SCORES, scored(), (9, True, 35, 64, 32), r"top_k must be 8 at most, and no more than scores \(found 9\)"),
+        (SCORES, scored(5), (6, True, 0, 64, 32), r"top_k must be 8 at most, and no more than scores \(found 6\)"),
+        (SCORES, scored(), (0, True, 35, 64, 32), "there must be a token and an expert for it"),
+        (SCORES, scored(), (3, True, 36, 64, 32), r"the experts after it must have scores \(found 36\)"),
+        (SCORES, scored(), (3, True, -1, 64, 32), r"the experts after it must have scores \(found -1\)"),
+        (SCORES, scored(), (3, False, 35, 64, 32), "a bias must be for sigmoids"),
+        (SCORES, other(scored, 8, (41,), FLOAT), GROUPS[SCORES], r"a bias .* value for each score \(found 41\)"),
+        (SCORES, [*scored(zeros=True)[:6], None, *scored()[7:]], GROUPS[SCORES], r"must belong to both of w13 and w2"),
         (UNPACK, unpack(), (64, True, False, False), r"a group must divide its matrix's rows \(found 64\)"),
         (UNPACK, unpack(n=40), (32, True, True, False), r"N must be a multiple of 32 if columns are pairs"),
         (UNPACK, unpack(n=40), (32, True, False, True), r"N must be a multiple of 16 in tiles \(found 40\)"),

@@ -14,7 +14,7 @@ from ops.ascend.vector_core.planes import planes_of
 from ops.ascend.weights import AscendExperts, AscendMatrix, signed
 from ops.format import Format, Quantised
 
-SLOTS, TILES = "fused_moe_slots_w4a16", "unpack_tiles_w4a16"
+SLOTS, SCORES, TILES = "fused_moe_slots_w4a16", "fused_moe_scores_w4a16", "unpack_tiles_w4a16"
 T, K, N, E, TOP = 3, 128, 64, 4, 2  # for fused_moe_w4a16: K is H, N is I
 
 
@@ -42,10 +42,12 @@ def good(op: str) -> dict[str, Any]:
         sizes = dict(inner=N, group=64, group2=32, zeros=True)
         return dict(x=empty(T, K), arena=arena, places=places, ids=ids, weights=weights, **sizes)
     w2, s2 = words(N, K, E, ordered=True), kept(N, K, E, ordered=True)
-    return dict(
-        x=empty(T, K), w13=words(K, 2 * N, E), s13=kept(K, 2 * N, E), z13=None, w2=w2, s2=s2, z2=s2, ids=ids,
-        weights=weights, group=32, group2=32,
-    )  # fmt: skip
+    bank = dict(x=empty(T, K), w13=words(K, 2 * N, E), s13=kept(K, 2 * N, E), z13=None, w2=w2, s2=s2, z2=s2)
+    if op == SCORES:
+        scores, bias = empty(T, 40, dtype=torch.float32), empty(40, dtype=torch.float32)
+        choice = dict(scores=scores, bias=bias, top_k=TOP, sigmoid=True, first_expert=36)
+        return dict(**bank, **choice, group=32, group2=32)
+    return dict(**bank, ids=ids, weights=weights, group=32, group2=32)
 
 
 SHAPES = {
@@ -53,6 +55,7 @@ SHAPES = {
     "fused_moe_w4a16": (T, K),
     "unpack_w4a16": (E, N, K),
     SLOTS: (T, K),
+    SCORES: (T, K),
 }
 
 
@@ -104,6 +107,14 @@ def test_tiles_are_written_to_the_bank() -> None:
         (SLOTS, "arena", empty(9), r"arena: \(9,\) torch\.float16: must have one dimension, of torch\.uint8"),
         (SLOTS, "places", empty(E, dtype=torch.int64), r"places: .* one dimension, of torch\.int32"),
         (SLOTS, "inner", 48, "inner: 48: must be a multiple of 32"),
+        (SCORES, "scores", empty(T, 40, dtype=torch.bfloat16), r"scores: torch\.bfloat16: must be torch\.float16"),
+        (SCORES, "scores", empty(2, 40), r"scores: \(2, 40\): must be \(3, k\)"),
+        (SCORES, "scores", empty(T, 513), r"scores: \(3, 513\): must be of 512 experts at most"),
+        (SCORES, "top_k", 9, "top_k: 9: must be 1 to 8"),
+        (SCORES, "first_expert", 37, "first_expert: 37: this and the 3 after it must be among the 40"),
+        (SCORES, "bias", empty(40), r"bias: \(40,\) torch\.float16: must be \(40\) torch\.float32, for sigmoids only"),
+        (SCORES, "sigmoid", False, r"bias: \(40,\) torch\.float32: must be .*, for sigmoids only"),
+        (SCORES, "w2", words(K, K, E), r"w2: \(4, 1, 128, 64\): must be \(E, 1, N, 32\) for K of 64"),
         (SLOTS, "inner", 4128, "inner: 4128: must be a multiple of 32, 4096 at most"),
         (SLOTS, "group", 256, "group: 256: must be 32, 64 or 128, and divide 128"),
         (SLOTS, "group2", 128, "group2: 128: must be 32, 64 or 128, and divide 64"),

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 FOLDER = ROOT / "ops/ascend/vector_core"
 OPS = {
     "UmbraFusedMoeW4a16": "umbra_fused_moe_w4a16",
+    "UmbraFusedMoeScoresW4a16": "umbra_fused_moe_scores_w4a16",
     "UmbraFusedMoeSlotsW4a16": "umbra_fused_moe_slots_w4a16",
     "UmbraGemvW4a16": "umbra_gemv_w4a16",
     "UmbraUnpackW4a16": "umbra_unpack_w4a16",
@@ -46,9 +47,10 @@ def test_names_agree(op: str, file: str) -> None:
         if not type.startswith("Tensor")
     ]
     assert attributes == given
-    inputs = found(r'(?:activation|optional|fixed)\(Input\("(\w+)"', host)
+    inputs = found(r'(?:activation|optional|fixed|variants)\(Input\("(\w+)"', host)
     assert inputs == [name for name, type in schema if type.startswith("Tensor")]
-    assert found(r'optional\(Input\("(\w+)"', host) == [name for name, type in schema if type == "Tensor?"]
+    absent = found(r'optional\(Input\("(\w+)"', host) + found(r'Input\("(\w+)"\), OPTIONAL', host)
+    assert absent == [name for name, type in schema if type == "Tensor?"]
     assert found(r'Output\("(\w+)"', host) == ["y"]
     (call,) = found(rf"EXEC_NPU_CMD_EXT\(aclnn{op}, ([\w,\s]+)\)", FOLDER / "torch" / "umbra_ops.cpp")
     assert re.split(r",\s+", call) == [*(name for name, _ in schema), "y"]

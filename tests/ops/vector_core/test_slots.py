@@ -305,7 +305,7 @@ PLAN, MATRIX, SLOTS = "umbra_plan.h", "umbra_matrix.h", "umbra_fused_moe_slots_w
 MISTAKES: dict[str, Mutation] = {  # another answer, or the twin stops
     "missing ones are computed": (PLAN, "if (chosen.place[i] < 0) continue;", ";"),
     "the expert's number is its place": (
-        PLAN, "chosen.place[i] = in.GetValue(chosen.id[i] - begin);", "chosen.place[i] = chosen.id[i];",
+        PLAN, "place[i] = in.GetValue(id[i] - begin);", "place[i] = id[i];",
     ),
     "the table is not read": (PLAN, "room.Fetch(in, table[begin], some);", ";"),
     "32 bits": ("umbra_product.h", "place * m.apart", "static_cast<uint32_t>(place * m.apart)"),
@@ -316,7 +316,7 @@ MISTAKES: dict[str, Mutation] = {  # another answer, or the twin stops
     ),
     "zero points are scales": (SLOTS, "arena + t.z13", "arena + t.s13"),
     "zero points of w2 are scales": (SLOTS, "arena + t.z2", "arena + t.s2"),
-    "no weights": ("umbra_fused.h", "of[i] = room.sums.GetValue(i);", "of[i] = 1;"),
+    "no weights": ("umbra_pairs.h", "weights.of[i] = room.sums.GetValue(i);", "weights.of[i] = 1;"),
 }  # fmt: skip
 
 

@@ -274,3 +274,44 @@ def test_squares_are_transposed() -> None:
         for i in range(16):
             wanted[48 * i + 16 * repeat :][:16] = square[:, i]
     equal(op("squares", a, d), wanted)
+
+
+def test_sorted_lists() -> None:
+    """Larger scores first, of equal ones the first; NaN last."""
+    scores, d = random(torch.float32, 1).round(), random(torch.float32, 2)
+    scores[5], scores[40], scores[41] = float("nan"), float("inf"), float("-inf")
+    payloads = torch.arange(1024, dtype=torch.int32)
+    found = op("sort32", scores, d, payloads).view(16, 32, 2)
+    order = (
+        scores[:512]
+        .view(16, 32)
+        .nan_to_num(nan=-2e30, posinf=1e30, neginf=-1e30)
+        .sort(dim=-1, descending=True, stable=True)
+        .indices
+    )
+    equal(found[..., 1].contiguous().view(torch.int32), (order + 32 * torch.arange(16)[:, None]).int())
+    equal(found[..., 0], scores[:512].view(16, 32).gather(1, order))
+
+    pairs = torch.zeros(512, 2)
+    for begin, length in ((0, 8), (32, 32), (64, 5)):
+        pairs[begin : begin + length, 0] = random(torch.float32, begin)[:length].round().sort(descending=True).values
+        pairs[begin : begin + length, 1] = torch.arange(begin, begin + length)
+    lists = torch.cat([pairs[:8], pairs[32:64], pairs[64:69]])
+    wanted = d.clone()
+    wanted[:90] = lists[lists[:, 0].sort(dim=0, descending=True, stable=True).indices].flatten()
+    equal(op("merge3", pairs.flatten(), d), wanted)
+
+
+def test_elements_are_gathered() -> None:
+    bits, d = random(torch.int32, 1), random(torch.int32, 2)
+    wanted = d.clone()
+    wanted[:24] = bits.view(-1, 64)[:3, 1:16:2].flatten()
+    equal(op("gather_odd", bits, d), wanted)
+    a, wide = random(torch.float32, 1), random(torch.float32, 2)
+    expected = wide.clone()
+    expected[:10] = torch.cat([a[0:10:2], a[16:26:2]])
+    equal(op("gather_even", a, wide), expected)
+    places = torch.randint(0, 1000, (1024,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    expected = wide.clone()
+    expected[:70] = a[places[:70] + 2]
+    equal(op("gather", a, wide, places * 4), expected)

@@ -105,6 +105,18 @@ def fused(size: Size, batch: int, zeros: bool, float_sums: bool) -> tuple[Tensor
     return result, expected(x, experts, ids, weights)
 
 
+def scores(size: Size, batch: int, zeros: bool, float_sums: bool) -> tuple[Tensor, Tensor]:
+    """Softmax as for Qwen3-MoE, with zero points sigmoids and a bias as for MiniMax-M2. Many scores are equal."""
+    experts, x = experts_of(size, zeros), torch.randn(batch, size.hidden).bfloat16()
+    of = torch.randn(batch, size.experts).round(decimals=1)
+    of, bias = (of, 7 + torch.randn(size.experts)) if zeros else (of.bfloat16(), None)
+    on = None if bias is None else bias.to(NPU)
+    result = calls.moe_of_scores(x.to(NPU), of.to(NPU), on, size.top_k, zeros, experts, None, float_sums)
+    planes = *on_host(experts.w13), *on_host(experts.w2)
+    choice = size.top_k, zeros, 0
+    return result, reference.fused_moe_scores_w4a16(x, *planes, of, bias, *choice, 32, 32, precise=True)
+
+
 def slots(size: Size, batch: int, zeros: bool, float_sums: bool) -> tuple[Tensor, Tensor]:
     """Every third expert is not resident; the others are in slots in another order."""
     experts, (x, ids, weights) = experts_of(size, zeros), tokens_of(size, batch)
@@ -155,4 +167,9 @@ def unpacked(size: Size) -> Found:
     return Found(f"values equal, error of a product {max(errors):.2g}", {"error": max(errors)})
 
 
-KERNELS = {"gemv_w4a16": gemv, "fused_moe_w4a16": fused, "fused_moe_slots_w4a16": slots}
+KERNELS = {
+    "gemv_w4a16": gemv,
+    "fused_moe_w4a16": fused,
+    "fused_moe_scores_w4a16": scores,
+    "fused_moe_slots_w4a16": slots,
+}

@@ -223,14 +223,14 @@ def route_softmax(size: Size) -> Pair:
     logits = values(6, size.experts) * 2
     expected = dense(*reference.route_softmax(logits, size.top_k, True), size.experts)
     at = there(logits)
-    return Pair(lambda: [dense(*ops().route_softmax(at, size.top_k, True), size.experts)], [expected])
+    return Pair(lambda: [dense(*ops().choose_softmax(at, size.top_k, True), size.experts)], [expected])
 
 
 def route_sigmoid(size: Size) -> Pair:
     logits, bias = values(6, size.experts) * 2, values(size.experts)
     expected = dense(*reference.route_sigmoid(logits, bias, size.top_k, True), size.experts)
     at, by = logits.to(NPU), bias.to(NPU)
-    return Pair(lambda: [dense(*ops().route_sigmoid(at, by, size.top_k, True), size.experts)], [expected])
+    return Pair(lambda: [dense(*ops().choose_sigmoid(at, by, size.top_k, True), size.experts)], [expected])
 
 
 def argmax(size: Size) -> Pair:

@@ -13,32 +13,15 @@ enum Place : size_t { X, W13, S13, Z13, W2, S2, Z2, IDS, WEIGHTS };
 enum Attribute : size_t { GROUP, GROUP2, FLOAT_SUMS };
 
 ge::graphStatus tiling(gert::TilingContext* context) {
-    if (!umbra::has_rank(context, X, 2) || !umbra::has_rank(context, IDS, 2) || !umbra::has_rank(context, WEIGHTS, 2) ||
-        !umbra::has_rank(context, W13, 4) || !umbra::has_rank(context, W2, 4))
-        return ge::GRAPH_FAILED;
-    const gert::Shape &x = *umbra::shape_at(context, X), &w13 = *umbra::shape_at(context, W13);
-    const gert::Shape &w2 = *umbra::shape_at(context, W2), &ids = *umbra::shape_at(context, IDS);
-    const int64_t hidden = x.GetDim(1), inner = w13.GetDim(2) / 2, experts = w13.GetDim(0);
-    const int64_t* group = umbra::read_group(context, GROUP, hidden);
-    const int64_t* group2 = group ? umbra::read_group(context, GROUP2, inner) : nullptr;
-    if (!group2) return ge::GRAPH_FAILED;
-    const umbra::Planes first = umbra::planes_of(hidden, *group, false),
-                        second = umbra::planes_of(inner, *group2, true);
-    if (!umbra::check_weight(context, W13, 4, first, 2 * inner) || !umbra::check_weight(context, W2, 4, second, hidden))
-        return ge::GRAPH_FAILED;
-    const bool zeros = umbra::shape_at(context, Z13), zeros2 = umbra::shape_at(context, Z2);
-    if (w2.GetDim(0) != experts || experts < 1)
-        return umbra::fail(context, "w2 must have as many experts as w13", w2.GetDim(0)), ge::GRAPH_FAILED;
-    if (zeros != zeros2)
-        return umbra::fail(context, "zero points must belong to both of w13 and w2", zeros2), ge::GRAPH_FAILED;
-    if (ids.GetDim(0) != x.GetDim(0))
+    if (!umbra::has_rank(context, IDS, 2) || !umbra::has_rank(context, WEIGHTS, 2)) return ge::GRAPH_FAILED;
+    const gert::Shape &ids = *umbra::shape_at(context, IDS), &weights = *umbra::shape_at(context, WEIGHTS);
+    umbra::Problem problem;
+    if (!umbra::read_mixture(context, GROUP, ids.GetDim(1), problem)) return ge::GRAPH_FAILED;
+    if (ids.GetDim(0) != problem.tokens)
         return umbra::fail(context, "ids must have a row for each row of x", ids.GetDim(0)), ge::GRAPH_FAILED;
-    const gert::Shape& weights = *umbra::shape_at(context, WEIGHTS);
     if (!(weights == ids))
         return umbra::fail(context, "weights must have the shape of ids", weights.GetShapeSize()), ge::GRAPH_FAILED;
-    return umbra::launch(context,
-                         {x.GetDim(0), ids.GetDim(1), experts, hidden, inner, zeros, true, false, first, second}, true,
-                         FLOAT_SUMS);
+    return umbra::launch(context, problem, true, FLOAT_SUMS);
 }
 
 }  // namespace fused_moe

@@ -6,6 +6,8 @@
 //   unpack 0             0     E        K  N       pairs: 1 if gate and up lie in turns; tiles: 1 if y is in tiles
 //
 // s13 .. z2: first bytes of the parts of an expert's block, only for experts in slots of an arena; otherwise 0.
+// scored .. floatScores: experts that the scores choose from, the first of them here, whether scores become sigmoids,
+// and whether they are float; only where the kernel chooses, otherwise 0.
 // The tiling key: 1 half, 2 bfloat16; 3, 4 the same with float sums (attribute float_sums).
 #pragma once
 #include "register/tilingdata_base.h"
@@ -36,6 +38,10 @@ TILING_DATA_FIELD_DEF(uint32_t, z13);
 TILING_DATA_FIELD_DEF(uint32_t, w2);
 TILING_DATA_FIELD_DEF(uint32_t, s2);
 TILING_DATA_FIELD_DEF(uint32_t, z2);
+TILING_DATA_FIELD_DEF(uint32_t, scored);
+TILING_DATA_FIELD_DEF(uint32_t, first);
+TILING_DATA_FIELD_DEF(uint32_t, sigmoid);
+TILING_DATA_FIELD_DEF(uint32_t, floatScores);
 END_TILING_DATA_DEF;
 
 }  // namespace optiling

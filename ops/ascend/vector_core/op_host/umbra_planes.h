@@ -8,6 +8,7 @@ namespace umbra {
 
 constexpr int64_t kStep = 32, kColumns = 8;                                // K and N are multiples of these
 constexpr int64_t kMostTokens = 8, kMostPairs = 256, kMostExperts = 8192;  // the capacity of a kernel's plan
+constexpr int64_t kMostScored = 512, kMostChosen = 8;   // experts that a kernel chooses from; experts of a token then
 constexpr int64_t kMostRows = 8192, kMostInner = 4096;  // most values of K in a kernel's buffers; of w2
 constexpr int64_t kPairs = 16;                          // columns of gate, and of up, that lie side by side
 constexpr int64_t kLanes = 128, kSection = 4096, kBlock = 16;

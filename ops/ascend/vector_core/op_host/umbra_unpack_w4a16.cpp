@@ -30,7 +30,8 @@ ge::graphStatus tiling(gert::TilingContext* context) {
     const bool zeros = umbra::shape_at(context, ZEROS);
     const ge::DataType type = context->GetInputDesc(SCALES)->GetDataType();
     const umbra::Problem problem{0, 0, w.GetDim(0), k, n, zeros, *pairs, *tiles, planes, umbra::Planes()};
-    if (umbra::fill(context, problem, type, 0, 0, umbra::Block()) != ge::GRAPH_SUCCESS) return ge::GRAPH_FAILED;
+    if (umbra::fill(context, problem, type, 0, 0, umbra::Block(), umbra::Scoring()) != ge::GRAPH_SUCCESS)
+        return ge::GRAPH_FAILED;
     context->SetScheduleMode(kAnyCores);
     return ge::GRAPH_SUCCESS;
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <vector>
 
 #include "register/op_def_registry.h"
 #include "tiling/platform/platform_ascendc.h"
@@ -29,6 +30,12 @@ struct Problem {
 // First bytes of the parts after w13 in an expert's block in an arena.
 struct Block {
     int64_t s13, z13, w2, s2, z2;
+};
+
+// How a kernel chooses experts from scores (T, scored).
+struct Scoring {
+    int64_t scored, first;
+    bool sigmoid, floats;
 };
 
 template <class Context> bool fail(const Context* context, const char* rule, int64_t found) {
@@ -86,6 +93,36 @@ inline bool check_weight(const gert::TilingContext* context, size_t place, size_
     return true;
 }
 
+// Fills in the sizes of a mixture of `topK` experts for each token. Its inputs begin with x, w13, s13, z13, w2, s2, z2;
+// its groups are the attributes `group` and `group` + 1.
+inline bool read_mixture(const gert::TilingContext* context, size_t group, int64_t topK, Problem& problem) {
+    const size_t X = 0, W13 = 1, Z13 = 3, W2 = 4, Z2 = 6;
+    if (!has_rank(context, X, 2) || !has_rank(context, W13, 4) || !has_rank(context, W2, 4)) return false;
+    const gert::Shape &x = *shape_at(context, X), &w13 = *shape_at(context, W13), &w2 = *shape_at(context, W2);
+    const int64_t hidden = x.GetDim(1), inner = w13.GetDim(2) / 2, experts = w13.GetDim(0);
+    const int64_t* first = read_group(context, group, hidden);
+    const int64_t* second = first ? read_group(context, group + 1, inner) : nullptr;
+    if (!second) return false;
+    const bool zeros = shape_at(context, Z13), zeros2 = shape_at(context, Z2);
+    problem = {x.GetDim(0),
+               topK,
+               experts,
+               hidden,
+               inner,
+               zeros,
+               true,
+               false,
+               planes_of(hidden, *first, false),
+               planes_of(inner, *second, true)};
+    if (!check_weight(context, W13, 4, problem.first, 2 * inner) ||
+        !check_weight(context, W2, 4, problem.second, hidden))
+        return false;
+    if (w2.GetDim(0) != experts || experts < 1)
+        return fail(context, "w2 must have as many experts as w13", w2.GetDim(0));
+    if (zeros != zeros2) return fail(context, "zero points must belong to both of w13 and w2", zeros2);
+    return true;
+}
+
 // Bytes of our part of the workspace, for a mixture: h (pairs, I), and the largest value of each tile of each row.
 inline int64_t workspace_bytes(const Problem& problem) {
     const int64_t pairs = problem.tokens * problem.topK;
@@ -95,7 +132,7 @@ inline int64_t workspace_bytes(const Problem& problem) {
 // Fills in everything that a launch needs. The cores wait for each other, so all must start together. `bytes` are those of
 // our part of the workspace; `key` is added to the tiling key.
 inline ge::graphStatus fill(gert::TilingContext* context, const Problem& problem, ge::DataType type, uint64_t key,
-                            int64_t bytes, const Block& block) {
+                            int64_t bytes, const Block& block, const Scoring& scoring) {
     const platform_ascendc::PlatformAscendC platform(context->GetPlatformInfo());
     const uint32_t cores = platform.GetCoreNumAiv();
     if (!cores) return fail(context, "the platform must have vector cores", cores), ge::GRAPH_FAILED;
@@ -123,6 +160,10 @@ inline ge::graphStatus fill(gert::TilingContext* context, const Problem& problem
     tiling.set_w2(block.w2);
     tiling.set_s2(block.s2);
     tiling.set_z2(block.z2);
+    tiling.set_scored(scoring.scored);
+    tiling.set_first(scoring.first);
+    tiling.set_sigmoid(scoring.sigmoid);
+    tiling.set_floatScores(scoring.floats);
     tiling.SaveToBuffer(context->GetRawTilingData()->GetData(), context->GetRawTilingData()->GetCapacity());
     context->GetRawTilingData()->SetDataSize(tiling.GetDataSize());
 
@@ -135,7 +176,7 @@ inline ge::graphStatus fill(gert::TilingContext* context, const Problem& problem
 
 // Checks a product, and fills in what its launch needs. `sums` is the index of the attribute float_sums.
 inline ge::graphStatus launch(gert::TilingContext* context, const Problem& problem, bool fused, size_t sums,
-                              const Block& block = Block()) {
+                              const Block& block = Block(), const Scoring& scoring = Scoring()) {
     const ge::DataType type = context->GetInputDesc(0)->GetDataType();
     if (type != ge::DT_FLOAT16 && type != ge::DT_BF16)
         return fail(context, "x must be float16 or bfloat16", type), ge::GRAPH_FAILED;
@@ -153,16 +194,29 @@ inline ge::graphStatus launch(gert::TilingContext* context, const Problem& probl
     const bool* floatSums = context->GetAttrs()->GetBool(sums);
     if (!floatSums) return fail(context, "float_sums must be true or false", 0), ge::GRAPH_FAILED;
 
-    return fill(context, problem, type, *floatSums ? kFloatSums : 0, fused ? workspace_bytes(problem) : 0, block);
+    return fill(context, problem, type, *floatSums ? kFloatSums : 0, fused ? workspace_bytes(problem) : 0, block,
+                scoring);
 }
 
-// Definitions: every parameter has two variants, half and bfloat16.
-inline void variants(ops::OpParamDef& param, ops::Option presence, ge::DataType half, ge::DataType bfloat16) {
-    param.ParamType(presence).DataType({half, bfloat16}).Format({ge::FORMAT_ND, ge::FORMAT_ND}).AutoContiguous();
+// Definitions: every parameter has two variants, half and bfloat16, as often as another one has types beside these.
+inline void variants(ops::OpParamDef& param, ops::Option presence, std::vector<ge::DataType> types) {
+    const std::vector<ge::Format> formats(types.size(), ge::FORMAT_ND);
+    param.ParamType(presence).DataType(types).Format(formats).AutoContiguous();
 }
-inline void activation(ops::OpParamDef& param) { variants(param, ops::REQUIRED, ge::DT_FLOAT16, ge::DT_BF16); }
-inline void optional(ops::OpParamDef& param) { variants(param, ops::OPTIONAL, ge::DT_FLOAT16, ge::DT_BF16); }
-inline void fixed(ops::OpParamDef& param, ge::DataType type) { variants(param, ops::REQUIRED, type, type); }
+inline std::vector<ge::DataType> repeated(ge::DataType half, ge::DataType bfloat16, size_t times) {
+    std::vector<ge::DataType> types;
+    for (; times; --times) types.insert(types.end(), {half, bfloat16});
+    return types;
+}
+inline void activation(ops::OpParamDef& param, size_t times = 1) {
+    variants(param, ops::REQUIRED, repeated(ge::DT_FLOAT16, ge::DT_BF16, times));
+}
+inline void optional(ops::OpParamDef& param, size_t times = 1) {
+    variants(param, ops::OPTIONAL, repeated(ge::DT_FLOAT16, ge::DT_BF16, times));
+}
+inline void fixed(ops::OpParamDef& param, ge::DataType type, size_t times = 1) {
+    variants(param, ops::REQUIRED, repeated(type, type, times));
+}
 
 inline ge::graphStatus shape_of_x(gert::InferShapeContext* context) {
     const gert::Shape* x = shape_at(context, 0);

@@ -8,6 +8,7 @@
 // A row is a pair that is in some unit, in the order of units. The columns of W13 are stored in the order in which W2 has
 // its K, so h needs no other order. The workspace holds h and the largest values.
 #pragma once
+#include "umbra_choice.h"
 #include "umbra_columns.h"
 #include "umbra_rows.h"
 
@@ -16,24 +17,6 @@ namespace umbra {
 constexpr uint32_t kPairs = 16;                           // columns of gate, and of up, in a tile
 constexpr uint32_t kTile = 2 * kPairs;                    // columns of W13
 constexpr uint32_t kEntries = kOut / (4 * (kPairs + 8));  // rows of tiles that SwiGLU takes at once
-
-struct Weights {
-    float of[kMostPairs];
-
-    // Reads the weights (pairs), of type T, from global memory.
-    template <typename T> __aicore__ inline void Read(Room& room, GM_ADDR weights, uint32_t pairs) {
-        GlobalTensor<T> from;
-        from.SetGlobalBuffer(reinterpret_cast<__gm__ T*>(weights));
-        LocalTensor<T> in = room.stream.template AllocTensor<T>();
-        room.Fetch(in, from, pairs);
-        Hand<HardEvent::MTE2_V>(room.pipe);
-        AscendC::Cast(room.sums, in, RoundMode::CAST_NONE, pairs);
-        room.stream.FreeTensor(in);
-        Hand<HardEvent::V_S>(room.pipe);
-        for (uint32_t i = 0; i < pairs; ++i) of[i] = room.sums.GetValue(i);
-        Hand<HardEvent::S_V>(room.pipe);
-    }
-};
 
 // h, and the largest value of each tile of each row.
 struct Hidden {
@@ -181,8 +164,10 @@ struct Experts {
     GM_ADDR places;  // null: expert e is at place e
 };
 
-template <typename T, bool kFloatSums>
-__aicore__ inline void FusedMoe(const Experts& experts, GM_ADDR xAt, GM_ADDR ids, GM_ADDR weightsAt, GM_ADDR yAt,
+// Pairs: where pairs of a token and an expert and their weights come from. FromMemory: `from` and `with` are ids and
+// weights; FromScores: scores and bias.
+template <typename T, bool kFloatSums, typename Pairs>
+__aicore__ inline void FusedMoe(const Experts& experts, GM_ADDR xAt, GM_ADDR from, GM_ADDR with, GM_ADDR yAt,
                                 GM_ADDR workspace, const UmbraGemvTiling& t) {
     constexpr bool kBfloat16 = std::is_same<T, bfloat16_t>::value;
     const uint32_t pairs = t.tokens * t.topK, hidden = t.k, inner = t.n;
@@ -202,17 +187,21 @@ __aicore__ inline void FusedMoe(const Experts& experts, GM_ADDR xAt, GM_ADDR ids
     const uint32_t sums = Most(slots * up.sections * up.kept, window * down.sections * down.kept);
     Room room;
     room.Init(Most(kTile * up.kept, Up(down.Widest(), 8) * down.kept), 2 * values, t.zeros ? 4 * sums : 0, pairs);
+    Pairs chooser(room, from, with, t);
+    Chosen chosen{t.experts, experts.places != nullptr, {}, {}};
+    chooser.Find(chosen);
+    if (chosen.placed) chosen.Place(room, experts.places, pairs);
     Units units;
     units.most = Least(slots, window);
-    units.Read(room, ids, pairs, t.experts, experts.places);
-    Weights weights;
-    weights.template Read<T>(room, weightsAt, pairs);
+    units.Group(chosen, pairs);
 
     const uint32_t tiles = up.n / kTile;
     InputRows<T> inputs(room, up, x, t.tokens, t.topK, slots);
     Product<kFloatSums, InputRows<T>> first(room, units, up, inputs);
     first.Start({static_cast<uint32_t>(AscendC::GetBlockIdx()), units.count * tiles,
                  static_cast<uint32_t>(AscendC::GetBlockNum()), tiles, 0, up.n, kTile, false});
+    Weights weights;
+    chooser.Weigh(weights);
     Gate gate(room, units, weights, h);
     first.Run(gate);
     gate.Flush();

@@ -10,11 +10,11 @@ extern "C" __global__ __aicore__ void umbra_fused_moe_w4a16(GM_ADDR x, GM_ADDR w
     const umbra::Experts experts{{w13, s13, z13, 0}, {w2, s2, z2, 0}, nullptr};
     GM_ADDR ours = AscendC::GetUserWorkspace(workspace);
     if (TILING_KEY_IS(1))
-        umbra::FusedMoe<half, false>(experts, x, ids, weights, y, ours, t);
+        umbra::FusedMoe<half, false, umbra::FromMemory<half>>(experts, x, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(2))
-        umbra::FusedMoe<bfloat16_t, false>(experts, x, ids, weights, y, ours, t);
+        umbra::FusedMoe<bfloat16_t, false, umbra::FromMemory<bfloat16_t>>(experts, x, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(3))
-        umbra::FusedMoe<half, true>(experts, x, ids, weights, y, ours, t);
+        umbra::FusedMoe<half, true, umbra::FromMemory<half>>(experts, x, ids, weights, y, ours, t);
     else if (TILING_KEY_IS(4))
-        umbra::FusedMoe<bfloat16_t, true>(experts, x, ids, weights, y, ours, t);
+        umbra::FusedMoe<bfloat16_t, true, umbra::FromMemory<bfloat16_t>>(experts, x, ids, weights, y, ours, t);
 }

@@ -63,6 +63,7 @@ struct Room {
     LocalTensor<float> sums, scaled, groups, columns, task, sumsOfX;
     LocalTensor<float> powers, inverses, rowPowers, ones;  // (8, 8) each; rowPowers: of the rows in `values`
     LocalTensor<float> largest;                            // (8)
+    LocalTensor<float> sorting;                            // in `words`, from a multiple of 256 bytes on
     LocalTensor<uint16_t> exponent;                        // a mask of a float's exponent bits, over one vector
     uint32_t depth, depthOfScales, scalesInUse = 0;        // numbers of buffers
     uint32_t scalesBytes;                                  // of one buffer, without zero points
@@ -92,6 +93,8 @@ struct Room {
         pipe.InitBuffer(taskBuf, taskBytes);
         pipe.InitBuffer(smallBuf, smallBytes);
         words = wordsBuf.Get<half>();
+        const uint32_t before = depth * kMoved + depthOfScales * eachOfScales + kOut;
+        sorting = words[(Up(before, 256) - before) / 2].ReinterpretCast<float>();
         last = lastBuf.Get<half>();
         sums = sumsBuf.Get<float>();
         scaled = scaledBuf.Get<float>();

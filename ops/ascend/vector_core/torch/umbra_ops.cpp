@@ -86,9 +86,9 @@ void check_routing(const Tensor& x, const Tensor& ids, const Tensor& weights) {
     TORCH_CHECK(weights.sizes() == ids.sizes(), "weights: ", weights.sizes(), ": must be as ids ", ids.sizes());
 }
 
-Tensor fused_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
-                 const Tensor& s2, const MaybeTensor& z2, const Tensor& ids, const Tensor& weights, int64_t group,
-                 int64_t group2, bool float_sums) {
+// Checks the matrices of a mixture.
+void check_mixture(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
+                   const Tensor& s2, const MaybeTensor& z2, int64_t group, int64_t group2) {
     check_rows(x);
     const umbra::Planes first = layout("group", group, x.size(1), false);
     const int64_t columns = check_weight({"w13", "s13", "z13"}, w13, s13, z13, 4, x.scalar_type(), first);
@@ -98,10 +98,44 @@ Tensor fused_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const Ma
     TORCH_CHECK(n == x.size(1) && w2.size(0) == w13.size(0), "w2: ", w2.sizes(), ": must be as many experts as w13 ",
                 w13.sizes(), ", and ", x.size(1), " columns");
     TORCH_CHECK(z13.has_value() == z2.has_value(), "z2: ", z2 ? "given" : "absent", ": must be given where z13 is");
+}
+
+Tensor fused_moe(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
+                 const Tensor& s2, const MaybeTensor& z2, const Tensor& ids, const Tensor& weights, int64_t group,
+                 int64_t group2, bool float_sums) {
+    check_mixture(x, w13, s13, z13, w2, s2, z2, group, group2);
     check_routing(x, ids, weights);
     const at::OptionalDeviceGuard guard(at::device_of(x));
     Tensor y = at::empty(x.sizes(), x.options());
     EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeW4a16, x, w13, s13, z13, w2, s2, z2, ids, weights, group, group2, float_sums, y);
+    return y;
+}
+
+Tensor fused_moe_scores(const Tensor& x, const Tensor& w13, const Tensor& s13, const MaybeTensor& z13, const Tensor& w2,
+                        const Tensor& s2, const MaybeTensor& z2, const Tensor& scores, const MaybeTensor& bias,
+                        int64_t top_k, bool sigmoid, int64_t first_expert, int64_t group, int64_t group2,
+                        bool float_sums) {
+    check_mixture(x, w13, s13, z13, w2, s2, z2, group, group2);
+    const int64_t here = w13.size(0);
+    TORCH_CHECK_TYPE(scores.scalar_type() == at::kFloat || scores.scalar_type() == x.scalar_type(),
+                     "scores: ", scores.scalar_type(), ": must be float32 or ", x.scalar_type());
+    TORCH_CHECK(scores.dim() == 2 && scores.size(0) == x.size(0) && scores.size(1) <= umbra::kMostScored,
+                "scores: ", scores.sizes(), ": must be (", x.size(0), ", experts) with ", umbra::kMostScored,
+                " experts at most");
+    const int64_t scored = scores.size(1);
+    TORCH_CHECK(top_k >= 1 && top_k <= umbra::kMostChosen && top_k <= scored, "top_k: ", top_k, ": must be 1 to ",
+                umbra::kMostChosen, ", and at most the ", scored, " experts of the scores");
+    TORCH_CHECK(first_expert >= 0 && first_expert + here <= scored, "first_expert: ", first_expert, ": this and the ",
+                here - 1, " experts after it must be among the ", scored, " of the scores");
+    TORCH_CHECK(sigmoid || !bias, "bias: must be absent where scores do not become sigmoids");
+    if (bias) {
+        check_kept("bias", *bias, at::kFloat);
+        TORCH_CHECK(bias->dim() == 1 && bias->size(0) == scored, "bias: ", bias->sizes(), ": must be (", scored, ")");
+    }
+    const at::OptionalDeviceGuard guard(at::device_of(x));
+    Tensor y = at::empty(x.sizes(), x.options());
+    EXEC_NPU_CMD_EXT(aclnnUmbraFusedMoeScoresW4a16, x, w13, s13, z13, w2, s2, z2, scores, bias, top_k, sigmoid,
+                     first_expert, group, group2, float_sums, y);
     return y;
 }
 
@@ -181,6 +215,7 @@ void unpack_tiles(const Tensor& w, const Tensor& scales, const MaybeTensor& zero
 
 TORCH_LIBRARY_IMPL(umbra, PrivateUse1, ops) {
     ops.impl("fused_moe_w4a16", fused_moe);
+    ops.impl("fused_moe_scores_w4a16", fused_moe_scores);
     ops.impl("fused_moe_slots_w4a16", fused_moe_slots);
     ops.impl("gemv_w4a16", gemv);
     ops.impl("unpack_w4a16", unpack);

@@ -155,6 +155,21 @@ extern "C" __global__ __aicore__ void tiling_and_ids(GM_ADDR absent, GM_ADDR y_,
     out.FreeTensor(values);
 }
 
+OP(sort32, float, float, uint32_t) { Sort32(d, a, b, 16); }
+OP(merge3, float, float, half) {
+    const uint16_t lengths[4] = {8, 32, 5, 0};
+    MrgSort(d, MrgSortSrcList<float>(a, a[64], a[128], a), MrgSort4Info(lengths, false, 7, 1));
+}
+OP(gather_odd, uint32_t, uint32_t, half) {
+    uint64_t count;
+    GatherMask(d, a, 2, true, 16, {1, 3, 8, 0}, count);
+}
+OP(gather_even, float, float, half) {
+    uint64_t count;
+    GatherMask(d, a, 1, true, 10, {1, 2, 2, 0}, count);
+}
+OP(gather, float, float, uint32_t) { Gather(d, a, b, 8, 70); }
+
 extern "C" __global__ __aicore__ void counted(GM_ADDR x_, GM_ADDR y_, GM_ADDR, GM_ADDR) {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     TPipe pipe;
