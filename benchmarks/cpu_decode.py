@@ -84,7 +84,7 @@ class Routed:
         return sum(self.hits) / len(self.hits)
 
     def _see(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.ids[layer] = inputs[2]
+        _, self.ids[layer] = inputs[1]  # weights and ids
 
 
 def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> float:

@@ -82,7 +82,7 @@ def record_demo(results: Path, steps: int | None) -> Trace:
         kept: list[npt.NDArray[np.uint8]] = []
         experts = [m for m in runner.engine.model.modules() if isinstance(m, Experts)]
         for layer in experts:
-            layer.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[2].numpy().astype(np.uint8)))
+            layer.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[1][1].numpy().astype(np.uint8)))
         windows = read_windows(case, runner.folder / "held_out.txt", WINDOW)
         for window in windows[: -(-steps // WINDOW) if steps else None]:
             prefill_logits(runner, [window])
