@@ -1,6 +1,7 @@
 """Tiny random checkpoints of each family, written by transformers, and cases that run them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def write_case(path: Path, model: Path, **sections: Any) -> Path:
     }
     for name, value in sections.items():
         case[name] = case.get(name, {}) | value if isinstance(value, dict) else value
-    path.write_text(yaml.safe_dump(case))
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_text(yaml.safe_dump(case))
+    new.replace(path)  # ranks write and read the same file at the same time
     return path
 
 
