@@ -302,6 +302,8 @@ class AscendOps(AscendLayout):
     def _gated(
         self, logits: Tensor, bias: Tensor | None, top_k: int, renorm: int, norm_type: int
     ) -> tuple[Tensor, Tensor]:
+        if not len(logits):  # a data-parallel group that has no prompt in this step
+            return logits.new_empty(0, top_k), logits.new_empty(0, top_k, dtype=torch.int32)
         weights, ids, _ = torch_npu.npu_moe_gating_top_k(
             x=logits, k=top_k, bias=bias, k_group=1, group_count=1, group_select_mode=0, renorm=renorm,
             norm_type=norm_type, out_flag=False, routed_scaling_factor=1.0, eps=1e-20,

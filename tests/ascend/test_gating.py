@@ -49,6 +49,14 @@ def test_as_the_reference_chooses_by_softmax(can: Abilities, renormalise: bool) 
     torch.testing.assert_close(weights.float(), expected, atol=0, rtol=1e-5)
 
 
+def test_a_group_without_tokens_chooses_nothing() -> None:
+    """In a prefill, a data-parallel group may have no prompt."""
+    none = torch.randn(0, 128)
+    for weights, ids in (ops().route_softmax(none, 8, True), ops().route_sigmoid(none, None, 8, True)):
+        assert weights.shape == (0, 8)
+        assert (ids.shape, ids.dtype) == ((0, 8), torch.int32)
+
+
 def test_a_softmax_is_renormalised_by_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = torch_npu.npu_moe_gating_top_k, []
     monkeypatch.setattr(torch_npu, "npu_moe_gating_top_k", lambda **given: calls.append(given) or real(**given))
