@@ -5,7 +5,6 @@ cmake -B build -DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF && c
 """
 
 import ctypes
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,13 +16,7 @@ from torch import Tensor
 from benchmarks.peer_engine import Peer, Token
 from errors import UserError
 
-VARIABLE = "IK_LLAMA"
 SHIM = Path(__file__).with_name("ik_llama.cpp")
-
-
-def ik_folder() -> Path | None:
-    """The folder that IK_LLAMA names, if it is set."""
-    return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 class IkLlama(Peer):
@@ -58,7 +51,7 @@ class IkLlama(Peer):
 def _compiled(folder: Path) -> ctypes.CDLL:
     built = {path.name: path.parent for path in folder.glob("build/**/lib*.so")}
     if "libllama.so" not in built:
-        raise UserError(f"{VARIABLE}: {folder} has no build/**/libllama.so: build ik_llama.cpp there, see {__name__}")
+        raise UserError(f"IK_LLAMA: {folder} has no build/**/libllama.so: build ik_llama.cpp there, see {__name__}")
     libraries = [flag for room in sorted(set(built.values())) for flag in (f"-L{room}", f"-Wl,-rpath,{room}")]
     includes = [f"-I{folder / 'include'}", f"-I{folder / 'ggml' / 'include'}"]
     with tempfile.TemporaryDirectory() as made:
@@ -66,7 +59,7 @@ def _compiled(folder: Path) -> ctypes.CDLL:
         command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *includes, str(SHIM), "-o", out, *libraries]
         done = subprocess.run([*command, "-lllama", "-lggml"], capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"{VARIABLE}: {SHIM.name} does not compile with {folder}: {done.stderr.splitlines()[0]}")
+            raise UserError(f"IK_LLAMA: {SHIM.name} does not compile with {folder}: {done.stderr.splitlines()[0]}")
         api = ctypes.CDLL(out)
     api.ik_open.restype = ctypes.c_void_p
     api.ik_logits.restype = ctypes.POINTER(ctypes.c_float)
