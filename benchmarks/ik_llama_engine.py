@@ -68,7 +68,7 @@ def _compiled(folder: Path) -> ctypes.CDLL:
 
 
 def _loaded_apart(path: str) -> ctypes.CDLL:
-    """The library and all that it needs, beside libraries of the same names: llama.cpp's is called libllama.so as well."""
+    """The library and all that it needs, beside libraries of the same names: llama.cpp's is also called libllama.so."""
     new_namespace, now = -1, os.RTLD_NOW
     libc = ctypes.CDLL(None)
     libc.dlmopen.restype, libc.dlerror.restype = ctypes.c_void_p, ctypes.c_char_p
