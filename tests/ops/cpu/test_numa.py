@@ -257,7 +257,7 @@ def test_pages_and_threads_on_a_machine_of_four_nodes(tmp_path: Path) -> None:
         pytest.skip(
             "needs an x86-64 machine, qemu-system-x86_64 and a kernel image: bash test.sh fetches them on Debian"
         )
-    kernel_names = ("pack", "products", "moe", "elementwise", "generic")
+    kernel_names = ("pack", "products", "moe", "elementwise", "attention", "generic")
     parts = ["runtime/topology", "runtime/pool", *(f"kernels/{name}" for name in kernel_names), "shadow/copier"]
     sources = [TESTS / "numa_init.cpp", *(SOURCES / f"{part}.cpp" for part in parts)]
     print("compiling", flush=True)
