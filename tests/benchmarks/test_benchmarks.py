@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
-from benchmarks import compare_llama_cpp, cpu_decode
+from benchmarks import compare_llama_cpp, cpu_attention, cpu_decode
 from benchmarks.gguf_file import TYPES, encoded, entries, write_gguf
 from benchmarks.umbra import Umbra
 from errors import UserError
@@ -156,6 +156,23 @@ def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.Ca
     assert 3 < experts[1] <= experts[2] <= 8  # tokens of their own reach other experts
     assert (tmp_path / "rows.png").stat().st_size > 0
     assert capsys.readouterr().out.count("prefill") == 2
+
+
+def test_cpu_attention_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "BEYOND", 1 << 20)
+    monkeypatch.setattr(cpu_attention, "CASES", (cpu_attention.Case(100, 1, 4, 2), cpu_attention.Case(40, 33)))
+    outputs = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
+    cpu_attention.main(["--threads", "1", "--seconds", "0", *outputs])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(r["cache"], r["heads"], r["cached"], r["new"]) for r in rows] == [
+        (cache, *sizes) for cache in ("bfloat16", "int8") for sizes in (("4/2", 100, 1), ("32/4", 40, 33))
+    ]
+    assert rows[0]["gbps"] * rows[0]["ms"] == pytest.approx(7 * 16 * 2 * 2 * 128 * 2 / 1e6)
+    assert rows[1]["gmacs"] * rows[1]["ms"] == pytest.approx(sum(range(8, 41)) * 32 * 128 * 2 / 1e6)
+    for row in rows:
+        assert row["read_fraction"] > 0
+        assert 0 < row["peak_fraction"] < 1
+    assert (tmp_path / "rows.png").stat().st_size > 0
 
 
 def test_decode_steps_repeat_one_position(case: str) -> None:
