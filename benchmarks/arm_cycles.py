@@ -12,8 +12,8 @@ A row, of the table and of `rows` in the JSON file:
   format   q4 or q8; llama.cpp's Q4_0 and Q8_0
   rows     activation rows; 8 are two passes of 4 in both
   ours     cycles a weight: of a pass for all rows over its weights, averaged over many turns of the loop
-  floor    the same if only the busiest unit or the width of the front end counted, and no chain of instructions waited
-  theirs, their floor, ratio  llama.cpp's, with --llama-cpp DIR, a folder with its sources; ratio is theirs / ours
+  busy     cycles a weight in which the model's busiest unit is busy: no order of the instructions takes fewer
+  theirs, their busy, ratio  llama.cpp's, with --llama-cpp DIR, a folder with its sources; ratio is theirs / ours
 """
 
 import json
@@ -47,18 +47,18 @@ SETS = {
 }
 FORMATS = {"q4": 4, "q8": 3}  # the numbers of Format in kernels/matrix.h
 BRANCH = re.compile(r"b(\.\w+)?$|cbn?z$|tbn?z$")
-PRODUCTS = {"sdot": 16, "smmla": 32}  # multiplications of an instruction
+PRODUCTS = {"sdot": 16, "usdot": 16, "smmla": 32, "usmmla": 32}  # multiplications of an instruction
 COLUMNS = (
     ("cpu", "cpu", 13, ""),
     ("set", "set", 14, ""),
     ("format", "format", 8, ""),
     ("rows", "rows", 6, ""),
     ("ours", "ours", 9, ".4f"),
-    ("floor", "floor", 9, ".4f"),
+    ("busy", "busy", 9, ".4f"),
 )
 THEIR_COLUMNS = (
     ("theirs", "theirs", 9, ".4f"),
-    ("their floor", "floor", 9, ".4f"),
+    ("their busy", "busy", 9, ".4f"),
     ("ratio", "ratio", 8, ".2f"),
 )
 
@@ -170,17 +170,20 @@ def products(way: Sequence[str]) -> int:
 
 
 def cycles(way: Sequence[str], cpu: str) -> tuple[float, float]:
-    """Of one turn: cycles by the model, and those that the busiest unit or the front end alone would take."""
+    """Of one turn: cycles by the model, and those in which its busiest unit is busy."""
     target = ["-mtriple=aarch64-linux-gnu", f"-mcpu={cpu}", f"-iterations={TURNS}", "-json"]
-    found = json.loads(command(MODEL, *target, given="\n".join(way)))["CodeRegions"][0]["SummaryView"]
-    if found["Instructions"] != TURNS * len(way):
-        raise UserError(f"{MODEL} took {found['Instructions'] // TURNS} of {len(way)} instructions for {cpu}")
-    return found["TotalCycles"] / TURNS, found["BlockRThroughput"]
+    found = json.loads(command(MODEL, *target, given="\n".join(way)))["CodeRegions"][0]
+    summary, pressure = found["SummaryView"], found["ResourcePressureView"]["ResourcePressureInfo"]
+    if summary["Instructions"] != TURNS * len(way):
+        raise UserError(f"{MODEL} took {summary['Instructions'] // TURNS} of {len(way)} instructions for {cpu}")
+    # What comes after the last instruction is the sum of all.
+    busiest = max(unit["ResourceUsage"] for unit in pressure if unit["InstructionIndex"] == len(way))
+    return summary["TotalCycles"] / TURNS, busiest
 
 
 def cycles_per_weight(compiled: Path, kernel: Kernel, cpu: str) -> tuple[float, float]:
-    took, floor = cycles(turn(compiled, kernel), cpu)
-    return took / kernel.weights, floor / kernel.weights
+    took, busy = cycles(turn(compiled, kernel), cpu)
+    return took / kernel.weights, busy / kernel.weights
 
 
 def compiled(source: Path, folder: str, *options: str) -> Path:
@@ -197,12 +200,12 @@ def measure(llama_cpp: Path | None) -> Iterator[Row]:
             for kind, format, rows in [(s, f, r) for s in sets for f in FORMATS for r in (1, 4, 8)]:
                 passes = max(1, rows // MOST)
                 kernel = our_kernel(kind, format, rows // passes)
-                took, floor = (passes * c for c in cycles_per_weight(ours[kind], kernel, cpu))
-                row = dict(cpu=cpu, set=kind, format=format, rows=rows, ours=took, floor=floor)
+                took, busy = (passes * c for c in cycles_per_weight(ours[kind], kernel, cpu))
+                row = dict(cpu=cpu, set=kind, format=format, rows=rows, ours=took, busy=busy)
                 if llama_cpp:
                     their = their_kernel(kind, format, rows // passes)
-                    theirs_took, their_floor = (passes * c for c in cycles_per_weight(theirs[kind], their, cpu))
-                    row |= {"theirs": theirs_took, "their floor": their_floor, "ratio": theirs_took / took}
+                    theirs_took, their_busy = (passes * c for c in cycles_per_weight(theirs[kind], their, cpu))
+                    row |= {"theirs": theirs_took, "their busy": their_busy, "ratio": theirs_took / took}
                 yield row
 
 
