@@ -34,13 +34,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.gguf_file import write_gguf
-from benchmarks.ik_llama_engine import IkLlama, ik_folder
+from benchmarks.ik_llama_engine import IkLlama
 from benchmarks.llama_cpp_engine import LlamaCpp, library
 from benchmarks.machine import seconds_of, take_turns
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from benchmarks.peer_engine import Peer
 from benchmarks.umbra import Umbra
 from errors import UserError, run_main
+from executor.config.env import ik_llama
 from executor.job.logits import prefill_logits
 
 DECODES, PROMPTS = ("1x64", "4x64", "8x64", "1x8192"), (128, 512, 2048, 8192)
@@ -236,7 +237,7 @@ def main(argv: list[str]) -> None:
     batch = max(batch for batch, _ in decodes)
     longest = max(*args.prompts, *(context + 1 for _, context in decodes), CHECKED + 1)
     ours = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, batch, longest)
-    folder = ik_folder()
+    folder = ik_llama()
     with same_weights(ours, args.format, args.folder, args.keep) as path:
         theirs = LlamaCpp(path, args.threads, batch, longest)
         ik = IkLlama(folder, path, args.threads, batch, longest) if folder else None

@@ -17,13 +17,7 @@ from torch import Tensor
 from benchmarks.peer_engine import Peer, Token
 from errors import UserError
 
-VARIABLE = "IK_LLAMA"
 SHIM = Path(__file__).with_name("ik_llama.cpp")
-
-
-def ik_folder() -> Path | None:
-    """The folder that IK_LLAMA names, if it is set."""
-    return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 class IkLlama(Peer):
@@ -58,7 +52,7 @@ class IkLlama(Peer):
 def _compiled(folder: Path) -> ctypes.CDLL:
     built = {path.name: path.parent for path in folder.glob("build/**/lib*.so")}
     if "libllama.so" not in built:
-        raise UserError(f"{VARIABLE}: {folder} has no build/**/libllama.so: build ik_llama.cpp there, see {__name__}")
+        raise UserError(f"IK_LLAMA: {folder} has no build/**/libllama.so: build ik_llama.cpp there, see {__name__}")
     libraries = [flag for room in sorted(set(built.values())) for flag in (f"-L{room}", f"-Wl,-rpath,{room}")]
     includes = [f"-I{folder / 'include'}", f"-I{folder / 'ggml' / 'include'}"]
     with tempfile.TemporaryDirectory() as made:
@@ -66,8 +60,19 @@ def _compiled(folder: Path) -> ctypes.CDLL:
         command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *includes, str(SHIM), "-o", out, *libraries]
         done = subprocess.run([*command, "-lllama", "-lggml"], capture_output=True, text=True)
         if done.returncode:
-            raise UserError(f"{VARIABLE}: {SHIM.name} does not compile with {folder}: {done.stderr.splitlines()[0]}")
-        api = ctypes.CDLL(out)
+            raise UserError(f"IK_LLAMA: {SHIM.name} does not compile with {folder}: {done.stderr.splitlines()[0]}")
+        api = _loaded_apart(out)
     api.ik_open.restype = ctypes.c_void_p
     api.ik_logits.restype = ctypes.POINTER(ctypes.c_float)
     return api
+
+
+def _loaded_apart(path: str) -> ctypes.CDLL:
+    """The library and all that it needs, beside libraries of the same names: llama.cpp's is also called libllama.so."""
+    new_namespace, now = -1, os.RTLD_NOW
+    libc = ctypes.CDLL(None)
+    libc.dlmopen.restype, libc.dlerror.restype = ctypes.c_void_p, ctypes.c_char_p
+    handle = libc.dlmopen(ctypes.c_long(new_namespace), path.encode(), now)
+    if not handle:
+        raise UserError(f"IK_LLAMA: {(libc.dlerror() or b'').decode(errors='replace')}")
+    return ctypes.CDLL(path, handle=handle)

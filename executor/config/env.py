@@ -44,6 +44,12 @@ def serve_socket() -> Path | None:
     return Path(path) if path else None
 
 
+def ik_llama() -> Path | None:
+    """The folder of a build of ik_llama.cpp, for benchmarks; None: there is none."""
+    folder = os.environ.get("IK_LLAMA")
+    return Path(folder) if folder else None
+
+
 def cann_home() -> Path | None:
     """The folder that CANN is installed in, as its set_env.sh sets it; None: unknown."""
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")

@@ -37,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
     "graph": {"exe_mode": "graph"},
-    "pages_of_1": {"cache_config": {"page_size": 1}},
+    "pages_of_2": {"cache_config": {"page_size": 2}},
 }
 
 

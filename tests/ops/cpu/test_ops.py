@@ -362,6 +362,14 @@ def test_attention_does_not_depend_on_threads_company_or_chunks(instruction_set:
 
 
 @pytest.mark.usefixtures("kernels")
+def test_attention_of_no_sequence() -> None:
+    """A data-parallel group may have none in a step."""
+    none, caches = torch.empty(0, dtype=torch.int64), caches_of(cpu, (2, 4, 1, 8), torch.float32)
+    lengths = none.view(0, 1), torch.zeros(1, dtype=torch.int64), none
+    assert cpu.attention(torch.empty(0, 2, 8), *caches, *lengths, 1.0).shape == (0, 2, 8)
+
+
+@pytest.mark.usefixtures("kernels")
 def test_int8_cache_of_the_reference() -> None:
     k, v, slots = torch.randn(3, 2, 16), torch.randn(3, 2, 16), torch.tensor([6, 0, 9])
     ours, theirs = (caches_of(ops, (3, 4, 2, 16), torch.int8) for ops in (cpu, reference))

@@ -18,7 +18,10 @@ from tests.ops.cpu.native.build import SOURCES, TESTS, compile_all, core_sources
 
 pytestmark = pytest.mark.slow
 
-PRODUCTS = ["runtime/pool", *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "generic"))]
+PRODUCTS = [
+    "runtime/pool",
+    *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "attention", "generic")),
+]
 SHADOW = [*PRODUCTS, *(f"shadow/{name}" for name in ("shadow", "worker", "copier"))]
 
 

@@ -189,6 +189,7 @@ void WriteKv::run(Context& context) const {
 }
 
 void Attention::run(Context& context) const {
+    if (tokens == 0) return;  // a data-parallel group without sequences
     const Attend one = context.kernels.attend[static_cast<int>(type)];
     const int64_t group = heads / kv_heads, threads = context.pool.threads();
     const int64_t most = std::max<int64_t>(1, kMostRows / group);  // tokens of a block

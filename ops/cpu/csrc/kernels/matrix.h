@@ -155,8 +155,8 @@ struct Kernels {
     const char* name;
     Product product[kFormats];
     Quantise quantise;
-    Product pairs[kFormats] =
-        {};  // the same for two neighbouring row blocks, the second's results after the first's; or null
+    // The same for two neighbouring row blocks, the second's results after the first's; or null.
+    Product pairs[kFormats] = {};
     Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
 };
 
