@@ -39,7 +39,8 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
     for (float& x : q) x *= 4;
     std::vector<float> k_cache(kPages * kKvHeads * page_size * (kWidth + 1)), v_cache(k_cache.size());
     const float scale = 0.3f;
-    const bool rounds = kernels.attend[static_cast<int>(type)] != kernels_generic().attend[static_cast<int>(type)];
+    const bool rounds =
+        kernels.attend[static_cast<int>(type)] != umbra::kernels_generic().attend[static_cast<int>(type)];
 
     int64_t first = 0;  // token of a sequence in k and v
     for (size_t s = 0; s < lens.size(); first += lens[s++])
