@@ -1,18 +1,22 @@
 """The native kernels without Python: every instruction set of this machine, and those of ARM under emulation.
 
 `native/kernels.cpp` compares each set with the generic kernels and the layers with plain loops; here it is built for
-this machine and for aarch64, and run where the sets exist and where they do not.
+this machine and for aarch64, and run where the sets exist and where they do not. The loops of the quantised products
+are also given to llvm-mca's static models of server CPUs.
 """
 
 import platform
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from benchmarks import arm_cycles
+from benchmarks.arm_cycles import Instruction, cycles, inner_loops, our_kernel, turn
 from ops.cpu import engine
-from tests.ops.cpu.native.build import TESTS, core_sources, made_once, program, run
+from tests.ops.cpu.native.build import TESTS, compile_all, core_sources, made_once, program, run
 
 pytestmark = pytest.mark.slow
 
@@ -23,15 +27,32 @@ OF_MACHINE = {"x86_64": ["-Wno-uninitialized", "-Wno-maybe-uninitialized"], "aar
 
 # Instructions per weight and activation row: (set, format) -> {activation rows: count}. Counts, not speed.
 COUNTS: dict[tuple[str, str], dict[int, float]] = {
-    ("neon_dotprod", "q4"): {1: 0.227, 2: 0.178, 4: 0.151},
-    ("neon_dotprod", "q8"): {1: 0.270, 2: 0.189, 4: 0.155},
+    ("neon_dotprod", "q4"): {1: 0.229, 2: 0.171, 4: 0.164},
+    ("neon_dotprod", "q8"): {1: 0.281, 2: 0.191, 4: 0.164},
     ("neon_dotprod", "bf16"): {1: 0.706, 2: 0.486, 4: 0.400},
     ("neon_dotprod", "f16"): {1: 0.769, 2: 0.486, 4: 0.400},
     ("neon_dotprod", "f32"): {1: 0.550, 2: 0.408, 4: 0.361},
-    ("neon_i8mm", "q4"): {2: 0.177, 4: 0.153},  # one and three rows are neon_dotprod's
-    ("neon_i8mm", "q8"): {2: 0.203, 4: 0.164},
+    ("neon_i8mm", "q4"): {2: 0.177, 4: 0.158},  # one and three rows are neon_dotprod's
+    ("neon_i8mm", "q8"): {2: 0.182, 4: 0.161},
 }
 COUNTED_WITH = "12"  # the major version of GCC
+
+
+# Cycles a weight, by the models of LLVM 19, which are no measurements: (CPU, set, format) -> {activation rows: cycles}.
+CYCLES: dict[tuple[str, str, str], dict[int, float]] = {
+    ("tsv110", "neon_dotprod", "q4"): {1: 0.1016, 4: 0.265},
+    ("tsv110", "neon_dotprod", "q8"): {1: 0.1407, 4: 0.2853},
+    ("neoverse-n1", "neon_dotprod", "q4"): {1: 0.0899, 4: 0.2452},
+    ("neoverse-n1", "neon_dotprod", "q8"): {1: 0.0899, 4: 0.2422},
+    ("neoverse-n2", "neon_dotprod", "q4"): {1: 0.0899, 4: 0.2452},
+    ("neoverse-n2", "neon_dotprod", "q8"): {1: 0.0899, 4: 0.2422},
+    ("neoverse-n2", "neon_i8mm", "q4"): {1: 0.0899, 4: 0.2266},
+    ("neoverse-n2", "neon_i8mm", "q8"): {1: 0.0596, 4: 0.211},
+    ("neoverse-v2", "neon_dotprod", "q4"): {1: 0.045, 4: 0.1226},
+    ("neoverse-v2", "neon_dotprod", "q8"): {1: 0.045, 4: 0.1211},
+    ("neoverse-v2", "neon_i8mm", "q4"): {1: 0.045, 4: 0.1133},
+    ("neoverse-v2", "neon_i8mm", "q8"): {1: 0.032, 4: 0.1055},
+}
 
 
 def build(compiler: str, machine: str, *link: str) -> str:
@@ -130,3 +151,38 @@ def test_instructions_per_weight(arm: str, counter: str, instruction_set: str, f
         at = f"{instruction_set}, {format}, {rows} rows: {count:.4f} instructions per weight, recorded {recorded}"
         assert count <= 1.03 * recorded, f"{at}: worse"
         assert count >= 0.9 * recorded, f"{at}: record the new value"
+
+
+def test_loops_are_found_in_machine_code() -> None:
+    """A loop in a loop; the inner one may branch over an instruction, and its longer way counts."""
+    code = [("mov", [1]), ("ldr", [2]), ("cbz", [3, 4]), ("sdot", [4]), ("subs", [5]), ("b.ne", [2, 6])]
+    code += [("add", [7]), ("b.gt", [1, 8]), ("ret", [])]
+    loops = inner_loops([Instruction(text, tuple(following)) for text, following in code])
+    assert list(loops) == [["cbz", "sdot", "subs", "b.ne"]]
+
+
+@pytest.fixture(scope="module")
+def objects(arm: str) -> dict[str, Path]:
+    """The object files of both sets' kernels, which the test program holds."""
+    for tool in (arm_cycles.MODEL, arm_cycles.DISASSEMBLER):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed; bash test.sh installs it where it may")
+    version = run(COMPILER, "-dumpversion").stdout.split(".")[0].strip()
+    if version != COUNTED_WITH:
+        pytest.skip(f"cycles were recorded with GCC {COUNTED_WITH}, this is GCC {version}")
+    folder = arm_cycles.SOURCES / "kernels" / "arm"
+    made = compile_all(COMPILER, WARNINGS, [folder / file for file in arm_cycles.FILES.values()])
+    return dict(zip(arm_cycles.FILES, map(Path, made), strict=True))
+
+
+@pytest.mark.parametrize(("cpu", "instruction_set", "format"), CYCLES)
+def test_cycles_per_weight(objects: dict[str, Path], cpu: str, instruction_set: str, format: str) -> None:
+    for rows, recorded in CYCLES[cpu, instruction_set, format].items():
+        kernel = our_kernel(instruction_set, format, rows)
+        way = turn(objects[instruction_set], kernel)
+        found = cycles(way, cpu)[0] / kernel.weights
+        at = f"{cpu}, {instruction_set}, {format}, {rows} rows: {found:.4f} cycles a weight, recorded {recorded}"
+        assert found <= 1.03 * recorded, f"{at}: worse"
+        assert found >= 0.97 * recorded, f"{at}: record the new value"
+        longer = way + ["eor v0.16b, v0.16b, v1.16b"] * (len(way) // 10)
+        assert cycles(longer, cpu)[0] > 1.03 * kernel.weights * recorded, f"{at}: a longer loop passes"

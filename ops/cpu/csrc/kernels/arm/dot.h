@@ -1,19 +1,18 @@
 // Shared by both ARM sets: reading the x16 layout by groups of four rows, and products with SDOT. A file includes this
-// once, after defining TARGET; everything here is internal to that file, so code compiled for one set is never linked
-// into the other.
+// once, after defining TARGET, and MIXED: whether the set multiplies unsigned weights by signed activations. Everything
+// here is internal to that file, so code compiled for one set is never linked into the other.
 //
 // Each 64-byte vector of the layout is four 16-byte ones, of 4 rows x 4 columns, which is what SDOT by lane takes: a
 // 32-bit lane of the sum is a row, and the lane of the activations names the four columns. A block of 32 columns gives
-// each group of four rows eight such vectors; they are unpacked once and meet up to four activation rows: 16 float
-// sums + 8 weights + 2 activations + integer sums and temporaries just about fit the 32 registers. (At four rows GCC 12
-// keeps two of the sums on the stack, seven or eight with zero points: a load and a store of each in 300 instructions.
-// Keeping the scales there instead costs more.) Row groups and activation rows are independent chains of additions. An
-// activation row gets the same float operations in the same order, however many share its pass.
+// each group of four rows eight such vectors; each meets up to four activation rows. 16 float sums, 4 integer sums, 4
+// activations, 4 stored vectors, a weight and temporaries just about fit the 32 registers, so scales are read where they
+// are needed. Row groups and activation rows are independent chains of additions, and take turns. An activation row gets
+// the same float operations in the same order, however many share its pass.
 //
 // Sums are arrays whose every index is a compile-time constant (`repeat`): with loops GCC 12 keeps them in memory.
 //
-// Nibbles 0 .. 15 are signed bytes as they are; bytes of q8 with the top bit flipped are the value with its zero point
-// of 128 taken off.
+// Nibbles 0 .. 15 are signed bytes as they are, and bytes of q8 are unsigned, with a zero point of 128: with the top bit
+// flipped, the signed byte has it taken off.
 #pragma once
 
 // GCC 12 would move loads and constants up until the sums no longer fit the registers.
@@ -56,9 +55,9 @@ struct Stream {
     const uint8_t* quants;
     const uint16_t* scales;
     const uint8_t* zeros;
-    int per_group, left = 0;    // blocks
-    float32x4_t scale[kFours];  // of the group that is being read
-    int32x4_t zero[kFours];     // beside what unpack() takes off; set only with Zeros
+    int per_group, left = 0;  // blocks
+    const float16_t* halves;  // the scales of the group that is being read
+    int32x4_t zero[kFours];   // beside what unpack() takes off; set only with Zeros
 
     INLINE Stream(const Matrix& w, int block)
         : quants(w.quants + block * w.quant_stride()), scales(w.scales + block * w.scale_count()),
@@ -71,13 +70,12 @@ struct Stream {
         if (left-- > 0) return;
         left = per_group - 1;
         __builtin_prefetch(scales + kAhead / 4);
-        const float16_t* halves = reinterpret_cast<const float16_t*>(scales);
-        repeat<kFours>([&](auto four) LAMBDA { scale[four] = vcvt_f32_f16(vld1_f16(halves + kFour * four)); });
+        halves = reinterpret_cast<const float16_t*>(scales);
         scales += kRows;
         if constexpr (Zeros) {
             const uint8x16_t bytes = vld1q_u8(zeros);
             const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
-            const int32x4_t taken = vdupq_n_s32(F == Format::q8 ? 128 : 0);
+            const int32x4_t taken = vdupq_n_s32(F == Format::q8 && !MIXED ? 128 : 0);
             repeat<2>([&](auto i) LAMBDA {
                 zero[2 * i] = vsubq_s32(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(words[i]))), taken);
                 zero[2 * i + 1] = vsubq_s32(vreinterpretq_s32_u32(vmovl_high_u16(words[i])), taken);
@@ -86,52 +84,48 @@ struct Stream {
         }
     }
 
-    // The vectors of row groups four .. four + Count - 1 of this block, as they are stored.
-    template <int Count>
-    INLINE void load(int four, uint8x16_t (*raw)[8]) const {
-        repeat<kVectors<F> * Count>([&](auto i) LAMBDA {
-            raw[i % Count][i / Count] = vld1q_u8(quants + 64 * (i / Count) + 16 * (four + i % Count));
-        });
+    // Of row group `four`, read anew at each use: registers are scarcer than loads.
+    INLINE float32x4_t scale(int four) const { return vcvt_f32_f16(vld1_f16(halves + kFour * four)); }
+
+    // Stored vector i of row group `four`.
+    INLINE uint8x16_t load(int i, int four) const { return vld1q_u8(quants + 64 * i + 16 * four); }
+
+    // Columns 4i .. 4i+3 of four rows, of the stored vector i % kVectors.
+    static INLINE uint8x16_t unpack(int i, uint8x16_t raw) {
+        if constexpr (F == Format::q4) return i < 4 ? vandq_u8(raw, vdupq_n_u8(15)) : vshrq_n_u8(raw, 4);
+        return MIXED ? raw : veorq_u8(raw, vdupq_n_u8(128));
     }
 
-    // v[i] = columns 4i .. 4i+3 of four rows, where raw[i] are the stored vectors.
-    static INLINE void unpack(const uint8x16_t* raw, int8x16_t* v) {
-        repeat<kVectors<F>>([&](auto i) LAMBDA {
-            if constexpr (F == Format::q4) {
-                v[i] = vreinterpretq_s8_u8(vandq_u8(raw[i], vdupq_n_u8(15)));
-                v[4 + i] = vreinterpretq_s8_u8(vshrq_n_u8(raw[i], 4));
-            } else {
-                v[i] = vreinterpretq_s8_u8(veorq_u8(raw[i], vdupq_n_u8(128)));
-            }
-        });
+    // What an integer sum starts from where all zero points are equal, of Block::start, which is -8 * total.
+    template <class T>
+    static INLINE T start(T start) {
+        return F == Format::q4 ? start : MIXED ? start * 16 : start * 0;
     }
 };
 
-// Lane t: the scale and the start of activation row t in its block.
+// Lane t: the start of activation row t in its block.
 template <int M>
-INLINE void lanes_of(const Block* const* row, float32x4_t& scales, int32x4_t& starts) {
-    scales = float32x4_t{row[0]->scale};
-    starts = int32x4_t{row[0]->start};
-    repeat<M - 1>([&](auto t) LAMBDA {
-        scales = vld1q_lane_f32(&row[t + 1]->scale, scales, t + 1);
-        starts = vld1q_lane_s32(&row[t + 1]->start, starts, t + 1);
-    });
+INLINE int32x4_t starts_of(const Block* const* row) {
+    int32x4_t starts{row[0]->start};
+    repeat<M - 1>([&](auto t) LAMBDA { starts = vld1q_lane_s32(&row[t + 1]->start, starts, t + 1); });
+    return starts;
 }
 
-// sums[c] += four rows, v[c], times one activation row; the chains in turn, as each addition waits for the one before.
-template <int Chains>
-INLINE void dot(int32x4_t* sums, const int8x16_t (*v)[8], int8x16_t low, int8x16_t high) {
-    repeat<4 * Chains>([&](auto i) LAMBDA {
-        sums[i % Chains] = vdotq_laneq_s32(sums[i % Chains], v[i % Chains][i / Chains], low, i / Chains);
-    });
-    repeat<4 * Chains>([&](auto i) LAMBDA {
-        sums[i % Chains] = vdotq_laneq_s32(sums[i % Chains], v[i % Chains][4 + i / Chains], high, i / Chains);
-    });
+// sum + four rows of weights times lane I of an activation row.
+template <int I>
+INLINE int32x4_t dot(int32x4_t sum, uint8x16_t weights, int8x16_t activations) {
+    if constexpr (MIXED)
+        return vusdotq_laneq_s32(sum, weights, activations, I);
+    else
+        return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(weights), activations, I);
 }
 
 template <Format F, bool Zeros, int M>
 TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
-    constexpr int kChains = M == 1 ? 2 : 1;  // row groups at a time; several activation rows are chains of their own
+    constexpr int kGroups = M == 1 ? kFours : 1;               // of four rows at a time
+    constexpr int kShare = M == 4 && F == Format::q8 ? 2 : M;  // activation rows at a time
+    constexpr int kParts = M / kShare;
+    constexpr int kChains = kGroups * kShare;  // independent sums: each addition waits for the one before
     Stream<F, Zeros> stream(w, block);
     float32x4_t sums[M * kFours];
     repeat<M * kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
@@ -140,31 +134,35 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
     const int blocks = w.k / kBlock;
     for (int b = 0; b < blocks; b++, stream.quants += 64 * kVectors<F>) {
         stream.enter();
-        float32x4_t scales;
-        int32x4_t starts;
-        lanes_of<M>(row, scales, starts);
-        // Where all zero points are equal, sums start from -zero * total, else it is taken off at the end.
-        const int32x4_t totals = vshrq_n_s32(starts, 3);  // negative
-        if (F == Format::q8 || Zeros) starts = vdupq_n_s32(0);
-        repeat<kFours / kChains>([&](auto step) LAMBDA {
-            uint8x16_t raw[kChains][8];
-            int8x16_t v[kChains][8];
-            stream.template load<kChains>(step * kChains, raw);
-            repeat<kChains>([&](auto c) LAMBDA { stream.unpack(raw[c], v[c]); });
-            repeat<M>([&](auto t) LAMBDA {
+        const int32x4_t totals = vshrq_n_s32(starts_of<M>(row), 3);  // negative; used only with Zeros
+        repeat<kFours * kParts / kGroups>([&](auto step) LAMBDA {
+            constexpr int first = step / kParts * kGroups, from = step % kParts * kShare;
+            int32x4_t dots[kChains];
+            repeat<kChains>([&](auto j) LAMBDA {
+                const Block*& at = row[from + j / kGroups];
                 // Sixteen sums leave no room for the activations of all rows: make the compiler load them again.
-                if constexpr (M > 2) asm("" : "+r"(row[t]), "+w"(starts));
-                const int8_t* q = row[t]->q;
-                int32x4_t dots[kChains];
-                repeat<kChains>([&](auto c) LAMBDA { dots[c] = vdupq_laneq_s32(starts, t); });
-                dot<kChains>(dots, v, vld1q_s8(q), vld1q_s8(q + 16));
-                repeat<kChains>([&](auto c) LAMBDA {
-                    constexpr int four = step * kChains + c;
-                    if constexpr (Zeros) dots[c] = vmlaq_laneq_s32(dots[c], stream.zero[four], totals, t);
-                    const float32x4_t both = vmulq_laneq_f32(stream.scale[four], scales, t);
-                    float32x4_t& to = sums[t * kFours + four];
-                    to = vfmaq_f32(to, both, vcvtq_f32_s32(dots[c]));
+                if constexpr (M > 2) asm("" : "+r"(at));
+                dots[j] = vdupq_n_s32(Zeros ? 0 : stream.start(at->start));
+            });
+            repeat<2>([&](auto half) LAMBDA {
+                int8x16_t activations[kShare];
+                repeat<kShare>([&](auto t) LAMBDA { activations[t] = vld1q_s8(row[from + t]->q + 16 * half); });
+                repeat<4>([&](auto i) LAMBDA {
+                    constexpr int column = 4 * half + i;
+                    uint8x16_t weights[kGroups];
+                    repeat<kGroups>([&](auto c) LAMBDA {
+                        weights[c] = stream.unpack(column, stream.load(column % kVectors<F>, first + c));
+                    });
+                    repeat<kChains>([&](auto j) LAMBDA {
+                        dots[j] = dot<i>(dots[j], weights[j % kGroups], activations[j / kGroups]);
+                    });
                 });
+            });
+            repeat<kChains>([&](auto j) LAMBDA {
+                constexpr int four = first + j % kGroups, t = from + j / kGroups;
+                if constexpr (Zeros) dots[j] = vmlaq_laneq_s32(dots[j], stream.zero[four], totals, t);
+                float32x4_t& to = sums[t * kFours + four];
+                to = vfmaq_f32(to, vmulq_n_f32(stream.scale(four), row[t]->scale), vcvtq_f32_s32(dots[j]));
             });
         });
         repeat<M>([&](auto t) LAMBDA { row[t]++; });

@@ -1,6 +1,7 @@
 // NEON with SDOT (ARMv8.2), which Kunpeng 920 has.
 
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#define MIXED false
 #include "kernels/arm/dot.h"
 
 namespace umbra {
