@@ -57,17 +57,21 @@ CASES = (
 )  # fmt: skip
 
 
-def inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], int]:
+Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(case: Case, dtype: torch.dtype) -> tuple[Call, int]:
     """What `attention` takes of one sequence with random tokens, up to the scale, and the bytes of its caches."""
     cpu = load_ops("cpu")
     pages = -(-case.cached // PAGE)
     table = torch.randperm(pages)[None]
-    caches = [cpu.kv_cache(pages, PAGE, case.kv_heads, DIM, dtype, torch.device("cpu")) for _ in "kv"]
+    keys, values = (cpu.kv_cache(pages, PAGE, case.kv_heads, DIM, dtype, torch.device("cpu")) for _ in "kv")
     for places in torch.arange(pages * PAGE).split(1 << 14):
         k, v = torch.randn(2, len(places), case.kv_heads, DIM)
-        cpu.write_kv(k, v, *caches, places)
-    lengths = torch.tensor([0, case.new]), torch.tensor([case.cached])
-    return [torch.randn(case.new, case.heads, DIM), *caches, table, *lengths], sum(cache.nbytes for cache in caches)
+        cpu.write_kv(k, v, keys, values, places)
+    starts, lengths = torch.tensor([0, case.new]), torch.tensor([case.cached])
+    q = torch.randn(case.new, case.heads, DIM)
+    return (q, keys, values, table, starts, lengths), keys.nbytes + values.nbytes
 
 
 def measure(dtype: torch.dtype, limits: Limits, seconds: float) -> Iterator[Row]:
