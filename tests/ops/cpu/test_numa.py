@@ -20,7 +20,7 @@ from ops.cpu import engine
 from ops.cpu.matrix import NativeMatrix
 from ops.cpu.threads import worth_having
 from ops.format import FORMATS
-from tests.ops.cpu.native.build import SOURCES, TESTS, program
+from tests.ops.cpu.native.build import PRODUCTS, SOURCES, TESTS, program
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 pytestmark = pytest.mark.slow
@@ -257,8 +257,7 @@ def test_pages_and_threads_on_a_machine_of_four_nodes(tmp_path: Path) -> None:
         pytest.skip(
             "needs an x86-64 machine, qemu-system-x86_64 and a kernel image: bash test.sh fetches them on Debian"
         )
-    kernel_names = ("pack", "products", "moe", "elementwise", "attention", "generic")
-    parts = ["runtime/topology", "runtime/pool", *(f"kernels/{name}" for name in kernel_names), "shadow/copier"]
+    parts = ["runtime/topology", *PRODUCTS, "shadow/copier"]
     sources = [TESTS / "numa_init.cpp", *(SOURCES / f"{part}.cpp" for part in parts)]
     print("compiling", flush=True)
     init = Path(program("numa_init", "g++", ["-O2", "-pthread"], sources, ["-static"]))

@@ -14,14 +14,19 @@ import pytest
 
 from files import ROOT
 from ops.cpu import engine
-from tests.ops.cpu.native.build import SOURCES, TESTS, compile_all, core_sources, made_once, program, run
+from tests.ops.cpu.native.build import (
+    PRODUCTS,
+    SOURCES,
+    TESTS,
+    compile_all,
+    core_sources,
+    made_once,
+    program,
+    run,
+)
 
 pytestmark = pytest.mark.slow
 
-PRODUCTS = [
-    "runtime/pool",
-    *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "attention", "generic")),
-]
 SHADOW = [*PRODUCTS, *(f"shadow/{name}" for name in ("shadow", "worker", "copier"))]
 
 

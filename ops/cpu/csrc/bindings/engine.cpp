@@ -15,7 +15,7 @@ Engine engine;
 
 namespace {
 
-constexpr size_t kRoom = 1 << 18;  // floats for each thread: sums of 2,000 sections of 128 columns
+constexpr int64_t kRoom = 1 << 18;  // floats for each thread: sums of 2,000 sections of 128 columns
 
 // Python code at its place on the tape. An exception ends the replay and reaches its caller.
 struct HostNode {
@@ -51,7 +51,9 @@ void bind_engine(py::module_& m) {
             engine.pool = std::make_unique<Pool>(teams);
             engine.teams = teams;
             engine.kernels = &kernels;
-            engine.room.resize(engine.pool->threads() * kRoom);
+            engine.room.floats = engine.pool->threads() * kRoom;
+            engine.memory.reset(new float[engine.room.floats]);  // not zeroed: pages are had as they are used
+            engine.room.memory = engine.memory.get();
             return std::string(kernels.name);
         },
         py::arg("teams"), py::arg("instruction_set"));

@@ -18,10 +18,11 @@ struct Engine {
     std::vector<Team> teams;
     std::unique_ptr<Pool> pool;
     const Kernels* kernels = nullptr;
-    std::vector<float> room;
+    std::unique_ptr<float[]> memory;  // of `room`
+    Room room;
     Tape* capturing = nullptr;
 
-    Context context() { return {*pool, *kernels, {room.data(), static_cast<int64_t>(room.size())}}; }
+    Context context() const { return {*pool, *kernels, room}; }
 };
 extern Engine engine;
 

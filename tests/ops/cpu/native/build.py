@@ -20,6 +20,11 @@ TESTS = ROOT / "tests" / "ops" / "cpu" / "native"
 BRIDGE = ROOT / "ops" / "ascend" / "csrc"
 INCLUDES = [f"-I{SOURCES}", f"-I{ROOT}"]
 CACHE = ROOT / "build" / "test_native"
+# The sources of programs that run ops with the generic kernels.
+PRODUCTS = [
+    "runtime/pool",
+    *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "attention", "generic")),
+]
 
 
 def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
