@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ops.format import Format, Quantised
+from ops.sampling import Choice
 
 
 class Matrix(Protocol):
@@ -163,6 +164,10 @@ class Ops(Protocol):
 
     def argmax(self, x: Tensor) -> Tensor:
         """The first of the largest of each row of x (S, V). -> (S) int64"""
+
+    def sample(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+        """The next token of each row of logits (S, V), chosen as choices[row] says. Where no token is left, as some
+        grammars have it, it is any token. -> (S) int64"""
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
         """Weighted sum of the routed experts that `experts` holds: down @ (silu(gate @ x) * (up @ x)), in float32.

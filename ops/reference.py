@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import sampling
 from ops.format import Format, Quantised, floats
 from ops.interface import Lengths
 
@@ -206,6 +207,9 @@ def _routed(scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool) -> t
 
 def argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
+
+
+sample = sampling.sample
 
 
 def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: DenseExperts, first_expert: int | None) -> Tensor:

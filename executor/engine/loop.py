@@ -46,6 +46,8 @@ class Loop:
         vocabulary = self.engine.config.vocab_size
         if wrong := [token for token in sequence.ids if not 0 <= token < vocabulary]:
             raise UserError(f"prompt {sequence.id}: token {wrong[0]} is outside the vocabulary of {vocabulary}")
+        if wrong := [token for token in sequence.request.sampling.logit_bias if token >= vocabulary]:
+            raise UserError(f"logit_bias: token {wrong[0]} is outside the vocabulary of {vocabulary}")
         self.scheduler.add(sequence)
 
     def abort(self, id: int) -> None:

@@ -1,8 +1,10 @@
 """A request on its way through the engine."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from errors import UserError
 from executor.engine.pages import Block
 from executor.engine.request import Request, TokenLogprob
 
@@ -16,7 +18,7 @@ FAILED = -1  # in place of a token: no token follows the grammar
 class Sequence:
     id: int
     request: Request
-    ids: list[int]  # prompt and generated tokens
+    ids: "array[int]"  # prompt and generated tokens, int64
     arrival: int = 0  # orders the sequences of a scheduler
     group: int = 0  # the data-parallel group that runs it
     cached: int = 0  # number of `ids` whose keys and values are in the KV cache
@@ -37,7 +39,7 @@ class Sequence:
 
     @property
     def generated(self) -> list[int]:
-        return self.ids[self.prompt_len :]
+        return self.ids[self.prompt_len :].tolist()
 
     @property
     def longest(self) -> int:
@@ -78,4 +80,7 @@ class Sequence:
 
 
 def new_sequence(id: int, request: Request) -> Sequence:
-    return Sequence(id, request, list(request.ids))
+    try:
+        return Sequence(id, request, array("q", request.ids))
+    except (TypeError, OverflowError) as error:
+        raise UserError(f"prompt {id}: its tokens must be integers: {error}") from None

@@ -171,11 +171,8 @@ class Worker:
     def sequence_of(self, submit: Submit) -> Sequence:
         """Raises UserError if the request cannot run: a step in which it fails would end all others as well."""
         sequence = sequence_of(submit)
-        sampling, vocabulary = sequence.request.sampling, self.runner.config.vocab_size
-        if wrong := [token for token in sampling.logit_bias if token >= vocabulary]:
-            raise UserError(f"logit_bias: token {wrong[0]} is outside the vocabulary of {vocabulary}")
-        if sampling.grammar:
-            sequence.matcher = self.engine.grammars.matcher(sampling.grammar)
+        if grammar := sequence.request.sampling.grammar:
+            sequence.matcher = self.engine.grammars.matcher(grammar)
         return sequence
 
     def step(self, step: Step | None) -> None:

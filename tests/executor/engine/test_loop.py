@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from errors import UserError
 from executor.engine.pages import PagePool
 from executor.engine.request import Event, Request, SamplingParams
-from executor.engine.sampling import uniform
 from executor.engine.scheduler import Limits, Scheduler, Step
 from executor.engine.sequence import new_sequence
 from executor.job.runner import ModelRunner
+from ops.sampling import uniform
 from tests.spy import spy_on
 from tests.tiny import make_runner, save_tiny, tiny_case
 
