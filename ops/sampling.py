@@ -3,8 +3,7 @@
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,15 +33,14 @@ class Settings(Protocol):
     def logit_bias(self) -> Mapping[int, float]: ...  # added to the logits of these tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How one token is chosen: the one at position `count` of a sequence. It depends on nothing else."""
+class Choice(NamedTuple):
+    """How one token of a sequence is chosen. It depends on nothing else."""
 
     settings: Settings
     seed: int  # from 0 to 2^63 - 1
-    ids: "array[int]"  # int64: the sequence's prompt and generated tokens, of which those behind `count` do not matter
+    ids: "array[int]"  # the sequence's tokens, int64; those from `position` on do not matter
     prompt: int  # number of `ids` that are the prompt's
-    count: int  # number of `ids` before the token
+    position: int  # of the token
     allowed: bytes | None = None  # the tokens that a grammar allows, from the lowest bit of each byte on; None: all
 
 
@@ -53,14 +51,14 @@ def sample(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     tokens = rows.argmax(-1)
     if drawn := [row for row, choice in enumerate(choices) if choice.settings.temperature > 0]:
         asked = [choices[row] for row in drawn]
-        draws = [uniform(choice.seed, choice.count) for choice in asked]
+        draws = [uniform(choice.seed, choice.position) for choice in asked]
         tokens[drawn] = draw(filtered_probabilities(rows[drawn], [choice.settings for choice in asked]), draws)
     return tokens
 
 
 def adjust(logits: Tensor, choice: Choice) -> None:
     """Applies a choice's bias, penalties and grammar, in this order, to its `logits` (V), in place."""
-    settings, ids = choice.settings, choice.ids[: choice.count]
+    settings, ids = choice.settings, choice.ids[: choice.position]
     if settings.logit_bias:
         tokens = torch.tensor(list(settings.logit_bias))
         logits[tokens] += torch.tensor(list(settings.logit_bias.values()), dtype=logits.dtype)

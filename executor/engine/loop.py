@@ -3,7 +3,6 @@
 import itertools
 import time
 from collections.abc import Sequence as ListOf
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -42,12 +41,15 @@ class Loop:
         return id
 
     def add(self, sequence: Sequence) -> None:
-        """Like `submit`, for a caller that numbers its sequences itself and reads them afterwards."""
+        """Like `submit`, for a caller that numbers its sequences itself and reads them afterwards. Whatever a step could
+        fail for is refused here, because a step that fails ends all requests."""
         vocabulary = self.engine.config.vocab_size
         if wrong := [token for token in sequence.ids if not 0 <= token < vocabulary]:
             raise UserError(f"prompt {sequence.id}: token {wrong[0]} is outside the vocabulary of {vocabulary}")
         if wrong := [token for token in sequence.request.sampling.logit_bias if token >= vocabulary]:
             raise UserError(f"logit_bias: token {wrong[0]} is outside the vocabulary of {vocabulary}")
+        if grammar := sequence.request.sampling.grammar:
+            sequence.matcher = self.engine.grammars.matcher(grammar)
         self.scheduler.add(sequence)
 
     def abort(self, id: int) -> None:
@@ -65,37 +67,44 @@ class Loop:
         aborted, self._aborted = self._aborted, []
         if step is None:
             return aborted
-        start, decode = time.perf_counter(), step.decode
-        for sequence in step.sequences:
+        start, decode, finished = time.perf_counter(), step.decode, step.finished_prompts
+        prompts = [] if decode else [s for s in step.sequences if not s.decoding]
+        prompt_tokens = sum(s.new_tokens for s in prompts)
+        for sequence in prompts:
             if not sequence.cached:
                 self._admitted[sequence.id] = start
-        prompt_tokens = sum(s.new_tokens for s in step.sequences if not s.decoding)
-        decoding = sum(s.decoding for s in step.sequences)
         with self.engine.step(decode):
             batch = self.engine.pack(self.scheduler, step.sequences, decode)
             logits = self.engine.forward(batch, decode)
-            finished = step.finished_prompts
-            self._score(logits, step.sequences)
-            logits = _last_rows(logits, [s for s in step.sequences if s.group == self._group])
-            tokens = self.engine.choose(logits, finished) if finished else []
+            if prompts:
+                self._score(logits, step.sequences)
+                logits = _last_rows(logits, [s for s in step.sequences if s.group == self._group])
+            tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
             logprobs = self._logprobs(logits, finished, tokens)
         events = self.scheduler.commit(step, tokens)
         if logprobs:
-            events = [replace(event, logprobs=logprobs.get(event.id, ())) for event in events]
-        for index, sequence in enumerate(finished):
-            if sequence.prompt_logprobs and len(sequence.generated) == 1:
-                events[index] = replace(events[index], prompt_logprobs=tuple(sequence.prompt_logprobs))
+            events = [event._replace(logprobs=logprobs.get(event.id, ())) for event in events]
         now = time.perf_counter()
-        self.timings.add(prompt_tokens, decoding, now - start)
-        self.timings.first_token += [now - self._admitted.pop(e.id) for e in events if e.id in self._admitted]
+        self.timings.add(prompt_tokens, len(step.sequences) - len(prompts), now - start)
+        if self._admitted:
+            self._first_tokens(events, finished, now)
         return aborted + events
+
+    def _first_tokens(self, events: list[Event], sequences: ListOf[Sequence], now: float) -> None:
+        """Completes those of `events`, one for each of `sequences`, that have the first token of a request."""
+        for index, sequence in enumerate(sequences):
+            if (admitted := self._admitted.pop(sequence.id, None)) is not None:
+                self.timings.first_token.append(now - admitted)
+            if sequence.prompt_logprobs and len(sequence.generated) == 1:
+                events[index] = events[index]._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
 
     def _logprobs(
         self, logits: Tensor, sequences: ListOf[Sequence], tokens: ListOf[int]
     ) -> dict[int, tuple[TokenLogprob, ...]]:
         """The log-probabilities of the chosen `tokens` of all `sequences` that want them, by id. `logits` has the rows
         of this rank's group."""
-        wanted = {s.id: s.request.sampling.logprobs for s in sequences if s.request.sampling.logprobs is not None}
+        params = [s.request.sampling for s in sequences]
+        wanted = {s.id: p.logprobs for s, p in zip(sequences, params, strict=True) if p.logprobs is not None}
         if not wanted:
             return {}
         mine = [(s, token) for s, token in zip(sequences, tokens, strict=True) if s.group == self._group]

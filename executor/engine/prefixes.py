@@ -92,6 +92,7 @@ class PageCache:
                 self.hold([other])
                 self.release([block])
                 blocks[page] = other
+                self.pool.version += 1
 
     def release(self, blocks: list[Block]) -> None:
         """Count one holder less of each of `blocks`. Pages without holders are kept if they are published."""

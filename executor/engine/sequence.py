@@ -24,12 +24,14 @@ class Sequence:
     cached: int = 0  # number of `ids` whose keys and values are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not cached yet
     blocks: list[Block] = field(default_factory=list)  # its pages
+    table: "array[int]" = field(default_factory=lambda: array("q"))  # the numbers of `blocks`, as far as packed before
+    table_version: int = 0  # `Pages.version` when `table` was made
     promised: int = 0  # number of pages that it may have at least, those in `blocks` included
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
     published: int = 0  # number of its first pages that later prompts can find
     found: int = 0  # prompt tokens whose pages were found when it was first admitted
     preemptions: int = 0
-    matcher: "Matcher | None" = None  # of its grammar, on the ranks that choose its tokens
+    matcher: "Matcher | None" = None  # of its grammar
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
 

@@ -71,8 +71,8 @@ class DecodeGraph:
             self.logits = step(fixed)
 
     def replay(self, batch: Batch) -> Tensor:
-        for name, tensor in batch.tensors().items():
-            self.inputs[name].copy_(tensor)
+        for name, tensor in self.inputs.items():
+            tensor.copy_(getattr(batch, name))
         self.tape.replay()
         return self.logits
 

@@ -157,7 +157,7 @@ class Worker:
         for event in tick.events:
             if isinstance(event, Submit):
                 try:
-                    self.loop.add(self.sequence_of(event))
+                    self.loop.add(sequence_of(event))
                     if self.channel:
                         self._arrived[event.id] = time.perf_counter()
                 except UserError as error:
@@ -167,13 +167,6 @@ class Worker:
                 self.loop.abort(event.id)
             else:
                 self.stopping = True
-
-    def sequence_of(self, submit: Submit) -> Sequence:
-        """Raises UserError if the request cannot run: a step in which it fails would end all others as well."""
-        sequence = sequence_of(submit)
-        if grammar := sequence.request.sampling.grammar:
-            sequence.matcher = self.engine.grammars.matcher(grammar)
-        return sequence
 
     def step(self, step: Step | None) -> None:
         """Runs a step of the engine, if there is something to do."""

@@ -245,7 +245,7 @@ def _packed(choice: Choice, tokens: "array[int]", biases: "array[float]") -> byt
     return CHOICE.pack(
         settings.temperature, settings.top_p, settings.min_p, settings.presence_penalty, settings.frequency_penalty,
         settings.repetition_penalty, min(settings.top_k or 0, LARGEST), choice.seed, choice.ids.buffer_info()[0],
-        choice.prompt, choice.count, tokens.buffer_info()[0], biases.buffer_info()[0], len(tokens),
+        choice.prompt, choice.position, tokens.buffer_info()[0], biases.buffer_info()[0], len(tokens),
         0 if allowed is None else np.frombuffer(allowed, np.uint8).ctypes.data, len(allowed or b""),
     )  # fmt: skip
 

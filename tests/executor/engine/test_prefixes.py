@@ -1,6 +1,7 @@
 """Shared prefixes, promises and preemption: over random histories every request gets all its tokens, every page holds
 the tokens it is found by, and copies of the scheduler stay equal."""
 
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -34,7 +35,7 @@ class Rank:
         scheduler.reserve(step.sequences)
         for s in step.sequences:
             pool, salt = scheduler.pools[s.group], s.request.salt
-            places = pool.places(s.blocks, 0, s.end)
+            places = [s.blocks[i // pool.page_size].page * pool.page_size + i % pool.page_size for i in range(s.end)]
             for position, place in enumerate(places):
                 content = salt, tuple(s.ids[: position + 1])
                 if position < s.cached:
@@ -150,7 +151,7 @@ def test_what_was_used_last_is_kept_and_a_page_goes_before_its_predecessor() -> 
     run_alone(scheduler, 1, list(range(50, 62)), 1)
     run_alone(scheduler, 2, list(range(9)), 1)  # uses two pages of the first again
     keys: list[bytes] = []
-    extend_keys(keys, list(range(12)), 4, b"")
+    extend_keys(keys, array("q", range(12)), 4, b"")
     assert len(cache.idle) == 6
     cache.trim(2)
     assert list(cache.idle) == [keys[1], keys[0]]

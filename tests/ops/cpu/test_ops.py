@@ -468,7 +468,7 @@ def test_sample(settings: str, width: int) -> None:
         adjust(logits[row], choices[row])
         probabilities = filtered_probabilities(logits[row : row + 1], [choices[row].settings])[0].double()
         before = float(probabilities[: found[row]].sum())
-        drawn = uniform(choices[row].seed, choices[row].count)
+        drawn = uniform(choices[row].seed, choices[row].position)
         assert before - 1e-5 <= drawn <= before + float(probabilities[found[row]]) + 1e-5
         assert probabilities[found[row]] > 0
     assert (found != expected).sum() <= 1

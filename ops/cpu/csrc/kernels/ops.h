@@ -137,7 +137,7 @@ struct Choice {
     int64_t top_k;  // 0: all tokens
     int64_t seed;
     const int64_t* ids;
-    int64_t prompt, count;
+    int64_t prompt, position;
     const int64_t* biased;  // (biases) tokens
     const double* bias;     // (biases)
     int64_t biases;

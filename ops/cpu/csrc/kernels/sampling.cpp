@@ -48,12 +48,13 @@ struct Probabilities {
 };
 
 CLONES void exponentiate(const float* x, float most, float inverse, const Probabilities& to) {
+    float* p = to.p;
     for (int64_t start = 0; start < to.width; start += kSpan) {
         const int64_t end = std::min(to.width, start + kSpan);
         float lanes[kLanes] = {}, sum = 0;
-        const auto one = [&](int64_t i) {
+        const auto one = [=](int64_t i) {
             const float v = (x[i] - most) * inverse;
-            return to.p[i] = v < -87.0f ? 0.0f : fast_exp(v);
+            return p[i] = v < -87.0f ? 0.0f : fast_exp(v);
         };
         int64_t i = start;
         for (; i + kLanes <= end; i += kLanes)
@@ -63,19 +64,20 @@ CLONES void exponentiate(const float* x, float most, float inverse, const Probab
     }
 }
 
-// Removes the tokens below `least`, and those of exactly this probability behind column `last`.
-CLONES void remove(const Probabilities& from, float least, int64_t last) {
+// Removes the tokens below `least`.
+CLONES void remove_below(const Probabilities& from, float least) {
     for (int64_t start = 0; start < from.width; start += kSpan) {
         const int64_t end = std::min(from.width, start + kSpan);
+        float* p = from.p;
         float lanes[kLanes] = {}, sum = 0;
-        const auto one = [&](int64_t i) {
-            const float v = from.p[i];
-            return from.p[i] = v < least || (v == least && i > last) ? 0.0f : v;
-        };
         int64_t i = start;
         for (; i + kLanes <= end; i += kLanes)
-            for (int l = 0; l < kLanes; l++) lanes[l] += one(i + l);
-        for (; i < end; i++) sum += one(i);
+            for (int l = 0; l < kLanes; l++) {
+                const float v = p[i + l] < least ? 0.0f : p[i + l];
+                p[i + l] = v;
+                lanes[l] += v;
+            }
+        for (; i < end; i++) sum += p[i] = p[i] < least ? 0.0f : p[i];
         from.sums[start / kSpan] = sum + add_lanes(lanes);
     }
 }
@@ -110,34 +112,30 @@ CLONES float below_top(const Probabilities& from, int64_t k) {
     return most[k - 1];
 }
 
-struct Cut {
-    float least;
-    int64_t last;  // as in `remove`
-};
-
-// Where tokens end whose weights, `weight(p)` each, reach `goal` when the most probable ones are taken first, the first
-// of equal ones before the others. Tokens below `least` are not needed to reach it.
+// Removes all tokens but the most probable ones, the first of equal ones before the others, whose weights, `weight(p)`
+// each, reach `goal`. Tokens below `least` are not needed to reach it. With `ties`, tokens that are as probable as the
+// last one stay as well.
 template <class Weight>
-Cut cut(const Probabilities& from, float least, double goal, Weight&& weight) {
-    const int64_t count = gather(from, std::max(least, std::numeric_limits<float>::min()));
+void keep_most(const Probabilities& of, float least, double goal, bool ties, Weight&& weight) {
+    const int64_t count = gather(of, std::max(least, std::numeric_limits<float>::min()));
     double bins[kBins] = {};
     const auto bin_of = [&](int32_t i) {
         int32_t bits;
-        __builtin_memcpy(&bits, from.p + i, 4);
+        __builtin_memcpy(&bits, of.p + i, 4);
         return bits >> kShift;
     };
-    for (int64_t j = 0; j < count; j++) bins[bin_of(from.places[j])] += weight(from.p[from.places[j]]);
+    for (int64_t j = 0; j < count; j++) bins[bin_of(of.places[j])] += weight(of.p[of.places[j]]);
     int bin = kBins - 1;
     double reached = 0;
     while (bin > 0 && reached + bins[bin] < goal) reached += bins[bin--];
-    int32_t* end = std::remove_if(from.places, from.places + count, [&](int32_t i) { return bin_of(i) != bin; });
-    std::sort(from.places, end,
-              [&](int32_t a, int32_t b) { return from.p[a] > from.p[b] || (from.p[a] == from.p[b] && a < b); });
-    for (int32_t* i = from.places; i != end; i++) {
-        reached += weight(from.p[*i]);
-        if (reached >= goal) return {from.p[*i], *i};
-    }
-    return {0.0f, from.width};
+    int32_t* end = std::remove_if(of.places, of.places + count, [&](int32_t i) { return bin_of(i) != bin; });
+    std::sort(of.places, end, [&](int32_t a, int32_t b) { return of.p[a] > of.p[b] || (of.p[a] == of.p[b] && a < b); });
+    int32_t* last = of.places;
+    while (last != end && (reached += weight(of.p[*last])) < goal) last++;
+    if (last == end) return;  // the sums were rounded: all are needed
+    const float lowest = of.p[*last++];
+    for (; !ties && last != end && of.p[*last] == lowest; last++) of.p[*last] = 0;
+    remove_below(of, lowest);
 }
 
 int64_t draw(const Probabilities& from, double number) {
@@ -161,9 +159,9 @@ int64_t draw(const Probabilities& from, double number) {
 // Applies the penalties to the logits x (width); `seen` is room for as many numbers.
 void penalise(const Choice& choice, float* x, int32_t* seen) {
     const auto unique = [&](int64_t begin, auto&& f) {  // f(token, how often it is there)
-        for (int64_t i = begin; i < choice.count; i++) seen[choice.ids[i]] = 0;
-        for (int64_t i = begin; i < choice.count; i++) seen[choice.ids[i]]++;
-        for (int64_t i = begin; i < choice.count; i++) {
+        for (int64_t i = begin; i < choice.position; i++) seen[choice.ids[i]] = 0;
+        for (int64_t i = begin; i < choice.position; i++) seen[choice.ids[i]]++;
+        for (int64_t i = begin; i < choice.position; i++) {
             const int64_t token = choice.ids[i];
             if (seen[token]) f(x[token], seen[token]);
             seen[token] = 0;
@@ -194,20 +192,17 @@ int64_t choose(const Choice& choice, const float* logits, float* scratch, int64_
     // A row without finite logits has no probabilities.
     if (choice.temperature == 0 || !std::isfinite(x[largest])) return largest;
     exponentiate(x, x[largest], static_cast<float>(1 / std::max(choice.temperature, 1e-30)), row);
-    if (choice.top_k > 0 && choice.top_k < width) {
-        const Cut end =
-            cut(row, below_top(row, choice.top_k), static_cast<double>(choice.top_k), [](float) { return 1.0; });
-        remove(row, end.least, width);  // equal ones stay together
-    }
+    if (choice.top_k > 0 && choice.top_k < width)
+        keep_most(row, below_top(row, choice.top_k), static_cast<double>(choice.top_k), true,
+                  [](float) { return 1.0; });
     if (choice.top_p < 1) {
         const double total = row.total();
         // All tokens below `least` have at most half of what top-p leaves out.
         const double least = (1 - choice.top_p) * total / static_cast<double>(2 * width);
-        const Cut end = cut(row, static_cast<float>(least), choice.top_p * total, [](float p) { return p; });
-        remove(row, end.least, end.last);
+        keep_most(row, static_cast<float>(least), choice.top_p * total, false, [](float p) { return p; });
     }
-    if (choice.min_p > 0) remove(row, static_cast<float>(choice.min_p), width);
-    return draw(row, uniform(choice.seed, choice.count));
+    if (choice.min_p > 0) remove_below(row, static_cast<float>(choice.min_p));
+    return draw(row, uniform(choice.seed, choice.position));
 }
 
 }  // namespace
