@@ -1,11 +1,11 @@
-"""What a decode step costs beside the model: scheduling, packing, choosing tokens and bookkeeping.
+"""What a decode step costs beside the model: scheduling, packing, choosing tokens, bookkeeping.
 
-    .venv/bin/python -m benchmarks.cpu_steps [--case demo] [--batches 1 4 16 64] [--steps 400] [--json FILE] [--plot FILE]
+    .venv/bin/python -m benchmarks.cpu_steps [--case demo] [--batches 1 4 16 64] [--json FILE]
 
 Sequences of random tokens are decoded through the engine's loop; a batch of each kind takes its steps in turn with the
 others. A row, of the table and of `rows` in the JSON file:
   batch     sequences that decode together
-  tokens    how they are chosen: the largest logit; sampled with temperature 0.7, or with top-k 20 and top-p 0.9 as well;
+  tokens    how they are chosen: the largest logit; sampled with temperature 0.7, or with top-k 20 and top-p 0.9 too;
             penalised: the largest logit with a frequency penalty
   step_us   median microseconds of a step
   model_us  the replay of the captured graph in it
@@ -59,11 +59,11 @@ class Clock:
             finally:
                 self.seconds += time.perf_counter() - start
 
-        DecodeGraph.replay = timed  # type: ignore[method-assign]
+        DecodeGraph.replay = timed  # type: ignore[method-assign, assignment]
 
 
 def measure(loop: Loop, clock: Clock, batch: int, steps: int) -> Iterator[Row]:
-    """Rounds of steps of every kind, until each has `steps`. A round's first step prefills, and its second may capture."""
+    """Rounds of steps of all kinds, until each has `steps`. A round first prefills, and its second step may capture."""
     vocabulary, longest = loop.engine.config.vocab_size, loop.engine.case.max_sequence_length
     generator = torch.Generator().manual_seed(batch)
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}

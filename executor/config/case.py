@@ -71,6 +71,11 @@ class DataSettings:
         256, "the same for a step in which other sequences decode; a smaller limit slows them down less while a long "
         "prompt is prefilled; 0: no limit", means=OPEN, minimum=0,
     )  # fmt: skip
+    draft_tokens: int = key(
+        0, "most tokens of a sequence that a decode step guesses from what followed the same tokens before, in the "
+        "prompt or the answer, and checks; the tokens stay the same. Steps guess only as much as is measured to pay, "
+        "which is much where answers quote their prompts", minimum=0, maximum=15,
+    )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
 
@@ -341,6 +346,11 @@ class Case:
     @property
     def max_sequence_length(self) -> int:
         return self.data_config.input_max_len + self.data_config.max_new_tokens
+
+    @property
+    def decode_rows(self) -> int:
+        """Most rows of a decode step, in all data-parallel groups: one for each sequence and each drafted token."""
+        return self.data_config.batch_size * (1 + self.data_config.draft_tokens)
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

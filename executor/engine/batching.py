@@ -20,11 +20,16 @@ def pack(
     all_logits: bool = False,
     rows: int = 0,
     sequence_parallel: bool = False,
+    decode: bool = False,
 ) -> Batch:
     """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
     group, and their pages are reserved.
 
-    For graphs of fixed sizes, and for equal shares of ranks, the batch is padded to `rows` sequences, with one token
+    In a decode step each token is a row by itself, with its own block table and length, also where several are of one
+    sequence: so drafted tokens are computed as they would be without drafts. All rows' keys are written before any row
+    attends to them.
+
+    For graphs of fixed sizes, and for equal shares of ranks, the batch is padded to `rows` rows, with one token
     each. Padding tokens are written to a page that no sequence holds.
     """
     ids: array[int] = array("q")
@@ -38,13 +43,14 @@ def pack(
     for s in sequences:
         table, cached, end = _table(s, pool), s.cached, s.end
         ids += s.ids[cached:end]
-        tables += table
-        tables += unused[len(table) :]
         for position in range(cached, end):
             positions.append(position)
             places.append(table[position // size] * size + position % size)
-        starts.append(len(ids))
-        lengths.append(end)
+        for last in range(cached + 1, end + 1) if decode else (end,):
+            tables += table
+            tables += unused[len(table) :]
+            lengths.append(last)
+            starts.append(starts[-1] + 1 if decode else len(ids))
         if not all_logits:
             rows_wanted.extend(range(len(ids) - s.logit_rows, len(ids)))
     for row in range(rows - len(sequences)):

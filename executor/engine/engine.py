@@ -87,7 +87,7 @@ class Engine:
         scheduler.reserve(sequences)
         group, pools = self.parallel.attn_dp.rank, scheduler.pools
         groups = scheduler.by_group(sequences)
-        live = tokens = tuple(len(of) if decode else sum(s.new_tokens for s in of) for of in groups)
+        live = tokens = tuple(sum(s.new_tokens for s in of) for of in groups)
         mine = groups[group]
         rows = self.platform.padded_rows(max(tokens)) if decode else 0
         if rows:
@@ -97,7 +97,7 @@ class Engine:
             tokens = tuple(self.parallel.attn_tp.padded(count) for count in tokens)
             rows = len(mine) + tokens[group] - live[group]
         ops, width = self.platform.ops, scheduler.table_width
-        batch = pack(ops, mine, pools[group], tokens, width, all_logits or decode, rows, shared)
+        batch = pack(ops, mine, pools[group], tokens, width, all_logits or decode, rows, shared, decode)
         if self.offload:
             self.offload.started(tokens, live)
         return batch
@@ -110,12 +110,12 @@ class Engine:
             return self.decode_step(batch) if decode else self.model.prefill(batch.to(self.platform.device))
 
     def choose(self, logits: Tensor, groups: ListOf[ListOf[Sequence]]) -> list[int]:
-        """Returns the next token of each sequence of `groups`, the data-parallel groups. `logits` has one row for each
-        sequence of this rank's group."""
+        """Returns the tokens chosen behind the newest and each drafted token of each sequence of `groups`, the
+        data-parallel groups. `logits` has as many rows for this rank's group."""
         dp = self.parallel.attn_dp
-        mine = groups[dp.rank]
-        chosen = choose(self.platform.ops, logits[: len(mine)], mine)
-        tokens: list[int] = dp.gather_rows(chosen, tuple(map(len, groups))).tolist()
+        counts = tuple(sum(1 + s.drafted for s in of) for of in groups)
+        chosen = choose(self.platform.ops, logits[: counts[dp.rank]], groups[dp.rank])
+        tokens: list[int] = dp.gather_rows(chosen, counts).tolist()
         return tokens
 
     def logprobs(self, logits: Tensor, tokens: ListOf[int], counts: tuple[int, ...], most: int) -> list[list[float]]:

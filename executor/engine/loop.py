@@ -4,15 +4,19 @@ import itertools
 import time
 from collections.abc import Sequence as ListOf
 
+import torch
 from torch import Tensor
 
 from errors import UserError
+from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
-from executor.engine.request import Event, Request, TokenLogprob
+from executor.engine.request import Event, Request
 from executor.engine.sampling import token_logprob
 from executor.engine.scheduler import Scheduler, Step, limits_of
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
+
+SHARED_STEPS = 16  # decode steps whose times rank 0 shares at once
 
 
 class Loop:
@@ -26,6 +30,7 @@ class Loop:
         self._group = engine.parallel.attn_dp.rank
         self._ids = itertools.count()
         self._aborted: list[Event] = []
+        self._steps: list[tuple[int, float]] = []  # rows and seconds of decode steps that drafts have not learned from
         self._admitted: dict[int, float] = {}  # id -> time of admission in seconds, of sequences without a first token
 
     @property
@@ -41,8 +46,8 @@ class Loop:
         return id
 
     def add(self, sequence: Sequence) -> None:
-        """Like `submit`, for a caller that numbers its sequences itself and reads them afterwards. Whatever a step could
-        fail for is refused here, because a step that fails ends all requests."""
+        """Like `submit`, for a caller that numbers its sequences itself and reads them afterwards. Refuses
+        whatever a step could fail for: a step that fails ends all requests."""
         vocabulary = self.engine.config.vocab_size
         if wrong := [token for token in sequence.ids if not 0 <= token < vocabulary]:
             raise UserError(f"prompt {sequence.id}: token {wrong[0]} is outside the vocabulary of {vocabulary}")
@@ -80,12 +85,15 @@ class Loop:
                 self._score(logits, step.sequences)
                 logits = _last_rows(logits, [s for s in step.sequences if s.group == self._group])
             tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
-            logprobs = self._logprobs(logits, finished, tokens)
+        rows = [1 + s.drafted for s in finished]
         events = self.scheduler.commit(step, tokens)
-        if logprobs:
-            events = [event._replace(logprobs=logprobs.get(event.id, ())) for event in events]
+        if any(s.request.sampling.logprobs is not None for s in finished):
+            events = self._with_logprobs(logits, finished, rows, events)
         now = time.perf_counter()
-        self.timings.add(prompt_tokens, len(step.sequences) - len(prompts), now - start)
+        decoded = sum(len(e.tokens) for e, s in zip(events, finished, strict=True) if s not in prompts)
+        self.timings.add(prompt_tokens, decoded, now - start)
+        if decode and (drafts := self.scheduler.drafts):
+            self._took(drafts, sum(rows), now - start)
         if self._admitted:
             self._first_tokens(events, finished, now)
         return aborted + events
@@ -98,21 +106,41 @@ class Loop:
             if sequence.prompt_logprobs and len(sequence.generated) == 1:
                 events[index] = events[index]._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
 
-    def _logprobs(
-        self, logits: Tensor, sequences: ListOf[Sequence], tokens: ListOf[int]
-    ) -> dict[int, tuple[TokenLogprob, ...]]:
-        """The log-probabilities of the chosen `tokens` of all `sequences` that want them, by id. `logits` has the rows
-        of this rank's group."""
-        params = [s.request.sampling for s in sequences]
-        wanted = {s.id: p.logprobs for s, p in zip(sequences, params, strict=True) if p.logprobs is not None}
-        if not wanted:
-            return {}
-        mine = [(s, token) for s, token in zip(sequences, tokens, strict=True) if s.group == self._group]
-        rows = [row for row, (s, _) in enumerate(mine) if s.id in wanted]
-        chosen = [token for s, token in mine if s.id in wanted]
-        asking = [s for s in sequences if s.id in wanted]
-        found = self.engine.logprobs(logits[rows], chosen, self._counts(asking), max(wanted.values()))
-        return {s.id: (token_logprob(row, wanted[s.id]),) for s, row in zip(asking, found, strict=True)}
+    def _took(self, drafts: Drafts, rows: int, seconds: float) -> None:
+        """Lets `drafts` learn what a decode step with so many rows costs. All ranks learn the times of rank 0, a few
+        steps later where there are several ranks."""
+        world = self.engine.parallel.world
+        self._steps.append((rows, seconds))
+        if world.size == 1 or len(self._steps) == SHARED_STEPS:
+            times = torch.tensor([seconds for _, seconds in self._steps], device=self.engine.platform.device)
+            shared = times if world.size == 1 else world.gather_rows(times, None)[: len(self._steps)]
+            for (rows, _), seconds in zip(self._steps, shared.tolist(), strict=True):
+                drafts.took(rows, seconds)
+            self._steps.clear()
+
+    def _with_logprobs(
+        self, logits: Tensor, sequences: ListOf[Sequence], rows: ListOf[int], events: ListOf[Event]
+    ) -> list[Event]:
+        """`events`, one for each of `sequences`, with the log-probabilities of the tokens of those that want them.
+        `logits` has the rows of this rank's group, of which sequences[i] has rows[i]."""
+        asking = [(s, e) for s, e in zip(sequences, events, strict=True) if s.request.sampling.logprobs is not None]
+        mine: list[int] = []
+        chosen: list[int] = []
+        first = 0
+        for sequence, count, event in zip(sequences, rows, events, strict=True):
+            if sequence.group == self._group:
+                if sequence.request.sampling.logprobs is not None:
+                    mine += range(first, first + len(event.tokens))
+                    chosen += event.tokens
+                first += count
+        most = max(s.request.sampling.logprobs or 0 for s, _ in asking)
+        counts = tuple(sum(len(e.tokens) for s, e in asking if s.group == g) for g in range(len(self.scheduler.pools)))
+        found = iter(self.engine.logprobs(logits[mine], chosen, counts, most))
+        given = {
+            s.id: tuple(token_logprob(next(found), s.request.sampling.logprobs or 0) for _ in e.tokens)
+            for s, e in asking
+        }
+        return [event._replace(logprobs=given.get(event.id, ())) for event in events]
 
     def _score(self, logits: Tensor, sequences: ListOf[Sequence]) -> None:
         """Keeps the log-probabilities of prompt tokens that are computed in this step, for those who want them.
@@ -134,10 +162,6 @@ class Loop:
         for s in asking:
             own = s.request.sampling.prompt_logprobs or 0
             s.prompt_logprobs += [token_logprob(next(found), own) for _ in range(_scores(s))]
-
-    def _counts(self, sequences: ListOf[Sequence]) -> tuple[int, ...]:
-        """Number of `sequences` in each data-parallel group."""
-        return tuple(sum(s.group == g for s in sequences) for g in range(len(self.scheduler.pools)))
 
 
 def _scores(sequence: Sequence) -> int:

@@ -14,22 +14,26 @@ LOGPROB_ROWS = 64  # rows whose log-probabilities are computed at a time
 
 
 def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
-    """logits (S, V) with a row for each of `sequences`. -> token ids (S); FAILED where a grammar failed"""
+    """logits (rows, V) with a row behind the newest token and behind each drafted one of each of `sequences`. -> token
+    ids (rows); FAILED where a grammar failed"""
     if all(s.request.sampling.takes_the_largest for s in sequences):
         return ops.argmax(logits)
-    tokens = ops.sample(logits, [choice_of(s) for s in sequences])
-    for row, sequence in enumerate(sequences):
-        if sequence.matcher and not sequence.matcher.accept(int(tokens[row])):
+    tokens = ops.sample(logits, [choice for s in sequences for choice in choices_of(s)])
+    row = 0
+    for sequence in sequences:
+        if sequence.matcher and not sequence.matcher.accept(int(tokens[row])):  # it has no drafts
             tokens[row] = FAILED
+        row += 1 + sequence.drafted
     return tokens
 
 
-def choice_of(sequence: Sequence) -> Choice:
-    """How the next token of `sequence` is chosen."""
-    sampling, ids = sequence.request.sampling, sequence.ids
+def choices_of(sequence: Sequence) -> list[Choice]:
+    """How the tokens behind the newest token of `sequence` and behind each drafted one are chosen."""
+    sampling, ids, prompt = sequence.request.sampling, sequence.ids, sequence.prompt_len
     seed = sequence.id if sampling.seed is None else sampling.seed
     allowed = sequence.matcher.allowed() if sequence.matcher else None
-    return Choice(sampling, seed, ids, sequence.prompt_len, len(ids), allowed)
+    positions = range(len(ids) - sequence.drafted, len(ids) + 1)
+    return [Choice(sampling, seed, ids, prompt, position, allowed) for position in positions]
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from errors import UserError
 from executor.config.case import Case
+from executor.engine.drafts import Drafts
 from executor.engine.pages import PagePool, Pages
 from executor.engine.prefixes import PageCache, extend_keys
 from executor.engine.request import Event
@@ -51,6 +52,7 @@ class Limits:
     reserve: int | None = None
     prefixes: bool = False  # whether the pages of sequences that have ended are kept for later prompts
     prefix_floor: int = 0  # kept pages that are dropped only after all experts
+    draft_tokens: int = 0  # most drafted tokens of a sequence in a step
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Step:
 
     @functools.cached_property
     def decode(self) -> bool:
-        """Whether every sequence takes exactly its newest token. Graphs are captured of such steps only."""
+        """Whether every sequence takes exactly its newest token, and drafted ones. Graphs are captured of such steps
+        only."""
         return all(s.decoding for s in self.sequences)
 
     @functools.cached_property
@@ -88,6 +91,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by priority and arrival
         self.running: list[Sequence] = []  # ordered by group, in a group by admission
         self.preempted: list[Sequence] = []  # by the last `schedule`
+        self.drafts = Drafts(limits.draft_tokens) if limits.draft_tokens else None
         self._arrivals = itertools.count()
 
     @property
@@ -206,7 +210,21 @@ class Scheduler:
             self._make_room(sequence)
         if self.preempted:
             step = [s for s in step if s not in self.preempted]
+        if self.drafts and step and all(s.decoding for s in step):
+            self.drafts.propose(step, [self._room(s) for s in step])
         return Step(step) if step else None
+
+    def _room(self, sequence: Sequence) -> int:
+        """Number of tokens that a sequence may have in its next step beyond its newest one, without more pages than it
+        was promised, or one more if no other sequence has to give it up."""
+        longest = sequence.longest - 1 - len(sequence.ids)
+        room = sequence.promised * self.limits.page_size - len(sequence.ids)
+        short = room < min(longest, self.limits.draft_tokens)
+        if short and self.committed(sequence.group) < self.pools[sequence.group].pages:
+            sequence.promised += 1
+            room += self.limits.page_size
+            self._trim(sequence.group)
+        return min(longest, room)
 
     def _make_room(self, sequence: Sequence) -> None:
         """Promise a running sequence the pages of its next step, unless it is preempted itself for want of them."""
@@ -258,28 +276,43 @@ class Scheduler:
                 self.caches[sequence.group].extend(sequence.blocks, sequence.end)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
-        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order; FAILED for one
-        whose grammar cannot be followed any further."""
-        finished, size = step.finished_prompts, self.limits.page_size
+        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one behind the
+        newest token of each, and one behind each drafted one. FAILED stands for one whose grammar cannot be followed
+        any further."""
+        finished, size, events, at = step.finished_prompts, self.limits.page_size, [], 0
         for sequence in step.sequences:
             sequence.cached, sequence.limit = sequence.end, None
-            if self.limits.prefixes and sequence.cached >= (sequence.published + 1) * size:
-                self._publish(sequence)
-        for sequence, token in zip(finished, tokens, strict=True):
+        for sequence in finished:
+            new: ListOf[int] = tokens[at : at + 1 + sequence.drafted]
+            at += len(new)
+            if sequence.drafted and self.drafts:
+                new = self.drafts.accept(sequence, new)
+            new = self._append(sequence, new)
+            if new:
+                sequence.cached = len(sequence.ids) - 1
+            events.append(Event(sequence.id, tuple(new), sequence.finish_reason, sequence.found))
+        if self.limits.prefixes:
+            for sequence in step.sequences:
+                if sequence.cached >= (sequence.published + 1) * size:
+                    self._publish(sequence)
+        self.retire()
+        return events
+
+    def _append(self, sequence: Sequence, tokens: ListOf[int]) -> ListOf[int]:
+        """Appends those of `tokens` to the sequence that come before its end; -> those."""
+        sampling = sequence.request.sampling
+        for count, token in enumerate(tokens):
             if token == FAILED:
                 sequence.finish_reason = "error"
-                continue
+                return tokens[:count]
             sequence.ids.append(token)
-            sampling = sequence.request.sampling
             if token in sampling.stop_token_ids or (token in self.stop_ids and not sampling.ignore_eos):
                 sequence.finish_reason = "stop"
             elif len(sequence.ids) >= sequence.longest:
                 sequence.finish_reason = "length"
-        self.retire()
-        return [
-            Event(s.id, () if token == FAILED else (token,), s.finish_reason, s.found)
-            for s, token in zip(finished, tokens, strict=True)
-        ]
+            if sequence.finish_reason:
+                return tokens[: count + 1]
+        return tokens
 
     def _publish(self, sequence: Sequence) -> None:
         """Let later prompts find the pages of `sequence` that are full."""
@@ -330,4 +363,5 @@ def limits_of(case: Case, serving: bool = False) -> Limits:
         reserve=serve.reserve if serving else None,
         prefixes=serving and serve.prefix_cache,
         prefix_floor=serve.prefix_floor // case.cache_config.page_size if serving else 0,
+        draft_tokens=data.draft_tokens,
     )

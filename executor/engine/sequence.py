@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from errors import UserError
+from executor.engine.matches import Matches
 from executor.engine.pages import Block
 from executor.engine.request import Request, TokenLogprob
 
@@ -32,6 +33,8 @@ class Sequence:
     found: int = 0  # prompt tokens whose pages were found when it was first admitted
     preemptions: int = 0
     matcher: "Matcher | None" = None  # of its grammar
+    drafted: int = 0  # number of the last `ids` that are only guessed, while a step checks them
+    matches: Matches = field(default_factory=Matches)  # what its drafts are made from
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
 
@@ -50,12 +53,15 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether all but the newest generated token is cached, so that its next step takes one token."""
-        return len(self.ids) > self.prompt_len and self.cached == len(self.ids) - 1
+        """Whether all but the newest generated token is cached, so that its next step takes one token, and drafted
+        ones."""
+        count = len(self.ids) - self.drafted
+        return count > self.prompt_len and self.cached == count - 1
 
     @property
     def new_tokens(self) -> int:
-        """Number of tokens that the next step takes: one while decoding, else the prompt or a chunk of it."""
+        """Number of tokens that the next step takes: one and drafted ones while decoding, else the prompt or a chunk of
+        it."""
         missing = len(self.ids) - self.cached
         return missing if self.limit is None else min(self.limit, missing)
 

@@ -44,7 +44,8 @@ class Rank:
                     self.written[s.group, place] = content
             shared = [b for b in s.blocks if b.holders > 1]
             assert all(b in s.blocks[: s.cached // pool.page_size] for b in shared)  # nobody writes into a shared page
-        events = scheduler.commit(step, [tokens[s.id] for s in step.finished_prompts])
+        chosen = [tokens[s.id] for s in step.finished_prompts for _ in range(1 + s.drafted)]
+        events = scheduler.commit(step, chosen)
         return [(s.id, s.group, s.cached, s.preemptions) for s in step.sequences], events
 
     def check(self) -> None:
@@ -73,7 +74,7 @@ def test_every_request_gets_its_tokens_whatever_gives_way(
 ) -> None:
     limits = Limits(
         3 * groups, LONGEST, page_size, groups, data.draw(st.sampled_from([None, 5])), 3, reserve, True,
-        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(0, 3)), data.draw(st.sampled_from([0, 1, 5])),
     )  # fmt: skip
     ranks = [Rank(limits, -(-LONGEST // page_size) + more, number) for number in range(3)]
     wanted: dict[int, int] = {}

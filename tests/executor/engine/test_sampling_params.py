@@ -16,7 +16,7 @@ from errors import UserError
 from executor.config.load import load_case
 from executor.engine.loop import Loop
 from executor.engine.request import Event, Grammar, Request, SamplingParams
-from executor.engine.sampling import choice_of, logprobs_of, token_logprob
+from executor.engine.sampling import choices_of, logprobs_of, token_logprob
 from executor.engine.sequence import new_sequence
 from executor.job.runner import ModelRunner
 from ops.sampling import adjust, filtered_probabilities
@@ -51,7 +51,7 @@ def test_biases_and_penalties_are_those_of_the_api(
             expected[token] *= repetition if expected[token] <= 0 else 1 / repetition
         count = generated.count(token)
         expected[token] -= count * frequency + (presence if count else 0)
-    adjust(logits, choice_of(sequence))
+    adjust(logits, choices_of(sequence)[0])
     np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
