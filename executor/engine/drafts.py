@@ -27,7 +27,6 @@ class Drafts:
 
     def __init__(self, most: int):
         self.most = most
-        self.drafted = self.accepted = 0  # numbers of tokens
         self._seconds: dict[int, float] = {}  # of decode steps by their number of rows, in all groups
         self._measured: dict[int, int] = {}  # the step in which it was last measured
         self._captured: set[int] = set()  # numbers of rows that a step had before; the first one takes longer
@@ -104,6 +103,5 @@ class Drafts:
         if kept < drafted:
             matches.learn(False)
         del ids[first:]
-        self.drafted, self.accepted = self.drafted + drafted, self.accepted + kept
         sequence.drafted, matches.expected = 0, None
         return chosen[: kept + 1]

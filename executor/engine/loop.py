@@ -91,7 +91,7 @@ class Loop:
             events = self._with_logprobs(logits, finished, rows, events)
         now = time.perf_counter()
         decoded = sum(len(e.tokens) for e, s in zip(events, finished, strict=True) if s not in prompts)
-        self.timings.add(prompt_tokens, decoded, now - start)
+        self.timings.add(prompt_tokens, len(step.sequences) - len(prompts), decoded, sum(rows) - len(rows), now - start)
         if decode and (drafts := self.scheduler.drafts):
             self._took(drafts, sum(rows), now - start)
         if self._admitted:

@@ -81,7 +81,7 @@ class Worker:
         self.shares = None
         if self.experts and case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes:
             self.shares = Shares(self.loop.scheduler.caches, self.experts)
-        self.steps = self.preemptions = 0
+        self.steps = self.preemptions = self.drafted = self.accepted = 0
         self.prefill_rate = 0.0  # prompt tokens a second
         self.pace = Pace()
         self.stopping = False
@@ -172,6 +172,7 @@ class Worker:
         """Runs a step of the engine, if there is something to do."""
         start, timings = time.perf_counter(), self.loop.timings
         before, decoded = timings.prefill_tokens, timings.decode_tokens
+        drafted, accepted = timings.drafted_tokens, timings.accepted_tokens
         amounts = amounts_of(step.sequences if step else ())
         events = self.loop.run(step)
         self.steps += 1
@@ -180,6 +181,8 @@ class Worker:
             again = len(sequence.ids)
             print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
         tokens, decoded = timings.prefill_tokens - before, timings.decode_tokens - decoded
+        self.drafted += timings.drafted_tokens - drafted
+        self.accepted += timings.accepted_tokens - accepted
         seconds = time.perf_counter() - start
         if tokens:
             self.pace.learn(amounts, seconds)
@@ -262,7 +265,7 @@ class Worker:
             cache.trim(0)
         self.forget()
         self._step_tokens = []
-        self.steps = self.preemptions = self._generated = 0
+        self.steps = self.preemptions = self.drafted = self.accepted = self._generated = 0
         if self.experts:
             self.experts.restart()
             if self.runner.planned:  # most steps of the warm-up captured a graph: their times say nothing
@@ -302,6 +305,8 @@ class Worker:
             queue=[running_of(s) for s in scheduler.waiting[:QUEUE_SHOWN]],
             groups=groups,
             preemptions=self.preemptions,
+            drafted=self.drafted,
+            accepted=self.accepted,
             step_tokens=self._step_tokens,
             prefill_rate=self.prefill_rate,
             decode_rate=(self._generated - generated) / (now - since),

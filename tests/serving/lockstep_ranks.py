@@ -140,8 +140,7 @@ def main() -> None:
         worker = Watched(runner, traffic if ranks.rank == 0 else None)  # type: ignore[arg-type]
         worker.run()
         preemptions, steps, moved = worker.preemptions, worker.steps, worker.moved
-        drafts = worker.loop.scheduler.drafts
-        assert drafts
+        drafted, accepted = worker.drafted, worker.accepted
         for sequence in [*worker.loop.scheduler.running, *worker.loop.scheduler.waiting]:
             worker.loop.abort(sequence.id)
         for cache in worker.loop.scheduler.caches:
@@ -159,7 +158,7 @@ def main() -> None:
             report = dict(
                 submitted=len(traffic.submitted), rows=rows, ended=ended, alone=found, held=held, hits=hits,
                 preemptions=preemptions, steps=steps, moved=moved, refused=traffic.refused,
-                aborted=sorted(traffic.aborted), drafted=drafts.drafted, accepted=drafts.accepted,
+                aborted=sorted(traffic.aborted), drafted=drafted, accepted=accepted,
             )  # fmt: skip
             args.out.write_text(json.dumps(report))
 
