@@ -19,6 +19,11 @@ OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
 
+MOST_DRAFTING = (
+    16  # sequences of a data-parallel group that drafts are made for: steps of more read most weights anyway
+)
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     with_ckpt: bool = key(
@@ -350,7 +355,8 @@ class Case:
     @property
     def decode_rows(self) -> int:
         """Most rows of a decode step, in all data-parallel groups: one for each sequence and each drafted token."""
-        return self.data_config.batch_size * (1 + self.data_config.draft_tokens)
+        batch, drafting = self.data_config.batch_size, self.attn_dp_size * MOST_DRAFTING
+        return max(batch, min(batch, drafting) * (1 + self.data_config.draft_tokens))
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

@@ -15,7 +15,6 @@ from collections.abc import Sequence as ListOf
 
 from executor.engine.sequence import Sequence
 
-MOST_SEQUENCES = 16  # more of them read so much of the weights that further rows do not pay
 MARGIN = 1.03  # how much better a step with drafts must be expected to be
 ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as no step had so many rows
 FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured anew
@@ -23,10 +22,12 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers
 
 
 class Drafts:
-    """`most` is the largest number of drafted tokens of a sequence in a step."""
+    """`most` is the largest number of drafted tokens of a sequence in a step; `sequences` is the largest number of
+    sequences in a step with drafts."""
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, most: int, sequences: int):
+        self.most, self.sequences = most, sequences
+        self._rows = 0  # of the next step, if it is to have so many whatever pays
         self._seconds: dict[int, float] = {}  # of decode steps by their number of rows, in all groups
         self._measured: dict[int, int] = {}  # the step in which it was last measured
         self._captured: set[int] = set()  # numbers of rows that a step had before; the first one takes longer
@@ -35,8 +36,10 @@ class Drafts:
     def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
         """Appends drafts to `sequences`, which take one token each in the next step; room[i] is the largest number of
         drafted tokens of sequences[i]."""
-        if len(sequences) > MOST_SEQUENCES:
+        if len(sequences) > self.sequences:
             return
+        if self._rows:
+            return self._fill(sequences, room)
         found: list[tuple[Sequence, int]] = []
         chances: list[tuple[float, int]] = []
         for sequence, most in zip(sequences, room, strict=True):
@@ -53,6 +56,20 @@ class Drafts:
             sequence, token = found[index]
             sequence.ids.append(token)
             sequence.drafted += 1
+
+    def fill(self, rows: int) -> None:
+        """Lets the next proposal be worthless drafts for a step of `rows` rows, so that a graph of this size is
+        captured."""
+        self._rows = rows
+
+    def _fill(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
+        wanted, self._rows = self._rows - len(sequences), 0
+        for place in range(self.most):
+            for sequence, most in zip(sequences, room, strict=True):
+                if place < most and wanted > 0:
+                    sequence.ids.append(sequence.ids[-1])
+                    sequence.drafted += 1
+                    wanted -= 1
 
     def _worth(self, rows: int, chances: list[float]) -> int:
         """How many of the drafted tokens to take, which come true with probabilities `chances`, the largest first,

@@ -28,7 +28,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from errors import UserError
-from executor.config.case import Case
+from executor.config.case import MOST_DRAFTING, Case
 from executor.engine.drafts import Drafts
 from executor.engine.pages import PagePool, Pages
 from executor.engine.prefixes import PageCache, extend_keys
@@ -91,7 +91,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by priority and arrival
         self.running: list[Sequence] = []  # ordered by group, in a group by admission
         self.preempted: list[Sequence] = []  # by the last `schedule`
-        self.drafts = Drafts(limits.draft_tokens) if limits.draft_tokens else None
+        most = limits.groups * MOST_DRAFTING
+        self.drafts = Drafts(limits.draft_tokens, most) if limits.draft_tokens else None
         self._arrivals = itertools.count()
 
     @property

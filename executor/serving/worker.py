@@ -21,6 +21,7 @@ from executor.checkpoint.tokenizer import stop_ids
 from executor.config import env
 from executor.config.load import load_case
 from executor.engine import request
+from executor.engine.drafts import SIZES
 from executor.engine.loop import Loop
 from executor.engine.request import Event, Grammar, Request, SamplingParams
 from executor.engine.scheduler import Step
@@ -222,7 +223,8 @@ class Worker:
 
     def warm_up(self) -> None:
         """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences
-        decode once, so that all graphs are captured."""
+        decode once, so that all graphs are captured; with
+        drafts, also steps of more rows."""
         scheduler = self.loop.scheduler
         batch, longest = scheduler.limits.batch_size, scheduler.limits.max_sequence_length
         numbers = itertools.count(1)
@@ -248,13 +250,20 @@ class Worker:
             seconds = prefill(length)
             # Rank 0's clock decides for all.
             length = self.control.number(2 * length if seconds < WARM_UP_S and 2 * length <= most else 0)
+        drafts = scheduler.drafts
+        sizes = [size for size in SIZES if batch < size <= self.case.decode_rows] if drafts else []
         for _ in range(batch):
-            add(1, batch + 2)  # until the last one decodes, and one step more for each that ends before
+            # Until the last one decodes, and one step more for each that ends before; a step with drafts may give all.
+            add(1, batch + 2 + len(sizes) * (1 + scheduler.limits.draft_tokens))
         for ended in range(batch):
             step = None
             while not self.loop.idle and not (step and step.decode):
                 step = scheduler.schedule()
                 self.step(step)
+            if drafts and not ended:
+                for size in sizes:
+                    drafts.fill(size)
+                    self.step(scheduler.schedule())
             if self.channel:
                 self.channel.send(Progress("warming up", (ended + 1) / batch))
             if step:

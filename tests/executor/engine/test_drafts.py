@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from executor.engine.drafts import FORGET_STEPS, MOST_SEQUENCES, Drafts
+from executor.engine.drafts import FORGET_STEPS, Drafts
 from executor.engine.loop import Loop
 from executor.engine.matches import FIRST_HIT_RATE, MATCH, PAUSE, Matches
 from executor.engine.request import Event, Request, SamplingParams
@@ -131,7 +131,7 @@ def proposed(drafts: Drafts, count: int, rate: float) -> int:
 
 
 def timed(seconds: dict[int, float]) -> Drafts:
-    drafts = Drafts(8)
+    drafts = Drafts(8, 4)
     for rows, took in seconds.items():
         for _ in range(2):  # the first one may capture a graph
             drafts.took(rows, took)
@@ -147,7 +147,7 @@ def test_steps_have_as_many_drafts_as_pay() -> None:
     assert proposed(timed(steep), 1, 0.95) == 0
     assert proposed(timed({1: 1.0, 2: 1.8, 4: 2.0, 8: 7.0}), 1, 0.9) == 3  # two rows would not pay
     assert proposed(timed({2: 1.0, 4: 1.1, 8: 3.0}), 2, 0.9) == 2  # of two sequences
-    assert proposed(timed(flat), MOST_SEQUENCES + 1, 0.99) == 0
+    assert proposed(timed(flat), 5, 0.99) == 0  # too many sequences
 
 
 def test_sequences_with_the_best_chances_come_first() -> None:
