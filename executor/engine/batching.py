@@ -53,7 +53,7 @@ def pack(
             starts.append(starts[-1] + 1 if decode else len(ids))
         if not all_logits:
             rows_wanted.extend(range(len(ids) - s.logit_rows, len(ids)))
-    for row in range(rows - len(sequences)):
+    for row in range(rows - len(lengths)):
         ids.append(0)
         positions.append(0)
         places.append(pool.padding * size + row % size)  # ops want each place only once

@@ -7,7 +7,12 @@ import pytest
 # Loaded before any test module uses torch.npu.
 import torch
 import torch_npu  # noqa: F401  (registers the npu device)
+from torch import Tensor
+from torch._guards import detect_fake_mode
 
+from executor.engine import batching
+from ops.ascend import layout
+from ops.interface import Numbers, tensor_of
 from tests.ascend.log import violations
 
 
@@ -20,6 +25,17 @@ def first_device() -> None:
 def no_rule_is_broken() -> Iterator[None]:
     yield
     assert not violations()
+
+
+@pytest.fixture(autouse=True)
+def numbers_become_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FakeTensorMode does not see tensors that are made from memory."""
+
+    def made(numbers: Numbers) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64) if detect_fake_mode() else tensor_of(numbers)
+
+    monkeypatch.setattr(layout, "tensor_of", made)
+    monkeypatch.setattr(batching, "tensor_of", made)
 
 
 @pytest.fixture
