@@ -250,7 +250,7 @@ class Worker:
             seconds = prefill(length)
             # Rank 0's clock decides for all.
             length = self.control.number(2 * length if seconds < WARM_UP_S and 2 * length <= most else 0)
-        drafts = scheduler.drafts
+        drafts, scheduler.drafts = scheduler.drafts, None
         sizes = [size for size in SIZES if batch < size <= self.case.decode_rows] if drafts else []
         for _ in range(batch):
             # Until the last one decodes, and one step more for each that ends before; a step with drafts may give all.
@@ -261,15 +261,18 @@ class Worker:
                 step = scheduler.schedule()
                 self.step(step)
             if drafts and not ended:
+                scheduler.drafts = drafts
                 for size in sizes:
                     drafts.fill(size)
                     self.step(scheduler.schedule())
+                scheduler.drafts = None
             if self.channel:
                 self.channel.send(Progress("warming up", (ended + 1) / batch))
             if step:
                 self.loop.abort(min(step.sequences, key=lambda s: s.arrival).id)
         while not self.loop.idle:
             self.step(scheduler.schedule())
+        scheduler.drafts = drafts
         for cache in scheduler.caches:
             cache.trim(0)
         self.forget()
