@@ -1,0 +1,212 @@
+// AMX: quantised products of many activation rows, with tiles of int8. Fewer rows, and all else, are as in avx512.cpp
+// and avx512_bf16.cpp.
+//
+// Eight vectors of 64 bytes, which are a block of 32 columns of 16 weight rows (matrix.h), are a second operand as they
+// are. So one tile product gives the integer sums of 16 activation rows by 16 weight rows over the 32 columns that share
+// a scale; they are stored, scaled and added in float in the same order as in avx512.cpp: results have the same bits.
+//
+// Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -128 .. 127 of q8 (q8 with
+// zero points of its own can be more, and stays with avx512.cpp). One chunk of columns of some row blocks is unpacked,
+// then meets all activation rows: 8 KB of weights, 4 of activations and 8 of sums stay in the first cache. The tiles of
+// one 16 x 16 unit of results are multiplied while the vector units scale those of the unit before.
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "kernels/matrix.h"
+#include "kernels/x86/tiles.h"
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")))
+#define INLINE TARGET inline __attribute__((always_inline))
+
+namespace umbra {
+namespace {
+
+constexpr int kSteps = 4;    // blocks of 32 columns in a chunk
+constexpr int kTokens = 16;  // activation rows of a tile
+constexpr int kFewest = 8;   // of them that are worth a tile
+constexpr int kMost = 4;     // row blocks at once
+
+// Tiles 0 .. 3: activations of each step. 4, 5: sums. 6, 7: weights.
+constexpr TileShapes kShapes{1,
+                             0,
+                             {},
+                             {kBlock, kBlock, kBlock, kBlock, 64, 64, 64, 64},
+                             {kTokens, kTokens, kTokens, kTokens, kTokens, kTokens, 8, 8}};
+
+struct alignas(64) Weights {  // a chunk of one row block
+    int8_t q[kSteps][kBlock / 4][kRows][4];
+    float scales[kSteps][kRows];
+};
+
+struct alignas(64) Activations {  // a chunk of kTokens rows
+    int8_t q[kSteps][kTokens][kBlock];
+    float scales[kSteps][kTokens];
+};
+
+struct alignas(64) Sums {
+    int32_t of[kSteps][kTokens][kRows];
+};
+
+template <Format F>
+TARGET void unpack(const Matrix& w, int block, int first, int steps, Weights& to) {
+    constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
+    const uint8_t* plane = w.quants + block * w.quant_stride() + static_cast<size_t>(first) * kBytes;
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int s = 0; s < steps; s++, plane += kBytes) {
+        const size_t group = block * w.scale_count() + static_cast<size_t>((first + s) * kBlock / w.group) * kRows;
+        const __m256i scales = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w.scales + group));
+        _mm512_store_ps(to.scales[s], _mm512_cvtph_ps(scales));
+        __m512i zero = _mm512_set1_epi8(F == Format::q4 ? 8 : -128);
+        if (F == Format::q4 && w.zeros) {
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.zeros + group));
+            zero = _mm512_mullo_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(0x01010101));
+        }
+        for (int i = 0; i < kVectors; i++) {
+            _mm_prefetch(reinterpret_cast<const char*>(plane + kSteps * kBytes + 64 * i), _MM_HINT_T0);
+            const __m512i bytes = _mm512_load_si512(plane + 64 * i);
+            if (F == Format::q4) {
+                const __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low);
+                _mm512_store_si512(to.q[s][i], _mm512_sub_epi8(_mm512_and_si512(bytes, low), zero));
+                _mm512_store_si512(to.q[s][4 + i], _mm512_sub_epi8(high, zero));
+            } else {
+                _mm512_store_si512(to.q[s][i], _mm512_sub_epi8(bytes, zero));
+            }
+        }
+    }
+    std::memset(to.q[steps], 0, (kSteps - steps) * sizeof *to.q);  // what a last chunk lacks adds nothing
+    std::memset(to.scales[steps], 0, (kSteps - steps) * sizeof *to.scales);
+}
+
+TARGET void gather(const Block* const* rows, int steps, Activations& to) {
+    for (int t = 0; t < kTokens; t++)
+        for (int s = 0; s < steps; s++) {
+            std::memcpy(to.q[s][t], rows[t][s].q, kBlock);
+            to.scales[s][t] = rows[t][s].scale;
+        }
+    std::memset(to.q[steps], 0, (kSteps - steps) * sizeof *to.q);
+    std::memset(to.scales[steps], 0, (kSteps - steps) * sizeof *to.scales);
+}
+
+template <int Step>
+inline void multiply(const Weights& weights, Sums& to) {
+    constexpr int kSum = 4 + Step % 2, kWeights = 6 + Step % 2;
+    tile_load<kWeights>(weights.q[Step], 64);
+    tile_zero<kSum>();
+    tile_dot_int8<kSum, Step, kWeights>();
+    tile_store<kSum>(to.of[Step], 64);
+}
+
+INLINE void add(const int32_t (&dots)[kTokens][kRows], const float* scales, const float* factors, __m512* sums) {
+    const __m512 scale = _mm512_load_ps(scales);
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; t++) {
+        const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(factors[t]));
+        sums[t] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(_mm512_load_si512(dots[t])), sums[t]);
+    }
+}
+
+template <int... Step>
+inline void load_activations(std::integer_sequence<int, Step...>, const Activations& from) {
+    (tile_load<Step>(from.q[Step], kBlock), ...);
+}
+
+template <int... Step>
+inline void multiply(std::integer_sequence<int, Step...>, const Weights& weights, Sums& to) {
+    (multiply<Step>(weights, to), ...);
+}
+
+// Adds a unit's products, in turn with the multiplication of the next unit's, if there is one.
+template <int... Step>
+INLINE void add(std::integer_sequence<int, Step...>, const Sums& dots, const Weights& weights,
+                const Activations& activations, const Weights* next, Sums& next_dots, __m512* sums) {
+    ((next ? multiply<Step>(*next, next_dots) : void(),
+      add(dots.of[Step], weights.scales[Step], activations.scales[Step], sums)),
+     ...);
+}
+
+// Up to kMost row blocks, all activation rows.
+template <Format F>
+TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count,
+                       float* y, size_t stride) {
+    constexpr auto steps = std::make_integer_sequence<int, kSteps>{};
+    const Tiles configured(kShapes);
+    const int columns = w.k / kBlock, tiles = (count + kTokens - 1) / kTokens;
+    Weights weights[kMost];
+    Activations activations[2];
+    Sums dots[2];
+    float spare[kMost * kRows];  // results of the copies of the last row that fill the last tile
+    for (int first = 0; first < columns; first += kSteps) {
+        const int filled = std::min(kSteps, columns - first);
+        const auto take = [&](int tile) {
+            const Block* from[kTokens];
+            for (int t = 0; t < kTokens; t++) {
+                const int at = std::min(tile * kTokens + t, count - 1);
+                from[t] = rows.blocks + static_cast<size_t>(index ? index[at] : at) * columns + first;
+            }
+            gather(from, filled, activations[tile % 2]);
+        };
+        for (int b = 0; b < blocks; b++) unpack<F>(w, block + b, first, filled, weights[b]);
+        take(0);
+        load_activations(steps, activations[0]);
+        multiply(steps, weights[0], dots[0]);
+        for (int tile = 0, unit = 0; tile < tiles; tile++) {
+            const bool last = tile + 1 == tiles;
+            if (!last) take(tile + 1);
+            float* out[kTokens];
+            for (int t = 0; t < kTokens; t++)
+                out[t] = tile * kTokens + t < count ? y + (tile * kTokens + t) * stride : spare;
+            for (int b = 0; b < blocks; b++, unit++) {
+                const Weights* next = weights + b + 1;
+                if (b + 1 == blocks) {
+                    next = last ? nullptr : weights;
+                    if (next) load_activations(steps, activations[(tile + 1) % 2]);
+                }
+                __m512 sums[kTokens];
+#pragma GCC unroll 16
+                for (int t = 0; t < kTokens; t++)
+                    sums[t] = first ? _mm512_loadu_ps(out[t] + b * kRows) : _mm512_setzero_ps();
+                add(steps, dots[unit % 2], weights[b], activations[tile % 2], next, dots[(unit + 1) % 2], sums);
+#pragma GCC unroll 16
+                for (int t = 0; t < kTokens; t++) _mm512_storeu_ps(out[t] + b * kRows, sums[t]);
+            }
+        }
+    }
+}
+
+template <Format F>
+void several(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count, float* y,
+             size_t stride) {
+    const int rest = F == Format::q8 && w.zeros ? count : count % kTokens < kFewest ? count % kTokens : 0;
+    const int tiled = count - rest;
+    for (int b = 0; tiled && b < blocks; b += kMost)
+        tiles_pass<F>(w, block + b, std::min(kMost, blocks - b), rows, index, tiled, y + b * kRows, stride);
+    if (rest)
+        kernels_avx512().several[static_cast<int>(F)](w, block, blocks, index ? rows : rows.from(tiled, w.k),
+                                                      index ? index + tiled : nullptr, rest, y + tiled * stride,
+                                                      stride);
+}
+
+template <Format F>
+void product(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
+    several<F>(w, block, 1, rows, index, count, y, stride);
+}
+
+}  // namespace
+
+const Kernels& kernels_amx() {
+    static const Kernels kernels = [] {
+        Kernels all = kernels_avx512_bf16();
+        all.name = "amx";
+        all.product[static_cast<int>(Format::q8)] = product<Format::q8>;
+        all.product[static_cast<int>(Format::q4)] = product<Format::q4>;
+        all.several[static_cast<int>(Format::q8)] = several<Format::q8>;
+        all.several[static_cast<int>(Format::q4)] = several<Format::q4>;
+        return all;
+    }();
+    return kernels;
+}
+
+}  // namespace umbra
