@@ -292,7 +292,8 @@ void check_all(const Kernels& kernels) {
         check_format(kernels, format);
     check_quantise(kernels);
     for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8})
-        for (int page_size : {16, 6}) check_attention(kernels, type, page_size);
+        for (int page_size : {16, 6})
+            for (int width : {40, 64}) check_attention(kernels, type, page_size, width);
     std::puts("probe");
     Pool pool(2);
     Context context{pool, kernels};

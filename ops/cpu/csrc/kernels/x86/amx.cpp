@@ -1,7 +1,7 @@
-// AMX: quantised products of many activation rows, with tiles of int8. Fewer rows, and all else, are as in avx512.cpp
-// and avx512_bf16.cpp.
+// AMX: quantised products of many activation rows, with tiles of int8, and attention, with tiles of bfloat16. Products of
+// fewer rows, and of floats, are as in avx512.cpp.
 //
-// Eight vectors of 64 bytes, which are a block of 32 columns of 16 weight rows (matrix.h), are a second operand as they
+// Products. Eight vectors of 64 bytes, which are a block of 32 columns of 16 weight rows (matrix.h), are a second operand as they
 // are. So one tile product gives the integer sums of 16 activation rows by 16 weight rows over the 32 columns that share
 // a scale; they are stored, scaled and added in float in the same order as in avx512.cpp: results have the same bits.
 //
@@ -9,17 +9,16 @@
 // zero points of its own can be more, and stays with avx512.cpp). One chunk of columns of some row blocks is unpacked,
 // then meets all activation rows: 8 KB of weights, 4 of activations and 8 of sums stay in the first cache. The tiles of
 // one 16 x 16 unit of results are multiplied while the vector units scale those of the unit before.
-#include <immintrin.h>
-
+//
+// Attention. Pieces of the cache (attention.h) are second operands as they are. A tile's sums start at zero and are added
+// to what is there, so a row's bits depend on where its keys are cut: values are taken 16 at a time, counted from a
+// multiple of 16, whatever the pages and however many keys its neighbours see. What they see beyond it adds zeros.
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
-#include "kernels/matrix.h"
+#include "kernels/x86/bf16.h"
 #include "kernels/x86/tiles.h"
-
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")))
-#define INLINE TARGET inline __attribute__((always_inline))
 
 namespace umbra {
 namespace {
@@ -27,9 +26,9 @@ namespace {
 constexpr int kSteps = 4;    // blocks of 32 columns in a chunk
 constexpr int kTokens = 16;  // activation rows of a tile
 constexpr int kFewest = 8;   // of them that are worth a tile
-constexpr int kMost = 4;     // row blocks at once
+constexpr int kBlocks = 4;   // row blocks at once
 
-// Tiles 0 .. 3: activations of each step. 4, 5: sums. 6, 7: weights.
+// Of products. Tiles 0 .. 3: activations of each step. 4, 5: sums. 6, 7: weights.
 constexpr TileShapes kShapes{1,
                              0,
                              {},
@@ -127,17 +126,17 @@ INLINE void add(std::integer_sequence<int, Step...>, const Sums& dots, const Wei
      ...);
 }
 
-// Up to kMost row blocks, all activation rows.
+// Up to kBlocks row blocks, all activation rows.
 template <Format F>
 TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count,
                        float* y, size_t stride) {
     constexpr auto steps = std::make_integer_sequence<int, kSteps>{};
     const Tiles configured(kShapes);
     const int columns = w.k / kBlock, tiles = (count + kTokens - 1) / kTokens;
-    Weights weights[kMost];
+    Weights weights[kBlocks];
     Activations activations[2];
     Sums dots[2];
-    float spare[kMost * kRows];  // results of the copies of the last row that fill the last tile
+    float spare[kBlocks * kRows];  // results of the copies of the last row that fill the last tile
     for (int first = 0; first < columns; first += kSteps) {
         const int filled = std::min(kSteps, columns - first);
         const auto take = [&](int tile) {
@@ -181,8 +180,8 @@ void several(const Matrix& w, int block, int blocks, const Rows& rows, const int
              size_t stride) {
     const int rest = F == Format::q8 && w.zeros ? count : count % kTokens < kFewest ? count % kTokens : 0;
     const int tiled = count - rest;
-    for (int b = 0; tiled && b < blocks; b += kMost)
-        tiles_pass<F>(w, block + b, std::min(kMost, blocks - b), rows, index, tiled, y + b * kRows, stride);
+    for (int b = 0; tiled && b < blocks; b += kBlocks)
+        tiles_pass<F>(w, block + b, std::min(kBlocks, blocks - b), rows, index, tiled, y + b * kRows, stride);
     if (rest)
         kernels_avx512().several[static_cast<int>(F)](w, block, blocks, index ? rows : rows.from(tiled, w.k),
                                                       index ? index + tiled : nullptr, rest, y + tiled * stride,
@@ -192,6 +191,86 @@ void several(const Matrix& w, int block, int blocks, const Rows& rows, const int
 template <Format F>
 void product(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y, size_t stride) {
     several<F>(w, block, 1, rows, index, count, y, stride);
+}
+
+// Of attention. Tiles 0 .. 3: sums of two times 16 rows by two times 16 columns. 4, 5: a first and a second operand of 16
+// pairs, for scores. 6, 7: of 8 pairs, for values.
+constexpr TileShapes kAttention{1, 0, {}, {64, 64, 64, 64, 64, 64, 32, 64}, {16, 16, 16, 16, 16, 16, 16, 8}};
+
+struct TileDot : Bf16Dot {
+    static constexpr int kKeysAtOnce = 16;
+    template <class T>
+    static constexpr bool takes() {
+        return std::is_same_v<T, Bf16>;
+    }
+
+    static void product(bool fresh, int64_t rows, const Bf16* a, int64_t a_stride, const Run<Bf16>* runs, int count,
+                        int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride, const Ahead& ahead) {
+        const auto pass = fresh ? multiply_rows<true, 16, 4, 5> : multiply_rows<false, 8, 6, 7>;
+        for (int64_t r = 0; r < rows; r += 2 * kTokens)
+            pass(rows - r > kTokens, a + r * a_stride, a_stride, runs, count, shift, step, second, c + r * c_stride,
+                 c_stride, r ? nullptr : &ahead);
+    }
+
+private:
+    // 16 rows of c, or 32 of them, in tiles of `Steps` pairs; what lies beyond the last row is computed too: all operands
+    // have memory for kMostRows.
+    template <bool Fresh, int Steps, int A, int B>
+    static void multiply_rows(bool both, const Bf16* a, int64_t a_stride, const Run<Bf16>* runs, int count,
+                              int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride,
+                              const Ahead* ahead) {
+        const size_t a_bytes = a_stride * sizeof(Bf16), b_bytes = step * sizeof(Bf16),
+                     c_bytes = c_stride * sizeof(float);
+        const Bf16* next_a = a + kTokens * a_stride;
+        float* next_c = c + kTokens * c_stride;
+        start<Fresh, 0>(c, c_bytes);
+        start<Fresh, 1>(c + kLanes, c_bytes);
+        if (both) {
+            start<Fresh, 2>(next_c, c_bytes);
+            start<Fresh, 3>(next_c + kLanes, c_bytes);
+        }
+        int64_t line = 0;
+        for (const Run<Bf16>* run = runs; run < runs + count; run++) {
+            const Bf16* at = run->at + shift;
+            for (int64_t s = 0; s < run->steps; s += Steps, at += Steps * step, a += 2 * Steps, next_a += 2 * Steps) {
+                for (const int64_t end = line + Steps; ahead && line < end; line++) {
+                    __builtin_prefetch(ahead->first + line * ahead->stride);
+                    __builtin_prefetch(ahead->second + line * ahead->stride);
+                }
+                tile_load<A>(a, a_bytes);
+                tile_load<B>(at, b_bytes);
+                tile_dot_bf16<0, A, B>();
+                if (both) {
+                    tile_load<A>(next_a, a_bytes);
+                    tile_dot_bf16<2, A, B>();
+                    tile_load<B>(at + second, b_bytes);
+                    tile_dot_bf16<3, A, B>();
+                    tile_load<A>(a, a_bytes);
+                } else {
+                    tile_load<B>(at + second, b_bytes);
+                }
+                tile_dot_bf16<1, A, B>();
+            }
+        }
+        tile_store<0>(c, c_bytes);
+        tile_store<1>(c + kLanes, c_bytes);
+        if (both) {
+            tile_store<2>(next_c, c_bytes);
+            tile_store<3>(next_c + kLanes, c_bytes);
+        }
+    }
+
+    template <bool Fresh, int Tile>
+    static void start(const float* c, size_t stride) {
+        Fresh ? tile_zero<Tile>() : tile_load<Tile>(c, stride);
+    }
+};
+
+template <class T>
+void attend_tiles(const Attention& a, const Span& span) {
+    if (a.width % kColumns) return attend<Bf16Dot, T>(a, span);
+    const Tiles configured(kAttention);
+    attend<TileDot, T>(a, span);
 }
 
 }  // namespace
@@ -204,6 +283,8 @@ const Kernels& kernels_amx() {
         all.product[static_cast<int>(Format::q4)] = product<Format::q4>;
         all.several[static_cast<int>(Format::q8)] = several<Format::q8>;
         all.several[static_cast<int>(Format::q4)] = several<Format::q4>;
+        all.attend[static_cast<int>(Type::bf16)] = attend_tiles<Bf16>;
+        all.attend[static_cast<int>(Type::i8)] = attend_tiles<int8_t>;
         return all;
     }();
     return kernels;
