@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kSteps = 4;    // blocks of 32 columns in a chunk
 constexpr int kTokens = 16;  // activation rows of a tile
-constexpr int kFewest = 8;   // of them that are worth a tile
+constexpr int kFewest = 8;   // of them that are worth a tile: by the static models from 7 on
 constexpr int kBlocks = 4;   // row blocks at once
 
 // Of products. Tiles 0 .. 3: activations of each step. 4, 5: sums. 6, 7: weights.
@@ -50,12 +50,16 @@ struct alignas(64) Sums {
 };
 
 template <Format F>
-TARGET void unpack(const Matrix& w, int block, int first, int steps, Weights& to) {
+__attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int first, int steps, Weights& to) {
     constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
     const uint8_t* plane = w.quants + block * w.quant_stride() + static_cast<size_t>(first) * kBytes;
+    const int per_group = w.group / kBlock;
+    size_t group = block * w.scale_count() + static_cast<size_t>(first / per_group) * kRows;
+    int left = per_group - first % per_group;
     const __m512i low = _mm512_set1_epi8(15);
     for (int s = 0; s < steps; s++, plane += kBytes) {
-        const size_t group = block * w.scale_count() + static_cast<size_t>((first + s) * kBlock / w.group) * kRows;
+        if (left == 0) left = per_group, group += kRows;
+        left--;
         const __m256i scales = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w.scales + group));
         _mm512_store_ps(to.scales[s], _mm512_cvtph_ps(scales));
         __m512i zero = _mm512_set1_epi8(F == Format::q4 ? 8 : -128);
@@ -79,11 +83,13 @@ TARGET void unpack(const Matrix& w, int block, int first, int steps, Weights& to
     std::memset(to.scales[steps], 0, (kSteps - steps) * sizeof *to.scales);
 }
 
-TARGET void gather(const Block* const* rows, int steps, Activations& to) {
-    for (int t = 0; t < kTokens; t++)
-        for (int s = 0; s < steps; s++) {
-            std::memcpy(to.q[s][t], rows[t][s].q, kBlock);
-            to.scales[s][t] = rows[t][s].scale;
+__attribute__((noinline)) TARGET void gather(const Block* const* rows, int steps, Activations& to) {
+    for (int s = 0; s < steps; s++)
+#pragma GCC unroll 4
+        for (int t = 0; t < kTokens; t++) {
+            const Block* from = rows[t] + s;
+            std::memcpy(to.q[s][t], from->q, kBlock);
+            to.scales[s][t] = from->scale;
         }
     std::memset(to.q[steps], 0, (kSteps - steps) * sizeof *to.q);
     std::memset(to.scales[steps], 0, (kSteps - steps) * sizeof *to.scales);
@@ -132,11 +138,12 @@ TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows,
                        float* y, size_t stride) {
     constexpr auto steps = std::make_integer_sequence<int, kSteps>{};
     const Tiles configured(kShapes);
-    const int columns = w.k / kBlock, tiles = (count + kTokens - 1) / kTokens;
+    const int columns = w.k / kBlock, full = count / kTokens, rest = count % kTokens, tiles = full + (rest > 0);
     Weights weights[kBlocks];
     Activations activations[2];
     Sums dots[2];
-    float spare[kBlocks * kRows];  // results of the copies of the last row that fill the last tile
+    constexpr int kWidth = kBlocks * kRows;
+    alignas(64) float last[kTokens * kWidth];  // results of a last tile that copies of the last row fill
     for (int first = 0; first < columns; first += kSteps) {
         const int filled = std::min(kSteps, columns - first);
         const auto take = [&](int tile) {
@@ -152,27 +159,27 @@ TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows,
         load_activations(steps, activations[0]);
         multiply(steps, weights[0], dots[0]);
         for (int tile = 0, unit = 0; tile < tiles; tile++) {
-            const bool last = tile + 1 == tiles;
-            if (!last) take(tile + 1);
-            float* out[kTokens];
-            for (int t = 0; t < kTokens; t++)
-                out[t] = tile * kTokens + t < count ? y + (tile * kTokens + t) * stride : spare;
+            if (tile + 1 < tiles) take(tile + 1);
+            float* out = tile < full ? y + tile * kTokens * stride : last;
+            const size_t step = tile < full ? stride : kWidth;
             for (int b = 0; b < blocks; b++, unit++) {
                 const Weights* next = weights + b + 1;
                 if (b + 1 == blocks) {
-                    next = last ? nullptr : weights;
+                    next = tile + 1 < tiles ? weights : nullptr;
                     if (next) load_activations(steps, activations[(tile + 1) % 2]);
                 }
                 __m512 sums[kTokens];
 #pragma GCC unroll 16
                 for (int t = 0; t < kTokens; t++)
-                    sums[t] = first ? _mm512_loadu_ps(out[t] + b * kRows) : _mm512_setzero_ps();
+                    sums[t] = first ? _mm512_loadu_ps(out + t * step + b * kRows) : _mm512_setzero_ps();
                 add(steps, dots[unit % 2], weights[b], activations[tile % 2], next, dots[(unit + 1) % 2], sums);
 #pragma GCC unroll 16
-                for (int t = 0; t < kTokens; t++) _mm512_storeu_ps(out[t] + b * kRows, sums[t]);
+                for (int t = 0; t < kTokens; t++) _mm512_storeu_ps(out + t * step + b * kRows, sums[t]);
             }
         }
     }
+    for (int t = 0; t < rest; t++)
+        std::memcpy(y + (full * kTokens + t) * stride, last + t * kWidth, blocks * kRows * sizeof(float));
 }
 
 template <Format F>
