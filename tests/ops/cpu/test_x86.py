@@ -1,8 +1,8 @@
 """The x86 kernels without Python: AMX on a twin of its tiles, and the loops of the quantised products in static models.
 
 `native/kernels.cpp` compares each set with the generic kernels, the layers with plain loops, and the bits of all x86
-sets with each other; `test_arm.py` runs it for the sets of this machine. Here dispatch.cpp and amx.cpp are compiled
-against `native/twin`, so that the program has AMX on a CPU that has only AVX512-BF16.
+sets with each other; `test_arm.py` runs it for the sets of this machine. Here what uses tiles is compiled against
+`native/twin`, so that the program has AMX on a CPU that has only AVX512-BF16.
 """
 
 import platform
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 FLAGS = [*WARNINGS, *OF_MACHINE["x86_64"]]
-WITH_TILES = {"dispatch", "amx"}
+WITH_TILES = {"dispatch", "amx", "probe"}
 
 # Cycles a weight, by the models of LLVM 19, which are no measurements: (CPU, set, format) -> {activation rows: cycles}.
 CYCLES: dict[tuple[str, str, str], dict[int, float]] = {
