@@ -1,18 +1,20 @@
-// AMX: quantised products of many activation rows, with tiles of int8, and attention, with tiles of bfloat16. Products of
-// fewer rows, and of floats, are as in avx512.cpp.
+// AMX: quantised products of many activation rows, with tiles of int8, and attention, with tiles of bfloat16. Products
+// of fewer rows, and of floats, are as in avx512.cpp.
 //
-// Products. Eight vectors of 64 bytes, which are a block of 32 columns of 16 weight rows (matrix.h), are a second operand as they
-// are. So one tile product gives the integer sums of 16 activation rows by 16 weight rows over the 32 columns that share
-// a scale; they are stored, scaled and added in float in the same order as in avx512.cpp: results have the same bits.
+// Products. Eight vectors of 64 bytes, which are a block of 32 columns of 16 weight rows (matrix.h), are a second operand
+// as they are. So one tile product gives the integer sums of 16 activation rows by 16 weight rows over the 32 columns
+// that share a scale; they are stored, scaled and added in float in the same order as in avx512.cpp: results have the
+// same bits.
 //
 // Weights are unpacked, less their zero points, which leaves signed bytes: -15 .. 15 of q4, -128 .. 127 of q8 (q8 with
 // zero points of its own can be more, and stays with avx512.cpp). One chunk of columns of some row blocks is unpacked,
-// then meets all activation rows: 8 KB of weights, 4 of activations and 8 of sums stay in the first cache. The tiles of
+// then meets all activation rows: 9 KB of weights, 5 of activations and 8 of sums stay in the first cache. The tiles of
 // one 16 x 16 unit of results are multiplied while the vector units scale those of the unit before.
 //
 // Attention. Pieces of the cache (attention.h) are second operands as they are. A tile's sums start at zero and are added
 // to what is there, so a row's bits depend on where its keys are cut: values are taken 16 at a time, counted from a
 // multiple of 16, whatever the pages and however many keys its neighbours see. What they see beyond it adds zeros.
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -29,11 +31,11 @@ constexpr int kFewest = 8;   // of them that are worth a tile: by the static mod
 constexpr int kBlocks = 4;   // row blocks at once
 
 // Of products. Tiles 0 .. 3: activations of each step. 4, 5: sums. 6, 7: weights.
-constexpr TileShapes kShapes{1,
-                             0,
-                             {},
-                             {kBlock, kBlock, kBlock, kBlock, 64, 64, 64, 64},
-                             {kTokens, kTokens, kTokens, kTokens, kTokens, kTokens, 8, 8}};
+constexpr TileShapes kProducts{1,
+                               0,
+                               {},
+                               {kBlock, kBlock, kBlock, kBlock, 64, 64, 64, 64},
+                               {kTokens, kTokens, kTokens, kTokens, kTokens, kTokens, 8, 8}};
 
 struct alignas(64) Weights {  // a chunk of one row block
     int8_t q[kSteps][kBlock / 4][kRows][4];
@@ -79,8 +81,8 @@ __attribute__((noinline)) TARGET void unpack(const Matrix& w, int block, int fir
             }
         }
     }
-    std::memset(to.q[steps], 0, (kSteps - steps) * sizeof *to.q);  // what a last chunk lacks adds nothing
-    std::memset(to.scales[steps], 0, (kSteps - steps) * sizeof *to.scales);
+    std::memset(to.q + steps, 0, (kSteps - steps) * sizeof *to.q);  // what a last chunk lacks adds nothing
+    std::memset(to.scales + steps, 0, (kSteps - steps) * sizeof *to.scales);
 }
 
 __attribute__((noinline)) TARGET void gather(const Block* const* rows, int steps, Activations& to) {
@@ -91,8 +93,8 @@ __attribute__((noinline)) TARGET void gather(const Block* const* rows, int steps
             std::memcpy(to.q[s][t], from->q, kBlock);
             to.scales[s][t] = from->scale;
         }
-    std::memset(to.q[steps], 0, (kSteps - steps) * sizeof *to.q);
-    std::memset(to.scales[steps], 0, (kSteps - steps) * sizeof *to.scales);
+    std::memset(to.q + steps, 0, (kSteps - steps) * sizeof *to.q);
+    std::memset(to.scales + steps, 0, (kSteps - steps) * sizeof *to.scales);
 }
 
 template <int Step>
@@ -137,7 +139,7 @@ template <Format F>
 TARGET void tiles_pass(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count,
                        float* y, size_t stride) {
     constexpr auto steps = std::make_integer_sequence<int, kSteps>{};
-    const Tiles configured(kShapes);
+    const Tiles configured(kProducts);
     const int columns = w.k / kBlock, full = count / kTokens, rest = count % kTokens, tiles = full + (rest > 0);
     Weights weights[kBlocks];
     Activations activations[2];
@@ -200,8 +202,8 @@ void product(const Matrix& w, int block, const Rows& rows, const int32_t* index,
     several<F>(w, block, 1, rows, index, count, y, stride);
 }
 
-// Of attention. Tiles 0 .. 3: sums of two times 16 rows by two times 16 columns. 4, 5: a first and a second operand of 16
-// pairs, for scores. 6, 7: of 8 pairs, for values.
+// Of attention. Tiles 0 .. 3: sums of two times 16 rows by two times 16 columns. 4, 5: a first and a second operand of
+// 16 pairs, for scores. 6, 7: of 8 pairs, for values.
 constexpr TileShapes kAttention{1, 0, {}, {64, 64, 64, 64, 64, 64, 32, 64}, {16, 16, 16, 16, 16, 16, 16, 8}};
 
 struct TileDot : Bf16Dot {
@@ -220,8 +222,8 @@ struct TileDot : Bf16Dot {
     }
 
 private:
-    // 16 rows of c, or 32 of them, in tiles of `Steps` pairs; what lies beyond the last row is computed too: all operands
-    // have memory for kMostRows.
+    // 16 rows of c, or `both` 16, in tiles of `Steps` pairs. What lies beyond the last row is computed too: operands have
+    // memory for kMostRows.
     template <bool Fresh, int Steps, int A, int B>
     static void multiply_rows(bool both, const Bf16* a, int64_t a_stride, const Run<Bf16>* runs, int count,
                               int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride,
