@@ -72,33 +72,32 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
         umbra::WriteKv{k.data(), v.data(), k_cache.data(), v_cache.data(),   slots.data(),     tokens,
                        kKvHeads, width,    page_size,      kKvHeads * width, kKvHeads * width, type}
             .run(context);
-        umbra::Attention{q.data(),      k_cache.data(), v_cache.data(), tables.data(),
-                         starts.data(), lens.data(),    out.data(),     static_cast<int64_t>(lens.size()),
-                         kHeads,        kKvHeads,       width,          page_size,
-                         most_pages,    asking,         scale,          type}
-            .run(context);
+        const umbra::Attention all{q.data(),      k_cache.data(), v_cache.data(), tables.data(),
+                                   starts.data(), lens.data(),    out.data(),     static_cast<int64_t>(lens.size()),
+                                   kHeads,        kKvHeads,       width,          page_size,
+                                   most_pages,    asking,         scale,          type};
+        all.run(context);
         close("attention", out, expected, rounds ? 0.05f : 2e-5f);  // queries times keys in bfloat16
-        for (int64_t token : {int64_t{1}, starts[2] + 40}) {        // of the first and the third sequence
+#if defined(__x86_64__)
+        if (rounds) {  // the same numbers multiplied, but added in another order
+            std::vector<float> likewise(out.size());
+            umbra::Attention other = all;
+            other.out = likewise.data();
+            umbra::Context vectors{pool, umbra::kernels_avx512_bf16()};
+            other.run(vectors);
+            close("attention in bfloat16", out, likewise, 2e-3f);
+        }
+#endif
+        for (int64_t token : {int64_t{1}, starts[2] + 40}) {  // of the first and the third sequence
             const int64_t sequence = token < starts[1] ? 0 : 2, alone[] = {0, 1};
             const int64_t seen = lens[sequence] - (starts[sequence + 1] - token) + 1;
             std::vector<float> row(kHeads * width);
-            umbra::Attention{q.data() + token * row.size(),
-                             k_cache.data(),
-                             v_cache.data(),
-                             tables.data() + sequence * most_pages,
-                             alone,
-                             &seen,
-                             row.data(),
-                             1,
-                             kHeads,
-                             kKvHeads,
-                             width,
-                             page_size,
-                             most_pages,
-                             1,
-                             scale,
-                             type}
-                .run(context);
+            umbra::Attention one = all;
+            one.q += token * row.size();
+            one.block_tables += sequence * most_pages;
+            one.query_starts = alone, one.kv_lens = &seen, one.out = row.data();
+            one.sequences = one.tokens = 1;
+            one.run(context);
             same("a token alone and beside others", row,
                  std::vector<float>(out.begin() + token * row.size(), out.begin() + (token + 1) * row.size()));
         }
