@@ -79,8 +79,12 @@ class Kernel:
 
 
 def our_kernel(instruction_set: str, format: str, rows: int) -> Kernel:
-    name, count = ("pair_pass", rows // 2) if instruction_set == "neon_i8mm" and rows % 2 == 0 else ("dot_pass", rows)
-    return Kernel(f"{name}<(umbra::Format){FORMATS[format]}, false, {count}>", 16 * 32, rows)
+    matrix = f"(umbra::Format){FORMATS[format]}, false"
+    if instruction_set == "neon_dotprod":
+        name = f"dot_pass<{matrix}, {rows}>"
+    else:
+        name = f"row_pass<{matrix}>" if rows == 1 else f"pair_pass<{matrix}, {rows // 2}>"
+    return Kernel(name, 16 * 32, rows)
 
 
 def their_kernel(instruction_set: str, format: str, rows: int) -> Kernel:

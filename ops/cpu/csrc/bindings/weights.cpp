@@ -11,9 +11,12 @@ namespace py = pybind11;
 namespace umbra {
 
 const SplitMatrix& fitting(const SplitMatrix& w) {
-    if (static_cast<int>(w.parts.size()) == engine.pool->nodes()) return w;
-    throw std::logic_error("a matrix made for " + std::to_string(w.parts.size()) + " NUMA nodes meets an engine on " +
-                           std::to_string(engine.pool->nodes()));
+    if (static_cast<int>(w.parts.size()) != engine.pool->nodes())
+        throw std::logic_error("a matrix made for " + std::to_string(w.parts.size()) +
+                               " NUMA nodes meets an engine on " + std::to_string(engine.pool->nodes()));
+    if (w.like().order != engine.kernels->order)
+        throw std::logic_error(std::string("a matrix made for another instruction set meets ") + engine.kernels->name);
+    return w;
 }
 
 void bind_weights(py::module_& m) {
@@ -22,6 +25,7 @@ void bind_weights(py::module_& m) {
                          uintptr_t zeros) {
                  Matrix w;
                  w.format = static_cast<Format>(format);
+                 w.order = engine.kernels->order;
                  w.n = static_cast<int32_t>(n);
                  w.k = static_cast<int32_t>(k);
                  w.group = static_cast<int32_t>(group);

@@ -24,29 +24,37 @@ Place place_of(const Matrix& w, int64_t row) {
             w.zeros ? const_cast<uint8_t*>(w.zeros) + block * w.scale_count() + lane : nullptr, lane};
 }
 
-uint32_t word_at(const uint8_t* at) {
-    uint32_t word;
-    std::memcpy(&word, at, 4);
+template <class Word>
+Word word_at(const uint8_t* at) {
+    Word word;
+    std::memcpy(&word, at, sizeof(Word));
     return word;
 }
-void put_word(uint8_t* at, uint32_t word) { std::memcpy(at, &word, 4); }
+template <class Word>
+void put_word(uint8_t* at, Word word) {
+    std::memcpy(at, &word, sizeof(Word));
+}
 
-// Writes and reads the quants of one row and one block of 32 columns in the layout of matrix.h.
-void put_block(Format format, uint8_t* plane, int lane, const uint8_t* q) {
-    for (int i = 0; i < kBlock; i += 4) {
+// A Word is the columns that stand side by side; `flip` is the sign bits of as many bytes.
+template <class Word>
+void put_words(Format format, Word flip, uint8_t* plane, int lane, const uint8_t* q) {
+    constexpr int kColumns = sizeof(Word);
+    for (int i = 0; i < kBlock; i += kColumns) {
+        uint8_t* to = plane + i * kRows + lane * kColumns;
         if (format == Format::q8)
-            put_word(plane + i * kRows + lane * 4, word_at(q + i));
+            put_word<Word>(to, word_at<Word>(q + i) ^ flip);
         else if (i < 16)
-            put_word(plane + i * kRows + lane * 4, word_at(q + i) | word_at(q + 16 + i) << 4);
+            put_word<Word>(to, (word_at<Word>(q + i) | word_at<Word>(q + 16 + i) << 4) ^ flip);
     }
 }
 
-void get_block(Format format, const uint8_t* plane, int lane, uint8_t* q) {
-    for (int c = 0; c < kBlock; c++) {
-        const int column = format == Format::q8 ? c : c % 16;
-        const uint8_t byte = plane[column / 4 * 64 + lane * 4 + column % 4];
-        q[c] = format == Format::q8 ? byte : c < 16 ? byte & 15 : byte >> 4;
-    }
+// Writes the quants of one row and one block of 32 columns in the layout of matrix.h.
+void put_block(Format format, Order order, uint8_t* plane, int lane, const uint8_t* q) {
+    const uint32_t flip = 0x01010101u * sign_bits(format, order);
+    if (order == Order::signed_eights)
+        put_words<uint64_t>(format, static_cast<uint64_t>(flip) << 32 | flip, plane, lane, q);
+    else
+        put_words<uint32_t>(format, flip, plane, lane, q);
 }
 
 CLONES void range(const float* x, int64_t count, float* least, float* most) {
@@ -86,17 +94,18 @@ void pack_group(const Matrix& w, const Place& to, int64_t start, const float* fr
     for (int64_t c = start; c < start + w.group; c += kBlock) {
         uint8_t q[kBlock];
         levels(from + c, inverse, zero, largest, q);
-        put_block(w.format, to.quants + c / kBlock * w.block_bytes(), to.lane, q);
+        put_block(w.format, w.order, to.quants + c / kBlock * w.block_bytes(), to.lane, q);
     }
 }
 
 void unpack_quantised(const Matrix& w, const Place& from, int64_t k, float* to) {
     for (int64_t c = 0; c < k; c += kBlock) {
-        uint8_t q[kBlock];
-        get_block(w.format, from.quants + c / kBlock * w.block_bytes(), from.lane, q);
+        const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
         const int64_t at = c / w.group * kRows;
         const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
-        for (int i = 0; i < kBlock; i++) to[c + i] = static_cast<float>(q[i] - zero) * half_to_float(from.scales[at]);
+        for (int i = 0; i < kBlock; i++)
+            to[c + i] = static_cast<float>(quant_at(w.format, w.order, block, from.lane, i) - zero) *
+                        half_to_float(from.scales[at]);
     }
 }
 
@@ -154,8 +163,8 @@ void pack_levels(Context& context, const SplitMatrix& split, const RowRange& whe
         const auto put = [&](auto format) {  // block by block: the rows share its cache lines
             for (int64_t block = 0; block < w.k / kBlock; block++)
                 for (int64_t i = first; i < end; i++)
-                    put_block(format, to.quants + block * w.block_bytes(), to.lane + static_cast<int>(i - first),
-                              levels + i * w.k + block * kBlock);
+                    put_block(format, w.order, to.quants + block * w.block_bytes(),
+                              to.lane + static_cast<int>(i - first), levels + i * w.k + block * kBlock);
         };
         if (w.format == Format::q8)
             put(std::integral_constant<Format, Format::q8>());

@@ -44,14 +44,15 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
     pack_f8(context, w, {index, first, 1}, count, values.data(), scales.data());
 }
 
-// `copies` matrices, one after another in each plane, with memory of their own.
+// `copies` matrices in an order, one after another in each plane, with memory of their own.
 struct Weights {
     Matrix matrix;
     std::vector<uint8_t> quants, zeros;
     std::vector<uint16_t> scales;
 
-    Weights(Format format, int n, int k, int group, bool with_zeros, int copies = 1) {
+    Weights(Format format, Order order, int n, int k, int group, bool with_zeros, int copies = 1) {
         matrix.format = format;
+        matrix.order = order;
         matrix.n = (n + kRows - 1) / kRows * kRows;
         matrix.k = k;
         matrix.group = matrix.quantised() || format == Format::f8 ? group : 0;
@@ -111,7 +112,7 @@ void check_products(const Kernels& kernels, Format format, int k, int group, boo
     std::printf("product %s, %d columns, groups of %d%s%s\n", kNames[static_cast<int>(format)], k, group,
                 zeros ? ", zeros" : "", unit ? ", exact" : "");
     constexpr int kTokens = 11;
-    Weights w(format, 2 * kRows, k, group, zeros);
+    Weights w(format, kernels.order, 2 * kRows, k, group, zeros);
     w.randomise(unit);
     Activations activations(kernels_generic(), random_floats(kTokens * k));
     if (unit)
@@ -152,10 +153,10 @@ void check_quantise(const Kernels& kernels) {
             fail("scale of quantised block", b, actual.blocks[b].scale, expected.blocks[b].scale);
 }
 
-void check_pack(Format format, int group) {
+void check_pack(Format format, Order order, int group) {
     std::printf("pack and unpack %s, groups of %d\n", kNames[static_cast<int>(format)], group);
     constexpr int kN = 37, kK = 256;
-    Weights w(format, kN, kK, group, false);
+    Weights w(format, order, kN, kK, group, false);
     const std::vector<float> from = random_floats(kN * kK);
     for (int row = 0; row < kN; row += 5)  // piece by piece, as a loader does
         pack(w.matrix, 0, row, std::min(5, kN - row), from.data() + row * kK);
@@ -175,7 +176,7 @@ double dot(const float* w, const float* x, int64_t k) {
 void check_linear(const Kernels& kernels, Format format, int64_t tokens) {
     std::printf("linear %s, %d tokens\n", kNames[static_cast<int>(format)], static_cast<int>(tokens));
     constexpr int kN = 101, kK = 256;
-    Weights w(format, kN, kK, 64, false);
+    Weights w(format, kernels.order, kN, kK, 64, false);
     pack(w.matrix, 0, 0, kN, random_floats(kN * kK).data());
     const std::vector<float> x = random_floats(tokens * kK), bias = random_floats(kN), dense = w.dequantised();
     std::vector<float> expected(tokens * kN), first;
@@ -199,7 +200,8 @@ void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewe
     std::printf("moe %s, %d tokens%s\n", kNames[static_cast<int>(format)], static_cast<int>(tokens),
                 skewed ? ", all to one expert" : "");
     constexpr int kExperts = 5, kFirst = 2, kHidden = 96, kInner = 64, kTop = 3;
-    Weights w13(format, 2 * kInner, kHidden, 32, false, kExperts), w2(format, kHidden, kInner, 64, false, kExperts);
+    Weights w13(format, kernels.order, 2 * kInner, kHidden, 32, false, kExperts),
+        w2(format, kernels.order, kHidden, kInner, 64, false, kExperts);
     for (int e = 0; e < kExperts; e++) {
         pack(w13.matrix, e, 0, 2 * kInner, random_floats(2 * kInner * kHidden).data());
         pack(w2.matrix, e, 0, kHidden, random_floats(kHidden * kInner).data());
@@ -251,7 +253,7 @@ void check_format(const Kernels& kernels, Format format) {
                 for (bool unit : {true, false}) check_products(kernels, format, 384, group, zeros, unit);
         check_products(kernels, format, 96, 96, true, true);  // a single group
     }
-    for (int group : {32, 128}) check_pack(format, group);
+    for (int group : {32, 128}) check_pack(format, kernels.order, group);
     for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
     for (int64_t tokens : {0, 1, 7, 70}) check_moe(kernels, format, tokens, false);
     check_moe(kernels, format, 30, true);
@@ -276,7 +278,7 @@ int count(const Kernels& kernels, const std::string& name, int rows, int rounds)
     const auto format = std::find(kNames, kNames + kFormats, name);
     if (format == kNames + kFormats || rows < 1 || rounds < 1) return 2;
     constexpr int kN = 64, kK = 2048;
-    const Weights w(static_cast<Format>(format - kNames), kN, kK, 32, false);
+    const Weights w(static_cast<Format>(format - kNames), kernels.order, kN, kK, 32, false);
     const Activations activations(kernels, random_floats(rows * kK));
     std::vector<float> y(rows * kRows);
     for (int round = 0; round < rounds; round++)
