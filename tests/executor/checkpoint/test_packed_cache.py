@@ -12,6 +12,7 @@ from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
 from executor.job.logits import collect_logits
 from executor.job.runner import make_runner
+from ops.cpu.engine import native
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 
 IDS = [[5, 17, 3], list(range(30, 53))]
@@ -75,6 +76,15 @@ def test_whatever_changed_is_made_anew_and_named(
     assert list((tmp_path / "kept").iterdir()) == [folder]
     other = case_of(tmp_path, zero_points=True)
     assert start(other, tmp_path, capsys)[0].startswith("packed weights: made anew (none kept yet); ")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_another_order_of_the_weights_is_kept_apart(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(case, tmp_path, capsys)
+    monkeypatch.setattr(native, "order", lambda: 2)  # as with another instruction set on ARM
+    assert start(case, tmp_path, capsys)[0].startswith("packed weights: made anew (none kept yet); ")
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 

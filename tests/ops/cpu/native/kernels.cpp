@@ -166,6 +166,37 @@ void check_pack(Format format, Order order, int group) {
     close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);  // scales are rounded too
 }
 
+// The same weights in every order: equal values, equal products by the generic kernels, and equal ones by all of ARM's
+// sets, each of which reads one order.
+void check_orders(Format format, bool zeros) {
+    std::printf("orders of %s%s\n", kNames[static_cast<int>(format)], zeros ? ", zeros" : "");
+    constexpr int kK = 256, kTokens = 7;
+    const std::vector<float> from = random_floats(2 * kRows * kK);
+    const Activations activations(kernels_generic(), random_floats(kTokens * kK));
+    const auto packed = [&](Order order) {
+        Weights w(format, order, 2 * kRows, kK, 64, zeros);
+        pack(w.matrix, 0, 0, w.matrix.n, from.data());
+        return w;
+    };
+    const auto times = [&](const Kernels& kernels, const Weights& w) {
+        return product(kernels, w.matrix, activations.rows(), nullptr, kTokens);
+    };
+    const Weights fours = packed(Order::fours);
+    for (Order order : {Order::signed_fours, Order::signed_eights}) {
+        const Weights w = packed(order);
+        same("values in another order", w.dequantised(), fours.dequantised());
+        same("product in another order", times(kernels_generic(), w), times(kernels_generic(), fours));
+    }
+    std::vector<float> first;
+    for (const std::string& name : usable_sets()) {
+        const Kernels& kernels = choose_kernels(name);
+        if (kernels.order == Order::fours) continue;
+        const std::vector<float> of_set = times(kernels, packed(kernels.order));
+        if (first.empty()) first = of_set;
+        same("product by another set", of_set, first);
+    }
+}
+
 // Rows of w (k long) times a row x.
 double dot(const float* w, const float* x, int64_t k) {
     double sum = 0;
@@ -264,6 +295,8 @@ void check_all(const Kernels& kernels) {
     for (Format format : {Format::f32, Format::bf16, Format::f16, Format::q8, Format::q4})
         check_format(kernels, format);
     check_quantise(kernels);
+    for (Format format : {Format::q8, Format::q4})
+        for (bool zeros : {false, true}) check_orders(format, zeros);
     for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8})
         for (int page_size : {16, 6}) check_attention(kernels, type, page_size);
     std::puts("probe");
