@@ -17,6 +17,12 @@ INLINE int8x16_t weights_of(const Stream& stream, int four, int second) {
     return stream.template weights<C / kStored != 0>(128 * (C % kStored) + 32 * four + 16 * second);
 }
 
+// Lanes (0, 0, 1, 1) of x, or with Second (2, 2, 3, 3).
+template <bool Second>
+INLINE int32x4_t spread(int32x4_t x) {
+    return Second ? vzip2q_s32(x, x) : vzip1q_s32(x, x);
+}
+
 template <Format F, bool Zeros>
 TARGET void row_pass(const Matrix& w, int block, const Block* row, float* y) {
     Stream<F, Zeros> stream(w, block);
@@ -74,7 +80,9 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
         });
         repeat<kFours>([&](auto four) LAMBDA {
             int32x4_t dots[kSums];
-            repeat<kSums>([&](auto i) LAMBDA { dots[i] = nothing(); });
+            repeat<kSums>([&](auto i) LAMBDA {
+                dots[i] = Zeros ? vmulq_s32(spread<i % kHalves>(stream.zero[four]), totals[i / kHalves]) : nothing();
+            });
             repeat<kEights * kHalves>([&](auto i) LAMBDA {
                 constexpr int c = i / kHalves, half = i % kHalves;
                 const int8x16_t weights = weights_of<c>(stream, four, half);
@@ -85,12 +93,9 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
             });
             const float32x4_t scale = stream.scale(four);
             repeat<kHalves>([&](auto half) LAMBDA {
-                constexpr bool second = half;
-                const auto spread = [](auto x) LAMBDA { return second ? vzip2q_s32(x, x) : vzip1q_s32(x, x); };
-                const float32x4_t of_rows = vreinterpretq_f32_s32(spread(vreinterpretq_s32_f32(scale)));
+                const float32x4_t of_rows = vreinterpretq_f32_s32(spread<half>(vreinterpretq_s32_f32(scale)));
                 repeat<Pairs>([&](auto p) LAMBDA {
                     int32x4_t& dot = dots[p * kHalves + half];
-                    if constexpr (Zeros) dot = vmlaq_s32(dot, spread(stream.zero[four]), totals[p]);
                     float32x4_t& to = sums[four * kSums + p * kHalves + half];
                     to = vfmaq_f32(to, vmulq_f32(of_rows, scales[p]), stream.to_float(dot));
                 });

@@ -26,7 +26,10 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
         repeat<kFours / kGroups>([&](auto step) LAMBDA {
             constexpr int first = step * kGroups;
             int32x4_t dots[kChains];
-            repeat<kChains>([&](auto j) LAMBDA { dots[j] = nothing(); });
+            repeat<kChains>([&](auto j) LAMBDA {
+                constexpr int four = first + j % kGroups;
+                dots[j] = Zeros ? vmulq_laneq_s32(stream.zero[four], totals, j / kGroups) : nothing();
+            });
             repeat<2>([&](auto half) LAMBDA {
                 int8x16_t activations[M];
                 repeat<M>([&](auto t) LAMBDA {
@@ -47,7 +50,6 @@ TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float
             });
             repeat<kChains>([&](auto j) LAMBDA {
                 constexpr int four = first + j % kGroups, t = j / kGroups;
-                if constexpr (Zeros) dots[j] = vmlaq_laneq_s32(dots[j], stream.zero[four], totals, t);
                 float32x4_t& to = sums[t * kFours + four];
                 to = vfmaq_f32(to, vmulq_n_f32(stream.scale(four), row[t]->scale), stream.to_float(dots[j]));
             });
