@@ -79,6 +79,7 @@ TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, floa
             first++, second++;
         });
         repeat<kFours>([&](auto four) LAMBDA {
+            if constexpr (Pairs > 1) asm("" : "+m"(scales));  // a load is cheaper than a register
             int32x4_t dots[kSums];
             repeat<kSums>([&](auto i) LAMBDA {
                 dots[i] = Zeros ? vmulq_s32(spread<i % kHalves>(stream.zero[four]), totals[i / kHalves]) : nothing();

@@ -3,8 +3,8 @@
 //
 // Both sets store quantised weights as signed bytes (Order in matrix.h), which SDOT and SMMLA multiply as they are. A
 // nibble goes to the upper half of its byte, so sums of q4 are 16 times too large, and SCVTF, which divides by a power
-// of two at no cost, puts that right. Those of q8 it halves, and results are doubled: in the published tables of the
-// Neoverse cores SCVTF without a division takes a vector unit for twice as long.
+// of two at no cost, puts that right. Those of q8 it halves, and results are doubled: in LLVM's models of the Neoverse
+// cores, SCVTF without a division takes a vector unit for twice as long.
 //
 // Sixteen sums of floats stay in registers. Sums are arrays whose every index is a compile-time constant (`repeat`):
 // with loops GCC 12 keeps them in memory. An activation row gets the same float operations in the same order, however
