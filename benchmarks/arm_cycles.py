@@ -47,7 +47,7 @@ SETS = {
 }
 FORMATS = {"q4": 4, "q8": 3}  # the numbers of Format in kernels/matrix.h
 BRANCH = re.compile(r"b(\.\w+)?$|cbn?z$|tbn?z$")
-PRODUCTS = {"sdot": 16, "usdot": 16, "smmla": 32, "usmmla": 32}  # multiplications of an instruction
+PRODUCTS = {"sdot": 16, "smmla": 32}  # multiplications of an instruction
 COLUMNS = (
     ("cpu", "cpu", 13, ""),
     ("set", "set", 14, ""),
