@@ -48,9 +48,9 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
             for piece in wanted[name]:
                 if piece.fill is not None:
                     part = _part(files, stored[name], piece)
-                    if not _finite(part) and name not in strange:
+                    finite = piece.fill(part)
+                    if not (finite if isinstance(finite, bool) else _finite(part)) and name not in strange:
                         strange.append(name)
-                    piece.fill(part)
             files.relieve()
             bar.update()
     if strange:
@@ -99,7 +99,7 @@ def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quan
 def _finite(part: Tensor | Quantised) -> bool:
     """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
     if isinstance(part, Quantised):  # the scales were checked; of the levels, only floats can be strange
-        return not part.float8 or bool((part.levels.view(torch.uint8) & 0x7F != 0x7F).all())
+        return not part.float8 or bool((part.plain_levels.view(torch.uint8) & 0x7F != 0x7F).all())
     return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())
 
 

@@ -74,11 +74,11 @@ class ExpertStore:
     def __getitem__(self, expert: int) -> Pieces:
         return Pieces(self._first + expert * self._stride, self._pieces, self.blocks.block_bytes, self.buffers)
 
-    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
         """Writes all of "gate", "up" or "down" of an expert."""
         name, row, step = self.blocks.rows_of(which)
         handle = self._matrix(name, int(self.addresses[expert]))
-        MatrixView(handle, self.blocks.format, self.blocks.shapes[name][1]).fill(0, row, part, step)
+        return MatrixView(handle, self.blocks.format, self.blocks.shapes[name][1]).fill(0, row, part, step)
 
     def _planes(self, team: int) -> Iterator[Plane]:
         at = 0

@@ -34,35 +34,23 @@ void bind_weights(py::module_& m) {
              py::arg("zeros"));
     py::class_<SplitMatrix>(m, "SplitMatrix").def(py::init<std::vector<Matrix>>(), py::arg("parts"));
 
+    py::class_<Table>(m, "Table")
+        .def(py::init([](uintptr_t address, int kind, int64_t row, int64_t step) {
+                 return Table{at<const uint8_t>(address), static_cast<Kind>(kind), row, step};
+             }),
+             py::arg("address"), py::arg("kind"), py::arg("row"), py::arg("step"));
     m.def(
         "pack_rows",
-        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {
+        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, int64_t columns,
+           const Table& values, const Table& scales, const Table& zeros, int64_t group, int middle,
+           bool keep) {
             py::gil_scoped_release release;
             Context context = engine.context();
-            pack_rows(context, w, {index, first, step}, count, at<const float>(rows));
+            return pack_rows(context, w, {index, first, step}, count, columns, {values, scales, zeros, group, middle},
+                             keep);
         },
-        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("rows"));
-    m.def(
-        "pack_levels",
-        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t levels,
-           uintptr_t scales, uintptr_t zeros) {
-            py::gil_scoped_release release;
-            Context context = engine.context();
-            pack_levels(context, w, {index, first, step}, count, at<const uint8_t>(levels), at<const uint16_t>(scales),
-                        at<const uint8_t>(zeros));
-        },
-        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("levels"),
-        py::arg("scales"), py::arg("zeros"));
-    m.def(
-        "pack_f8",
-        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t values,
-           uintptr_t scales) {
-            py::gil_scoped_release release;
-            Context context = engine.context();
-            pack_f8(context, w, {index, first, step}, count, at<const uint8_t>(values), at<const float>(scales));
-        },
-        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("values"),
-        py::arg("scales"));
+        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("columns"),
+        py::arg("values"), py::arg("scales"), py::arg("zeros"), py::arg("group"), py::arg("middle"), py::arg("keep"));
     m.def(
         "unpack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {

@@ -23,7 +23,7 @@ CACHE = ROOT / "build" / "test_native"
 # The sources of programs that run ops with the generic kernels.
 PRODUCTS = [
     "runtime/pool",
-    *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "attention", "generic")),
+    *(f"kernels/{name}" for name in ("pack", "panel", "products", "moe", "elementwise", "attention", "generic")),
 ]
 
 
