@@ -6,15 +6,16 @@ memory maps: peak memory is what the rank keeps plus one weight.
 """
 
 from collections.abc import Callable, Iterable
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from errors import UserError, listed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.scheme import Scheme, Stored, plain
+from executor.checkpoint.progress import loading_bar
 from models.layers.base import Piece, layers_of
 from ops.format import Quantised
 
@@ -41,8 +42,9 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
     if odd := contradictions(wanted, scheme):
         print(f"warning: {folder}: {len(odd)} {CONTRADICTION}: {listed(odd)}")
     strange: list[str] = []  # tensors with values that are not finite
-    bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
-    with bar:
+    mine = {name: sum(p.kept_elements for p in pieces) / prod(pieces[0].shape) for name, pieces in wanted.items()}
+    total = sum(share * files.nbytes(tensor) for name, share in mine.items() for tensor in stored[name].tensors)
+    with loading_bar(int(total), progress) as bar:
         # In the order of the files, by the first tensor of each weight.
         for name in sorted(wanted, key=lambda name: str(files.place[next(iter(stored[name].tensors))])):
             for piece in wanted[name]:
@@ -52,7 +54,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
                     if not (finite if isinstance(finite, bool) else _finite(part)) and name not in strange:
                         strange.append(name)
             files.relieve()
-            bar.update()
+            bar.update(files.read - bar.n)
     if strange:
         print(f"warning: {folder}: {len(strange)} tensors hold NaN or infinite values: {listed(strange)}")
     return files.read

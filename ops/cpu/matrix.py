@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from ops.cpu.engine import module, native, pointer
+from ops.cpu.engine import TYPES, module, native, pointer
+from ops.cpu.memory import allocate
 from ops.format import LARGEST_F8, Format, Quantised, floats
 from ops.words import Words
 
@@ -54,6 +55,14 @@ def elements(x: "Tensor | Words | None") -> "Table":
         return rows_of(x)
     row, step = (x.itemsize * stride for stride in x.stride())
     return module.Table(address=pointer(x, x.dtype, contiguous=False), kind=KINDS[x.dtype], row=row, step=step)
+
+
+def fill_table(table: Tensor, part: Tensor) -> bool:
+    """Whether all values are finite numbers."""
+    return native.fill_table(
+        to=pointer(table, table.dtype), type=TYPES[table.dtype], rows=table.shape[0], columns=table.shape[1],
+        from_=rows_of(part),
+    )  # fmt: skip
 
 
 class MatrixView:
@@ -125,7 +134,7 @@ class PackedMatrices(MatrixView):
             part_rows = (end - first) * unit
             sizes = plane_bytes(count * part_rows * columns, format)
             starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]
-            buffer = native.Buffer(bytes=starts[-1], team=node)  # zeroed: padding rows must add nothing
+            buffer = allocate(starts[-1], node)  # zeroed: padding rows must add nothing
             quants, scales, zeros = (buffer.address + at if n else 0 for at, n in zip(starts, sizes, strict=False))
             parts.append(
                 native.Matrix(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ops.cpu.engine import native
+from ops.cpu.memory import allocate
 from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, plane_bytes
 from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
 from ops.format import Quantised
@@ -53,7 +53,7 @@ class ExpertStore:
         ends = [padded(planes[-1].start + planes[-1].nbytes, ALIGNMENT) for planes in parts]
         stride = max(ends)
         # Zeroed memory: padding must add nothing.
-        self.buffers = [native.Buffer(bytes=count * stride, team=team) for team in pool.teams]
+        self.buffers = [allocate(count * stride, team) for team in pool.teams]
         self.storages = [
             torch.frombuffer(buffer, dtype=torch.uint8)[: (count - 1) * stride + end]
             for buffer, end in zip(self.buffers, ends, strict=True)

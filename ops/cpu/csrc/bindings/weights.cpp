@@ -52,6 +52,14 @@ void bind_weights(py::module_& m) {
         py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("columns"),
         py::arg("values"), py::arg("scales"), py::arg("zeros"), py::arg("group"), py::arg("middle"), py::arg("keep"));
     m.def(
+        "fill_table",
+        [](uintptr_t to, int type, int64_t rows, int64_t columns, const Table& from) {
+            py::gil_scoped_release release;
+            Context context = engine.context();
+            return fill_table(context, at<void>(to), static_cast<Type>(type), rows, columns, from);
+        },
+        py::arg("to"), py::arg("type"), py::arg("rows"), py::arg("columns"), py::arg("from_"));
+    m.def(
         "unpack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {
             py::gil_scoped_release release;
@@ -88,6 +96,22 @@ void bind_weights(py::module_& m) {
         .def("__len__", &Buffer::size)
         .def_property_readonly("address", &Buffer::address)
         .def_property_readonly("bound", &Buffer::bound)
+        .def_property_readonly("local", &Buffer::local)
+        .def(
+            "map",
+            [](Buffer& b, const std::string& path, int64_t bytes) {
+                py::gil_scoped_release release;
+                return bytes <= b.size() ? b.map(path, bytes) : EINVAL;
+            },
+            py::arg("path"), py::arg("bytes"))
+        .def("renew", &Buffer::renew)
+        .def(
+            "read",
+            [](Buffer& b, const std::string& path, int64_t bytes) {
+                py::gil_scoped_release release;
+                return bytes <= b.size() ? b.read(path, bytes, *engine.pool) : EINVAL;
+            },
+            py::arg("path"), py::arg("bytes"))
         .def_buffer([](Buffer& b) { return py::buffer_info(at<uint8_t>(b.address()), b.size()); });
 }
 

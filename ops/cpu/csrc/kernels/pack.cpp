@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
 #include "kernels/vector.h"
 
@@ -39,6 +40,25 @@ void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
         const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
         for (int i = 0; i < kBlock; i++) to[c + i] = static_cast<float>(q[i] - zero) * half_to_float(from.scales[at]);
     }
+}
+
+// Whether all are finite.
+template <class S, class T>
+bool copy_floats(const S* from, int64_t count, T* to) {
+    bool finite = true;
+    for (int64_t i = 0; i < count; i++) {
+        S value;
+        std::memcpy(&value, from + i, sizeof value);  // at any alignment
+        const float wide = widen(value);
+        uint32_t bits;
+        std::memcpy(&bits, &wide, 4);
+        finite &= (bits & 0x7f800000) != 0x7f800000;
+        if constexpr (std::is_same_v<S, T>)
+            to[i] = value;
+        else
+            to[i] = narrow<T>(wide);
+    }
+    return finite;
 }
 
 struct RowBlock {  // sixteen rows of `w`, some of which are written or read
@@ -153,6 +173,22 @@ int pack_rows(Context& context, const SplitMatrix& split, const RowRange& where,
         if (seen) flags |= seen;
     });
     return flags;
+}
+
+bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Table& from) {
+    std::atomic<bool> finite{true};
+    context.pool.each(static_cast<int>(rows), [&](int row, int) {
+        const uint8_t* at = from.at + row * from.row;
+        with_type(static_cast<Type>(from.kind), [&](auto source) {
+            with_type(type, [&](auto target) {
+                using S = decltype(source);
+                using T = decltype(target);
+                T* out = static_cast<T*>(to) + row * columns;
+                if (!copy_floats<S, T>(reinterpret_cast<const S*>(at), columns, out)) finite = false;
+            });
+        });
+    });
+    return finite;
 }
 
 void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, float* to) {

@@ -24,6 +24,9 @@ constexpr int kLargeScale = 2;  // a scale is beyond the range of halves
 int pack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, int64_t columns,
               const Given& from, bool keep);
 
+// Writes a row-major table (rows, columns) of `type`. Returns whether all values are finite numbers.
+bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Table& from);
+
 // Reads `count` rows and writes them dequantised to float32.
 void unpack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, float* to);
 
