@@ -13,6 +13,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from errors import UserError, run_main
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Needed
 from executor.checkpoint.load import stored_as
+from executor.checkpoint.packed import PackedCache
 from executor.config.env import RankEnv
 from executor.config.load import load_case, load_model_config
 from executor.engine.building import build_of
@@ -46,6 +48,8 @@ def compressed(format: str, bits: int, strategy: str) -> dict[str, Any]:
 
 FORMATS: dict[str, dict[str, Any] | None] = {
     "bfloat16": None,
+    "bfloat16-q4": None,  # quantised while it is read
+    "packed-q4": None,  # the same, from the packed cache
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["mlp.gate"]},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "dynamic": {r"-:.*mlp\.gate$": {}}},
     "pack-quantized": compressed("pack-quantized", 4, "group"),
@@ -60,7 +64,9 @@ def write(folder: Path, format: str, **shape: int) -> None:
     config = json.loads(SHAPE.read_text()) | shape | {"quantization_config": FORMATS[format]}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    settings = f"method: {'q4' if format.endswith('q4') else 'auto'}, keep_packed: {format.startswith('packed')}".lower()
     (folder / "case.yaml").write_text(f"model_path: {folder}\nmodel_config: {{dtype: bfloat16, with_ckpt: true}}\n"
+                                      f"quantization: {{{settings}}}\n"
                                       "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n")  # fmt: skip
     case = load_case(str(folder / "case.yaml"))
     build = build_of(case, cast(Ops, CpuLayout(torch.bfloat16)), Parallel(), torch.device("meta"), False)
@@ -90,6 +96,7 @@ def made(name: str, need: Needed, piece: Piece) -> Tensor:
 def loaded(folder: Path) -> tuple[float, int, int]:
     """(seconds, bytes that the model keeps, growth of the process's peak memory)"""
     runner = make_runner(load_case(str(folder / "case.yaml")), folder, RankEnv(0, 1, 0, 1, ""))
+    runner.packed_cache = partial(PackedCache, root=folder.parent / "packed")
     before = peak_bytes()
     start = time.perf_counter()
     runner.setup()
@@ -115,8 +122,12 @@ def read(path: Path) -> float:
 
 def measure(folder: Path, rounds: int) -> None:
     """Runs in a process of its own, so that the peak memory is that of the first load."""
-    size = (folder / "model.safetensors").stat().st_size
-    times = [(read(folder / "model.safetensors"), loaded(folder)) for _ in range(rounds)]
+    files = [folder / "model.safetensors"]
+    if folder.name.startswith("packed"):
+        loaded(folder)  # fills the cache
+        files = list((folder.parent / "packed").rglob("*.bin"))
+    size = sum(file.stat().st_size for file in files)
+    times = [(sum(map(read, files)), loaded(folder)) for _ in range(rounds)]
     _, (_, kept, peak) = times[0]
     reading, loading = statistics.median(t for t, _ in times), statistics.median(t for _, (t, _, _) in times)
     print(
