@@ -9,6 +9,7 @@ the files, which are in the page cache. GB are those of the files.
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import statistics
 import tempfile
@@ -120,6 +121,16 @@ def read(path: Path) -> float:
     return time.perf_counter() - start
 
 
+def touch(nbytes: int) -> float:
+    """Seconds for writing fresh memory in huge pages on one thread. The memory is then free, and the next to be taken:
+    a virtual machine may give free memory back to its host after seconds, and taking it again costs seconds a GB."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    start = time.perf_counter()
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    return time.perf_counter() - start
+
+
 def measure(folder: Path, rounds: int) -> None:
     """Runs in a process of its own, so that the peak memory is that of the first load."""
     files = [folder / "model.safetensors"]
@@ -127,12 +138,15 @@ def measure(folder: Path, rounds: int) -> None:
         loaded(folder)  # fills the cache
         files = list((folder.parent / "packed").rglob("*.bin"))
     size = sum(file.stat().st_size for file in files)
-    times = [(sum(map(read, files)), loaded(folder)) for _ in range(rounds)]
-    _, (_, kept, peak) = times[0]
-    reading, loading = statistics.median(t for t, _ in times), statistics.median(t for _, (t, _, _) in times)
+    times = []
+    for _ in range(rounds):
+        touch(size)
+        times.append((sum(map(read, files)), touch(size), loaded(folder)))
+    _, _, (_, kept, peak) = times[0]
+    reading, touching, loading = map(statistics.median, zip(*((r, t, load[0]) for r, t, load in times), strict=True))
     print(
         f"{folder.name:<15} {size / 1e9:5.2f} GB, loaded in {loading:6.2f} s: {size / loading / 1e9:5.2f} GB/s, "
-        f"{reading / loading:5.3f} of plain reads; {kept / 1e9:5.2f} GB kept, peak {(peak - kept) / 1e9:5.2f} GB more",
+        f"{reading / loading:5.3f} of plain reads; fresh memory {size / touching / 1e9:5.2f} GB/s; {kept / 1e9:5.2f} GB kept, peak {(peak - kept) / 1e9:5.2f} GB more",
         flush=True,
     )
 
