@@ -93,7 +93,7 @@ def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
 def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
     sizes = zip(piece.part, piece.shape, strict=True)
     part = stored.read(files, *(slice(*cut.indices(size)[:2]) for cut, size in sizes))
-    if len(stored.tensors) > 1 and not (part.scales if isinstance(part, Quantised) else part).isfinite().all():
+    if len(stored.tensors) > 1 and not _finite(part.scales if isinstance(part, Quantised) else part):
         raise UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
     return part
 

@@ -88,6 +88,8 @@ class MatrixView:
             scales, zeros = elements(part.scales), elements(part.zeros)
         else:
             given = part
+        if given.shape[1] != self.columns and (self.format.group or given.shape[1] > self.columns):
+            raise AssertionError(f"{given.shape[1]} columns for a matrix of {self.columns}")
         flags = native.pack_rows(
             w=self.handle, index=index, first=row, step=step, count=given.shape[0], columns=given.shape[1],
             values=rows_of(given), scales=scales, zeros=zeros, group=group, middle=middle,
