@@ -16,7 +16,7 @@ import pytest
 from benchmarks import arm_cycles
 from benchmarks.arm_cycles import Instruction, cycles, inner_loops, our_kernel, turn
 from ops.cpu import engine
-from tests.ops.cpu.native.build import TESTS, compile_all, core_sources, made_once, program, run
+from tests.ops.cpu.native.build import SOURCES, TESTS, compile_all, core_sources, made_once, program, run
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +80,32 @@ def parity(*command: str) -> str:
     lines = run(*command).stdout.splitlines()
     assert lines[-1] == "ok"
     return lines[0].removeprefix("kernels ")
+
+
+PACKING = [SOURCES / f"{name}.cpp" for name in ("runtime/pool", "kernels/generic", "kernels/pack", "kernels/panel")]
+
+
+def packing(compiler: str, *flags: str) -> str:
+    """What the program prints for packed rows of every kind, built for one instruction set."""
+    return program("packing", compiler, ["-O3", *flags], [TESTS / "packing.cpp", *PACKING], ["-pthread"])
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    return run(packing("g++", "-DCLONES=")).stdout
+
+
+@pytest.mark.parametrize("target", ["avx2", "avx512f"])
+def test_every_set_packs_the_same_bytes(plain: str, target: str) -> None:
+    if platform.machine() != "x86_64" or not any(target[:6] in name for name in engine.module.instruction_sets()):
+        pytest.skip(f"this CPU has no {target}")
+    assert len(plain.splitlines()) == 53
+    assert run(packing("g++", f'-DCLONES=__attribute__((target("{target}")))')).stdout == plain
+
+
+def test_arm_packs_the_same_bytes(arm: str, plain: str) -> None:
+    assert arm
+    assert run(EMULATOR, packing(COMPILER, "-static")).stdout == plain
 
 
 def refusal(*command: str) -> str:

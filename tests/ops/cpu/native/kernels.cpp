@@ -32,7 +32,13 @@ uint8_t nearest_f8(float v) {
 void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const float* from) {
     Pool pool(1);
     Context context{pool, kernels_generic()};
-    if (w.format != Format::f8) return pack_rows(context, w, {index, first, 1}, count, from);
+    const auto table = [](const auto* at, Kind kind, int64_t columns, int64_t step) {
+        return Table{reinterpret_cast<const uint8_t*>(at), kind, columns * static_cast<int64_t>(sizeof *at), step};
+    };
+    if (w.format != Format::f8) {
+        pack_rows(context, w, {index, first, 1}, count, w.k, {table(from, Kind::f32, w.k, 4), {}, {}}, false);
+        return;
+    }
     std::vector<uint8_t> values(count * w.k);
     std::vector<float> scales(values.size() / w.group);
     for (size_t g = 0; g < scales.size(); g++) {
@@ -41,7 +47,9 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
         scales[g] = most / 448;
         for (int c = 0; c < w.group; c++) values[g * w.group + c] = nearest_f8(from[g * w.group + c] / scales[g]);
     }
-    pack_f8(context, w, {index, first, 1}, count, values.data(), scales.data());
+    const Given given{table(values.data(), Kind::f8, w.k, 4), table(scales.data(), Kind::f32, w.k / w.group, 4), {},
+                      w.group};
+    pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
 }
 
 // `copies` matrices in an order, one after another in each plane, with memory of their own.
