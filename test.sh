@@ -37,7 +37,7 @@ umbra_emulators() {
             break
         }
     done
-    command -v llvm-mca-19 >/dev/null || (umbra_apt --no-install-recommends llvm-19) || echo "cycles of ARM will be skipped" >&2
+    command -v llvm-mca-19 >/dev/null || (umbra_apt --no-install-recommends llvm-19) || echo "cycles by static models will be skipped" >&2
     # tests/ops/cpu/test_numa.py boots a kernel on a simulated machine of four NUMA nodes.
     [ "$(uname -m)" = x86_64 ] || return 0
     command -v qemu-system-x86_64 >/dev/null && compgen -G "$to/vmlinuz-*" >/dev/null && return 0

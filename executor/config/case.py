@@ -314,7 +314,9 @@ class Case:
     world_size: int = key(1, "number of ranks", minimum=1, maximum=4096)
     instruction_set: str = key(
         "auto", "instruction set of the CPU's kernels; auto: the best that this machine has",
-        choices=("auto", "generic", "avx2", "avx512_vnni", "avx512_bf16", "neon_dotprod", "neon_i8mm"),
+        choices=(
+            "auto", "generic", "avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx", "neon_dotprod", "neon_i8mm",
+        ),
     )  # fmt: skip
     threads: int | None = key(
         None,

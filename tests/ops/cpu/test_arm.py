@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arm_cycles
-from benchmarks.arm_cycles import Instruction, cycles, inner_loops, our_kernel, turn
+from benchmarks import machine_code
+from benchmarks.arm_cycles import ARM, FILES, our_kernel
+from benchmarks.machine_code import Instruction, cycles, inner_loops, turn
 from ops.cpu import engine
 from tests.ops.cpu.native.build import SOURCES, TESTS, compile_all, core_sources, made_once, program, run
 
@@ -191,27 +192,27 @@ def test_loops_are_found_in_machine_code() -> None:
 @pytest.fixture(scope="module")
 def objects(arm: str) -> dict[str, Path]:
     """The object files of both sets' kernels, which the test program holds."""
-    for tool in (arm_cycles.MODEL, arm_cycles.DISASSEMBLER):
+    for tool in (machine_code.MODEL, machine_code.DISASSEMBLER):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed; bash test.sh installs it where it may")
     version = run(COMPILER, "-dumpversion").stdout.split(".")[0].strip()
     if version != COUNTED_WITH:
         pytest.skip(f"cycles were recorded with GCC {COUNTED_WITH}, this is GCC {version}")
-    folder = arm_cycles.SOURCES / "kernels" / "arm"
-    made = compile_all(COMPILER, WARNINGS, [folder / file for file in arm_cycles.FILES.values()])
-    return dict(zip(arm_cycles.FILES, map(Path, made), strict=True))
+    folder = machine_code.SOURCES / "kernels" / "arm"
+    made = compile_all(COMPILER, WARNINGS, [folder / file for file in FILES.values()])
+    return dict(zip(FILES, map(Path, made), strict=True))
 
 
 @pytest.mark.parametrize(("cpu", "instruction_set", "format"), CYCLES)
 def test_cycles_per_weight(objects: dict[str, Path], cpu: str, instruction_set: str, format: str) -> None:
     for rows, (recorded, theirs) in CYCLES[cpu, instruction_set, format].items():
         kernel = our_kernel(instruction_set, format, rows)
-        way = turn(objects[instruction_set], kernel)
-        found = cycles(way, cpu)[0] / kernel.weights
+        way = turn(objects[instruction_set], kernel, ARM)
+        found = cycles(way, cpu, ARM)[0] / kernel.weights
         at = f"{cpu}, {instruction_set}, {format}, {rows} rows: {found:.4f} cycles a weight, recorded {recorded}"
         assert found <= 1.03 * recorded, f"{at}: worse"
         assert found >= 0.97 * recorded, f"{at}: record the new value"
         assert found < theirs, f"{at}: llama.cpp needs {theirs}"
         more = ["eor v0.16b, v0.16b, v1.16b", "ldr q0, [x0]"]  # whichever unit it waits for
         longer = way + more * (len(way) // 10)
-        assert cycles(longer, cpu)[0] > 1.03 * kernel.weights * recorded, f"{at}: a longer loop passes"
+        assert cycles(longer, cpu, ARM)[0] > 1.03 * kernel.weights * recorded, f"{at}: a longer loop passes"

@@ -334,7 +334,10 @@ def test_attention(
     actual = cpu.attention(q, *caches, *rest, dim**-0.5)
     # The reference sees the very values that were rounded into the native cache.
     k_seen, v_seen = (c.float() for c in cached(*caches))
-    if kernels == "avx512_bf16" and dtype in (torch.bfloat16, torch.int8):  # queries and weights are rounded too
+    if kernels in ("avx512_bf16", "amx") and dtype in (
+        torch.bfloat16,
+        torch.int8,
+    ):  # queries and weights are rounded too
         expected = reference.attention((q * dim**-0.5).bfloat16().float(), k_seen, v_seen, *rest, 1.0)
         torch.testing.assert_close(actual, expected, atol=2**-8 * float(v.abs().max()), rtol=0)
     else:

@@ -106,7 +106,7 @@ CLONES void soften(const Softened<float>& of) {
 
 struct FloatDot {
     using Operand = float;
-    static constexpr int kDepth = 1;
+    static constexpr int kDepth = 1, kKeysAtOnce = 2;
     template <class T>
     static constexpr bool takes() {
         return false;

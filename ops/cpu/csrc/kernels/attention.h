@@ -83,18 +83,19 @@ struct Softened {
 
 // `Dot` multiplies. It has
 //   Operand   the type of both operands; kDepth  elements of a row that one step of the product takes
+//   kKeysAtOnce  runs of values are multiples of so many keys, an even number
 //   takes<T>()  whether pieces of T can be the second operand of `product` as they are
 //   operand(x, factor, count, to)                 x * factor as Operand
 //   copy(from, pairs, columns, from_columns, to, to_columns)  part of a piece (pairs, columns, 2) as steps of the product
 //   product(fresh, rows, a, a_stride, runs, count, shift, step, second, c, c_stride, ahead)
-//     c (rows, 32) = or += a (rows, all steps) times the runs, whose steps are `step` elements apart; columns 0 to 15 are
-//     `shift` elements after a run's start, and 16 to 31 `second` after those
+//     c (rows, 32) = (`fresh`: the scores, one run) or += (the values) a (rows, all steps) times the runs, whose steps are
+//     `step` elements apart; columns 0 to 15 are `shift` elements after a run's start, and 16 to 31 `second` after those
 //   soften(of)  weights = exp(scores - most), 0 for keys that are not seen; adds to `total`. Where `most` has to grow,
 //     total and sums shrink with it.
 template <class Dot, class T>
 class QueryRows {
     using E = typename Dot::Operand;
-    static constexpr int kDepth = Dot::kDepth;
+    static constexpr int kDepth = Dot::kDepth, kAtOnce = Dot::kKeysAtOnce;
     static constexpr bool kDirect = Dot::template takes<T>();  // pieces are operands as they are
 
 public:
@@ -229,8 +230,8 @@ private:
     // sums += weights times the values start .. start + count - 1
     void add_values(int64_t start, int64_t count) {
         if constexpr (kDirect) {
-            // The values of an odd last token lie beside whatever its neighbour's place holds.
-            if (a_.width % kColumns == 0 && count % 2 == 0) {
+            // Behind the last value lies whatever the next token's place holds.
+            if (a_.width % kColumns == 0 && count % kAtOnce == 0 && a_.page_size % kAtOnce == 0) {
                 Run<T> runs[kMostTileRuns];
                 int pieces = 0;
                 for_pages(start, count, [&](int64_t index, int64_t offset, int64_t keys, int64_t) {
@@ -246,7 +247,9 @@ private:
         if (count % 2)
             for (int64_t j = 0; j < wide_; j++)
                 tile_[count / kDepth * kDepth * wide_ + (kDepth == 2 ? 2 * j + 1 : j)] = E{};
-        const Run<E> run{tile_, (count + 1) / 2 * 2 / kDepth};
+        const int64_t taken = (count + 1) / 2 * 2, whole = (count + kAtOnce - 1) / kAtOnce * kAtOnce;
+        std::fill_n(tile_ + taken * wide_, (whole - taken) * wide_, E{});
+        const Run<E> run{tile_, whole / kDepth};
         add_values(start, &run, 1);
     }
     template <class S>

@@ -2,7 +2,9 @@
 
 #include <stdexcept>
 
-#if defined(__aarch64__)
+#if defined(__x86_64__)
+#include "kernels/x86/tiles.h"
+#elif defined(__aarch64__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -21,24 +23,30 @@ struct Set {
 std::vector<Set> all_sets() {
     std::vector<Set> sets{{"generic", "", true, kernels_generic},
                           {"avx2", "AVX2, FMA and F16C (x86-64)", false, nullptr},
+                          {"avx_vnni", "AVX2, FMA, F16C and AVX-VNNI (x86-64)", false, nullptr},
                           {"avx512_vnni", "AVX-512 F, BW, DQ, VL and VNNI (x86-64)", false, nullptr},
                           {"avx512_bf16", "AVX-512 with VNNI and BF16 (x86-64)", false, nullptr},
+                          {"amx", "AMX-TILE, AMX-INT8, AMX-BF16 and AVX512-BF16 (x86-64; Linux 5.16)", false, nullptr},
                           {"neon_dotprod", "dotprod (ARMv8.2)", false, nullptr},
                           {"neon_i8mm", "dotprod and i8mm (ARMv8.6)", false, nullptr}};
 #if defined(__x86_64__)
     __builtin_cpu_init();
     sets[1].works = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     sets[1].kernels = kernels_avx2;
-    sets[2].works = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+    sets[2].works = sets[1].works && __builtin_cpu_supports("avxvnni");
+    sets[2].kernels = kernels_avx_vnni;
+    sets[3].works = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    sets[2].kernels = kernels_avx512;
-    sets[3].works = sets[2].works && __builtin_cpu_supports("avx512bf16");
-    sets[3].kernels = kernels_avx512_bf16;
+    sets[3].kernels = kernels_avx512;
+    sets[4].works = sets[3].works && __builtin_cpu_supports("avx512bf16");
+    sets[4].kernels = kernels_avx512_bf16;
+    sets[5].works = sets[4].works && tiles_work();
+    sets[5].kernels = kernels_amx;
 #elif defined(__aarch64__)
-    sets[4].works = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-    sets[4].kernels = kernels_neon;
-    sets[5].works = sets[4].works && getauxval(AT_HWCAP2) & HWCAP2_I8MM;
-    sets[5].kernels = kernels_i8mm;
+    sets[6].works = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+    sets[6].kernels = kernels_neon;
+    sets[7].works = sets[6].works && getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+    sets[7].kernels = kernels_i8mm;
 #endif
     return sets;
 }

@@ -147,6 +147,9 @@ struct Rows {
 // `rows`; null means 0, 1, 2 ... A row's results do not depend on the other rows.
 using Product = void (*)(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
                          size_t stride);
+// The same for `blocks` neighbouring row blocks, the results of each after those of the one before; the same bits.
+using Products = void (*)(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count,
+                          float* y, size_t stride);
 // Quantises `count` blocks of 32 floats.
 using Quantise = void (*)(const float* x, int count, Block* to);
 
@@ -163,8 +166,7 @@ struct Kernels {
     const char* name;
     Product product[kFormats];
     Quantise quantise;
-    // The same for two neighbouring row blocks, the second's results after the first's; or null.
-    Product pairs[kFormats] = {};
+    Products several[kFormats] = {};                                      // or null: one row block after the other
     Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
     Order order = Order::fours;                                           // of the matrices that `product` reads
 };
@@ -237,8 +239,10 @@ inline uint16_t float_to_half(float f) {
 const Kernels& kernels_generic();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
+const Kernels& kernels_avx_vnni();
 const Kernels& kernels_avx512();
 const Kernels& kernels_avx512_bf16();
+const Kernels& kernels_amx();
 #elif defined(__aarch64__)
 const Kernels& kernels_neon();
 const Kernels& kernels_i8mm();

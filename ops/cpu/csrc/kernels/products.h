@@ -10,8 +10,6 @@ namespace umbra {
 constexpr int kTile = 64;  // activation rows multiplied by the same weights while both are in L2
 constexpr int kNear = 4;   // row blocks of weights in such a tile
 constexpr int kWide = kNear * kRows;
-// Two row blocks at once are faster than one after the other with a multiple of so many activation rows, or with many.
-constexpr int kPairRows = 4, kMostUnpaired = 16;
 
 // Calls f(row) for rows 0 .. count - 1, shared over the pool if there are many.
 template <class F>
@@ -34,12 +32,10 @@ inline void quantise_rows(Context& context, int64_t count, int64_t k, const Rows
 // Products of `blocks` neighbouring row blocks, 16 results each: y (count, kWide).
 inline void products(const Kernels& kernels, const Matrix& w, int block, int blocks, const Rows& rows,
                      const int32_t* index, int count, float* y) {
-    const Product product = kernels.product[static_cast<int>(w.format)];
-    const Product pair = kernels.pairs[static_cast<int>(w.format)];
-    int b = 0;
-    if (pair && (count % kPairRows == 0 || count > kMostUnpaired))
-        for (; b + 1 < blocks; b += 2) pair(w, block + b, rows, index, count, y + b * kRows, kWide);
-    for (; b < blocks; b++) product(w, block + b, rows, index, count, y + b * kRows, kWide);
+    const int format = static_cast<int>(w.format);
+    if (const Products several = kernels.several[format])
+        return several(w, block, blocks, rows, index, count, y, kWide);
+    for (int b = 0; b < blocks; b++) kernels.product[format](w, block + b, rows, index, count, y + b * kRows, kWide);
 }
 
 // Calls f(first block, end) for blocks begin .. end - 1: with many activation rows for kNear blocks at a time, which

@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+#include "kernels/x86/tiles.h"
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #include <asm/hwcap.h>
@@ -20,18 +22,35 @@ constexpr int64_t kChunk = 1 << 15;  // words: 256 KB
 #define CHAINS(STEP) STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7) STEP(8) STEP(9) STEP(10) STEP(11)
 
 #if defined(__x86_64__)
-__attribute__((target("avx512f,avx512vnni"))) int64_t macs_avx512(int64_t rounds) {
-    __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(1);
-    asm volatile("" : "+v"(a), "+v"(b));
-#define STEP(i) __m512i s##i = _mm512_setzero_si512();
-    CHAINS(STEP)
-#undef STEP
-    for (int64_t round = 0; round < rounds * 1000; round++) {
-#define STEP(i) asm volatile("vpdpbusd %2, %1, %0" : "+v"(s##i) : "v"(a), "v"(b));
-        CHAINS(STEP)
-#undef STEP
+#define MACS(NAME, TARGET, VECTOR, INSTRUCTION)                       \
+    __attribute__((target(TARGET))) int64_t NAME(int64_t rounds) {    \
+        typedef VECTOR Vector;                                        \
+        const Vector a{}, b{};                                        \
+        CHAINS(ZERO)                                                  \
+        for (int64_t round = 0; round < rounds * 1000; round++) {     \
+            CHAINS(INSTRUCTION)                                       \
+        }                                                             \
+        return rounds * 1000 * 12 * static_cast<int>(sizeof(Vector)); \
     }
-    return rounds * 1000 * 12 * 64;
+#define ZERO(i) Vector s##i{};
+#define DOT_512(i) asm volatile("vpdpbusd %2, %1, %0" : "+v"(s##i) : "v"(a), "v"(b));
+#define DOT_256(i) asm volatile("%{vex%} vpdpbusd %2, %1, %0" : "+x"(s##i) : "x"(a), "x"(b));
+MACS(macs_avx512, "avx512f,avx512vnni", __m512i, DOT_512)
+MACS(macs_avx_vnni, "avx2,avxvnni", __m256i, DOT_256)
+
+// A product of tiles takes as long as some of those of vectors, so there are fewer.
+int64_t macs_amx(int64_t rounds) {
+    constexpr TileShapes kFull{1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+    const Tiles configured(kFull);
+    for (int64_t round = 0; round < rounds * 100; round++) {
+        tile_dot_int8<0, 6, 7>();
+        tile_dot_int8<1, 6, 7>();
+        tile_dot_int8<2, 6, 7>();
+        tile_dot_int8<3, 6, 7>();
+        tile_dot_int8<4, 6, 7>();
+        tile_dot_int8<5, 6, 7>();
+    }
+    return rounds * 100 * 6 * 16 * 16 * 64;
 }
 
 __attribute__((target("avx2"))) int64_t macs_avx2(int64_t rounds) {
@@ -70,7 +89,9 @@ MACS(macs_i8mm, "arch=armv8.2-a+i8mm", SMMLA, 32)
 
 int64_t macs(int64_t rounds) {
 #if defined(__x86_64__)
+    if (tiles_work()) return macs_amx(rounds);
     if (__builtin_cpu_supports("avx512vnni")) return macs_avx512(rounds);
+    if (__builtin_cpu_supports("avxvnni")) return macs_avx_vnni(rounds);
     if (__builtin_cpu_supports("avx2")) return macs_avx2(rounds);
 #elif defined(__aarch64__)
     if (getauxval(AT_HWCAP2) & HWCAP2_I8MM) return macs_i8mm(rounds);

@@ -20,10 +20,10 @@ std::vector<float> rounded(umbra::Type type, const std::vector<float>& row) {
     return out;
 }
 
-void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_size) {
-    std::printf("attention, cache type %d, pages of %d\n", static_cast<int>(type), page_size);
-    constexpr int kHeads = 6, kKvHeads = 2, kWidth = 40, kPages = 40;
-    const std::vector<int64_t> lens{70, 1, 33}, fresh{3, 1, 33};  // cached tokens; those that ask
+void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_size, int width) {
+    std::printf("attention, cache type %d, pages of %d, heads of %d\n", static_cast<int>(type), page_size, width);
+    constexpr int kHeads = 6, kKvHeads = 2, kPages = 40;
+    const std::vector<int64_t> lens{70, 1, 48}, fresh{3, 1, 48};  // cached tokens; those that ask
     const int64_t most_pages = 70 / page_size + 1;
     std::vector<int64_t> tables(lens.size() * most_pages), slots, starts{0};
     int64_t next = kPages - 1, tokens = 0, asking = 0;
@@ -34,10 +34,10 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
         tokens += lens[s], asking += fresh[s];
         starts.push_back(asking);
     }
-    const std::vector<float> k = random_floats(tokens * kKvHeads * kWidth), v = random_floats(k.size());
-    std::vector<float> q = random_floats(asking * kHeads * kWidth), out(q.size()), expected(q.size());
+    const std::vector<float> k = random_floats(tokens * kKvHeads * width), v = random_floats(k.size());
+    std::vector<float> q = random_floats(asking * kHeads * width), out(q.size()), expected(q.size());
     for (float& x : q) x *= 4;
-    std::vector<float> k_cache(kPages * kKvHeads * page_size * (kWidth + 1)), v_cache(k_cache.size());
+    std::vector<float> k_cache(kPages * kKvHeads * page_size * (width + 1)), v_cache(k_cache.size());
     const float scale = 0.3f;
     const bool rounds =
         kernels.attend[static_cast<int>(type)] != umbra::kernels_generic().attend[static_cast<int>(type)];
@@ -48,36 +48,59 @@ void check_attention(const umbra::Kernels& kernels, umbra::Type type, int page_s
             for (int h = 0; h < kHeads; h++) {
                 const int64_t seen = lens[s] - (starts[s + 1] - t) + 1;
                 const auto row = [&](const std::vector<float>& x, int64_t i) {
-                    const auto at = x.begin() + ((first + i) * kKvHeads + h / (kHeads / kKvHeads)) * kWidth;
-                    return rounded(type, std::vector<float>(at, at + kWidth));
+                    const auto at = x.begin() + ((first + i) * kKvHeads + h / (kHeads / kKvHeads)) * width;
+                    return rounded(type, std::vector<float>(at, at + width));
                 };
                 std::vector<double> weights;
                 double total = 0;
                 for (int64_t i = 0; i < seen; i++) {
                     double score = 0;
                     const std::vector<float> key = row(k, i);
-                    for (int d = 0; d < kWidth; d++) score += q[(t * kHeads + h) * kWidth + d] * key[d];
+                    for (int d = 0; d < width; d++) score += q[(t * kHeads + h) * width + d] * key[d];
                     weights.push_back(std::exp(score * scale));
                     total += weights.back();
                 }
                 for (int64_t i = 0; i < seen; i++) {
                     const std::vector<float> value = row(v, i);
-                    for (int d = 0; d < kWidth; d++)
-                        expected[(t * kHeads + h) * kWidth + d] += static_cast<float>(weights[i] / total * value[d]);
+                    for (int d = 0; d < width; d++)
+                        expected[(t * kHeads + h) * width + d] += static_cast<float>(weights[i] / total * value[d]);
                 }
             }
     for (int threads : {1, 3}) {
         umbra::Pool pool(threads);
         umbra::Context context{pool, kernels};
-        umbra::WriteKv{k.data(), v.data(), k_cache.data(), v_cache.data(),    slots.data(),      tokens,
-                       kKvHeads, kWidth,   page_size,      kKvHeads * kWidth, kKvHeads * kWidth, type}
+        umbra::WriteKv{k.data(), v.data(), k_cache.data(), v_cache.data(),   slots.data(),     tokens,
+                       kKvHeads, width,    page_size,      kKvHeads * width, kKvHeads * width, type}
             .run(context);
-        umbra::Attention{q.data(),      k_cache.data(), v_cache.data(), tables.data(),
-                         starts.data(), lens.data(),    out.data(),     static_cast<int64_t>(lens.size()),
-                         kHeads,        kKvHeads,       kWidth,         page_size,
-                         most_pages,    asking,         scale,          type}
-            .run(context);
+        const umbra::Attention all{q.data(),      k_cache.data(), v_cache.data(), tables.data(),
+                                   starts.data(), lens.data(),    out.data(),     static_cast<int64_t>(lens.size()),
+                                   kHeads,        kKvHeads,       width,          page_size,
+                                   most_pages,    asking,         scale,          type};
+        all.run(context);
         close("attention", out, expected, rounds ? 0.05f : 2e-5f);  // queries times keys in bfloat16
+#if defined(__x86_64__)
+        if (rounds) {  // the same numbers multiplied, but added in another order
+            std::vector<float> likewise(out.size());
+            umbra::Attention other = all;
+            other.out = likewise.data();
+            umbra::Context vectors{pool, umbra::kernels_avx512_bf16()};
+            other.run(vectors);
+            close("attention in bfloat16", out, likewise, 2e-3f);
+        }
+#endif
+        for (int64_t token : {int64_t{1}, starts[2] + 40}) {  // of the first and the third sequence
+            const int64_t sequence = token < starts[1] ? 0 : 2, alone[] = {0, 1};
+            const int64_t seen = lens[sequence] - (starts[sequence + 1] - token) + 1;
+            std::vector<float> row(kHeads * width);
+            umbra::Attention one = all;
+            one.q += token * row.size();
+            one.block_tables += sequence * most_pages;
+            one.query_starts = alone, one.kv_lens = &seen, one.out = row.data();
+            one.sequences = one.tokens = 1;
+            one.run(context);
+            same("a token alone and beside others", row,
+                 std::vector<float>(out.begin() + token * row.size(), out.begin() + (token + 1) * row.size()));
+        }
     }
 }
 

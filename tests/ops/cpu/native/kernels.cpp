@@ -136,6 +136,10 @@ void check_products(const Kernels& kernels, Format format, int k, int group, boo
                 same("product", actual, expected);
             else
                 close("product", actual, expected, 1e-5f * largest(expected));
+#if defined(__x86_64__)
+            if (kernels.name != kernels_generic().name && w.matrix.quantised())
+                same("product of any x86 set", actual, product(kernels_avx2(), w.matrix, rows, chosen, count));
+#endif
             for (int t = 0; t < count; t++) {
                 const int32_t row = chosen ? chosen[t] : t;
                 const auto beside = actual.begin() + t * kStride;
@@ -143,6 +147,34 @@ void check_products(const Kernels& kernels, Format format, int k, int group, boo
                      product(kernels, w.matrix, rows, &row, 1));
             }
         }
+}
+
+// Row blocks at once against one after the other, on x86 by another set.
+void check_several(const Kernels& kernels, Format format, int k, int group, bool zeros) {
+    const Products several = kernels.several[static_cast<int>(format)];
+    if (!several) return;
+#if defined(__x86_64__)
+    const Product single = kernels_avx2().product[static_cast<int>(format)];
+#else
+    const Product single = kernels.product[static_cast<int>(format)];
+#endif
+    std::printf("several %s, %d columns, groups of %d%s\n", kNames[static_cast<int>(format)], k, group,
+                zeros ? ", zeros" : "");
+    constexpr int kBlocks = 6, kTokens = 41, kAll = (kBlocks - 1) * kRows + 3;
+    Weights w(format, kBlocks * kRows, k, group, zeros);
+    w.randomise(false);
+    const Activations activations(kernels, random_floats(kTokens * k));
+    int32_t index[kTokens];
+    for (int32_t& i : index) i = below(kTokens);
+    for (int count : {0, 1, 4, 7, 8, 16, 23, 24, 40, 41})
+        for (const int32_t* chosen : std::initializer_list<const int32_t*>{nullptr, index})
+            for (int blocks = 0; blocks < kBlocks; blocks++) {
+                std::vector<float> actual((kTokens + 1) * kAll, 0.5f), expected(actual);
+                several(w.matrix, 1, blocks, activations.rows(), chosen, count, actual.data(), kAll);
+                for (int b = 0; b < blocks; b++)
+                    single(w.matrix, 1 + b, activations.rows(), chosen, count, expected.data() + b * kRows, kAll);
+                same("row blocks at once", actual, expected);
+            }
 }
 
 void check_quantise(const Kernels& kernels) {
@@ -291,6 +323,7 @@ void check_format(const Kernels& kernels, Format format) {
             for (bool zeros : {false, true})
                 for (bool unit : {true, false}) check_products(kernels, format, 384, group, zeros, unit);
         check_products(kernels, format, 96, 96, true, true);  // a single group
+        for (bool zeros : {false, true}) check_several(kernels, format, 320, 64, zeros);
     }
     for (int group : {32, 128}) check_pack(format, kernels.order, group);
     for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
@@ -306,7 +339,8 @@ void check_all(const Kernels& kernels) {
     for (Format format : {Format::q8, Format::q4})
         for (bool zeros : {false, true}) check_orders(format, zeros);
     for (Type type : {Type::f32, Type::bf16, Type::f16, Type::i8})
-        for (int page_size : {16, 6}) check_attention(kernels, type, page_size);
+        for (int page_size : {16, 6}) check_attention(kernels, type, page_size, 64);
+    for (Type type : {Type::f32, Type::bf16, Type::i8}) check_attention(kernels, type, 16, 40);
     std::puts("probe");
     Pool pool(2);
     Context context{pool, kernels};

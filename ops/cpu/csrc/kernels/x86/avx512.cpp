@@ -15,6 +15,8 @@ namespace {
 constexpr int kAhead = 4096;
 constexpr int kMost = 8;        // activation rows of one pass
 constexpr int kMostOfPair = 4;  // of one with two row blocks
+// Two row blocks at once are faster than one after the other where passes are full, or activation rows many.
+constexpr int kMostUnpaired = 16;
 
 INLINE void prefetch(const uint8_t* at, int lines) {
     for (int i = 0; i < lines; i++) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + 64 * i), _MM_HINT_T0);
@@ -231,12 +233,16 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
 }
 
 template <Format F>
-void pair_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
-                    size_t stride) {
-    for_quantised_passes<kMostOfPair>(w, rows, index, count, y, stride,
-                                      [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-                                          quantised_pair<F, zeros(), m()>(w, block, operands, out);
-                                      });
+void several_quantised(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count,
+                       float* y, size_t stride) {
+    int b = 0;
+    if (count % kMostOfPair == 0 || count > kMostUnpaired)
+        for (; b + 1 < blocks; b += 2)
+            for_quantised_passes<kMostOfPair>(w, rows, index, count, y + b * kRows, stride,
+                                              [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
+                                                  quantised_pair<F, zeros(), m()>(w, block + b, operands, out);
+                                              });
+    for (; b < blocks; b++) product_quantised<F>(w, block + b, rows, index, count, y + b * kRows, stride);
 }
 
 template <class T>
@@ -264,11 +270,12 @@ TARGET void quantise(const float* x, int count, Block* to) {
 }  // namespace
 
 const Kernels& kernels_avx512() {
-    static const Kernels kernels{"avx512_vnni",
-                                 {product_float<float>, product_float<Bf16>, product_float<F16>,
-                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8},
-                                 quantise,
-                                 {nullptr, nullptr, nullptr, pair_quantised<Format::q8>, pair_quantised<Format::q4>}};
+    static const Kernels kernels{
+        "avx512_vnni",
+        {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
+         product_quantised<Format::q4>, product_f8},
+        quantise,
+        {nullptr, nullptr, nullptr, several_quantised<Format::q8>, several_quantised<Format::q4>}};
     return kernels;
 }
 

@@ -1,0 +1,20 @@
+// AVX2 with VPDPBUSD (AVX-VNNI), which client CPUs without AVX-512 have. Products of float weights are as in avx2.cpp.
+
+#define TARGET __attribute__((target("avx2,avxvnni,f16c,fma")))
+#define VNNI true
+#include "kernels/x86/dot.h"
+
+namespace umbra {
+
+const Kernels& kernels_avx_vnni() {
+    static const Kernels kernels = [] {
+        Kernels all = kernels_avx2();
+        all.name = "avx_vnni";
+        all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
+        all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
+        return all;
+    }();
+    return kernels;
+}
+
+}  // namespace umbra

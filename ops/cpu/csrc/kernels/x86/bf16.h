@@ -1,0 +1,156 @@
+// Products of attention in bfloat16, shared by avx512_bf16.cpp and amx.cpp: over caches of bfloat16, and of int8, which
+// is exact in bfloat16. Queries and weights are rounded to bfloat16; a dot instruction multiplies and adds two of them in
+// each lane. Everything here is internal to the file that includes it.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/attention.h"
+#include "kernels/passes.h"
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,f16c,fma")))
+#define INLINE TARGET inline __attribute__((always_inline))
+
+namespace umbra {
+namespace {
+
+constexpr int kMost = 8;  // rows of one pass: 16 sums of 16 lanes
+
+INLINE __m512bh as_bf16(__m512i v) { return reinterpret_cast<__m512bh>(v); }
+
+INLINE __m512bh load_pairs(const Bf16* at) { return as_bf16(_mm512_loadu_si512(at)); }
+INLINE __m512bh load_pairs(const int8_t* at) {
+    const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+    const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + kLanes)));
+    return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+}
+
+template <int R, class S>
+TARGET void pass(bool fresh, const Bf16* a, int64_t a_stride, const Run<S>* runs, int count, int64_t shift,
+                 int64_t step, int64_t second, float* c, int64_t c_stride, const Ahead& ahead) {
+    const uint8_t *first = ahead.first, *other = ahead.second;
+    __m512 left[R], right[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        left[r] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * c_stride);
+        right[r] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * c_stride + kLanes);
+    }
+    for (const Run<S>* run = runs; run < runs + count; run++) {
+        const S* at = run->at + shift;
+        for (int64_t s = 0; s < run->steps; s++, at += step, a += 2, first += ahead.stride, other += ahead.stride) {
+            _mm_prefetch(first, _MM_HINT_T0);
+            _mm_prefetch(other, _MM_HINT_T0);
+            const __m512bh low = load_pairs(at), high = load_pairs(at + second);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                int32_t two;
+                std::memcpy(&two, a + r * a_stride, sizeof two);
+                const __m512bh pair = as_bf16(_mm512_set1_epi32(two));
+                left[r] = _mm512_dpbf16_ps(left[r], pair, low);
+                right[r] = _mm512_dpbf16_ps(right[r], pair, high);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+        _mm512_storeu_ps(c + r * c_stride, left[r]);
+        _mm512_storeu_ps(c + r * c_stride + kLanes, right[r]);
+    }
+}
+
+// e^x to 2^-15, 0 below -139: 2^n times a polynomial of the rest, |rest| <= 1/2.
+INLINE __m512 exponential(__m512 x) {
+    const __m512 t = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-200.0f));
+    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 r = _mm512_sub_ps(t, n);
+    __m512 p = _mm512_set1_ps(1.33335581e-3f);
+    for (const float next : {9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147182e-1f, 1.0f})
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(next));
+    return _mm512_scalef_ps(p, n);
+}
+
+struct Bf16Dot {
+    using Operand = Bf16;
+    static constexpr int kDepth = 2, kKeysAtOnce = 2;
+    template <class T>
+    static constexpr bool takes() {
+        return true;
+    }
+
+    TARGET static void operand(const float* x, float factor, int64_t count, Bf16* to) {
+        for (int64_t i = 0; i < count; i += kLanes) {
+            const __mmask16 some = _cvtu32_mask16((1u << std::min<int64_t>(kLanes, count - i)) - 1);
+            const __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + i), _mm512_set1_ps(factor));
+            _mm256_mask_storeu_epi16(to + i, some, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
+        }
+    }
+
+    TARGET static void copy(const Bf16* from, int64_t pairs, int64_t columns, int64_t from_columns, Bf16* to,
+                            int64_t to_columns) {
+        for (int64_t i = 0; i < pairs; i++)
+            std::memcpy(to + 2 * i * to_columns, from + 2 * i * from_columns, 2 * columns * sizeof(Bf16));
+    }
+
+    TARGET static void copy(const int8_t* from, int64_t pairs, int64_t columns, int64_t from_columns, Bf16* to,
+                            int64_t to_columns) {
+        for (int64_t i = 0; i < pairs; i++, from += 2 * from_columns, to += 2 * to_columns)
+            for (int64_t j = 0; j < 2 * columns; j += kLanes) {
+                const __mmask16 some = _cvtu32_mask16((1u << std::min<int64_t>(kLanes, 2 * columns - j)) - 1);
+                const __m512i wide = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(some, from + j));
+                const __m256i bits = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(wide)));
+                _mm256_mask_storeu_epi16(to + j, some, bits);
+            }
+    }
+
+    template <class S>
+    static void product(bool fresh, int64_t rows, const Bf16* a, int64_t a_stride, const Run<S>* runs, int count,
+                        int64_t shift, int64_t step, int64_t second, float* c, int64_t c_stride, const Ahead& ahead) {
+        for (int64_t r = 0; r < rows; r += kMost)
+            with_count<kMost>(static_cast<int>(std::min<int64_t>(kMost, rows - r)), [&](auto m) {
+                pass<m()>(fresh, a + r * a_stride, a_stride, runs, count, shift, step, second, c + r * c_stride,
+                          c_stride, ahead);
+            });
+    }
+
+    TARGET static void soften(const Softened<Bf16>& of) {
+        constexpr int kVectors = kKeys / kLanes;
+        const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+        for (int64_t r = 0; r < of.rows; r++) {
+            const int64_t seen = of.seen[r];
+            Bf16* to = of.weights + r * kKeys;
+            __m512 x[kVectors], largest = nothing, sum = _mm512_setzero_ps();
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; i++) {
+                const auto some = static_cast<__mmask16>((1u << std::clamp<int64_t>(seen - i * kLanes, 0, kLanes)) - 1);
+                x[i] = _mm512_loadu_ps(of.scores + r * kKeys + i * kLanes);
+                if (of.key_scales) x[i] = _mm512_mul_ps(x[i], _mm512_loadu_ps(of.key_scales + i * kLanes));
+                x[i] = _mm512_mask_mov_ps(nothing, some, x[i]);
+                largest = _mm512_max_ps(largest, x[i]);
+            }
+            const float most = _mm512_reduce_max_ps(largest);
+            if (most > of.most[r] + kSlack) {
+                const float factor = std::exp(of.most[r] - most);
+                scale_to(of.sums + r * of.wide, factor, of.sums + r * of.wide, of.wide);
+                of.total[r] *= factor;
+                of.most[r] = most;
+            }
+            const __m512 bound = _mm512_set1_ps(seen ? of.most[r] : 0);  // nothing less nothing is no number
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; i++) {
+                __m512 p = exponential(_mm512_sub_ps(x[i], bound));
+                sum = _mm512_add_ps(sum, p);
+                if (of.value_scales) {
+                    const auto some =
+                        static_cast<__mmask16>((1u << std::clamp<int64_t>(seen - i * kLanes, 0, kLanes)) - 1);
+                    p = _mm512_maskz_mul_ps(some, p, _mm512_loadu_ps(of.value_scales + i * kLanes));
+                }
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * kLanes),
+                                    reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(p)));
+            }
+            of.total[r] += _mm512_reduce_add_ps(sum);
+        }
+    }
+};
+
+}  // namespace
+}  // namespace umbra
