@@ -41,5 +41,7 @@ class Batch:
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device) -> "Batch":
+        if device.type == "cpu":  # where batches are made
+            return self
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return dataclasses.replace(self, **moved)

@@ -3,14 +3,16 @@
 T: tokens of the step, all sequences packed one after another. S: sequences. Shapes are (rows, columns).
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ops.format import Format, Quantised
+from ops.sampling import Choice
 
 
 class Matrix(Protocol):
@@ -40,6 +42,14 @@ class ExpertMatrices(Protocol):
         """Writes all of "gate", "up" or "down" of one expert. Returns what `Matrix.fill` returns."""
 
 
+Numbers: TypeAlias = "array[int]"  # int64, on the host
+
+
+def tensor_of(numbers: Numbers) -> Tensor:
+    """A tensor of `numbers` in the same memory. They cannot grow as long as it lives."""
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
 # Lengths and offsets: a tensor that kernels read, or integers that the host passes with each launch.
 Lengths = Tensor | tuple[int, ...]
 
@@ -64,14 +74,15 @@ class Ops(Protocol):
 
     def paging(
         self,
-        places: list[int],
-        block_tables: list[list[int]],
-        query_starts: list[int],
-        kv_lens: list[int],
+        places: Numbers,
+        block_tables: Tensor,
+        query_starts: Numbers,
+        kv_lens: Numbers,
         page_size: int,
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """The page places of a step's new tokens, the block tables, and query_starts and kv_lens, as `write_kv` and
-        `attention` take them. Tensors are on the host. A page place is page * page_size + offset in the page."""
+        """The page places of a step's new tokens, the block tables (S, most pages), and query_starts and kv_lens, as
+        `write_kv` and `attention` take them. Tensors are on the host, and may lie in the arguments' memory. A page
+        place is page * page_size + offset in the page."""
 
     def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
         """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)
@@ -170,6 +181,10 @@ class Ops(Protocol):
 
     def argmax(self, x: Tensor) -> Tensor:
         """The first of the largest of each row of x (S, V). -> (S) int64"""
+
+    def sample(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+        """The next token of each row of logits (S, V), chosen as choices[row] says. Where no token is left, as some
+        grammars have it, it is any token. -> (S) int64"""
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, first_expert: int | None) -> Tensor:
         """Weighted sum of the routed experts that `experts` holds: down @ (silu(gate @ x) * (up @ x)), in float32.

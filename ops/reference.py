@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops import sampling
 from ops.format import Format, Quantised, floats
-from ops.interface import Lengths
+from ops.interface import Lengths, Numbers, tensor_of
 
 
 class DenseMatrix:
@@ -59,17 +60,9 @@ def vector_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def paging(
-    places: list[int],
-    block_tables: list[list[int]],
-    query_starts: list[int],
-    kv_lens: list[int],
-    page_size: int,
+    places: Numbers, block_tables: Tensor, query_starts: Numbers, kv_lens: Numbers, page_size: int
 ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-    def tensor(values: object) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64)
-
-    tables = tensor(block_tables).view(len(block_tables), -1 if block_tables else 0)
-    return tensor(places), tables, tensor(query_starts), tensor(kv_lens)
+    return tensor_of(places), block_tables, tensor_of(query_starts), tensor_of(kv_lens)
 
 
 def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
@@ -214,6 +207,9 @@ def _routed(scores: Tensor, ordered: Tensor, top_k: int, renormalise: bool) -> t
 
 def argmax(x: Tensor) -> Tensor:
     return x.argmax(-1)
+
+
+sample = sampling.sample
 
 
 def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: DenseExperts, first_expert: int | None) -> Tensor:

@@ -19,6 +19,11 @@ OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
 
+MOST_DRAFTING = (
+    16  # sequences of a data-parallel group that drafts are made for: steps of more read most weights anyway
+)
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     with_ckpt: bool = key(
@@ -70,6 +75,11 @@ class DataSettings:
     mixed_prefill_size: int | None = key(
         256, "the same for a step in which other sequences decode; a smaller limit slows them down less while a long "
         "prompt is prefilled; 0: no limit", means=OPEN, minimum=0,
+    )  # fmt: skip
+    draft_tokens: int = key(
+        0, "most tokens of a sequence that a decode step guesses from what followed the same tokens before, in the "
+        "prompt or the answer, and checks; the tokens stay the same. Steps guess only as much as is measured to pay, "
+        "which is much where answers quote their prompts", minimum=0, maximum=15,
     )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
@@ -343,6 +353,12 @@ class Case:
     @property
     def max_sequence_length(self) -> int:
         return self.data_config.input_max_len + self.data_config.max_new_tokens
+
+    @property
+    def decode_rows(self) -> int:
+        """Most rows of a decode step, in all data-parallel groups: one for each sequence and each drafted token."""
+        batch, drafting = self.data_config.batch_size, self.attn_dp_size * MOST_DRAFTING
+        return max(batch, min(batch, drafting) * (1 + self.data_config.draft_tokens))
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

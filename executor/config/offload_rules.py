@@ -22,10 +22,11 @@ def check_offload(case: Case, where: str) -> None:
             f"{where}: {mode} needs a callback to the host, which a GE graph takes from CANN 9 on, in an operator that "
             "Umbra does not have yet: choose exe_mode: acl_graph or npugraph_ex"
         )
-    if wanted.stream_tokens and wanted.stream_tokens <= case.data_config.batch_size:
+    if wanted.stream_tokens and wanted.stream_tokens <= case.decode_rows:
         raise UserError(
-            f"{where}: offload_config.stream_tokens: {wanted.stream_tokens} must be above data_config.batch_size: "
-            f"{case.data_config.batch_size}: decode steps are captured, and have no experts streamed"
+            f"{where}: offload_config.stream_tokens: {wanted.stream_tokens} must be above the {case.decode_rows} "
+            f"rows of a decode step (data_config.batch_size: {case.data_config.batch_size}): decode steps are "
+            "captured, and have no experts streamed"
         )
     if wanted.slots is not None and wanted.mode != "fixed":
         written = wanted.slots or -1  # none at all

@@ -1,13 +1,12 @@
 """Packs the next tokens of sequences into one batch, without padding between prompts of different lengths."""
 
+from array import array
 from collections.abc import Sequence as ListOf
-
-import torch
 
 from executor.engine.pages import Pages
 from executor.engine.sequence import Sequence
 from models.batch import Batch
-from ops.interface import Ops
+from ops.interface import Ops, tensor_of
 
 PADDING_LENGTH = 2  # not 0 or 1, which compilers treat as constants
 
@@ -21,40 +20,64 @@ def pack(
     all_logits: bool = False,
     rows: int = 0,
     sequence_parallel: bool = False,
+    decode: bool = False,
 ) -> Batch:
     """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
     group, and their pages are reserved.
 
-    For graphs of fixed sizes, and for equal shares of ranks, the batch is padded to `rows` sequences, with one token
+    In a decode step each token is a row by itself, with its own block table and length, also where several are of one
+    sequence: so drafted tokens are computed as they would be without drafts. All rows' keys are written before any row
+    attends to them.
+
+    For graphs of fixed sizes, and for equal shares of ranks, the batch is padded to `rows` rows, with one token
     each. Padding tokens are written to a page that no sequence holds.
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    places: list[int] = []
-    starts = [0]
-    rows_wanted: list[int] = []
+    ids: array[int] = array("q")
+    tables: array[int] = array("q")  # (S, table_width)
+    positions: array[int] = array("q")
+    places: array[int] = array("q")
+    starts: array[int] = array("q", [0])
+    lengths: array[int] = array("q")
+    rows_wanted: array[int] = array("q")
+    size, unused = pool.page_size, array("q", bytes(8 * table_width))
     for s in sequences:
-        ids += s.ids[s.cached : s.end]
-        positions += range(s.cached, s.end)
-        places += pool.places(s.blocks, s.cached, s.end)
-        starts.append(len(ids))
-        rows_wanted += range(len(ids) - s.logit_rows, len(ids))
-    tables = [[b.page for b in s.blocks] + [0] * (table_width - len(s.blocks)) for s in sequences]
-    lengths = [s.end for s in sequences]
+        table, cached, end = _table(s, pool), s.cached, s.end
+        ids += s.ids[cached:end]
+        for position in range(cached, end):
+            positions.append(position)
+            places.append(table[position // size] * size + position % size)
+        for last in range(cached + 1, end + 1) if decode else (end,):
+            tables += table
+            tables += unused[len(table) :]
+            lengths.append(last)
+            starts.append(starts[-1] + 1 if decode else len(ids))
+        if not all_logits:
+            rows_wanted.extend(range(len(ids) - s.logit_rows, len(ids)))
     for row in range(rows - len(sequences)):
         ids.append(0)
         positions.append(0)
-        places.append(pool.padding * pool.page_size + row % pool.page_size)  # ops want each place only once
+        places.append(pool.padding * size + row % size)  # ops want each place only once
+        tables.extend([pool.padding] * table_width)
+        lengths.append(PADDING_LENGTH)
         starts.append(len(ids))
         rows_wanted.append(len(ids) - 1)
-        tables.append([pool.padding] * table_width)
-        lengths.append(PADDING_LENGTH)
-    paged = ops.paging(places, tables, starts, lengths, pool.page_size)
+    paged = ops.paging(places, tensor_of(tables).view(len(lengths), table_width), starts, lengths, size)
     return Batch(
-        torch.tensor(ids, dtype=torch.int64),
-        torch.tensor(positions, dtype=torch.int64),
+        tensor_of(ids),
+        tensor_of(positions),
         *paged,
-        logit_rows=None if all_logits else torch.tensor(rows_wanted, dtype=torch.int64),
+        logit_rows=None if all_logits else tensor_of(rows_wanted),
         tokens_per_group=tokens_per_group,
         sequence_parallel=sequence_parallel,
     )
+
+
+def _table(sequence: Sequence, pool: Pages) -> "array[int]":
+    """The numbers of the sequence's pages."""
+    table = sequence.table
+    if sequence.table_version != pool.version:
+        sequence.table_version = pool.version
+        del table[:]
+    if len(table) < len(sequence.blocks):
+        table.extend([block.page for block in sequence.blocks[len(table) :]])
+    return table

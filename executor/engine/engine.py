@@ -86,8 +86,9 @@ class Engine:
         of those sequences that belong to this rank's group."""
         scheduler.reserve(sequences)
         group, pools = self.parallel.attn_dp.rank, scheduler.pools
-        live = tokens = tuple(sum(s.new_tokens for s in sequences if s.group == g) for g in range(len(pools)))
-        mine = [s for s in sequences if s.group == group]
+        groups = scheduler.by_group(sequences)
+        live = tokens = tuple(sum(s.new_tokens for s in of) for of in groups)
+        mine = groups[group]
         rows = self.platform.padded_rows(max(tokens)) if decode else 0
         if rows:
             tokens = (rows,) * len(pools)
@@ -95,7 +96,8 @@ class Engine:
         if shared:
             tokens = tuple(self.parallel.attn_tp.padded(count) for count in tokens)
             rows = len(mine) + tokens[group] - live[group]
-        batch = pack(self.platform.ops, mine, pools[group], tokens, scheduler.table_width, all_logits, rows, shared)
+        ops, width = self.platform.ops, scheduler.table_width
+        batch = pack(ops, mine, pools[group], tokens, width, all_logits or decode, rows, shared, decode)
         if self.offload:
             self.offload.started(tokens, live)
         return batch
@@ -107,16 +109,12 @@ class Engine:
         with self.profiler.step("decode" if decode else "prefill"):
             return self.decode_step(batch) if decode else self.model.prefill(batch.to(self.platform.device))
 
-    def choose(self, logits: Tensor, sequences: ListOf[Sequence]) -> list[int]:
-        """Returns the next token of each of `sequences`, which are of all data-parallel groups. `logits` has one row
-        for each sequence of this rank's group."""
+    def choose(self, logits: Tensor, groups: ListOf[ListOf[Sequence]]) -> list[int]:
+        """Returns the tokens chosen behind the newest and each drafted token of each sequence of `groups`, the
+        data-parallel groups. `logits` has as many rows for this rank's group."""
         dp = self.parallel.attn_dp
-        mine = [s for s in sequences if s.group == dp.rank]
-        for sequence in mine:
-            if (grammar := sequence.request.sampling.grammar) and not sequence.matcher:
-                sequence.matcher = self.grammars.matcher(grammar)
-        chosen = choose(self.platform.ops, logits[: len(mine)], mine)
-        counts = tuple(sum(s.group == g for s in sequences) for g in range(dp.size))
+        counts = tuple(sum(1 + s.drafted for s in of) for of in groups)
+        chosen = choose(self.platform.ops, logits[: counts[dp.rank]], groups[dp.rank])
         tokens: list[int] = dp.gather_rows(chosen, counts).tolist()
         return tokens
 

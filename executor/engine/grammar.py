@@ -1,18 +1,15 @@
 """Grammars that an answer must follow: which tokens may come next. Processes that only check grammars import this
-module, so it imports torch and transformers where they are needed."""
+module, so it imports transformers where it is needed."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from errors import UserError
 from executor.engine.request import Grammar
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from executor.checkpoint.tokenizer import Tokenizer
 
 LARGEST = 1 << 16  # characters of a grammar
@@ -24,14 +21,9 @@ class Matcher:
     def __init__(self, matcher: LLMatcher):
         self.matcher = matcher
 
-    def mask(self, logits: "Tensor") -> None:
-        """Sets the logits (V) of tokens that may not come next to minus infinity, in place."""
-        import torch
-
-        bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()[: len(logits)]
-        logits[: len(allowed)].masked_fill_(~allowed, float("-inf"))
-        logits[len(allowed) :] = float("-inf")
+    def allowed(self) -> bytes:
+        """The tokens that may come next, from the lowest bit of each byte on."""
+        return self.matcher.compute_bitmask()
 
     def accept(self, token: int) -> bool:
         """Moves on by `token`. False: the grammar cannot be followed any further."""

@@ -3,17 +3,20 @@
 import itertools
 import time
 from collections.abc import Sequence as ListOf
-from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from errors import UserError
+from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
-from executor.engine.request import Event, Request, TokenLogprob
+from executor.engine.request import Event, Request
 from executor.engine.sampling import token_logprob
 from executor.engine.scheduler import Scheduler, Step, limits_of
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
+
+SHARED_STEPS = 16  # decode steps whose times rank 0 shares at once
 
 
 class Loop:
@@ -27,6 +30,7 @@ class Loop:
         self._group = engine.parallel.attn_dp.rank
         self._ids = itertools.count()
         self._aborted: list[Event] = []
+        self._steps: list[tuple[int, float]] = []  # rows and seconds of decode steps that drafts have not learned from
         self._admitted: dict[int, float] = {}  # id -> time of admission in seconds, of sequences without a first token
 
     @property
@@ -42,10 +46,15 @@ class Loop:
         return id
 
     def add(self, sequence: Sequence) -> None:
-        """Like `submit`, for a caller that numbers its sequences itself and reads them afterwards."""
+        """Like `submit`, for a caller that numbers its sequences itself and reads them afterwards. Refuses
+        whatever a step could fail for: a step that fails ends all requests."""
         vocabulary = self.engine.config.vocab_size
         if wrong := [token for token in sequence.ids if not 0 <= token < vocabulary]:
             raise UserError(f"prompt {sequence.id}: token {wrong[0]} is outside the vocabulary of {vocabulary}")
+        if wrong := [token for token in sequence.request.sampling.logit_bias if token >= vocabulary]:
+            raise UserError(f"logit_bias: token {wrong[0]} is outside the vocabulary of {vocabulary}")
+        if grammar := sequence.request.sampling.grammar:
+            sequence.matcher = self.engine.grammars.matcher(grammar)
         self.scheduler.add(sequence)
 
     def abort(self, id: int) -> None:
@@ -63,45 +72,75 @@ class Loop:
         aborted, self._aborted = self._aborted, []
         if step is None:
             return aborted
-        start, decode = time.perf_counter(), step.decode
-        for sequence in step.sequences:
+        start, decode, finished = time.perf_counter(), step.decode, step.finished_prompts
+        prompts = [] if decode else [s for s in step.sequences if not s.decoding]
+        prompt_tokens = sum(s.new_tokens for s in prompts)
+        for sequence in prompts:
             if not sequence.cached:
                 self._admitted[sequence.id] = start
-        prompt_tokens = sum(s.new_tokens for s in step.sequences if not s.decoding)
-        decoding = sum(s.decoding for s in step.sequences)
         with self.engine.step(decode):
             batch = self.engine.pack(self.scheduler, step.sequences, decode)
             logits = self.engine.forward(batch, decode)
-            finished = step.finished_prompts
-            self._score(logits, step.sequences)
-            logits = _last_rows(logits, [s for s in step.sequences if s.group == self._group])
-            tokens = self.engine.choose(logits, finished) if finished else []
-            logprobs = self._logprobs(logits, finished, tokens)
+            if prompts:
+                self._score(logits, step.sequences)
+                logits = _last_rows(logits, [s for s in step.sequences if s.group == self._group])
+            tokens = self.engine.choose(logits, self.scheduler.by_group(finished)) if finished else []
+        rows = [1 + s.drafted for s in finished]
         events = self.scheduler.commit(step, tokens)
-        if logprobs:
-            events = [replace(event, logprobs=logprobs.get(event.id, ())) for event in events]
-        for index, sequence in enumerate(finished):
-            if sequence.prompt_logprobs and len(sequence.generated) == 1:
-                events[index] = replace(events[index], prompt_logprobs=tuple(sequence.prompt_logprobs))
+        if any(s.request.sampling.logprobs is not None for s in finished):
+            events = self._with_logprobs(logits, finished, rows, events)
         now = time.perf_counter()
-        self.timings.add(prompt_tokens, decoding, now - start)
-        self.timings.first_token += [now - self._admitted.pop(e.id) for e in events if e.id in self._admitted]
+        decoded = sum(len(e.tokens) for e, s in zip(events, finished, strict=True) if s not in prompts)
+        self.timings.add(prompt_tokens, len(step.sequences) - len(prompts), decoded, sum(rows) - len(rows), now - start)
+        if decode and (drafts := self.scheduler.drafts):
+            self._took(drafts, sum(rows), now - start)
+        if self._admitted:
+            self._first_tokens(events, finished, now)
         return aborted + events
 
-    def _logprobs(
-        self, logits: Tensor, sequences: ListOf[Sequence], tokens: ListOf[int]
-    ) -> dict[int, tuple[TokenLogprob, ...]]:
-        """The log-probabilities of the chosen `tokens` of all `sequences` that want them, by id. `logits` has the rows
-        of this rank's group."""
-        wanted = {s.id: s.request.sampling.logprobs for s in sequences if s.request.sampling.logprobs is not None}
-        if not wanted:
-            return {}
-        mine = [(s, token) for s, token in zip(sequences, tokens, strict=True) if s.group == self._group]
-        rows = [row for row, (s, _) in enumerate(mine) if s.id in wanted]
-        chosen = [token for s, token in mine if s.id in wanted]
-        asking = [s for s in sequences if s.id in wanted]
-        found = self.engine.logprobs(logits[rows], chosen, self._counts(asking), max(wanted.values()))
-        return {s.id: (token_logprob(row, wanted[s.id]),) for s, row in zip(asking, found, strict=True)}
+    def _first_tokens(self, events: list[Event], sequences: ListOf[Sequence], now: float) -> None:
+        """Completes those of `events`, one for each of `sequences`, that have the first token of a request."""
+        for index, sequence in enumerate(sequences):
+            if (admitted := self._admitted.pop(sequence.id, None)) is not None:
+                self.timings.first_token.append(now - admitted)
+            if sequence.prompt_logprobs and len(sequence.generated) == 1:
+                events[index] = events[index]._replace(prompt_logprobs=tuple(sequence.prompt_logprobs))
+
+    def _took(self, drafts: Drafts, rows: int, seconds: float) -> None:
+        """Lets `drafts` learn what a decode step with so many rows costs. All ranks learn the times of rank 0, a few
+        steps later where there are several ranks."""
+        world = self.engine.parallel.world
+        self._steps.append((rows, seconds))
+        if world.size == 1 or len(self._steps) == SHARED_STEPS:
+            times = torch.tensor([seconds for _, seconds in self._steps], device=self.engine.platform.device)
+            shared = times if world.size == 1 else world.gather_rows(times, None)[: len(self._steps)]
+            for (rows, _), seconds in zip(self._steps, shared.tolist(), strict=True):
+                drafts.took(rows, seconds)
+            self._steps.clear()
+
+    def _with_logprobs(
+        self, logits: Tensor, sequences: ListOf[Sequence], rows: ListOf[int], events: ListOf[Event]
+    ) -> list[Event]:
+        """`events`, one for each of `sequences`, with the log-probabilities of the tokens of those that want them.
+        `logits` has the rows of this rank's group, of which sequences[i] has rows[i]."""
+        asking = [(s, e) for s, e in zip(sequences, events, strict=True) if s.request.sampling.logprobs is not None]
+        mine: list[int] = []
+        chosen: list[int] = []
+        first = 0
+        for sequence, count, event in zip(sequences, rows, events, strict=True):
+            if sequence.group == self._group:
+                if sequence.request.sampling.logprobs is not None:
+                    mine += range(first, first + len(event.tokens))
+                    chosen += event.tokens
+                first += count
+        most = max(s.request.sampling.logprobs or 0 for s, _ in asking)
+        counts = tuple(sum(len(e.tokens) for s, e in asking if s.group == g) for g in range(len(self.scheduler.pools)))
+        found = iter(self.engine.logprobs(logits[mine], chosen, counts, most))
+        given = {
+            s.id: tuple(token_logprob(next(found), s.request.sampling.logprobs or 0) for _ in e.tokens)
+            for s, e in asking
+        }
+        return [event._replace(logprobs=given.get(event.id, ())) for event in events]
 
     def _score(self, logits: Tensor, sequences: ListOf[Sequence]) -> None:
         """Keeps the log-probabilities of prompt tokens that are computed in this step, for those who want them.
@@ -123,10 +162,6 @@ class Loop:
         for s in asking:
             own = s.request.sampling.prompt_logprobs or 0
             s.prompt_logprobs += [token_logprob(next(found), own) for _ in range(_scores(s))]
-
-    def _counts(self, sequences: ListOf[Sequence]) -> tuple[int, ...]:
-        """Number of `sequences` in each data-parallel group."""
-        return tuple(sum(s.group == g for s in sequences) for g in range(len(self.scheduler.pools)))
 
 
 def _scores(sequence: Sequence) -> int:

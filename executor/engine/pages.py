@@ -21,6 +21,7 @@ class Block:
 class Pages(ABC):
     """Hands out pages."""
 
+    version: int = 0  # raised when a sequence may find another page at the place of one that it holds
     pages: int  # most pages that all sequences together may hold
     padding: int  # number of one more page, which no sequence holds: padding rows are written to it
     page_size: int
@@ -48,11 +49,6 @@ class Pages(ABC):
         for _ in range(missing):
             held.append(self.take())
         return max(missing, 0)
-
-    def places(self, held: list[Block], start: int, stop: int) -> list[int]:
-        """The page places (positions in the KV cache) of tokens start .. stop - 1 of the sequence that holds `held`."""
-        size = self.page_size
-        return [held[i // size].page * size + i % size for i in range(start, stop)]
 
 
 class PagePool(Pages):
@@ -110,6 +106,7 @@ class ElasticPages(Pages):
         """Frees an extent of the arena by moving pages, if that is possible. To be called between two steps: it copies
         the contents of the moved pages and updates their blocks, from which the block tables of each step are made."""
         for old, new in self.arena.gather(self.padding):
+            self.version += 1
             self.copy(old, new)
             block = self.blocks[new] = self.blocks.pop(old)
             block.page = new

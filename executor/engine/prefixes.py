@@ -23,11 +23,11 @@ MARGIN = 16  # the worth of kept pages is measured on one of this many of all pa
 KEY_BYTES = 32  # nobody can make two texts with equal keys, so tokens need not be compared
 
 
-def extend_keys(keys: list[bytes], ids: ListOf[int], page_size: int, salt: bytes) -> None:
+def extend_keys(keys: list[bytes], ids: "array[int]", page_size: int, salt: bytes) -> None:
     """Grow `keys` in place to the keys of all full pages of `ids`."""
     for page in range(len(keys), len(ids) // page_size):
         before = keys[-1] if keys else hashlib.blake2b(salt, digest_size=KEY_BYTES).digest()
-        tokens = array("q", ids[page * page_size : (page + 1) * page_size]).tobytes()
+        tokens = ids[page * page_size : (page + 1) * page_size].tobytes()
         keys.append(hashlib.blake2b(before + tokens, digest_size=KEY_BYTES).digest())
 
 
@@ -92,6 +92,7 @@ class PageCache:
                 self.hold([other])
                 self.release([block])
                 blocks[page] = other
+                self.pool.version += 1
 
     def release(self, blocks: list[Block]) -> None:
         """Count one holder less of each of `blocks`. Pages without holders are kept if they are published."""

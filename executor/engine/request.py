@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from errors import UserError
 
@@ -74,7 +76,7 @@ class SamplingParams:
         if not all(type(token) is int for token in self.stop_token_ids):
             raise UserError(f"stop_token_ids: {self.stop_token_ids!r:.80} must be integers")
 
-    @property
+    @cached_property
     def takes_the_largest(self) -> bool:
         """Whether each token is the one with the largest logit, whatever was generated before."""
         plain = self.presence_penalty == self.frequency_penalty == 0 and self.repetition_penalty == 1
@@ -103,8 +105,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]  # (token, log-probability) of the most probable tokens, the first one first
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What one step did for one request."""
 
     id: int

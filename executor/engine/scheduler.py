@@ -19,6 +19,7 @@ waits, and later computes them again, as far as they are no longer kept.
 """
 
 import bisect
+import functools
 import hashlib
 import itertools
 from array import array
@@ -27,7 +28,8 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from errors import UserError
-from executor.config.case import Case
+from executor.config.case import MOST_DRAFTING, Case
+from executor.engine.drafts import Drafts
 from executor.engine.pages import PagePool, Pages
 from executor.engine.prefixes import PageCache, extend_keys
 from executor.engine.request import Event
@@ -50,6 +52,7 @@ class Limits:
     reserve: int | None = None
     prefixes: bool = False  # whether the pages of sequences that have ended are kept for later prompts
     prefix_floor: int = 0  # kept pages that are dropped only after all experts
+    draft_tokens: int = 0  # most drafted tokens of a sequence in a step
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,16 @@ class Step:
 
     sequences: list[Sequence]
 
-    @property
+    @functools.cached_property
     def decode(self) -> bool:
-        """Whether every sequence takes exactly its newest token. Graphs are captured of such steps only."""
+        """Whether every sequence takes exactly its newest token, and drafted ones. Graphs are captured of such steps
+        only."""
         return all(s.decoding for s in self.sequences)
 
-    @property
+    @functools.cached_property
     def finished_prompts(self) -> list[Sequence]:
         """The sequences that have all their tokens cached after the step, so that it chooses their next token."""
-        return [s for s in self.sequences if s.complete]
+        return self.sequences if self.decode else [s for s in self.sequences if s.complete]
 
 
 class Scheduler:
@@ -87,6 +91,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by priority and arrival
         self.running: list[Sequence] = []  # ordered by group, in a group by admission
         self.preempted: list[Sequence] = []  # by the last `schedule`
+        most = limits.groups * MOST_DRAFTING
+        self.drafts = Drafts(limits.draft_tokens, most) if limits.draft_tokens else None
         self._arrivals = itertools.count()
 
     @property
@@ -159,6 +165,12 @@ class Scheduler:
         admitted.sort(key=lambda s: s.group)
         return admitted
 
+    def by_group(self, sequences: ListOf[Sequence]) -> list[ListOf[Sequence]]:
+        """Those of `sequences` that are in each data-parallel group."""
+        if len(self.pools) == 1:
+            return [sequences]
+        return [[s for s in sequences if s.group == group] for group in range(len(self.pools))]
+
     def committed(self, group: int) -> int:
         """Number of pages that the sequences of a group hold or were promised."""
         more = (s.promised - len(s.blocks) for s in self.running if s.group == group)
@@ -174,8 +186,9 @@ class Scheduler:
 
     def _trim(self, group: int) -> None:
         """Drop kept prefixes of the group that have to give way to sequences or experts."""
-        room = self.pools[group].pages - self.committed(group)
-        self.caches[group].trim(min(room, max(self.limits.prefix_floor, room - self.expert_pages)))
+        if self.caches[group].idle:
+            room = self.pools[group].pages - self.committed(group)
+            self.caches[group].trim(min(room, max(self.limits.prefix_floor, room - self.expert_pages)))
 
     def schedule(self) -> Step | None:
         """Returns the next step; None if nothing is left to do.
@@ -186,15 +199,33 @@ class Scheduler:
         self.preempted = []
         for group in range(len(self.caches)):
             self._trim(group)  # `expert_pages` may have changed
-        self.admit()
-        decoding = any(s.decoding for s in self.running)
-        limit = self.mixed_tokens if decoding else self.limits.prefill_tokens
-        prompts = set(self.chunk([s for s in self.running if not s.decoding], limit))
-        step = [s for s in self.running if s.decoding or s in prompts]
-        for sequence in sorted(step, key=_seniority):
+        if self.waiting:
+            self.admit()
+        step, prompts = list(self.running), [s for s in self.running if not s.decoding]
+        if prompts:
+            limit = self.limits.prefill_tokens if len(prompts) == len(step) else self.mixed_tokens
+            chunked = set(self.chunk(prompts, limit))
+            step = [s for s in step if s.decoding or s in chunked]
+        size = self.limits.page_size
+        for sequence in sorted((s for s in step if s.end > s.promised * size), key=_seniority):
             self._make_room(sequence)
-        step = [s for s in step if s not in self.preempted]
+        if self.preempted:
+            step = [s for s in step if s not in self.preempted]
+        if self.drafts and step and all(s.decoding for s in step):
+            self.drafts.propose(step, [self._room(s) for s in step])
         return Step(step) if step else None
+
+    def _room(self, sequence: Sequence) -> int:
+        """Number of tokens that a sequence may have in its next step beyond its newest one, without more pages than it
+        was promised, or one more if no other sequence has to give it up."""
+        longest = sequence.longest - 1 - len(sequence.ids)
+        room = sequence.promised * self.limits.page_size - len(sequence.ids)
+        short = room < min(longest, self.limits.draft_tokens)
+        if short and self.committed(sequence.group) < self.pools[sequence.group].pages:
+            sequence.promised += 1
+            room += self.limits.page_size
+            self._trim(sequence.group)
+        return min(longest, room)
 
     def _make_room(self, sequence: Sequence) -> None:
         """Promise a running sequence the pages of its next step, unless it is preempted itself for want of them."""
@@ -211,6 +242,7 @@ class Scheduler:
         self.caches[sequence.group].release(sequence.blocks)
         self.running.remove(sequence)
         sequence.blocks, sequence.promised, sequence.cached, sequence.limit = [], 0, 0, None
+        del sequence.table[:]
         sequence.preemptions += 1
         if not sequence.generated:
             sequence.prompt_logprobs = []
@@ -239,44 +271,63 @@ class Scheduler:
 
     def reserve(self, sequences: Iterable[Sequence]) -> None:
         """Give each sequence the pages that its next step writes to."""
+        size = self.limits.page_size
         for sequence in sequences:
-            self.caches[sequence.group].extend(sequence.blocks, sequence.end)
+            if sequence.end > len(sequence.blocks) * size:
+                self.caches[sequence.group].extend(sequence.blocks, sequence.end)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
-        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order; FAILED for one
-        whose grammar cannot be followed any further."""
-        finished = step.finished_prompts
+        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one behind the
+        newest token of each, and one behind each drafted one. FAILED stands for one whose grammar cannot be followed
+        any further."""
+        finished, size, events, at = step.finished_prompts, self.limits.page_size, [], 0
         for sequence in step.sequences:
             sequence.cached, sequence.limit = sequence.end, None
-            self._publish(sequence)
-        for sequence, token in zip(finished, tokens, strict=True):
+        for sequence in finished:
+            new: ListOf[int] = tokens[at : at + 1 + sequence.drafted]
+            at += len(new)
+            if sequence.drafted and self.drafts:
+                new = self.drafts.accept(sequence, new)
+            new = self._append(sequence, new)
+            if new:
+                sequence.cached = len(sequence.ids) - 1
+            events.append(Event(sequence.id, tuple(new), sequence.finish_reason, sequence.found))
+        if self.limits.prefixes:
+            for sequence in step.sequences:
+                if sequence.cached >= (sequence.published + 1) * size:
+                    self._publish(sequence)
+        self.retire()
+        return events
+
+    def _append(self, sequence: Sequence, tokens: ListOf[int]) -> ListOf[int]:
+        """Appends those of `tokens` to the sequence that come before its end; -> those."""
+        sampling = sequence.request.sampling
+        for count, token in enumerate(tokens):
             if token == FAILED:
                 sequence.finish_reason = "error"
-                continue
+                return tokens[:count]
             sequence.ids.append(token)
-            sampling = sequence.request.sampling
             if token in sampling.stop_token_ids or (token in self.stop_ids and not sampling.ignore_eos):
                 sequence.finish_reason = "stop"
-            elif len(sequence.generated) >= sampling.max_tokens:
+            elif len(sequence.ids) >= sequence.longest:
                 sequence.finish_reason = "length"
-        self.retire()
-        return [
-            Event(s.id, () if token == FAILED else (token,), s.finish_reason, s.found)
-            for s, token in zip(finished, tokens, strict=True)
-        ]
+            if sequence.finish_reason:
+                return tokens[: count + 1]
+        return tokens
 
     def _publish(self, sequence: Sequence) -> None:
         """Let later prompts find the pages of `sequence` that are full."""
         size = self.limits.page_size
-        if self.limits.prefixes and sequence.cached // size > sequence.published:
-            extend_keys(sequence.keys, sequence.ids[: sequence.cached], size, sequence.request.salt)
-            for page in range(sequence.published, sequence.cached // size):
-                self.caches[sequence.group].publish(sequence.blocks, page, sequence.keys[page])
-            sequence.published = sequence.cached // size
+        extend_keys(sequence.keys, sequence.ids[: sequence.cached], size, sequence.request.salt)
+        for page in range(sequence.published, sequence.cached // size):
+            self.caches[sequence.group].publish(sequence.blocks, page, sequence.keys[page])
+        sequence.published = sequence.cached // size
 
     def retire(self) -> list[Sequence]:
         """Remove the sequences that have finished, take back their pages, and return those sequences."""
         finished = [s for s in self.running if s.finish_reason]
+        if not finished:
+            return finished
         for sequence in finished:
             self.caches[sequence.group].release(sequence.blocks)
             sequence.blocks = []
@@ -313,4 +364,5 @@ def limits_of(case: Case, serving: bool = False) -> Limits:
         reserve=serve.reserve if serving else None,
         prefixes=serving and serve.prefix_cache,
         prefix_floor=serve.prefix_floor // case.cache_config.page_size if serving else 0,
+        draft_tokens=data.draft_tokens,
     )

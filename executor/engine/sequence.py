@@ -1,8 +1,11 @@
 """A request on its way through the engine."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from errors import UserError
+from executor.engine.matches import Matches
 from executor.engine.pages import Block
 from executor.engine.request import Request, TokenLogprob
 
@@ -16,18 +19,22 @@ FAILED = -1  # in place of a token: no token follows the grammar
 class Sequence:
     id: int
     request: Request
-    ids: list[int]  # prompt and generated tokens
+    ids: "array[int]"  # prompt and generated tokens, int64
     arrival: int = 0  # orders the sequences of a scheduler
     group: int = 0  # the data-parallel group that runs it
     cached: int = 0  # number of `ids` whose keys and values are in the KV cache
     limit: int | None = None  # most tokens of the next step; None: all that are not cached yet
     blocks: list[Block] = field(default_factory=list)  # its pages
+    table: "array[int]" = field(default_factory=lambda: array("q"))  # the numbers of `blocks`, as far as packed before
+    table_version: int = 0  # `Pages.version` when `table` was made
     promised: int = 0  # number of pages that it may have at least, those in `blocks` included
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
     published: int = 0  # number of its first pages that later prompts can find
     found: int = 0  # prompt tokens whose pages were found when it was first admitted
     preemptions: int = 0
-    matcher: "Matcher | None" = None  # of its grammar, on the ranks that choose its tokens
+    matcher: "Matcher | None" = None  # of its grammar
+    drafted: int = 0  # number of the last `ids` that are only guessed, while a step checks them
+    matches: Matches = field(default_factory=Matches)  # what its drafts are made from
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
 
@@ -37,7 +44,7 @@ class Sequence:
 
     @property
     def generated(self) -> list[int]:
-        return self.ids[self.prompt_len :]
+        return self.ids[self.prompt_len :].tolist()
 
     @property
     def longest(self) -> int:
@@ -46,12 +53,15 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether all but the newest generated token is cached, so that its next step takes one token."""
-        return len(self.ids) > self.prompt_len and self.cached == len(self.ids) - 1
+        """Whether all but the newest generated token is cached, so that its next step takes one token, and drafted
+        ones."""
+        count = len(self.ids) - self.drafted
+        return count > self.prompt_len and self.cached == count - 1
 
     @property
     def new_tokens(self) -> int:
-        """Number of tokens that the next step takes: one while decoding, else the prompt or a chunk of it."""
+        """Number of tokens that the next step takes: one and drafted ones while decoding, else the prompt or a chunk of
+        it."""
         missing = len(self.ids) - self.cached
         return missing if self.limit is None else min(self.limit, missing)
 
@@ -78,4 +88,7 @@ class Sequence:
 
 
 def new_sequence(id: int, request: Request) -> Sequence:
-    return Sequence(id, request, list(request.ids))
+    try:
+        return Sequence(id, request, array("q", request.ids))
+    except (TypeError, OverflowError) as error:
+        raise UserError(f"prompt {id}: its tokens must be integers: {error}") from None

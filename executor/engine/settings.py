@@ -9,14 +9,14 @@ from executor.platform.settings import PlatformSettings
 
 def platform_settings(case: Case) -> PlatformSettings:
     """The settings of `case` for its platform."""
-    data, offload = case.data_config, case.offload_config
+    offload = case.offload_config
     return PlatformSettings(
         case=case.name,
         exe_mode=case.exe_mode,
         dtype=case.model_config.dtype,
         strict=case.strict,
         sizes=case.parallel_sizes,
-        batch_size=data.batch_size,
+        decode_rows=case.decode_rows,
         comm_timeout_s=case.parallel_config.comm_timeout_s,
         threads=case.threads,
         instruction_set=case.instruction_set,

@@ -11,15 +11,23 @@ class Timings:
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
-    decode_steps: list[float] = field(default_factory=list)
-    pure_decode_steps: list[float] = field(default_factory=list)  # the `decode_steps` that had no prompt tokens
+    decode_seconds: float = 0.0
+    per_token: list[float] = field(default_factory=list)  # of each decode step, for each token that a sequence got
+    pure_decode_steps: list[float] = field(default_factory=list)  # decode steps that had no prompt tokens
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of the drafted ones
 
-    def add(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
+    def add(self, prompt_tokens: int, decoding: int, decode_tokens: int, drafted: int, seconds: float) -> None:
+        """A step in which `decoding` sequences got `decode_tokens` tokens, and in which `drafted` tokens were tried."""
         if prompt_tokens:
             self.prefill_tokens += prompt_tokens
             self.prefill_seconds += seconds
-        if decode_tokens:
+        if decoding:
             self.decode_tokens += decode_tokens
-            self.decode_steps.append(seconds)
+            self.decode_seconds += seconds
+            self.per_token.append(seconds * decoding / max(decode_tokens, 1))
             if not prompt_tokens:
                 self.pure_decode_steps.append(seconds)
+        if drafted:
+            self.drafted_tokens += drafted
+            self.accepted_tokens += decode_tokens - decoding

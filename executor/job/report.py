@@ -25,7 +25,7 @@ def make_report(
 ) -> dict[str, Any]:
     """Returns the report. Times are in milliseconds. `tpot_*` are null if no prompt needed a second token, and
     `kernels` is empty if the platform had only one kind of kernel."""
-    steps = sorted(timings.decode_steps)
+    each = sorted(timings.per_token)
     return {
         "case": case.name,
         "platform": case.platform,
@@ -33,12 +33,14 @@ def make_report(
         "world_size": case.world_size,
         "completions": [asdict(c) for c in completions],
         "ttft_ms": 1e3 * statistics.median(timings.first_token),
-        "tpot_ms_p50": 1e3 * _percentile(steps, 0.50) if steps else None,
-        "tpot_ms_p99": 1e3 * _percentile(steps, 0.99) if steps else None,
+        "tpot_ms_p50": 1e3 * _percentile(each, 0.50) if each else None,
+        "tpot_ms_p99": 1e3 * _percentile(each, 0.99) if each else None,
         "prefill_tokens": timings.prefill_tokens,
         "prefill_tokens_per_s": timings.prefill_tokens / timings.prefill_seconds,
         "decode_tokens": timings.decode_tokens,
-        "decode_tokens_per_s": timings.decode_tokens / sum(steps) if steps else None,
+        "decode_tokens_per_s": timings.decode_tokens / timings.decode_seconds if each else None,
+        "drafted_tokens": timings.drafted_tokens,
+        "accepted_tokens": timings.accepted_tokens,
         "peak_memory_bytes": peak_memory,
         "kernels": kernels,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()},
@@ -60,6 +62,8 @@ def print_report(report: dict[str, Any], path: Path) -> None:
         p50, p99, rate = report["tpot_ms_p50"], report["tpot_ms_p99"], report["decode_tokens_per_s"]
         rows.append(("time per token", f"{p50:.1f} ms (p50), {p99:.1f} ms (p99)"))
         rows.append(("decode", f"{rate:.0f} tokens/s ({report['decode_tokens']} tokens)"))
+    if drafted := report["drafted_tokens"]:
+        rows.append(("drafts", f"{report['accepted_tokens']} of {drafted} drafted tokens accepted"))
     rows.append(("peak memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB (largest rank)"))
     rows.append(("report", str(path)))
     print()

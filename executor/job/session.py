@@ -163,7 +163,7 @@ class Session:
             text = stops.push(detokenizer.push(event.tokens))
             if event.finish_reason:
                 text += stops.push(detokenizer.rest()) + stops.finish()
-            yield text, replace(event, finish_reason="stop") if stops.found else event
+            yield text, event._replace(finish_reason="stop") if stops.found else event
             if stops.found:
                 return
 

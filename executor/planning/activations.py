@@ -5,6 +5,7 @@ memory, so every tensor that the model's code makes and holds is counted while n
 import dataclasses
 import re
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -194,7 +195,8 @@ def batch_of(ops: Ops, tokens: int, sequences: int, table_width: int, page_size:
     """A step's batch on meta: `tokens` new tokens of `sequences` sequences with block tables of `table_width` pages.
     If `groups` is given, the batch says, as for a prefill, that each of `groups` data-parallel groups has `tokens`
     tokens; None: it says nothing, as in a graph."""
-    places, tables, *_ = ops.paging([0], [[0] * table_width], [0, 1], [1], page_size)
+    one = array("q", [1])
+    places, tables, *_ = ops.paging(one, torch.zeros(1, table_width, dtype=torch.int64), one, one, page_size)
     number = partial(torch.empty, dtype=torch.int64, device="meta")
     each = tokens // sequences
     return Batch(

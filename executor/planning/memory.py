@@ -213,12 +213,12 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     """Graphs of different sizes share no memory: each has its own inputs and tensors."""
     if case.exe_mode == "eager":
         return []
-    most = case.data_config.batch_size // case.attn_dp_size
+    most = case.decode_rows // case.attn_dp_size
     parts = []
     for rows in sorted({graph_rows(rows, most) for rows in range(1, most + 1)}):
         batch = _batch(case, sketch, rows, rows, None)
         moment = ledger.fullest(sketch.model, sketch.model.decode, batch)
-        parts.append(Part(f"{rows} sequence(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
+        parts.append(Part(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
     return parts
 
 

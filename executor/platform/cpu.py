@@ -39,7 +39,7 @@ class CpuPlatform(Platform):
                     f"case {settings.case}: {key}: {threads} are more than {MOST_THREADS} for each of the {cpus} CPUs "
                     "that this process may use"
                 )
-        self.device, self.batch_size = torch.device("cpu"), settings.batch_size
+        self.device, self.decode_rows = torch.device("cpu"), settings.decode_rows
         self.ops = load_ops("cpu")
         chosen = start(
             settings.threads or 0,
@@ -54,7 +54,7 @@ class CpuPlatform(Platform):
         return GraphStep(step)
 
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-        return CpuDevice(stream_tokens, self.batch_size)
+        return CpuDevice(stream_tokens, self.decode_rows)
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -71,8 +71,8 @@ class DecodeGraph:
             self.logits = step(fixed)
 
     def replay(self, batch: Batch) -> Tensor:
-        for name, tensor in batch.tensors().items():
-            self.inputs[name].copy_(tensor)
+        for name, tensor in self.inputs.items():
+            tensor.copy_(getattr(batch, name))
         self.tape.replay()
         return self.logits
 

@@ -14,7 +14,7 @@ class PlatformSettings:
     dtype: str
     strict: bool  # a fallback that would be silent is an error
     sizes: ParallelSizes
-    batch_size: int  # most sequences that run together, in all data-parallel groups
+    decode_rows: int  # most rows of a decode step, in all data-parallel groups
     comm_timeout_s: int
     threads: int | None  # threads of the CPU engine; None: the engine measures how many are useful
     instruction_set: str  # instruction set of the CPU engine
@@ -27,6 +27,6 @@ class PlatformSettings:
     graph_facts: dict[str, object] = field(repr=False)
 
     @property
-    def group_batch(self) -> int:
-        """Most sequences that run together in one data-parallel group."""
-        return self.batch_size // self.sizes.attn_dp
+    def group_rows(self) -> int:
+        """Most rows of a decode step in one data-parallel group."""
+        return self.decode_rows // self.sizes.attn_dp

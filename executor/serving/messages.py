@@ -149,6 +149,8 @@ class State(Message, frozen=True):
     running: list[Running]
     groups: list[Group]
     preemptions: int  # in total
+    drafted: int = 0  # tokens, in total
+    accepted: int = 0  # of them
     experts_resident: int = 0  # on rank 0, among those with shadows; so are the following
     experts: int = 0
     expert_hits: int = 0  # pairs of a token and its expert in decode steps, in total

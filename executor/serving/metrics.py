@@ -94,6 +94,8 @@ class Metrics:
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Part of the KV cache that sequences hold; 1: all.")
         self.preemptions = Total(self._counter("num_preemptions", "Requests that were preempted for want of memory."))
+        self.drafted = Total(self._counter("spec_decode_num_draft_tokens", "Tokens that decode steps guessed."))
+        self.accepted = Total(self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right."))
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.prompt = self._counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
@@ -144,6 +146,8 @@ class Metrics:
             self.waiting.set(message.waiting)
             self.kv_usage.set(sum(group.held for group in message.groups) / self._pages)
             self.preemptions.set(message.preemptions)
+            self.drafted.set(message.drafted)
+            self.accepted.set(message.accepted)
             for tokens in message.step_tokens:
                 self.step_tokens.observe(tokens)
             self.experts.set(message.experts)

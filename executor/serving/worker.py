@@ -21,6 +21,7 @@ from executor.checkpoint.tokenizer import stop_ids
 from executor.config import env
 from executor.config.load import load_case
 from executor.engine import request
+from executor.engine.drafts import SIZES
 from executor.engine.loop import Loop
 from executor.engine.request import Event, Grammar, Request, SamplingParams
 from executor.engine.scheduler import Step
@@ -81,7 +82,7 @@ class Worker:
         self.shares = None
         if self.experts and case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes:
             self.shares = Shares(self.loop.scheduler.caches, self.experts)
-        self.steps = self.preemptions = 0
+        self.steps = self.preemptions = self.drafted = self.accepted = 0
         self.prefill_rate = 0.0  # prompt tokens a second
         self.pace = Pace()
         self.stopping = False
@@ -157,7 +158,7 @@ class Worker:
         for event in tick.events:
             if isinstance(event, Submit):
                 try:
-                    self.loop.add(self.sequence_of(event))
+                    self.loop.add(sequence_of(event))
                     if self.channel:
                         self._arrived[event.id] = time.perf_counter()
                 except UserError as error:
@@ -168,20 +169,11 @@ class Worker:
             else:
                 self.stopping = True
 
-    def sequence_of(self, submit: Submit) -> Sequence:
-        """Raises UserError if the request cannot run: a step in which it fails would end all others as well."""
-        sequence = sequence_of(submit)
-        sampling, vocabulary = sequence.request.sampling, self.runner.config.vocab_size
-        if wrong := [token for token in sampling.logit_bias if token >= vocabulary]:
-            raise UserError(f"logit_bias: token {wrong[0]} is outside the vocabulary of {vocabulary}")
-        if sampling.grammar:
-            sequence.matcher = self.engine.grammars.matcher(sampling.grammar)
-        return sequence
-
     def step(self, step: Step | None) -> None:
         """Runs a step of the engine, if there is something to do."""
         start, timings = time.perf_counter(), self.loop.timings
         before, decoded = timings.prefill_tokens, timings.decode_tokens
+        drafted, accepted = timings.drafted_tokens, timings.accepted_tokens
         amounts = amounts_of(step.sequences if step else ())
         events = self.loop.run(step)
         self.steps += 1
@@ -190,6 +182,8 @@ class Worker:
             again = len(sequence.ids)
             print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
         tokens, decoded = timings.prefill_tokens - before, timings.decode_tokens - decoded
+        self.drafted += timings.drafted_tokens - drafted
+        self.accepted += timings.accepted_tokens - accepted
         seconds = time.perf_counter() - start
         if tokens:
             self.pace.learn(amounts, seconds)
@@ -229,7 +223,8 @@ class Worker:
 
     def warm_up(self) -> None:
         """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences
-        decode once, so that all graphs are captured."""
+        decode once, so that all graphs are captured; with
+        drafts, also steps of more rows."""
         scheduler = self.loop.scheduler
         batch, longest = scheduler.limits.batch_size, scheduler.limits.max_sequence_length
         numbers = itertools.count(1)
@@ -255,13 +250,20 @@ class Worker:
             seconds = prefill(length)
             # Rank 0's clock decides for all.
             length = self.control.number(2 * length if seconds < WARM_UP_S and 2 * length <= most else 0)
+        drafts = scheduler.drafts
+        sizes = [size for size in SIZES if batch < size <= self.case.decode_rows] if drafts else []
         for _ in range(batch):
-            add(1, batch + 2)  # until the last one decodes, and one step more for each that ends before
+            # Until the last one decodes, and one step more for each that ends before; a step with drafts may give all.
+            add(1, batch + 2 + len(sizes) * (1 + scheduler.limits.draft_tokens))
         for ended in range(batch):
             step = None
             while not self.loop.idle and not (step and step.decode):
                 step = scheduler.schedule()
                 self.step(step)
+            if drafts and not ended:
+                for size in sizes:
+                    drafts.fill(size)
+                    self.step(scheduler.schedule())
             if self.channel:
                 self.channel.send(Progress("warming up", (ended + 1) / batch))
             if step:
@@ -272,7 +274,7 @@ class Worker:
             cache.trim(0)
         self.forget()
         self._step_tokens = []
-        self.steps = self.preemptions = self._generated = 0
+        self.steps = self.preemptions = self.drafted = self.accepted = self._generated = 0
         if self.experts:
             self.experts.restart()
             if self.runner.planned:  # most steps of the warm-up captured a graph: their times say nothing
@@ -312,6 +314,8 @@ class Worker:
             queue=[running_of(s) for s in scheduler.waiting[:QUEUE_SHOWN]],
             groups=groups,
             preemptions=self.preemptions,
+            drafted=self.drafted,
+            accepted=self.accepted,
             step_tokens=self._step_tokens,
             prefill_rate=self.prefill_rate,
             decode_rate=(self._generated - generated) / (now - since),

@@ -6,7 +6,7 @@ from torch import Tensor
 from ops import reference
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
-from ops.interface import Lengths
+from ops.interface import Lengths, Numbers, tensor_of
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 TILE = 16  # columns of a tile
@@ -48,19 +48,19 @@ class AscendLayout:
 
     def paging(
         self,
-        places: list[int],
-        block_tables: list[list[int]],
-        query_starts: list[int],
-        kv_lens: list[int],
+        places: Numbers,
+        block_tables: Tensor,
+        query_starts: Numbers,
+        kv_lens: Numbers,
         page_size: int,
     ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
         """Makes page places (T), or if caches are not tiled (T, 2), each a page and a position in it: with indices into
         a flat view of such a cache, a graph would copy the cache. Lengths stay host integers, because the launch of the
         attention op takes integers."""
-        pairs = [divmod(place, page_size) for place in places]
+        flat = tensor_of(places)
         return (
-            torch.tensor(places if self.tiled else pairs, dtype=torch.int64).view(-1, *() if self.tiled else (2,)),
-            torch.tensor(block_tables, dtype=torch.int32).view(len(block_tables), -1 if block_tables else 0),
+            flat if self.tiled else torch.stack((flat // page_size, flat % page_size), dim=-1),
+            block_tables.to(torch.int32),
             tuple(query_starts),
             tuple(kv_lens),
         )

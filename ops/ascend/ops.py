@@ -18,7 +18,7 @@ import torchair
 from torch import Tensor
 
 from errors import UserError
-from ops import composed
+from ops import composed, cpu
 from ops.ascend import moe
 from ops.ascend.cann import ALL_ABILITIES, Abilities
 from ops.ascend.layout import CAUSAL_MASK, TILE, AscendLayout
@@ -28,6 +28,7 @@ from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from ops.format import Format
 from ops.interface import ExpertMatrices, Lengths, Ops, Routed, Scores
+from ops.sampling import Choice
 
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
 FUSED_HEAD_DIM = 128  # the one that npu_qkv_rms_norm_rope_cache takes
@@ -312,6 +313,10 @@ class AscendOps(AscendLayout):
 
     def argmax(self, x: Tensor) -> Tensor:
         return x.argmax(-1)
+
+    def sample(self, logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+        """On the host: the native kernel needs less time than the launches of a sort and a cumulative sum would."""
+        return cpu.sample(logits.float().cpu(), choices).to(logits.device)
 
     def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, first_expert: int | None) -> Tensor:
         moe.check_ids(ids)

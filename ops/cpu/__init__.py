@@ -4,10 +4,13 @@ Calls into the native module are positional here: keywords cost half a microseco
 """
 
 import functools
+import struct
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.cpu.matrix import fill_table as fill_table
 from ops.cpu.memory import table as table
 from ops.interface import Lengths
+from ops.sampling import Choice
 
 vector_type, paging = reference.vector_type, reference.paging
 matrix = NativeMatrix
@@ -217,6 +221,35 @@ def argmax(x: Tensor) -> Tensor:
     out, best = torch.empty(rows, dtype=INT), torch.empty(rows, native.argmax_chunks(width), dtype=torch.int32)
     native.argmax(pointer(x), pointer(out, INT), pointer(best, torch.int32), rows, width)
     return out
+
+
+@traced
+def sample(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    rows, width = logits.shape
+    out, scratch = torch.empty(rows, dtype=INT), torch.empty(native.sample_scratch(width))
+    biases = {row: _bias(choice) for row, choice in enumerate(choices) if choice.settings.logit_bias}
+    packed = b"".join([_packed(choice, *biases.get(row, NO_BIAS)) for row, choice in enumerate(choices)])
+    native.sample(pointer(logits), packed, pointer(out, INT), pointer(scratch), rows, width)
+    return out
+
+
+CHOICE = struct.Struct("6d10q")  # `Choice` in csrc/kernels/ops.h
+LARGEST = (1 << 63) - 1
+NO_BIAS: "tuple[array[int], array[float]]" = (array("q"), array("d"))
+
+
+def _bias(choice: Choice) -> "tuple[array[int], array[float]]":
+    return array("q", choice.settings.logit_bias), array("d", choice.settings.logit_bias.values())
+
+
+def _packed(choice: Choice, tokens: "array[int]", biases: "array[float]") -> bytes:
+    settings, allowed = choice.settings, choice.allowed
+    return CHOICE.pack(
+        settings.temperature, settings.top_p, settings.min_p, settings.presence_penalty, settings.frequency_penalty,
+        settings.repetition_penalty, min(settings.top_k or 0, LARGEST), choice.seed, choice.ids.buffer_info()[0],
+        choice.prompt, choice.position, tokens.buffer_info()[0], biases.buffer_info()[0], len(tokens),
+        0 if allowed is None else np.frombuffer(allowed, np.uint8).ctypes.data, len(allowed or b""),
+    )  # fmt: skip
 
 
 @traced

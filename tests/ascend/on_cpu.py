@@ -65,7 +65,7 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILI
             return cast(Exchange, exchange)
 
         def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-            most = self.settings.batch_size + 3 * self.settings.sizes.attn_dp  # padded below
+            most = self.settings.decode_rows + 3 * self.settings.sizes.attn_dp  # padded below
             return AscendDevice(self.ops, self.device, top_k, most, timeout_s=10, cann=None)
 
         def padded_rows(self, rows: int) -> int:

@@ -1,6 +1,7 @@
 """All ops at the sizes of real models, on each supported CANN: torch_npu's host code takes them, and no rule that
 CANN's sources demand (tests/fakes/cann/rules.cpp) is broken."""
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,8 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     angles = torch.empty(tokens, size.head_dim, dtype=BF16, device=device)
     caches = [ops.kv_cache(PAGES, PAGE, size.kv_heads, size.head_dim, BF16, device) for _ in range(2)]
     sequences = tokens if decode else 2
-    places = ops.paging(list(range(tokens)), [], [], [], PAGE)[0].to(device)
+    none = array("q")
+    places = ops.paging(array("q", range(tokens)), torch.empty(0, 0, dtype=torch.int64), none, none, PAGE)[0].to(device)
     heads = ops.linear(x, qkv, None)
     if size is SIGMOID:  # the norms are of whole rows
         q, k, v = (part.unflatten(1, (-1, size.head_dim)) for part in heads.split([width, kv, kv], -1))

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
+from executor.engine.sequence import Sequence
 from executor.job.runner import make_runner
 from executor.serving.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
 from executor.serving.worker import Worker
@@ -34,11 +37,21 @@ def next_token(ids: list[int]) -> int:
     return (31 * ids[-1] + 7 * ids[len(ids) // 2] + len(ids)) % 90
 
 
+def choose(engine: Engine, logits: Tensor, groups: list[list[Sequence]]) -> list[int]:
+    """In place of `Engine.choose`: the fake device computes no values, so a request's next token follows from its
+    tokens."""
+    return [
+        next_token(s.ids[:end].tolist())
+        for of in groups
+        for s in of
+        for end in range(len(s.ids) - s.drafted, len(s.ids) + 1)
+    ]
+
+
 @pytest.fixture
 def device_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake device computes no values: a request's next token follows from its tokens."""
     torch._dynamo.reset()
-    monkeypatch.setattr(Engine, "choose", lambda self, logits, sequences: [next_token(s.ids) for s in sequences])
+    monkeypatch.setattr(Engine, "choose", choose)
 
 
 def check_answers(script: Script, tokens: int) -> None:
@@ -99,6 +112,29 @@ def check_graphs(server: Server, captured: bool) -> None:
     assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)
 
 
+@pytest.mark.parametrize("mode", ["acl_graph", "ge_graph"])
+def test_drafts_run_in_graphs_of_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """An answer that repeats its prompt takes fewer steps, and no step captures another graph."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(f"{__name__}.next_token", lambda ids: ids[-7])
+    monkeypatch.setattr(Engine, "choose", choose)
+    monkeypatch.setattr(Drafts, "_cost", lambda drafts, rows: 1.0)
+    settings = (f"exe_mode={mode}", *LENGTHS, "draft_tokens=3")
+    case = ascend_case(tmp_path, *settings, max_position_embeddings=512)
+    with ge_programs() if mode == "ge_graph" else nullcontext():
+        server = Server(ascend_runner(case, tmp_path))
+        graphs: Any = server.worker.engine.decode_step
+        assert sorted(graphs.graphs) == [1, 2, 4, 8, 16]
+        for id in range(3):
+            server.submit(id, list(range(7 * id, 7 * id + 7)) * 2, 60)
+        server.finish()
+        assert graphs.compiles == 5
+    for id in range(3):
+        assert server.script.tokens(id) == (list(range(7 * id, 7 * id + 7)) * 9)[:60]
+    assert server.worker.accepted > 100
+    assert server.worker.steps < 30
+
+
 class Later(Script):
     """Gives one of `ticks` with each tick, and then lets the ranks leave."""
 
@@ -112,7 +148,7 @@ class Later(Script):
 
 def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int, int, list[str]]:
     """-> (rows; graphs made in the warm-up and in all; preemptions; communicators) of a rank"""
-    Engine.choose = lambda self, logits, sequences: [next_token(s.ids) for s in sequences]  # type: ignore[method-assign]
+    Engine.choose = choose  # type: ignore[method-assign,assignment]
     case, ranks = started(rank, 2, folder, f"exe_mode={mode}", *ELASTIC)
     requests: list[Message] = [Submit(id, ids, Sampling(NEW, ignore_eos=True)) for id, ids in ASKED.items()]
     gone: list[Message] = [Submit(9, [1, 2, 3], Sampling(99, ignore_eos=True))]

@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,11 @@ class Traffic:
         self.refused += isinstance(message, Refused)
 
 
+def any_time(took: Callable[..., None]) -> Callable[..., None]:
+    """`took` with times of steps that differ from rank to rank, so that all must draft by those of rank 0."""
+    return lambda loop, drafts, rows, seconds: took(loop, drafts, rows, random.random())
+
+
 class Watched(Worker):
     """Counts how often an expert of this rank has come or gone."""
 
@@ -102,8 +108,9 @@ class Watched(Worker):
 
 
 def alone(worker: Worker, submit: Submit) -> list[int]:
-    """The request's tokens if nothing else runs and nothing is found."""
+    """The request's tokens if nothing else runs, nothing is found and nothing is drafted."""
     loop = Loop(worker.engine, worker.stop_ids)
+    loop.scheduler.drafts = None
     loop.add(sequence_of(submit))
     tokens: list[int] = []
     while not loop.idle:
@@ -128,10 +135,12 @@ def main() -> None:
         if runner.engine.offload:
             runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
         Shares.decide = any_share  # type: ignore[method-assign]
+        Loop._took = any_time(Loop._took)  # type: ignore[method-assign]
         traffic = Traffic(args.steps, 7)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)  # type: ignore[arg-type]
         worker.run()
         preemptions, steps, moved = worker.preemptions, worker.steps, worker.moved
+        drafted, accepted = worker.drafted, worker.accepted
         for sequence in [*worker.loop.scheduler.running, *worker.loop.scheduler.waiting]:
             worker.loop.abort(sequence.id)
         for cache in worker.loop.scheduler.caches:
@@ -149,7 +158,7 @@ def main() -> None:
             report = dict(
                 submitted=len(traffic.submitted), rows=rows, ended=ended, alone=found, held=held, hits=hits,
                 preemptions=preemptions, steps=steps, moved=moved, refused=traffic.refused,
-                aborted=sorted(traffic.aborted),
+                aborted=sorted(traffic.aborted), drafted=drafted, accepted=accepted,
             )  # fmt: skip
             args.out.write_text(json.dumps(report))
 

@@ -28,10 +28,10 @@ def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen: dict[tuple[int, int], Tensor] = {}  # (id, tokens before) -> logits
     choose = Engine.choose
 
-    def watched(self: Engine, logits: Tensor, sequences: ListOf[Sequence]) -> list[int]:
-        for row, sequence in zip(logits, sequences, strict=False):
+    def watched(self: Engine, logits: Tensor, groups: ListOf[ListOf[Sequence]]) -> list[int]:
+        for row, sequence in zip(logits, groups[0], strict=False):
             seen[sequence.id, len(sequence.ids)] = row.clone()
-        return choose(self, logits, sequences)
+        return choose(self, logits, groups)
 
     monkeypatch.setattr(Engine, "choose", watched)
     arena_mb, options = KINDS[kind]

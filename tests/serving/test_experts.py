@@ -24,7 +24,7 @@ class Front:
 
     def receive(self, wait_s: float) -> list[Message]:
         offload = self.worker.engine.offload
-        self.most_steps = max(self.most_steps, len(offload.history.steps), len(self.worker.loop.timings.decode_steps))
+        self.most_steps = max(self.most_steps, len(offload.history.steps), len(self.worker.loop.timings.per_token))
         return self.script.pop(0) if self.script else [Stop()]
 
     def send(self, message: Message) -> None:

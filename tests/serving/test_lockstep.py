@@ -1,4 +1,5 @@
-"""Ranks serve random traffic in lockstep: they never differ, and every request gets the tokens that it gets alone.
+"""Ranks serve random traffic in lockstep: they never differ, and every request gets the tokens that it gets alone
+without drafts.
 
 .venv/bin/python -m tests.serving.test_lockstep 10000      # the same for longer, with every request alone
 """
@@ -35,7 +36,13 @@ def check_traffic(folder: Path, split: str, steps: int, alone: int, limit_s: flo
         exe_mode="graph",
         world_size=4,
         parallel_config=sizes,
-        data_config={"input_max_len": 40, "max_new_tokens": 16, "batch_size": 8, "chunked_prefill_size": 24},
+        data_config={
+            "input_max_len": 40,
+            "max_new_tokens": 16,
+            "batch_size": 8,
+            "chunked_prefill_size": 24,
+            "draft_tokens": 3,
+        },
         offload_config={"mode": "elastic", "arena_mb": arena / 1024, "max_swaps": 2, "measure_s": 0.05},
         serve_config={"reserve": 2, "prefix_floor": 16},
     )
@@ -50,6 +57,7 @@ def check_traffic(folder: Path, split: str, steps: int, alone: int, limit_s: flo
     assert found["preemptions"] > 3
     assert found["moved"] > 1
     assert found["hits"] > 10
+    assert 0 < found["accepted"] < found["drafted"]
     ended = set(found["ended"])
     assert len(ended) > found["submitted"] // 2
     compared = 0
@@ -63,7 +71,8 @@ def check_traffic(folder: Path, split: str, steps: int, alone: int, limit_s: flo
     print(
         f"{split}: {steps} steps, {found['submitted']} requests, {len(found['aborted'])} aborted, "
         f"{found['preemptions']} preemptions, {found['hits']} with a prefix, {found['moved']} comings and goings of "
-        f"experts on rank 0; {compared} whole answers and {len(found['alone']) - compared} that were cut short are "
+        f"experts on rank 0, {found['accepted']} of {found['drafted']} drafted tokens accepted; {compared} whole "
+        f"answers and {len(found['alone']) - compared} that were cut short are "
         "those of the requests alone"
     )
 

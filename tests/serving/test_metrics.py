@@ -19,12 +19,13 @@ NAMES = """
     generation_tokens num_preemptions admission_rejections request_success time_to_first_token_seconds
     inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
     request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds iteration_tokens_total
+    spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
     experts_resident expert_hits expert_misses arena_frames shadow_exposed_seconds
 """
 STATE = State(
     step=9, waiting=2, running=[Running(5, 40, 60, 20, 140, 0)], groups=[Group(10, 2, 30)], preemptions=1,
-    step_tokens=[1, 40, 1], experts_resident=7, experts=16, expert_hits=90, expert_misses=10, arena_frames=100,
-    expert_frames=48, free_frames=4, shadow_exposed_s=0.5,
+    drafted=8, accepted=5, step_tokens=[1, 40, 1], experts_resident=7, experts=16, expert_hits=90, expert_misses=10,
+    arena_frames=100, expert_frames=48, free_frames=4, shadow_exposed_s=0.5,
 )  # fmt: skip
 
 
@@ -92,6 +93,8 @@ def test_the_state_of_the_engine() -> None:
     assert value(metrics, "num_requests_waiting") == 2
     assert value(metrics, "kv_cache_usage_perc") == 0.1
     assert value(metrics, "num_preemptions_total") == 1
+    assert value(metrics, "spec_decode_num_draft_tokens_total") == 8
+    assert value(metrics, "spec_decode_num_accepted_tokens_total") == 5
     assert value(metrics, "iteration_tokens_total_sum") == 42
     assert value(metrics, "iteration_tokens_total_bucket", le="1.0") == 2
     assert [value(metrics, "arena_frames", tenant=tenant) for tenant in module.TENANTS] == [18, 30, 48, 4]

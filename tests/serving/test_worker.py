@@ -194,6 +194,6 @@ def test_a_server_collects_nothing_step_by_step(model: Path) -> None:
     totals = server.worker.experts
     assert totals
     assert len(totals.offload.history.steps) < 65
-    assert len(server.worker.loop.timings.decode_steps) < 65
+    assert len(server.worker.loop.timings.per_token) < 65
     totals.collect()
     assert totals.hits + totals.misses == 299 * 4 * 3

@@ -115,7 +115,7 @@ class AscendPlatform(Platform):
         return options
 
     def padded_rows(self, rows: int) -> int:
-        return 0 if self.settings.exe_mode == "eager" else graph_rows(rows, self.settings.group_batch)
+        return 0 if self.settings.exe_mode == "eager" else graph_rows(rows, self.settings.group_rows)
 
     def watched(self) -> AbstractContextManager[None]:
         return loud_fallbacks(self.settings.strict)
@@ -137,7 +137,7 @@ class AscendPlatform(Platform):
         from cpu_offload.ascend import AscendDevice
 
         settings = self.settings
-        most = settings.group_batch * settings.sizes.attn_dp if stream_tokens > 0 else sys.maxsize
+        most = settings.group_rows * settings.sizes.attn_dp if stream_tokens > 0 else sys.maxsize
         most = max(most, stream_tokens - 1)
         return AscendDevice(self.own, self.device, top_k, most, settings.shadow_timeout_s, self.cann)
 

@@ -38,7 +38,7 @@ def why_refused(soc: str, cann: str | None) -> str:
 
 def most_rows(settings: PlatformSettings) -> int:
     """The largest step that is exchanged: a rank's whole batch, if the operators take it."""
-    return min(settings.group_batch, MOST_ROWS)
+    return min(settings.group_rows, MOST_ROWS)
 
 
 def window_mb(rows: int, config: ModelConfig) -> int:

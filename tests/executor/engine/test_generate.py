@@ -14,13 +14,14 @@ from errors import UserError
 from executor.checkpoint.tokenizer import Tokenizer, stop_ids
 from executor.config.load import load_case
 from executor.engine.request import Request, SamplingParams
-from executor.engine.sampling import choose, filtered_probabilities
+from executor.engine.sampling import choose
 from executor.engine.sequence import Sequence, new_sequence
 from executor.job.prompts import encode_prompts
 from executor.job.results import create_results
 from executor.job.runner import make_runner as new_runner
 from files import ROOT, write_json
 from ops import load_ops
+from ops.sampling import filtered_probabilities
 from tests.spy import spy_on
 from tests.tiny import ONE_RANK, make_runner, oracle_logits, save_tiny, tiny_case
 

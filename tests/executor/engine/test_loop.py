@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from errors import UserError
 from executor.engine.pages import PagePool
 from executor.engine.request import Event, Request, SamplingParams
-from executor.engine.sampling import uniform
 from executor.engine.scheduler import Limits, Scheduler, Step
 from executor.engine.sequence import new_sequence
 from executor.job.runner import ModelRunner
+from ops.sampling import uniform
 from tests.spy import spy_on
 from tests.tiny import make_runner, save_tiny, tiny_case
 
@@ -25,8 +25,9 @@ STOP = 9
 def limits_of(data: st.DataObject) -> Limits:
     groups = data.draw(st.sampled_from([1, 1, 2, 3]))
     sizes = st.one_of(st.none(), st.integers(1, 9))
+    drafts = data.draw(st.sampled_from([0, 0, 1, 4]))
     return Limits(groups * data.draw(st.integers(1, 3)), 30, data.draw(st.integers(1, 5)), groups,
-                  data.draw(sizes), data.draw(sizes))  # fmt: skip
+                  data.draw(sizes), data.draw(sizes), draft_tokens=drafts)  # fmt: skip
 
 
 def state(scheduler: Scheduler) -> Any:
@@ -81,7 +82,8 @@ def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject
             assert [shape(step) for step in steps] == [shape(steps[0])] * 3
             if steps[0]:
                 check_step(ranks[0], steps[0])
-                tokens = [data.draw(st.integers(1, 9)) for _ in steps[0].finished_prompts]
+                rows = sum(1 + s.drafted for s in steps[0].finished_prompts)
+                tokens = [data.draw(st.integers(1, 9)) for _ in range(rows)]
                 for i, (scheduler, step) in enumerate(zip(ranks, steps, strict=True)):
                     assert step
                     scheduler.reserve(step.sequences)  # never runs out of pages

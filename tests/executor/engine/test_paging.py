@@ -1,5 +1,7 @@
 """Properties of paging, scheduling and packing, over random histories."""
 
+from array import array
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -117,7 +119,7 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
     while any(s.cached < n for s, n in zip(sequences, lens, strict=True)):
         active = [s for s in sequences if s.cached < lens[s.id]]
         for s in active:
-            s.ids = s.ids[:0] + list(range(data.draw(st.integers(s.cached + 1, lens[s.id]))))
+            s.ids = array("q", range(data.draw(st.integers(s.cached + 1, lens[s.id]))))
             pool.extend(s.blocks, len(s.ids))
         batch = pack(reference, active, pool, (sum(s.new_tokens for s in active),), 12, all_logits=True)
         q, k, v = (torch.cat([whole[s.id][t][s.cached : len(s.ids)] for s in active]) for t in range(3))

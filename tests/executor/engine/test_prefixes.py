@@ -1,6 +1,7 @@
 """Shared prefixes, promises and preemption: over random histories every request gets all its tokens, every page holds
 the tokens it is found by, and copies of the scheduler stay equal."""
 
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -34,7 +35,7 @@ class Rank:
         scheduler.reserve(step.sequences)
         for s in step.sequences:
             pool, salt = scheduler.pools[s.group], s.request.salt
-            places = pool.places(s.blocks, 0, s.end)
+            places = [s.blocks[i // pool.page_size].page * pool.page_size + i % pool.page_size for i in range(s.end)]
             for position, place in enumerate(places):
                 content = salt, tuple(s.ids[: position + 1])
                 if position < s.cached:
@@ -43,7 +44,8 @@ class Rank:
                     self.written[s.group, place] = content
             shared = [b for b in s.blocks if b.holders > 1]
             assert all(b in s.blocks[: s.cached // pool.page_size] for b in shared)  # nobody writes into a shared page
-        events = scheduler.commit(step, [tokens[s.id] for s in step.finished_prompts])
+        chosen = [tokens[s.id] for s in step.finished_prompts for _ in range(1 + s.drafted)]
+        events = scheduler.commit(step, chosen)
         return [(s.id, s.group, s.cached, s.preemptions) for s in step.sequences], events
 
     def check(self) -> None:
@@ -72,7 +74,7 @@ def test_every_request_gets_its_tokens_whatever_gives_way(
 ) -> None:
     limits = Limits(
         3 * groups, LONGEST, page_size, groups, data.draw(st.sampled_from([None, 5])), 3, reserve, True,
-        data.draw(st.integers(0, 3)),
+        data.draw(st.integers(0, 3)), data.draw(st.sampled_from([0, 1, 5])),
     )  # fmt: skip
     ranks = [Rank(limits, -(-LONGEST // page_size) + more, number) for number in range(3)]
     wanted: dict[int, int] = {}
@@ -150,7 +152,7 @@ def test_what_was_used_last_is_kept_and_a_page_goes_before_its_predecessor() -> 
     run_alone(scheduler, 1, list(range(50, 62)), 1)
     run_alone(scheduler, 2, list(range(9)), 1)  # uses two pages of the first again
     keys: list[bytes] = []
-    extend_keys(keys, list(range(12)), 4, b"")
+    extend_keys(keys, array("q", range(12)), 4, b"")
     assert len(cache.idle) == 6
     cache.trim(2)
     assert list(cache.idle) == [keys[1], keys[0]]

@@ -16,9 +16,10 @@ from errors import UserError
 from executor.config.load import load_case
 from executor.engine.loop import Loop
 from executor.engine.request import Event, Grammar, Request, SamplingParams
-from executor.engine.sampling import adjust, filtered_probabilities, logprobs_of, token_logprob
+from executor.engine.sampling import choices_of, logprobs_of, token_logprob
 from executor.engine.sequence import new_sequence
 from executor.job.runner import ModelRunner
+from ops.sampling import adjust, filtered_probabilities
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
 
 V = 11
@@ -41,7 +42,7 @@ def test_biases_and_penalties_are_those_of_the_api(
         presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition, logit_bias=bias
     )
     sequence = new_sequence(0, Request(tuple(prompt), params))
-    sequence.ids += generated
+    sequence.ids.extend(generated)
     logits = torch.linspace(-3, 3, V)
     expected = logits.double().tolist()
     for token in range(V):
@@ -50,7 +51,7 @@ def test_biases_and_penalties_are_those_of_the_api(
             expected[token] *= repetition if expected[token] <= 0 else 1 / repetition
         count = generated.count(token)
         expected[token] -= count * frequency + (presence if count else 0)
-    adjust(logits, sequence)
+    adjust(logits, choices_of(sequence)[0])
     np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -41,7 +41,7 @@ class SlowDevice(CpuDevice):
 
 class SlowPlatform(CpuPlatform):
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
-        return SlowDevice(stream_tokens, self.batch_size)
+        return SlowDevice(stream_tokens, self.decode_rows)
 
 
 def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:

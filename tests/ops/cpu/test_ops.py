@@ -1,6 +1,8 @@
 """Every op of the native module against the reference, on every instruction set and several thread counts."""
 
 import inspect
+import math
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +13,14 @@ from torch import Tensor
 from errors import UserError
 from executor.config.case import Case
 from executor.config.schema import leaves
+from executor.engine.request import SamplingParams
 from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS, GROUP_SIZES, Format, Quantised
 from ops.interface import Ops
 from ops.reference import DenseExperts, DenseMatrix
+from ops.sampling import Choice, adjust, filtered_probabilities, uniform
 
 CPU = torch.device("cpu")
 reference, cpu = load_ops("reference"), load_ops("cpu")
@@ -428,6 +432,73 @@ def test_of_equal_scores_the_smaller_ids_are_chosen() -> None:
 def test_argmax_takes_the_first_of_the_largest(width: int) -> None:
     x = torch.randint(-40, 3, (5, width)).float()  # with many ties
     assert torch.equal(cpu.argmax(x), reference.argmax(x))
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "all tokens": {"temperature": 0.7},
+    "hot": {"temperature": 1e30},
+    "cold": {"temperature": 1e-300},
+    "top-k": {"temperature": 1.3, "top_k": 20},
+    "top-k of all": {"temperature": 1.3, "top_k": 10**30},
+    "top-p": {"temperature": 0.7, "top_p": 0.9},
+    "nearly all": {"temperature": 2.0, "top_p": 0.999},
+    "no top-p": {"temperature": 2.0, "top_p": 0.0},
+    "min-p": {"temperature": 1.5, "min_p": 0.05},
+    "all filters": {"temperature": 1.1, "top_k": 300, "top_p": 0.8, "min_p": 0.01},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": -0.7, "repetition_penalty": 1.3},
+    "drawn with penalties": {"temperature": 0.9, "frequency_penalty": 1.0, "logit_bias": {3: 9.0, 0: -100.0}},
+}
+
+
+def choice(settings: dict[str, Any], row: int, width: int) -> Choice:
+    generator = torch.Generator().manual_seed(row)
+    ids = array("q", torch.randint(min(width, 50), (30,), generator=generator).tolist())
+    return Choice(SamplingParams(**settings), 7 * row, ids, 11, 10 + row % 20)
+
+
+@pytest.mark.parametrize("width", [4, 1000, 33001])
+@pytest.mark.parametrize("settings", SAMPLING)
+@pytest.mark.usefixtures("kernels")
+def test_sample(settings: str, width: int) -> None:
+    """The token is the reference's, unless the number drawn is within rounding of the border between two tokens."""
+    rows = 24
+    logits = torch.randn(rows, width) * 3
+    choices = [choice(SAMPLING[settings], row, width) for row in range(rows)]
+    found, expected = cpu.sample(logits, choices), reference.sample(logits, choices)
+    for row in (found != expected).nonzero().flatten().tolist():
+        assert choices[row].settings.temperature
+        adjust(logits[row], choices[row])
+        probabilities = filtered_probabilities(logits[row : row + 1], [choices[row].settings])[0].double()
+        before = float(probabilities[: found[row]].sum())
+        drawn = uniform(choices[row].seed, choices[row].position)
+        assert before - 1e-5 <= drawn <= before + float(probabilities[found[row]]) + 1e-5
+        assert probabilities[found[row]] > 0
+    assert (found != expected).sum() <= 1
+
+
+@pytest.mark.usefixtures("kernels")
+def test_sample_of_equal_and_of_strange_logits() -> None:
+    settings = [{"top_p": 0.5}, {"top_k": 2}, {"top_k": 3, "top_p": 0.25}, {"min_p": 1.0}]
+    choices = [
+        Choice(SamplingParams(temperature=1.0, **s), seed, array("q"), 0, 0) for s in settings for seed in range(100)
+    ]
+    tokens = cpu.sample(torch.zeros(400, 8), choices).view(4, 100)
+    assert [sorted(set(row)) for row in tokens.tolist()] == [[0, 1, 2, 3], [*range(8)], [0, 1], [*range(8)]]
+    rows = torch.tensor([[math.nan] * 3, [-math.inf] * 3, [0, math.inf, 1], [-math.inf, 0, math.nan]])
+    assert cpu.sample(rows, choices[:4]).tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_sample_obeys_a_grammar() -> None:
+    """Tokens behind the end of the bits are not allowed either."""
+    logits = torch.linspace(0, 1, 30).expand(64, 30).contiguous()
+    bits = bytes([0b00010010, 0b10000000])  # tokens 1, 4 and 15
+    for temperature, tokens in ((0.0, {15}), (50.0, {1, 4, 15})):
+        wanted = SamplingParams(temperature=temperature)
+        choices = [Choice(wanted, row, array("q"), 0, 0, bits) for row in range(64)]
+        assert set(cpu.sample(logits, choices).tolist()) == tokens
+        assert torch.equal(cpu.sample(logits, choices), reference.sample(logits, choices))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

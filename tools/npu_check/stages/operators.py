@@ -1,6 +1,7 @@
 """Stage 3: every operator of ops/ascend, against ops/reference in float32, the smallest sizes first."""
 
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -152,7 +153,11 @@ PLACES = [127, 2 * PAGE, 2 * PAGE + 1]  # of three tokens: the last two in anoth
 
 
 def places_there() -> Tensor:
-    return ops().paging(PLACES, [[0]], [0, 3], [3], PAGE)[0].to(NPU)
+    return (
+        ops()
+        .paging(array("q", PLACES), torch.zeros(1, 1, dtype=torch.int64), array("q", [0, 3]), array("q", [3]), PAGE)[0]
+        .to(NPU)
+    )
 
 
 def write_kv(size: Size) -> Pair:
@@ -202,7 +207,9 @@ def attention(decode: bool, size: Size) -> Pair:
     indices = [torch.tensor(t) for t in (tables, starts, lengths)]
     expected = reference.attention(q, caches[0], caches[1], indices[0], indices[1], indices[2], scale)
     at, on = there(q), [there(stored(t)) for t in caches]
-    _, table, begins, lens = ops().paging([0] * sum(new), tables, starts, lengths, PAGE)
+    _, table, begins, lens = ops().paging(
+        array("q", [0] * sum(new)), torch.tensor(tables), array("q", starts), array("q", lengths), PAGE
+    )
     table = table.to(NPU)
     return Pair(lambda: [ops().attention(at, on[0], on[1], table, begins, lens, scale)], [expected])
 

@@ -1,5 +1,8 @@
 // The ops of kernels/ops.h, which says what each address points to; 0 stands for null.
 
+#include <stdexcept>
+#include <string_view>
+
 #include "bindings/engine.h"
 
 namespace py = pybind11;
@@ -9,6 +12,9 @@ namespace umbra {
 void bind_ops(py::module_& m) {
     m.attr("most_width") = kMostWidth;
     m.def("argmax_chunks", &Argmax::chunks, py::arg("width"));
+    m.def(
+        "sample_scratch", [](int64_t width) { return engine.pool->threads() * Sample::scratch_floats(width); },
+        py::arg("width"));
     m.def("linear_scratch", &Scratch::bytes, py::arg("rows"), py::arg("k"));
     m.def("moe_scratch", &Moe::scratch_bytes, py::arg("tokens"), py::arg("k"), py::arg("experts"), py::arg("hidden"),
           py::arg("inner"));
@@ -101,6 +107,15 @@ void bind_ops(py::module_& m) {
             submit(Argmax{at<const float>(x), at<int64_t>(out), at<int32_t>(best), rows, width});
         },
         py::arg("x"), py::arg("out"), py::arg("best"), py::arg("rows"), py::arg("width"));
+    m.def(
+        "sample",
+        [](uintptr_t logits, const py::bytes& choices, uintptr_t out, uintptr_t scratch, int64_t rows, int64_t width) {
+            const std::string_view packed = choices;
+            if (packed.size() != rows * sizeof(Choice)) throw std::invalid_argument("not one choice for each row");
+            submit(Sample{at<const float>(logits), reinterpret_cast<const Choice*>(packed.data()), at<int64_t>(out),
+                          at<float>(scratch), rows, width});
+        },
+        py::arg("logits"), py::arg("choices"), py::arg("out"), py::arg("scratch"), py::arg("rows"), py::arg("width"));
     m.def(
         "linear",
         [](const SplitMatrix& w, uintptr_t x, uintptr_t bias, uintptr_t out, uintptr_t scratch, int64_t tokens,

@@ -72,15 +72,6 @@ CLONES void silu_mul_row(const float* gate, const float* up, float* out, int64_t
     for (int64_t i = 0; i < width; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
-// The index of the first largest element: finds the largest value in lanes, then its index.
-CLONES int64_t first_largest(const float* x, int64_t count) {
-    float least = x[0], most = x[0];
-    widen_range(x, count, least, most);
-    for (int64_t i = 0; i < count; i++)
-        if (x[i] == most) return i;
-    return 0;  // every element is NaN
-}
-
 template <class Load>
 void widen_row(const Load* from, float* to, int64_t width) {
     for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
@@ -89,6 +80,15 @@ void widen_row(const Load* from, float* to, int64_t width) {
 }  // namespace
 
 void silu_mul(const float* gate, const float* up, float* out, int64_t width) { silu_mul_row(gate, up, out, width); }
+
+// Finds the largest value in lanes, then its index.
+CLONES int64_t first_largest(const float* x, int64_t count) {
+    float least = x[0], most = x[0];
+    widen_range(x, count, least, most);
+    for (int64_t i = 0; i < count; i++)
+        if (x[i] == most) return i;
+    return 0;
+}
 
 void Embedding::run(Context& context) const {
     with_type(type, [&](auto example) {

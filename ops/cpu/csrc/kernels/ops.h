@@ -130,6 +130,33 @@ struct Argmax {
     void run(Context&) const;
 };
 
+// How one token is chosen: `Choice` in ops/sampling.py, which says what the settings mean. Fields of eight bytes, as
+// ops/cpu/__init__.py packs them.
+struct Choice {
+    double temperature, top_p, min_p, presence, frequency, repetition;
+    int64_t top_k;  // 0: all tokens
+    int64_t seed;
+    const int64_t* ids;
+    int64_t prompt, position;
+    const int64_t* biased;  // (biases) tokens
+    const double* bias;     // (biases)
+    int64_t biases;
+    const uint8_t* allowed;  // bits, or null
+    int64_t allowed_bytes;
+
+    bool adjusts() const { return presence != 0 || frequency != 0 || repetition != 1 || biases || allowed; }
+};
+
+struct Sample {
+    const float* logits;    // (rows, width)
+    const Choice* choices;  // (rows)
+    int64_t* out;           // (rows)
+    float* scratch;         // (threads, scratch_floats)
+    int64_t rows, width;
+    static int64_t scratch_floats(int64_t width);
+    void run(Context&) const;
+};
+
 struct Linear {
     SplitMatrix w;
     const float* x;     // (T, k)

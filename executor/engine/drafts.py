@@ -1,0 +1,124 @@
+"""Guesses the next tokens of sequences, so that one decode step checks several of them.
+
+A draft is what followed the last tokens of a sequence where they occurred before, in its prompt or its answer. A step
+computes the drafted tokens as further rows. The token of each row is chosen as it always is, from the row's logits and
+its position's random number; a draft counts as far as it is what was chosen. So the tokens are those of a run without
+drafts, sampled ones as well.
+
+A step has drafts only where that pays: for each number of rows, the tokens that can be expected are divided by the
+seconds that steps of so many rows have taken. How often drafts come true is learned from all sequences, also from those
+without drafts, whose next token shows whether the draft would have been right.
+"""
+
+import bisect
+from collections.abc import Sequence as ListOf
+
+from executor.engine.sequence import Sequence
+
+MARGIN = 1.03  # how much better a step with drafts must be expected to be
+ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as no step had so many rows
+FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured anew
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of rows of steps with drafts
+
+
+class Drafts:
+    """`most` is the largest number of drafted tokens of a sequence in a step; `sequences` is the largest number of
+    sequences in a step with drafts."""
+
+    def __init__(self, most: int, sequences: int):
+        self.most, self.sequences = most, sequences
+        self._rows = 0  # of the next step, if it is to have so many whatever pays
+        self._seconds: dict[int, float] = {}  # of decode steps by their number of rows, in all groups
+        self._measured: dict[int, int] = {}  # the step in which it was last measured
+        self._captured: set[int] = set()  # numbers of rows that a step had before; the first one takes longer
+        self._steps = 0
+
+    def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
+        """Appends drafts to `sequences`, which take one token each in the next step; room[i] is the largest number of
+        drafted tokens of sequences[i]."""
+        if len(sequences) > self.sequences:
+            return
+        if self._rows:
+            return self._fill(sequences, room)
+        found: list[tuple[Sequence, int]] = []
+        chances: list[tuple[float, int]] = []
+        for sequence, most in zip(sequences, room, strict=True):
+            matches = sequence.matches
+            if most < 1 or len(sequence.ids) < matches.pause or sequence.matcher:
+                continue
+            draft, chance = matches.look_up(sequence.ids, min(most, self.most)), 1.0
+            for token in draft:
+                chance *= matches.rate
+                chances.append((-chance, len(found)))
+                found.append((sequence, token))
+        chances.sort()
+        for _, index in chances[: self._worth(len(sequences), [-chance for chance, _ in chances])]:
+            sequence, token = found[index]
+            sequence.ids.append(token)
+            sequence.drafted += 1
+
+    def fill(self, rows: int) -> None:
+        """Lets the next proposal be worthless drafts for a step of `rows` rows, so that a graph of this size is
+        captured."""
+        self._rows = rows
+
+    def _fill(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
+        wanted, self._rows = self._rows - len(sequences), 0
+        for place in range(self.most):
+            for sequence, most in zip(sequences, room, strict=True):
+                if place < most and wanted > 0:
+                    sequence.ids.append(sequence.ids[-1])
+                    sequence.drafted += 1
+                    wanted -= 1
+
+    def _worth(self, rows: int, chances: list[float]) -> int:
+        """How many of the drafted tokens to take, which come true with probabilities `chances`, the largest first,
+        beside `rows` tokens that are certain."""
+        best, taken, expected, added = rows / self._cost(rows) * MARGIN, 0, float(rows), 0
+        for size in SIZES[bisect.bisect_right(SIZES, rows) :]:
+            if size - rows > len(chances):
+                break
+            expected += sum(chances[added : size - rows])
+            added = size - rows
+            if expected / self._cost(size) > best:
+                best, taken = expected / self._cost(size), added
+        return taken
+
+    def _cost(self, rows: int) -> float:
+        """Seconds of a step with so many rows: measured, between two that were, or assumed."""
+        if rows in self._seconds or not self._seconds:
+            return self._seconds.get(rows, 1.0)
+        known = sorted(self._seconds)
+        at = bisect.bisect(known, rows)
+        if 0 < at < len(known):
+            low, high = known[at - 1], known[at]
+            share = (rows - low) / (high - low)
+            return (1 - share) * self._seconds[low] + share * self._seconds[high]
+        near = known[0] if at == 0 else known[-1]
+        return self._seconds[near] * (1 + ASSUMED_ROW * rows) / (1 + ASSUMED_ROW * near)
+
+    def took(self, rows: int, seconds: float) -> None:
+        """Learns that a decode step with `rows` rows took `seconds`."""
+        self._steps += 1
+        if self._steps % FORGET_STEPS == 0:  # what seemed to cost too much is tried again
+            self._seconds = {n: s for n, s in self._seconds.items() if self._measured[n] > self._steps - FORGET_STEPS}
+        if rows not in self._captured:
+            self._captured.add(rows)
+            return
+        before = self._seconds.get(rows, seconds)
+        self._seconds[rows] = before + (seconds - before) * (0.3 if seconds < before else 0.1)
+        self._measured[rows] = self._steps
+
+    def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
+        """`chosen` has the tokens chosen behind the newest token and behind each drafted one. Removes the draft from
+        the sequence; -> the tokens that are its next ones."""
+        ids, drafted, matches = sequence.ids, sequence.drafted, sequence.matches
+        kept, first = 0, len(ids) - drafted
+        while kept < drafted and chosen[kept] == ids[first + kept]:
+            kept += 1
+            matches.learn(True)
+        if kept < drafted:
+            matches.learn(False)
+        del ids[first:]
+        sequence.drafted, matches.expected = 0, None
+        return chosen[: kept + 1]

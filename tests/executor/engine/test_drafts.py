@@ -1,0 +1,172 @@
+"""Drafts change no token, are right where text repeats itself, and are left out where they do not pay."""
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from executor.engine.drafts import FORGET_STEPS, Drafts
+from executor.engine.loop import Loop
+from executor.engine.matches import FIRST_HIT_RATE, MATCH, PAUSE, Matches
+from executor.engine.request import Event, Request, SamplingParams
+from executor.engine.sequence import Sequence, new_sequence
+from tests.tiny import make_runner, save_tiny, tiny_case
+
+PROMPTS = [[5, 17, 3] * 4, [7, 8, 9, 7, 8, 9, 7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.5, "top_p": 0.9, "seed": 3},
+    "penalised": {"temperature": 0.3, "seed": 1, "frequency_penalty": 0.02, "repetition_penalty": 1.01},
+    "scored": {"logprobs": 2},
+    "stopped": {"stop_token_ids": (3, 17, 50), "temperature": 0.3, "seed": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafts") / "model"
+    save_tiny(folder, eos_token_id=None, moe_intermediate_size=32)
+    return folder
+
+
+def loop_of(model: Path, draft_tokens: int, exe_mode: str, **options: Any) -> Loop:
+    data = {"batch_size": 3, "max_new_tokens": 40, "draft_tokens": draft_tokens}
+    return make_runner(
+        tiny_case(model.parent, model, exe_mode=exe_mode, data_config=data, **options), model.parent
+    ).loop
+
+
+def answers(loop: Loop, sampling: dict[str, Any]) -> dict[int, list[Event]]:
+    params = SamplingParams(**({"max_tokens": 33} | sampling))
+    found: dict[int, list[Event]] = {loop.submit(Request(tuple(prompt), params)): [] for prompt in PROMPTS}
+    while not loop.idle:
+        for event in loop.step():
+            found[event.id].append(event)
+    return found
+
+
+def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on drafts believe that further rows cost nothing, so every draft is tried."""
+    monkeypatch.setattr(Drafts, "_cost", lambda drafts, rows: 1.0)
+
+
+@pytest.mark.parametrize("exe_mode", ["graph", "eager"])
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_tokens_are_those_without_drafts(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: str, exe_mode: str
+) -> None:
+    free_rows(monkeypatch)
+    plain, drafting = loop_of(model, 0, exe_mode), loop_of(model, 5, exe_mode)
+    expected, found = answers(plain, SAMPLING[kind]), answers(drafting, SAMPLING[kind])
+    for id, events in expected.items():
+        for read in (lambda event: event.tokens, lambda event: event.logprobs):
+            one: Callable[[Event], tuple[Any, ...]] = read
+            assert [part for e in found[id] for part in one(e)] == [part for e in events for part in one(e)]
+        assert found[id][-1].finish_reason == events[-1].finish_reason
+    assert 0 < drafting.timings.accepted_tokens < drafting.timings.drafted_tokens
+    assert drafting.timings.decode_tokens == plain.timings.decode_tokens
+    if kind == "greedy":
+        assert len(drafting.timings.per_token) < 0.9 * len(plain.timings.per_token)
+    assert all(len(pool.free) == drafting.scheduler.pages for pool in drafting.scheduler.pools)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    free_rows(monkeypatch)
+    options: dict[str, Any] = {
+        "quantization": {"method": "q8"}, "cache_config": {"page_size": 4, "kv_dtype": kv},
+        "offload_config": {"mode": "elastic", "arena_mb": 0.3, "max_swaps": 2},
+    }  # fmt: skip
+    tokens = [
+        {id: [t for e in events for t in e.tokens] for id, events in answers(loop, SAMPLING["sampled"]).items()}
+        for loop in (loop_of(model, most, "graph", **options) for most in (0, 7))
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 9))
+def test_a_draft_is_what_followed_the_last_tokens_when_they_were_last_there(text: list[int], most: int) -> None:
+    matches, ids = Matches(), array("q")
+    for token in text:
+        ids.append(token)
+        draft = list(matches.look_up(ids, most))
+    places = [end for end in range(MATCH, len(text)) if text[end - MATCH : end] == text[-MATCH:]]
+    if len(text) < MATCH or not places:
+        assert not draft
+    else:
+        repeated = text + (text[places[-1] :] * (most + 1))[:most]
+        assert draft == repeated[places[-1] : places[-1] + most]
+
+
+def test_drafts_that_were_not_tried_are_learned_from_as_well() -> None:
+    right, wrong = Matches(), Matches()
+    for matches, text in ((right, [1, 2, 3, 4] * 9), (wrong, [1, 2, 3, 4, 1, 2, 3, 5] * 9)):
+        ids = array("q")
+        for token in text:
+            ids.append(token)
+            matches.look_up(ids, 4)
+    assert right.rate > 0.9 > wrong.rate
+
+
+def sequences_of(count: int, rate: float) -> list[Sequence]:
+    made = []
+    for number in range(count):
+        sequence = new_sequence(number, Request((1, 2, 3, 4, 1, 2, 3), SamplingParams()))
+        sequence.matches.rate = rate
+        made.append(sequence)
+    return made
+
+
+def proposed(drafts: Drafts, count: int, rate: float) -> int:
+    made = sequences_of(count, rate)
+    drafts.propose(made, [8] * count)
+    assert all(list(s.ids[7:]) == ([4, 1, 2, 3] * 2)[: s.drafted] for s in made)
+    return sum(s.drafted for s in made)
+
+
+def timed(seconds: dict[int, float]) -> Drafts:
+    drafts = Drafts(8, 4)
+    for rows, took in seconds.items():
+        for _ in range(2):  # the first one may capture a graph
+            drafts.took(rows, took)
+    return drafts
+
+
+def test_steps_have_as_many_drafts_as_pay() -> None:
+    """A step with r rows brings 1 + rate + rate^2 ... tokens."""
+    flat, steep = {1: 1.0, 2: 1.05, 4: 1.1, 8: 1.2}, {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
+    assert proposed(timed(flat), 1, 0.95) == 7
+    assert proposed(timed(flat), 1, 0.2) == 2  # 1.24 tokens in 1.075 seconds; one draft more brings 0.008 tokens
+    assert proposed(timed(flat), 1, 0.01) == 0
+    assert proposed(timed(steep), 1, 0.95) == 0
+    assert proposed(timed({1: 1.0, 2: 1.8, 4: 2.0, 8: 7.0}), 1, 0.9) == 3  # two rows would not pay
+    assert proposed(timed({2: 1.0, 4: 1.1, 8: 3.0}), 2, 0.9) == 2  # of two sequences
+    assert proposed(timed(flat), 5, 0.99) == 0  # too many sequences
+
+
+def test_sequences_with_the_best_chances_come_first() -> None:
+    drafts, made = timed({2: 1.0, 3: 1.02, 4: 1.04, 6: 2.0}), sequences_of(2, 0.3)
+    made[1].matches.rate = 0.9
+    drafts.propose(made, [8, 8])
+    assert [s.drafted for s in made] == [0, 2]
+
+
+def test_what_seemed_too_slow_is_measured_anew() -> None:
+    drafts = timed({1: 1.0, 2: 1.9, 4: 3.9, 8: 7.9})
+    assert proposed(drafts, 1, 0.9) == 0
+    for _ in range(2 * FORGET_STEPS):
+        drafts.took(1, 1.0)
+    assert proposed(drafts, 1, 0.9) > 0
+
+
+def test_a_sequence_without_matches_is_looked_at_now_and_then() -> None:
+    matches, ids = Matches(), array("q", range(10))
+    assert not matches.look_up(ids, 4)
+    assert matches.pause == 10 + PAUSE
+    assert matches.rate == FIRST_HIT_RATE
