@@ -36,7 +36,7 @@ SETS = {
     "neoverse-n2": ["neon_dotprod", "neon_i8mm"],
     "neoverse-v2": ["neon_dotprod", "neon_i8mm"],
 }
-PRODUCTS = {"sdot": 16, "usdot": 16, "smmla": 32, "usmmla": 32}  # multiplications of an instruction
+PRODUCTS = {"sdot": 16, "smmla": 32}  # multiplications of an instruction
 ARM = Architecture(
     "aarch64-linux-gnu",
     "//",
@@ -61,8 +61,12 @@ THEIR_COLUMNS = (
 
 
 def our_kernel(instruction_set: str, format: str, rows: int) -> Kernel:
-    name, count = ("pair_pass", rows // 2) if instruction_set == "neon_i8mm" and rows % 2 == 0 else ("dot_pass", rows)
-    return Kernel(f"{name}<(umbra::Format){FORMATS[format]}, false, {count}>", 16 * 32, rows)
+    matrix = f"(umbra::Format){FORMATS[format]}, false"
+    if instruction_set == "neon_dotprod":
+        name = f"dot_pass<{matrix}, {rows}>"
+    else:
+        name = f"row_pass<{matrix}>" if rows == 1 else f"pair_pass<{matrix}, {rows // 2}>"
+    return Kernel(name, 16 * 32, rows)
 
 
 def their_kernel(instruction_set: str, format: str, rows: int) -> Kernel:

@@ -9,10 +9,12 @@ the files, which are in the page cache. GB are those of the files.
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +26,7 @@ from errors import UserError, run_main
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Needed
 from executor.checkpoint.load import stored_as
+from executor.checkpoint.packed import PackedCache
 from executor.config.env import RankEnv
 from executor.config.load import load_case, load_model_config
 from executor.engine.building import build_of
@@ -46,6 +49,8 @@ def compressed(format: str, bits: int, strategy: str) -> dict[str, Any]:
 
 FORMATS: dict[str, dict[str, Any] | None] = {
     "bfloat16": None,
+    "bfloat16-q4": None,  # quantised while it is read
+    "packed-q4": None,  # the same, from the packed cache
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["mlp.gate"]},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "dynamic": {r"-:.*mlp\.gate$": {}}},
     "pack-quantized": compressed("pack-quantized", 4, "group"),
@@ -60,7 +65,9 @@ def write(folder: Path, format: str, **shape: int) -> None:
     config = json.loads(SHAPE.read_text()) | shape | {"quantization_config": FORMATS[format]}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    settings = f"method: {'q4' if format.endswith('q4') else 'auto'}, keep_packed: {format.startswith('packed')}".lower()
     (folder / "case.yaml").write_text(f"model_path: {folder}\nmodel_config: {{dtype: bfloat16, with_ckpt: true}}\n"
+                                      f"quantization: {{{settings}}}\n"
                                       "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n")  # fmt: skip
     case = load_case(str(folder / "case.yaml"))
     build = build_of(case, cast(Ops, CpuLayout(torch.bfloat16)), Parallel(), torch.device("meta"), False)
@@ -90,6 +97,7 @@ def made(name: str, need: Needed, piece: Piece) -> Tensor:
 def loaded(folder: Path) -> tuple[float, int, int]:
     """(seconds, bytes that the model keeps, growth of the process's peak memory)"""
     runner = make_runner(load_case(str(folder / "case.yaml")), folder, RankEnv(0, 1, 0, 1, ""))
+    runner.packed_cache = partial(PackedCache, root=folder.parent / "packed")
     before = peak_bytes()
     start = time.perf_counter()
     runner.setup()
@@ -113,15 +121,32 @@ def read(path: Path) -> float:
     return time.perf_counter() - start
 
 
+def touch(nbytes: int) -> float:
+    """Seconds for writing fresh memory in huge pages on one thread. The memory is then free, and the next to be taken:
+    a virtual machine may give free memory back to its host after seconds, and taking it again costs seconds a GB."""
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    start = time.perf_counter()
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    return time.perf_counter() - start
+
+
 def measure(folder: Path, rounds: int) -> None:
     """Runs in a process of its own, so that the peak memory is that of the first load."""
-    size = (folder / "model.safetensors").stat().st_size
-    times = [(read(folder / "model.safetensors"), loaded(folder)) for _ in range(rounds)]
-    _, (_, kept, peak) = times[0]
-    reading, loading = statistics.median(t for t, _ in times), statistics.median(t for _, (t, _, _) in times)
+    files = [folder / "model.safetensors"]
+    if folder.name.startswith("packed"):
+        loaded(folder)  # fills the cache
+        files = list((folder.parent / "packed").rglob("*.bin"))
+    size = sum(file.stat().st_size for file in files)
+    times = []
+    for _ in range(rounds):
+        touch(size)
+        times.append((sum(map(read, files)), touch(size), loaded(folder)))
+    _, _, (_, kept, peak) = times[0]
+    reading, touching, loading = map(statistics.median, zip(*((r, t, load[0]) for r, t, load in times), strict=True))
     print(
         f"{folder.name:<15} {size / 1e9:5.2f} GB, loaded in {loading:6.2f} s: {size / loading / 1e9:5.2f} GB/s, "
-        f"{reading / loading:5.3f} of plain reads; {kept / 1e9:5.2f} GB kept, peak {(peak - kept) / 1e9:5.2f} GB more",
+        f"{reading / loading:5.3f} of plain reads; fresh memory {size / touching / 1e9:5.2f} GB/s; {kept / 1e9:5.2f} GB kept, peak {(peak - kept) / 1e9:5.2f} GB more",
         flush=True,
     )
 

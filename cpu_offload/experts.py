@@ -52,8 +52,8 @@ class ShadowedExperts(ABC):
     def slot_bytes(self) -> int:
         """Bytes that one expert takes on the device."""
 
-    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
-        self.store.fill(expert, which, part)
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
+        return self.store.fill(expert, which, part)
 
     @abstractmethod
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:

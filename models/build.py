@@ -83,9 +83,9 @@ class Build:
     def matrix(self, rows: int, columns: int, format: Format) -> Matrix:
         return self.ops.matrix(rows, columns, format, self.device)
 
-    def table(self, *shape: int) -> Tensor:
+    def table(self, rows: int, columns: int) -> Tensor:
         """Allocates a table of which each token reads one row."""
-        return fixed(torch.empty(shape, dtype=self.dtype, device=self.device))
+        return fixed(self.ops.table(rows, columns, self.dtype, self.device))
 
     def vector(self, size: int) -> Tensor:
         """Allocates a norm's weight or a bias, in the type that the ops take."""

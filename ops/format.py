@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ops.words import Words
+
 GROUP_SIZES = (32, 64, 128)  # columns of a row that may share a scale: the sizes of a quantisation group
 
 
@@ -40,9 +42,10 @@ class Quantised:
     """m rows of a quantised matrix, K columns: w = (level - zero) * scale, or level * scale if levels are floats."""
 
     bits: int  # 4 or 8
-    levels: "Tensor"  # (m, K) uint8, below 2^bits, or float8_e4m3fn
+    levels: "Tensor | Words"  # (m, K) uint8, below 2^bits; int8, less 128; or float8_e4m3fn
     scales: "Tensor"  # (m, K / group), floating
-    zeros: "Tensor | None"  # (m, K / group) uint8; None: 2^(bits - 1) everywhere, or none at all for floats
+    # (m, K / group) uint8; None: 2^(bits - 1) everywhere, or none at all for floats
+    zeros: "Tensor | Words | None"
 
     @property
     def group(self) -> int:
@@ -51,6 +54,16 @@ class Quantised:
     @property
     def float8(self) -> bool:
         return self.levels.is_floating_point()
+
+    @property
+    def plain_levels(self) -> "Tensor":
+        """The levels (m, K) in uint8 or float8_e4m3fn."""
+        return _plain(self.levels)
+
+    @property
+    def plain_zeros(self) -> "Tensor | None":
+        """The zero points (m, K / group) in uint8."""
+        return None if self.zeros is None else _plain(self.zeros)
 
     def fits(self, format: Format) -> bool:
         """Whether a matrix kept in `format` stores these levels unchanged."""
@@ -61,25 +74,34 @@ class Quantised:
     def in_groups(self, group: int) -> "tuple[Tensor, Tensor | None]":
         """The scales and zero points for smaller groups: each repeats those of the larger group that contains it."""
         times = self.group // group
-        zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, dim=1)
+        zeros = self.plain_zeros
+        zeros = None if zeros is None else zeros.repeat_interleave(times, dim=1)
         return self.scales.repeat_interleave(times, dim=1), zeros
 
     def floats(self) -> "Tensor":
         """The dequantised weights, (m, K) float32."""
-        middle = 0 if self.float8 else 1 << (self.bits - 1)
-        zeros = middle if self.zeros is None else self.zeros.float()[..., None]
-        levels = self.levels.float().unflatten(1, (-1, self.group))  # (m, K / group, group)
-        return ((levels - zeros) * self.scales.float()[..., None]).flatten(1)
+        middle, zeros = 0 if self.float8 else 1 << (self.bits - 1), self.plain_zeros
+        points = middle if zeros is None else zeros.float()[..., None]
+        levels = self.plain_levels.float().unflatten(1, (-1, self.group))  # (m, K / group, group)
+        return ((levels - points) * self.scales.float()[..., None]).flatten(1)
 
 
 def in_order(part: "Tensor | Quantised", order: list[int]) -> "Tensor | Quantised":
     """The rows of `part` (m, ...) in the order `order`, m row numbers."""
     if not isinstance(part, Quantised):
         return part[order]
-    zeros = None if part.zeros is None else part.zeros[order]
-    return Quantised(part.bits, part.levels[order], part.scales[order], zeros)
+    zeros = part.plain_zeros
+    return Quantised(part.bits, part.plain_levels[order], part.scales[order], None if zeros is None else zeros[order])
 
 
 def floats(part: "Tensor | Quantised") -> "Tensor":
     """`part` as a float tensor: dequantised if it is quantised, otherwise unchanged."""
     return part.floats() if isinstance(part, Quantised) else part
+
+
+def _plain(levels: "Tensor | Words") -> "Tensor":
+    import torch
+
+    if not isinstance(levels, torch.Tensor):
+        return levels.unpacked()
+    return levels.view(torch.uint8) ^ 128 if levels.dtype == torch.int8 else levels

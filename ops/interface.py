@@ -23,8 +23,9 @@ class Matrix(Protocol):
     nbytes: int
     storages: list[Tensor]  # all of its memory
 
-    def fill(self, row: int, part: Tensor | Quantised) -> None:
-        """Writes `part` (m, columns) from `row` on. Quantised rows that fit the format are kept bit for bit."""
+    def fill(self, row: int, part: Tensor | Quantised) -> bool | None:
+        """Writes `part` (m, columns) from `row` on. Quantised rows that fit the format are kept bit for bit. Returns
+        whether all values are finite numbers; None: it did not look."""
 
 
 class ExpertMatrices(Protocol):
@@ -37,8 +38,8 @@ class ExpertMatrices(Protocol):
     @property
     def storages(self) -> list[Tensor]: ...
 
-    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
-        """Writes all of "gate", "up" or "down" of one expert."""
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool | None:
+        """Writes all of "gate", "up" or "down" of one expert. Returns what `Matrix.fill` returns."""
 
 
 Numbers: TypeAlias = "array[int]"  # int64, on the host
@@ -94,6 +95,12 @@ class Ops(Protocol):
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device
     ) -> ExpertMatrices:
         """Allocates the matrices of `count` experts."""
+
+    def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocates a table of which each token reads one row."""
+
+    def fill_table(self, table: Tensor, part: Tensor) -> bool | None:
+        """Writes all of a table. Returns what `Matrix.fill` returns."""
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         """x (T, K) by weight (N, K) transposed, plus bias (N). -> (T, N), float32 if the weight is, else as x"""

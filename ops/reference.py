@@ -47,6 +47,14 @@ matrix = DenseMatrix
 expert_matrices = DenseExperts
 
 
+def table(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(rows, columns, dtype=dtype, device=device)
+
+
+def fill_table(table: Tensor, part: Tensor) -> None:
+    table.copy_(part)
+
+
 def vector_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 

@@ -4,6 +4,7 @@ The files are untrusted: everything that is wrong with them is a UserError that 
 """
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from errors import UserError, listed
-from executor.checkpoint.header import check_header
+from executor.checkpoint.header import BITS, check_header
 from executor.checkpoint.index import in_model, read_index
 from executor.checkpoint.names import INDEX, SINGLE
 
@@ -45,6 +46,13 @@ class CheckpointFiles:
         """(shape, name of the type in safetensors) of a tensor"""
         header = self._map(self.place[name]).get_slice(self._names[name])
         return tuple(header.get_shape()), header.get_dtype()
+
+    def nbytes(self, name: str) -> int:
+        """The bytes of a tensor; 0 if there is none."""
+        if name not in self:
+            return 0
+        shape, kind = self.header(name)
+        return prod(shape) * BITS[kind] // 8
 
     def __call__(self, name: str, *part: slice) -> Tensor:
         try:

@@ -6,15 +6,16 @@ memory maps: peak memory is what the rank keeps plus one weight.
 """
 
 from collections.abc import Callable, Iterable
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from errors import UserError, listed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.scheme import Scheme, Stored, plain
+from executor.checkpoint.progress import loading_bar
 from models.layers.base import Piece, layers_of
 from ops.format import Quantised
 
@@ -41,18 +42,19 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
     if odd := contradictions(wanted, scheme):
         print(f"warning: {folder}: {len(odd)} {CONTRADICTION}: {listed(odd)}")
     strange: list[str] = []  # tensors with values that are not finite
-    bar = tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
-    with bar:
+    mine = {name: sum(p.kept_elements for p in pieces) / prod(pieces[0].shape) for name, pieces in wanted.items()}
+    total = sum(share * files.nbytes(tensor) for name, share in mine.items() for tensor in stored[name].tensors)
+    with loading_bar(int(total), progress) as bar:
         # In the order of the files, by the first tensor of each weight.
         for name in sorted(wanted, key=lambda name: str(files.place[next(iter(stored[name].tensors))])):
             for piece in wanted[name]:
                 if piece.fill is not None:
                     part = _part(files, stored[name], piece)
-                    if not _finite(part) and name not in strange:
+                    finite = piece.fill(part)
+                    if not (finite if isinstance(finite, bool) else _finite(part)) and name not in strange:
                         strange.append(name)
-                    piece.fill(part)
             files.relieve()
-            bar.update()
+            bar.update(files.read - bar.n)
     if strange:
         print(f"warning: {folder}: {len(strange)} tensors hold NaN or infinite values: {listed(strange)}")
     return files.read
@@ -91,7 +93,7 @@ def contradictions(wanted: dict[str, list[Piece]], scheme: Scheme) -> list[str]:
 def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quantised:
     sizes = zip(piece.part, piece.shape, strict=True)
     part = stored.read(files, *(slice(*cut.indices(size)[:2]) for cut, size in sizes))
-    if len(stored.tensors) > 1 and not (part.scales if isinstance(part, Quantised) else part).isfinite().all():
+    if len(stored.tensors) > 1 and not _finite(part.scales if isinstance(part, Quantised) else part):
         raise UserError(f"{files.folder}: {', '.join(stored.tensors)}: scales are not all finite numbers")
     return part
 
@@ -99,7 +101,7 @@ def _part(files: CheckpointFiles, stored: Stored, piece: Piece) -> Tensor | Quan
 def _finite(part: Tensor | Quantised) -> bool:
     """Whether no value is NaN or infinite. The sum shows that in one pass, unless it overflows by itself."""
     if isinstance(part, Quantised):  # the scales were checked; of the levels, only floats can be strange
-        return not part.float8 or bool((part.levels.view(torch.uint8) & 0x7F != 0x7F).all())
+        return not part.float8 or bool((part.plain_levels.view(torch.uint8) & 0x7F != 0x7F).all())
     return bool(part.sum(dtype=torch.float32).isfinite()) or bool(part.isfinite().all())
 
 

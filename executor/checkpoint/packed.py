@@ -1,46 +1,51 @@
-"""Keeps a rank's quantised weights in `packed_cache/`, so that the next start copies them instead of quantising again.
+"""Keeps a rank's quantised weights in `packed_cache/`, so that the next start maps them instead of quantising again.
 
 Each checkpoint, rank and set of settings has a folder, whose `manifest.json` says what it was made from. The folder is
 used only while all of that is unchanged; otherwise a new one replaces it. A folder appears whole or not at all: it is
-written under another name, then renamed. The files are mapped one at a time and copied into the memory of the weights,
-which has huge pages and lies on the right NUMA node; a map of the file would have neither.
+written under another name, then renamed. Files are never changed in place, so that a process that has mapped them keeps
+the old ones when a new folder replaces them.
+
+Each large storage has a file of its own, which begins at a huge page when it is mapped in the storage's place. Where
+memory must lie on a certain NUMA node, or the system would not map huge pages, the files are read instead. The small
+storages are read from one file, one after the other.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from errors import UserError
+from executor.checkpoint.progress import loading_bar
 from files import ROOT
+from models.hf_config import read_json
 from models.layers.base import layers_of
+from ops.cpu import memory
 
 CACHE = ROOT / "packed_cache"
-MANIFEST = "manifest.json"
-LAYOUT = 3  # raised whenever the meaning of packed bytes changes
+MANIFEST, SMALL = "manifest.json", "small.bin"
+PIECE = 64 << 20
+LAYOUT = 4  # raised whenever the meaning of packed bytes changes
 
 
 class PackedCache:
     def __init__(
-        self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE,
-        shard_bytes: int = 1 << 30,
-    ):  # fmt: skip
-        """`facts` has everything that decides the packed bytes, except the checkpoint and the rank. Files have at most
-        `shard_bytes` bytes, unless a single tensor has more."""
-        self.shard_bytes = shard_bytes
-        self.storages = {
+        self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE
+    ):
+        """`facts` has everything that decides the packed bytes, except the checkpoint and the rank."""
+        storages = {
             f"{path}.{i}": storage.flatten().view(torch.uint8)
             for path, layer in layers_of(model)
             for i, storage in enumerate(layer.storages())
         }
+        self.large = {f"{name}.bin": storage for name, storage in storages.items() if memory.is_allocated(storage)}
+        self.small = [storage for storage in storages.values() if not memory.is_allocated(storage)]
         settings = {
             "layout": LAYOUT,
             "checkpoint": str(checkpoint.resolve()),
@@ -52,18 +57,20 @@ class PackedCache:
         self.manifest: dict[str, Any] = {
             "settings": settings,
             "sources": {p.name: [p.stat().st_size, p.stat().st_mtime_ns] for p in _sources(checkpoint)},
-            "bytes": {name: storage.numel() for name, storage in self.storages.items()},
+            "bytes": {name: storage.nbytes for name, storage in storages.items()},
         }
 
     def load(self, progress: bool) -> bool:
         """Fill the model from the folder and return True, or return False and print why the folder cannot be used."""
-        reason = self._mismatch()
+        reason, how = self._mismatch(), ""
         if not reason:
             try:
-                self._copy(progress)
-            except (SafetensorError, OSError, RuntimeError) as error:
+                how = self._fill(progress)
+            except OSError as error:
                 reason = f"unreadable: {error}"
-        print(f"packed weights: {f'made anew ({reason})' if reason else f'taken from {self.folder}'}")
+                for storage in self.large.values():
+                    memory.clear(storage)
+        print(f"packed weights: {f'made anew ({reason})' if reason else f'{how} from {self.folder}'}")
         return not reason
 
     def save(self) -> None:
@@ -74,50 +81,57 @@ class PackedCache:
                 if not Path("/proc", left.name.split(".")[-2]).exists():  # its writer was killed
                     shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir(parents=True)
-            for i, shard in enumerate(_shards(self.storages, self.shard_bytes)):
-                save_file(shard, temporary / f"{i}.safetensors")
+            for name, storage in self.large.items():
+                _write(temporary / name, [storage])
+            _write(temporary / SMALL, self.small)
             (temporary / MANIFEST).write_text(json.dumps(self.manifest, indent=1))
             if (self.folder / MANIFEST).is_file():
                 shutil.rmtree(self.folder)
             temporary.rename(self.folder)
             print(f"packed weights: kept in {self.folder}, {sum(self.manifest['bytes'].values()) / 1e6:.1f} MB")
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             print(f"packed weights: not kept in {self.folder}: {error}")
 
     def _mismatch(self) -> str:
         """The reason why the folder cannot be used; empty if it can be."""
-        try:
-            kept = json.loads((self.folder / MANIFEST).read_text())
-        except FileNotFoundError:
+        if not (self.folder / MANIFEST).exists():
             return "none kept yet"
-        except (OSError, ValueError) as error:
+        try:
+            kept = read_json(self.folder / MANIFEST)
+        except UserError as error:
             return f"{MANIFEST} unreadable: {error}"
-        changed = [key for key, value in self.manifest.items() if not isinstance(kept, dict) or kept.get(key) != value]
+        changed = [key for key, value in self.manifest.items() if kept.get(key) != value]
         return f"changed: {', '.join(changed)}" if changed else ""
 
-    def _copy(self, progress: bool) -> None:
-        left = dict(self.storages)
-        bar = tqdm(total=len(left), desc="loading", unit="tensor", disable=None if progress else True, leave=False)
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    left.pop(name).copy_(file.get_tensor(name))
-                    bar.update()
-        bar.close()
-        if left:
-            raise OSError(f"{len(left)} tensors missing")
+    def _fill(self, progress: bool) -> str:
+        """Returns how: "mapped" or "read"."""
+        sizes = {name: storage.nbytes for name, storage in self.large.items()}
+        for name, size in {**sizes, SMALL: sum(storage.nbytes for storage in self.small)}.items():
+            if (there := (self.folder / name).stat().st_size) != size:
+                raise OSError(f"{name} has {there} bytes, expected {size}")
+        mapped = True
+        with loading_bar(sum(sizes.values()), progress) as bar:
+            for name in sorted(sizes, key=lambda name: -sizes[name]):  # the largest show best whether mapping pays
+                mapped = mapped and memory.map_file(self.large[name], self.folder / name)
+                if not mapped:
+                    memory.read_file(self.large[name], self.folder / name)
+                bar.update(sizes[name])
+        with open(self.folder / SMALL, "rb") as file:
+            for storage in self.small:
+                file.readinto(memoryview(storage.numpy()))
+        return "mapped" if mapped else "read"
+
+
+def _write(path: Path, storages: Iterable[Tensor]) -> None:
+    """In large pieces: the system keeps in large pages what is written at once."""
+    with open(path, "wb", buffering=0) as file:
+        for storage in storages:
+            for piece in storage.split(PIECE):
+                left = memoryview(piece.numpy())
+                while left:
+                    left = left[file.write(left) :]
 
 
 def _sources(checkpoint: Path) -> list[Path]:
     return sorted(p for p in checkpoint.iterdir() if p.suffix in (".safetensors", ".json"))
-
-
-def _shards(storages: dict[str, Tensor], most: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    for name, storage in storages.items():
-        if shard and sum(s.numel() for s in shard.values()) + storage.numel() > most:
-            yield shard
-            shard = {}
-        shard[name] = storage
-    yield shard

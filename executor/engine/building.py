@@ -19,6 +19,7 @@ from executor.parallel.join import join
 from executor.platform.base import Platform
 from models.build import Build, Formats, Shadows
 from models.layers.attention import PagedAttention
+from ops.cpu.engine import native
 from ops.format import FORMATS, Format
 from ops.interface import Exchange, Ops
 
@@ -82,6 +83,7 @@ def packed_facts(case: Case) -> dict[str, Any]:
         "parallel": dataclasses.asdict(case.parallel_sizes),
         "quantization": dataclasses.asdict(case.quantization),
         "shadows": case.offload_config.start_layer if case.offload_config.mode != "none" else None,
+        "order": native.order(),  # each of ARM's instruction sets has its own
     }
 
 

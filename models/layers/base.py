@@ -19,6 +19,8 @@ class Piece:
     """A checkpoint tensor of `shape`. This rank keeps the range `part` of it and stores that by calling `fill`; `fill`
     is None if other ranks keep the tensor.
 
+    `fill` may return whether all values are finite numbers.
+
     `linear` marks the weight of a linear module, which may be quantised in the checkpoint; `fill` then takes a
     `Quantised` as well as a tensor. `router` marks a router's weight, which quantised checkpoints usually leave in
     floating point even if their config does not say so.

@@ -27,7 +27,8 @@ class VocabEmbedding(Layer):
         return self.group.all_reduce(self.ops.embedding(token_ids, self.table, first))
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        yield Piece(f"{path}.weight", (self.vocabulary, self.table.shape[1]), (self.part, ALL), self.table.copy_)
+        fill = partial(self.ops.fill_table, self.table)
+        yield Piece(f"{path}.weight", (self.vocabulary, self.table.shape[1]), (self.part, ALL), fill)
 
 
 class LMHead(Layer):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ops import reference
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
 from ops.interface import Lengths, Numbers, tensor_of
@@ -19,6 +20,8 @@ class AscendLayout:
 
     def __init__(self, dtype: torch.dtype, tiled: bool = False, in_planes: bool = False):
         self.dtype, self.tiled, self.in_planes, self.banks = dtype, tiled, in_planes, 0
+
+    table, fill_table = staticmethod(reference.table), staticmethod(reference.fill_table)
 
     def vector_type(self, dtype: torch.dtype) -> torch.dtype:
         return dtype  # the fused norms need their weight in the type of their input

@@ -129,7 +129,7 @@ class Matrices:
 
     def put(self, index: tuple[int, ...], row: int, part: Tensor | Quantised) -> None:
         """Put `part` (m, columns) at rows row .. row + m of the matrix at `index`."""
-        count = len(part.levels) if isinstance(part, Quantised) else len(part)
+        count = part.levels.shape[0] if isinstance(part, Quantised) else len(part)
         end = row + count
         if self.scales is None:
             self.data[index][:, row:end] = floats(part).T
@@ -245,7 +245,7 @@ def signed(part: Tensor | Quantised, format: Format) -> tuple[Tensor, Tensor, Te
     part = in_levels(part, format)
     scales, zeros = part.in_groups(format.group)
     offsets = torch.zeros_like(scales) if zeros is None else 8 - zeros.to(scales.dtype)
-    return part.levels.to(torch.int32) - 8, scales, offsets
+    return part.plain_levels.to(torch.int32) - 8, scales, offsets
 
 
 def in_levels(part: Tensor | Quantised, format: Format) -> Quantised:

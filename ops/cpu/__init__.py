@@ -19,6 +19,8 @@ from ops import composed, reference
 from ops.cpu.engine import TYPES, native, pointer
 from ops.cpu.layout import cache_shape
 from ops.cpu.matrix import NativeExperts, NativeMatrix
+from ops.cpu.matrix import fill_table as fill_table
+from ops.cpu.memory import table as table
 from ops.interface import Lengths
 from ops.sampling import Choice
 

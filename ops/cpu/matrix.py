@@ -5,20 +5,23 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from errors import UserError
-from ops.cpu.engine import native, pointer
-from ops.format import LARGEST_F8, Format, Quantised
+from ops.cpu.engine import TYPES, module, native, pointer
+from ops.cpu.memory import allocate
+from ops.format import LARGEST_F8, Format, Quantised, floats
+from ops.words import Words
 
 if TYPE_CHECKING:
-    from ops.cpu._native import SplitMatrix
+    from ops.cpu._native import SplitMatrix, Table
 
 ROWS, BLOCK = 16, 32
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "q8": 3, "q4": 4, "f8": 5}
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "q8": 8, "q4": 4, "f8": 8}
 ALIGNMENT = 64
-CHUNK = 4096  # rows that are converted to float32 at a time while a matrix is filled
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.uint8: 4, torch.int8: 5}
+WORDS, AWQ = 6, 7
+STRANGE, LARGE_SCALE = 1, 2  # what csrc/kernels/pack.h returns
 
 
 def padded(size: int, multiple: int) -> int:
@@ -31,49 +34,70 @@ def plane_bytes(weights: int, format: Format) -> list[int]:
     return [weights * BITS[format.kind] // 8, scales * (4 if format.kind == "f8" else 2), scales * format.zeros]
 
 
+def rows_of(x: "Tensor | Words") -> "Table":
+    """`x` (m, K), in memory that must outlive the result: rows of which every 32 bits are as far apart as any others."""
+    if isinstance(x, Words):
+        row, step = (4 * stride for stride in x.words.stride())
+        kind = AWQ if x.order else KINDS[torch.uint8] if x.bits == 8 else WORDS
+        return module.Table(address=pointer(x.words, torch.int32, contiguous=False), kind=kind, row=row, step=step)
+    if x.dim() != 2 or x.shape[1] > 1 and x.stride(1) != 1:
+        raise TypeError(f"rows {tuple(x.shape)} {x.stride()} are not of neighbours")
+    return module.Table(
+        address=pointer(x, x.dtype, contiguous=False), kind=KINDS[x.dtype], row=x.stride(0) * x.itemsize, step=4
+    )
+
+
+def elements(x: "Tensor | Words | None") -> "Table":
+    """`x` (m, K / group), scales or zero points, at any strides, in memory that must outlive the result."""
+    if x is None:
+        return module.Table(address=0, kind=0, row=0, step=0)
+    if isinstance(x, Words):
+        return rows_of(x)
+    row, step = (x.itemsize * stride for stride in x.stride())
+    return module.Table(address=pointer(x, x.dtype, contiguous=False), kind=KINDS[x.dtype], row=row, step=step)
+
+
+def fill_table(table: Tensor, part: Tensor) -> bool:
+    """Whether all values are finite numbers."""
+    return native.fill_table(
+        to=pointer(table, table.dtype), type=TYPES[table.dtype], rows=table.shape[0], columns=table.shape[1],
+        from_=rows_of(part),
+    )  # fmt: skip
+
+
 class MatrixView:
     """Reads and writes rows of matrices with `columns` that follow one another in each plane of `handle`."""
 
     def __init__(self, handle: "SplitMatrix", format: Format, columns: int):
         self.handle, self.format, self.columns = handle, format, columns
 
-    def fill(self, index: int, row: int, part: Tensor | Quantised, step: int = 1) -> None:
+    def fill(self, index: int, row: int, part: Tensor | Quantised, step: int = 1) -> bool:
         """Writes `part` to matrix `index` from `row` on. With `step` 2, every 16 rows are followed by a gap of 16 rows,
-        which hold another matrix's."""
-        if isinstance(part, Quantised):
-            if part.fits(self.format):
-                return self._fill_levels(index, row, part, step)
+        which hold another matrix's. Returns whether all weights are finite numbers. Columns that `part` lacks are
+        padding and stay zero."""
+        keep = isinstance(part, Quantised) and part.fits(self.format)
+        if self.format.kind == "f8" and not keep:
+            part, keep = as_f8(floats(part), self.format.group), True
+        if isinstance(part, Quantised) and part.group % BLOCK:
             part = part.floats()
-        if self.format.kind == "f8":
-            return self._fill_f8(index, row, as_f8(part, self.format.group), step)
-        for start, rows in zip(range(0, len(part), CHUNK), part.split(CHUNK), strict=True):
-            wide = rows.to(torch.float32).contiguous()
-            if missing := self.columns - part.shape[1]:  # padding columns, in float formats only
-                wide = functional.pad(wide, (0, missing))
-            native.pack_rows(
-                w=self.handle, index=index, first=row + start * step, step=step, count=len(wide), rows=pointer(wide)
-            )
-
-    def _fill_f8(self, index: int, row: int, part: Quantised, step: int) -> None:
-        values, scales = part.levels.view(torch.uint8).contiguous(), part.in_groups(self.format.group)[0].contiguous()
-        native.pack_f8(
-            w=self.handle, index=index, first=row, step=step, count=len(values), values=pointer(values, torch.uint8),
-            scales=pointer(scales, torch.float32),
+        scales, zeros, group, middle = elements(None), elements(None), 0, 0
+        if isinstance(part, Quantised):
+            given, group, middle = part.levels, part.group, 0 if part.float8 else 1 << (part.bits - 1)
+            if part.scales.shape != (given.shape[0], given.shape[1] // group):
+                raise AssertionError(f"scales of shape {part.scales.shape} for levels of shape {given.shape}")
+            scales, zeros = elements(part.scales), elements(part.zeros)
+        else:
+            given = part
+        if given.shape[1] != self.columns and (self.format.group or given.shape[1] > self.columns):
+            raise AssertionError(f"{given.shape[1]} columns for a matrix of {self.columns}")
+        flags = native.pack_rows(
+            w=self.handle, index=index, first=row, step=step, count=given.shape[0], columns=given.shape[1],
+            values=rows_of(given), scales=scales, zeros=zeros, group=group, middle=middle,
+            keep=keep,
         )  # fmt: skip
-
-    def _fill_levels(self, index: int, row: int, part: Quantised, step: int) -> None:
-        if part.float8:
-            return self._fill_f8(index, row, part, step)
-        scales, zeros = part.in_groups(self.format.group)
-        halves = scales.to(torch.float16).contiguous()
-        if not halves.isfinite().all():
+        if flags & LARGE_SCALE:
             raise UserError("quantization: a scale is beyond float16's range: --set quantization.method=none")
-        zeros = None if zeros is None else zeros.contiguous()
-        native.pack_levels(
-            w=self.handle, index=index, first=row, step=step, count=len(halves),
-            levels=pointer(part.levels, torch.uint8), scales=pointer(halves, torch.float16),
-            zeros=pointer(zeros, torch.uint8),
-        )  # fmt: skip
+        return not flags & STRANGE
 
     def dequantised(self, index: int, rows: int, row: int = 0, step: int = 1) -> Tensor:
         """The stored rows, dequantised to float32 (rows, columns)."""
@@ -112,7 +136,7 @@ class PackedMatrices(MatrixView):
             part_rows = (end - first) * unit
             sizes = plane_bytes(count * part_rows * columns, format)
             starts = [0, *accumulate(padded(size, ALIGNMENT) for size in sizes)]
-            buffer = native.Buffer(bytes=starts[-1], team=node)  # zeroed: padding rows must add nothing
+            buffer = allocate(starts[-1], node)  # zeroed: padding rows must add nothing
             quants, scales, zeros = (buffer.address + at if n else 0 for at, n in zip(starts, sizes, strict=False))
             parts.append(
                 native.Matrix(
@@ -133,8 +157,8 @@ class NativeMatrix:
         self.nbytes, self.storages = self.packed.nbytes, self.packed.storages
         self.quantised = format.kind in ("q8", "q4")  # whether its products quantise activations
 
-    def fill(self, row: int, part: Tensor | Quantised) -> None:
-        self.packed.fill(0, row, part)
+    def fill(self, row: int, part: Tensor | Quantised) -> bool:
+        return self.packed.fill(0, row, part)
 
 
 class NativeExperts:
@@ -152,11 +176,10 @@ class NativeExperts:
         self.nbytes = self.w13.nbytes + self.w2.nbytes
         self.storages = self.w13.storages + self.w2.storages
 
-    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
         if which == "down":
-            self.w2.fill(expert, 0, part)
-        else:
-            self.w13.fill(expert, ROWS * (which == "up"), part, step=2)
+            return self.w2.fill(expert, 0, part)
+        return self.w13.fill(expert, ROWS * (which == "up"), part, step=2)
 
     def dequantised(self, expert: int, which: str) -> Tensor:
         """ "gate", "up" or "down" of an expert, dequantised to float32, padding included."""

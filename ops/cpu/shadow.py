@@ -49,10 +49,10 @@ class ExpertBlocks:
         self.block_bytes = starts[6]
         self._handles: dict[tuple[int, ...], tuple[SplitMatrix, SplitMatrix]] = {}
 
-    def fill(self, address: int, which: str, part: Tensor | Quantised) -> None:
+    def fill(self, address: int, which: str, part: Tensor | Quantised) -> bool:
         """Writes all of "gate", "up" or "down" into the block at `address`, which must be zeroed memory."""
         view, row, step = self._view(address, which)
-        view.fill(0, row, part, step)
+        return view.fill(0, row, part, step)
 
     def dequantised(self, address: int, which: str) -> Tensor:
         """The matrix in the block at `address`, dequantised to float32, padding included."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ops.cpu.engine import native
+from ops.cpu.memory import allocate
 from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, plane_bytes
 from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
 from ops.format import Quantised
@@ -53,7 +53,7 @@ class ExpertStore:
         ends = [padded(planes[-1].start + planes[-1].nbytes, ALIGNMENT) for planes in parts]
         stride = max(ends)
         # Zeroed memory: padding must add nothing.
-        self.buffers = [native.Buffer(bytes=count * stride, team=team) for team in pool.teams]
+        self.buffers = [allocate(count * stride, team) for team in pool.teams]
         self.storages = [
             torch.frombuffer(buffer, dtype=torch.uint8)[: (count - 1) * stride + end]
             for buffer, end in zip(self.buffers, ends, strict=True)
@@ -74,11 +74,11 @@ class ExpertStore:
     def __getitem__(self, expert: int) -> Pieces:
         return Pieces(self._first + expert * self._stride, self._pieces, self.blocks.block_bytes, self.buffers)
 
-    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
         """Writes all of "gate", "up" or "down" of an expert."""
         name, row, step = self.blocks.rows_of(which)
         handle = self._matrix(name, int(self.addresses[expert]))
-        MatrixView(handle, self.blocks.format, self.blocks.shapes[name][1]).fill(0, row, part, step)
+        return MatrixView(handle, self.blocks.format, self.blocks.shapes[name][1]).fill(0, row, part, step)
 
     def _planes(self, team: int) -> Iterator[Plane]:
         at = 0

@@ -3,28 +3,15 @@
 qweight int32 (K, N / 8), qzeros int32 (K / group, N / 8), scales (K / group, N); w = (level - zero) * scale
 """
 
-import torch
-from torch import Tensor
-
 from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.patterns import inside
 from executor.checkpoint.formats.scheme import Encoding, Fetch, Needed, Scheme, Stored, check_sizes
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Format, Quantised
+from ops.words import Words
 
 NIBBLES = 8
-ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # output j of eight is the nibble ORDER[j]
-
-
-def unpacked(words: Tensor) -> Tensor:
-    """(a, n) int32 -> (8 n, a) uint8"""
-    turned = words.T.clone(memory_format=torch.contiguous_format)
-    bytes_ = turned.view(torch.uint8).unflatten(-1, (-1, 4))  # (n, a, 4), the lowest bits first
-    out = torch.empty(words.shape[1], NIBBLES, words.shape[0], dtype=torch.uint8)
-    for output, nibble in enumerate(ORDER):
-        pair = bytes_[..., nibble // 2]
-        torch.bitwise_and(pair >> 4 if nibble % 2 else pair, 15, out=out[:, output])
-    return out.flatten(0, 1)
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output j of eight is the nibble ORDER[j]
 
 
 class Awq(Scheme, Encoding):
@@ -52,12 +39,11 @@ class Awq(Scheme, Encoding):
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
             held, within = covering(outputs, NIBBLES)
             in_groups, cut = groups_of(inputs, self.group)
-
             return Quantised(
                 bits=4,
-                levels=unpacked(fetch(qweight, inputs, held))[within],
+                levels=Words(fetch(qweight, inputs, held).T, 4, ORDER).rows(within),
                 scales=cut(fetch(scales, in_groups, outputs).T),
-                zeros=cut(unpacked(fetch(qzeros, in_groups, held))[within]),
+                zeros=cut(Words(fetch(qzeros, in_groups, held).T, 4, ORDER).rows(within)),
             )
 
         tensors = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from executor.checkpoint.formats.bitpack import covering, groups_of, unpack
+from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.fp8 import BLOCK, Fp8Blocks
 from executor.checkpoint.formats.patterns import target, vagueness
 from executor.checkpoint.formats.scheme import (
@@ -27,6 +27,7 @@ from executor.checkpoint.formats.scheme import (
 )  # fmt: skip
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Quantised
+from ops.words import Words
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 MIXED = "mixed-precision"  # each group has a format of its own
@@ -93,26 +94,21 @@ class Integers(Encoding):
         scale, zero_point = f"{module}.weight_scale", f"{module}.weight_zero_point"
         groups, count = columns // group, 32 // self.bits
         weight, shape = f"{module}.weight_packed" if self.packed else f"{module}.weight", f"{module}.weight_shape"
-        middle = 1 << (self.bits - 1)
 
-        def signed(x: Tensor) -> Tensor:
-            return (x.to(torch.int16) + middle).to(torch.uint8)
-
-        def levels(fetch: Fetch, outputs: slice, inputs: slice) -> Tensor:
+        def levels(fetch: Fetch, outputs: slice, inputs: slice) -> Tensor | Words:
             if not self.packed:
-                return signed(fetch(weight, outputs, inputs))
+                return fetch(weight, outputs, inputs)
             if (said := fetch(shape, slice(0, 2)).tolist()) != [rows, columns]:
                 raise UserError(f"{shape}: {said} is not the module's [{rows}, {columns}]")
             held, within = covering(inputs, count)
-            return unpack(fetch(weight, outputs, held), self.bits).flatten(-2)[:, within].contiguous()
+            return Words(fetch(weight, outputs, held), self.bits).columns(within)
 
         def zeros(fetch: Fetch, outputs: slice, in_groups: slice) -> Tensor:
             """(outputs, groups)"""
             if not self.packed:
-                return signed(fetch(zero_point, outputs, in_groups))
+                return fetch(zero_point, outputs, in_groups).view(torch.uint8) ^ 128
             held, within = covering(outputs, count)
-            packed = unpack(fetch(zero_point, held, in_groups), self.bits)  # (words, groups, count)
-            return packed.transpose(1, 2).flatten(0, 1)[within]
+            return Words(fetch(zero_point, held, in_groups).T, self.bits).unpacked().T[within]
 
         def read(fetch: Fetch, outputs: slice, inputs: slice) -> Quantised:
             in_groups, cut = groups_of(inputs, group)

@@ -7,7 +7,7 @@ input's group, in order unless the checkpoint was made with desc_act; w = (level
 import torch
 
 from errors import UserError
-from executor.checkpoint.formats.bitpack import covering, groups_of, unpack
+from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.patterns import Matches, pattern
 from executor.checkpoint.formats.scheme import (
     Encoding,
@@ -21,6 +21,7 @@ from executor.checkpoint.formats.scheme import (
 )  # fmt: skip
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Quantised
+from ops.words import Words
 
 
 class Gptq(Scheme, Encoding):
@@ -66,16 +67,16 @@ class Gptq(Scheme, Encoding):
             if g_idx in fetch and not torch.equal(fetch(g_idx, inputs), in_order):
                 raise UserError(f"{g_idx}: inputs are not in the order of their groups: desc_act is not supported")
             held, within = covering(inputs, count)
-            levels = unpack(fetch(qweight, held, outputs).T, self.bits).flatten(-2)  # (outputs, inputs)
+            levels = Words(fetch(qweight, held, outputs).T, self.bits)  # (outputs, inputs)
             in_groups, cut = groups_of(inputs, group)
             in_words, among = covering(outputs, count)
-            zeros = unpack(fetch(qzeros, in_groups, in_words), self.bits).flatten(-2)[:, among].T  # (outputs, groups)
+            zeros = Words(fetch(qzeros, in_groups, in_words), self.bits).unpacked()[:, among].T  # (outputs, groups)
             zeros = (zeros + self.less) & ((1 << self.bits) - 1)
             if not self.zeros and (zeros != 1 << (self.bits - 1)).any():
                 raise UserError(f"{qzeros}: sym is true, but zero points are not all {1 << (self.bits - 1)}")
             return Quantised(
                 bits=self.bits,
-                levels=levels[:, within].contiguous(),
+                levels=levels.columns(within),
                 scales=cut(fetch(scales, in_groups, outputs).T),
                 zeros=cut(zeros) if self.zeros else None,
             )

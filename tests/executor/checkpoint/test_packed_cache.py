@@ -1,5 +1,6 @@
 """Quantised weights kept on disk: used if nothing has changed, replaced if anything has, never incomplete."""
 
+import itertools
 import os
 import shutil
 from functools import partial
@@ -7,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
 from executor.job.logits import collect_logits
 from executor.job.runner import make_runner
+from ops.cpu import memory
+from ops.cpu.engine import native
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 
 IDS = [[5, 17, 3], list(range(30, 53))]
@@ -32,7 +36,7 @@ def start(case: Case, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple
     """(what was printed about the packed weights, logits)"""
     capsys.readouterr()
     runner = make_runner(case, folder, ONE_RANK)
-    runner.packed_cache = partial(PackedCache, root=folder / "kept", shard_bytes=20_000)  # several files
+    runner.packed_cache = partial(PackedCache, root=folder / "kept")
     runner.setup()
     arrays = collect_logits(runner, IDS, steps=2)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("packed weights:")]
@@ -49,10 +53,55 @@ def test_second_start_takes_what_the_first_kept(case: Case, tmp_path: Path, caps
     said, first = start(case, tmp_path, capsys)
     assert said.startswith("packed weights: made anew (none kept yet); packed weights: kept in ")
     (folder,) = (tmp_path / "kept").iterdir()
-    assert len(list(folder.glob("*.safetensors"))) > 2
     said, second = start(case, tmp_path, capsys)
-    assert said == f"packed weights: taken from {folder}"
+    assert said == f"packed weights: mapped from {folder}"
     assert_equal(first, second)
+
+
+def test_files_are_read_where_mapping_does_not_pay(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, first = start(case, tmp_path, capsys)
+    monkeypatch.setattr(memory, "HUGE", 1)  # as if the files were large, and none in huge pages
+    said, second = start(case, tmp_path, capsys)
+    assert said.startswith("packed weights: read from ")
+    assert_equal(first, second)
+
+
+@pytest.mark.parametrize("how", ["map_file", "read_file"])
+def test_a_file_that_fails_leaves_nothing_behind(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What was mapped before is no longer: the weights are written there."""
+    _, first = start(case, tmp_path, capsys)
+    usual, calls = getattr(memory, how), itertools.count()
+
+    def fails(storage: Tensor, path: Path) -> object:
+        if next(calls) == 3:
+            raise OSError("no luck")
+        return usual(storage, path)
+
+    if how == "read_file":
+        monkeypatch.setattr(memory, "HUGE", 1)
+    monkeypatch.setattr(memory, how, fails)
+    said, again = start(case, tmp_path, capsys)
+    assert said.startswith("packed weights: made anew (unreadable: no luck); ")
+    assert_equal(first, again)
+
+
+def test_a_process_keeps_the_files_that_were_replaced(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(case, tmp_path, capsys)
+    runner = make_runner(case, tmp_path, ONE_RANK)
+    runner.packed_cache = partial(PackedCache, root=tmp_path / "kept")
+    runner.setup()
+    before = collect_logits(runner, IDS, steps=2)
+    save_tiny(tmp_path / "model", moe_intermediate_size=32, attention_bias=True, initializer_range=0.5)
+    said, other = start(case, tmp_path, capsys)
+    assert said.startswith("packed weights: made anew (changed: sources); packed weights: kept in ")
+    assert_equal(before, collect_logits(runner, IDS, steps=2))
+    assert any(not np.array_equal(before[name], other[name]) for name in before)
 
 
 def test_whatever_changed_is_made_anew_and_named(
@@ -62,19 +111,30 @@ def test_whatever_changed_is_made_anew_and_named(
     (folder,) = (tmp_path / "kept").iterdir()
     os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
     assert start(case, tmp_path, capsys)[0].startswith("packed weights: made anew (changed: sources); ")
-    assert "taken from" in start(case, tmp_path, capsys)[0]  # the new one has replaced the old
-    shard = next(iter(folder.glob("*.safetensors")))
-    shard.write_bytes(shard.read_bytes()[:-10])
-    said, again = start(case, tmp_path, capsys)
-    assert "made anew (unreadable: " in said
-    assert_equal(first, again)
-    shard.unlink()
+    assert "mapped from" in start(case, tmp_path, capsys)[0]  # the new one has replaced the old
+    for name in ("lm_head.0.bin", "small.bin"):
+        path = folder / name
+        size = path.stat().st_size
+        path.write_bytes(path.read_bytes()[:-10])
+        said, again = start(case, tmp_path, capsys)
+        assert f"made anew (unreadable: {name} has {size - 10} bytes, expected {size})" in said
+        assert_equal(first, again)
+    path.unlink()
     assert "made anew (unreadable: " in start(case, tmp_path, capsys)[0]
     (folder / "manifest.json").write_text("{")
     assert "made anew (manifest.json unreadable: " in start(case, tmp_path, capsys)[0]
     assert list((tmp_path / "kept").iterdir()) == [folder]
     other = case_of(tmp_path, zero_points=True)
     assert start(other, tmp_path, capsys)[0].startswith("packed weights: made anew (none kept yet); ")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_another_order_of_the_weights_is_kept_apart(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(case, tmp_path, capsys)
+    monkeypatch.setattr(native, "order", lambda: 2)  # as with another instruction set on ARM
+    assert start(case, tmp_path, capsys)[0].startswith("packed weights: made anew (none kept yet); ")
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 

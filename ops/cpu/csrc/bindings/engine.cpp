@@ -43,6 +43,7 @@ void bind_engine(py::module_& m) {
 
     m.def("instruction_sets", &usable_sets);
     m.def("teams", [] { return engine.teams; });
+    m.def("order", [] { return static_cast<int>(engine.kernels->order); });
     m.def(
         "start",
         [](const std::vector<Team>& teams, const std::string& instruction_set) {

@@ -40,7 +40,8 @@ void submit(const Op& op) {
     op.run(context);
 }
 
-// Ops index a matrix's parts by NUMA node, so it works only on pools with as many nodes as it was made for. Returns w.
+// Ops index a matrix's parts by NUMA node, so it works only on pools with as many nodes as it was made for, and with
+// kernels that read its order. Returns w.
 const SplitMatrix& fitting(const SplitMatrix& w);
 
 // Each adds its part to the Python module.

@@ -11,9 +11,12 @@ namespace py = pybind11;
 namespace umbra {
 
 const SplitMatrix& fitting(const SplitMatrix& w) {
-    if (static_cast<int>(w.parts.size()) == engine.pool->nodes()) return w;
-    throw std::logic_error("a matrix made for " + std::to_string(w.parts.size()) + " NUMA nodes meets an engine on " +
-                           std::to_string(engine.pool->nodes()));
+    if (static_cast<int>(w.parts.size()) != engine.pool->nodes())
+        throw std::logic_error("a matrix made for " + std::to_string(w.parts.size()) +
+                               " NUMA nodes meets an engine on " + std::to_string(engine.pool->nodes()));
+    if (w.like().order != engine.kernels->order)
+        throw std::logic_error(std::string("a matrix made for another instruction set meets ") + engine.kernels->name);
+    return w;
 }
 
 void bind_weights(py::module_& m) {
@@ -22,6 +25,7 @@ void bind_weights(py::module_& m) {
                          uintptr_t zeros) {
                  Matrix w;
                  w.format = static_cast<Format>(format);
+                 w.order = engine.kernels->order;
                  w.n = static_cast<int32_t>(n);
                  w.k = static_cast<int32_t>(k);
                  w.group = static_cast<int32_t>(group);
@@ -34,35 +38,31 @@ void bind_weights(py::module_& m) {
              py::arg("zeros"));
     py::class_<SplitMatrix>(m, "SplitMatrix").def(py::init<std::vector<Matrix>>(), py::arg("parts"));
 
+    py::class_<Table>(m, "Table")
+        .def(py::init([](uintptr_t address, int kind, int64_t row, int64_t step) {
+                 return Table{at<const uint8_t>(address), static_cast<Kind>(kind), row, step};
+             }),
+             py::arg("address"), py::arg("kind"), py::arg("row"), py::arg("step"));
     m.def(
         "pack_rows",
-        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {
+        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, int64_t columns,
+           const Table& values, const Table& scales, const Table& zeros, int64_t group, int middle,
+           bool keep) {
             py::gil_scoped_release release;
             Context context = engine.context();
-            pack_rows(context, w, {index, first, step}, count, at<const float>(rows));
+            return pack_rows(context, w, {index, first, step}, count, columns, {values, scales, zeros, group, middle},
+                             keep);
         },
-        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("rows"));
+        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("columns"),
+        py::arg("values"), py::arg("scales"), py::arg("zeros"), py::arg("group"), py::arg("middle"), py::arg("keep"));
     m.def(
-        "pack_levels",
-        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t levels,
-           uintptr_t scales, uintptr_t zeros) {
+        "fill_table",
+        [](uintptr_t to, int type, int64_t rows, int64_t columns, const Table& from) {
             py::gil_scoped_release release;
             Context context = engine.context();
-            pack_levels(context, w, {index, first, step}, count, at<const uint8_t>(levels), at<const uint16_t>(scales),
-                        at<const uint8_t>(zeros));
+            return fill_table(context, at<void>(to), static_cast<Type>(type), rows, columns, from);
         },
-        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("levels"),
-        py::arg("scales"), py::arg("zeros"));
-    m.def(
-        "pack_f8",
-        [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t values,
-           uintptr_t scales) {
-            py::gil_scoped_release release;
-            Context context = engine.context();
-            pack_f8(context, w, {index, first, step}, count, at<const uint8_t>(values), at<const float>(scales));
-        },
-        py::arg("w"), py::arg("index"), py::arg("first"), py::arg("step"), py::arg("count"), py::arg("values"),
-        py::arg("scales"));
+        py::arg("to"), py::arg("type"), py::arg("rows"), py::arg("columns"), py::arg("from_"));
     m.def(
         "unpack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, uintptr_t rows) {
@@ -100,6 +100,22 @@ void bind_weights(py::module_& m) {
         .def("__len__", &Buffer::size)
         .def_property_readonly("address", &Buffer::address)
         .def_property_readonly("bound", &Buffer::bound)
+        .def_property_readonly("local", &Buffer::local)
+        .def(
+            "map",
+            [](Buffer& b, const std::string& path, int64_t bytes) {
+                py::gil_scoped_release release;
+                return bytes <= b.size() ? b.map(path, bytes) : EINVAL;
+            },
+            py::arg("path"), py::arg("bytes"))
+        .def("renew", &Buffer::renew)
+        .def(
+            "read",
+            [](Buffer& b, const std::string& path, int64_t bytes) {
+                py::gil_scoped_release release;
+                return bytes <= b.size() ? b.read(path, bytes, *engine.pool) : EINVAL;
+            },
+            py::arg("path"), py::arg("bytes"))
         .def_buffer([](Buffer& b) { return py::buffer_info(at<uint8_t>(b.address()), b.size()); });
 }
 

@@ -20,10 +20,9 @@ void product_float(const Matrix& w, int block, const Rows& rows, const int32_t* 
     }
 }
 
-// `quant(bytes, r, c)`: the unsigned quant of row r, column c of one 32-column block.
-template <class Quant>
+template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
-                       size_t stride, int default_zero, Quant quant) {
+                       size_t stride) {
     const int blocks = w.k / kBlock;
     const size_t bytes = w.quant_stride() / blocks;
     for (int t = 0; t < count; t++) {
@@ -34,28 +33,13 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
             const size_t at = block * w.scale_count() + static_cast<size_t>(b * kBlock / w.group) * kRows;
             const Block& x = rows.blocks[row * blocks + b];
             for (int r = 0; r < kRows; r++) {
-                int32_t dot = -(w.zeros ? w.zeros[at + r] : default_zero) * x.sum();
-                for (int c = 0; c < kBlock; c++) dot += quant(plane, r, c) * x.q[c];
+                int32_t dot = -(w.zeros ? w.zeros[at + r] : F == Format::q8 ? 128 : 8) * x.sum();
+                for (int c = 0; c < kBlock; c++) dot += quant_at(F, w.order, plane, r, c) * x.q[c];
                 sums[r] += half_to_float(w.scales[at + r]) * x.scale * static_cast<float>(dot);
             }
         }
         for (int r = 0; r < kRows; r++) y[t * stride + r] = sums[r];
     }
-}
-
-void product_q8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
-                size_t stride) {
-    product_quantised(w, block, rows, index, count, y, stride, 128, [](const uint8_t* plane, int r, int c) {
-        return static_cast<int>(plane[c / 4 * 64 + r * 4 + c % 4]);
-    });
-}
-
-void product_q4(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
-                size_t stride) {
-    product_quantised(w, block, rows, index, count, y, stride, 8, [](const uint8_t* plane, int r, int c) {
-        const int byte = plane[c % 16 / 4 * 64 + r * 4 + c % 4];
-        return c < 16 ? byte & 15 : byte >> 4;
-    });
 }
 
 void product_f8(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
@@ -94,10 +78,10 @@ void quantise(const float* x, int count, Block* to) {
 }  // namespace
 
 const Kernels& kernels_generic() {
-    static const Kernels kernels{
-        "generic",
-        {product_float<float>, product_float<Bf16>, product_float<F16>, product_q8, product_q4, product_f8},
-        quantise};
+    static const Kernels kernels{"generic",
+                                 {product_float<float>, product_float<Bf16>, product_float<F16>,
+                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8},
+                                 quantise};
     return kernels;
 }
 

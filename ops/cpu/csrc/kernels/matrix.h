@@ -14,6 +14,9 @@
 //                                                                                       the zero point is 8
 //   w = (quant - zero) * scale; in f8, w = value * scale. Activations of f8 stay floats, as those of float formats.
 //
+// This is the order of q8 and q4 for x86; ARM's sets have their own (Order): signed quants, with the top bit of each
+// flipped, and for i8mm eight columns of a row side by side: vectors of 128 bytes with columns 8i .. 8i+7.
+//
 // An activation row is quantised to int8 for every 32 columns: x = q * scale, scale = max|x| / 127.
 // With sums of q kept, sum((quant - zero) * q) = sum(quant * q) - zero * sum(q), all exact in int32:
 // |quant * q| <= 255 * 127, 32 products stay far below 2^31. So every instruction set gives the same integers, and
@@ -37,6 +40,10 @@ constexpr int kBlock = 32;  // columns of an activation block
 enum class Format : int32_t { f32 = 0, bf16 = 1, f16 = 2, q8 = 3, q4 = 4, f8 = 5 };
 constexpr int kFormats = 6;
 
+// The order of q8 and q4 in memory. A matrix has that of the kernels it was packed for, and only they can read it; the
+// generic kernels read all.
+enum class Order : int32_t { fours = 0, signed_fours = 1, signed_eights = 2 };
+
 struct Bf16 {
     uint16_t bits;
 };
@@ -46,6 +53,7 @@ struct F16 {
 
 struct Matrix {
     Format format = Format::f32;
+    Order order = Order::fours;
     int32_t n = 0;  // rows, padded to a multiple of 16
     int32_t k = 0;
     int32_t group = 0;                 // columns that share a scale; formats with scales only
@@ -160,7 +168,21 @@ struct Kernels {
     Quantise quantise;
     Products several[kFormats] = {};                                      // or null: one row block after the other
     Attend attend[4] = {attend_f32, attend_bf16, attend_f16, attend_i8};  // by Type
+    Order order = Order::fours;                                           // of the matrices that `product` reads
 };
+
+// What each byte is changed by where quants are signed.
+inline uint8_t sign_bits(Format format, Order order) {
+    return order == Order::fours ? 0 : format == Format::q8 ? 0x80 : 0x88;
+}
+
+// The quant of row r, column c in a block of 32 columns, as x86 has it: 0 .. 15 or 0 .. 255.
+inline int quant_at(Format format, Order order, const uint8_t* block, int r, int c) {
+    const int shift = order == Order::signed_eights ? 3 : 2;  // 8 or 4 columns side by side
+    const int column = format == Format::q8 ? c : c % 16, within = column & ((1 << shift) - 1);
+    const int byte = block[(column - within) * kRows + (r << shift) + within] ^ sign_bits(format, order);
+    return format == Format::q8 ? byte : c < 16 ? byte & 15 : byte >> 4;
+}
 
 inline float half_to_float(uint16_t h) {
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, rest = h & 0x7fff;

@@ -1,7 +1,7 @@
 #include "kernels/pack.h"
 
 #include <algorithm>
-#include <cmath>
+#include <atomic>
 #include <type_traits>
 
 #include "kernels/vector.h"
@@ -9,192 +9,200 @@
 namespace umbra {
 namespace {
 
-struct Place {        // where one row is stored
-    uint8_t* quants;  // of its row block
+constexpr int kMostBlocks = 8;   // row blocks of one task
+constexpr int kMostGroup = 128;  // columns of a group
+
+struct Place {  // where a row block is stored
+    uint8_t* quants;
     uint16_t* scales;
     uint8_t* zeros;
-    int lane;
 };
 
-Place place_of(const Matrix& w, int64_t row) {
-    const int64_t block = row / kRows;
-    const int lane = static_cast<int>(row % kRows);
+Place place_of(const Matrix& w, int64_t block) {
     return {const_cast<uint8_t*>(w.quants) + block * w.quant_stride(),
-            const_cast<uint16_t*>(w.scales) + block * w.scale_count() + lane,
-            w.zeros ? const_cast<uint8_t*>(w.zeros) + block * w.scale_count() + lane : nullptr, lane};
+            const_cast<uint16_t*>(w.scales) + block * w.scale_count(),
+            w.zeros ? const_cast<uint8_t*>(w.zeros) + block * w.scale_count() : nullptr};
 }
 
-uint32_t word_at(const uint8_t* at) {
-    uint32_t word;
-    std::memcpy(&word, at, 4);
-    return word;
-}
-void put_word(uint8_t* at, uint32_t word) { std::memcpy(at, &word, 4); }
-
-// Writes and reads the quants of one row and one block of 32 columns in the layout of matrix.h.
-void put_block(Format format, uint8_t* plane, int lane, const uint8_t* q) {
-    for (int i = 0; i < kBlock; i += 4) {
-        if (format == Format::q8)
-            put_word(plane + i * kRows + lane * 4, word_at(q + i));
-        else if (i < 16)
-            put_word(plane + i * kRows + lane * 4, word_at(q + i) | word_at(q + 16 + i) << 4);
-    }
-}
-
-void get_block(Format format, const uint8_t* plane, int lane, uint8_t* q) {
-    for (int c = 0; c < kBlock; c++) {
-        const int column = format == Format::q8 ? c : c % 16;
-        const uint8_t byte = plane[column / 4 * 64 + lane * 4 + column % 4];
-        q[c] = format == Format::q8 ? byte : c < 16 ? byte & 15 : byte >> 4;
-    }
-}
-
-CLONES void range(const float* x, int64_t count, float* least, float* most) {
-    *least = *most = 0;
-    widen_range(x, count, *least, *most);
-}
-
-// q = round(x * inverse) + zero, clamped to 0 .. largest.
-CLONES void levels(const float* x, float inverse, int zero, int largest, uint8_t* q) {
-    for (int i = 0; i < kBlock; i++) {
-        const int32_t level = nearest(x[i] * inverse) + zero;
-        q[i] = static_cast<uint8_t>(level < 0 ? 0 : level > largest ? largest : level);
-    }
-}
-
-// Quantises one group of columns of one row, from column `start` on.
-void pack_group(const Matrix& w, const Place& to, int64_t start, const float* from) {
-    const int largest = w.format == Format::q8 ? 255 : 15, middle = (largest + 1) / 2;
-    float least, most;
-    range(from + start, w.group, &least, &most);
-    float exact;
-    if (to.zeros)
-        exact = (most - least) / static_cast<float>(largest);
-    else if (w.format == Format::q8)
-        exact = std::max(most, -least) / 127.0f;
-    else
-        exact = (most > -least ? most : least) / -8.0f;
-    const uint16_t half = float_to_half(exact);
-    const float scale = half_to_float(half), inverse = scale != 0 ? 1.0f / scale : 0.0f;
-    const int64_t at = start / w.group * kRows;
-    to.scales[at] = half;
-    int zero = middle;
-    if (to.zeros) {
-        zero = std::clamp(static_cast<int>(std::nearbyint(-least * inverse)), 0, largest);
-        to.zeros[at] = static_cast<uint8_t>(zero);
-    }
-    for (int64_t c = start; c < start + w.group; c += kBlock) {
-        uint8_t q[kBlock];
-        levels(from + c, inverse, zero, largest, q);
-        put_block(w.format, to.quants + c / kBlock * w.block_bytes(), to.lane, q);
-    }
-}
-
-void unpack_quantised(const Matrix& w, const Place& from, int64_t k, float* to) {
-    for (int64_t c = 0; c < k; c += kBlock) {
-        uint8_t q[kBlock];
-        get_block(w.format, from.quants + c / kBlock * w.block_bytes(), from.lane, q);
-        const int64_t at = c / w.group * kRows;
+void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
+    for (int64_t c = 0; c < w.k; c += kBlock) {
+        const uint8_t* block = from.quants + c / kBlock * w.block_bytes();
+        const int64_t at = c / w.group * kRows + lane;
         const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
-        for (int i = 0; i < kBlock; i++) to[c + i] = static_cast<float>(q[i] - zero) * half_to_float(from.scales[at]);
+        for (int i = 0; i < kBlock; i++)
+            to[c + i] = static_cast<float>(quant_at(w.format, w.order, block, lane, i) - zero) *
+                        half_to_float(from.scales[at]);
     }
 }
 
-// Calls f(part, row, first, end) for each row block, shared over the pool: rows first .. end - 1 of the `count` given
-// rows go to `part` from its row `row` on.
+// Whether all are finite.
+template <class S, class T>
+bool copy_floats(const S* from, int64_t count, T* to) {
+    bool finite = true;
+    for (int64_t i = 0; i < count; i++) {
+        S value;
+        std::memcpy(&value, from + i, sizeof value);  // at any alignment
+        const float wide = widen(value);
+        uint32_t bits;
+        std::memcpy(&bits, &wide, 4);
+        finite &= (bits & 0x7f800000) != 0x7f800000;
+        if constexpr (std::is_same_v<S, T>)
+            to[i] = value;
+        else
+            to[i] = narrow<T>(wide);
+    }
+    return finite;
+}
+
+struct RowBlock {  // sixteen rows of `w`, some of which are written or read
+    Matrix w;
+    Place place;  // of lane 0
+    LaneRows rows;
+};
+
+// Calls f(blocks, count) for every `unit` (at most 8) neighbouring row blocks, shared over the pool.
 template <class F>
-void for_blocks(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, F&& f) {
+void for_blocks(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, int unit, F&& f) {
     const int64_t skipped = where.first % kRows;  // rows of the first block that stay unchanged
-    const int64_t tasks = count ? (skipped + count + kRows - 1) / kRows : 0;
-    context.pool.each(static_cast<int>(tasks), [&](int task, int) {
-        const int64_t block = where.first / kRows + task * where.step;
-        size_t node = 0;
-        while (block >= w.first[node + 1]) node++;
-        const int64_t first = std::max<int64_t>(0, task * kRows - skipped);
-        const int64_t end = std::min(count, (task + 1) * kRows - skipped);
-        const int64_t lane = first + skipped - task * kRows;
-        f(w.parts[node].at(where.index), (block - w.first[node]) * kRows + lane, first, end);
+    const int64_t all = count ? (skipped + count + kRows - 1) / kRows : 0;
+    context.pool.each(static_cast<int>((all + unit - 1) / unit), [&](int task, int) {
+        RowBlock blocks[kMostBlocks];
+        int found = 0;
+        for (int64_t i = int64_t{task} * unit; i < std::min(all, (int64_t{task} + 1) * unit); i++) {
+            const int64_t block = where.first / kRows + i * where.step;
+            size_t node = 0;
+            while (block >= w.first[node + 1]) node++;
+            const int64_t first = std::max<int64_t>(0, i * kRows - skipped);
+            const int64_t end = std::min(count, (i + 1) * kRows - skipped);
+            const Matrix part = w.parts[node].at(where.index);
+            const LaneRows rows{first, static_cast<int>(first + skipped - i * kRows), static_cast<int>(end - first)};
+            blocks[found++] = {part, place_of(part, block - w.first[node]), rows};
+        }
+        f(blocks, found);
     });
+}
+
+// The levels of 32 columns from `c` on, and at the beginning of a group its scales and zero points.
+int pack_levels(const RowBlock& to, const Given& from, int64_t c) {
+    const Matrix& w = to.w;
+    Panel panel;
+    read_levels(from.values, to.rows, c, kBlock, panel);
+    write_levels(w.format, w.order, panel, to.rows, to.place.quants + c / kBlock * w.block_bytes());
+    if (c % w.group) return 0;
+    int flags = 0;
+    for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {
+        const int64_t at = c / w.group * kRows + l, row = to.rows.row(l);
+        const uint16_t half = float_to_half(scale_at(from.scales, row, c / from.group));
+        if ((half & 0x7c00) == 0x7c00) flags = kLargeScale;
+        to.place.scales[at] = half;
+        if (to.place.zeros)
+            to.place.zeros[at] = from.zeros.at ? zero_at(from.zeros, row, c / from.group) : from.middle;
+    }
+    return flags;
+}
+
+// 32 columns of e4m3 floats from `c` on.
+int pack_f8(const RowBlock& to, const Given& from, int64_t c) {
+    const Matrix& w = to.w;
+    Panel panel;
+    const bool finite = read_levels(from.values, to.rows, c, kBlock, panel);
+    write_f8(panel, to.rows, to.place.quants + c * kRows);
+    if (c % w.group == 0) {
+        float* scales = reinterpret_cast<float*>(to.place.scales) + c / w.group * kRows;
+        for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++)
+            scales[l] = scale_at(from.scales, to.rows.row(l), c / from.group);
+    }
+    return finite ? 0 : kStrange;
+}
+
+// 32 columns of floats from `c` on, or fewer at the end of a row; in quantised formats a group at its beginning.
+int pack_floats(const RowBlock& to, const Given& from, int64_t c, int64_t columns) {
+    const Matrix& w = to.w;
+    if (!w.quantised()) {
+        Panel panel;
+        const int count = static_cast<int>(std::min<int64_t>(kBlock, columns - c));
+        const bool finite = read_floats(from, to.rows, c, count, panel);
+        write_floats(w.format, panel, to.rows, count, to.place.quants + c * (w.format == Format::f32 ? 4 : 2) * kRows);
+        return finite ? 0 : kStrange;
+    }
+    if (c % w.group) return 0;
+    Panel panels[kMostGroup / kBlock];
+    const int count = w.group / kBlock;
+    bool finite = true;
+    for (int i = 0; i < count; i++) finite &= read_floats(from, to.rows, c + i * kBlock, kBlock, panels[i]);
+    uint16_t scales[kRows];
+    uint8_t zeros[kRows];
+    quantise_group(w.format, panels, count, scales, to.place.zeros ? zeros : nullptr);
+    for (int i = 0; i < count; i++)
+        write_levels(w.format, w.order, panels[i], to.rows, to.place.quants + (c / kBlock + i) * w.block_bytes());
+    for (int l = to.rows.lane; l < to.rows.lane + to.rows.count; l++) {
+        to.place.scales[c / w.group * kRows + l] = scales[l];
+        if (to.place.zeros) to.place.zeros[c / w.group * kRows + l] = zeros[l];
+    }
+    return finite ? 0 : kStrange;
 }
 
 }  // namespace
 
-void pack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, const float* from) {
-    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
-        const int64_t k = w.k;
-        if (w.quantised()) {  // group by group, so that the cache lines that rows share stay in L1
-            for (int64_t start = 0; start < k; start += w.group)
-                for (int64_t i = first; i < end; i++) pack_group(w, place_of(w, row + i - first), start, from + i * k);
-            return;
-        }
-        with_type(static_cast<Type>(w.format), [&](auto example) {
-            using T = decltype(example);
-            for (int64_t i = first; i < end; i++) {
-                const Place to = place_of(w, row + i - first);
-                T* column = reinterpret_cast<T*>(to.quants) + to.lane;
-                for (int64_t c = 0; c < k; c++) column[c * kRows] = narrow<T>(from[i * k + c]);
+int pack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, int64_t columns,
+              const Given& from, bool keep) {
+    // AWQ's words hold a column each, so that a cache line has sixteen columns' neighbours: they are read panel by panel
+    // for several row blocks, all others row block by row block.
+    const bool across = from.values.kind == Kind::awq;
+    const int64_t blocks = count / kRows;
+    const int unit = across ? static_cast<int>(std::clamp<int64_t>(blocks / (2 * context.pool.threads()), 1, 8)) : 1;
+    std::atomic<int> flags{0};
+    for_blocks(context, split, where, count, unit, [&](const RowBlock* to, int found) {
+        int seen = 0;
+        for (int64_t c = 0; c < columns; c += kBlock)
+            for (int i = 0; i < found; i++) {
+                if (!keep)
+                    seen |= pack_floats(to[i], from, c, columns);
+                else if (to[i].w.format == Format::f8)
+                    seen |= pack_f8(to[i], from, c);
+                else
+                    seen |= pack_levels(to[i], from, c);
             }
+        if (seen) flags |= seen;
+    });
+    return flags;
+}
+
+bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Table& from) {
+    std::atomic<bool> finite{true};
+    context.pool.each(static_cast<int>(rows), [&](int row, int) {
+        const uint8_t* at = from.at + row * from.row;
+        with_type(static_cast<Type>(from.kind), [&](auto source) {
+            with_type(type, [&](auto target) {
+                using S = decltype(source);
+                using T = decltype(target);
+                T* out = static_cast<T*>(to) + row * columns;
+                if (!copy_floats<S, T>(reinterpret_cast<const S*>(at), columns, out)) finite = false;
+            });
         });
     });
-}
-
-void pack_levels(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count,
-                 const uint8_t* levels, const uint16_t* scales, const uint8_t* zeros) {
-    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
-        const int64_t groups = w.k / w.group;
-        const uint8_t middle = w.format == Format::q8 ? 128 : 8;
-        for (int64_t i = first; i < end; i++) {
-            const Place to = place_of(w, row + i - first);
-            for (int64_t g = 0; g < groups; g++) {
-                to.scales[g * kRows] = scales[i * groups + g];
-                if (to.zeros) to.zeros[g * kRows] = zeros ? zeros[i * groups + g] : middle;
-            }
-        }
-        const Place to = place_of(w, row);
-        const auto put = [&](auto format) {  // block by block: the rows share its cache lines
-            for (int64_t block = 0; block < w.k / kBlock; block++)
-                for (int64_t i = first; i < end; i++)
-                    put_block(format, to.quants + block * w.block_bytes(), to.lane + static_cast<int>(i - first),
-                              levels + i * w.k + block * kBlock);
-        };
-        if (w.format == Format::q8)
-            put(std::integral_constant<Format, Format::q8>());
-        else
-            put(std::integral_constant<Format, Format::q4>());
-    });
-}
-
-void pack_f8(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, const uint8_t* values,
-             const float* scales) {
-    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
-        const int64_t groups = w.k / w.group, lane = row % kRows;
-        uint8_t* plane = const_cast<uint8_t*>(w.quants) + row / kRows * w.quant_stride() + lane;
-        float* to = const_cast<float*>(w.f8_scales(row / kRows)) + lane;
-        for (int64_t g = 0; g < groups; g++)
-            for (int64_t i = first; i < end; i++) to[g * kRows + i - first] = scales[i * groups + g];
-        for (int64_t c = 0; c < w.k; c++)
-            for (int64_t i = first; i < end; i++) plane[c * kRows + i - first] = values[i * w.k + c];
-    });
+    return finite;
 }
 
 void unpack_rows(Context& context, const SplitMatrix& split, const RowRange& where, int64_t count, float* to) {
-    for_blocks(context, split, where, count, [&](const Matrix& w, int64_t row, int64_t first, int64_t end) {
-        for (int64_t i = first; i < end; i++) {
-            const Place from = place_of(w, row + i - first);
-            float* out = to + i * w.k;
+    for_blocks(context, split, where, count, 1, [&](const RowBlock* block, int) {
+        const Matrix& w = block->w;
+        const Place& from = block->place;
+        for (int lane = block->rows.lane; lane < block->rows.lane + block->rows.count; lane++) {
+            float* out = to + block->rows.row(lane) * w.k;
             if (w.quantised()) {
-                unpack_quantised(w, from, w.k, out);
+                unpack_quantised(w, from, lane, out);
                 continue;
             }
             if (w.format == Format::f8) {
-                const float* scales = w.f8_scales((row + i - first) / kRows) + from.lane;
+                const float* scales = reinterpret_cast<const float*>(from.scales) + lane;
                 for (int64_t c = 0; c < w.k; c++)
-                    out[c] = f8_to_float(from.quants[c * kRows + from.lane]) * scales[c / w.group * kRows];
+                    out[c] = f8_to_float(from.quants[c * kRows + lane]) * scales[c / w.group * kRows];
                 continue;
             }
             with_type(static_cast<Type>(w.format), [&](auto example) {
                 using T = decltype(example);
-                const T* column = reinterpret_cast<const T*>(from.quants) + from.lane;
+                const T* column = reinterpret_cast<const T*>(from.quants) + lane;
                 for (int64_t c = 0; c < w.k; c++) out[c] = widen(column[c * kRows]);
             });
         }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/ops.h"
+#include "kernels/panel.h"
 
 namespace umbra {
 
@@ -11,21 +12,22 @@ struct RowRange {
     int64_t index, first, step;
 };
 
-// Writes `count` float32 rows of k columns, rounded to the nearest level in quantised formats. With zero points, scale
-// and zero point cover the range from the group's least to its largest value, 0 included. Without, the scale is max|w|
-// / 127 for q8; for q4 it maps the element of largest magnitude to -8, which uses all sixteen levels.
-void pack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, const float* from);
+constexpr int kStrange = 1;     // some values are no finite numbers
+constexpr int kLargeScale = 2;  // a scale is beyond the range of halves
 
-// Writes `count` rows that are quantised already: levels (count, k), scales and zeros (count, k / group). If the matrix
-// has zero points but `zeros` is null, every zero point is the middle of the levels.
-void pack_levels(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, const uint8_t* levels,
-                 const uint16_t* scales, const uint8_t* zeros);
+// Writes the first `columns` columns of `count` rows; columns beyond are left as they are. Returns a sum of the flags
+// above. With `keep` levels and e4m3 floats are written unchanged into a matrix of their format, whose groups are parts
+// of theirs; if the matrix has zero points but the rows have none, every zero point is the middle of the levels. Without
+// `keep` the values are written, rounded to the nearest level in quantised formats (not f8). With zero points, scale and
+// zero point cover the range from the group's least to its largest value, 0 included. Without, the scale is max|w| / 127
+// for q8; for q4 it maps the element of largest magnitude to -8, which uses all sixteen levels.
+int pack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, int64_t columns,
+              const Given& from, bool keep);
 
-// Writes `count` rows of e4m3 floats: values (count, k), scales (count, k / group).
-void pack_f8(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, const uint8_t* values,
-             const float* scales);
+// Writes a row-major table (rows, columns) of `type`. Returns whether all values are finite numbers.
+bool fill_table(Context& context, void* to, Type type, int64_t rows, int64_t columns, const Table& from);
 
-// The inverse: reads `count` rows and writes them dequantised to float32.
+// Reads `count` rows and writes them dequantised to float32.
 void unpack_rows(Context& context, const SplitMatrix& w, const RowRange& where, int64_t count, float* to);
 
 }  // namespace umbra

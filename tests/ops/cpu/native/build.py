@@ -23,7 +23,7 @@ CACHE = ROOT / "build" / "test_native"
 # The sources of programs that run ops with the generic kernels.
 PRODUCTS = [
     "runtime/pool",
-    *(f"kernels/{name}" for name in ("pack", "products", "moe", "elementwise", "attention", "generic")),
+    *(f"kernels/{name}" for name in ("pack", "panel", "products", "moe", "elementwise", "attention", "generic")),
 ]
 
 
@@ -73,7 +73,8 @@ def compile_all(compiler: str, flags: Sequence[str], sources: Sequence[Path]) ->
     """The object files of `sources`, made in parallel."""
 
     def compiled(path: Path) -> str:
-        return str(made_once(f"{path.stem}.o", [compiler, "-std=c++17", *INCLUDES, *flags, "-c", str(path)]))
+        own = ["-ffp-contract=off"] * (path.stem == "panel")  # as in csrc/CMakeLists.txt
+        return str(made_once(f"{path.stem}.o", [compiler, "-std=c++17", *INCLUDES, *flags, *own, "-c", str(path)]))
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         return list(workers.map(compiled, sources))

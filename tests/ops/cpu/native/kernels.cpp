@@ -32,7 +32,13 @@ uint8_t nearest_f8(float v) {
 void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const float* from) {
     Pool pool(1);
     Context context{pool, kernels_generic()};
-    if (w.format != Format::f8) return pack_rows(context, w, {index, first, 1}, count, from);
+    const auto table = [](const auto* at, Kind kind, int64_t columns, int64_t step) {
+        return Table{reinterpret_cast<const uint8_t*>(at), kind, columns * static_cast<int64_t>(sizeof *at), step};
+    };
+    if (w.format != Format::f8) {
+        pack_rows(context, w, {index, first, 1}, count, w.k, {table(from, Kind::f32, w.k, 4), {}, {}}, false);
+        return;
+    }
     std::vector<uint8_t> values(count * w.k);
     std::vector<float> scales(values.size() / w.group);
     for (size_t g = 0; g < scales.size(); g++) {
@@ -41,17 +47,20 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
         scales[g] = most / 448;
         for (int c = 0; c < w.group; c++) values[g * w.group + c] = nearest_f8(from[g * w.group + c] / scales[g]);
     }
-    pack_f8(context, w, {index, first, 1}, count, values.data(), scales.data());
+    const Given given{table(values.data(), Kind::f8, w.k, 4), table(scales.data(), Kind::f32, w.k / w.group, 4), {},
+                      w.group};
+    pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
 }
 
-// `copies` matrices, one after another in each plane, with memory of their own.
+// `copies` matrices in an order, one after another in each plane, with memory of their own.
 struct Weights {
     Matrix matrix;
     std::vector<uint8_t> quants, zeros;
     std::vector<uint16_t> scales;
 
-    Weights(Format format, int n, int k, int group, bool with_zeros, int copies = 1) {
+    Weights(Format format, Order order, int n, int k, int group, bool with_zeros, int copies = 1) {
         matrix.format = format;
+        matrix.order = order;
         matrix.n = (n + kRows - 1) / kRows * kRows;
         matrix.k = k;
         matrix.group = matrix.quantised() || format == Format::f8 ? group : 0;
@@ -111,7 +120,7 @@ void check_products(const Kernels& kernels, Format format, int k, int group, boo
     std::printf("product %s, %d columns, groups of %d%s%s\n", kNames[static_cast<int>(format)], k, group,
                 zeros ? ", zeros" : "", unit ? ", exact" : "");
     constexpr int kTokens = 11;
-    Weights w(format, 2 * kRows, k, group, zeros);
+    Weights w(format, kernels.order, 2 * kRows, k, group, zeros);
     w.randomise(unit);
     Activations activations(kernels_generic(), random_floats(kTokens * k));
     if (unit)
@@ -152,7 +161,7 @@ void check_several(const Kernels& kernels, Format format, int k, int group, bool
     std::printf("several %s, %d columns, groups of %d%s\n", kNames[static_cast<int>(format)], k, group,
                 zeros ? ", zeros" : "");
     constexpr int kBlocks = 6, kTokens = 41, kAll = (kBlocks - 1) * kRows + 3;
-    Weights w(format, kBlocks * kRows, k, group, zeros);
+    Weights w(format, kernels.order, kBlocks * kRows, k, group, zeros);
     w.randomise(false);
     const Activations activations(kernels, random_floats(kTokens * k));
     int32_t index[kTokens];
@@ -184,10 +193,10 @@ void check_quantise(const Kernels& kernels) {
             fail("scale of quantised block", b, actual.blocks[b].scale, expected.blocks[b].scale);
 }
 
-void check_pack(Format format, int group) {
+void check_pack(Format format, Order order, int group) {
     std::printf("pack and unpack %s, groups of %d\n", kNames[static_cast<int>(format)], group);
     constexpr int kN = 37, kK = 256;
-    Weights w(format, kN, kK, group, false);
+    Weights w(format, order, kN, kK, group, false);
     const std::vector<float> from = random_floats(kN * kK);
     for (int row = 0; row < kN; row += 5)  // piece by piece, as a loader does
         pack(w.matrix, 0, row, std::min(5, kN - row), from.data() + row * kK);
@@ -195,6 +204,37 @@ void check_pack(Format format, int group) {
     back.resize(from.size());                                                                     // padding is left out
     const float steps[kFormats] = {0, 1.0f / 256, 1.0f / 2048, 1.0f / 254, 1.0f / 8, 1.0f / 16};  // of values up to 1
     close("unpacked", back, from, steps[static_cast<int>(format)] * 1.01f);  // scales are rounded too
+}
+
+// The same weights in every order: equal values, equal products by the generic kernels, and equal ones by all of ARM's
+// sets, each of which reads one order.
+void check_orders(Format format, bool zeros) {
+    std::printf("orders of %s%s\n", kNames[static_cast<int>(format)], zeros ? ", zeros" : "");
+    constexpr int kK = 256, kTokens = 7;
+    const std::vector<float> from = random_floats(2 * kRows * kK);
+    const Activations activations(kernels_generic(), random_floats(kTokens * kK));
+    const auto packed = [&](Order order) {
+        Weights w(format, order, 2 * kRows, kK, 64, zeros);
+        pack(w.matrix, 0, 0, w.matrix.n, from.data());
+        return w;
+    };
+    const auto times = [&](const Kernels& kernels, const Weights& w) {
+        return product(kernels, w.matrix, activations.rows(), nullptr, kTokens);
+    };
+    const Weights fours = packed(Order::fours);
+    for (Order order : {Order::signed_fours, Order::signed_eights}) {
+        const Weights w = packed(order);
+        same("values in another order", w.dequantised(), fours.dequantised());
+        same("product in another order", times(kernels_generic(), w), times(kernels_generic(), fours));
+    }
+    std::vector<float> first;
+    for (const std::string& name : usable_sets()) {
+        const Kernels& kernels = choose_kernels(name);
+        if (kernels.order == Order::fours) continue;
+        const std::vector<float> of_set = times(kernels, packed(kernels.order));
+        if (first.empty()) first = of_set;
+        same("product by another set", of_set, first);
+    }
 }
 
 // Rows of w (k long) times a row x.
@@ -207,7 +247,7 @@ double dot(const float* w, const float* x, int64_t k) {
 void check_linear(const Kernels& kernels, Format format, int64_t tokens) {
     std::printf("linear %s, %d tokens\n", kNames[static_cast<int>(format)], static_cast<int>(tokens));
     constexpr int kN = 101, kK = 256;
-    Weights w(format, kN, kK, 64, false);
+    Weights w(format, kernels.order, kN, kK, 64, false);
     pack(w.matrix, 0, 0, kN, random_floats(kN * kK).data());
     const std::vector<float> x = random_floats(tokens * kK), bias = random_floats(kN), dense = w.dequantised();
     std::vector<float> expected(tokens * kN), first;
@@ -231,7 +271,8 @@ void check_moe(const Kernels& kernels, Format format, int64_t tokens, bool skewe
     std::printf("moe %s, %d tokens%s\n", kNames[static_cast<int>(format)], static_cast<int>(tokens),
                 skewed ? ", all to one expert" : "");
     constexpr int kExperts = 5, kFirst = 2, kHidden = 96, kInner = 64, kTop = 3;
-    Weights w13(format, 2 * kInner, kHidden, 32, false, kExperts), w2(format, kHidden, kInner, 64, false, kExperts);
+    Weights w13(format, kernels.order, 2 * kInner, kHidden, 32, false, kExperts),
+        w2(format, kernels.order, kHidden, kInner, 64, false, kExperts);
     for (int e = 0; e < kExperts; e++) {
         pack(w13.matrix, e, 0, 2 * kInner, random_floats(2 * kInner * kHidden).data());
         pack(w2.matrix, e, 0, kHidden, random_floats(kHidden * kInner).data());
@@ -284,7 +325,7 @@ void check_format(const Kernels& kernels, Format format) {
         check_products(kernels, format, 96, 96, true, true);  // a single group
         for (bool zeros : {false, true}) check_several(kernels, format, 320, 64, zeros);
     }
-    for (int group : {32, 128}) check_pack(format, group);
+    for (int group : {32, 128}) check_pack(format, kernels.order, group);
     for (int64_t tokens : {0, 1, 3, 70}) check_linear(kernels, format, tokens);
     for (int64_t tokens : {0, 1, 7, 70}) check_moe(kernels, format, tokens, false);
     check_moe(kernels, format, 30, true);
@@ -302,7 +343,9 @@ void check_all(const Kernels& kernels) {
     Pool pool(2);
     Context context{pool, kernels};
     if (mac_probe(context, 1) <= 0) fail("multiply-adds of the probe", 0, 0, 1);
-    check_format(kernels, Format::f8);  // last: attention's check of int8 caches depends on the numbers drawn before
+    check_format(kernels, Format::f8);  // late: attention's check of int8 caches depends on the numbers drawn before
+    for (Format format : {Format::q8, Format::q4})
+        for (bool zeros : {false, true}) check_orders(format, zeros);
     std::puts("ok");
 }
 
@@ -310,7 +353,7 @@ int count(const Kernels& kernels, const std::string& name, int rows, int rounds)
     const auto format = std::find(kNames, kNames + kFormats, name);
     if (format == kNames + kFormats || rows < 1 || rounds < 1) return 2;
     constexpr int kN = 64, kK = 2048;
-    const Weights w(static_cast<Format>(format - kNames), kN, kK, 32, false);
+    const Weights w(static_cast<Format>(format - kNames), kernels.order, kN, kK, 32, false);
     const Activations activations(kernels, random_floats(rows * kK));
     std::vector<float> y(rows * kRows);
     for (int round = 0; round < rounds; round++)

@@ -38,7 +38,8 @@ struct Weights {
         std::vector<float> row(columns);
         for (int64_t i = 0; i < int64_t{count} * rows; i++) {
             for (int c = 0; c < columns; c++) row[c] = pseudo_random(i * columns + c);
-            umbra::pack_rows(context, matrix, {i / rows, i % rows, 1}, 1, row.data());
+            const umbra::Table floats{reinterpret_cast<const uint8_t*>(row.data()), umbra::Kind::f32, 0, 4};
+            umbra::pack_rows(context, matrix, {i / rows, i % rows, 1}, 1, columns, {floats, {}, {}}, false);
         }
     }
 };

@@ -1,99 +1,128 @@
-// NEON with USDOT and USMMLA (i8mm), which multiply unsigned weights by signed activations: bytes of q8 as they are
-// stored. USMMLA is a 2 x 8 matrix of weights times the transpose of a 2 x 8 one of activations, twice the work of a
-// USDOT. Used for two or four quantised activation rows; one or three are as in neon.cpp.
-//
-// Vectors i and i + 1 of the layout hold columns 4i .. 4i+3 and 4i+4 .. 4i+7 of four rows; zipped by 32-bit lanes they
-// are two rows of eight columns each. A sum's lanes are (row, activation) = (0,0) (0,1) (1,0) (1,1).
+// NEON with SMMLA (i8mm): a 2 x 8 matrix of weights times the transpose of a 2 x 8 one of activations, twice the work of
+// an SDOT. Sixteen bytes of weights are 2 rows x 8 columns, as SMMLA takes them. A sum's lanes are (row, activation) =
+// (0,0) (0,1) (1,0) (1,1). A single activation row is multiplied by SDOT, whose sums are halves of rows: (0, 0, 1, 1).
 
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
-#define MIXED true
-#include "kernels/arm/dot.h"
+#include "kernels/arm/stream.h"
 
 namespace umbra {
 namespace {
 
-// A block of two activation rows.
-struct Pair {
-    int8x16_t q[4];     // columns 8i .. 8i+7 of both
-    float32x4_t scale;  // (first, second, first, second)
-    int32x4_t start;    // likewise: of sums, where all zero points are equal; else -1 * the sum of the activations
-};
+constexpr int kEights = 4;  // of columns in a block
 
+// Weights of columns 8c .. 8c+7 of rows 0 and 1 of row group `four`, or with `second` of rows 2 and 3.
+template <int C, class Stream>
+INLINE int8x16_t weights_of(const Stream& stream, int four, int second) {
+    constexpr int kStored = Stream::kBytes / 128;  // eights of columns; with q4 the others are the upper nibbles
+    return stream.template weights<C / kStored != 0>(128 * (C % kStored) + 32 * four + 16 * second);
+}
+
+// Lanes (0, 0, 1, 1) of x, or with Second (2, 2, 3, 3).
+template <bool Second>
+INLINE int32x4_t spread(int32x4_t x) {
+    return Second ? vzip2q_s32(x, x) : vzip1q_s32(x, x);
+}
+
+template <Format F, bool Zeros>
+TARGET void row_pass(const Matrix& w, int block, const Block* row, float* y) {
+    Stream<F, Zeros> stream(w, block);
+    float32x4_t sums[kFours];
+    repeat<kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
+    const int blocks = w.k / kBlock;
+    for (int b = 0; b < blocks; b++, row++, stream.quants += stream.kBytes) {
+        stream.enter();
+        int32x4_t dots[2 * kFours];  // of each two rows
+        repeat<2 * kFours>([&](auto i) LAMBDA { dots[i] = nothing(); });
+        repeat<kEights>([&](auto c) LAMBDA {
+            const int64_t* at = reinterpret_cast<const int64_t*>(row->q + 8 * c);
+            const int8x16_t twice = vreinterpretq_s8_s64(vld1q_dup_s64(at));
+            repeat<2 * kFours>(
+                [&](auto i) LAMBDA { dots[i] = vdotq_s32(dots[i], weights_of<c>(stream, i / 2, i % 2), twice); });
+        });
+        repeat<kFours>([&](auto four) LAMBDA {
+            int32x4_t dot = vpaddq_s32(dots[2 * four], dots[2 * four + 1]);
+            if constexpr (Zeros) dot = vmlaq_n_s32(dot, stream.zero[four], stream.totals(row->start));
+            sums[four] = vfmaq_f32(sums[four], vmulq_n_f32(stream.scale(four), row->scale), stream.to_float(dot));
+        });
+    }
+    repeat<kFours>([&](auto i) LAMBDA { vst1q_f32(y + i * kFour, stream.result(sums[i])); });
+}
+
+// 16 sums, the 8 vectors of a block of two pairs' activations and 4 integer sums leave 4 registers.
 template <Format F, bool Zeros, int Pairs>
 TARGET void pair_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
+    constexpr int kHalves = 2;  // two rows of a row group
+    constexpr int kSums = Pairs * kHalves;
     Stream<F, Zeros> stream(w, block);
-    float32x4_t sums[Pairs * kFours * 2];  // [pair][row group][rows 0 and 1, rows 2 and 3]
-    repeat<Pairs * kFours * 2>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
+    float32x4_t sums[kSums * kFours];  // [row group][pair][half]
+    repeat<kSums * kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
     const Block* row[2 * Pairs];
     repeat<2 * Pairs>([&](auto t) LAMBDA { row[t] = rows[t]; });
     const int blocks = w.k / kBlock;
-    for (int b = 0; b < blocks; b++, stream.quants += 64 * kVectors<F>) {
+    for (int b = 0; b < blocks; b++, stream.quants += stream.kBytes) {
         stream.enter();
-        float32x4_t scales{row[0]->scale};
-        repeat<2 * Pairs - 1>([&](auto t) LAMBDA { scales = vld1q_lane_f32(&row[t + 1]->scale, scales, t + 1); });
-        int32x4_t starts = starts_of<2 * Pairs>(row);
-        starts = Zeros ? vshrq_n_s32(starts, 3) : stream.start(starts);
-        Pair pairs[Pairs], *at = pairs;
+        int8x16_t activations[Pairs * kEights];  // columns 8c .. 8c+7 of both rows of a pair
+        float32x4_t scales[Pairs];               // (first, second, first, second)
+        int32x4_t totals[Pairs];                 // likewise; used only with Zeros
         repeat<Pairs>([&](auto p) LAMBDA {
             const Block *&first = row[2 * p], *&second = row[2 * p + 1];
             repeat<2>([&](auto i) LAMBDA {
                 const int64x2_t a = vreinterpretq_s64_s8(vld1q_s8(first->q + 16 * i));
                 const int64x2_t b = vreinterpretq_s64_s8(vld1q_s8(second->q + 16 * i));
-                pairs[p].q[2 * i] = vreinterpretq_s8_s64(vzip1q_s64(a, b));
-                pairs[p].q[2 * i + 1] = vreinterpretq_s8_s64(vzip2q_s64(a, b));
+                activations[p * kEights + 2 * i] = vreinterpretq_s8_s64(vzip1q_s64(a, b));
+                activations[p * kEights + 2 * i + 1] = vreinterpretq_s8_s64(vzip2q_s64(a, b));
             });
+            const float32x2_t both = vld1_lane_f32(&second->scale, vld1_dup_f32(&first->scale), 1);
+            scales[p] = vcombine_f32(both, both);
+            const int32x2_t starts = vld1_lane_s32(&second->start, vld1_dup_s32(&first->start), 1);
+            totals[p] = stream.totals(vcombine_s32(starts, starts));
             first++, second++;
-            pairs[p].scale = vreinterpretq_f32_f64(vdupq_laneq_f64(vreinterpretq_f64_f32(scales), p));
-            pairs[p].start = vreinterpretq_s32_s64(vdupq_laneq_s64(vreinterpretq_s64_s32(starts), p));
         });
         repeat<kFours>([&](auto four) LAMBDA {
-            // Two pairs' sums leave no room for the activations: make the compiler load them again. Some of these
-            // sums still live on the stack; loading even more often keeps them all, for a sixth more instructions.
-            if constexpr (Pairs > 1) asm("" : "+r"(at) : : "memory");
-            uint8x16_t v[8];  // columns 8i .. 8i+7 of rows 0 and 1 in v[2i], of rows 2 and 3 in v[2i + 1]
-            repeat<kVectors<F> / 2>([&](auto i) LAMBDA {
-                const uint32x4_t a = vreinterpretq_u32_u8(stream.load(2 * i, four));
-                const uint32x4_t b = vreinterpretq_u32_u8(stream.load(2 * i + 1, four));
-                const uint8x16_t low = vreinterpretq_u8_u32(vzip1q_u32(a, b));
-                const uint8x16_t high = vreinterpretq_u8_u32(vzip2q_u32(a, b));
-                repeat<8 / kVectors<F>>([&](auto n) LAMBDA {
-                    v[4 * n + 2 * i] = stream.unpack(4 * n + 2 * i, low);
-                    v[4 * n + 2 * i + 1] = stream.unpack(4 * n + 2 * i + 1, high);
+            if constexpr (Pairs > 1) asm("" : "+m"(scales));  // a load is cheaper than a register
+            int32x4_t dots[kSums];
+            repeat<kSums>([&](auto i) LAMBDA {
+                dots[i] = Zeros ? vmulq_s32(spread<i % kHalves>(stream.zero[four]), totals[i / kHalves]) : nothing();
+            });
+            repeat<kEights * kHalves>([&](auto i) LAMBDA {
+                constexpr int c = i / kHalves, half = i % kHalves;
+                const int8x16_t weights = weights_of<c>(stream, four, half);
+                repeat<Pairs>([&](auto p) LAMBDA {
+                    int32x4_t& dot = dots[p * kHalves + half];
+                    dot = vmmlaq_s32(dot, weights, activations[p * kEights + c]);
                 });
             });
-            int32x4_t dots[Pairs * 2];
-            repeat<Pairs * 2>([&](auto i) LAMBDA {
-                if constexpr (Pairs > 1) asm("" : "+r"(at) : : "memory");  // a load is cheaper than a copy
-                dots[i] = Zeros ? vdupq_n_s32(0) : at[i / 2].start;
-            });
-            repeat<4 * Pairs * 2>([&](auto i) LAMBDA {
-                constexpr int c = i / (Pairs * 2), n = i % (Pairs * 2);
-                dots[n] = vusmmlaq_s32(dots[n], v[2 * c + n % 2], at[n / 2].q[c]);
-            });
             const float32x4_t scale = stream.scale(four);
-            repeat<Pairs * 2>([&](auto i) LAMBDA {
-                constexpr int p = i / 2, half = i % 2;
-                const auto spread = [](auto x) LAMBDA { return half ? vzip2q_s32(x, x) : vzip1q_s32(x, x); };
-                const float32x4_t scales = vreinterpretq_f32_s32(spread(vreinterpretq_s32_f32(scale)));
-                if constexpr (Zeros) dots[i] = vmlaq_s32(dots[i], spread(stream.zero[four]), at[p].start);
-                float32x4_t& to = sums[(p * kFours + four) * 2 + half];
-                to = vfmaq_f32(to, vmulq_f32(scales, at[p].scale), vcvtq_f32_s32(dots[i]));
+            repeat<kHalves>([&](auto half) LAMBDA {
+                const float32x4_t of_rows = vreinterpretq_f32_s32(spread<half>(vreinterpretq_s32_f32(scale)));
+                repeat<Pairs>([&](auto p) LAMBDA {
+                    int32x4_t& dot = dots[p * kHalves + half];
+                    float32x4_t& to = sums[four * kSums + p * kHalves + half];
+                    to = vfmaq_f32(to, vmulq_f32(of_rows, scales[p]), stream.to_float(dot));
+                });
             });
         });
     }
     repeat<Pairs * kFours>([&](auto i) LAMBDA {
-        float* const* to = y + i / kFours * 2;
-        vst1q_f32(to[0] + i % kFours * kFour, vuzp1q_f32(sums[2 * i], sums[2 * i + 1]));
-        vst1q_f32(to[1] + i % kFours * kFour, vuzp2q_f32(sums[2 * i], sums[2 * i + 1]));
+        constexpr int four = i / Pairs, p = i % Pairs;
+        const float32x4_t low = stream.result(sums[2 * i]), high = stream.result(sums[2 * i + 1]);
+        vst1q_f32(y[2 * p] + four * kFour, vuzp1q_f32(low, high));
+        vst1q_f32(y[2 * p + 1] + four * kFour, vuzp2q_f32(low, high));
     });
 }
 
 template <Format F, bool Zeros, int M>
 void quantised_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
-    if constexpr (M % 2 == 0)
+    if constexpr (M == 1) {
+        row_pass<F, Zeros>(w, block, rows[0], y[0]);
+    } else if constexpr (M % 2) {  // the last row is its own neighbour, and written twice
+        const Block* even[M + 1];
+        float* to[M + 1];
+        for (int t = 0; t <= M; t++) even[t] = rows[t < M ? t : M - 1], to[t] = y[t < M ? t : M - 1];
+        pair_pass<F, Zeros, (M + 1) / 2>(w, block, even, to);
+    } else {
         pair_pass<F, Zeros, M / 2>(w, block, rows, y);
-    else
-        dot_pass<F, Zeros, M>(w, block, rows, y);
+    }
 }
 
 template <Format F>
@@ -111,6 +140,7 @@ const Kernels& kernels_i8mm() {
     static const Kernels kernels = [] {
         Kernels all = kernels_neon();
         all.name = "neon_i8mm";
+        all.order = Order::signed_eights;
         all.product[static_cast<int>(Format::q8)] = product_quantised<Format::q8>;
         all.product[static_cast<int>(Format::q4)] = product_quantised<Format::q4>;
         return all;

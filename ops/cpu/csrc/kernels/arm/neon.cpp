@@ -1,11 +1,63 @@
-// NEON with SDOT (ARMv8.2), which Kunpeng 920 has.
+// NEON with SDOT (ARMv8.2), which Kunpeng 920 has. Sixteen bytes of weights are 4 rows x 4 columns, which is what SDOT by
+// lane takes: a 32-bit lane of the sum is a row, and the lane of the activations names the four columns.
 
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
-#define MIXED false
-#include "kernels/arm/dot.h"
+#include "kernels/arm/stream.h"
 
 namespace umbra {
 namespace {
+
+// 16 float sums, 4 integer sums, 4 activations, weights and temporaries just about fit the 32 registers. Row groups and
+// activation rows are independent chains of additions, and take turns.
+template <Format F, bool Zeros, int M>
+TARGET void dot_pass(const Matrix& w, int block, const Block* const* rows, float* const* y) {
+    constexpr int kGroups = M == 1 ? kFours : 1;       // of four rows at a time
+    constexpr int kChains = kGroups * M;               // independent sums: each addition waits for the one before
+    constexpr int kVectors = F == Format::q4 ? 4 : 8;  // of 64 bytes in a block
+    Stream<F, Zeros> stream(w, block);
+    float32x4_t sums[M * kFours];
+    repeat<M * kFours>([&](auto i) LAMBDA { sums[i] = vdupq_n_f32(0); });
+    const Block* row[M];
+    repeat<M>([&](auto t) LAMBDA { row[t] = rows[t]; });
+    const int blocks = w.k / kBlock;
+    for (int b = 0; b < blocks; b++, stream.quants += stream.kBytes) {
+        stream.enter();
+        const int32x4_t totals = stream.totals(starts_of<M>(row));  // used only with Zeros
+        repeat<kFours / kGroups>([&](auto step) LAMBDA {
+            constexpr int first = step * kGroups;
+            int32x4_t dots[kChains];
+            repeat<kChains>([&](auto j) LAMBDA {
+                constexpr int four = first + j % kGroups;
+                dots[j] = Zeros ? vmulq_laneq_s32(stream.zero[four], totals, j / kGroups) : nothing();
+            });
+            repeat<2>([&](auto half) LAMBDA {
+                int8x16_t activations[M];
+                repeat<M>([&](auto t) LAMBDA {
+                    // Sixteen sums leave no room for all activations: make the compiler load them again.
+                    if constexpr (M > 2) asm("" : "+r"(row[t]));
+                    activations[t] = vld1q_s8(row[t]->q + 16 * half);
+                });
+                repeat<4>([&](auto i) LAMBDA {
+                    constexpr int column = 4 * half + i;
+                    int8x16_t weights[kGroups];
+                    repeat<kGroups>([&](auto c) LAMBDA {
+                        weights[c] = stream.template weights<half>(64 * (column % kVectors) + 16 * (first + c));
+                    });
+                    repeat<kChains>([&](auto j) LAMBDA {
+                        dots[j] = vdotq_laneq_s32(dots[j], weights[j % kGroups], activations[j / kGroups], i);
+                    });
+                });
+            });
+            repeat<kChains>([&](auto j) LAMBDA {
+                constexpr int four = first + j % kGroups, t = j / kGroups;
+                float32x4_t& to = sums[t * kFours + four];
+                to = vfmaq_f32(to, vmulq_n_f32(stream.scale(four), row[t]->scale), stream.to_float(dots[j]));
+            });
+        });
+        repeat<M>([&](auto t) LAMBDA { row[t]++; });
+    }
+    repeat<M * kFours>([&](auto i) LAMBDA { vst1q_f32(y[i / kFours] + i % kFours * kFour, stream.result(sums[i])); });
+}
 
 template <Format F>
 void product_quantised(const Matrix& w, int block, const Rows& rows, const int32_t* index, int count, float* y,
@@ -128,10 +180,14 @@ TARGET void quantise(const float* x, int count, Block* to) {
 }  // namespace
 
 const Kernels& kernels_neon() {
-    static const Kernels kernels{"neon_dotprod",
-                                 {product_float<float>, product_float<Bf16>, product_float<F16>,
-                                  product_quantised<Format::q8>, product_quantised<Format::q4>, product_f8},
-                                 quantise};
+    static const Kernels kernels = [] {
+        Kernels all{"neon_dotprod",
+                    {product_float<float>, product_float<Bf16>, product_float<F16>, product_quantised<Format::q8>,
+                     product_quantised<Format::q4>, product_f8},
+                    quantise};
+        all.order = Order::signed_fours;
+        return all;
+    }();
     return kernels;
 }
 

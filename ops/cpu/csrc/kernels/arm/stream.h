@@ -1,0 +1,121 @@
+// Shared by both ARM sets: reading quantised weights row block by row block. A file includes this once, after defining
+// TARGET. Everything here is internal to that file, so code compiled for one set is never linked into the other.
+//
+// Both sets store quantised weights as signed bytes (Order in matrix.h), which SDOT and SMMLA multiply as they are. A
+// nibble goes to the upper half of its byte, so sums of q4 are 16 times too large, and SCVTF, which divides by a power
+// of two at no cost, puts that right. Those of q8 it halves, and results are doubled: in LLVM's models of the Neoverse
+// cores, SCVTF without a division takes a vector unit for twice as long.
+//
+// Sixteen sums of floats stay in registers. Sums are arrays whose every index is a compile-time constant (`repeat`):
+// with loops GCC 12 keeps them in memory. An activation row gets the same float operations in the same order, however
+// many share its pass and whichever set it is.
+#pragma once
+
+// GCC 12 would move loads and constants up until the sums no longer fit the registers.
+#pragma GCC optimize("no-schedule-insns", "no-tree-pre")
+
+#include <arm_neon.h>
+
+#include <utility>
+
+#include "kernels/passes.h"
+
+#define INLINE TARGET inline __attribute__((always_inline))
+#define LAMBDA TARGET __attribute__((always_inline))  // between a lambda's parameters and its body
+
+namespace umbra {
+namespace {
+
+// Kunpeng 920's own prefetchers follow few streams: asking 1 KB ahead is the published remedy.
+constexpr int kAhead = 1024;
+constexpr int kMost = 4;               // activation rows of one pass
+constexpr int kFour = 4;               // rows whose sums or scales are a vector
+constexpr int kFours = kRows / kFour;  // such vectors in a row block
+
+template <class F, int... I>
+INLINE void repeat(F&& f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+// f(0) ... f(N - 1), with constants.
+template <int N, class F>
+INLINE void repeat(F&& f) {
+    repeat(f, std::make_integer_sequence<int, N>{});
+}
+
+// A vector of zeros that the compiler neither copies, which is slow on Kunpeng 920, nor keeps in a register.
+INLINE int32x4_t nothing() {
+    int32x4_t zeros;
+    asm volatile("movi %0.2d, #0" : "=w"(zeros));
+    return zeros;
+}
+
+// One row block, read from its first column to its last.
+template <Format F, bool Zeros>
+struct Stream {
+    static constexpr int kBytes = F == Format::q4 ? 256 : 512;  // of a block of 32 columns
+
+    const uint8_t* quants;
+    const uint16_t* scales;
+    const uint8_t* zeros;
+    int per_group, left = 0;  // blocks
+    const float16_t* halves;  // the scales of the group that is being read
+    int32x4_t zero[kFours];   // the group's zero points, less the middle of the levels; set only with Zeros
+
+    INLINE Stream(const Matrix& w, int block)
+        : quants(w.quants + block * w.quant_stride()), scales(w.scales + block * w.scale_count()),
+          zeros(Zeros ? w.zeros + block * w.scale_count() : nullptr), per_group(w.group / kBlock) {}
+
+    // Called before each block: prefetches what comes later and, where a group begins, reads its scales and zero
+    // points.
+    INLINE void enter() {
+        for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(quants + kAhead + i);
+        if (left-- > 0) return;
+        left = per_group - 1;
+        __builtin_prefetch(scales + kAhead / 4);
+        halves = reinterpret_cast<const float16_t*>(scales);
+        scales += kRows;
+        if constexpr (Zeros) {
+            const uint8x16_t bytes = vld1q_u8(zeros);
+            const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
+            const int32x4_t middle = vdupq_n_s32(F == Format::q8 ? 128 : 8);
+            repeat<2>([&](auto i) LAMBDA {
+                zero[2 * i] = vsubq_s32(vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(words[i]))), middle);
+                zero[2 * i + 1] = vsubq_s32(vreinterpretq_s32_u32(vmovl_high_u16(words[i])), middle);
+            });
+            zeros += kRows;
+        }
+    }
+
+    // Of row group `four`, read anew at each use: registers are scarcer than loads.
+    INLINE float32x4_t scale(int four) const { return vcvt_f32_f16(vld1_f16(halves + kFour * four)); }
+
+    // The 16 bytes at `at` of this block, or with q4 and Upper the other 16 values there: in units of 1/16.
+    template <bool Upper>
+    INLINE int8x16_t weights(int at) const {
+        const int8x16_t raw = vld1q_s8(reinterpret_cast<const int8_t*>(quants + at));
+        if constexpr (F == Format::q8) return raw;
+        // Kunpeng 920 is modelled to need both its vector units for an AND, and one for a shift that inserts zeros.
+        return Upper ? vsriq_n_s8(raw, vdupq_n_s8(0), 4) : vshlq_n_s8(raw, 4);
+    }
+
+    // What a zero point is multiplied by, of Block::start, which is -8 * total: -total in the units of the sums.
+    template <class T>
+    static INLINE T totals(T start) {
+        return F == Format::q4 ? start * 2 : start >> 3;
+    }
+
+    // Sums of integers as floats, and the last thing that is done to the sums of those.
+    static INLINE float32x4_t to_float(int32x4_t dots) { return vcvtq_n_f32_s32(dots, F == Format::q4 ? 4 : 1); }
+    static INLINE float32x4_t result(float32x4_t sum) { return F == Format::q4 ? sum : vaddq_f32(sum, sum); }
+};
+
+// Lane t: the start of activation row t in its block.
+template <int M>
+INLINE int32x4_t starts_of(const Block* const* row) {
+    int32x4_t starts{row[0]->start};
+    repeat<M - 1>([&](auto t) LAMBDA { starts = vld1q_lane_s32(&row[t + 1]->start, starts, t + 1); });
+    return starts;
+}
+
+}  // namespace
+}  // namespace umbra
