@@ -4,9 +4,9 @@
 
 Writes checkpoints of Qwen3-30B-A3B's shape with random weights to a temporary folder, one after another: about 0.35 GB
 a layer in 4 bits, 1.2 GB of embedding and head. Each is loaded in a process of its own; loads take turns with reads of
-the files, which are in the page cache, on one thread into a buffer of 16 MB, and with writes of fresh memory, on one thread
-too. GB are those of the files. bfloat16-q4 is quantised while it is read; packed-q4 is the start after that, from the
-packed cache.
+the files, which are in the page cache, into a buffer of 16 MB, and with writes of fresh memory, both on one thread. GB
+are those of the files. bfloat16-q4 is quantised while it is read; packed-q4 is the start after that, from the packed
+cache.
 """
 
 import argparse
@@ -67,7 +67,9 @@ def write(folder: Path, format: str, **shape: int) -> None:
     config = json.loads(SHAPE.read_text()) | shape | {"quantization_config": FORMATS[format]}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    settings = f"method: {'q4' if format.endswith('q4') else 'auto'}, keep_packed: {format.startswith('packed')}".lower()
+    settings = (
+        f"method: {'q4' if format.endswith('q4') else 'auto'}, keep_packed: {format.startswith('packed')}".lower()
+    )
     (folder / "case.yaml").write_text(f"model_path: {folder}\nmodel_config: {{dtype: bfloat16, with_ckpt: true}}\n"
                                       f"quantization: {{{settings}}}\n"
                                       "data_config: {prompts: [x], input_max_len: 8, max_new_tokens: 1}\n")  # fmt: skip

@@ -9,8 +9,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Words:
     """Levels (m, K) in int32 words, of any strides. A word holds 32 / bits neighbours of a row, the first in the lowest
-    bits: `words` is (m, K bits / 32). With `order`, it holds eight neighbours of a column in four bits each, the j-th at
-    the place order[j]: `words` is (m / 8, K)."""
+    bits: `words` is (m, K bits / 32). With `order`, it holds eight neighbours of a column in four bits each, the j-th
+    at the place order[j]: `words` is (m / 8, K)."""
 
     words: Tensor
     bits: int

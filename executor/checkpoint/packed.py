@@ -35,9 +35,7 @@ LAYOUT = 4  # raised whenever the meaning of packed bytes changes
 
 
 class PackedCache:
-    def __init__(
-        self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE
-    ):
+    def __init__(self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE):
         """`facts` has everything that decides the packed bytes, except the checkpoint and the rank."""
         storages = {
             f"{path}.{i}": storage.flatten().view(torch.uint8)

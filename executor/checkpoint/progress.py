@@ -5,6 +5,4 @@ from tqdm import tqdm
 
 def loading_bar(nbytes: int, shown: bool) -> "tqdm[None]":
     """Bytes done of all, bytes a second, and the time left, on a terminal."""
-    return tqdm(
-        total=nbytes, desc="loading", unit="B", unit_scale=True, disable=None if shown else True, leave=False
-    )
+    return tqdm(total=nbytes, desc="loading", unit="B", unit_scale=True, disable=None if shown else True, leave=False)
