@@ -26,7 +26,8 @@ class Words:
 
     def unpacked(self) -> Tensor:
         """(m, K) uint8: the reference of what csrc/kernels/panel.h does to sixteen rows at a time."""
-        bytes_ = self.words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # the lowest bits first
+        words = self.words.clone(memory_format=torch.contiguous_format)
+        bytes_ = words.view(torch.uint8).unflatten(-1, (-1, 4))  # the lowest bits first
         rows, columns = self.shape
         if self.order:
             out = torch.empty(rows // len(self.order), len(self.order), columns, dtype=torch.uint8)

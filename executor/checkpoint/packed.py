@@ -126,7 +126,7 @@ def _write(path: Path, storages: Iterable[Tensor]) -> None:
     with open(path, "wb", buffering=0) as file:
         for storage in storages:
             for piece in storage.split(PIECE):
-                left = memoryview(piece.numpy())
+                left = piece.numpy().data
                 while left:
                     left = left[file.write(left) :]
 
