@@ -71,12 +71,12 @@ class NpuExperts(ShadowedExperts):
     def w2(self) -> Stored:
         return self.image.w2
 
-    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> None:
+    def fill(self, expert: int, which: str, part: Tensor | Quantised) -> bool:
         if self.format.quantised:  # once for both copies: each side has a rule of its own for rounding floats
             part = in_levels(part, self.format)
             part = dataclasses.replace(part, scales=part.scales.to(self.device.ops.dtype))
-        super().fill(expert, which, part)
         self.image.fill(expert, which, part)
+        return super().fill(expert, which, part)
 
     def planes(self, expert: int) -> dict[str, Tensor]:
         """The planes of the expert's pinned copy, by their names in a block."""

@@ -9,8 +9,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Words:
     """Levels (m, K) in int32 words, of any strides. A word holds 32 / bits neighbours of a row, the first in the lowest
-    bits: `words` is (m, K bits / 32). With `order`, it holds eight neighbours of a column in four bits each, the j-th at
-    the place order[j]: `words` is (m / 8, K)."""
+    bits: `words` is (m, K bits / 32). With `order`, it holds eight neighbours of a column in four bits each, the j-th
+    at the place order[j]: `words` is (m / 8, K)."""
 
     words: Tensor
     bits: int
@@ -26,7 +26,8 @@ class Words:
 
     def unpacked(self) -> Tensor:
         """(m, K) uint8: the reference of what csrc/kernels/panel.h does to sixteen rows at a time."""
-        bytes_ = self.words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # the lowest bits first
+        words = self.words.clone(memory_format=torch.contiguous_format)
+        bytes_ = words.view(torch.uint8).unflatten(-1, (-1, 4))  # the lowest bits first
         rows, columns = self.shape
         if self.order:
             out = torch.empty(rows // len(self.order), len(self.order), columns, dtype=torch.uint8)

@@ -35,9 +35,7 @@ LAYOUT = 4  # raised whenever the meaning of packed bytes changes
 
 
 class PackedCache:
-    def __init__(
-        self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE
-    ):
+    def __init__(self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE):
         """`facts` has everything that decides the packed bytes, except the checkpoint and the rank."""
         storages = {
             f"{path}.{i}": storage.flatten().view(torch.uint8)
@@ -128,7 +126,7 @@ def _write(path: Path, storages: Iterable[Tensor]) -> None:
     with open(path, "wb", buffering=0) as file:
         for storage in storages:
             for piece in storage.split(PIECE):
-                left = memoryview(piece.numpy())
+                left = piece.numpy().data
                 while left:
                     left = left[file.write(left) :]
 

@@ -51,7 +51,7 @@ def packed_linear(name: str, weight: Tensor, group: int) -> dict[str, Tensor]:
             f"{name}.weight: holds values that are not finite or too large for float16 scales: check the checkpoint"
         )
     return {
-        f"{name}.qweight": pack(q.levels.T),  # (in, out / 8)
+        f"{name}.qweight": pack(q.plain_levels.T),  # (in, out / 8)
         f"{name}.qzeros": pack(cast(Tensor, q.zeros).T),  # (in / group, out / 8)
         f"{name}.scales": q.scales.T.contiguous(),  # (in / group, out)
     }

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ops import reference
-from ops.cpu import memory
 from ops.cpu.matrix import NativeExperts, NativeMatrix, fill_table
+from ops.cpu.memory import table
 
 
 def cache_shape(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -18,7 +18,7 @@ class CpuLayout:
     vector_type = staticmethod(reference.vector_type)
     matrix = NativeMatrix
     expert_matrices = NativeExperts
-    table, fill_table = staticmethod(memory.table), staticmethod(fill_table)
+    table, fill_table = staticmethod(table), staticmethod(fill_table)
 
     def __init__(self, dtype: torch.dtype):
         """Activations are float32, whatever `dtype`."""

@@ -35,12 +35,12 @@ def plane_bytes(weights: int, format: Format) -> list[int]:
 
 
 def rows_of(x: "Tensor | Words") -> "Table":
-    """`x` (m, K), in memory that must outlive the result: rows of which every 32 bits are as far apart as any others."""
+    """The rows of `x` (m, K), whose memory must outlive the result."""
     if isinstance(x, Words):
         row, step = (4 * stride for stride in x.words.stride())
         kind = AWQ if x.order else KINDS[torch.uint8] if x.bits == 8 else WORDS
         return module.Table(address=pointer(x.words, torch.int32, contiguous=False), kind=kind, row=row, step=step)
-    if x.dim() != 2 or x.shape[1] > 1 and x.stride(1) != 1:
+    if x.dim() != 2 or (x.shape[1] > 1 and x.stride(1) != 1):
         raise TypeError(f"rows {tuple(x.shape)} {x.stride()} are not of neighbours")
     return module.Table(
         address=pointer(x, x.dtype, contiguous=False), kind=KINDS[x.dtype], row=x.stride(0) * x.itemsize, step=4

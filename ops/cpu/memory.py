@@ -19,7 +19,7 @@ _buffers: "WeakValueDictionary[int, Buffer]" = WeakValueDictionary()  # by addre
 
 def allocate(nbytes: int, team: "int | Team") -> "Buffer":
     """Zeroed memory near a team of the engine's pool, by its number, or near a team of another pool."""
-    buffer = native.Buffer(bytes=nbytes, team=team)  # type: ignore[arg-type]
+    buffer = native.Buffer(bytes=nbytes, team=team)
     if nbytes:
         _buffers[buffer.address] = buffer
     return buffer

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ops.cpu.memory import allocate
 from ops.cpu.matrix import ALIGNMENT, MatrixView, padded, plane_bytes
+from ops.cpu.memory import allocate
 from ops.cpu.shadow import UNITS, ExpertBlocks, Piece, Pieces, ShadowPool
 from ops.format import Quantised
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
+from executor.checkpoint import load
 from executor.checkpoint.random import random_weights
 from executor.job.logits import collect_logits
 from models.layers.base import ALL, Layer, Piece
@@ -88,6 +89,32 @@ def test_random_weights_of_absurd_sizes_are_refused_by_count(
     case = tiny_case(tmp_path, tmp_path / "model", model_config={"dtype": "float32", "with_ckpt": False})
     with pytest.raises(UserError, match=complaint):
         make_runner(case, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bar_counts_the_bytes_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    """Also where two layers are filled from one tensor."""
+    bars: list[tuple[int, int]] = []
+
+    class Bar:
+        def __init__(self, total: int, shown: bool):
+            self.n, self.total = 0, total
+
+        def __enter__(self) -> "Bar":
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            bars.append((self.total, self.n))
+
+        def update(self, count: int) -> None:
+            self.n += count
+
+    monkeypatch.setattr(load, "loading_bar", Bar)
+    save_tiny(tmp_path / "model", tie_word_embeddings=tied)
+    make_runner(tiny_case(tmp_path, tmp_path / "model"), tmp_path)
+    ((total, done),) = bars
+    size = sum(t.nbytes for t in load_file(tmp_path / "model" / "model.safetensors").values())
+    assert total == done == size + tied * 96 * 32 * 4
 
 
 def test_wrong_shapes_are_named(tmp_path: Path) -> None:

@@ -83,12 +83,13 @@ def parity(*command: str) -> str:
     return lines[0].removeprefix("kernels ")
 
 
-PACKING = [SOURCES / f"{name}.cpp" for name in ("runtime/pool", "kernels/generic", "kernels/pack", "kernels/panel")]
+PACKING = ("runtime/pool", "kernels/attention", "kernels/generic", "kernels/pack", "kernels/panel")
 
 
 def packing(compiler: str, *flags: str) -> str:
     """What the program prints for packed rows of every kind, built for one instruction set."""
-    return program("packing", compiler, ["-O3", *flags], [TESTS / "packing.cpp", *PACKING], ["-pthread"])
+    sources = [TESTS / "packing.cpp", *(SOURCES / f"{name}.cpp" for name in PACKING)]
+    return program("packing", compiler, ["-O3", *flags], sources, ["-pthread"])
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Rows of every kind that checkpoints store, packed into every format: bit for bit what the formulas in PyTorch give."""
+"""Rows of every kind that checkpoints store, packed into every format: bit for bit what PyTorch gives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -141,7 +141,9 @@ def test_kept_levels_come_back() -> None:
     part = Quantised(4, packed_in_words(levels, 4, ORDER), torch.rand(48, 2).half(), None)
     matrix = NativeMatrix(48, COLUMNS, Format("q4", 128), CPU)
     matrix.fill(0, part)
-    assert torch.equal(matrix.packed.dequantised(0, 48), (levels.float() - 8) * part.scales.float().repeat_interleave(128, 1))
+    assert torch.equal(
+        matrix.packed.dequantised(0, 48), (levels.float() - 8) * part.scales.float().repeat_interleave(128, 1)
+    )
 
 
 @pytest.mark.parametrize("group", [32, 128])

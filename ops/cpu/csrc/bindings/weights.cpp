@@ -46,8 +46,7 @@ void bind_weights(py::module_& m) {
     m.def(
         "pack_rows",
         [](const SplitMatrix& w, int64_t index, int64_t first, int64_t step, int64_t count, int64_t columns,
-           const Table& values, const Table& scales, const Table& zeros, int64_t group, int middle,
-           bool keep) {
+           const Table& values, const Table& scales, const Table& zeros, int64_t group, int middle, bool keep) {
             py::gil_scoped_release release;
             Context context = engine.context();
             return pack_rows(context, w, {index, first, step}, count, columns, {values, scales, zeros, group, middle},

@@ -95,8 +95,7 @@ int pack_levels(const RowBlock& to, const Given& from, int64_t c) {
         const uint16_t half = float_to_half(scale_at(from.scales, row, c / from.group));
         if ((half & 0x7c00) == 0x7c00) flags = kLargeScale;
         to.place.scales[at] = half;
-        if (to.place.zeros)
-            to.place.zeros[at] = from.zeros.at ? zero_at(from.zeros, row, c / from.group) : from.middle;
+        if (to.place.zeros) to.place.zeros[at] = from.zeros.at ? zero_at(from.zeros, row, c / from.group) : from.middle;
     }
     return flags;
 }

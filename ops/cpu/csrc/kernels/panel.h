@@ -18,8 +18,9 @@ enum class Kind : int32_t { f32 = 0, bf16 = 1, f16 = 2, f8 = 3, u8 = 4, i8 = 5, 
 struct Table {
     const uint8_t* at = nullptr;
     Kind kind = Kind::f32;
-    int64_t row = 0;   // bytes from a row to the next; awq: from eight rows to the next eight
-    int64_t step = 0;  // bytes from 32 bits of a row to the next; awq, scales and zero points: from a column to the next
+    int64_t row = 0;  // bytes from a row to the next; awq: from eight rows to the next eight
+    int64_t step =
+        0;  // bytes from 32 bits of a row to the next; awq, scales and zero points: from a column to the next
 };
 
 // Rows as they are given: values, or levels with scales and zero points for every `group` columns of a row.

@@ -111,7 +111,7 @@ private:
 
     static constexpr int64_t kHuge = 2 << 20, kReadAhead = 8192;
     static constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers lack
-    int64_t size_, bytes_;  // requested size; mapped size
+    int64_t size_, bytes_;                    // requested size; mapped size
     void* memory_;
     bool bound_ = false, local_ = false;
 };

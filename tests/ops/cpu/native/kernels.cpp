@@ -47,8 +47,8 @@ void pack(const Matrix& w, int64_t index, int64_t first, int64_t count, const fl
         scales[g] = most / 448;
         for (int c = 0; c < w.group; c++) values[g * w.group + c] = nearest_f8(from[g * w.group + c] / scales[g]);
     }
-    const Given given{table(values.data(), Kind::f8, w.k, 4), table(scales.data(), Kind::f32, w.k / w.group, 4), {},
-                      w.group};
+    const Given given{
+        table(values.data(), Kind::f8, w.k, 4), table(scales.data(), Kind::f32, w.k / w.group, 4), {}, w.group};
     pack_rows(context, w, {index, first, 1}, count, w.k, given, true);
 }
 

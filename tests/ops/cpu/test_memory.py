@@ -1,0 +1,71 @@
+"""The memory of weights, and files in its place."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.cpu import engine, memory
+
+SIZE = 300_001  # no whole pages, and less than a huge one, which the system may refuse
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    yield
+    engine.start(1, "auto")
+
+
+def made(node: int, path: Path) -> tuple[Tensor, Tensor]:
+    """(memory near `node`, what the file holds)"""
+    engine.start_teams([engine.native.Team(node, 2, [])], "auto")
+    data = torch.randint(1, 256, (SIZE,), dtype=torch.uint8)
+    path.write_bytes(bytes(data.numpy()))
+    return torch.frombuffer(memory.allocate(SIZE + 100, 0), dtype=torch.uint8)[:SIZE], data
+
+
+@pytest.mark.parametrize("node", [-1, 0])
+def test_a_file_takes_the_place_of_memory(tmp_path: Path, node: int) -> None:
+    """Mapped, unless the memory belongs on a NUMA node: then it can only be read."""
+    storage, data = made(node, tmp_path / "data")
+    assert memory.is_allocated(storage)
+    assert not memory.is_allocated(storage[64:])
+    assert memory.map_file(storage, tmp_path / "data") == (node < 0)
+    assert torch.equal(storage, data if node < 0 else torch.zeros_like(data))
+    memory.clear(storage)
+    assert not storage.any()
+    memory.read_file(storage, tmp_path / "data")
+    assert torch.equal(storage, data)
+    storage[0] = 0  # memory again, which may be written
+    assert (tmp_path / "data").read_bytes()[0] == data[0] != 0
+
+
+def test_small_pages_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, _ = made(-1, tmp_path / "data")
+    monkeypatch.setattr(memory, "HUGE", 1)  # none of the file is in huge pages
+    assert not memory.map_file(storage, tmp_path / "data")
+    storage[5] = 1
+
+
+@pytest.mark.parametrize("how", [memory.map_file, memory.read_file])
+def test_files_that_are_too_short_or_absent_are_errors(tmp_path: Path, how: object) -> None:
+    storage, _ = made(-1, tmp_path / "data")
+    (tmp_path / "data").write_bytes(b"x" * (SIZE - 1))
+    assert callable(how)
+    with pytest.raises(OSError, match="data"):
+        how(storage, tmp_path / "data")
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        how(storage, tmp_path / "nothing")
+    assert not storage.any()
+
+
+def test_memory_is_forgotten_with_its_buffer() -> None:
+    buffer = memory.allocate(100, 0)
+    storage = torch.frombuffer(buffer, dtype=torch.uint8)
+    address = storage.data_ptr()
+    del buffer
+    assert memory.is_allocated(storage)  # the tensor keeps it
+    del storage
+    assert address not in memory._buffers
