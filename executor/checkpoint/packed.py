@@ -117,7 +117,7 @@ class PackedCache:
                 bar.update(sizes[name])
         with open(self.folder / SMALL, "rb") as file:
             for storage in self.small:
-                file.readinto(memoryview(storage.numpy()))
+                file.readinto(storage.numpy().data)
         return "mapped" if mapped else "read"
 
 
