@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.gguf_file import write_gguf
 from benchmarks.ik_llama_engine import IkLlama
 from benchmarks.llama_cpp_engine import LlamaCpp, library
-from benchmarks.machine import seconds_of, take_turns
+from benchmarks.machine import ratios, seconds_of, take_turns
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from benchmarks.peer_engine import Peer
 from benchmarks.umbra import Umbra
@@ -133,8 +133,7 @@ def compare(
             row |= {name: tokens / statistics.median(took), f"{name}_best": tokens / min(took)}
         for name, prefix in (("theirs", ""), ("ik", "ik_")):
             if name in times:
-                ratios = [t / o for o, t in zip(times["ours"], times[name], strict=True)]
-                found = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+                found = ratios(times["ours"], times[name])
                 row |= {f"{prefix}ratio_{key}": ratio for key, ratio in found.items()}
         return row
 
