@@ -2,12 +2,13 @@
 tokens, measured in turns within one process.
 
     .venv/bin/python -m benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--format q4|q8]
-        [--decodes 1x64 4x64 8x64 1x8192] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
+        [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
 
 The weights are random, with the shapes of the case's model, and written as GGUF with exactly the same values
 (gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
 engines use the same number of threads. llama.cpp runs with or without flash attention, whichever is faster in a short
-trial of the row. Before anything is timed, both must give the same logits.
+trial of the row. Before anything is timed, both must give the same logits. Contexts of more than 1,024 tokens are not
+computed: their keys and values are made up, as in cpu_decode.py.
 
 A row, of the table and of `rows` in the JSON file:
   phase         decode or prefill
@@ -44,9 +45,11 @@ from errors import UserError, run_main
 from executor.config.env import ik_llama
 from executor.job.logits import prefill_logits
 
-DECODES, PROMPTS = ("1x64", "4x64", "8x64", "1x8192"), (128, 512, 2048, 8192)
+DECODES, PROMPTS = ("1x64", "4x64", "8x64", "1x8192", "1x32768"), (128, 512, 2048, 8192)
 CHECKED = 64  # cached tokens of the sequences whose logits are compared
+COMPUTED = 1024  # cached tokens up to which a context is computed; those of longer ones are made up
 STEPS = 8  # decode steps of one turn
+LEAST = 3  # turns
 PAUSE = 0.02  # seconds; llama.cpp's OpenMP threads spin for up to 10 ms before they sleep
 COLUMNS = (
     ("phase", "phase", 8, ""),
@@ -84,7 +87,8 @@ SAME_TOP = 0.75
 def same_logits(ours: Umbra, theirs: Peer, batch: int) -> dict[str, float]:
     """Compare all tokens of a prompt and one decode step of `batch` sequences; return the errors found, or raise."""
     generator = torch.Generator().manual_seed(1)
-    (prompt,) = ours.random_prompts(1, 64, generator)
+    (prompt,) = ours.random_prompts(1, CHECKED, generator)
+    theirs.reserve(batch, CHECKED + 1, max(CHECKED, batch))
     prefill = prefill_logits(ours.runner, [prompt])[0], theirs.prefill_all(prompt).clone()
     contexts = ours.random_prompts(batch, CHECKED, generator)
     tokens = [row[0] for row in ours.random_prompts(batch, 1, generator)]
@@ -115,9 +119,9 @@ def compare(
     ik: IkLlama | None,
     decodes: Sequence[tuple[int, int]],
     prompts: Sequence[int],
-    pairs: int,
+    seconds: float,
 ) -> Iterator[Row]:
-    """The rows for each (batch, context) of `decodes` and each length of `prompts`, each measured in `pairs` turns."""
+    """The rows for each (batch, context) of `decodes` and each length of `prompts`, each measured for `seconds`."""
     generator = torch.Generator().manual_seed(2)
     engines: dict[str, Umbra | Peer] = {"ours": ours, "theirs": theirs}
     if ik:
@@ -127,7 +131,7 @@ def compare(
         phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | Peer], object], flash: bool
     ) -> Row:
         runs = {name: functools.partial(run, engine) for name, engine in engines.items()}
-        times = take_turns(runs, seconds=0, least=pairs, pause=PAUSE)
+        times = take_turns(runs, seconds, LEAST, PAUSE)
         row: Row = dict(phase=phase, batch=batch, context=context, flash=flash)
         for name, took in times.items():
             row |= {name: tokens / statistics.median(took), f"{name}_best": tokens / min(took)}
@@ -145,9 +149,11 @@ def compare(
             for tokens in steps:
                 engine.step(tokens)
 
-        ours.begin(contexts)
+        for peer in (theirs, ik) if ik else (theirs,):
+            peer.reserve(batch, context + 1, max(batch, min(context, COMPUTED)))
+        cache(ours, contexts)
         if ik:
-            ik.begin(contexts)
+            cache(ik, contexts)
         flash = faster_attention(theirs, contexts, decode)
         yield row("decode", batch, context, batch * STEPS, decode, flash)
     for length in prompts:
@@ -156,7 +162,13 @@ def compare(
         def prefill(engine: Umbra | Peer, prompt: list[int] = prompt) -> None:
             engine.prefill(prompt)
 
+        for peer in (theirs, ik) if ik else (theirs,):
+            peer.reserve(1, length, length)
         yield row("prefill", length, 0, length, prefill, faster_attention(theirs, [], prefill))
+
+
+def cache(engine: Umbra | Peer, contexts: list[list[int]]) -> None:
+    (engine.begin if len(contexts[0]) <= COMPUTED else engine.assume)(contexts)
 
 
 def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[[LlamaCpp], object]) -> bool:
@@ -164,9 +176,11 @@ def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[
     times = {}
     for flash in (False, True):
         theirs.use(flash)
-        theirs.begin(contexts)
-        run(theirs)
-        times[flash] = min(seconds_of(lambda: run(theirs)) for _ in range(2))
+        if contexts:
+            cache(theirs, contexts)
+        times[flash] = seconds_of(lambda: run(theirs))
+        if times[flash] < 1:  # else the first run's own work does not count
+            times[flash] = min(seconds_of(lambda: run(theirs)) for _ in range(2))
     flash = times[True] < times[False]
     theirs.use(flash)
     return flash
@@ -222,13 +236,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
     parser.add_argument("--decodes", nargs="+", default=DECODES, help="sequences x cached tokens of each")
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
-    parser.add_argument("--pairs", type=int, default=7, help="turns of each engine, after one that is not counted")
+    parser.add_argument(
+        "--seconds", type=float, default=10, help=f"of turns for a row; at least {LEAST} turns, after one not counted"
+    )
     parser.add_argument(
         "--folder", type=Path, help="for the GGUF file, as large as the weights; default: a temporary one"
     )
     parser.add_argument("--keep", action="store_true", help="keep the GGUF file")
     args = parser.parse_args(argv)
-    for name, value in (("pairs", args.pairs), ("threads", args.threads), ("prompts", min(args.prompts))):
+    for name, value in (("threads", args.threads), ("prompts", min(args.prompts))):
         if value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
     decodes = [pair_of(text) for text in args.decodes]
@@ -238,17 +254,17 @@ def main(argv: list[str]) -> None:
     ours = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, batch, longest)
     folder = ik_llama()
     with same_weights(ours, args.format, args.folder, args.keep) as path:
-        theirs = LlamaCpp(path, args.threads, batch, longest)
-        ik = IkLlama(folder, path, args.threads, batch, longest) if folder else None
+        theirs = LlamaCpp(path, args.threads)
+        ik = IkLlama(folder, path, args.threads) if folder else None
     logits = same_logits(ours, theirs, batch)
     if ik:
         same_logits(ours, ik, batch)
     columns = COLUMNS + (IK_COLUMNS if ik else ())
-    rows = printed(compare(ours, theirs, ik, decodes, args.prompts, args.pairs), columns)
+    rows = printed(compare(ours, theirs, ik, decodes, args.prompts, args.seconds), columns)
     theirs.close()
     if ik:
         ik.close()
-    settings = {key: getattr(args, key) for key in ("case", "format", "threads", "instruction_set", "pairs")}
+    settings = {key: getattr(args, key) for key in ("case", "format", "threads", "instruction_set", "seconds")}
     layers = ours.config.num_hidden_layers
     write_rows(args.json, rows, layers=layers, llama_cpp_python=version, logits=logits, **settings)
     plot(args.plot, panels(rows), "Umbra's speed / theirs")

@@ -5,13 +5,16 @@
 The layer, its tokens and the way Umbra's calls are captured are those of cpu_moe.py. All layers hold the same weights
 (moe_weights.py), and before a row is measured each must give the layer's output up to the rounding of its activations:
 int8 in groups of 32 (Umbra and kt-kernel's RAWINT4), int8 in rows (kt-kernel's AMXINT4) or bfloat16 (torch's int4
-product, in an ordinary loop over the experts). All use the same number of threads.
+product, in an ordinary loop over the experts). All use the same number of threads. A thread of kt-kernel's polls while
+its workers work, and takes turns with one of them where every core has a worker; in a short trial of the row it may
+therefore run with a worker less.
 
 Columns of the table; `rows` in the JSON file have `ours`, `group` (RAWINT4), `row` (AMXINT4) and `torch` as prefixes:
   tokens             of one call
   ms                 of one call, the median
   GB/s, of read      q4's bytes of each expert that a call uses, over that time; their part of the rate of plain reads
   of int8 peak       multiply-adds over that time, as a part of the peak
+  workers            kt-kernel's
   ratio              theirs / ours, the median of each pair of neighbouring turns: above 1, Umbra is faster
 """
 
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.cpu_moe import EXPERTS, HIDDEN, INNER, TOP_K, random_inputs
+from benchmarks.cpu_moe import EXPERTS, HIDDEN, INNER, TOP_K, Inputs, random_inputs
 from benchmarks.kt_kernel_moe import KtMoe, library, thread_pool
 from benchmarks.machine import Limits, ratios, take_turns
 from benchmarks.moe_weights import Weights, random_weights, routed
@@ -37,6 +40,7 @@ from ops.cpu.matrix import NativeExperts
 from ops.format import FORMATS
 
 TOKENS = (1, 4, 8, 32, 128, 512)
+TRIALS = 3
 PAUSE = 0.05  # seconds; kt-kernel's and OpenMP's threads wait actively for a while before they sleep
 # Of a whole layer's output. The worst of the formats rounds each row of activations to 8 bits, twice: 2.4 % with normal
 # numbers. Gate and up exchanged, or an expert in another's place, make more than 50 %.
@@ -54,6 +58,7 @@ COLUMNS = (
         for column in (
             (f"{name}_ms", heading, 12, ".3f"),
             (f"{name}_read_fraction", "of read", 8, ".2f"),
+            *([(f"{name}_workers", "workers", 8, "")] if name != "torch" else []),
             (f"{name}_ratio_median", "ratio", 7, ".2f"),
         )
     ),
@@ -62,6 +67,10 @@ COLUMNS = (
 
 class Layer(Protocol):
     def prepared(self, x: Tensor, weights: Tensor, ids: Tensor) -> Callable[[], Tensor]: ...
+
+
+Choice = Mapping[int, Layer]  # number of workers: a layer with so many
+Calls = Sequence[Callable[[], Tensor]]
 
 
 def filled_experts(weights: Weights) -> NativeExperts:
@@ -91,8 +100,8 @@ def checked(exact: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     return errors
 
 
-def compare(weights: Weights, layers: Mapping[str, Layer], rounds: int) -> Iterator[Row]:
-    """A row for each number of tokens, measured in `rounds` turns."""
+def compare(weights: Weights, choices: Mapping[str, Choice], rounds: int) -> Iterator[Row]:
+    """A row for each number of tokens, measured in `rounds` turns with the fastest layer of each choice."""
     cpu, limits = load_ops("cpu"), Limits()
     experts = filled_experts(weights)
     for tokens in TOKENS:
@@ -100,7 +109,8 @@ def compare(weights: Weights, layers: Mapping[str, Layer], rounds: int) -> Itera
         tape = engine.Tape()
         with tape.capture():
             outs = [cpu.moe(*each, experts, 0) for each in inputs]
-        calls = {name: [layer.prepared(*each) for each in inputs] for name, layer in layers.items()}
+        workers = {name: fastest(choice, inputs) for name, choice in choices.items()}
+        calls = {name: prepared(choices[name][workers[name]], inputs) for name in choices}
         tape.replay()
         exact = exact_output(weights, *inputs[0])
         errors = checked(exact, {"ours": outs[0]} | {name: each[0]() for name, each in calls.items()})
@@ -110,6 +120,7 @@ def compare(weights: Weights, layers: Mapping[str, Layer], rounds: int) -> Itera
         seconds = {name: statistics.median(each) for name, each in times.items()}
         read, peak = limits.read_gbps(seconds["read"]), limits.int8_gmacs(seconds["multiply"])
         row: Row = dict(tokens=tokens, experts=hit, read_gbps=read, int8_gmacs=peak)
+        row |= {f"{name}_workers": count for name, count in workers.items()}
         for name, error in errors.items():
             ms = seconds[name] / len(inputs) * 1e3
             gbps, gmacs = hit * experts.nbytes / EXPERTS / ms / 1e6, 3 * tokens * TOP_K * HIDDEN * INNER / ms / 1e6
@@ -119,7 +130,20 @@ def compare(weights: Weights, layers: Mapping[str, Layer], rounds: int) -> Itera
         yield row
 
 
-def _run_all(calls: Sequence[Callable[[], object]]) -> None:
+def prepared(layer: Layer, inputs: Sequence[Inputs]) -> Calls:
+    return [layer.prepared(*each) for each in inputs]
+
+
+def fastest(choice: Choice, inputs: Sequence[Inputs]) -> int:
+    """The number of workers of the layer that is fastest in a short trial."""
+    if len(choice) == 1:
+        return next(iter(choice))
+    runs = {str(workers): functools.partial(_run_all, prepared(layer, inputs)) for workers, layer in choice.items()}
+    times = take_turns(runs, seconds=0, least=TRIALS, pause=PAUSE)
+    return int(min(times, key=lambda workers: statistics.median(times[workers])))
+
+
+def _run_all(calls: Calls) -> None:
     for call in calls:
         call()
 
@@ -140,15 +164,15 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(args.threads)
     chosen = engine.start(args.threads, args.instruction_set)
     weights = random_weights(EXPERTS, INNER, HIDDEN)
-    pool, most = thread_pool(args.threads), max(TOKENS)
-    layers: dict[str, Layer] = {
-        "group": KtMoe(weights, "RAWINT4", TOP_K, most, pool),
-        "row": KtMoe(weights, "AMXINT4", TOP_K, most, pool),
-        "torch": TorchInt4Moe(weights),
+    pools = {workers: thread_pool(workers) for workers in {args.threads, max(args.threads - 1, 1)}}
+    choices: dict[str, Choice] = {
+        name: {workers: KtMoe(weights, method, TOP_K, max(TOKENS), pool) for workers, pool in pools.items()}
+        for name, method in (("group", "RAWINT4"), ("row", "AMXINT4"))
     }
+    choices["torch"] = {args.threads: TorchInt4Moe(weights)}
     versions = dict(kt_kernel=kt_kernel.__version__, kt_variant=kt_kernel.__cpu_variant__, torch=torch.__version__)
     print(f"{chosen}, {args.threads} threads; " + ", ".join(f"{name} {text}" for name, text in versions.items()))
-    rows = printed(compare(weights, layers, args.rounds), COLUMNS)
+    rows = printed(compare(weights, choices, args.rounds), COLUMNS)
     write_rows(args.json, rows, threads=args.threads, instruction_set=chosen, rounds=args.rounds, **versions)
     plot(args.plot, {"tokens": lines(rows)}, "their time / Umbra's")
 

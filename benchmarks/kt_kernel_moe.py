@@ -22,12 +22,15 @@ def library() -> Any:
     try:
         import kt_kernel
     except ImportError:
-        raise UserError(f"kt-kernel is missing or does not run on this machine; once, for its 100 MB: {INSTALL}") from None
+        raise UserError(
+            f"kt-kernel is missing or does not run on this machine; once, for its 100 MB: {INSTALL}"
+        ) from None
     return kt_kernel
 
 
 def thread_pool(threads: int) -> Any:
-    """Its workers, bound to the first `threads` cores of NUMA node 0. One process can have one pool."""
+    """`threads` workers, bound to the first cores of NUMA node 0, and one thread more, which polls without a pause
+    while they work."""
     native = library().kt_kernel_ext
     config = native.WorkerPoolConfig()
     config.subpool_count, config.subpool_numa_map, config.subpool_thread_count = 1, [0], [threads]
