@@ -15,8 +15,10 @@ A row, of the table and of `rows` in the JSON file:
   batch         decode: sequences in the step; prefill: tokens of the one prompt
   context       decode: cached tokens of each sequence
   ours, theirs  tokens/s, medians; ours_best, theirs_best: of the fastest turn
+  ours_fraction, theirs_fraction   of the machine's limit in the same turns: of decode the rate of plain reads, for all
+                that a step must read; of prefill the peak of int8 multiply-adds, for all products with weights
   ratio_median, ratio_min, ratio_max   ours / theirs of each pair of neighbouring turns: above 1, Umbra is faster
-  ik, ik_best, ik_ratio_median, ik_ratio_min, ik_ratio_max   the same of ik_llama.cpp, if it takes part
+  ik, ik_best, ik_fraction, ik_ratio_median, ik_ratio_min, ik_ratio_max   the same of ik_llama.cpp, if it takes part
   flash         whether llama.cpp's flash attention was on
 
 Only an idle machine gives a fair ratio: llama.cpp's threads spin until the others arrive after every operator, and one
@@ -34,10 +36,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.cpu_decode import Routed, step_bytes, step_macs
 from benchmarks.gguf_file import write_gguf
 from benchmarks.ik_llama_engine import IkLlama
 from benchmarks.llama_cpp_engine import LlamaCpp, library
-from benchmarks.machine import ratios, seconds_of, take_turns
+from benchmarks.machine import Limits, ratios, seconds_of, take_turns
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from benchmarks.peer_engine import Peer
 from benchmarks.umbra import Umbra
@@ -56,19 +59,19 @@ COLUMNS = (
     ("batch", "batch", 7, ""),
     ("context", "context", 9, ""),
     ("ours", "ours", 9, ".1f"),
-    ("ours_best", "best", 9, ".1f"),
+    ("ours_fraction", "of limit", 10, ".2f"),
     ("theirs", "theirs", 9, ".1f"),
-    ("theirs_best", "best", 9, ".1f"),
-    ("ratio_median", "ratio", 8, ".2f"),
-    ("ratio_min", "least", 8, ".2f"),
-    ("ratio_max", "most", 8, ".2f"),
+    ("theirs_fraction", "of limit", 10, ".2f"),
+    ("ratio_median", "ratio", 7, ".2f"),
+    ("ratio_min", "least", 7, ".2f"),
+    ("ratio_max", "most", 7, ".2f"),
 )
 IK_COLUMNS = (
     ("ik", "ik_llama", 10, ".1f"),
-    ("ik_best", "best", 9, ".1f"),
-    ("ik_ratio_median", "ratio", 8, ".2f"),
-    ("ik_ratio_min", "least", 8, ".2f"),
-    ("ik_ratio_max", "most", 8, ".2f"),
+    ("ik_fraction", "of limit", 10, ".2f"),
+    ("ik_ratio_median", "ratio", 7, ".2f"),
+    ("ik_ratio_min", "least", 7, ".2f"),
+    ("ik_ratio_max", "most", 7, ".2f"),
 )
 # Both round activations to 8 bits for every 32 columns. Of normal numbers the largest of 32 is about 2.3 sigma, so the
 # step is 2.3 / 127 sigma and the error 0.5 % of the input; two such inputs in a row in each half of a layer, and two
@@ -127,14 +130,21 @@ def compare(
     if ik:
         engines["ik"] = ik
 
+    limits = Limits()
+
     def row(
-        phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | Peer], object], flash: bool
-    ) -> Row:
-        runs = {name: functools.partial(run, engine) for name, engine in engines.items()}
+        phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | Peer], object], flash: bool,
+        least: Callable[[dict[str, float]], float],
+    ) -> Row:  # fmt: skip
+        """`least`: the seconds that `run` takes at the machine's limits, given those of a turn of each limit."""
+        runs: dict[str, Callable[[], object]] = {"read": limits.read, "multiply": limits.multiply}
+        runs |= {name: functools.partial(run, engine) for name, engine in engines.items()}
         times = take_turns(runs, seconds, LEAST, PAUSE)
+        took = {name: statistics.median(each) for name, each in times.items()}
         row: Row = dict(phase=phase, batch=batch, context=context, flash=flash)
-        for name, took in times.items():
-            row |= {name: tokens / statistics.median(took), f"{name}_best": tokens / min(took)}
+        for name in engines:
+            row |= {name: tokens / took[name], f"{name}_best": tokens / min(times[name])}
+            row[f"{name}_fraction"] = least(took) / took[name]
         for name, prefix in (("theirs", ""), ("ik", "ik_")):
             if name in times:
                 found = ratios(times["ours"], times[name])
@@ -154,8 +164,13 @@ def compare(
         cache(ours, contexts)
         if ik:
             cache(ik, contexts)
+        size = step_bytes(ours.model, batch, batch * (context + 1), experts_of(ours, steps))
+
+        def reads(took: dict[str, float], size: float = size) -> float:
+            return STEPS * size / limits.read_gbps(took["read"]) / 1e9
+
         flash = faster_attention(theirs, contexts, decode)
-        yield row("decode", batch, context, batch * STEPS, decode, flash)
+        yield row("decode", batch, context, batch * STEPS, decode, flash, reads)
     for length in prompts:
         (prompt,) = ours.random_prompts(1, length, generator)
 
@@ -164,7 +179,22 @@ def compare(
 
         for peer in (theirs, ik) if ik else (theirs,):
             peer.reserve(1, length, length)
-        yield row("prefill", length, 0, length, prefill, faster_attention(theirs, [], prefill))
+        macs = step_macs(ours.model, length, 1, ours.config.experts_per_token)
+
+        def multiplies(took: dict[str, float], macs: float = macs) -> float:
+            return macs / limits.int8_gmacs(took["multiply"]) / 1e9
+
+        yield row("prefill", length, 0, length, prefill, faster_attention(theirs, [], prefill), multiplies)
+
+
+def experts_of(ours: Umbra, steps: list[list[int]]) -> float:
+    """How many different experts of a layer these steps use on average."""
+    with Routed(ours.model) as routed:
+        ours.capture_again()
+        for tokens in steps:
+            ours.step(tokens)
+            routed.count()
+    return routed.experts
 
 
 def cache(engine: Umbra | Peer, contexts: list[list[int]]) -> None:
