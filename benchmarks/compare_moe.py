@@ -1,6 +1,6 @@
 """Speed of one mixture of experts in 4 bits: Umbra's, kt-kernel's and torch's, measured in turns within one process.
 
-    .venv/bin/python -m benchmarks.compare_moe [--rounds N] [--json FILE] [--plot FILE]
+    .venv/bin/python -m benchmarks.compare_moe [--seconds S] [--json FILE] [--plot FILE]
 
 The layer, its tokens and the way Umbra's calls are captured are those of cpu_moe.py. All layers hold the same weights
 (moe_weights.py), and before a row is measured each must give the layer's output up to the rounding of its activations:
@@ -40,7 +40,7 @@ from ops.cpu.matrix import NativeExperts
 from ops.format import FORMATS
 
 TOKENS = (1, 4, 8, 32, 128, 512)
-TRIALS = 3
+LEAST = 3  # turns
 PAUSE = 0.05  # seconds; kt-kernel's and OpenMP's threads wait actively for a while before they sleep
 # Of a whole layer's output. The worst of the formats rounds each row of activations to 8 bits, twice: 2.4 % with normal
 # numbers. Gate and up exchanged, or an expert in another's place, make more than 50 %.
@@ -100,8 +100,8 @@ def checked(exact: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
     return errors
 
 
-def compare(weights: Weights, choices: Mapping[str, Choice], rounds: int) -> Iterator[Row]:
-    """A row for each number of tokens, measured in `rounds` turns with the fastest layer of each choice."""
+def compare(weights: Weights, choices: Mapping[str, Choice], seconds: float) -> Iterator[Row]:
+    """A row for each number of tokens, measured for `seconds` with the fastest layer of each choice."""
     cpu, limits = load_ops("cpu"), Limits()
     experts = filled_experts(weights)
     for tokens in TOKENS:
@@ -109,20 +109,20 @@ def compare(weights: Weights, choices: Mapping[str, Choice], rounds: int) -> Ite
         tape = engine.Tape()
         with tape.capture():
             outs = [cpu.moe(*each, experts, 0) for each in inputs]
-        workers = {name: fastest(choice, inputs) for name, choice in choices.items()}
+        workers = {name: fastest(choice, inputs, seconds / 5) for name, choice in choices.items()}
         calls = {name: prepared(choices[name][workers[name]], inputs) for name in choices}
         tape.replay()
         exact = exact_output(weights, *inputs[0])
         errors = checked(exact, {"ours": outs[0]} | {name: each[0]() for name, each in calls.items()})
         runs: dict[str, Callable[[], object]] = {"ours": tape.replay, "read": limits.read, "multiply": limits.multiply}
         runs |= {name: functools.partial(_run_all, each) for name, each in calls.items()}
-        times = take_turns(runs, seconds=0, least=rounds, pause=PAUSE)
-        seconds = {name: statistics.median(each) for name, each in times.items()}
-        read, peak = limits.read_gbps(seconds["read"]), limits.int8_gmacs(seconds["multiply"])
+        times = take_turns(runs, seconds, LEAST, PAUSE)
+        took = {name: statistics.median(each) for name, each in times.items()}
+        read, peak = limits.read_gbps(took["read"]), limits.int8_gmacs(took["multiply"])
         row: Row = dict(tokens=tokens, experts=hit, read_gbps=read, int8_gmacs=peak)
         row |= {f"{name}_workers": count for name, count in workers.items()}
         for name, error in errors.items():
-            ms = seconds[name] / len(inputs) * 1e3
+            ms = took[name] / len(inputs) * 1e3
             gbps, gmacs = hit * experts.nbytes / EXPERTS / ms / 1e6, 3 * tokens * TOP_K * HIDDEN * INNER / ms / 1e6
             found = dict(ms=ms, gbps=gbps, read_fraction=gbps / read, mac_fraction=gmacs / peak, error=error)
             found |= {f"ratio_{key}": ratio for key, ratio in ratios(times["ours"], times[name]).items()}
@@ -134,12 +134,12 @@ def prepared(layer: Layer, inputs: Sequence[Inputs]) -> Calls:
     return [layer.prepared(*each) for each in inputs]
 
 
-def fastest(choice: Choice, inputs: Sequence[Inputs]) -> int:
+def fastest(choice: Choice, inputs: Sequence[Inputs], seconds: float) -> int:
     """The number of workers of the layer that is fastest in a short trial."""
     if len(choice) == 1:
         return next(iter(choice))
     runs = {str(workers): functools.partial(_run_all, prepared(layer, inputs)) for workers, layer in choice.items()}
-    times = take_turns(runs, seconds=0, least=TRIALS, pause=PAUSE)
+    times = take_turns(runs, seconds, LEAST, PAUSE)
     return int(min(times, key=lambda workers: statistics.median(times[workers])))
 
 
@@ -155,10 +155,8 @@ def lines(rows: list[Row]) -> Lines:
 
 def main(argv: list[str]) -> None:
     parser = flags(__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each, after one that is not counted")
+    parser.add_argument("--seconds", type=float, default=5, help=f"of turns for a row; at least {LEAST} turns")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        raise UserError(f"--rounds {args.rounds}: must be at least 1")
     kt_kernel = library()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
@@ -172,8 +170,8 @@ def main(argv: list[str]) -> None:
     choices["torch"] = {args.threads: TorchInt4Moe(weights)}
     versions = dict(kt_kernel=kt_kernel.__version__, kt_variant=kt_kernel.__cpu_variant__, torch=torch.__version__)
     print(f"{chosen}, {args.threads} threads; " + ", ".join(f"{name} {text}" for name, text in versions.items()))
-    rows = printed(compare(weights, choices, args.rounds), COLUMNS)
-    write_rows(args.json, rows, threads=args.threads, instruction_set=chosen, rounds=args.rounds, **versions)
+    rows = printed(compare(weights, choices, args.seconds), COLUMNS)
+    write_rows(args.json, rows, threads=args.threads, instruction_set=chosen, seconds=args.seconds, **versions)
     plot(args.plot, {"tokens": lines(rows)}, "their time / Umbra's")
 
 

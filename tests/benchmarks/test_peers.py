@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import compare_moe, cpu_moe
-from benchmarks.machine import ratios
+from benchmarks import compare_moe, cpu_moe, machine
 from benchmarks.moe_weights import Weights, random_weights, routed
 from benchmarks.peer_engine import lengthened
 from benchmarks.torch_int4_moe import TorchInt4Moe
@@ -49,7 +48,15 @@ def test_a_saved_sequence_is_made_longer(start: bytes, ids: tuple[int, ...], tra
 
 
 def test_ratios_are_of_neighbouring_turns() -> None:
-    assert ratios([1.0, 2.0, 4.0], [2.0, 3.0, 16.0]) == {"median": 2.0, "min": 1.5, "max": 4.0}
+    assert machine.ratios([1.0, 2.0, 4.0], [2.0, 3.0, 16.0]) == {"median": 2.0, "min": 1.5, "max": 4.0}
+
+
+def test_rounds_that_others_disturb_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    others, calls = iter([0.0, 9.0, 9.0, 9.0, 9.0, 9.0]), list[int]()  # before and after each round: busy in the first
+    monkeypatch.setattr(machine, "others_seconds", lambda: next(others))
+    times = machine.take_turns({"a": lambda: calls.append(len(calls))}, seconds=1e-9, least=2)
+    assert len(calls) == 1 + 1 + 2
+    assert len(times["a"]) == 2
 
 
 @pytest.fixture
@@ -81,7 +88,7 @@ def kt_kernel(sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compare_moe_writes_its_rows(kt_kernel: None, tmp_path: Path) -> None:
     outputs = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
-    compare_moe.main(["--threads", "1", "--rounds", "1", *outputs])
+    compare_moe.main(["--threads", "1", "--seconds", "0", *outputs])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["tokens"] for row in rows] == [1, 5]
     assert rows[0]["experts"] == 2
@@ -100,7 +107,7 @@ def test_another_output_ends_the_comparison(kt_kernel: None, monkeypatch: pytest
     for factor in (1.1, float("nan")):
         monkeypatch.setattr(Exact, "factor", factor)
         with pytest.raises(UserError, match="the outputs are not the layer's"):
-            compare_moe.main(["--threads", "1", "--rounds", "1"])
+            compare_moe.main(["--threads", "1", "--seconds", "0"])
 
 
 def test_without_kt_kernel_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +142,7 @@ def test_each_token_has_the_sum_of_its_experts() -> None:
 
 def test_the_number_of_workers_is_that_of_the_faster_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"1": [3.0, 1.0, 2.0], "2": [1.0, 9.0, 1.0]}
-    monkeypatch.setattr(compare_moe, "take_turns", lambda runs, **_: {name: times[name] for name in runs})
+    monkeypatch.setattr(compare_moe, "take_turns", lambda runs, *_: {name: times[name] for name in runs})
     layers = dict.fromkeys((1, 2), Exact({}))
-    assert compare_moe.fastest(layers, []) == 2
-    assert compare_moe.fastest({1: layers[1]}, []) == 1
+    assert compare_moe.fastest(layers, [], 0) == 2
+    assert compare_moe.fastest({1: layers[1]}, [], 0) == 1
