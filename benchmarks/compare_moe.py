@@ -1,4 +1,4 @@
-"""Speed of one mixture of experts in 4 bits: Umbra's, kt-kernel's and torch's, measured in turns within one process.
+"""Speed of one mixture of experts in 4 bits by Umbra, kt-kernel and torch, measured in turns within one process.
 
     .venv/bin/python -m benchmarks.compare_moe [--seconds S] [--json FILE] [--plot FILE]
 
