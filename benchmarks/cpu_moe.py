@@ -10,6 +10,7 @@ each expert that a call uses once. Limits: see machine.py.
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from benchmarks.machine import Limits, alternate
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
@@ -21,6 +22,7 @@ from ops.format import FORMATS
 
 HIDDEN, INNER, TOP_K, EXPERTS = 2048, 768, 8, 128
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 1024, 4096)
+Inputs = tuple[Tensor, Tensor, Tensor]  # x (tokens, hidden), weights (tokens, top k), ids (tokens, top k)
 COLUMNS = (
     ("format", "format", 7, ""),
     ("tokens", "tokens", 7, ""),
@@ -44,17 +46,22 @@ def filled_experts(format: str) -> NativeExperts:
     return experts
 
 
+def random_inputs(tokens: int) -> tuple[list[Inputs], float]:
+    """The inputs of some calls, and how many experts a call uses on average."""
+    inputs = []
+    for _ in range(8 if tokens <= 128 else 2):
+        ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)])
+        inputs.append((torch.randn(tokens, HIDDEN), torch.full((tokens, TOP_K), 1 / TOP_K), ids))
+    return inputs, sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
+
+
 def measure(format: str, limits: Limits) -> Iterator[Row]:
     """A row for each number of tokens."""
     cpu = load_ops("cpu")
     experts = filled_experts(format)
     bytes_each = experts.nbytes / EXPERTS
     for tokens in TOKENS:
-        inputs = []
-        for _ in range(8 if tokens <= 128 else 2):
-            ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(tokens)])
-            inputs.append((torch.randn(tokens, HIDDEN), torch.full((tokens, TOP_K), 1 / TOP_K), ids))
-        hit = sum(len(ids.unique()) for _, _, ids in inputs) / len(inputs)
+        inputs, hit = random_inputs(tokens)
         tape = engine.Tape()
         with tape.capture():
             for x, weights, ids in inputs:

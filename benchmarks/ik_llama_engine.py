@@ -21,14 +21,20 @@ SHIM = Path(__file__).with_name("ik_llama.cpp")
 
 
 class IkLlama(Peer):
-    def __init__(self, folder: Path, path: Path, threads: int, sequences: int, longest: int):
-        """Loads the GGUF file `path`, with room for `sequences` of `longest` tokens."""
+    state_start = 0
+
+    def __init__(self, folder: Path, path: Path, threads: int):
+        """Loads the GGUF file `path` with the build in `folder`."""
         self.api = _compiled(folder)
         why = ctypes.create_string_buffer(256)
-        self.engine = ctypes.c_void_p(self.api.ik_open(str(path).encode(), threads, sequences, longest, why))
+        self.engine = ctypes.c_void_p(self.api.ik_open(str(path).encode(), threads, why))
         if not self.engine:
             raise UserError(f"ik_llama.cpp cannot load {path}: {why.value.decode(errors='replace').strip()}")
         self.vocabulary = self.api.ik_vocabulary(self.engine)
+
+    def reserve(self, sequences: int, longest: int, at_once: int) -> None:
+        if self.api.ik_reserve(self.engine, sequences, longest, at_once):
+            raise UserError(f"ik_llama.cpp: no memory for {sequences} sequences of {longest} tokens")
 
     def clear(self) -> None:
         self.api.ik_clear(self.engine)
@@ -44,6 +50,15 @@ class IkLlama(Peer):
         wanted = int(rows[:, 3].sum())
         logits = np.ctypeslib.as_array(self.api.ik_logits(self.engine), shape=(max(wanted, 1), self.vocabulary))
         return torch.from_numpy(logits)[:wanted]
+
+    def state(self, sequence: int) -> bytes:
+        kept = ctypes.create_string_buffer(self.api.ik_state_size(self.engine, sequence))
+        self.api.ik_state(self.engine, sequence, kept, ctypes.c_size_t(len(kept)))
+        return kept.raw
+
+    def restore(self, sequence: int, state: bytes) -> None:
+        if self.api.ik_restore(self.engine, sequence, state, ctypes.c_size_t(len(state))):
+            raise RuntimeError("ik_llama.cpp does not take a sequence's state: has its form changed?")
 
     def close(self) -> None:
         self.api.ik_close(self.engine)
@@ -63,6 +78,7 @@ def _compiled(folder: Path) -> ctypes.CDLL:
             raise UserError(f"IK_LLAMA: {SHIM.name} does not compile with {folder}: {done.stderr.splitlines()[0]}")
         api = _loaded_apart(out)
     api.ik_open.restype = ctypes.c_void_p
+    api.ik_state_size.restype = ctypes.c_size_t
     api.ik_logits.restype = ctypes.POINTER(ctypes.c_float)
     return api
 

@@ -6,6 +6,7 @@ each with a cache stream of its own, prompts in one piece, with or without flash
 
 import ctypes
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,12 @@ def library() -> Any:
 
 
 class LlamaCpp(Peer):
-    def __init__(self, path: Path, threads: int, sequences: int, longest: int):
-        """Room for `sequences` of `longest` tokens."""
+    state_start = 12  # a mark, the sequence, the number of cache streams; the first stream is sequence 0's
+    contexts: Mapping[bool, Any] = {}  # with and without flash attention
+
+    def __init__(self, path: Path, threads: int):
         llama_cpp = self.api = library()
+        self.threads = threads
         errors: deque[str] = deque(maxlen=3)
 
         def log(level: int, text: bytes, _: object) -> None:
@@ -46,8 +50,11 @@ class LlamaCpp(Peer):
         if not self.model:
             raise UserError(f"llama.cpp cannot load {path}: {'; '.join(errors)}")
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.contexts = {flash: self._context(flash, threads, sequences, longest) for flash in (False, True)}
-        self.batch = llama_cpp.llama_batch_init(longest, 0, 1)
+
+    def reserve(self, sequences: int, longest: int, at_once: int) -> None:
+        self._free()
+        self.contexts = {flash: self._context(flash, sequences, longest, at_once) for flash in (False, True)}
+        self.batch = self.api.llama_batch_init(at_once, 0, 1)
         self.use(flash=True)
 
     def use(self, flash: bool) -> None:
@@ -61,17 +68,33 @@ class LlamaCpp(Peer):
     def remove(self, sequence: int, start: int) -> None:
         self.api.llama_memory_seq_rm(self.memory, sequence, start, -1)
 
+    def state(self, sequence: int) -> bytes:
+        size = self.api.llama_state_seq_get_size(self.context, sequence)
+        kept = (ctypes.c_uint8 * size)()
+        self.api.llama_state_seq_get_data(self.context, kept, size, sequence)
+        return bytes(kept)
+
+    def restore(self, sequence: int, state: bytes) -> None:
+        kept = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if self.api.llama_state_seq_set_data(self.context, kept, len(state), sequence) != len(state):
+            raise RuntimeError("llama.cpp does not take a sequence's state: has its form changed?")
+
     def close(self) -> None:
-        self.api.llama_batch_free(self.batch)
-        for context in self.contexts.values():
-            self.api.llama_free(context)
+        self._free()
         self.api.llama_model_free(self.model)
 
-    def _context(self, flash: bool, threads: int, sequences: int, longest: int) -> Any:
+    def _free(self) -> None:
+        if self.contexts:
+            self.api.llama_batch_free(self.batch)
+        for context in self.contexts.values():
+            self.api.llama_free(context)
+        self.contexts = {}
+
+    def _context(self, flash: bool, sequences: int, longest: int, at_once: int) -> Any:
         api, params = self.api, self.api.llama_context_default_params()
         params.n_ctx, params.n_seq_max, params.kv_unified = sequences * longest, sequences, False
-        params.n_batch, params.n_ubatch = longest, min(longest, MOST_AT_ONCE)
-        params.n_threads = params.n_threads_batch = threads
+        params.n_batch, params.n_ubatch = at_once, min(at_once, MOST_AT_ONCE)
+        params.n_threads = params.n_threads_batch = self.threads
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else api.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = api.llama_init_from_model(self.model, params)
         if not context:

@@ -5,11 +5,16 @@ of little use: every round measures the limits and the subject one right after t
 the medians.
 """
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from ops.cpu.engine import native
+
+MOST_OTHERS, PATIENCE = 0.05, 20
+TICKS = 0.02  # seconds; the kernel counts in hundredths
 
 
 def seconds_of(run: Callable[[], object]) -> float:
@@ -18,27 +23,48 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def others_seconds() -> float:
+    """CPU seconds that other processes have used so far, on any core, plus a constant."""
+    used = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4]  # user, nice and system time of all cores
+    return sum(map(int, used)) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
 def take_turns(
     runs: Mapping[str, Callable[[], object]], seconds: float, least: int, pause: float = 0.0
 ) -> dict[str, list[float]]:
-    """Seconds of each of `runs` in every round, for about `seconds`, after one round that is not counted.
+    """Seconds of each of `runs` in every round: in `least` rounds and for `seconds`, after a round that is not counted.
 
-    A pause of `pause` seconds before each run lets the threads of the previous run go to sleep.
+    A pause of `pause` seconds before each run lets the threads of the previous run go to sleep. Rounds in which other
+    processes use more than MOST_OTHERS of a core do not count either, until they have taken PATIENCE times `seconds`.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < least:
+    counted, disturbed = 0.0, 0.0  # seconds
+    while counted < seconds or len(next(iter(times.values()))) < least:
+        start, others, found = time.perf_counter(), others_seconds(), {}
         for name, run in runs.items():
             time.sleep(pause)
-            times[name].append(seconds_of(run))
+            found[name] = seconds_of(run)
+        took = time.perf_counter() - start
+        if others_seconds() - others > MOST_OTHERS * took + TICKS and disturbed < PATIENCE * seconds:
+            disturbed += took
+            continue
+        counted += took
+        for name, each in found.items():
+            times[name].append(each)
     return times
 
 
 def alternate(runs: Mapping[str, Callable[[], object]], seconds: float, least: int = 7) -> dict[str, float]:
     """Median seconds of each of `runs`, measured in turn."""
     return {name: statistics.median(times) for name, times in take_turns(runs, seconds, least).items()}
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Of theirs / ours in each pair of neighbouring turns: above 1, ours took less time."""
+    found = [their / our for our, their in zip(ours, theirs, strict=True)]
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
 
 
 class Limits:
