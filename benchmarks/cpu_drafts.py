@@ -1,4 +1,5 @@
-"""What drafts gain: decoding with and without them, in turns, on answers that quote their prompts and on others.
+"""What drafts gain: decoding with and without them, step by step in turns, on answers that quote their prompts and on
+others.
 
     .venv/bin/python -m benchmarks.cpu_drafts [--case bench_30b_shape_cpu] [--layers 8] [--batches 1 4] [--drafts 7]
         [--rounds 3] [--json FILE]
@@ -22,9 +23,9 @@ A row, of the table and of `rows` in the JSON file:
 """
 
 import functools
+import itertools
 import os
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.machine import seconds_of
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.umbra import with_layers
 from errors import run_main
@@ -41,12 +43,14 @@ from executor.config.load import load_case
 from executor.engine.engine import Engine
 from executor.engine.loop import Loop
 from executor.engine.request import Request, SamplingParams
+from executor.engine.sequence import new_sequence
 from executor.engine.timings import Timings
 from executor.job.runner import make_runner
 from files import ROOT
 
 DEMO = ROOT / "checkpoints/austen_moe"
 PROMPT, ANSWER, EDIT = 512, 256, 20
+PARAMS = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
 KINDS = ("copy", "edit", "summary", "continue", "random")
 COLUMNS = (
     ("batch", "batch", 6, ""), ("answer", "answer", 10, ""), ("plain", "plain", 9, ".1f"),
@@ -87,7 +91,7 @@ class Scripted:
     """An engine whose choices are replaced by the answers of its requests, by id."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.answers = engine, dict[int, list[int]]()
+        self.engine, self.answers, self.ids = engine, dict[int, list[int]](), itertools.count()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
@@ -101,42 +105,41 @@ class Scripted:
         ]
 
 
-def turn(loop: Loop, script: Scripted, kind: str, batch: int, number: int) -> float:
-    """Seconds of decoding a batch of answers; they differ from number to number."""
-    generator = torch.Generator().manual_seed(number)
-    for i in range(batch):
-        start = ((number * batch + i) * 997) % (len(text()[0]) - PROMPT - ANSWER)
-        prompt = text()[0][start : start + PROMPT]
-        id = loop.submit(Request(tuple(prompt), SamplingParams(max_tokens=ANSWER, ignore_eos=True)))
-        script.answers[id] = answer_of(kind, prompt, start, generator)
-    while loop.scheduler.waiting or not all(s.decoding for s in loop.scheduler.running):
-        loop.step()
-    begin = time.perf_counter()
-    while not loop.idle:
-        loop.step()
-    return time.perf_counter() - begin
+def round_of(loops: dict[str, Loop], script: Scripted, kind: str, batch: int, number: int) -> dict[str, float]:
+    """Seconds in which each loop decodes the same batch of answers, which differ from number to number. The loops take
+    their steps in turns: this machine's speed changes from second to second."""
+    for loop in loops.values():
+        generator = torch.Generator().manual_seed(number)
+        for i in range(batch):
+            start = ((number * batch + i) * 997) % (len(text()[0]) - PROMPT - ANSWER)
+            prompt = text()[0][start : start + PROMPT]
+            sequence = new_sequence(next(script.ids), Request(tuple(prompt), PARAMS))
+            loop.add(sequence)
+            script.answers[sequence.id] = answer_of(kind, prompt, start, generator)
+        while loop.scheduler.waiting or not all(s.decoding for s in loop.scheduler.running):
+            loop.step()
+    seconds = dict.fromkeys(loops, 0.0)
+    while not all(loop.idle for loop in loops.values()):
+        for name, loop in loops.items():
+            if not loop.idle:
+                seconds[name] += seconds_of(loop.step)
+    return seconds
 
 
 def measure(engine: Engine, batch: int, kinds: Sequence[str], rounds: int) -> Iterator[Row]:
     script = Scripted(engine)
     loops = {name: Loop(script, frozenset()) for name in ("plain", "drafts")}  # type: ignore[arg-type]
     loops["plain"].scheduler.drafts = None
+    tokens = batch * (ANSWER - 1)
     for kind in kinds:
-        rates: dict[str, list[float]] = {name: [] for name in loops}
-        for number in range(rounds + 1):
-            if number == 1:  # the first round captured graphs
-                loops["drafts"].timings = Timings()
-            for name, loop in loops.items():
-                script.answers.clear()
-                seconds = turn(loop, script, kind, batch, number)
-                if number:
-                    rates[name].append(batch * (ANSWER - 1) / seconds)
-        timings = loops["drafts"].timings
+        round_of(loops, script, kind, batch, 0)  # captures graphs
+        timings = loops["drafts"].timings = Timings()
+        found = [round_of(loops, script, kind, batch, number) for number in range(1, rounds + 1)]
         yield dict(
             batch=batch,
             answer=kind,
-            **{name: statistics.median(found) for name, found in rates.items()},
-            ratio=statistics.median(d / p for d, p in zip(rates["drafts"], rates["plain"], strict=True)),
+            **{name: statistics.median(tokens / seconds[name] for seconds in found) for name in loops},
+            ratio=statistics.median(seconds["plain"] / seconds["drafts"] for seconds in found),
             per_step=rounds * (ANSWER - 1) / len(timings.pure_decode_steps),
             accepted=timings.accepted_tokens / max(timings.drafted_tokens, 1),
         )
@@ -155,7 +158,7 @@ def main(argv: list[str]) -> None:
 
     def rows_of(batch: int) -> Iterator[Row]:
         changes = dict(
-            with_ckpt="false", threads=args.threads, instruction_set=args.instruction_set, batch_size=batch,
+            with_ckpt="false", threads=args.threads, instruction_set=args.instruction_set, batch_size=2 * batch,
             draft_tokens=args.drafts, input_max_len=PROMPT, max_new_tokens=ANSWER,
         )  # fmt: skip
         runner = make_runner(

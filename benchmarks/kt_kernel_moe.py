@@ -73,7 +73,7 @@ def _set_groups(config: Any, weights: Weights) -> list[list[Tensor]]:
     """Packs the levels, two to a byte, with the scales of each group; returns what must stay until they are loaded."""
     alive = []
     for name, parts in weights.items():
-        levels = [part.levels[:, ::2] | part.levels[:, 1::2] << 4 for part in parts]
+        levels = [part.plain_levels[:, ::2] | part.plain_levels[:, 1::2] << 4 for part in parts]
         scales = [part.in_groups(GROUP)[0].to(torch.bfloat16).contiguous() for part in parts]
         setattr(config, f"{name}_projs", [[tensor.data_ptr() for tensor in levels]])  # of each NUMA node and expert
         setattr(config, f"{name}_scales", [[tensor.data_ptr() for tensor in scales]])

@@ -28,7 +28,7 @@ class TorchInt4Moe:
 
 
 def _packed(*parts: Quantised) -> Packed:
-    levels = torch.cat([part.levels for part in parts]).int()
+    levels = torch.cat([part.plain_levels for part in parts]).int()
     scales = torch.cat([part.in_groups(GROUP)[0] for part in parts]).T  # (K / group, m); w = (level - 8) * scale + zero
     both = torch.stack([scales, torch.zeros_like(scales)], dim=-1).to(torch.bfloat16)
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), both

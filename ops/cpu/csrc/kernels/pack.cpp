@@ -30,8 +30,8 @@ void unpack_quantised(const Matrix& w, const Place& from, int lane, float* to) {
         const int64_t at = c / w.group * kRows + lane;
         const int zero = from.zeros ? from.zeros[at] : w.format == Format::q8 ? 128 : 8;
         for (int i = 0; i < kBlock; i++)
-            to[c + i] = static_cast<float>(quant_at(w.format, w.order, block, lane, i) - zero) *
-                        half_to_float(from.scales[at]);
+            to[c + i] =
+                static_cast<float>(quant_at(w.format, w.order, block, lane, i) - zero) * half_to_float(from.scales[at]);
     }
 }
 

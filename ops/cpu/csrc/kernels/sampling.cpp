@@ -33,6 +33,12 @@ double uniform(int64_t seed, int64_t position) {
     return static_cast<double>(bits >> 11) * 0x1p-53;
 }
 
+CLONES float largest(const float* x, int64_t width) {
+    float least = x[0], most = x[0];
+    widen_range(x, width, least, most);
+    return most;
+}
+
 // A row's probabilities, up to a common factor: the most probable token has 1.
 struct Probabilities {
     float* p;         // (width)
@@ -188,10 +194,10 @@ const float* adjusted(const Choice& choice, const float* logits, float* to, int3
 int64_t choose(const Choice& choice, const float* logits, float* scratch, int64_t width) {
     const Probabilities row{scratch, scratch + 2 * width, reinterpret_cast<int32_t*>(scratch + width), width};
     const float* x = adjusted(choice, logits, row.p, row.places, width);
-    const int64_t largest = first_largest(x, width);
+    const float most = choice.temperature == 0 ? kNone : largest(x, width);
     // A row without finite logits has no probabilities.
-    if (choice.temperature == 0 || !std::isfinite(x[largest])) return largest;
-    exponentiate(x, x[largest], static_cast<float>(1 / std::max(choice.temperature, 1e-30)), row);
+    if (!std::isfinite(most)) return first_largest(x, width);
+    exponentiate(x, most, static_cast<float>(1 / std::max(choice.temperature, 1e-30)), row);
     if (choice.top_k > 0 && choice.top_k < width)
         keep_most(row, below_top(row, choice.top_k), static_cast<double>(choice.top_k), true,
                   [](float) { return 1.0; });
