@@ -19,9 +19,12 @@ OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}
 EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in entry.exe_modes))
 
 
-MOST_DRAFTING = (
-    16  # sequences of a data-parallel group that drafts are made for: steps of more read most weights anyway
-)
+MOST_DRAFTING = 16  # sequences of a data-parallel group that get drafts; steps of more read most weights anyway
+
+
+def group_rows(sequences: int, draft_tokens: int) -> int:
+    """Most rows of a decode step of a data-parallel group of so many sequences: one for each and each drafted token."""
+    return max(sequences, min(sequences, MOST_DRAFTING) * (1 + draft_tokens))
 
 
 @dataclass(frozen=True)
@@ -357,8 +360,8 @@ class Case:
     @property
     def decode_rows(self) -> int:
         """Most rows of a decode step, in all data-parallel groups: one for each sequence and each drafted token."""
-        batch, drafting = self.data_config.batch_size, self.attn_dp_size * MOST_DRAFTING
-        return max(batch, min(batch, drafting) * (1 + self.data_config.draft_tokens))
+        groups = self.attn_dp_size
+        return groups * group_rows(self.data_config.batch_size // groups, self.data_config.draft_tokens)
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

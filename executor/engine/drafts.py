@@ -22,11 +22,10 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers
 
 
 class Drafts:
-    """`most` is the largest number of drafted tokens of a sequence in a step; `sequences` is the largest number of
-    sequences in a step with drafts."""
+    """`most` is the largest number of drafted tokens of a sequence in a step."""
 
-    def __init__(self, most: int, sequences: int):
-        self.most, self.sequences = most, sequences
+    def __init__(self, most: int):
+        self.most = most
         self._rows = 0  # of the next step, if it is to have so many whatever pays
         self._seconds: dict[int, float] = {}  # of decode steps by their number of rows, in all groups
         self._measured: dict[int, int] = {}  # the step in which it was last measured
@@ -36,8 +35,6 @@ class Drafts:
     def propose(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
         """Appends drafts to `sequences`, which take one token each in the next step; room[i] is the largest number of
         drafted tokens of sequences[i]."""
-        if len(sequences) > self.sequences:
-            return
         if self._rows:
             return self._fill(sequences, room)
         found: list[tuple[Sequence, int]] = []

@@ -91,8 +91,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by priority and arrival
         self.running: list[Sequence] = []  # ordered by group, in a group by admission
         self.preempted: list[Sequence] = []  # by the last `schedule`
-        most = limits.groups * MOST_DRAFTING
-        self.drafts = Drafts(limits.draft_tokens, most) if limits.draft_tokens else None
+        self.drafts = Drafts(limits.draft_tokens) if limits.draft_tokens else None
         self._arrivals = itertools.count()
 
     @property
@@ -211,20 +210,22 @@ class Scheduler:
             self._make_room(sequence)
         if self.preempted:
             step = [s for s in step if s not in self.preempted]
-        if self.drafts and step and all(s.decoding for s in step):
+        few = all(len(of) <= MOST_DRAFTING for of in self.by_group(step))
+        if self.drafts and few and step and all(s.decoding for s in step):
             self.drafts.propose(step, [self._room(s) for s in step])
         return Step(step) if step else None
 
     def _room(self, sequence: Sequence) -> int:
         """Number of tokens that a sequence may have in its next step beyond its newest one, without more pages than it
-        was promised, or one more if no other sequence has to give it up."""
+        was promised, or one more if neither a sequence nor a kept prefix nor an expert has to give it up."""
         longest = sequence.longest - 1 - len(sequence.ids)
         room = sequence.promised * self.limits.page_size - len(sequence.ids)
-        short = room < min(longest, self.limits.draft_tokens)
-        if short and self.committed(sequence.group) < self.pools[sequence.group].pages:
-            sequence.promised += 1
-            room += self.limits.page_size
-            self._trim(sequence.group)
+        if room < min(longest, self.limits.draft_tokens):
+            group = sequence.group
+            taken = self.committed(group) + len(self.caches[group].idle) + self.expert_pages
+            if taken < self.pools[group].pages:
+                sequence.promised += 1
+                room += self.limits.page_size
         return min(longest, room)
 
     def _make_room(self, sequence: Sequence) -> None:

@@ -57,7 +57,7 @@ def check_traffic(folder: Path, split: str, steps: int, alone: int, limit_s: flo
     assert found["preemptions"] > 3
     assert found["moved"] > 1
     assert found["hits"] > 10
-    assert 0 < found["accepted"] < found["drafted"]
+    assert found["drafted"] > 3
     ended = set(found["ended"])
     assert len(ended) > found["submitted"] // 2
     compared = 0

@@ -9,10 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from executor.config.case import MOST_DRAFTING
 from executor.engine.drafts import FORGET_STEPS, Drafts
 from executor.engine.loop import Loop
 from executor.engine.matches import FIRST_HIT_RATE, MATCH, PAUSE, Matches
 from executor.engine.request import Event, Request, SamplingParams
+from executor.engine.scheduler import Limits, Scheduler
 from executor.engine.sequence import Sequence, new_sequence
 from tests.tiny import make_runner, save_tiny, tiny_case
 
@@ -131,7 +133,7 @@ def proposed(drafts: Drafts, count: int, rate: float) -> int:
 
 
 def timed(seconds: dict[int, float]) -> Drafts:
-    drafts = Drafts(8, 4)
+    drafts = Drafts(8)
     for rows, took in seconds.items():
         for _ in range(2):  # the first one may capture a graph
             drafts.took(rows, took)
@@ -147,7 +149,21 @@ def test_steps_have_as_many_drafts_as_pay() -> None:
     assert proposed(timed(steep), 1, 0.95) == 0
     assert proposed(timed({1: 1.0, 2: 1.8, 4: 2.0, 8: 7.0}), 1, 0.9) == 3  # two rows would not pay
     assert proposed(timed({2: 1.0, 4: 1.1, 8: 3.0}), 2, 0.9) == 2  # of two sequences
-    assert proposed(timed(flat), 5, 0.99) == 0  # too many sequences
+
+
+@pytest.mark.parametrize("count", [MOST_DRAFTING, MOST_DRAFTING + 1])
+def test_few_sequences_get_drafts(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_rows(monkeypatch)
+    scheduler = Scheduler(Limits(count, 40, 4, draft_tokens=2))
+    for sequence in sequences_of(count, 0.9):
+        scheduler.add(sequence)
+    for token in (4, 1):
+        step = scheduler.schedule()
+        assert step
+        drafted = [s.drafted for s in step.sequences]
+        scheduler.reserve(step.sequences)
+        scheduler.commit(step, [token for s in step.sequences for _ in range(1 + s.drafted)])
+    assert any(drafted) == (count == MOST_DRAFTING)
 
 
 def test_sequences_with_the_best_chances_come_first() -> None:
