@@ -90,7 +90,7 @@ def by_hand(tp: int, layers: int, hidden: int, heads: int, inner: int, q4: bool)
         "weights": {name: size for name, size in weights.items() if size},
         "KV cache": {"pages": layers * 2 * (PAGES + 1) * 128 * one_head * 2},
         "prefill step": {"fullest at mlp.experts: sums over experts": 0, **prefill},
-        "decode graphs": {f"{n} sequence(s)": n * (in_head[n] + 8 + 8 + 16 + 40 * 4 + 8) for n in (1, 2, 4)},
+        "decode graphs": {f"{n} row(s)": n * (in_head[n] + 8 + 8 + 16 + 40 * 4 + 8) for n in (1, 2, 4)},
         "HCCL buffers": {"world, attn_tp, embed_tp, lmhead_tp": 2 * 200 * MIB},
         "allowance": {"CANN, operators, tiles": 6 * 1024 * MIB},
     }
