@@ -60,7 +60,7 @@ CLONES void exponentiate(const float* x, float most, float inverse, const Probab
         float lanes[kLanes] = {}, sum = 0;
         const auto one = [=](int64_t i) {
             const float v = (x[i] - most) * inverse;
-            return p[i] = v < -87.0f ? 0.0f : fast_exp(v);
+            return p[i] = v >= -87.0f ? fast_exp(v) : 0.0f;  // nothing for NaN
         };
         int64_t i = start;
         for (; i + kLanes <= end; i += kLanes)
