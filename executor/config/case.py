@@ -82,7 +82,8 @@ class DataSettings:
     draft_tokens: int = key(
         0, "most tokens of a sequence that a decode step guesses from what followed the same tokens before, in the "
         "prompt or the answer, and checks; the tokens stay the same. Steps guess only as much as is measured to pay, "
-        "which is much where answers quote their prompts", minimum=0, maximum=15,
+        "which is much where answers quote their prompts, while at most 16 sequences of a group decode",
+        minimum=0, maximum=15,
     )  # fmt: skip
     warm_up: bool = key(True, "run the first prompts once for two tokens before anything is timed")
 
