@@ -3,20 +3,49 @@ to correct it.
 """
 
 import atexit
+import errno
 import gc
+import os
+import re
 import sys
 from collections.abc import Callable
 
 EXIT_STATUS = 2
+REFUSED_STATUS = 1
+NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes|^std::bad_alloc$")
+NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable$")  # Python's text; C++'s
 YOUNG = 50_000  # new objects between two looks for garbage
 
 
 class UserError(Exception):
-    """Shown as `error: <text>` with exit status 2. Any other exception is a bug and keeps its traceback."""
+    """Shown as `error: <text>` with exit status 2. What the machine refuses (`refusal`) is one line too, with exit
+    status 1; any other exception is a bug and keeps its traceback."""
 
     def __init__(self, text: str):
-        # Names from a checkpoint may contain anything, such as a terminal's control sequences.
-        super().__init__("".join(c if c.isprintable() else " " for c in text))
+        super().__init__(one_line(text))
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks and other control characters, which names from a checkpoint or a request may have."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def refusal(error: BaseException) -> str:
+    """The line of an error for what the system refused: memory, a file, a thread, a connection. Empty for other errors.
+    It may work at the next try, so it is none of the user's errors, of which a server does not start again."""
+    refused = NO_MEMORY.search(str(error))
+    if isinstance(error, MemoryError) or refused:
+        size = f"of {refused[1]} bytes " if refused and refused[1] else ""
+        return (
+            f"out of memory: an allocation {size}was refused: end other programs, or lower batch_size or input_max_len"
+        )
+    if isinstance(error, RuntimeError) and NO_THREAD.search(str(error)):
+        why = os.strerror(errno.EAGAIN)
+        return f"a thread cannot be started: {why}: end other programs, or raise the limits of processes and threads"
+    if isinstance(error, OSError) and error.strerror:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        return str(UserError(": ".join([" to ".join(names), error.strerror] if names else [error.strerror])))
+    return str(UserError(str(error))) if isinstance(error, OSError) else ""
 
 
 def listed(names: list[str], limit: int = 6) -> str:
@@ -34,7 +63,8 @@ def collect_seldom() -> None:
 
 
 def run_main(main: Callable[[list[str]], None]) -> None:
-    """Runs `main`, the entry point of a command, and turns UserError into an error line and exit status 2."""
+    """Runs `main`, the entry point of a command, and turns UserError into an error line and exit status 2, and what the
+    system refused into one and exit status 1."""
     collect_seldom()
     try:
         main(sys.argv[1:])
@@ -43,3 +73,8 @@ def run_main(main: Callable[[list[str]], None]) -> None:
         sys.exit(EXIT_STATUS)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if not (line := refusal(error)):
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(REFUSED_STATUS)

@@ -3,8 +3,10 @@
 #     bash test.sh [pytest arguments]              everything; the arguments are for the main tests
 #     bash test.sh --quick [pytest arguments]      the inner loop: no test that is marked slow, none of tests/ascend
 #     bash test.sh ascend [pytest arguments]       only tests/ascend, which needs a Python of its own
+#     bash test.sh fuzz [SECONDS]                  only tests/fuzz, all targets for so long together; 60 if not given
 # A test's name is printed when it ends; after five minutes in one test its stack is printed. `-n 0` runs in one process.
-# The checks and tests/ascend run beside the main tests, with their names before their lines.
+# The checks, tests/ascend and tests that take minutes of little work run beside the main tests, with their names before
+# their lines.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
@@ -23,12 +25,18 @@ umbra_checks() {
     .venv/bin/mypy
 }
 
+# Tests that wait for most of their time: a worker of the main tests would wait with them.
+umbra_test_beside() {
+    echo "== pytest, what takes long and does little"
+    .venv/bin/python -m pytest -m beside "$@" || [ $? = 5 ] # 5: the arguments select none of them
+}
+
 umbra_test_ascend() {
     echo "== pytest on a fake CANN"
     umbra_ascend_python -m pytest "${workers[@]}" tests/ascend "$@"
 }
 
-# What ARM and NUMA tests need; a test whose tools cannot be had is skipped.
+# What ARM and NUMA tests and native fuzzing need; a test whose tools cannot be had is skipped.
 umbra_emulators() {
     local tool to=.venv/umbra-kernel kernel
     for tool in aarch64-linux-gnu-g++ qemu-aarch64; do
@@ -38,6 +46,8 @@ umbra_emulators() {
         }
     done
     command -v llvm-mca-19 >/dev/null || (umbra_apt --no-install-recommends llvm-19) || echo "cycles by static models will be skipped" >&2
+    [ -n "$(compgen -c clang++)" ] || (umbra_apt --no-install-recommends clang-19 libclang-rt-19-dev) ||
+        echo "the native fuzz targets will be skipped" >&2
     # tests/ops/cpu/test_numa.py boots a kernel on a simulated machine of four NUMA nodes.
     [ "$(uname -m)" = x86_64 ] || return 0
     command -v qemu-system-x86_64 >/dev/null && compgen -G "$to/vmlinuz-*" >/dev/null && return 0
@@ -57,6 +67,12 @@ case "${1:-}" in
     .venv/bin/python -m pytest "${workers[@]}" -m "not slow and not alone" "${@:2}"
     exit
     ;;
+fuzz)
+    python=.venv/fuzz/bin/python
+    (umbra_setup_beside fuzz) || python=.venv/bin/python # without atheris inputs are changed at random
+    "$python" -m tests.fuzz --seconds "${2:-60}"
+    exit
+    ;;
 ascend)
     umbra_setup_ascend
     umbra_test_ascend "${@:2}"
@@ -71,10 +87,13 @@ umbra_setup_ascend
 umbra_emulators
 umbra_test_ascend 2>&1 | tee "$output/ascend" | sed -u 's/^/ascend: /' &
 ascend=$!
+umbra_test_beside "$@" 2>&1 | tee "$output/beside" | sed -u 's/^/beside: /' &
+beside=$!
 trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
 status=0 failed=()
 echo "== pytest"
-.venv/bin/python -m pytest "${workers[@]}" -m "not alone" "$@" || status=$?
+.venv/bin/python -m pytest "${workers[@]}" -m "not alone and not beside" "$@" || status=$?
+wait "$beside" || failed+=(beside)
 wait "$ascend" || failed+=(ascend)
 wait "$checks" || failed+=(checks)
 echo "== pytest, what needs all cores for itself"

@@ -1,5 +1,8 @@
-# Sourced by infer.sh and test.sh: makes .venv with the pinned requirements and the project itself (editable), and builds
-# the native module, each once; later calls cost milliseconds.
+# Sourced by infer.sh and test.sh: makes .venv with the locked packages and the project itself (editable), and builds the
+# native module, each once; later calls cost milliseconds.
+#
+# Packages come from the lock files alone, and as wheels: pip checks the hash of each, and runs no package's own build.
+umbra_locks=tools/supply/locks
 
 umbra_setup() {
     umbra_stale && {
@@ -11,7 +14,7 @@ umbra_setup() {
     return 0
 }
 
-umbra_requirements() { sha256sum requirements.txt requirements-dev.txt tools/setup.sh; }
+umbra_requirements() { sha256sum "$umbra_locks"/{main,torch-cpu,torch-cuda}.lock tools/setup.sh; }
 umbra_sources() { find ops/cpu/csrc -name build -prune -o -type f -print0 | sort -z | xargs -0 sha256sum; }
 
 umbra_stale() {
@@ -29,7 +32,9 @@ umbra_make() {
             umbra_apt python3-venv
             python3 -m venv --clear .venv
         }
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+        umbra_install .venv main
+        # PyTorch for CPUs alone, where pip's own settings offer it; else the index's, with the CUDA libraries that it needs.
+        umbra_install .venv torch-cpu 2>/dev/null || umbra_install .venv torch-cuda
         .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
         umbra_requirements >.venv/umbra-setup
     fi
@@ -43,16 +48,22 @@ umbra_make() {
     umbra_sources >ops/cpu/.built
 }
 
+# Installs exactly what the lock file NAME has for this Python and processor:  umbra_install VENV NAME
+umbra_install() {
+    "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: \
+        -r "$umbra_locks/$2.lock"
+}
+
 # .venv/NAME: what requirements-NAME.txt adds to .venv for tests/NAME, with everything else taken from .venv.
 umbra_setup_beside() {
     local name=$1 venv=.venv/$1 requirements
-    requirements=$(sha256sum "requirements-$name.txt" .venv/umbra-setup tools/setup.sh)
+    requirements=$(sha256sum "$umbra_locks/$name.lock" .venv/umbra-setup tools/setup.sh)
     exec 9>.setup.lock
     flock 9
     if [ "$requirements" != "$(cat "$venv/umbra-setup" 2>/dev/null)" ]; then
         echo "setting up $venv (once) ..." >&2
         .venv/bin/python -m venv --clear "$venv"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "requirements-$name.txt" || {
+        umbra_install "$venv" "$name" || {
             echo "error: tests/$name cannot run: requirements-$name.txt has nothing for $(.venv/bin/python -V) on" \
                 "$(uname -m), see above" >&2
             exit 2

@@ -73,8 +73,10 @@ class CheckpointFiles:
         if path not in self._maps:
             try:
                 self._maps[path] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
+            except SafetensorError as error:
                 raise UserError(f"{path}: truncated or corrupt: {error}") from None
+            except (OSError, RuntimeError) as error:  # the latter comes from PyTorch, which maps the file
+                raise UserError(f"{path}: cannot be opened: {_why_not_opened(path) or error}") from None
         return self._maps[path]
 
     def _open(self, paths: list[Path]) -> None:
@@ -92,3 +94,12 @@ class CheckpointFiles:
         astray = [name for name, file in expected.items() if self.place.get(name) != self.folder / file]
         if astray:
             raise UserError(f"{index}: tensors that are not in the file the index names: {listed(sorted(astray))}")
+
+
+def _why_not_opened(path: Path) -> str:
+    """What the system says; the library says of every file that it cannot open that there is none."""
+    try:
+        open(path, "rb").close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -4,13 +4,12 @@ The layout: 8 bytes n, little-endian; n bytes of JSON, {name: {dtype, shape, dat
 tensors' bytes, one after the other without gaps. Nothing but the header is read, and of that a bounded number of bytes.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from models.hf_config import LARGEST_FILE, short
+from models.hf_config import LARGEST_FILE, parsed, short
 
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -20,6 +19,7 @@ BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+MOST_VALUES = 1 << 21  # in a header, which has eight for each tensor
 
 
 def check_header(path: Path) -> list[str]:
@@ -40,7 +40,9 @@ def check_header(path: Path) -> list[str]:
         if end != room:
             raise ValueError(f"{room} bytes of tensors, but the header tells of {end}")
         return list(entries)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: truncated or corrupt: {error}") from None
 
 
@@ -51,7 +53,7 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, LARGEST_FILE):
             raise ValueError(f"its header should have {length} bytes, the file has {size}, {LARGEST_FILE} are allowed")
-        header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+        header = parsed(file.read(length), MOST_VALUES, object_pairs_hook=_without_repeats)
     if not isinstance(header, dict):
         raise ValueError("its header must be a JSON object")
     return header, size - 8 - length

@@ -1,20 +1,24 @@
 """Keeps a rank's quantised weights in `packed_cache/`, so that the next start maps them instead of quantising again.
 
 Each checkpoint, rank and set of settings has a folder, whose `manifest.json` says what it was made from. The folder is
-used only while all of that is unchanged; otherwise a new one replaces it. A folder appears whole or not at all: it is
-written under another name, then renamed. Files are never changed in place, so that a process that has mapped them keeps
-the old ones when a new folder replaces them.
+used only while all of that is unchanged; otherwise a new one replaces it. A folder appears whole or not at all, also
+after a loss of power: it is written under another name, and renamed when all of it is on the disk. An old one is
+renamed before it is removed. What a killed process leaves has such another name, and the next start removes it. Files
+are never changed in place, so that a process that has mapped them keeps the old ones when a new folder replaces them.
 
 Each large storage has a file of its own, which begins at a huge page when it is mapped in the storage's place. Where
 memory must lie on a certain NUMA node, or the system would not map huge pages, the files are read instead. The small
 storages are read from one file, one after the other.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 
 from errors import UserError
 from executor.checkpoint.progress import loading_bar
-from files import ROOT
+from files import ROOT, sync
 from models.hf_config import read_json
 from models.layers.base import layers_of
 from ops.cpu import memory
@@ -60,6 +64,7 @@ class PackedCache:
 
     def load(self, progress: bool) -> bool:
         """Fill the model from the folder and return True, or return False and print why the folder cannot be used."""
+        self._sweep()
         reason, how = self._mismatch(), ""
         if not reason:
             try:
@@ -73,23 +78,32 @@ class PackedCache:
 
     def save(self) -> None:
         """Write the model's weights to the folder. A failure is only printed: it makes the next start slower."""
-        temporary = self.folder.with_name(f"{self.folder.name}.{os.getpid()}.tmp")
+        new, old = (self.folder.with_name(f"{self.folder.name}.{os.getpid()}.{use}.tmp") for use in ("new", "old"))
         try:
-            for left in self.folder.parent.glob(f"{self.folder.name}.*.tmp"):
-                if not Path("/proc", left.name.split(".")[-2]).exists():  # its writer was killed
-                    shutil.rmtree(left, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            for name, storage in self.large.items():
-                _write(temporary / name, [storage])
-            _write(temporary / SMALL, self.small)
-            (temporary / MANIFEST).write_text(json.dumps(self.manifest, indent=1))
-            if (self.folder / MANIFEST).is_file():
-                shutil.rmtree(self.folder)
-            temporary.rename(self.folder)
+            new.mkdir(parents=True)
+            with _locked(new):
+                for name, storage in self.large.items():
+                    _write(new / name, [storage])
+                _write(new / SMALL, self.small)
+                manifest = bytearray(json.dumps(self.manifest, indent=1).encode())
+                _write(new / MANIFEST, [torch.frombuffer(manifest, dtype=torch.uint8)])
+                sync(new)
+                if (self.folder / MANIFEST).is_file():
+                    self.folder.rename(old)
+                new.rename(self.folder)
+            sync(self.folder.parent)
             print(f"packed weights: kept in {self.folder}, {sum(self.manifest['bytes'].values()) / 1e6:.1f} MB")
         except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             print(f"packed weights: not kept in {self.folder}: {error}")
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Removes what killed processes have left."""
+        for left in self.folder.parent.glob(f"{escape(self.folder.name)}.*.tmp"):
+            with contextlib.suppress(OSError), _locked(left):  # or its writer lives
+                shutil.rmtree(left, ignore_errors=True)
 
     def _mismatch(self) -> str:
         """The reason why the folder cannot be used; empty if it can be."""
@@ -129,6 +143,18 @@ def _write(path: Path, storages: Iterable[Tensor]) -> None:
                 left = piece.numpy().data
                 while left:
                     left = left[file.write(left) :]
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which its process loses when it ends. Raises OSError if another one has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sources(checkpoint: Path) -> list[Path]:

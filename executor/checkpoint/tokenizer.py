@@ -1,10 +1,14 @@
 """Text to token ids and back, with the tokenizer, chat template and end-of-sequence ids of the checkpoint."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from errors import UserError
 from executor.checkpoint.names import TOKENIZER_FILES
+from executor.checkpoint.template import Renderer, failed, variables_of
+from executor.checkpoint.tokenizer_file import check_tokenizer
 from executor.text.chat import Chat
 from executor.text.formats import TAGS, THINK
 from models.hf_config import HfConfig, read_json
@@ -12,6 +16,8 @@ from models.hf_config import HfConfig, read_json
 CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
 HALF = "\ufffd"  # stands for a part of a character
 LONGEST_HELD = 64  # tokens without a whole character at their end; text is then given as it is, to bound the work
+# A tokenizer that fails should fail when it is loaded.
+TRIED = "A text, of 3 lines:\n\n  d\u00e9j\u00e0 vu \u65e5\u672c\u8a9e \U0001f642"
 TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
 
 
@@ -19,24 +25,44 @@ class Tokenizer:
     def __init__(self, folder: Path, vocabulary: int | None = None):
         """The tokenizer in `folder`. Ids from `vocabulary` on are refused: the model has no embedding for them."""
         self.folder, self.vocabulary = folder, vocabulary
+        # One text at a time is encoded, for which the library would start a thread for each core. If the system refuses
+        # one, it panics.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer  # a second to import: only where text is used
         from transformers.utils import logging
 
         logging.set_verbosity_error()
-        try:
+        check_tokenizer(folder)
+        with self._failures("not readable"):
             self.hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             self.backend = self.hf.backend_tokenizer
-        except Exception as error:  # the library raises whatever the file provokes
-            raise UserError(f"{folder}: tokenizer not readable: {' '.join(str(error).split())[:300]}") from None
-        added = self.backend.get_added_tokens_decoder().items()
+            added = self.backend.get_added_tokens_decoder().items()
+            templates = self.hf.chat_template
+            if not all(
+                isinstance(t, str) for t in (templates.values() if isinstance(templates, dict) else [templates or ""])
+            ):
+                raise ValueError("chat_template: must be text, or texts with names")
         # Tokenizers differ in whether they call the marks of reasoning and tool calls special; a parser needs them.
         self.hidden = frozenset(id for id, token in added if token.special and token.content not in TAGS)
+        self._renderer = Renderer()
+        self.decode(self.encode(TRIED, chat=False))
 
     @property
     def template(self) -> str:
         """The text of the chat template; of several that have names, all. Empty: there is none."""
         templates = self.hf.chat_template or ""
         return "\n".join(templates.values()) if isinstance(templates, dict) else templates
+
+    @contextlib.contextmanager
+    def _failures(self, what: str = "failed") -> Iterator[None]:
+        """Makes a UserError of whatever the files provoke the library to raise."""
+        try:
+            yield
+        except BaseException as error:
+            # What Rust calls a panic is no Exception, so that it ends a program.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"{self.folder}: tokenizer {what}: {' '.join(str(error).split())[:300]}") from None
 
     def encode(self, prompt: str, chat: bool, special: bool = True) -> list[int]:
         """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn. `special`
@@ -49,25 +75,28 @@ class Tokenizer:
         """A conversation through the checkpoint's chat template, up to where the next answer begins."""
         if not self.hf.chat_template:
             raise UserError("model_config.tokenizer_mode: chat: this checkpoint's tokenizer has no chat template")
-        messages, tools = chat.for_template(), list(chat.tools) or None
+        if not chat.messages:
+            raise failed("there are no messages")
+        tools = list(chat.tools) or None
+        settings = {**self.hf.special_tokens_map, **chat.settings, "tools": tools}
         try:
-            text = self.hf.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False, **chat.settings
-            )
-        except Exception as error:  # a template is a program of the checkpoint's author, run in jinja2's sandbox
-            raise UserError(f"the checkpoint's chat template failed: {' '.join(str(error).split())[:300]}") from None
+            template = self.hf.get_chat_template(tools=tools)
+        except ValueError as error:  # several, none of which is for such a conversation
+            raise failed(str(error)) from None
+        text = self._renderer.render(template, variables_of(chat.for_template(), settings))
         return self._ids(text, add_special_tokens=False)
 
     def opens_reasoning(self, ids: list[int]) -> bool:
         """Whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
-        return str(self.backend.decode(ids[-TAIL:], skip_special_tokens=False)).rstrip().endswith(THINK)
+        return self.whole_text(ids[-TAIL:]).rstrip().endswith(THINK)
 
     def _ids(self, text: str, **options: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError:
             raise UserError(f"the prompt {text!r:.40} has half of a surrogate pair: not text") from None
-        ids = self.hf(text, **options)["input_ids"]
+        with self._failures():
+            ids = self.hf(text, **options)["input_ids"]
         if self.vocabulary is not None and ids and max(ids) >= self.vocabulary:
             raise UserError(
                 f"{self.folder}: its tokenizer gives {max(ids)}, outside vocab_size {self.vocabulary}: tokenizer and "
@@ -78,7 +107,12 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, without special tokens other than the marks of reasoning and tool calls."""
         shown = [id for id in ids if id not in self.hidden]
-        return str(self.backend.decode(shown, skip_special_tokens=False))
+        return self.whole_text(shown)
+
+    def whole_text(self, ids: list[int]) -> str:
+        """The text of `ids`, with all special tokens."""
+        with self._failures():
+            return str(self.backend.decode(ids, skip_special_tokens=False))
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> "Detokenizer":
         """For the tokens that follow `prompt`."""

@@ -1,6 +1,7 @@
 """The server's routes, and what holds for all of them: keys, sizes, request ids, errors of one shape."""
 
 import secrets
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
+from errors import UserError, refusal
 from executor.serving import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
 from executor.serving.auth import check_origin
 from executor.serving.body import decoded, read_body
@@ -160,11 +162,16 @@ class App:
         self.front.open += counted
         try:
             await self._answer(scope, headers, receive, send_with_id)
-        except Exception:
-            traceback.print_exc()
+        except Exception as failure:
+            refused = refusal(failure)
+            if refused:
+                print(f"request {id}: {refused}", file=sys.stderr)
+            else:
+                traceback.print_exc()
             if begun:
                 raise
-            error = ApiError(500, f"the server failed; its log has the reason under {id}", None, "internal_error")
+            said = f"the server failed; its log has the reason under {id}"
+            error = ApiError(503, refused, retry_s=1) if refused else ApiError(500, said, None, "internal_error")
             await error_response(error, scope["path"])(scope, receive, send_with_id)
         finally:
             self.front.open -= counted
@@ -191,6 +198,9 @@ class App:
             }
             shown = ApiError(error.status_code, text.get(error.status_code, error.detail))
             await error_response(shown, scope["path"], dict(error.headers or {}))(scope, receive, send)
+        except UserError as error:  # of the checkpoint's files, such as a tokenizer that fails
+            shown = ApiError(500, str(error), None, "internal_error")
+            await error_response(shown, scope["path"])(scope, receive, send)
         except ClientGone:
             await Response(status_code=CLOSED)(scope, receive, send)
 

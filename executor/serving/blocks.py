@@ -29,7 +29,7 @@ class Change(NamedTuple):
 
     what: Literal["open", "text", "close", "end"]
     block: Block
-    text: str = ""  # that is new; of the end: stop, length or tool_calls
+    text: str = ""  # that is new; of the end, and of a block that it closes: stop, length or tool_calls
     tokens: Sequence[Token] = ()
     stop: str = ""  # of the end: the stop string that ended the answer
 
@@ -49,14 +49,14 @@ class Blocks:
             async for delta in deltas:
                 if delta.kind == "reasoning":
                     self.reasoning_tokens = self.chat.usage.completion
+                if delta.kind == "end":  # a call is closed by what follows, which says whether it was cut off
+                    continue
                 if current and not _goes_on(current, delta):
-                    yield Change("close", current)
+                    yield Change("close", current, delta.text if delta.kind == "finish" else "")
                     current = None
                 if delta.kind == "finish":
                     yield Change("end", Block("", len(self.found)), delta.text, delta.tokens, delta.stop)
                     return
-                if delta.kind == "end":
-                    continue
                 if not current:
                     kind = "call" if delta.kind in ("call", "arguments") else delta.kind
                     name = delta.text if kind == "call" else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from errors import UserError
+from errors import UserError, refusal
 from executor.serving.messages import Message, ToEngine
 
 HEADER = struct.Struct("<I")
@@ -53,6 +53,7 @@ class Channel:
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._closed = False
+        self._failure: OSError | None = None  # why the front cannot be told anything
         threading.Thread(target=self._read, daemon=True, name="channel reader").start()
         self._writer = threading.Thread(target=self._write, daemon=True, name="channel writer")
         self._writer.start()
@@ -67,7 +68,7 @@ class Channel:
 
     def receive(self, wait_s: float) -> list[Any]:
         """All messages that have come. If there are none, waits up to `wait_s` seconds for one. None among them says
-        that the front has ended."""
+        that the front has ended, an OSError that it cannot be told anything."""
         found = []
         try:
             found.append(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
@@ -90,17 +91,24 @@ class Channel:
             with self._socket.makefile("rb") as stream:
                 while header := stream.read(HEADER.size):
                     self._inbox.put(self._decoder.decode(stream.read(length_of(header))))
-        except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, RecursionError, struct.error, msgspec.MsgspecError) as error:
             if not self._closed:
                 print(f"the front's messages cannot be read: {error}")
         self._inbox.put(None)
         time.sleep(ORPHAN_S)  # the engine's thread reads None and leaves, unless it hangs or still loads
         if not self._closed:
+            if self._failure:
+                os.write(2, f"error: {refusal(self._failure)}\n".encode())
             os._exit(1)
 
     def _write(self) -> None:
         try:
             while message := self._outbox.get():
                 self._socket.sendall(framed(message))
-        except OSError:
+        except (BrokenPipeError, ConnectionResetError):
             pass  # the reader sees the end as well
+        except OSError as error:  # the front is there, and would wait for ever
+            self._failure = error
+            self._inbox.put(error)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)

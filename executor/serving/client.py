@@ -170,7 +170,9 @@ class EngineClient:
                 self._take(self._decoder.decode(await reader.readexactly(length_of(header))))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except (ValueError, msgspec.MsgspecError) as error:
+        except OSError as error:
+            fault = f"the connection to rank 0 is lost: {error.strerror}"
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             fault = f"a message of rank 0 cannot be read: {error}"
         finally:
             pings.cancel()

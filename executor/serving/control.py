@@ -1,9 +1,6 @@
 """Shares rank 0's tick with all ranks before each step, so that all schedulers get the same calls in the same order."""
 
-import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 import msgspec
@@ -14,7 +11,6 @@ from executor.serving.messages import Tick
 
 INLINE = 4096  # bytes of the broadcast that every step makes; a longer tick takes a second one
 HEADER = struct.Struct("<I")
-PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # the other end's address in gloo's text
 
 
 class Control:
@@ -49,17 +45,3 @@ class Control:
             buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         dist.broadcast(buffer, src=0, group=self._group)
         return buffer.numpy().tobytes()
-
-
-@contextmanager
-def clear_losses() -> Iterator[None]:
-    """In this context a rank that finds another one gone raises a ConnectionError that says so, in place of gloo's."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if "gloo" not in text:
-            raise
-        peer = PEER.search(text)
-        where = f"the connection to a rank at {peer[1]} is lost" if peer else "another rank does not answer"
-        raise ConnectionError(f"{where}: its node says why it has ended") from None

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from errors import one_line
+
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 EXPECTED = re.compile(r"(?P<what>.*) - at `(?:key in )?\$\.?(?P<where>.*)`")
 
@@ -14,7 +16,7 @@ class ApiError(Exception):
     """What is wrong with a request, or why it cannot be answered now. `param` is the field that is at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, retry_s: int = 0):
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.status, self.param, self.code, self.retry_s = status, param, code, retry_s
 
     @property

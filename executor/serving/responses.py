@@ -247,12 +247,12 @@ def _events(answer: Answer, change: Change) -> list[bytes]:
     found = [answer.event(f"response.{name}.done", **at, **{what: block.text}, **logprobs)]
     if parts:
         found.append(answer.event("response.content_part.done", **at, part=answer.part(block)))
-    item = answer.item(block, "completed")
+    item = answer.item(block, _status(change))
     return [*found, answer.event("response.output_item.done", output_index=block.number, item=item)]
 
 
-def _status(end: Change) -> str:
-    return "incomplete" if end.text == "length" else "completed"
+def _status(change: Change) -> str:
+    return "incomplete" if change.text == "length" else "completed"
 
 
 def translated(request: ResponsesRequest, text: Text) -> tuple[dict[str, Any], dict[str, str]]:

@@ -28,7 +28,7 @@ from executor.serving.client import EngineClient
 from executor.serving.errors import ApiError
 from executor.serving.front import Front
 from executor.serving.messages import Message, Ready
-from executor.serving.ranks import start_ranks
+from executor.serving.ranks import keep_ranks
 from executor.serving.supervisor import Supervisor
 
 HEADER_S = 10.0  # seconds that a request's headers may take to come
@@ -50,14 +50,9 @@ def serve(case_name: str, overrides: list[str]) -> None:
     case = load_case(case_name, overrides)
     load_model_config(case)  # refuse a wrong case before a port is opened
     check_ready(case)
-    settings, nodes = case.serve_config, node_env()
-    if nodes.nnodes > 1 and settings.restarts:
-        raise UserError(
-            f"serve_config.restarts: {settings.restarts}: ranks on several nodes (NNODES={nodes.nnodes}) cannot be "
-            "started again by one of them: leave it at 0, and start `umbra serve` again on all nodes"
-        )
-    if nodes.node_rank:
-        return start_ranks(case_name, overrides)
+    settings = case.serve_config
+    if node_env().node_rank:
+        sys.exit(keep_ranks(case_name, overrides, settings.restarts))
     sys.setswitchinterval(SWITCH_S)
     keys = Keys.read(settings.api_key_file)
     check_address(settings.host, keys)
@@ -229,6 +224,9 @@ class Protocol(H11Protocol):
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        if self.cycle and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # or the application would answer after this answer
+            self.cycle.message_event.set()
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

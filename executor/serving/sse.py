@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from errors import UserError
 from executor.serving.errors import ApiError
 
 PING_S = 15.0  # a stream on which nothing has come for this long gets a comment, so that nobody on the way closes it
@@ -128,6 +129,8 @@ class EventStream(Response):
             pass  # there was no first event
         except ApiError as error:
             await body(self.failure(error))
+        except UserError as error:  # of the checkpoint's files, such as a tokenizer that fails
+            await body(self.failure(ApiError(500, str(error), None, "internal_error")))
         finally:
             await _end(pings)
         await body(b"", more=False)

@@ -6,6 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from executor.serving.front import Front, Job, Text
 from executor.serving.limits import Ticket
 from executor.serving.messages import Ready, TokenLogprob
@@ -69,27 +71,29 @@ class Stream:
         metrics, source = self.front.metrics, self.front.rows(job, ticket)
         async with metrics.arrived(len(job.ids)) as timeline, aclosing(source) as rows:
             async for row in rows:
+                text, used = "", 0
+                for index, token in enumerate(row.tokens):
+                    used += 1
+                    if row.logprobs:
+                        held.append(Token(token, row.logprobs[index], made))
+                    if row.finish == "stop" and token in ends and used == len(row.tokens):
+                        break
+                    piece = detokenizer.push((token,))
+                    made += len(piece)
+                    text += stops.push(piece)
+                    if stops.found:
+                        break
+                if row.finish and not stops.found:
+                    text += stops.push(detokenizer.rest()) + stops.finish()
+                if stops.found:  # tokens behind it, as drafts give them, are no part of the answer
+                    row = msgspec.structs.replace(row, tokens=row.tokens[:used], finish="stop")
                 timeline.row(row)
                 self.usage.completion += len(row.tokens)
                 if first:
                     first, self.prompt_logprobs = False, row.prompt_logprobs
                     self.usage.cached += row.found
-                text = ""
-                for index, token in enumerate(row.tokens):
-                    if row.logprobs:
-                        held.append(Token(token, row.logprobs[index], made))
-                    if row.finish == "stop" and token in ends and index == len(row.tokens) - 1:
-                        break
-                    piece = detokenizer.push((token,))
-                    made += len(piece)
-                    text += piece
-                text = stops.push(text)
-                if row.finish and not stops.found:
-                    text += stops.push(detokenizer.rest()) + stops.finish()
                 given += len(text)
-                finish = "stop" if stops.found else row.finish
-                if finish:
-                    timeline.end(finish)
+                finish = row.finish
                 tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]
                 if text or tokens or finish:
                     held = held[len(tokens) :]

@@ -63,7 +63,7 @@ def _of_format(format: Mapping[str, Any] | None) -> tuple[str, Any]:
             raise invalid("response_format.json_schema.schema", "must be a JSON schema")
         return "json", schema
     names = {"regex": ("regex", "pattern"), "grammar": ("lark", "grammar")}
-    if kind not in names:
+    if not isinstance(kind, str) or kind not in names:
         raise invalid("response_format.type", f"{kind!r:.40} is none of text, json_object, json_schema, regex, grammar")
     to, key = names[kind]
     if not isinstance(format.get(key), str):

@@ -12,17 +12,21 @@ from typing import cast
 
 from errors import EXIT_STATUS
 from executor.config.case import Case
+from executor.config.env import node_env
+from executor.job.processes import is_running
 from executor.serving.client import ENDED, EngineClient
-from executor.serving.processes import SOCKET, Process, is_running, processes_of, send, signal_name
+from executor.serving.processes import SOCKET, Process, processes_of, send, signal_name
 from files import ROOT
 
 CHECK_S = 0.5
 END_S = 10.0  # seconds that ranks have to leave before they are killed
 LAUNCHER_S = 3.0  # seconds that a launcher has to clean up
+NODES_S = 10.0  # and to tell those of other nodes why it ends
 STACKS_S = 1.0  # seconds to write the stacks of hung ranks
 PATIENCE = 10  # a step that takes this many times longer than any before it hangs, if it takes `step_timeout_s`
 LONGEST_LINE = 4096  # bytes of an error line
-LOGS = re.compile("; all ranks' logs: .*")  # the part of a launcher's error line that only its user needs
+# The part of a launcher's error line that only its user needs.
+LOGS = re.compile("; (all ranks' logs|logs on each node): .*")
 
 
 class Supervisor:
@@ -47,12 +51,13 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._hung = ""  # why this supervisor has ended the ranks
         self._error = ""  # the last error line of the launcher
+        self._notice = ""  # the last line in which it said that a node is slow
         client.supervised = True
 
     async def run(self) -> None:
         """Keeps ranks running until `stop` is called, or they have failed too often; `failed` then says why."""
         while True:
-            self._hung = self._error = ""
+            self._hung = self._error = self._notice = ""
             self.client.reason = self.client.reason if self.restarts else ""
             process = self._process = await self._start()
             if self.stopping:  # called while the process was started
@@ -108,9 +113,11 @@ class Supervisor:
             for line in lines:
                 if line.startswith(b"error: "):
                     self._error = line[len(b"error: ") : LONGEST_LINE].decode(errors="replace")
-                else:
-                    with contextlib.suppress(OSError):
-                        os.write(2, line + b"\n")
+                    continue
+                if line.startswith(b"node "):
+                    self._notice = line[:LONGEST_LINE].decode(errors="replace")
+                with contextlib.suppress(OSError):
+                    os.write(2, line + b"\n")
 
     def _reason(self, launcher: int, status: int) -> str:
         """Why the ranks ended, whose launcher had this process id and exit status."""
@@ -127,19 +134,21 @@ class Supervisor:
     async def _watch(self, launcher: int) -> None:
         """Ends the ranks if they hang, if rank 0 has left and the launcher does not notice, or if the launcher, whose
         process id is given, has ended without them: it counts as running while ranks hold its stderr."""
-        client, came = self.client, False
+        client, came, limits = self.client, False, self.case.parallel_config
+        # Where there are several nodes, their launchers first find out which one is the reason.
+        notice_s = END_S if node_env().nnodes == 1 else END_S + limits.node_timeout_s
         while not self._hung and is_running(launcher):
             await asyncio.sleep(CHECK_S)
             came = came or client.alive
             patience = max(self.case.serve_config.step_timeout_s, PATIENCE * client.longest_step)
             if came and not client.alive:
-                await asyncio.sleep(END_S)
+                await asyncio.sleep(notice_s)
                 self._hung = client.reason
             elif client.ready and client.silent_s > patience:
                 ranks = [process for process in self.processes() if process.rank is not None]
                 halted = [f"rank {p.rank} (pid {p.pid})" for p in ranks if p.stopped]
                 self._hung = f"the ranks have not answered for {client.silent_s:.0f} s" + (
-                    f": {', '.join(halted)} halted by a signal" if halted else ""
+                    f": {', '.join(halted)} halted by a signal" if halted else self._notice and f": {self._notice}"
                 )
                 send(signal.SIGUSR1, ranks)  # they write their stacks
                 self.told(f"{self._hung}; the stacks of all ranks are in {client.ready.results}")
@@ -148,10 +157,11 @@ class Supervisor:
 
     async def _end_all(self) -> None:
         """Ends every rank and its launcher, and returns when none is left."""
-        processes = self.processes()
+        processes, alone = self.processes(), node_env().nnodes == 1
         send(signal.SIGKILL, [process for process in processes if process.rank is not None])
-        send(signal.SIGTERM, [process for process in processes if process.rank is None])  # it removes its files
-        while not await _ended(processes, LAUNCHER_S):
+        if alone or self.stopping:  # it removes its files; to launchers of other nodes, this signal is the end for good
+            send(signal.SIGTERM, [process for process in processes if process.rank is None])
+        while not await _ended(processes, LAUNCHER_S if alone else NODES_S):
             processes = self.processes()
             send(signal.SIGKILL, processes)
 

@@ -57,5 +57,7 @@ async def detokenize(front: Front, data: Any) -> dict[str, Any]:
     front.check_model(request.model)
     if wrong := [id for id in request.tokens if not 0 <= id < ready.vocabulary]:
         raise invalid("tokens", f"{wrong[0]} is outside the vocabulary of {ready.vocabulary}")
-    prompt = await front.work(lambda: text.tokenizer.backend.decode(request.tokens, skip_special_tokens=False))
-    return {"prompt": prompt}
+    try:
+        return {"prompt": await front.work(lambda: text.tokenizer.whole_text(request.tokens))}
+    except UserError as error:
+        raise invalid("tokens", str(error)) from None

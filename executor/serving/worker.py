@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from errors import UserError
+from errors import UserError, refusal
 from executor.checkpoint.tokenizer import stop_ids
 from executor.config import env
 from executor.config.load import load_case
@@ -29,8 +29,9 @@ from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
 from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
+from executor.parallel.losses import clear_losses
 from executor.serving.channel import Channel
-from executor.serving.control import Control, clear_losses
+from executor.serving.control import Control
 from executor.serving.experts import ExpertTotals
 from executor.serving.messages import (
     Abort,
@@ -97,7 +98,7 @@ class Worker:
 
     def run(self) -> None:
         """Serves until the front stops the ranks."""
-        with self.engine.platform.watched(), clear_losses():
+        with self.engine.platform.watched():
             self.warm_up()
             gc.collect()
             gc.freeze()  # collections no longer look through what was loaded, which takes as long as many steps
@@ -132,6 +133,8 @@ class Worker:
         for message in channel.receive(0 if not self.loop.idle else IDLE_S):
             if message is None:
                 events.append(Stop())
+            elif isinstance(message, OSError):
+                raise message
             elif isinstance(message, Ping):
                 channel.send(Pong(message.number, self.steps))
             elif isinstance(message, Watch):
@@ -380,11 +383,14 @@ def serve(results: Path, ranks: env.RankEnv, case_name: str, overrides: ListOf[s
         if channel:
             channel.send(Progress("loading weights", 0.0))
         runner = make_runner(load_case(case_name, list(overrides)), results, ranks)
-        runner.setup()
-        Worker(runner, channel).run()
+        with clear_losses():
+            runner.setup()
+            Worker(runner, channel).run()
     except Exception as error:
         if channel:
-            channel.send(Fatal(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"))
+            plain = isinstance(error, UserError | ConnectionError)
+            known = str(error) if plain else refusal(error)
+            channel.send(Fatal(known or f"{type(error).__name__}: {error}"))
         raise
     finally:
         if channel:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from errors import UserError
@@ -155,8 +155,8 @@ def host(function: Callable[[], object]) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Limits torch to views and allocations while a tape is captured. Collectives, and on several ranks the copies
-    around them, become host nodes. Any other computation would be missing from replays and is refused."""
+    """Limits torch to views and allocations while a tape is captured. Collectives and copies become host nodes, which
+    each replay calls. Any other computation would be missing from replays and is refused."""
 
     ROOM = ("aten::empty", "aten::new_empty", "aten::detach", "aten::alias")
     COPIES = ("aten::new_zeros", "aten::copy_", "aten::cat", "aten::clone", "aten::flatten")
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, Tensor) and name.startswith(self.ROOM):
             self.kept.append(out)
         elif function._schema.is_mutable or not _is_view(out, args):
-            if not (name.startswith(self.COPIES) and distributed.is_initialized()):
+            if not name.startswith(self.COPIES):
                 raise RuntimeError(f"{name} cannot be captured: it computes outside the native ops")
             out = self._as_host_node(function, args, kwargs or {})
         return out

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.serving.soak import share
+from tests.serving.drift import part
 from tests.serving.test_server import Process, server
 
 BODIES = [b'{"prompt": "' + b"x" * (1 << 20) + b'"}', b"[" * (1 << 20), b'{"prompt": [' + b"1," * (1 << 19) + b"1]}"]
@@ -84,8 +84,8 @@ def main() -> None:
             took = [1e3 * seconds for seconds in asyncio.run(looks(running, args.seconds))]
             flooding.kill()
             flooding.join()
-            spread = f"99th percentile {share(took, 0.99):.1f} ms, longest {max(took):.1f} ms"
-            print(f"{name}: {len(took)} looks, median {share(took, 0.5):.1f} ms, {spread}")
+            spread = f"99th percentile {part(took, 0.99):.1f} ms, longest {max(took):.1f} ms"
+            print(f"{name}: {len(took)} looks, median {part(took, 0.5):.1f} ms, {spread}")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,15 @@ class Connection:
     writer: asyncio.StreamWriter
     reply: Reply = field(default_factory=lambda: Reply(0, {}))
 
+    def send(
+        self, port: int, path: str, data: Any = None, method: str = "POST", headers: dict[str, str] | None = None,
+        raw: bytes | None = None,
+    ) -> None:  # fmt: skip
+        body = raw if raw is not None else b"" if data is None else json.dumps(data).encode()
+        lines = {"host": f"127.0.0.1:{port}", "content-length": str(len(body))} | (headers or {})
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self.writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+
     async def head(self) -> Reply:
         lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
@@ -73,7 +82,7 @@ class Connection:
 
     async def chunk(self) -> bytes:
         """The next chunk of a body that has no length; empty at its end."""
-        size = int(await self.reader.readline(), 16)
+        size = int(await self.reader.readuntil(b"\r\n"), 16)
         data = await self.reader.readexactly(size)
         await self.reader.readexactly(2)
         return data
@@ -92,6 +101,27 @@ class Connection:
         self.writer.transport.abort()
 
 
+async def connect(
+    port: int, path: str, data: Any = None, method: str = "POST", headers: dict[str, str] | None = None,
+    raw: bytes | None = None, buffer: int = 0,
+) -> Connection:  # fmt: skip
+    """A connection on which a request was sent, with `data` as JSON or `raw` as its body. `buffer` is the number of
+    bytes that the system keeps of an answer which is not read; 0: its choice."""
+    connection = socket.socket()
+    if buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+    except BaseException:
+        connection.close()
+        raise
+    reader, writer = await asyncio.open_connection(sock=connection)
+    made = Connection(reader, writer)
+    made.send(port, path, data, method, headers, raw)
+    return made
+
+
 @dataclass
 class Server:
     front: Front
@@ -99,22 +129,8 @@ class Server:
     port: int
     tokenizer: Tokenizer
 
-    async def open(
-        self, path: str, data: Any = None, method: str = "POST", headers: dict[str, str] | None = None,
-        raw: bytes | None = None, buffer: int = 0,
-    ) -> Connection:  # fmt: skip
-        """`buffer` is the number of bytes that the system keeps of an answer which is not read; 0: its choice."""
-        connection = socket.socket()
-        if buffer:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        connection.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
-        reader, writer = await asyncio.open_connection(sock=connection)
-        body = raw if raw is not None else b"" if data is None else json.dumps(data).encode()
-        lines = {"host": f"127.0.0.1:{self.port}", "content-length": str(len(body))} | (headers or {})
-        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-        return Connection(reader, writer)
+    async def open(self, path: str, data: Any = None, method: str = "POST", **more: Any) -> Connection:
+        return await connect(self.port, path, data, method, **more)
 
     async def ask(self, path: str, data: Any = None, method: str = "POST", **more: Any) -> Reply:
         connection = await self.open(path, data, method, **more)

@@ -1,16 +1,18 @@
-"""A soak of a whole server: random requests, clients that are killed, wrong requests, long prompts, a rank that is
-killed, and one that is halted for a while.
+"""A soak of whole servers: hours of random requests from good, bad, slow and vanishing clients, with ranks that are
+killed and halted and servers that are ended and started again; everything that happens goes into a history.
 
-    .venv/bin/python -m tests.serving.soak [--minutes 15] [--clients 8] [--ranks 1] [--set KEY=VALUE ...]
+    .venv/bin/python -m tests.serving.soak [--minutes 120] [--rate 8] [--history FILE] [--set KEY=VALUE ...]
+    .venv/bin/python -m tests.serving.soak --report FILE      # the table of a history, also of one that still grows
 
-The demo's experts, the requests and their prefixes share an arena too small for all of them. Every request must be
-answered, or told why not: what is neither is printed, and ends the soak with status 1. At the end nothing may be held,
-memory must be flat, and the server must leave when it is asked to. Times are judged unless `--no-times` is given: on a
-busy machine they say nothing.
+The demo's experts, the requests and their prefixes share an arena too small for all of them, and decode steps have
+drafts. Before the soak a plain server, without any of these, answers each question alone. A checker
+(tests/serving/history.py) then replays the history; a violation is printed, and ends the soak with status 1. Times are
+judged unless `--no-times` is given: on a busy machine they say nothing.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -19,361 +21,515 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from errors import collect_seldom
-from executor.serving.client import FRESH_S
-from tests.serving.front import Connection
+from tests.serving import answers
+from tests.serving.answers import PATHS
+from tests.serving.front import Connection, Reply
+from tests.serving.history import LOST_S, Checker, read_history
+from tests.serving.questions import LONG_BODY, LONGEST, LOOK_UPS, NEW, VOCABULARY, WRONG, Question, Wrong, questions
 from tests.serving.test_server import Process, server
 
-LONGEST = 2000  # tokens of a prompt; the demo's model has 2,048 positions
-NEW = 48  # tokens of an answer to such a prompt
-ARENA_MB = 8  # all experts and the pages of a full batch take twice as much
-PAUSE_MS = 2  # of running requests while prompts are prefilled; a step of the demo takes about 1
-THREADS = 1  # of a rank: front and clients need the other core of two
-VOCABULARY = range(16, 4000)  # ids of the demo's vocabulary that are neither special nor at its end
-KILLED, TOO_LONG, BROKEN, STREAMED, FOLLOWED = 0.3, 0.1, 0.05, 0.7, 0.05  # shares of the requests
-FLAGS = {"type": "array", "items": {"type": "boolean"}}
-GRAMMARS = [{"guided_regex": "(yes|no)( (yes|no)){3}"}, {"guided_json": FLAGS}]
-BROKEN_GRAMMARS = [{"guided_regex": "(" * 5}, {"guided_grammar": "start"}, {"guided_json": {"type": "king"}}]
-LOST_S = 180.0  # a request that takes longer is lost
-RETRY_S = 1.0  # pause of a client that was told that the server does not serve
-EVERY_S = 60.0  # between two long prompts
-LONG_S = 240.0  # only a soak that takes this long halts a rank: it takes a while until that is told
-TOLD = {429: {"queue_full", "too_slow"}, 500: {"engine_gone"}, 503: {"engine_gone", "loading", "queue_timeout"}}
+PLAIN = ["batch_size=1", "prefix_cache=false", f"input_max_len={LONGEST}", f"max_new_tokens={NEW}"]
+HARD = [
+    f"input_max_len={LONGEST}", f"max_new_tokens={NEW}", "batch_size=8", "max_queue=16", "restarts=9", "mode=elastic",
+    "arena_mb=8", "prefix_floor=256", "reserve=16", "draft_tokens=4", "prefill_pause_ms=2", "threads=1",
+]  # fmt: skip
+CLIENTS = {"whole": 72, "vanishes": 12, "slow": 3, "wrong": 6, "look up": 5, "watches": 2}  # in a hundred
+STREAMED = 0.7
+MOST_OPEN = 40  # requests; those beyond wait, so that a slow machine is not flooded
+BURST, BURST_S = 20, 60.0  # requests that come at once, and how often
+SAMPLE_S, QUIET_S = 5.0, 240.0  # between two looks at processes, and between two times without requests
+STATES_S = 2.5  # until gauges are those of a server at rest
+KEPT_S = 5.0  # for which a connection is kept for another request
+YARDSTICKS = {"first token": (256, 1), "token": (16, 64)}  # tokens of prompts and answers whose times are compared
+LONG_S = 1200.0  # a soak that takes so long has all faults, and its last server is compared with a new one
+PAIRS, WARM_UP = 100, 200  # requests of that comparison of each size, and questions that the new one is asked before
+PROBE, COPIED = range(40_000), bytes(4 << 20)  # of a piece of work: for the interpreter, and for memory
+TICKS: int = os.sysconf("SC_CLK_TCK")
 PAGE_MB = os.sysconf("SC_PAGE_SIZE") / 1e6
-SETTLED = 3 / 8  # the last part of a soak, in which the ranks are back and memory should be flat
-GROWTH = 1.1  # most growth of memory in that part, on top of the allocator's slack
-SLACK_MB = 16.0
-ALIVE_S, DEAD_S = 1.0, 1.0  # most seconds until /health answers, and until /health/ready tells of a death
-STUCK_S = 5.0  # most seconds that /health/ready may take for a halted rank, beyond those in which an answer is fresh
-SPREAD = 5.0  # most that the 99th percentile of the gaps between two tokens may be of the median
+GAUGES = re.compile(r"^umbra:([a-z0-9_]+)\{(.*)\} (\S+)$", re.M)
+LABEL = re.compile(r'(finished_reason|reason|tenant)="([^"]*)"')
 
 
-def share(values: list[float], part: float) -> float:
-    """The value below which `part` of `values` lies; 0 without values."""
-    ordered = sorted(values)
-    return ordered[min(int(part * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+class History:
+    """Events with the times at which they happened, one line of JSON each."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "w", buffering=1)  # noqa: SIM115 (until the process ends; each line at once)
+
+    def add(self, what: str, **facts: Any) -> None:
+        self.file.write(json.dumps({"t": round(time.monotonic(), 6), "what": what, **facts}) + "\n")
 
 
-@dataclass
-class Found:
-    """What the clients and the watcher have seen."""
-
-    ends: Counter[str] = field(default_factory=Counter)  # how requests ended
-    lost: list[str] = field(default_factory=list)  # what must not happen
-    gaps: list[float] = field(default_factory=list)  # seconds between two chunks of an answer
-    first: list[float] = field(default_factory=list)  # seconds to the first chunk
-    health: list[tuple[float, float]] = field(default_factory=list)  # seconds that /health took, and when
-    told_of_death: float | None = None  # seconds from a rank's death until /health/ready said so
-    back: float | None = None  # seconds until the ranks served again
-    told_of_halt: float | None = None  # seconds from a rank's halt until /health/ready said so; None: none was halted
-    memory: list[tuple[float, float, float]] = field(default_factory=list)  # time, MB of the front, MB of the ranks
-    at_end: dict[str, float] = field(default_factory=dict)  # gauges of /metrics when nobody asked for anything
+def plan(seconds: float) -> list[tuple[float, str]]:
+    """What happens to servers and when, in seconds. A long soak gives its last server, and the last ranks of that, most
+    of the time: what grows slowly is seen there."""
+    if seconds >= LONG_S:
+        steps = [(0.05, "kill"), (0.1, "drain"), (0.13, "kill"), (0.16, "halt"), (0.2, "drain"), (0.25, "kill")]
+    elif seconds >= 60:
+        steps = [(0.2, "kill"), (0.4, "drain")]
+    else:
+        steps = [(0.4, "kill")]
+    return [(share * seconds, step) for share, step in steps]
 
 
 class Soak:
-    """Of a server that serves. `seed` makes the requests, but not their order in time."""
+    """`seed` makes the requests, but not their order in time."""
 
-    def __init__(self, running: Process, seconds: float, seed: int):
-        self.running, self.seconds = running, seconds
-        self.random = random.Random(seed)
-        self.found = Found()
-        self.start = time.monotonic()
-        self.killed_at: float | None = None
+    def __init__(self, history: History, folder: Path, seconds: float, rate: float, seed: int, settings: list[str]):
+        self.history, self.folder, self.seconds, self.rate = history, folder, seconds, rate
+        self.settings, self.random = settings, random.Random(seed)
+        self.questions = questions(min(600, 40 + int(seconds / 6)), seed)
+        self.running: Process
+        self.open: set[asyncio.Task[None]] = set()
+        self.spare: list[tuple[float, Connection]] = []  # connections for another request, and since when
+        self.paused = False
+        self.number = 0
+        self.life, self.start = 0, 0.0
 
-    async def run(self, clients: int) -> Found:
-        tasks = [self._client() for _ in range(clients)]
-        watcher = asyncio.create_task(self._watch())
-        await asyncio.gather(*tasks, self._long_prompts(), self._faults())
-        watcher.cancel()
-        await self._quiet()
-        return self.found
+    def run(self) -> None:
+        with server(self._folder("plain"), *PLAIN, *self.settings) as self.running:
+            self.running.wait_until_ready()
+            asyncio.run(self._alone())
+        steps = [*plan(self.seconds), (self.seconds, "drain")]
+        while steps:
+            lasts = [step for _, step in steps].index("drain") + 1
+            with server(self._folder(f"life{self.life}"), *HARD, *self.settings) as self.running:
+                self.running.wait_until_ready()
+                if not self.life:
+                    self.start = time.monotonic()
+                    self.history.add("start", seconds=self.seconds, rate=self.rate, settings=[*HARD, *self.settings])
+                self.history.add("ready", life=self.life, pid=self.running.process.pid)
+                asyncio.run(self._life(steps[:lasts]))
+                status = self.running.wait()
+                self.history.add(
+                    "exit", life=self.life, status=status, left=len(self.running.ranks()),
+                    files=[str(path) for path in self.running.folder.glob("umbra-*")],
+                    traceback=self.running.text[-4000:] if "Traceback" in self.running.text else "",
+                )  # fmt: skip
+            steps = steps[lasts:]
+            self.life += 1
+        self.history.add("over")
 
-    @property
-    def over(self) -> bool:
-        return time.monotonic() > self.start + self.seconds
+    def _folder(self, name: str) -> Path:
+        (folder := self.folder / name).mkdir()
+        return folder
 
-    async def _client(self) -> None:
-        while not self.over:
-            end = await self._request(*self._wanted())
-            await asyncio.sleep(self.random.expovariate(2.0) + (RETRY_S if "503" in end else 0.0))
+    async def _alone(self) -> None:
+        """Asks each question while nothing else runs. One whose answer another question has as well is not asked again,
+        since an answer should say whose it is."""
+        known: set[str] = set()
+        kept = []
+        for question in self.questions:
+            reply = await self._get(PATHS[question.apis[0]], question.body)
+            assert reply.status == 200, (question, reply.body)
+            found = answers.whole(question.apis[0], reply.json).record()
+            del found["ids"]
+            if (said := json.dumps(found["texts"])) not in known:
+                kept.append(question)
+                self.history.add(
+                    "question", key=question.key, kind=question.kind, choices=question.choices, most=question.most,
+                    **found,
+                )  # fmt: skip
+            known.add(said)
+        self.questions = kept
 
-    async def _long_prompts(self) -> None:
-        while not self.over:
-            body = {"prompt": self._prompt(LONGEST), "max_tokens": NEW, "stream": True, "ignore_eos": True}
-            await self._request("long", "/v1/completions", body)
-            await asyncio.sleep(min(EVERY_S, self.seconds / 3))
-
-    async def _faults(self) -> None:
-        """Halts a rank after a quarter of the time, if that is long enough, and kills one after half of it."""
-        await asyncio.sleep(self.seconds / 4)
-        if self.seconds >= LONG_S:
-            os.kill(victim := self._victim(), signal.SIGSTOP)
-            self.found.told_of_halt = await self._until_ready(False)
-            os.kill(victim, signal.SIGCONT)
-            await self._until_ready(True)
-        await asyncio.sleep(max(0.0, self.start + self.seconds / 2 - time.monotonic()))
-        os.kill(self._victim(), signal.SIGKILL)
-        self.killed_at = time.monotonic()
-        self.found.told_of_death = await self._until_ready(False)
-        await self._until_ready(True)
-        self.found.back = time.monotonic() - self.killed_at
-
-    def _victim(self) -> int:
-        return self.random.choice([pid for pid in self.running.ranks() if b"serving.worker" in command(pid)])
-
-    async def _until_ready(self, ready: bool) -> float:
-        """-> seconds until /health/ready says that the server is, or is not, ready"""
-        start = time.monotonic()
-        while ((await self._get("/health/ready"))[0] == 200) != ready:
-            if time.monotonic() > start + LOST_S:
-                self.found.lost.append(f"{LOST_S:g} s after a fault, /health/ready still says the opposite")
-                break
-            await asyncio.sleep(0.01)
-        return time.monotonic() - start
-
-    async def _watch(self) -> None:
-        while True:
-            sent = time.monotonic()
-            await self._get("/health")
-            self.found.health.append((time.monotonic() - sent, sent - self.start))
-            pids = self.running.ranks()
-            ranks = sum(resident_mb(pid) for pid in pids if b"serving.worker" in command(pid))
-            self.found.memory.append((sent - self.start, resident_mb(self.running.process.pid), ranks))
-            await asyncio.sleep(1.0)
-
-    async def _quiet(self) -> None:
-        """Waits until nothing is held, for a few seconds: clients that were killed are noticed a moment later."""
-        for _ in range(100):
-            status, body = await self._get("/metrics")
-            pattern = r"^umbra:(kv_cache_usage_perc|num_requests_running|num_requests_waiting)\{.*\} (\S+)$"
-            self.found.at_end = {name: float(value) for name, value in re.findall(pattern, body.decode(), re.M)}
-            if status != 200 or not any(self.found.at_end.values()):
-                return
-            await asyncio.sleep(0.1)
-        self.found.lost.append(f"something is held at the end: {self.found.at_end}")
-
-    def _prompt(self, tokens: int) -> list[int]:
-        return self.random.choices(VOCABULARY, k=tokens)
-
-    def _wanted(self) -> tuple[str, str, dict[str, Any]]:
-        """A random request: what is expected of it, its path and body."""
-        choose = self.random
-        kind = choose.choices(
-            ["killed", "too long", "broken", "grammar", "whole"],
-            [KILLED, TOO_LONG, BROKEN, FOLLOWED, 1 - KILLED - TOO_LONG - BROKEN - FOLLOWED],
-        )[0]
-        body: dict[str, Any] = {
-            "max_tokens": int(2 ** choose.uniform(0, 6.5)), "temperature": choose.choice([0, 0.7, 1.0]),
-            "stream": choose.random() < STREAMED,
-        }  # fmt: skip
-        if kind == "too long":
-            return kind, "/v1/completions", body | {"prompt": self._prompt(choose.randint(LONGEST + NEW, 4 * LONGEST))}
-        body |= choose.choice([{}, {}, {"seed": choose.randrange(99)}, {"n": 2, "temperature": 1.0}, {"stop": ["the"]}])
-        if kind in ("broken", "grammar"):
-            body |= choose.choice(BROKEN_GRAMMARS if kind == "broken" else GRAMMARS)
-        elif choose.random() < 0.2:
-            body["ignore_eos"] = True
-        if choose.random() < 0.3:
-            turns = choose.choice(["Do you like dancing?", "Is he married or single?", "Hi. " * choose.randint(1, 50)])
-            return kind, "/v1/chat/completions", body | {"messages": [{"role": "user", "content": turns}]}
-        return kind, "/v1/completions", body | {"prompt": self._prompt(int(2 ** choose.uniform(0, 9)))}
-
-    async def _request(self, kind: str, path: str, body: dict[str, Any]) -> str:
-        """Sends one request, and records how it ended, or that it was lost. -> how it ended"""
-        connection: Connection | None = None
-        end = "lost"
+    async def _life(self, steps: list[tuple[float, str]]) -> None:
+        """A server's life from its first request to its drain."""
+        traffic = [asyncio.create_task(work()) for work in (self._arrivals, self._bursts, self._looks, self._health)]
         try:
-            connection = await asyncio.wait_for(self.running.open(path, body), LOST_S)
-            patience = self.random.expovariate(1.5)
-            if kind != "killed":
-                end = await asyncio.wait_for(self._answer(connection, kind, body), LOST_S)
-            else:  # within a second or so, wherever the request is then
-                try:
-                    end = await asyncio.wait_for(self._answer(connection, kind, body), patience)
-                    end = f"killed late, {end}"
-                except asyncio.TimeoutError:
-                    end = "killed"
-        except asyncio.TimeoutError:
-            self._lose(kind, path, body, f"nothing was heard for {LOST_S:g} s")
-        except (OSError, asyncio.IncompleteReadError, ValueError, KeyError, IndexError, AssertionError) as error:
-            self._lose(kind, path, body, f"{type(error).__name__}: {error}")
+            quiet_s = min(QUIET_S, self.seconds / 4)
+            for at, step in steps:
+                while (left := self.start + at - time.monotonic()) > quiet_s:
+                    await asyncio.sleep(quiet_s)
+                    await self._quiet()
+                await asyncio.sleep(max(0.0, left))
+                await self._quiet()
+                if at == self.seconds >= LONG_S:
+                    self.paused = True
+                    await asyncio.to_thread(self._beside_a_new_one)
+                    self.paused = False
+                await asyncio.sleep(1.0)  # of requests, which the fault finds
+                await {"kill": self._kill, "halt": self._halt, "drain": self._drain}[step]()
+            for task in traffic:
+                if task.done():
+                    task.result()  # it has failed
         finally:
-            if connection:
-                connection.kill()
-        self.found.ends[end] += 1
-        return end
+            for task in traffic:
+                task.cancel()
+        await asyncio.wait(self.open, timeout=LOST_S) if self.open else None
+        self.spare.clear()
 
-    def _lose(self, kind: str, path: str, body: dict[str, Any], why: str) -> None:
-        at = time.monotonic() - self.start
-        self.found.lost.append(f"{at:.1f} s, {kind}: POST {path} {json.dumps(body)[:300]}: {why}")
+    async def _arrivals(self) -> None:
+        while True:
+            await asyncio.sleep(self.random.expovariate(self.rate))
+            self._begin()
 
-    async def _answer(self, connection: Connection, kind: str, body: dict[str, Any]) -> str:
-        """-> how the request ended. Raises AssertionError if that was wrong."""
-        sent = time.monotonic()
-        reply = await connection.head()
-        if reply.status != 200 or not body["stream"]:
-            reply.body = await connection.reader.readexactly(int(reply.headers["content-length"]))
-        assert reply.status != 200 or kind not in ("too long", "broken"), "a wrong request is answered"
-        if reply.status == 400:
-            assert kind in ("too long", "broken"), reply.body
-            assert reply.error["code"] != "context_length_exceeded" or kind == "too long", reply.body
-            return f"400 {kind}"
-        if reply.status != 200:
-            code = reply.error["code"]
-            assert code in TOLD.get(reply.status, ()), reply.body
-            assert reply.status == 429 or code == "queue_timeout" or self._died(), reply.body
-            assert reply.status != 429 or int(reply.headers["retry-after"]) > 0, reply.headers
-            return f"{reply.status} {code}"
-        if not body["stream"]:
-            assert all(choice["finish_reason"] for choice in reply.json["choices"]), reply.body
-            assert len(reply.json["choices"]) == body.get("n", 1), reply.body
-            assert 0 < reply.json["usage"]["completion_tokens"] <= body["max_tokens"] * body.get("n", 1), reply.body
-            return "answered"
-        last = None
-        while data := await connection.chunk():
-            now = time.monotonic()
-            if data.startswith(b"data: {") and b'"finish_reason":null' in data and "n" not in body:
-                self.found.first.append(now - sent) if last is None else self.found.gaps.append(now - last)
-                last = now
-            reply.body += data
-        if "error" in (events := reply.events)[-1]:
-            assert events[-1]["error"]["code"] == "engine_gone", events[-1]
-            assert self._died(), events[-1]
-            return "engine_gone while streaming"
-        assert events[-1] == "[DONE]", events[-1]
-        finished = [choice["index"] for event in events[:-1] for choice in event["choices"] if choice["finish_reason"]]
-        assert sorted(finished) == list(range(body.get("n", 1))), finished
-        return "answered"
+    async def _bursts(self) -> None:
+        while True:
+            await asyncio.sleep(min(BURST_S, self.seconds / 4))
+            for _ in range(BURST):
+                self._begin("whole")
 
-    def _died(self) -> bool:
-        """Whether ranks have died so lately that open requests may tell of it."""
-        return self.killed_at is not None and (
-            self.found.back is None or time.monotonic() < self.killed_at + self.found.back + LOST_S
+    def _begin(self, kind: str = "") -> None:
+        if not self.paused and len(self.open) < MOST_OPEN:
+            kind = kind or self.random.choices(list(CLIENTS), list(CLIENTS.values()))[0]
+            task = asyncio.create_task(self._client(kind))
+            self.open.add(task)
+            task.add_done_callback(self.open.discard)
+
+    async def _client(self, kind: str) -> None:
+        """Sends one request, and records how it ended."""
+        self.number += 1
+        number, facts = self.number, {}
+        wide = [question for question in self.questions if question.kind == "wide"] if kind == "slow" else []
+        question = self.random.choice(wide if wide and self.random.random() < 0.5 else self.questions)
+        wrong = self.random.choice(WRONG)
+        api = self.random.choice(question.apis)
+        stream = self.random.random() < STREAMED or kind == "slow"
+        if kind == "wrong":
+            facts = {"wanted": wrong.status, "path": wrong.path}
+        elif kind == "look up":
+            facts = {"path": (look_up := self.random.choice(LOOK_UPS))[0]}
+        elif kind != "watches":
+            facts = {"key": question.key, "api": api, "stream": stream}
+        self.history.add("send", id=number, client=kind, life=self.life, **facts)
+        found: dict[str, Any]
+        try:
+            if kind == "wrong":
+                work = self._wrong(number, wrong)
+            elif kind == "look up":
+                work = self._look_up(*look_up)
+            elif kind == "watches":
+                work = self._watches()
+            else:
+                work = self._asks(number, kind, question, api, stream)
+            found = await asyncio.wait_for(work, LOST_S)
+        except asyncio.TimeoutError:
+            found = {"how": "lost", "why": f"nothing was heard for {LOST_S:g} s"}
+        except ConnectionRefusedError:
+            found = {"how": "unreachable"}
+        except (OSError, asyncio.IncompleteReadError) as error:
+            found = {"how": "cut", "why": f"{type(error).__name__}: {error}"}
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            found = {"how": "lost", "why": f"unreadable: {type(error).__name__}: {error}"}
+        self.history.add("end", id=number, **found)
+
+    async def _asks(self, number: int, kind: str, question: Question, api: str, stream: bool) -> dict[str, Any]:
+        draw = self.random
+        body = question.asked(api) | {"stream": stream}
+        if api in ("completions", "chat"):
+            if stream and kind != "vanishes":
+                body["stream_options"] = {"include_usage": True, "continuous_usage_stats": draw.random() < 0.3}
+            if draw.random() < 0.1:
+                body["priority"] = draw.choice((-1, 1))
+            if draw.random() < 0.1:
+                body["cache_salt"] = draw.choice("ab")
+        until = draw.choice(("body", "head", "stream", "stream")) if kind == "vanishes" else ""
+        keeps, kept = not until and kind != "slow" and draw.random() < 0.3, False
+        headers = {"x-request-id": f"soak-{number}"} | ({} if keeps else {"connection": "close"})
+        connection = await self._kept(kind, PATHS[api], body, headers) or await self._new(
+            kind, PATHS[api], body, headers, until
         )
+        try:
+            if until in ("body", "head"):
+                await asyncio.sleep(draw.expovariate(10.0))
+                return {"how": "vanished", "at": until}
+            reply = connection.reply if connection.reply.status else await connection.head()
+            first = time.monotonic()
+            data = await self._body(connection, kind, draw.randint(1, 20) if until else None)
+            if reply.status == 200:
+                answer = answers.streamed(api, data, bool(until)) if stream else answers.whole(api, json.loads(data))
+            else:
+                answer = answers.failed(json.loads(data))
+                answer.expect(reply.status != 429 or int(reply.headers["retry-after"]) > 0, "no Retry-After")
+            answer.expect(reply.headers["x-request-id"] == f"soak-{number}", "the answer bears another request's id")
+            how = "vanished" if until and stream and reply.status == 200 else "answered"
+            last = time.monotonic()
+            if how == "answered" and not keeps:
+                answer.expect(await connection.reader.read() == b"", "bytes follow the answer")
+            if kept := keeps and not answer.error:
+                self.spare.append((time.monotonic(), connection))
+            times = {"first": round(first, 6), "last": round(last, 6)}
+            return {"how": how, "status": reply.status, **times, **answer.record()}
+        finally:
+            if not kept:
+                connection.kill()
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
-        """Status 0: nobody listens."""
+    async def _kept(self, kind: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> Connection | None:
+        """A connection that had another answer before, on which the answer to this request has begun; None if there is
+        none, or if the server has closed it meanwhile, as it may."""
+        while kind == "whole" and self.spare:
+            since, connection = self.spare.pop()
+            if time.monotonic() - since < KEPT_S and not connection.reader.at_eof():
+                connection.reply = Reply(0, {})
+                connection.send(self.running.port, path, body, headers=headers)
+                with suppress(ConnectionError, asyncio.IncompleteReadError):
+                    await connection.head()
+                    return connection
+            connection.kill()
+        return None
+
+    async def _new(self, kind: str, path: str, body: dict[str, Any], headers: dict[str, str], until: str) -> Connection:
+        """A connection on which the request was sent or, for a client that vanishes then, half of its body."""
+        if until == "body":
+            data = json.dumps(body).encode()
+            sizes = headers | {"content-length": str(len(data))}
+            return await self.running.open(path, body, raw=data[: len(data) // 2], headers=sizes)
+        return await self.running.open(path, body, headers=headers, buffer=4096 if kind == "slow" else 0)
+
+    async def _body(self, connection: Connection, kind: str, chunks: int | None) -> bytes:
+        """The body of an answer or, for a client that vanishes, of its first `chunks` chunks."""
+        reply = connection.reply
+        if "content-length" in reply.headers:
+            return await connection.reader.readexactly(int(reply.headers["content-length"]))
+        stalls = self.random.randint(1, 20) if kind == "slow" else 0
+        data, count = b"", 0
+        while count != chunks and (chunk := await connection.chunk()):
+            data += chunk
+            count += 1
+            if kind == "slow":
+                await asyncio.sleep(2.0 if count == stalls else 0.02)
+        return data
+
+    async def _wrong(self, number: int, wrong: Wrong) -> dict[str, Any]:
+        headers = {"x-request-id": f"soak-{number}"}
+        if wrong.status == 413:
+            headers["content-length"] = str(LONG_BODY)
+        sent = {"method": wrong.method, "raw": wrong.raw, "headers": headers}
+        connection = await self.running.open(wrong.path, wrong.body, **sent)
         try:
-            connection = await self.running.open(path, None)
-        except OSError:
-            return 0, b""
-        try:
-            reply = await asyncio.wait_for(connection.all(), LOST_S)
-            return reply.status, reply.body
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
-            self.found.lost.append(f"GET {path}: {error or type(error).__name__}")
-            return 0, b""
+            reply = await connection.all()
+            answer = answers.failed(reply.json)
+            answer.expect(reply.headers["x-request-id"] == f"soak-{number}", "the answer bears another request's id")
+            return {"how": "answered", "status": reply.status, **answer.record()}
         finally:
             connection.kill()
 
+    async def _look_up(self, path: str, body: Any) -> dict[str, Any]:
+        reply = await self._get(path, body)
+        code = "" if reply.status == 200 else answers.failed(reply.json).error
+        return {"how": "answered", "status": reply.status} | ({"error": code} if code else {})
 
-def command(pid: int) -> bytes:
+    async def _watches(self) -> dict[str, Any]:
+        """The live page, for a while."""
+        connection = await self.running.open("/live", None)
+        try:
+            end = time.monotonic() + self.random.uniform(1, 8)
+            if (reply := await connection.head()).status != 200:
+                return {"how": "answered", "status": reply.status}
+            while time.monotonic() < end and not self.paused and await connection.chunk():
+                pass
+            return {"how": "vanished", "status": 200}
+        finally:
+            connection.kill()
+
+    async def _get(self, path: str, body: Any = None) -> Reply:
+        connection = await self.running.open(path, body)
+        try:
+            return await asyncio.wait_for(connection.all(), LOST_S)
+        finally:
+            connection.kill()
+
+    async def _looks(self) -> None:
+        """Records the processes of the server, again and again."""
+        while True:
+            self.history.add("look", life=self.life, processes=processes(self.running))
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _health(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            sent = time.monotonic()
+            with suppress(OSError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+                await self._get("/health")
+                self.history.add("health", seconds=round(time.monotonic() - sent, 4))
+
+    async def _quiet(self) -> None:
+        """Waits until no request is open and nothing is held, records what the server says, and times requests."""
+        self.paused = True
+        try:
+            await asyncio.wait(self.open, timeout=LOST_S) if self.open else None
+            for _, connection in self.spare:
+                connection.kill()
+            self.spare.clear()
+            end = time.monotonic() + 20
+            await asyncio.sleep(STATES_S)
+            found = await self._metrics()
+            while any(map(found.get, HELD)) and time.monotonic() < end:
+                await asyncio.sleep(0.5)
+                found = await self._metrics()
+            self.history.add("quiet", life=self.life, metrics=found, processes=processes(self.running))
+            for number in range(15 if self.seconds >= LONG_S else 2):
+                for kind in YARDSTICKS:
+                    await self._yardstick(kind, number, self.running, "")
+        finally:
+            self.paused = False
+
+    async def _metrics(self) -> dict[str, float]:
+        text = (await self._get("/metrics")).body.decode()
+        found = {}
+        for name, labels, value in GAUGES.findall(text):
+            if not name.endswith("_bucket"):
+                label = LABEL.search(labels)
+                found[f"{name}:{label[2]}" if label else name] = float(value)
+        return found
+
+    def _beside_a_new_one(self) -> None:
+        """Times requests to the server that has run for long and to one that was just started, in turns."""
+
+        async def pairs() -> None:
+            for question in itertools.islice(itertools.cycle(self.questions), WARM_UP):
+                await new._ask(PATHS[question.apis[0]], question.body)
+            for number in range(PAIRS):
+                for kind in YARDSTICKS:
+                    for name, running in (("old", self.running), ("new", new)):
+                        await self._yardstick(kind, number, running, name)
+
+        with server(self._folder("new"), *HARD, *self.settings) as new:
+            new.wait_until_ready()
+            asyncio.run(pairs())
+
+    async def _yardstick(self, kind: str, number: int, running: Process, name: str) -> None:
+        """Times a request that no other one disturbs, beside a piece of work of this process. Those of a number do the
+        same work: nothing of their prompts is found as a prefix. `name` is that of the server in a comparison."""
+        length, tokens = YARDSTICKS[kind]
+        prompt, salt = random.Random(number).choices(VOCABULARY, k=length), str(self.random.random())
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+        body["cache_salt"] = salt
+        probes = [probe()]
+        before, start = cpu_of(running), time.monotonic()
+        reply = await running._ask("/v1/completions", body)
+        assert reply.status == 200, reply
+        assert reply.events[-1] == "[DONE]"
+        took, after = time.monotonic() - start, cpu_of(running)
+        probes.append(probe())
+        self.history.add(
+            "yardstick", kind=kind, life=self.life, of=name, prompt=length, tokens=tokens, took=took,
+            cpu={name: after[name] - before[name] for name in before.keys() & after.keys()},
+            probe=sum(wall for wall, _ in probes) / 2, probe_cpu=sum(own for _, own in probes) / 2,
+        )  # fmt: skip
+
+    def _victim(self) -> int:
+        return self.random.choice([pid for pid in self.running.ranks() if name_of(pid) == "rank"])
+
+    async def _kill(self) -> None:
+        """Kills a rank; the supervisor starts the ranks again."""
+        self.history.add("fault", kind="kill", life=self.life)
+        os.kill(self._victim(), signal.SIGKILL)
+        told, took = await self._until_ready(False), await self._until_ready(True)
+        self.history.add("mended", kind="kill", told=told, took=took)
+
+    async def _halt(self) -> None:
+        """Halts a rank until the server says that it does not serve."""
+        self.history.add("fault", kind="halt", life=self.life)
+        os.kill(victim := self._victim(), signal.SIGSTOP)
+        told = await self._until_ready(False)
+        os.kill(victim, signal.SIGCONT)
+        took = await self._until_ready(True)
+        self.history.add("mended", kind="halt", told=told, took=took)
+
+    async def _drain(self) -> None:
+        self.history.add("fault", kind="drain", life=self.life)
+        self.running.process.send_signal(signal.SIGTERM)
+        while self.running.process.poll() is None:
+            await asyncio.sleep(0.02)
+
+    async def _until_ready(self, ready: bool) -> float | None:
+        """-> seconds until /health/ready says that the server is, or is not, ready; None: it does not"""
+        start = time.monotonic()
+        while ((await self.running._ask("/health/ready", None)).status == 200) != ready:
+            if time.monotonic() > start + LOST_S:
+                return None
+            await asyncio.sleep(0.02)
+        return time.monotonic() - start
+
+
+HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+def probe() -> tuple[float, float]:
+    """-> seconds, and seconds of CPU, that a fixed piece of work takes now"""
+    start, own = time.perf_counter(), time.thread_time()
+    sum(i * i for i in PROBE)
+    bytearray(COPIED)
+    return time.perf_counter() - start, time.thread_time() - own
+
+
+def name_of(pid: int) -> str:
+    """What a process of a server does; empty: it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return b""
+        return ""
+    parts = {b"serving.worker": "rank", b"serving.compiling": "compiler", b"umbra\0serve": "front"}
+    return next((name for part, name in parts.items() if part in command), "other" if command else "")
 
 
-def resident_mb(pid: int) -> float:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_MB
-    except (OSError, IndexError):
-        return 0.0
+def family(running: Process) -> list[int]:
+    """The front and every process below it."""
+    found = [running.process.pid]
+    for pid in found:
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, children.read_text().split())
+    return found
 
 
-def growths(found: Found) -> dict[str, tuple[float, float]]:
-    """Medians of the MB in use in the last part of a soak: at the begin of that part, and at its end. Empty if that is
-    too short a time to say anything: memory grows until steps of all sizes have run."""
-    settled = found.memory[-int(len(found.memory) * SETTLED) :]
-    if not settled or settled[-1][0] - settled[0][0] < LONG_S / 4:
-        return {}
-    part = len(settled) // 4
-
-    def median(rows: list[tuple[float, float, float]], column: int) -> float:
-        return share([row[column] for row in rows], 0.5)
-
-    return {name: (median(settled[:part], i), median(settled[-part:], i)) for i, name in ((1, "front"), (2, "ranks"))}
-
-
-def problems(found: Found, times: bool) -> list[str]:
-    """What was wrong, one line each."""
-    wrong = list(found.lost)
-    for name, (before, after) in growths(found).items():
-        if after > GROWTH * before + SLACK_MB:
-            wrong.append(f"the memory of the {name} grew from {before:.0f} to {after:.0f} MB")
-    if found.told_of_death is None or found.back is None:
-        wrong.append("no rank was killed, or it did not come back")
-    if times:
-        if (found.told_of_death or 0) > DEAD_S:
-            wrong.append(f"/health/ready told of a death after {found.told_of_death:.1f} s")
-        if (found.told_of_halt or 0) > FRESH_S + STUCK_S:
-            wrong.append(f"/health/ready told of a halted rank after {found.told_of_halt:.1f} s")
-        if share(found.gaps, 0.99) > SPREAD * share(found.gaps, 0.5):
-            wrong.append(f"gaps between tokens: the 99th percentile is more than {SPREAD:g} times the median")
-        if max(found.health)[0] > ALIVE_S:
-            wrong.append(f"/health took {max(found.health)[0]:.2f} s")
-    return wrong
+def processes(running: Process) -> list[dict[str, Any]]:
+    """The processes of a server: memory in MB, threads, descriptors, seconds of CPU."""
+    found = []
+    for pid in family(running):
+        with suppress(OSError, IndexError):
+            folder = Path(f"/proc/{pid}")
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            memory = int((folder / "statm").read_text().split()[1]) * PAGE_MB
+            files, cpu = len(list((folder / "fd").iterdir())), (int(stat[11]) + int(stat[12])) / TICKS
+            facts = {"mb": round(memory, 2), "threads": int(stat[17]), "files": files, "cpu": cpu}
+            if name := name_of(pid):
+                found.append({"pid": pid, "name": name, **facts})
+    return found
 
 
-def report(found: Found) -> str:
-    ms = {name: [1e3 * value for value in values] for name, values in (("gap", found.gaps), ("first", found.first))}
-    lines = [
-        f"{sum(found.ends.values())} requests: " + ", ".join(f"{n} {end}" for end, n in found.ends.most_common()),
-        f"first token: median {share(ms['first'], 0.5):.0f} ms, 99th percentile {share(ms['first'], 0.99):.0f} ms; "
-        f"between tokens: median {share(ms['gap'], 0.5):.1f} ms, 99th percentile {share(ms['gap'], 0.99):.1f} ms",
-        f"a rank's death was told after {found.told_of_death or -1:.2f} s, ranks served after {found.back or -1:.1f} s",
-        f"a rank's halt was told after {found.told_of_halt or -1:.1f} s",
-        f"/health: median {1e3 * share([took for took, _ in found.health], 0.5):.0f} ms, longest "
-        f"{1e3 * max(found.health)[0]:.0f} ms, {max(found.health)[1]:.0f} s after the start",
-        "memory in the last part: "
-        + ", ".join(f"{name} {a:.0f} to {b:.0f} MB" for name, (a, b) in growths(found).items()),
-        f"held at the end: {found.at_end or 'unknown, /metrics has no gauges'}",
-    ]
-    return "\n".join(lines)
-
-
-def soak(folder: Path, seconds: float, clients: int, ranks: int, settings: list[str], seed: int) -> tuple[Found, str]:
-    """Runs a server with its temporary files in `folder`. -> what was found, and the server's output"""
-    own = ["restarts=1", f"world_size={ranks}", f"input_max_len={LONGEST}", f"max_new_tokens={NEW}", "batch_size=8"]
-    own += ["mode=elastic", f"arena_mb={ARENA_MB}", "prefix_floor=256", f"prefill_pause_ms={PAUSE_MS}"]
-    own += [f"threads={THREADS}"]
-    with server(folder, *own, *settings) as running:
-        running.wait_until_ready()
-        work = Soak(running, seconds, seed)
-        found = asyncio.run(work.run(clients))
-        running.process.send_signal(signal.SIGTERM)
-        if status := running.wait():
-            found.lost.append(f"the server ended with status {status}")
-        if running.ranks():
-            found.lost.append("the server has left processes behind")
-        if "Traceback" in running.text:
-            found.lost.append("the server's output has a traceback")
-        return found, running.text
+def cpu_of(running: Process) -> dict[str, float]:
+    """Seconds of CPU of the front and of the ranks, to the nanosecond."""
+    found: dict[str, float] = {}
+    for pid in family(running):
+        with suppress(OSError):
+            tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+            name = name_of(pid)
+            found[name] = found.get(name, 0.0) + sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=120)
+    parser.add_argument("--rate", type=float, default=8, help="requests a second")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--history", type=Path, help="file for the history; else it is kept only if something is wrong")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="judge this history, and start no server")
     parser.add_argument("--no-times", action="store_true", help="report times, but do not judge them")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     collect_seldom()  # a search for garbage here would be measured as a gap between tokens
-    with tempfile.TemporaryDirectory() as folder:
-        found, text = soak(Path(folder), 60 * args.minutes, args.clients, args.ranks, args.set, args.seed)
-    wrong = problems(found, not args.no_times)
-    print(report(found))
-    if wrong:
-        print(f"the server said:\n{text[-4000:]}\nwrong:")
-        print("\n".join(wrong[:40]))
-    sys.exit(1 if wrong else 0)
+    path = args.report or args.history or Path(tempfile.gettempdir()) / f"umbra-soak-{os.getpid()}.jsonl"
+    if not args.report:
+        with tempfile.TemporaryDirectory() as folder:
+            Soak(History(path), Path(folder), 60 * args.minutes, args.rate, args.seed, args.set).run()
+    checker = Checker(read_history(path), times=not args.no_times)
+    print(checker.table())
+    for violation in checker.violations[:40]:
+        print(f"wrong: {violation}")
+    if checker.violations:
+        print(f"{len(checker.violations)} violations; the history is {path}")
+    elif not (args.report or args.history):
+        path.unlink()
+    sys.exit(1 if checker.violations else 0)
 
 
 if __name__ == "__main__":

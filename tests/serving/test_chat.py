@@ -4,6 +4,8 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+
 from tests.serving.front import Server, serving
 
 TOOL = {
@@ -171,6 +173,22 @@ def test_stops_are_never_leaked() -> None:
     run(scenario, "one EN two END three")
 
 
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_tokens_behind_a_stop_do_not_count(width: int) -> None:
+    """A step gives `width` tokens, as with drafts; the last one is also the last of `max_tokens`."""
+
+    async def scenario(server: Server) -> None:
+        body = (await server.complete(stop="END", max_tokens=14, logprobs=0)).json
+        assert body["usage"]["completion_tokens"] == len("one two END")
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert "".join(body["choices"][0]["logprobs"]["tokens"]) == body["choices"][0]["text"] == "one two "
+        metrics = (await server.get("/metrics")).body.decode()
+        assert 'generation_tokens_total{model_name="demo_chat"} 11.0' in metrics
+        assert 'request_success_total{finished_reason="stop",model_name="demo_chat"} 1.0' in metrics
+
+    run(scenario, "one two END three", engine={"width": width})
+
+
 def test_several_choices_share_the_prompt() -> None:
     async def scenario(server: Server) -> None:
         body = (await server.chat(n=3, seed=7, temperature=1.0)).json
@@ -249,6 +267,9 @@ def test_tokenize_and_detokenize() -> None:
     async def scenario(server: Server) -> None:
         tokens = (await server.ask("/tokenize", {"prompt": "Hé"})).json
         assert tokens["count"] == 3
+        assert tokens.keys() == {"count", "max_model_len", "tokens"}
+        named = (await server.ask("/tokenize", {"prompt": "Hé", "return_token_strs": True})).json
+        assert named == tokens | {"token_strs": ["H", "Ã", "©"]}
         assert (await server.ask("/detokenize", {"tokens": tokens["tokens"]})).json == {"prompt": "Hé"}
         chat = (await server.ask("/tokenize", {"messages": [{"role": "user", "content": "Hé"}]})).json
         assert (await server.ask("/detokenize", {"tokens": chat["tokens"]})).json["prompt"].endswith("assistant\n")

@@ -55,14 +55,14 @@ def test_a_grammar_that_needs_too_much_memory() -> None:
 
 def test_it_is_started_again_when_somebody_kills_it(compiler: Compiler) -> None:
     assert compiler.problem("regex", "a") == ""
-    assert compiler.process is not None
-    os.kill(compiler.process.pid, signal.SIGKILL)
+    assert compiler.helper.process is not None
+    os.kill(compiler.helper.process.pid, signal.SIGKILL)
     assert compiler.problem("regex", "a") == ""
 
 
 def test_it_ends_with_the_front(compiler: Compiler) -> None:
     assert compiler.problem("regex", "a") == ""
-    process = compiler.process
+    process = compiler.helper.process
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()

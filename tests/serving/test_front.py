@@ -71,6 +71,7 @@ WIDE = {str(i): True for i in range(600)}
         ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": {"type": "text"}}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
         ({"guided_json": "{"}, "guided_json"),

@@ -109,8 +109,25 @@ def test_an_answer_that_is_cut_off_is_incomplete() -> None:
         assert (body["output"][0]["status"], body["output"][0]["content"][0]["text"]) == ("incomplete", "Hel")
         events = told(await server.ask(PATH, {"input": "Hi", "max_output_tokens": 3, "stream": True}))
         assert events[-1]["type"] == "response.incomplete"
+        assert events[-2]["item"] == events[-1]["response"]["output"][0]
 
     run(scenario)
+
+
+def test_a_call_that_is_cut_off_is_incomplete() -> None:
+    """Also where it is told that the call has ended, so that nobody makes it."""
+
+    async def scenario(server: Server) -> None:
+        body = {"input": "Rain?", "tools": [TOOL], "stream": True}
+        whole = told(await server.ask(PATH, body))
+        tokens = len(server.tokenizer.encode(THINKS, chat=False)) - 40
+        cut = told(await server.ask(PATH, body | {"max_output_tokens": tokens}))
+        for events, status in ((whole, "completed"), (cut, "incomplete")):
+            item = events[-1]["response"]["output"][-1]
+            assert (item["type"], item["status"]) == ("function_call", status)
+            assert events[-2] == events[-2] | {"type": "response.output_item.done", "item": item}
+
+    run(scenario, THINKS, family="minimax_m2")
 
 
 def test_formats_and_log_probabilities() -> None:

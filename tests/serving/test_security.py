@@ -3,16 +3,20 @@
 import ast
 import asyncio
 import hmac
+import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from executor.serving import auth, server
+from errors import UserError
+from executor.serving import auth, channel, server
 from executor.serving.auth import Keys
 from executor.serving.body import LARGEST_BODY
+from executor.serving.channel import HEADER
 from files import ROOT
-from tests.serving.front import Connection, Server
+from tests.serving.front import Connection, Server, until
 from tests.serving.test_chat import TOOL, run
 
 ASKED = [{"role": "user", "content": "Hi"}]
@@ -175,5 +179,81 @@ def test_a_body_of_two_lengths_is_refused_with_its_connection() -> None:
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 400")
         assert answer.count(b"HTTP/1.1") == 1
+
+    run(scenario)
+
+
+def test_a_body_that_breaks_off_gets_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """The application would answer as well, after the connection has said that it ends."""
+
+    async def scenario(server: Server) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /nowhere HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nno length\r\n")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.count(b"HTTP/1.1") == 1
+        assert (await server.get("/health")).status == 200
+
+    run(scenario)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_errors_are_one_line_whatever_names_are_in_them() -> None:
+    async def scenario(server: Server) -> None:
+        reply = await server.chat(model="a\n\x1b[2J\nb")
+        assert reply.status == 404
+        assert reply.error["message"] == "there is no model a  [2J b: this server has demo_chat"
+
+    run(scenario)
+
+
+def test_a_tokenizer_that_fails_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some tokenizers of strangers fail with some texts only."""
+
+    async def scenario(server: Server) -> None:
+        def fail(ids: list[int]) -> str:
+            raise UserError("x: tokenizer failed: index out of bounds")
+
+        monkeypatch.setattr(server.tokenizer, "whole_text", fail)
+        for stream in (False, True):
+            reply = await server.complete([1, 2], stream=stream)
+            error = reply.events[-1]["error"] if stream and reply.status == 200 else reply.error
+            assert error["message"] == "x: tokenizer failed: index out of bounds"
+        reply = await server.ask("/detokenize", {"tokens": [1]})
+        assert (reply.status, reply.error["param"]) == (400, "tokens")
+
+    run(scenario)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_messages_that_are_nested_too_deeply_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fields that nothing reads; the other side is taken for lost."""
+
+    def framed(message: dict[str, Any]) -> bytes:
+        body = msgspec.msgpack.encode(message)[:-1] + b"\x91" * 100_000 + b"\0"
+        return HEADER.pack(len(body)) + body
+
+    monkeypatch.setattr(channel, "ORPHAN_S", 0.0)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "engine"))
+        listener.listen()
+        ours = channel.Channel(tmp_path / "engine")
+        theirs, _ = listener.accept()
+        monkeypatch.setattr(channel.os, "_exit", lambda status: None)
+        theirs.sendall(framed({"type": "Submit", "id": 1, "ids": [1], "sampling": {"max_tokens": 1, "x": 0}}))
+        assert ours.receive(30) == [None]
+        assert "the front's messages cannot be read: maximum recursion depth" in capsys.readouterr().out
+        theirs.close()
+        ours.close()
+
+    async def scenario(server: Server) -> None:
+        row = {"id": 1, "tokens": [], "x": 0}
+        server.engine._writer.write(framed({"type": "Out", "step": 1, "rows": [row]}))
+        await until(lambda: not server.front.client.alive)
+        assert "a message of rank 0 cannot be read: maximum recursion depth" in server.front.client.reason
 
     run(scenario)

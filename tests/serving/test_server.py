@@ -18,7 +18,7 @@ import pytest
 
 from files import ROOT
 from tests.ranks import free_port
-from tests.serving.front import Connection, Reply
+from tests.serving.front import Connection, Reply, connect
 
 pytestmark = pytest.mark.slow
 START_S = 240.0
@@ -53,14 +53,8 @@ class Process:
         except (OSError, asyncio.IncompleteReadError):
             return Reply(0, {})
 
-    async def open(self, path: str, data: Any) -> Connection:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        body = b"" if data is None else json.dumps(data).encode()
-        method = "GET" if data is None else "POST"
-        writer.write(
-            f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
-        )
-        return Connection(reader, writer)
+    async def open(self, path: str, data: Any, **more: Any) -> Connection:
+        return await connect(self.port, path, data, **{"method": "GET" if data is None else "POST"} | more)
 
     @property
     def text(self) -> str:

@@ -73,10 +73,10 @@ def test_values_that_are_not_finite_are_named_once(
     [
         (
             {"hidden_size": 1 << 23},
-            r"GB of weights and .* GB of KV cache on each of 1 rank\(s\) .* do not fit into its",
+            r"GB of weights, .* GB of KV cache and .* on each of 1 rank\(s\) do not fit into the",
         ),
-        ({"moe_intermediate_size": 1 << 24}, "do not fit into its"),
-        ({"num_experts": 1 << 16, "moe_intermediate_size": 1 << 20}, "do not fit into its"),
+        ({"moe_intermediate_size": 1 << 24}, "do not fit into the"),
+        ({"num_experts": 1 << 16, "moe_intermediate_size": 1 << 20}, "do not fit into the"),
         ({"num_experts": 10**7}, "num_experts: 10000000 must be an integer from 0 to 65536"),
     ],
 )

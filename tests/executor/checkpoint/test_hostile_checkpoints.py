@@ -256,6 +256,23 @@ def test_unreadable_json_is_one_line(tmp_path: Path, text: str) -> None:
     assert one_line(raised.value).startswith(f"{tmp_path / INDEX}: not readable as JSON")
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"a": [' + "[]," * 600_000 + "0]}", "more than 524288 values"),
+        ('{"a": [' + '{"b":0},' * 300_000 + "0]}", "more than 524288 values"),
+        ('{"a": "' + "x" * (1 << 20) + '\U0001f642"}', "larger than 1 MB, and with other characters than ASCII"),
+        ('{"a": "' + "x" * (25 << 20) + '"}', "larger than 24 MB, not a config file"),
+    ],
+)
+def test_json_that_would_take_much_memory_is_one_line(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=complaint):
+        read_json(tmp_path / "config.json")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KB
+
+
 def test_json_that_is_not_a_file_is_one_line(tmp_path: Path) -> None:
     """Links are followed, but not to a device that can be read for ever."""
     (tmp_path / "config.json").symlink_to("/dev/zero")

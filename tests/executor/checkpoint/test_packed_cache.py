@@ -1,5 +1,6 @@
 """Quantised weights kept on disk: used if nothing has changed, replaced if anything has, never incomplete."""
 
+import fcntl
 import itertools
 import os
 import shutil
@@ -150,6 +151,25 @@ def test_what_others_put_there_stays(case: Case, tmp_path: Path, capsys: pytest.
     assert said.startswith("packed weights: made anew (none kept yet); packed weights: not kept in")
     assert [p.name for p in folder.iterdir()] == ["notes.txt"]
     assert list((tmp_path / "kept").iterdir()) == [folder]  # and the files of a killed writer are removed
+
+
+def test_what_killed_writers_left_is_removed_at_the_next_start(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if a process has their number, such as this one; what a living writer has locked stays."""
+    start(case, tmp_path, capsys)
+    (folder,) = (tmp_path / "kept").iterdir()
+    killed = folder.with_name(f"{folder.name}.{os.getpid()}.old.tmp")
+    living = folder.with_name(f"{folder.name}.1.new.tmp")
+    killed.mkdir()
+    living.mkdir()
+    lock = os.open(living, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "mapped from" in start(case, tmp_path, capsys)[0]
+        assert set((tmp_path / "kept").iterdir()) == {folder, living}
+    finally:
+        os.close(lock)
 
 
 def test_not_asked_for_nothing_is_kept(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

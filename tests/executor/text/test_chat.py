@@ -100,7 +100,7 @@ def test_the_layout_of_minimax(tmp_path: Path) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [call('{"a":' * 9999)]}]}, "must be a JSON object"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
         ({"messages": [{"role": "assistant", "tool_calls": [call('{"a": "\\ud800"}')]}]}, "half of a surrogate pair"),
-        ({"messages": [USER], "settings": {"tokenize": True}}, "chat template failed: .*tokenize"),
+        ({"messages": []}, "chat template failed: there are no messages"),
     ],
 )
 def test_what_is_no_conversation_is_one_line(tmp_path: Path, chat: dict[str, Any], complaint: str) -> None:

@@ -83,6 +83,15 @@ def test_floats_are_rounded_as_pytorch_rounds(dtype: torch.dtype, kind: str, col
         assert torch.equal(matrix.packed.dequantised(0, ROWS), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_column_of_halves_whose_rows_are_a_word_apart(dtype: torch.dtype) -> None:
+    part = torch.arange(2.0 * ROWS, dtype=dtype).view(ROWS, 2)[:, :1]
+    matrix = NativeMatrix(ROWS, 1, FORMATS["float32"], CPU)
+    matrix.fill(0, torch.full((ROWS, 1), 7.0))  # what the stack still holds
+    matrix.fill(0, part)
+    assert torch.equal(matrix.packed.dequantised(0, ROWS), part.float())
+
+
 def packed_in_words(levels: Tensor, bits: int, order: tuple[int, ...] | None) -> Words:
     """`levels` with the neighbours of a row, or with `order` those of a column, in each word."""
     along = levels.T if order else levels

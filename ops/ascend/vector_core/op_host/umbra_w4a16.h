@@ -18,6 +18,7 @@ namespace umbra {
 
 constexpr uint64_t kHalf = 1, kBfloat16 = 2;  // tiling keys
 constexpr uint64_t kFloatSums = 2;            // added to the tiling key
+constexpr int64_t kMostSize = 1 << 30;        // of a dimension: products of two, and sums of a few, do not overflow
 constexpr uint32_t kAllCoresAtOnce = 1;       // schedule mode: kernels wait for each other's cores (SyncAll)
 
 // The sizes in the tiling struct; for a mixture n is I.
@@ -55,10 +56,15 @@ inline const gert::Shape* shape_at(const gert::InferShapeContext* context, size_
 template <class Context> bool has_rank(const Context* context, size_t place, size_t rank) {
     const gert::Shape* shape = shape_at(context, place);
     const int64_t found = shape ? static_cast<int64_t>(shape->GetDimNum()) : -1;
-    if (found == static_cast<int64_t>(rank)) return true;
-    std::fprintf(stderr, "[ERROR] %s: input %zu must have %zu dimensions (found %lld)\n", context->GetNodeType(), place,
-                 rank, static_cast<long long>(found));
-    return false;
+    if (found != static_cast<int64_t>(rank)) {
+        std::fprintf(stderr, "[ERROR] %s: input %zu must have %zu dimensions (found %lld)\n", context->GetNodeType(),
+                     place, rank, static_cast<long long>(found));
+        return false;
+    }
+    for (size_t at = 0; at < rank && rank > 1; ++at)  // an arena may be longer
+        if (shape->GetDim(at) < 0 || shape->GetDim(at) > kMostSize)
+            return fail(context, "a dimension must be from 0 to 2^30", shape->GetDim(at));
+    return true;
 }
 
 // The attribute of a group at `place`: null if a matrix of k rows cannot have it.
@@ -68,6 +74,7 @@ template <class Context> const int64_t* read_group(const Context* context, size_
     if (*group != 32 && *group != 64 && *group != 128)
         return fail(context, "a group must be 32, 64 or 128 rows", *group), nullptr;
     if (k < kStep || k % kStep) return fail(context, "K must be a multiple of 32", k), nullptr;
+    if (k > kMostSize) return fail(context, "K must be 2^30 at most", k), nullptr;
     if (k % *group) return fail(context, "a group must divide its matrix's rows", *group), nullptr;
     return group;
 }

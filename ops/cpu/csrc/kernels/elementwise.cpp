@@ -81,10 +81,14 @@ void widen_row(const Load* from, float* to, int64_t width) {
 
 void silu_mul(const float* gate, const float* up, float* out, int64_t width) { silu_mul_row(gate, up, out, width); }
 
-// Finds the largest value in lanes, then its index.
-CLONES int64_t first_largest(const float* x, int64_t count) {
+CLONES float largest(const float* x, int64_t count) {
     float least = x[0], most = x[0];
     widen_range(x, count, least, most);
+    return most;
+}
+
+CLONES int64_t first_largest(const float* x, int64_t count) {
+    const float most = largest(x, count);
     for (int64_t i = 0; i < count; i++)
         if (x[i] == most) return i;
     return 0;

@@ -67,7 +67,8 @@ void quantise(const float* x, int count, Block* to) {
         const float inverse = most > 0 ? 127.0f / most : 0.0f;
         int32_t total = 0;
         for (int i = 0; i < kBlock; i++) {
-            block->q[i] = static_cast<int8_t>(std::nearbyint(x[i] * inverse));
+            const float level = std::nearbyint(x[i] * inverse);
+            block->q[i] = std::fabs(level) < 128 ? static_cast<int8_t>(level) : 0;  // NaN and infinity have no level
             total += block->q[i];
         }
         block->scale = most / 127.0f;

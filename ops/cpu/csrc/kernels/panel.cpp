@@ -34,7 +34,7 @@ int columns_in_word(Kind kind) {
 ALWAYS_INLINE void gather(const Table& t, const LaneRows& rows, int64_t start, int count, uint32_t (*to)[kRows]) {
     const int each = columns_in_word(t.kind), words = count / each, rest = count % each;
     const uint8_t* at = t.at + start / each * t.step;
-    if (t.row == 4 && rows.whole()) {  // the rows' words are neighbours
+    if (t.row == 4 && rest == 0 && rows.whole()) {  // the rows' words are neighbours
         for (int w = 0; w < words; w++) std::memcpy(to[w], at + rows.first * 4 + w * t.step, sizeof to[w]);
         return;
     }
@@ -225,7 +225,8 @@ CLONES void quantise_group(Format format, Panel* panels, int count, uint16_t* sc
         const float scale = half_to_float(scales[l]);
         inverse[l] = scale != 0 ? 1.0f / scale : 0.0f;
         if (!zeros) continue;
-        const int point = std::clamp(static_cast<int>(std::nearbyint(-least[l] * inverse[l])), 0, largest);
+        const float exact_point = std::nearbyint(-least[l] * inverse[l]);  // NaN if the least value is -infinity
+        const int point = static_cast<int>(std::min(std::max(0.0f, exact_point), static_cast<float>(largest)));
         zeros[l] = static_cast<uint8_t>(point);
         zero[l] = static_cast<uint32_t>(point);
     }

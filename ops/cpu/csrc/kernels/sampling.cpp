@@ -33,12 +33,6 @@ double uniform(int64_t seed, int64_t position) {
     return static_cast<double>(bits >> 11) * 0x1p-53;
 }
 
-CLONES float largest(const float* x, int64_t width) {
-    float least = x[0], most = x[0];
-    widen_range(x, width, least, most);
-    return most;
-}
-
 // A row's probabilities, up to a common factor: the most probable token has 1.
 struct Probabilities {
     float* p;         // (width)

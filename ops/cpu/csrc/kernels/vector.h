@@ -134,9 +134,9 @@ inline float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    int32_t bits;
+    uint32_t bits;
     std::memcpy(&bits, &shifted, 4);
-    const int32_t power = (bits - 0x4b400000 + 127) << 23;
+    const uint32_t power = (bits - 0x4b400000 + 127) << 23;
     float scale;
     std::memcpy(&scale, &power, 4);
     return p * scale;

@@ -1,11 +1,13 @@
 """Compiles the native code for tests, apart from the build of the module. Each object file and program is made once and
-kept below build/, under a name that is a hash of its command, of the compiler and of every file that can go into it.
-Several processes may ask at once: a file appears under its name only when it is whole.
+kept below build/, under a name that is a hash of its command, of the compiler and of the files that go into it: those
+that the compiler read when it was first made. Several processes may ask at once: a file appears under its name only
+when it is whole.
 """
 
 import functools
 import hashlib
 import os
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +20,8 @@ from files import ROOT
 SOURCES = ROOT / "ops" / "cpu" / "csrc"
 TESTS = ROOT / "tests" / "ops" / "cpu" / "native"
 BRIDGE = ROOT / "ops" / "ascend" / "csrc"
+OP_HOST = ROOT / "ops" / "ascend" / "vector_core" / "op_host"
+TWIN_HOST = ROOT / "tests" / "fakes" / "ascend_c" / "host"
 INCLUDES = [f"-I{SOURCES}", f"-I{ROOT}"]
 CACHE = ROOT / "build" / "test_native"
 # The sources of programs that run ops with the generic kernels.
@@ -34,11 +38,17 @@ def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
 
 
 @functools.cache
-def sources_hash() -> str:
-    """A hash of every file that a compilation may read of this project."""
-    files = [p for folder in (SOURCES, TESTS, BRIDGE) for p in folder.rglob("*") if p.suffix in (".h", ".cpp", ".c")]
-    digests = [f"{p.relative_to(ROOT)} {hashlib.sha256(p.read_bytes()).hexdigest()}" for p in sorted(files)]
-    return "\n".join(digests)
+def hash_of(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if Path(file).exists() else "none"
+
+
+@functools.cache
+def headers() -> str:
+    """The names of all headers. A new one may be found in place of another, so it changes what a command means."""
+    found = [
+        str(p.relative_to(ROOT)) for folder in (SOURCES, TESTS, BRIDGE, OP_HOST, TWIN_HOST) for p in folder.rglob("*.h")
+    ]
+    return "\n".join(sorted(found))
 
 
 @functools.cache
@@ -48,18 +58,26 @@ def version_of(compiler: str) -> str:
 
 def made_once(name: str, command: Sequence[str]) -> Path:
     """The file that `command`, followed by `-o` and the file's path, makes. A warning fails."""
-    key = hashlib.sha256("\0".join([*command, version_of(command[0]), sources_hash()]).encode()).hexdigest()
+    key = hashlib.sha256("\0".join([*command, version_of(command[0]), headers()]).encode()).hexdigest()[:24]
     CACHE.mkdir(parents=True, exist_ok=True)
-    made = CACHE / f"{key[:24]}-{name}"
-    with open(CACHE / f"{key[:24]}.lock", "w") as lock:
+    inputs = CACHE / f"{key}.inputs"  # the files that the compiler read, one a line
+
+    def place() -> Path:
+        content = "\0".join(map(hash_of, inputs.read_text().splitlines()))
+        return CACHE / f"{key}-{hashlib.sha256(content.encode()).hexdigest()[:24]}-{name}"
+
+    with open(CACHE / f"{key}.lock", "w") as lock:
         flock(lock, LOCK_EX)  # of two processes that need the same file, one makes it and the other waits
-        if not made.exists():
+        if not inputs.exists() or not place().exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-                new = Path(folder) / name
-                done = run(*command, "-o", str(new))
+                new, rule, listed = (Path(folder) / file for file in (name, "rule", "inputs"))
+                done = run(*command, *(["-MMD", "-MF", str(rule)] if "-c" in command else []), "-o", str(new))
                 assert not done.stderr, done.stderr[-4000:]
-                os.replace(new, made)
-    return made
+                read = shlex.split(rule.read_text().replace("\\\n", " "))[1:] if rule.exists() else command
+                listed.write_text("\n".join(file for file in read if file.endswith((".c", ".cpp", ".h"))))
+                os.replace(listed, inputs)
+                os.replace(new, place())
+        return place()
 
 
 def core_sources(machine: str) -> list[Path]:

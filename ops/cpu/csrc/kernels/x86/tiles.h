@@ -9,20 +9,15 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-namespace umbra {
+#include "kernels/x86/tile_shapes.h"
 
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};  // of a row
-    uint8_t rows[16] = {};
-};
+namespace umbra {
 
 // Whether the CPU has AMX with products of int8 and bfloat16 and Linux lets this process use it. Linux saves the tiles
 // of a process only once it has asked; threads that exist already may use them then too.
@@ -62,14 +57,5 @@ template <int C, int A, int B>
 inline void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
-
-// The shapes of a thread's tiles, from here to the end of the scope.
-class Tiles {
-public:
-    explicit Tiles(const TileShapes& shapes) { configure(shapes); }
-    ~Tiles() { release_tiles(); }
-    Tiles(const Tiles&) = delete;
-    Tiles& operator=(const Tiles&) = delete;
-};
 
 }  // namespace umbra

@@ -13,13 +13,9 @@
 #include <cstdlib>
 #include <cstring>
 
-namespace umbra {
+#include "kernels/x86/tile_shapes.h"
 
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
+namespace umbra {
 
 namespace twin {
 
@@ -117,13 +113,5 @@ void tile_dot_bf16() {
         return twin::flushed(twin::flushed(sum) + twin::flushed(parts[0] + parts[1]));
     });
 }
-
-class Tiles {
-public:
-    explicit Tiles(const TileShapes& shapes) { configure(shapes); }
-    ~Tiles() { release_tiles(); }
-    Tiles(const Tiles&) = delete;
-    Tiles& operator=(const Tiles&) = delete;
-};
 
 }  // namespace umbra

@@ -1,0 +1,107 @@
+"""A tokenizer of a stranger works, or is refused in one line when it is loaded."""
+
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from errors import UserError
+from executor.checkpoint.tokenizer import Tokenizer
+from tests.executor.text.checkpoints import write_tokenizer
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def replace(content: str, **pattern: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": parts}
+
+
+def template(ids: list[int], times: int = 1, known: str = "X") -> dict[str, Any]:
+    text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "X", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 0}}
+    token = {"id": known, "ids": ids, "tokens": ["x"] * len(ids)}
+    parts = {"single": [special] * times + [text], "pair": [text, second], "special_tokens": {known: token}}
+    return {"type": "TemplateProcessing"} | parts
+
+
+STRANGE: dict[str, tuple[dict[str, Any], str]] = {
+    "replaced by much": ({"normalizer": replace("b" * 1000, String="a")}, "normalizer: .* 32 times as long"),
+    "doubled often": ({"normalizer": sequence(*[replace("aa", String="a")] * 40)}, "normalizer: .* 32 times as long"),
+    "much between letters": ({"decoder": replace("b" * 1000, Regex="")}, "decoder: .* 32 times as long"),
+    "much before": ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "normalizer: .* times as long"),
+    "a table": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}}, "Precompiled is not supported",
+    ),
+    "many special tokens": ({"post_processor": template([1], times=1000)}, "adds 1000 ids to each text"),
+    "a special token of many ids": ({"post_processor": template([1] * 1000)}, "adds 1000 ids to each text"),
+    "a special token that is not there": ({"post_processor": template([1], known="Y")}, "tokenizer"),
+    "ids beyond the vocabulary": ({"post_processor": template([4_000_000_000])}, "outside vocab_size"),
+    "no expression": ({"pre_tokenizer": split("(")}, "tokenizer not readable"),
+    "pieces of no length": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "tokenizer failed"),
+    "no unknown token": (
+        {"model": {"type": "Unigram", "unk_id": None, "vocab": [["z", 0.0]], "byte_fallback": False}}, "unk_id",
+    ),
+    "a long end of words": (
+        {"model": {"type": "BPE", "vocab": {}, "merges": [], "end_of_word_suffix": "x" * 1000}}, "longer than 64",
+    ),
+    "deep lists": ({"normalizer": json.loads("[" * 500 + "]" * 500)}, "tokenizer not readable"),
+}  # fmt: skip
+
+
+def change(folder: Path, **parts: Any) -> int:
+    """Writes a tokenizer with other `parts`. -> size of its vocabulary"""
+    size = write_tokenizer(folder, "qwen3")
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return size
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_tokenizers_are_one_line(tmp_path: Path, name: str) -> None:
+    parts, complaint = STRANGE[name]
+    size = change(tmp_path, **parts)
+    start, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=complaint) as raised:
+        Tokenizer(tmp_path, size)
+    assert "\n" not in str(raised.value)
+    assert time.process_time() - start < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 64 << 10  # KB
+
+
+def test_what_only_some_texts_provoke_is_one_line(tmp_path: Path) -> None:
+    """Rust's panics are no Exception in Python."""
+    tokenizer = Tokenizer(tmp_path, change(tmp_path, pre_tokenizer=split(r"(a+)+$")))
+    assert tokenizer.encode("some text", chat=False)
+    with pytest.raises(UserError, match=r"tokenizer failed: .*retry-limit-in-match over"):
+        tokenizer.encode("a" * 50 + "!", chat=False)
+    cut = {"type": "Strip", "content": "a", "start": 1 << 40, "stop": 1 << 40}
+    tokenizer = Tokenizer(tmp_path, change(tmp_path, decoder=cut))
+    with pytest.raises(UserError, match="tokenizer failed: index out of bounds"):
+        tokenizer.decode(tokenizer.encode("a", chat=False))
+
+
+def test_a_template_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "qwen3", chat_template=None)
+    path = tmp_path / "tokenizer_config.json"
+    for wrong in (5, ["x"], {"default": 5}, [{"name": "default"}], True):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": wrong}))
+        with pytest.raises(UserError, match="tokenizer not readable"):
+            Tokenizer(tmp_path)
+
+
+def test_files_beside_it_are_small(tmp_path: Path) -> None:
+    """The library takes seconds and ten times the memory for what it does not know."""
+    write_tokenizer(tmp_path, "qwen3")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"more": [[]] * 500_000}))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: tokenizer not readable: larger than 1 MB"):
+        Tokenizer(tmp_path)

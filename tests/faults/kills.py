@@ -1,0 +1,218 @@
+"""Kills processes that write caches and results, at random moments:  python -m tests.faults.kills [--times 1000]
+
+After each kill another process starts, which must find what was written whole or not at all, can write it anew,
+and leaves no temporary file of a dead process. Before that, the order of calls is checked that a loss of power needs:
+what is renamed is on the disk.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from executor.checkpoint.packed import PackedCache
+from executor.platform.ascend.compile_cache import CompileCache
+from files import write_json
+from models.layers.base import Layer
+from ops.cpu.engine import start
+from ops.cpu.memory import allocate, clear, is_allocated
+from tests.faults.forks import Fork, forked
+from tests.faults.order import unsynced
+from tests.faults.preload import LIBRARY, Faults, with_faults
+
+SIZES = (1 << 20, 300_000, 70)  # bytes of the packed storages; the last one is small
+PARTS = 40  # of a report, each of which has the number of its version
+SHAPES = [[[4], "int64"]]
+
+
+class Writer(ABC):
+    """Writes versions of something into a folder, again and again."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir()
+
+    def forget(self) -> None:
+        """As if nothing had ever been written."""
+        for path in self.folder.glob("made*"):
+            shutil.rmtree(path)
+
+    @abstractmethod
+    def write(self, version: int) -> None: ...
+
+    @abstractmethod
+    def check(self) -> str:
+        """What the next start finds: "whole" or "none". Raises if it is something else."""
+
+    def left(self) -> list[Path]:
+        """What the start must have removed."""
+        return sorted(self.folder.rglob("*.tmp"))
+
+
+class Storages(Layer):
+    """A layer with memory like that of packed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = [torch.frombuffer(allocate(size, 0), dtype=torch.uint8) for size in SIZES[:-1]]
+        self.tensors.append(torch.zeros(SIZES[-1], dtype=torch.uint8))
+
+    def storages(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensors)
+
+
+class Packed(Writer):
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        (folder / "checkpoint").mkdir()
+        self.layer = Storages()
+        model = torch.nn.Sequential(self.layer)
+        self.cache = PackedCache({}, folder / "checkpoint", 0, model, folder / "made")
+
+    def write(self, version: int) -> None:
+        for tensor in self.layer.tensors:
+            if is_allocated(tensor):
+                clear(tensor)  # a mapped file cannot be written to
+            tensor.fill_(version % 251)
+        self.cache.save()
+
+    def check(self) -> str:
+        if not self.cache.load(False):
+            return "none"
+        values = {int(value) for tensor in self.layer.tensors for value in (tensor.min(), tensor.max())}
+        assert len(values) == 1, values
+        return "whole"
+
+
+class Compiled(Writer):
+    def write(self, version: int) -> None:
+        with self._cache(version).open(4, SHAPES) as entry:
+            if not entry.hit:
+                (entry.folder / "model").mkdir()
+                for name in ("model/compiled_module", "graph.om"):
+                    (entry.folder / name).write_bytes(b"%d" % (version % 2) * 100_000)
+            entry.seal()
+
+    def check(self) -> str:
+        with self._cache(0).open(4, SHAPES) as entry:
+            if entry.hit:
+                for name in ("model/compiled_module", "graph.om"):
+                    assert (entry.folder / name).read_bytes() == b"0" * 100_000
+                return "whole"
+            return "none"
+
+    def _cache(self, version: int) -> CompileCache:
+        return CompileCache("some", 0, 1, {"version": version % 2}, self.folder / "made")
+
+    def left(self) -> list[Path]:
+        return []  # one name, which the next compile takes
+
+
+class Results(Writer):
+    @property
+    def report(self) -> Path:
+        return self.folder / "made" / "report.json"
+
+    def write(self, version: int) -> None:
+        (self.folder / "made").mkdir(exist_ok=True)
+        write_json(self.report, {str(i): version for i in range(PARTS)})
+
+    def check(self) -> str:
+        if not self.report.exists():
+            return "none"
+        report = json.loads(self.report.read_text())
+        assert len(report) == PARTS
+        assert len(set(report.values())) == 1
+        return "whole"
+
+    def left(self) -> list[Path]:
+        return []  # of a run that was killed, in its own folder
+
+
+WRITERS: dict[str, type[Writer]] = {"packed": Packed, "compiled": Compiled, "results": Results}
+
+
+def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counter[str]:
+    """How often each outcome was found. Raises when one is wrong."""
+    log, found = writer.folder.with_suffix(".log"), Counter[str]()
+
+    def write_on() -> None:
+        for version in range(generator.randrange(250), 10**9):
+            writer.write(version)
+
+    def check() -> None:
+        print("found", writer.check())
+        assert not writer.left(), writer.left()
+        writer.write(1)
+        writer.write(2)
+        assert writer.check() == "whole"
+
+    begun = time.monotonic()
+    assert not forked(lambda: [writer.write(version) for version in range(4)], log).status  # type: ignore[func-returns-value]
+    longest = (time.monotonic() - begun) / 2
+    for _ in range(times):
+        if generator.random() < 0.5:
+            writer.forget()
+        victim = Fork(write_on, log)
+        time.sleep(generator.uniform(0, longest))
+        victim.kill()
+        victim.wait(10)
+        ended = forked(check, log)
+        if ended.status:
+            raise AssertionError(f"{type(writer).__name__}: {ended.out[-1000:]} {ended.err[-3000:]}")
+        found[next(line for line in ended.out.splitlines() if line.startswith("found")).split()[1]] += 1
+    return found
+
+
+def calls_of(writer: Writer, faults: Faults) -> str:
+    """The calls of three versions that are written one after the other."""
+    path = writer.folder.with_suffix(".calls")
+    faults.arm(writer.folder)
+    faults.block.log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    try:
+        for version in range(3):
+            writer.write(version)
+    finally:
+        os.close(faults.block.log)
+        faults.block.log = -1
+    return path.read_text()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=1000, help="kills in all")
+    parser.add_argument("--seed", type=int, default=random.randrange(1000))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kills-") as top:
+        if LIBRARY not in os.environ:
+            command, environment = with_faults(["-m", "tests.faults.kills", *sys.argv[1:]], Path(top))
+            sys.exit(subprocess.run(command, env=environment).returncode)
+        start(1, "auto")
+        faults, generator, wrong = Faults(), random.Random(args.seed), []
+        for number, (name, make) in enumerate(WRITERS.items()):
+            ordered = make(Path(top) / f"{name}-calls")
+            calls = forked(lambda writer=ordered: print(calls_of(writer, faults)), Path(top) / "calls.log").out  # type: ignore[misc]
+            renames = calls.count("rename\t")
+            wrong += unsynced("\n".join(line for line in calls.splitlines() if line.count("\t") == 2))
+            times = args.times * (number + 1) // len(WRITERS) - args.times * number // len(WRITERS)
+            found = kill_writers(make(Path(top) / name), times, generator)
+            print(f"{name}: {times} kills: {dict(found)}; {renames} renames of what is on the disk", flush=True)
+            if not renames:
+                wrong.append(f"{name}: no rename was seen")
+        print(*wrong, f"--seed {args.seed}", sep="\n")
+        sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""What runs while a call fails: a run of one case, and a rank of a server from its start to its end."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import msgspec
+from torch import distributed
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+import run
+from errors import run_main
+from executor.checkpoint.packed import PackedCache
+from executor.job import results, runner
+from executor.job.launch import _cause
+from executor.serving import worker
+from executor.serving.channel import HEADER, framed, length_of
+from executor.serving.messages import Fatal, Out, Ready, Sampling, Stop, Submit, ToFront
+from executor.serving.processes import SOCKET
+from executor.serving.server import serve
+from executor.serving.supervisor import Supervisor
+from files import ROOT
+from tests.faults.forks import Ended, Fork, forked, share_what_is_imported
+from tests.faults.preload import Faults
+from tests.ranks import free_port
+from tests.tiny import save_tiny, write_case
+
+LIMIT_S = 60.0  # on a machine that is busy; most take less than a second
+CACHE = "packed"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    ended: Ended
+    answer: str  # what a user got; empty if that is nothing
+    told: str = ""  # why the front of a server was told that the ranks end
+
+
+class Scenario(ABC):
+    """One program in a folder of its own, `root`, which has everything that it reads and writes."""
+
+    name: str
+    kinds: tuple[str, ...] = (
+        "new", "tensor", "mmap", "madvise", "open", "read", "write", "rename", "fsync", "mkdir", "thread",
+    )  # fmt: skip
+    sections: ClassVar[dict[str, object]] = {}  # of the case
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = MappingProxyType({})
+    shares = True  # whether its imports are found by running it by itself
+    kept = False  # whether the packed cache is there at the start
+
+    def __init__(self, root: Path, faults: Faults):
+        self.root, self.faults, self.log = root, faults, root.with_suffix(".log")
+        root.mkdir()
+        (root / "tmp").mkdir()
+        save_tiny(root / "model", vocab_size=4096, moe_intermediate_size=32)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(ROOT / "checkpoints/austen_moe" / name, root / "model" / name)
+        usual = {
+            "threads": 1, "exe_mode": "graph", "data_config": {"prompts": ["The cat"]},
+            "quantization": {"method": "q4", "keep_packed": True},
+        }  # fmt: skip
+        self.case = write_case(root / "tiny.yaml", root / "model", **usual | self.sections)
+        self.fixed = sorted(root.rglob("*"))
+        faults.arm(root)
+        share_what_is_imported(self._counted if self.shares else list, self.log)
+        outcome = self.run()
+        self.usual = outcome.answer
+        assert self.usual, f"{self.name} does not run: {outcome.told} {outcome.ended}"
+        self.starts: set[str] = set()  # states of the files from which it has started well
+        self.packed = root.with_suffix(".packed")
+        if (root / CACHE).exists():
+            (root / CACHE).rename(self.packed)
+        self.restore()
+
+    def restore(self) -> None:
+        """Everything as it was before the first run."""
+        for path in self.left():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if self.kept:
+            shutil.copytree(self.packed, self.root / CACHE)
+
+    def left(self) -> list[Path]:
+        """The files and folders that were not there."""
+        return sorted(set(self.root.rglob("*")) - set(self.fixed))
+
+    def state(self) -> str:
+        """A digest of the files that a start reads."""
+        digest = hashlib.sha256()
+        for path in self.left():
+            if path.is_file() and path.is_relative_to(self.root / CACHE):
+                digest.update(f"{path.relative_to(self.root)} {path.stat().st_size} ".encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    @abstractmethod
+    def run(self) -> Outcome:
+        """Runs it once, and waits for its end."""
+
+    def program(self) -> None:
+        run_main(run.main)
+
+    def _counted(self) -> None:
+        os.environ |= {"CASE_NAME": str(self.case), "TMPDIR": str(self.root / "tmp"), "TQDM_DISABLE": "1"}
+        results.ROOT = self.root  # type: ignore[attr-defined]
+        runner.PackedCache = functools.partial(PackedCache, root=self.root / CACHE)  # type: ignore[misc,assignment]
+        sys.argv = [self.name, *self.arguments]
+        self.faults.count(self.environment.get("RANK") != "0")
+        self.program()
+
+
+class Offline(Scenario):
+    """`run.py`, from the checkpoint."""
+
+    name = "offline"
+
+    def run(self) -> Outcome:
+        ended = forked(self._counted, self.log, LIMIT_S)
+        return Outcome(ended, "" if ended.status else answer_of(self.root))
+
+
+class Kept(Offline):
+    """`run.py`, from the packed cache."""
+
+    name, kept = "kept", True
+
+
+class Shadows(Offline):
+    """`run.py` with experts on the CPU: a second pool, a thread that copies, plots and a trace in the results."""
+
+    name = "shadows"
+    sections: ClassVar[dict[str, object]] = {
+        "offload_config": {"mode": "elastic", "arena_mb": 1, "shadow_threads": 1},
+        "threads": 2,
+    }
+
+
+class Rank(Scenario):
+    """The rank of a server: it loads, answers two requests of a front, and drains."""
+
+    name, shares = "rank", False
+    jump_s = 0  # by which the wall clock jumps when the rank is ready
+    kinds = (*Scenario.kinds, "send")
+    sections: ClassVar[dict[str, object]] = {"offload_config": {"mode": "elastic", "arena_mb": 1}}
+
+    def run(self) -> Outcome:
+        path = self.root / "tmp" / "engine"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            front = Fork(functools.partial(talk, listener, self._jump), self.root.with_name("front.log"))
+            rank = Fork(self._counted, self.log)
+        ended = rank.wait(LIMIT_S)
+        seen = front.wait(5)
+        path.unlink()
+        if seen.status:
+            return Outcome(ended, "", f"the front failed: {seen.err}")
+        said = json.loads(seen.out)
+        return Outcome(ended, said["answer"] if not ended.status else "", said["told"])
+
+    def _jump(self) -> None:
+        self.faults.block.clock_s = self.jump_s
+
+    def program(self) -> None:
+        os.environ[SOCKET] = str(self.root / "tmp" / "engine")
+        run_main(worker.main)
+
+
+class Front(Scenario):
+    """The front of a server, whose rank is a script: it starts, answers a client over HTTP, and drains."""
+
+    name, shares = "front", False
+    kinds = ("open", "read", "write", "mkdir", "thread", "send")
+
+    def run(self) -> Outcome:
+        self.port = free_port()
+        front = Fork(self._counted, self.log)
+        client = Fork(lambda: ask(self.port, front.pid), self.root.with_name("client.log"))
+        ended = front.wait(LIMIT_S)
+        client.kill()
+        seen = client.wait(5)
+        return Outcome(ended, "" if ended.status else seen.out)
+
+    def program(self) -> None:
+        Supervisor.launcher = ["tests/faults/fake_rank.py"]
+        run_main(lambda argv: serve(str(self.case), [f"serve_config.port={self.port}"]))
+
+
+def ask(port: int, server: int) -> None:
+    """A client: waits until the server is ready, tries until a request is answered, prints the answer's text, and asks
+    the server to end."""
+    until, body = time.monotonic() + LIMIT_S / 2, json.dumps({"prompt": "The cat", "max_tokens": 4}).encode()
+    try:
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            with contextlib.suppress(OSError, HTTPException):
+                connection = HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", "/health/ready")
+                if connection.getresponse().status == 200:
+                    connection.close()
+                    connection.request("POST", "/v1/completions", body)
+                    answer = connection.getresponse()
+                    if answer.status == 200:
+                        print(json.loads(answer.read())["choices"][0]["text"], flush=True)
+                        return
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            for _ in range(2):  # asyncio sends itself a byte for each signal, and loses the signal if that is refused
+                os.kill(server, signal.SIGTERM)
+                time.sleep(10)
+
+
+class Ranks(Scenario):
+    """Two ranks of a job, and the launcher's words on how they ended. Calls of rank 1 fail."""
+
+    name = "ranks"
+    kinds, shares = ("collective", "send", "write"), False
+    sections: ClassVar[dict[str, object]] = {"world_size": 2, "quantization": {"method": "none"}}
+
+    def run(self) -> Outcome:
+        folder, port = self.root / "results" / "tiny" / "20260101-000000", free_port()
+        folder.mkdir(parents=True)
+        words = [self.root / "tmp" / f"word{rank}.json" for rank in (0, 1)]
+        forks = []
+        for rank, word in enumerate(words):
+            self.environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+                "TORCHELASTIC_ERROR_FILE": str(word), "TORCH_CPP_LOG_LEVEL": "FATAL",
+            }  # fmt: skip
+            forks.append(Fork(self._counted, self.root.with_name(f"rank{rank}.log")))
+        second = forks[1].wait(LIMIT_S)
+        if second.status:  # the launcher ends the other rank, unless it has noticed itself
+            time.sleep(0.1)
+            forks[0].end()
+        first = forks[0].wait(LIMIT_S)
+        failures = {
+            rank: ProcessFailure(rank, fork.pid, ended.status, str(word))
+            for rank, (fork, ended, word) in enumerate(zip(forks, (first, second), words, strict=True))
+            if ended.status
+        }
+        for word in (self.root / "tmp").iterdir():  # in a folder that the launcher removes
+            word.unlink()
+        if not failures:
+            return Outcome(first, answer_of(self.root))
+        error = ChildFailedError("ranks", failures)
+
+        def told() -> None:
+            cause = _cause(error, folder, None, {})
+            print(f"error: {cause.text}", file=sys.stderr)
+            sys.exit(cause.status)
+
+        launcher = forked(told, self.log)
+        if first.hung or second.hung:
+            logs = [path.read_text()[-3000:] for path in sorted(folder.glob("*.log"))]
+            launcher = replace(launcher, hung=True, err="\n".join([launcher.err, first.err, *logs]))
+        shutil.rmtree(folder)
+        return Outcome(launcher, "")
+
+    def _counted(self) -> None:
+        os.environ |= self.environment
+        self.arguments = ["--results", str(self.root / "results" / "tiny" / "20260101-000000")]
+        if self.environment["RANK"] == "1":
+            for name in ("init_process_group", "new_group", "all_reduce", "all_gather_into_tensor", "broadcast"):
+                setattr(distributed, name, functools.partial(self._collective, getattr(distributed, name)))
+        super()._counted()
+
+    def _collective(self, usual: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+        if self.faults.call("collective"):
+            raise RuntimeError(f"gloo: {os.strerror(self.faults.block.error)} [127.0.0.1]:1")
+        return usual(*args, **kwargs)
+
+
+def answer_of(root: Path) -> str:
+    """The tokens in the report of the run; empty if there is none."""
+    (report, *_) = [*root.glob("results/*/*/report.json"), None]
+    return json.dumps([c["tokens"] for c in json.loads(report.read_text())["completions"]]) if report else ""
+
+
+def talk(listener: socket.socket, begun: Callable[[], None]) -> None:
+    """A front: sends two requests when the rank is ready, lets it end when both are answered, and prints what it was
+    told."""
+    listener.settimeout(LIMIT_S)
+    said = {"answer": "", "told": ""}
+    tokens: dict[int, list[int]] = {1: [], 2: []}
+    open_requests = set(tokens)
+    try:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as stream:
+            while header := stream.read(HEADER.size):
+                message = msgspec.msgpack.decode(stream.read(length_of(header)), type=ToFront)
+                if isinstance(message, Ready):
+                    begun()
+                    for id in tokens:
+                        connection.sendall(framed(Submit(id, [id, 2, 3], Sampling(4, ignore_eos=True))))
+                elif isinstance(message, Fatal):
+                    said["told"] = message.reason
+                elif isinstance(message, Out):
+                    for row in message.rows:
+                        tokens.setdefault(row.id, []).extend(row.tokens)  # also of the warm-up
+                        open_requests -= {row.id} if row.finish else set()
+                    if not open_requests:
+                        said["answer"] = json.dumps([tokens[1], tokens[2]])
+                        connection.sendall(framed(Stop()))
+    except OSError:  # the rank has gone, or never came
+        pass
+    print(json.dumps(said))
+
+
+SCENARIOS: dict[str, type[Scenario]] = {each.name: each for each in (Offline, Kept, Shadows, Rank, Front, Ranks)}

@@ -1,0 +1,132 @@
+"""A checkpoint's safetensors files, its index and its configs."""
+
+import json
+from pathlib import Path
+
+from safetensors.numpy import save
+
+from executor.checkpoint.files import CheckpointFiles
+from executor.checkpoint.formats.detect import read_scheme
+from executor.checkpoint.formats.scheme import FLOATS
+from executor.checkpoint.names import INDEX, SINGLE
+from executor.checkpoint.tokenizer import stop_ids
+from models.registry import FAMILIES, family_in, read_config
+from tests.fuzz.target import Target
+
+READ = (*FLOATS, "I8", "I32", "I64", "F8_E4M3")  # the types that tensors of some format may have
+MODULES = (
+    "lm_head",
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.1.mlp.experts.3.gate_proj",
+    "model.layers.1.mlp.gate",
+)
+
+
+def _tensors(**shapes: tuple[int, ...]) -> bytes:
+    import numpy as np
+
+    return save({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, {"format": "pt"})
+
+
+def header(folder: Path) -> Target:
+    def run(data: bytes) -> None:
+        (folder / SINGLE).write_bytes(data)
+        files = CheckpointFiles(folder)
+        for name in list(files.place)[:8]:
+            shape, kind = files.header(name)
+            files.nbytes(name)
+            if kind in READ:
+                files(name, *(slice(0, 2) for _ in shape))
+
+    def fitting(header: object) -> bytes:
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + bytes(64)
+
+    entry = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
+    kinds = [
+        {"a": entry | {"dtype": kind, "shape": [64 * 8 // bits]}}
+        for kind, bits in (("I8", 8), ("BF16", 16), ("F4", 4), ("F6_E2M3", 6), ("F64", 64), ("F8_E4M3", 8))
+    ]
+    seeds = [
+        _tensors(a=(2, 3), b=(), c=(0, 5)),
+        fitting({"a": entry, "__metadata__": {"x": "y"}}),
+        *map(fitting, kinds),
+    ]
+    return Target(run, seeds, json=False)
+
+
+def index(folder: Path) -> Target:
+    (folder / "a.safetensors").write_bytes(_tensors(x=(2,), y=(3,)))
+    (folder / "b.safetensors").write_bytes(_tensors(z=(1,)))
+
+    def run(data: bytes) -> None:
+        (folder / INDEX).write_bytes(data)
+        CheckpointFiles(folder, {"mlp": "block_sparse_moe"})
+
+    places = {"x": "a.safetensors", "y": "a.safetensors", "z": "b.safetensors"}
+    seeds = [
+        {"metadata": {"total_size": 24}, "weight_map": places},
+        {"weight_map": places | {"w.mlp": "c.safetensors"}},
+    ]
+    return Target(run, [json.dumps(seed).encode() for seed in seeds])
+
+
+def config(folder: Path) -> Target:
+    def run(data: bytes) -> None:
+        (folder / "config.json").write_bytes(data)
+        found = read_config(folder, family_in(folder))
+        found.check_parallel(2, 2, 2, 2, 2)
+        _ = (found.max_positions, found.eos_token_ids, found.expert_count, found.experts_per_token)
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "mscale": 1.0}
+    common = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
+    common |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    common |= {"intermediate_size": 16, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    qwen = {
+        "num_experts": 8,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+        "rope_scaling": yarn,
+        "eos_token_id": [1],
+    }
+    minimax = {"num_local_experts": 8, "rotary_dim": 4, "attn_type_list": [1, 1], "use_routing_bias": True}
+    minimax |= {"num_mtp_modules": 3, "scoring_func": "sigmoid", "rope_parameters": {"partial_rotary_factor": 0.5}}
+    seeds = [{"model_type": "qwen3_moe"} | common | qwen, {"model_type": "minimax_m2"} | common | minimax]
+    seeds += [{"model_type": family} for family in FAMILIES]
+    return Target(run, [json.dumps(seed).encode() for seed in seeds])
+
+
+def generation(folder: Path) -> Target:
+    def run(data: bytes) -> None:
+        (folder / "generation_config.json").write_bytes(data)
+        stop_ids(folder, (1,))
+
+    seeds = [{"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20}, {"eos_token_id": 5}, {"eos_token_id": None}]
+    return Target(run, [json.dumps(seed).encode() for seed in seeds])
+
+
+def quantization(folder: Path) -> Target:
+    def run(data: bytes) -> None:
+        text = b'{"model_type": "qwen3_moe", "quantization_config": %b}' % data
+        (folder / "config.json").write_bytes(text)
+        scheme = read_scheme(folder)
+        for module in MODULES:
+            scheme.contradicts(module)
+            scheme.kept(module)
+            if encoding := scheme.encoding(module):
+                encoding.stored(module, 256, 128)
+
+    def compressed(format: str, **weights: object) -> dict[str, object]:
+        group = {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": True} | weights}
+        groups = {"group_0": group, "group_1": group | {"targets": ["re:.*experts.*"], "format": "int-quantized"}}
+        return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups, "ignore": ["lm_head"]}
+
+    seeds = [
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "modules_to_not_convert": ["gate"]},
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "dynamic": {"-:.*gate": {}}},
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "modules_to_not_convert": ["lm_head"]},
+        compressed("pack-quantized", strategy="group", group_size=32),
+        compressed("mixed-precision", num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
+        compressed("int-quantized", num_bits=8, strategy="channel"),
+    ]
+    return Target(run, [json.dumps(seed).encode() for seed in seeds])

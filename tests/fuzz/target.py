@@ -1,0 +1,98 @@
+"""What is fuzzed, and what may happen: an answer or one line of error, within bounds of time, memory and files."""
+
+import gc
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from errors import UserError
+
+CPU_S = 2.0  # of this process's threads, for one input
+MEMORY = 256 << 20  # bytes beyond twice the input's
+PEAK = re.compile(rb"VmHWM:\s+(\d+) kB")
+LARGE = 1 << 16  # bytes of an input whose memory is measured from where it begins
+LONGEST_LINE = 3000  # characters of an error
+
+
+@dataclass(frozen=True)
+class Target:
+    """`run` reads one input, and raises nothing but UserError. Inputs of most targets are JSON, for which there are
+    mutations of their own."""
+
+    run: Callable[[bytes], None]
+    seeds: list[bytes]
+    json: bool = True
+    longest: int = 4096  # bytes of an input
+
+
+class Violation(AssertionError):
+    """What an input did that none may do."""
+
+
+class Bounds:
+    """Runs a target's inputs, one by one, in `folder`, where it keeps its files. If temporary files are made there as
+    well, they count where they are left."""
+
+    def __init__(self, make: Callable[[Path], Target], folder: Path):
+        self.folder = folder
+        self.target = make(folder)
+        for seed in self.target.seeds:  # what is imported and kept, once
+            with _one_line():
+                self.target.run(seed)
+        self.files = _files(folder)
+
+    def __call__(self, data: bytes) -> None:
+        """Raises Violation, or whatever the target raised."""
+        if len(data) > LARGE:
+            gc.collect()
+            Path("/proc/self/clear_refs").write_text("5")  # the most that was held counts from here on
+        memory, start = _memory(), time.process_time()
+        with _halted_after(4 * CPU_S), _one_line():
+            self.target.run(data)
+        if (took := time.process_time() - start) > CPU_S:
+            raise Violation(f"{took:.1f} s of CPU")
+        if (more := _memory() - memory) > 2 * len(data) + MEMORY:
+            raise Violation(f"{more >> 20} MB of memory")
+        if left := _files(self.folder) - self.files:
+            raise Violation(f"left behind: {sorted(left)}")
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        if not text.isprintable() or len(text) > LONGEST_LINE:
+            raise Violation(f"an error of {len(text)} characters: {text[:200]!r}") from error
+
+
+@contextmanager
+def _halted_after(seconds: float) -> Iterator[None]:
+    """Endless loops end with a Violation after so much CPU time."""
+
+    def halt(number: int, frame: FrameType | None) -> None:
+        raise Violation(f"still runs after {seconds} s of CPU")
+
+    before = signal.signal(signal.SIGPROF, halt)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _memory() -> int:
+    """The most bytes that this process has held."""
+    return 1024 * int(PEAK.findall(Path("/proc/self/status").read_bytes())[0])
+
+
+def _files(folder: Path) -> set[str]:
+    return {os.path.join(place, name) for place, _, names in os.walk(folder) for name in names}

@@ -1,0 +1,44 @@
+"""Every target by its name."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.fuzz.target import Target
+
+PLACES = {
+    "header": "checkpoints",
+    "index": "checkpoints",
+    "config": "checkpoints",
+    "generation": "checkpoints",
+    "quantization": "checkpoints",
+    "tokenizer": "texts",
+    "tokenizer_config": "texts",
+    "template": "texts",
+    "answer": "texts",
+    "case": "cases",
+    "packed": "caches",
+    "compiled": "caches",
+    "chat": "requests",
+    "completion": "requests",
+    "response": "requests",
+    "message": "requests",
+    "tokenization": "requests",
+    "detokenization": "requests",
+    "grammar": "requests",
+    "http": "traffic",
+    "to_front": "ranks",
+    "to_ranks": "ranks",
+    "failure": "ranks",
+}
+CORPUS = Path(__file__).with_name("corpus")
+
+
+def maker(name: str) -> Callable[[Path], Target]:
+    made: Callable[[Path], Target] = getattr(importlib.import_module(f"tests.fuzz.{PLACES[name]}"), name)
+    return made
+
+
+def corpus(name: str) -> list[bytes]:
+    """The committed inputs of a target, beside its seeds."""
+    return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]

@@ -1,0 +1,124 @@
+"""Every target takes its corpus, some changes of it, and inputs as large as they may be: docs/reliability.md."""
+
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.mutation import mutated
+from tests.fuzz.target import Bounds, Target, Violation
+from tests.fuzz.targets import CORPUS, PLACES, corpus, maker
+
+MOST, MOST_S = 300, 0.5  # changed inputs of each target, and seconds of CPU for them
+MB = 1 << 20
+VALUES = {
+    "lists": b"[" + b"[]," * (MB // 2) + b"0]",
+    "mappings": b"[" + b'{"a":0},' * (MB // 4) + b"0]",
+    "strings": b"[" + b'"ab",' * (MB // 4) + b"0]",
+    "numbers": b"[" + b"1e5," * (MB // 4) + b"9" * 4000 + b"]",
+    "keys": b"{" + b",".join(b'"k%d":0' % i for i in range(100_000)) + b"}",
+    "deep": b"[" * MB + b"]" * MB,
+    "wide": b'"' + b"x" * MB + "\U0001f642".encode() + b'"',
+}
+AROUND = {
+    "header": b'{"a": %b}',
+    "index": b'{"weight_map": %b}',
+    "config": b'{"model_type": "qwen3_moe", "eos_token_id": %b}',
+    "generation": b'{"eos_token_id": %b}',
+    "quantization": b'{"quant_method": "awq", "group_size": 128, "modules_to_not_convert": %b}',
+    "tokenizer": b'{"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": %b}',
+    "tokenizer_config": b'{"chat_template": %b}',
+    "packed": b'{"settings": %b}',
+    "compiled": b'{"facts": {"layout": %b}, "files": null}',
+    "chat": b'{"messages": %b}',
+    "completion": b'{"prompt": %b}',
+    "response": b'{"input": %b}',
+    "message": b'{"max_tokens": 1, "messages": %b}',
+}
+YAML = {
+    "lists": b"a: [" + b"[]," * (MB // 2),
+    "mapping": b"{" + b",".join(b"k%d: 1" % i for i in range(100_000)) + b"}",
+    "comments": b"#\n" * (MB // 2),
+    "a key": b"? " + b"k" * MB + b"\n: 1",
+    "escapes": b'a: "' + b"\\x41" * (MB // 4) + b'"',
+    "anchors": b"".join(b"- &a%d x\n" % i for i in range(50_000)),
+    "deep": b"a: " + b"[" * MB,
+    "lines": b"a: |\n" + b" x\n" * (MB // 4),
+}
+
+
+@pytest.fixture(params=PLACES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def bounds_of(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bounds:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return Bounds(maker(name), folder)
+
+
+def test_the_corpus_and_its_changes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always the same ones, on any machine that is fast enough for all of them."""
+    bounds = bounds_of(name, monkeypatch, tmp_path)
+    target, rng = bounds.target, random.Random(0)
+    seeds = target.seeds + corpus(name)
+    for data in corpus(name):
+        bounds(data)
+    start = time.process_time()
+    for _ in range(MOST):
+        data = mutated(rng.choice(seeds), seeds, target.json, target.longest, rng)
+        try:
+            bounds(data)
+        except BaseException:
+            print(f"the input: {data!r}", file=sys.stderr)
+            raise
+        if time.process_time() - start > MOST_S:
+            break
+
+
+@pytest.mark.parametrize("name", [*AROUND, "case"])
+def test_the_largest_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = bounds_of(name, monkeypatch, tmp_path)
+    for what, value in (YAML if name == "case" else VALUES).items():
+        data = value if name == "case" else AROUND[name] % value
+        if name == "header":
+            data = len(data).to_bytes(8, "little") + data
+        try:
+            bounds(data)
+        except Violation as error:
+            raise Violation(f"{what}: {error}") from None
+
+
+def test_the_largest_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One character beyond the others makes all of a text take four bytes."""
+    bounds = bounds_of("config", monkeypatch, tmp_path)
+    for wide in ("\U0001f642".encode(), b"\\ud83d\\ude42"):
+        bounds(b'{"model_type": "qwen3_moe", "x": "%b"}' % (b"x" * 23 * MB + wide))
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda data: [None for _ in range(10**8)], "s of CPU"),
+        (lambda data: (b"x" * 400 * MB).count(b"y"), "MB of memory"),
+        (lambda data: Path(tempfile.mkstemp()[1]), "left behind"),
+        (lambda data: json.loads("{"), "Expecting property name"),
+    ],
+)
+def test_every_bound_is_noticed(run: object, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = bounds_of("generation", monkeypatch, tmp_path)
+    bounds.target = Target(run, [])  # type: ignore[arg-type]
+    if said == "s of CPU":
+        monkeypatch.setattr("tests.fuzz.target.CPU_S", 0.1)
+    with pytest.raises((Violation, ValueError), match=said):
+        bounds(bytes(MB))
+
+
+def test_the_corpus_is_small_and_known() -> None:
+    found = [path for path in CORPUS.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in found} <= set(PLACES)
+    assert sum(path.stat().st_size for path in found) < 300_000

@@ -1,0 +1,1 @@
+"""Mutation tests: does a test fail when the code is changed?"""
