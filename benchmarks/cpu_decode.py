@@ -102,15 +102,16 @@ def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> fl
 
 
 def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> float:
-    """Multiply-adds with weights in a step of `tokens` tokens, of which `logit_rows` reach the head."""
-    total = 0.0
-    for _, layer in layers_of(model):
+    """Multiply-adds with weights in a step of `tokens` tokens, of which `logit_rows` pass the last attention."""
+    layers, total, rows = layers_of(model), 0.0, tokens
+    *_, last = (path for path, _ in layers if path.endswith("self_attn.o_proj"))
+    for path, layer in layers:
         if isinstance(layer, Experts):
-            total += tokens * top_k * layer.elements / layer.experts
-        elif isinstance(layer, LMHead):
-            total += logit_rows * layer.elements
-        elif isinstance(layer, (MergedLinear, RowLinear, Router)):
-            total += tokens * layer.elements
+            total += rows * top_k * layer.elements / layer.experts
+        elif isinstance(layer, (MergedLinear, RowLinear, Router, LMHead)):
+            total += rows * layer.elements
+        if path == last:
+            rows = logit_rows
     return total
 
 

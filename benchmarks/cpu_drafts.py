@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.machine import seconds_of
 from benchmarks.output import Row, flags, printed, write_rows
-from benchmarks.umbra import with_layers
+from benchmarks.umbra import with_experts
 from errors import run_main
 from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.env import rank_env
@@ -165,7 +165,7 @@ def main(argv: list[str]) -> None:
             load_case(args.case, [f"{key}={value}" for key, value in changes.items()]), Path("results"), rank_env()
         )
         if args.layers is not None:
-            runner.config = with_layers(runner.config, args.layers)
+            runner.config = with_experts(runner.config, args.layers)
         runner.setup()
         yield from measure(runner.engine, batch, args.answers, args.rounds)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.moe_weights import GROUP, Weights
 from errors import UserError
 
-INSTALL = ".venv/bin/python -m pip install --no-deps -r requirements-compare-moe.txt"
+INSTALL = ".venv/bin/python -m pip install --no-deps --require-hashes -r tools/supply/locks/compare-moe.lock"
 OPERATORS = {"RAWINT4": "AMXInt4_KGroup_MOE", "AMXINT4": "AMXInt4_MOE"}
 
 

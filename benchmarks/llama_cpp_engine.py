@@ -17,7 +17,9 @@ from torch import Tensor
 from benchmarks.peer_engine import Peer, Token
 from errors import UserError
 
-INSTALL = "CMAKE_ARGS=-DGGML_NATIVE=ON .venv/bin/python -m pip install -r requirements-compare.txt"
+INSTALL = (
+    "CMAKE_ARGS=-DGGML_NATIVE=ON .venv/bin/python -m pip install --require-hashes -r tools/supply/locks/compare.lock"
+)
 MOST_AT_ONCE = 2048  # tokens that are computed together; scores of more take gigabytes without flash attention
 ERROR = 4  # llama.cpp's log level for errors
 

@@ -26,6 +26,8 @@ from benchmarks.routing_traces import made_up
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena
+from ops.cpu.engine import shadow_teams
+from ops.cpu.shadow import ShadowPool
 from ops.format import FORMATS
 
 SHAPES = ((5, 32, 4), (48, 128, 8), (62, 256, 8))  # the demo, Qwen3-30B-A3B, MiniMax-M2
@@ -40,7 +42,8 @@ COLUMNS = (
 
 def made(layers: int, experts: int, swap_cost: float) -> Offload:
     slots = layers * experts // 4
-    offload = Offload(Settings("fixed", 0, slots, 1, 1, MOST_COPIES, 30), CpuDevice(stream_tokens=0, decode_tokens=1))
+    device, pool = CpuDevice(stream_tokens=0, decode_tokens=1), ShadowPool(shadow_teams(1), 30)
+    offload = Offload(Settings("fixed", 0, slots, 1, MOST_COPIES), device, pool)
     for layer in range(layers):
         offload.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"])
     arena = Arena(slots * offload.slot_bytes // 1024 + 16, 1024, offload.slot_bytes, 2 * layers)

@@ -4,7 +4,6 @@ Decode repeats one position: the last token of every sequence is replaced and it
 that any number of steps has the same context.
 """
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -15,21 +14,18 @@ from executor.config.env import rank_env
 from executor.config.load import load_case
 from executor.engine.forced import ForcedRun
 from executor.job.runner import make_runner
-from models.config import ModelConfig
+from models.config import ModelConfig, with_layers
 from models.layers.attention import PagedAttention
 from models.layers.experts import Experts
-from models.qwen3_moe.config import Qwen3MoeConfig
 
 ROOM = 2  # tokens of room after a context
 
 
-def with_layers(config: ModelConfig, layers: int) -> ModelConfig:
+def with_experts(config: ModelConfig, layers: int) -> ModelConfig:
     """The same shapes in another number of layers, all with experts."""
     if layers < 1:
         raise UserError(f"--layers {layers}: must be at least 1")
-    if isinstance(config, Qwen3MoeConfig):
-        return dataclasses.replace(config, num_hidden_layers=layers, sparse_layers=(True,) * layers)
-    return dataclasses.replace(config, num_hidden_layers=layers)
+    return with_layers(config, (True,) * layers)
 
 
 class Umbra:
@@ -46,7 +42,7 @@ class Umbra:
         case = load_case(case_name, [f"{key}={value}" for key, value in settings.items()])
         self.runner = make_runner(case, Path("results"), rank_env())
         if layers is not None:
-            self.runner.config = with_layers(self.runner.config, layers)
+            self.runner.config = with_experts(self.runner.config, layers)
         self.config = self.runner.config
         self.runner.setup()
         self.model = self.runner.engine.model

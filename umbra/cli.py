@@ -87,8 +87,16 @@ def make_parser() -> Parser:
     add = command(
         "plan", plan, "count a rank's memory; with shadow experts also predict times", "qwen3_235b_a22b_w4a16_tp8"
     )
-    add.add_argument("case", help=CASE)
+    add.add_argument("case", nargs="?", help=CASE)
     overrides(add)
+    add.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="instead, find the best layouts of a model over machines"
+    )
+    add.add_argument("--simulate", action="store_true", help="--cluster: serve its traffic on the cheapest layout")
+    add.add_argument(
+        "--json", type=Path, metavar="FILE", help="--cluster: also write the layouts, or the figures, here"
+    )
+    add.add_argument("--plot", type=Path, metavar="FILE", help="--cluster: also draw them here, as PNG")
 
     command("list", show_cases, "show the cases in yaml_configs/", "")
 
@@ -190,6 +198,18 @@ def serve_case(args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace) -> None:
+    if getattr(args, "cluster", None):
+        if args.case or args.set:
+            raise UserError("--cluster FILE: the file names the case; give neither a case nor --set")
+        if args.simulate:
+            from executor.planning.simulation.report import show_simulation
+
+            return show_simulation(args.cluster, args.json, args.plot)
+        from executor.planning.cluster.plan import show_cluster_plan
+
+        return show_cluster_plan(args.cluster, args.json, args.plot)
+    if args.case is None:
+        raise UserError("umbra plan: name a case, or give --cluster FILE")
     case = load_case(args.case, args.set)
     load_model_config(case)  # refuse a wrong case before torch is imported
     from executor.planning.report import show_plan

@@ -9,6 +9,7 @@ import yaml
 from executor.checkpoint.formats.detect import read_scheme
 from executor.config.case import Case
 from executor.config.load import make_case
+from executor.planning.host_memory import memory_limit
 from models.registry import family_in, read_config
 
 SEQUENCES, PROMPT, NEW = 4, 4096, 1024  # sequences at once; tokens of each, if the model has enough positions
@@ -53,4 +54,5 @@ def _method(folder: Path) -> str:
 
 def _free_bytes() -> int:
     text = Path("/proc/meminfo").read_text()
-    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:"))) * 1024
+    free = int(next(line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:"))) * 1024
+    return min(free, memory_limit()[0])

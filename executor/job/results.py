@@ -1,5 +1,6 @@
 """The folder of one run, `results/<case>/<time>/`, and the logs in it."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -27,10 +28,21 @@ def create_results(case_name: str, root: Path | None = None) -> Path:
     raise UserError(f"{parent}: a thousand runs in one second")
 
 
+def share_results(case_name: str, name: str, root: Path | None = None) -> Path:
+    """The folder with the name that node 0 has given to its own. Nodes may have one file system or each its own."""
+    folder = (root or ROOT / "results") / case_name / Path(name).name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be created: {error.strerror}") from None
+    return folder
+
+
 def discard_results(folder: Path) -> None:
-    """Remove the folder after bad input, unless it contains more than logs."""
-    if all(p.suffix == ".log" for p in folder.iterdir()):
-        shutil.rmtree(folder)
+    """Remove the folder after bad input, unless it contains more than logs. Other nodes may do the same."""
+    with contextlib.suppress(FileNotFoundError):
+        if all(p.suffix == ".log" for p in folder.iterdir()):
+            shutil.rmtree(folder)
 
 
 class Log:

@@ -60,7 +60,7 @@ class ModelRunner:
             f"moe_tp {parallel.moe_tp.rank}/{parallel.moe_tp.size}, "
             f"moe_ep {parallel.moe_ep.rank}/{parallel.moe_ep.size}"
         )
-        if PLATFORMS[case.platform].is_host and not case.model_config.with_ckpt:
+        if PLATFORMS[case.platform].is_host:
             check_host_memory(case, ranks.local_world_size)
         self.planned = None
         if case.offload_config.mode != "none":

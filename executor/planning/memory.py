@@ -178,7 +178,7 @@ def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
         tokens = sketch.build.parallel.attn_tp.padded(tokens)
     batch = _batch(case, sketch, tokens, sequences, case.attn_dp_size)
     batch = dataclasses.replace(batch, sequence_parallel=shared)
-    in_model = ledger.fullest(sketch.model, sketch.model.prefill, batch)
+    in_model = ledger.fullest(sketch.model, sketch.model.forward, batch)
     after = sampling(sketch.config.vocab_size, sequences, sketch.build.dtype.itemsize)
     moment = max(in_model, after, key=lambda moment: moment.nbytes)
     fixed = [
@@ -217,7 +217,7 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
     parts = []
     for rows in sorted({graph_rows(rows, most) for rows in range(1, most + 1)}):
         batch = _batch(case, sketch, rows, rows, None)
-        moment = ledger.fullest(sketch.model, sketch.model.decode, batch)
+        moment = ledger.fullest(sketch.model, sketch.model.forward, batch)
         parts.append(Part(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
     return parts
 

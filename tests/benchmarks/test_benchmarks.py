@@ -199,5 +199,5 @@ def test_different_logits_end_the_comparison() -> None:
 
 def test_without_llama_cpp_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(UserError, match=r"pip install -r requirements-compare\.txt"):
+    with pytest.raises(UserError, match=r"pip install --require-hashes -r \S+/compare\.lock"):
         compare_llama_cpp.main(["--layers", "1"])

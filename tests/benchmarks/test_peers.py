@@ -112,7 +112,7 @@ def test_another_output_ends_the_comparison(kt_kernel: None, monkeypatch: pytest
 
 def test_without_kt_kernel_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kt_kernel", None)
-    with pytest.raises(UserError, match=r"pip install --no-deps -r requirements-compare-moe\.txt"):
+    with pytest.raises(UserError, match=r"pip install --no-deps --require-hashes -r \S+/compare-moe\.lock"):
         compare_moe.main(["--threads", "1"])
 
 

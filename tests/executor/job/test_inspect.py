@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,7 +19,7 @@ from errors import UserError
 from executor.config.load import load_case, load_model_config
 from executor.engine.building import bind_caches, build_of
 from executor.engine.scheduler import Scheduler, limits_of
-from executor.job.inspect_checkpoint import inspect, inspect_rank
+from executor.job.inspect_checkpoint import encodings_of, inspect, inspect_rank
 from executor.job.runner import make_runner as new_runner
 from executor.parallel.join import place_of
 from executor.planning.memory import kind_of, make_plan
@@ -231,3 +232,14 @@ def test_bad_arguments_are_one_line(tmp_path: Path, arguments: list[str], compla
     with pytest.raises(UserError) as raised:
         execute(["inspect", str(folder), *arguments[1:]])
     assert complaint in str(raised.value)
+
+
+def test_the_configs_own_encoding_is_named_even_if_no_module_has_it() -> None:
+    class Stored(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    own, used, unused = (Stored(title=title, bits=4, group=32, zeros=True, format=None) for title in "abc")
+    scheme: Any = SimpleNamespace(encodings=(own, used, unused), encoding=lambda module: used)
+    pieces: Any = [SimpleNamespace(linear=True)], [SimpleNamespace(linear=False)]
+    found = encodings_of(scheme, {"q.weight": pieces[0], "k.weight": pieces[0], "norm.weight": pieces[1]})
+    assert [(e["encoding"], e["modules"]) for e in found] == [("a", 0), ("b", 2)]

@@ -18,14 +18,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from executor.config.load import load_case
+from executor.job.launch import _cause
+from executor.job.processes import is_running
 from executor.job.runner import make_runner
 from files import ROOT
+from tests.nodes import until
 from tests.ranks import free_port, launch_ranks
 from tests.tiny import ONE_RANK, save_tiny, write_case
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("left", "status", "said"),
+    [
+        ({"message": {"message": "a\nb", "extraInfo": {"timestamp": "1", "py_callstack": "x"}}}, 2, "a b"),
+        ({"message": "why", "timestamp": 1}, 2, "rank 0 (pid 5) failed: exit status 2; all ranks' logs: "),
+        ({"message": {"extraInfo": {"timestamp": 1}}}, 1, "rank 0 (pid 5) failed: exit status 1; all ranks'"),
+    ],
+)
+def test_whatever_a_rank_leaves_is_one_line(tmp_path: Path, left: object, status: int, said: str) -> None:
+    (tmp_path / "error.json").write_text(json.dumps(left))
+    failure = ProcessFailure(0, 5, status, str(tmp_path / "error.json"))
+    cause = _cause(ChildFailedError("rank", {0: failure}), tmp_path, None, {})
+    assert cause.text.startswith(said)
+    assert "\n" not in cause.text
+    assert cause.status in (1, 2)
+
 
 RESULTS = ROOT / "results"
 
@@ -145,6 +167,7 @@ def test_bad_case_and_bad_key_leave_nothing_behind(demo: str, demo_tp8: str) -> 
     assert_one_error_line(infer(demo_tp8, NNODES="3"), "NNODES=3 also needs MASTER_ADDR and MASTER_PORT")
     where = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
     assert_one_error_line(infer(demo_tp8, NNODES="3", **where), "NNODES=3 does not divide world_size: 8")
+    assert_one_error_line(infer(demo, NNODES="2", **where), "NNODES=2 does not divide world_size: 1")
     assert (folders(demo), folders(demo_tp8)) == before
     assert not (RESULTS / "demmo").exists()
 
@@ -255,6 +278,21 @@ def test_killing_a_rank_ends_the_job_within_30_seconds(demo: str) -> None:
     assert job.returncode not in (0, None)
     assert f"error: rank 1 (pid {victim}) failed: killed by SIGKILL" in errors
     assert not any(rank_of(pid) for pid in descendants(job.pid))
+
+
+def test_ranks_end_with_their_launcher(demo: str) -> None:
+    before = folders(demo)
+    job = subprocess.Popen(
+        ["bash", "infer.sh", demo, "--set", "world_size=2", "max_new_tokens=1500", "ignore_eos=true"],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    ranks = wait_for_ranks(job, 2)
+    (folder,) = until(lambda: folders(demo) - before)
+    log = folder / "rank1.log"
+    until(lambda: log.exists() and "rank 1/2" in log.read_text())
+    job.kill()
+    job.wait()
+    until(lambda: not any(is_running(pid) for pid in ranks), 20)
 
 
 def test_two_nodes_make_one_job(demo: str) -> None:

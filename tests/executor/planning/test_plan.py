@@ -215,7 +215,7 @@ def test_the_fullest_moment_depends_on_the_shape() -> None:
         for attention in attentions(model):
             attention.bind(*(shapes.kv_cache(1, 128, 1, 16, bf16, meta) for _ in "kv"))
         batch = batch_of(shapes, tokens=10, sequences=2, table_width=1, page_size=128, groups=1)
-        moments = ledger.fullest(model, model.prefill, batch), sampling(vocabulary, 2, itemsize=2)
+        moments = ledger.fullest(model, model.forward, batch), sampling(vocabulary, 2, itemsize=2)
         return max(moments, key=lambda moment: moment.nbytes).name
 
     assert moment() == "mlp.experts: sums over experts"
@@ -232,10 +232,10 @@ def test_a_shortened_model_has_the_same_fullest_moment(tmp_path: Path) -> None:
     shapes: Any = AscendShapes(torch.bfloat16, "fusion_v2", ledger.note)
     model = sketch_of(case, ops=shapes).model
     batch = batch_of(shapes, tokens=100, sequences=4, table_width=2, page_size=128, groups=1)
-    whole = ledger.fullest(model, model.prefill, batch)
+    whole = ledger.fullest(model, model.forward, batch)
     shorten(model)
     assert len(attentions(model)) == 4  # two dense layers, two with experts
-    assert ledger.fullest(model, model.prefill, batch).parts == whole.parts
+    assert ledger.fullest(model, model.forward, batch).parts == whole.parts
 
 
 def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:

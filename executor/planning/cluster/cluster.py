@@ -1,0 +1,88 @@
+"""What `umbra plan --cluster FILE` is asked: a model, machines, traffic, and the times that users accept."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from errors import UserError
+from executor.config.load import read_yaml
+from executor.config.schema import key, read, section
+
+METHODS = ("none", "q8", "q4")
+DOCS = "docs/cluster_keys.md"
+
+
+@dataclass(frozen=True)
+class Load:
+    rate: float = key(1.0, "requests a second, on all devices together", minimum=1e-6)
+    prompt_tokens: int = key(1024, "tokens of a prompt, on average", minimum=1)
+    output_tokens: int = key(256, "tokens of an answer, on average", minimum=2)
+
+
+@dataclass(frozen=True)
+class Targets:
+    ttft_ms: float = key(5000.0, "longest time to the first token", minimum=1e-3)
+    tpot_ms: float = key(100.0, "longest time between two tokens", minimum=1e-3)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is tried; every layout of these is counted."""
+
+    methods: tuple[str, ...] = key(("none",), "quantization.method of the weights: none, q8, q4")
+    resident: tuple[float, ...] = key((1.0,), "shares of the experts that the devices hold; hosts compute the rest")
+    worlds: tuple[int, ...] = key((), "ranks of a replica; empty: every number that divides the devices")
+    most_sequences: int = key(256, "most sequences of a data-parallel group at once", minimum=1)
+    chunk: int = key(4096, "most tokens of a prefill step of a data-parallel group", minimum=1)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The traffic of `--simulate` and what it runs on."""
+
+    requests: int = key(10_000, "number of requests", minimum=1, maximum=100_000_000)
+    seed: int = key(0, "equal seeds give equal results", minimum=0)
+    trace: str = key("", "a file with the requests, a JSON object a line: at (seconds), prompt, output (tokens)")
+    spread: float = key(0.0, "standard deviation of the lengths, in means", minimum=0, maximum=10)
+    daily_swing: float = key(0.0, "how far the rate swings over a day, as a share of it", minimum=0, maximum=1)
+    longest: int = key(8192, "most tokens of a sequence; longer prompts and answers are cut to half of it", minimum=4)
+    prefixes: int = key(0, "number of different beginnings that prompts share", minimum=0, maximum=1_000_000)
+    prefix_tokens: int = key(0, "tokens of such a beginning", minimum=0)
+    prefix_cache: bool = key(True, "whether pages of ended sequences are kept for later prompts")
+    router: str = key("least_loaded", "which replica gets a request", choices=("least_loaded", "prefix_aware"))
+    reserve: int = key(256, "tokens beyond its prompt that a sequence is promised memory for", minimum=1)
+    mixed_tokens: int = key(512, "most prompt tokens of a step in which others decode", minimum=1)
+    elastic: bool = key(False, "whether keys, values and experts share the memory, as offload_config.mode: elastic")
+    skew: float = key(1.0, "standard deviation of the logarithm of how often experts are used", minimum=0, maximum=5)
+    failure_hours: float = key(0.0, "mean time between failures of a replica; 0: none fails", minimum=0)
+    restart_s: float = key(60.0, "seconds until a replica that failed is back", minimum=0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    description: str = key("", "one line")
+    case: str = key("", "the model and its settings: a name in yaml_configs/, or a path ending in .yaml")
+    hardware: str = key("", "a name in hardware/, or a path ending in .yaml")
+    devices: int = key(1, "number of devices", minimum=1, maximum=1 << 20)
+    load: Load = section(Load)
+    targets: Targets = section(Targets)
+    search: Search = section(Search)
+    simulation: Simulation = section(Simulation)
+
+
+def read_cluster(path: Path) -> Cluster:
+    if not path.is_file():
+        raise UserError(f"--cluster {path}: no such file; clusters/ has examples")
+    cluster = read(Cluster, read_yaml(path, "a cluster"), path.name, DOCS)
+    for name in ("case", "hardware"):
+        if not getattr(cluster, name):
+            raise UserError(f"{path.name}: {name} is missing: {DOCS} has every key")
+    for method in cluster.search.methods:
+        if method not in METHODS:
+            raise UserError(f"{path.name}: search.methods: {method!r} is not one of {', '.join(METHODS)}")
+    for share in cluster.search.resident:
+        if not 0 <= share <= 1:
+            raise UserError(f"{path.name}: search.resident: {share} must be from 0 to 1")
+    for world in cluster.search.worlds:
+        if world < 1 or cluster.devices % world:
+            raise UserError(f"{path.name}: search.worlds: {world} does not divide devices: {cluster.devices}")
+    return cluster

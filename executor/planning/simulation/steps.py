@@ -1,0 +1,66 @@
+"""The time of any step of a layout, from the same model as the plan's, kept in tables since a simulation asks often."""
+
+import dataclasses
+from functools import lru_cache
+
+from executor.engine.scheduler import Step
+from executor.planning.cluster.layouts import Layout
+from executor.planning.cluster.times import step_times
+from executor.planning.cluster.work import Work
+
+SHARES = 64  # shares of resident experts are rounded to multiples of 1 / SHARES
+TOKENS, CACHED = 64, 1024  # prefill steps are counted for multiples of these, and times between them interpolated
+
+
+class StepTimes:
+    def __init__(self, layout: Layout, longest: int):
+        """`longest` is the number of tokens of the longest sequence."""
+        self.layout, self.longest = layout, longest
+        self.decode_at = lru_cache(None)(self._decode_at)
+        self.prefill_at = lru_cache(None)(self._prefill_at)
+
+    def seconds(self, step: Step, groups: int, resident: float) -> float:
+        """The time of a step: that of the data-parallel group with the most to do, since groups wait for each other.
+        `resident`: the share of the experts that it uses which the devices hold."""
+        share = round(resident * SHARES) / SHARES
+        if step.decode:
+            rows, cached = [0] * groups, [0] * groups
+            for s in step.sequences:
+                rows[s.group] += 1
+                cached[s.group] += s.cached
+            most = max(rows)
+            return self._decode(most, max(cached) / most, share)
+        tokens, seen, decoding = [0] * groups, [0] * groups, [0] * groups
+        for s in step.sequences:
+            tokens[s.group] += s.new_tokens
+            if s.decoding:
+                decoding[s.group] += s.cached
+            else:
+                seen[s.group] = max(seen[s.group], s.cached)
+        busiest = max(range(groups), key=lambda group: tokens[group])
+        # Those that decode read what they have cached.
+        extra = self._decode(1, decoding[busiest], share) - self._decode(1, 0, share)
+        return self._prefill(tokens[busiest], seen[busiest], share) + extra
+
+    def _decode(self, sequences: int, cached: float, resident: float) -> float:
+        """A decode step of `sequences` sequences of a group with `cached` tokens each, in which time is linear."""
+        none, some = self.decode_at(sequences, resident)
+        return none + (some - none) * cached / self.longest
+
+    def _decode_at(self, sequences: int, resident: float) -> tuple[float, float]:
+        none, some = (self.layout.counted.decode(sequences, cached) for cached in (0, self.longest))
+        return self._total(none, resident), self._total(some, resident)
+
+    def _total(self, work: Work, resident: float) -> float:
+        placing = dataclasses.replace(self.layout.placing, resident=resident)
+        return step_times(work, placing, self.layout.hardware).total
+
+    def _prefill(self, tokens: int, cached: int, resident: float) -> float:
+        low, part = divmod(tokens, TOKENS)
+        least = max(low * TOKENS, 1)
+        nearest = cached // CACHED * CACHED
+        before, after = (self.prefill_at(size, nearest, resident) for size in (least, (low + 1) * TOKENS))
+        return before + (after - before) * part / TOKENS
+
+    def _prefill_at(self, tokens: int, cached: int, resident: float) -> float:
+        return self._total(self.layout.counted.prefill(tokens, cached), resident)
