@@ -29,7 +29,6 @@ from cpu_offload.memory.balance import Balance
 from cpu_offload.policy.residency import Residency
 from cpu_offload.policy.residency import Settings as Policy
 from errors import UserError
-from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
 
@@ -43,10 +42,8 @@ class Settings:
     mode: str  # resident, fixed or elastic
     start_layer: int  # the first layer with shadows
     slots: int  # number of resident experts in mode fixed
-    shadow_threads: int
     interval: int  # decode steps between two decisions
     max_swaps: int  # most copies at one decision
-    timeout_s: int  # most seconds that a step waits for the shadow pool; longer is an error
 
 
 def the_one(sizes: set[T], start_layer: int) -> T:
@@ -74,10 +71,9 @@ class Copy:
 
 
 class Offload:
-    def __init__(self, settings: Settings, device: Device):
-        self.settings, self.device = settings, device
+    def __init__(self, settings: Settings, device: Device, pool: ShadowPool):
+        self.settings, self.device, self.pool = settings, device, pool
         self.layers: list[ShadowedExperts] = []
-        self.pool = ShadowPool(shadow_teams(settings.shadow_threads), settings.timeout_s)
         self.history = History()
 
     def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:

@@ -25,6 +25,8 @@ class Batch:
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
     tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
     sequence_parallel: bool = False  # whether ranks hold shares of the rows outside attention and experts
+    # Number of `logit_rows` of every data-parallel group, if no others are to be computed behind the last attention.
+    wanted_per_group: tuple[int, ...] | None = None
 
     def rows(self, parallel: Parallel) -> GroupRows:
         """The rows of the step that a rank with this place in the splits holds outside attention and experts."""
@@ -34,6 +36,19 @@ class Batch:
     def even(self) -> bool:
         """Whether all data-parallel groups have as many tokens; the same on every rank."""
         return self.tokens_per_group is None or len(set(self.tokens_per_group)) == 1
+
+    @property
+    def with_all_rows(self) -> "Batch":
+        """The batch for layers before the last, which compute all rows to their end."""
+        return self if self.wanted_per_group is None else dataclasses.replace(self, wanted_per_group=None)
+
+    def wanted(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, "Batch"]:
+        """What a layer computes behind its attention: `x`, `residual` and the batch, in the last layer without the rows
+        whose logits nobody wants."""
+        rows, counts = self.logit_rows, self.wanted_per_group
+        if rows is None or counts is None:
+            return x, residual, self
+        return x[rows], residual[rows], dataclasses.replace(self, tokens_per_group=counts)
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""

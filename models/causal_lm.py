@@ -31,8 +31,9 @@ class DecoderConfig(Protocol):
 
 
 class Decoder(nn.Module):
-    """The hidden states of a step's tokens. Each of `layers` takes (x, residual, cos, sin, batch), where x + residual
-    is its input and residual is None before the first, and returns (x, residual) for the next."""
+    """The hidden states of those of a step's tokens whose logits are wanted. Each of `layers` takes
+    (x, residual, cos, sin, batch), where x + residual is its input and residual is None before the first, and returns
+    (x, residual) for the next."""
 
     def __init__(self, config: DecoderConfig, build: Build, layers: Iterable[nn.Module]):
         super().__init__()
@@ -46,9 +47,12 @@ class Decoder(nn.Module):
         rows = batch.rows(self.parallel)
         x, residual = rows.own(self.embed_tokens(batch.token_ids)), None  # (T, H)
         cos, sin = self.rotary(batch.positions)
-        for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, batch)
-        return rows.gather(self.norm.add(x, residual)[0])
+        *layers, last = self.layers
+        for layer in layers:
+            x, residual = layer(x, residual, cos, sin, batch.with_all_rows)
+        x, residual = last(x, residual, cos, sin, batch)
+        x = rows.gather(self.norm.add(x, residual)[0])
+        return x if batch.logit_rows is None or batch.wanted_per_group is not None else x[batch.logit_rows]
 
 
 class CausalLM(nn.Module):
@@ -61,13 +65,8 @@ class CausalLM(nn.Module):
         source = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
         self.lm_head = LMHead(build, config.vocab_size, config.hidden_size, source)
 
-    def prefill(self, batch: Batch) -> Tensor:
-        """Runs any number of new tokens of each sequence. -> logits (rows wanted, vocabulary)"""
-        x = self.model(batch)
-        return self.lm_head(x if batch.logit_rows is None else x[batch.logit_rows])
-
-    def decode(self, batch: Batch) -> Tensor:
-        """Runs one new token of each sequence; graphs are captured of this. -> logits (S, vocabulary)"""
+    def forward(self, batch: Batch) -> Tensor:
+        """Runs a step's tokens; of decode steps graphs are captured. -> logits (rows wanted, vocabulary)"""
         return self.lm_head(self.model(batch))
 
     def ignores(self, name: str) -> bool:

@@ -1,5 +1,6 @@
 """The part of a model's configuration that the executor reads, under names that all families share."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -47,6 +48,14 @@ class ModelConfig(Protocol):
         self, attn_tp_size: int, moe_tp_size: int, moe_ep_size: int, embed_tp_size: int, lmhead_tp_size: int
     ) -> None:
         """Raises UserError if a size does not divide the dimension that is split by it."""
+
+
+def with_layers(config: ModelConfig, sparse: tuple[bool, ...]) -> ModelConfig:
+    """The same shapes in other layers; sparse[i]: whether layer i has experts, where the family also has others."""
+    changes: dict[str, Any] = {"num_hidden_layers": len(sparse)}
+    if hasattr(config, "sparse_layers"):
+        changes["sparse_layers"] = sparse
+    return dataclasses.replace(config, **changes)
 
 
 def check_experts(config: HfConfig, key: str, experts: int, layers: int) -> None:

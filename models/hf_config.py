@@ -9,7 +9,9 @@ from typing import Any
 
 from errors import UserError
 
-LARGEST_FILE = 64 << 20  # an index of 200,000 tensors has 20 MB
+LARGEST_FILE = 24 << 20  # an index of 200,000 tensors has 20 MB
+MOST_VALUES = 1 << 19  # lists, mappings and their entries in a file; each takes up to a hundred bytes of memory
+WIDE = 1 << 20  # bytes of a file with other characters than ASCII: one of them makes all take four bytes
 LONGEST_NAME = 300
 LARGEST_SIZE = 1 << 24  # far above any dimension of a real model
 SMALLEST, LARGEST = 1e-30, 1e30  # bounds of numbers, so that products of them neither vanish nor overflow
@@ -104,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise UserError(f"{path}: not a file")
         if status.st_size > LARGEST_FILE:
             raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MB, not a config file")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parsed(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -112,6 +114,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return data
+
+
+def parsed(data: bytes, most: int = MOST_VALUES, **options: Any) -> Any:
+    """The JSON in `data`. Raises ValueError if it is none, or if it would take much more memory than `data`, which is
+    known before: it may have `most` values. Raises RecursionError if it is nested too deeply. `options` are those of
+    json.loads."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > most:
+        raise ValueError(f"more than {most} values")
+    if len(data) > WIDE and not data.isascii():
+        raise ValueError(f"larger than {WIDE >> 20} MB, and with other characters than ASCII")
+    return json.loads(data.decode(), **options)
 
 
 def read_hf_config(folder: Path) -> HfConfig:

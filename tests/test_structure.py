@@ -7,8 +7,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from files import ROOT
 
 # From the ground up: a room imports from the floors below its own, never from one beside it.
@@ -68,24 +66,14 @@ def room_of(module: str) -> str | None:
     return next((room for room in FLOOR if module == room or module.startswith(room + ".")), None)
 
 
-# What is still to be mended; a test that passes must be taken off its list.
-IMPORTS_STILL: list[str] = []
-CASE_STILL: list[str] = []
-
-
-def marked(modules: list[str], still: list[str]) -> list[object]:
-    fails = pytest.mark.xfail(strict=True, reason="still to be mended")
-    return [pytest.param(m, marks=[fails] if m in still else []) for m in modules]
-
-
-@pytest.mark.parametrize("module", marked(list(SOURCES), IMPORTS_STILL))
-def test_imports_run_one_way(module: str) -> None:
-    own = room_of(module)
-    wrong = set()
-    for name in imports(SOURCES[module]):
-        room = room_of(name)
-        if own and room and room != own and FLOOR[room] >= FLOOR[own]:
-            wrong.add(name)
+def test_imports_run_one_way() -> None:
+    wrong = {
+        (module, name)
+        for module, path in SOURCES.items()
+        for name in imports(path)
+        for own, room in [(room_of(module), room_of(name))]
+        if own and room and room != own and FLOOR[room] >= FLOOR[own]
+    }
     assert not wrong
 
 
@@ -110,19 +98,17 @@ def test_no_import_goes_in_a_circle() -> None:
 LOWER = [m for m in SOURCES if FLOOR.get(room_of(m) or "", 99) < WHOLE_CASE and room_of(m) != "executor.config"]
 
 
-@pytest.mark.parametrize("module", marked(LOWER, CASE_STILL))
-def test_only_the_engine_and_above_take_a_whole_case(module: str) -> None:
-    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "executor.config.case":
-            assert "Case" not in {alias.name for alias in node.names}
+def test_only_the_engine_and_above_take_a_whole_case() -> None:
+    for module in LOWER:
+        for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "executor.config.case":
+                assert "Case" not in {alias.name for alias in node.names}, module
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_ascends_libraries_are_imported_in_few_places(module: str) -> None:
-    own = SOURCES[module]
-    for name in imports(own):
-        if name.split(".")[0] in ("torch_npu", "torchair"):
-            assert any(own.is_relative_to(ROOT / place) for place in ASCEND)
+def test_ascends_libraries_are_imported_in_few_places() -> None:
+    for module, own in SOURCES.items():
+        if not any(own.is_relative_to(ROOT / place) for place in ASCEND):
+            assert not {name.split(".")[0] for name in imports(own)} & {"torch_npu", "torchair"}, module
 
 
 def test_environment_is_read_in_one_file() -> None:

@@ -22,11 +22,6 @@ EXE_MODES = tuple(dict.fromkeys(mode for entry in PLATFORMS.values() for mode in
 MOST_DRAFTING = 16  # sequences of a data-parallel group that get drafts; steps of more read most weights anyway
 
 
-def group_rows(sequences: int, draft_tokens: int) -> int:
-    """Most rows of a decode step of a data-parallel group of so many sequences: one for each and each drafted token."""
-    return max(sequences, min(sequences, MOST_DRAFTING) * (1 + draft_tokens))
-
-
 @dataclass(frozen=True)
 class ModelSettings:
     with_ckpt: bool = key(
@@ -122,6 +117,14 @@ class ParallelSettings:
     )  # fmt: skip
     comm_timeout_s: int = key(
         1800, "a collective that waits longer than this ends the job with an error", minimum=1, maximum=86400
+    )
+    node_timeout_s: int = key(
+        15, "on several nodes: a node whose launcher has not answered the others for so long is lost, and the job ends "
+        "(docs/cluster.md)",
+        minimum=2, maximum=86400,
+    )  # fmt: skip
+    join_timeout_s: int = key(
+        600, "on several nodes: how long a launcher waits for those of the other nodes", minimum=1, maximum=86400
     )
 
     def sequence_parallel(self, tokens: int) -> bool:
@@ -361,8 +364,9 @@ class Case:
     @property
     def decode_rows(self) -> int:
         """Most rows of a decode step, in all data-parallel groups: one for each sequence and each drafted token."""
-        groups = self.attn_dp_size
-        return groups * group_rows(self.data_config.batch_size // groups, self.data_config.draft_tokens)
+        groups, data = self.attn_dp_size, self.data_config
+        sequences = data.batch_size // groups
+        return groups * max(sequences, min(sequences, MOST_DRAFTING) * (1 + data.draft_tokens))
 
     @property
     def parallel_sizes(self) -> ParallelSizes:

@@ -21,12 +21,21 @@ from models.registry import read_config
 CASES = ROOT / "yaml_configs"
 
 
-LARGEST_FILE = 8 << 20  # most bytes of a case
-MOST_VALUES = 100_000  # most values of a case, with every alias written out
+# PyYAML reads a megabyte of comments in half a second, and 20,000 values in as much.
+LARGEST_FILE = 2 << 20  # most bytes of a case
+MOST_VALUES = 20_000  # most values of a case, with every alias written out
 
 
 class StrictLoader(yaml.SafeLoader):
     """YAML of bounded size. PyYAML keeps the last of two equal keys in silence; here that is an error."""
+
+    values = 0  # that were composed
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.values += 1
+        if self.values > MOST_VALUES:
+            raise _too_many_values(self.get_mark())
+        return super().compose_node(parent, index)
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
@@ -34,27 +43,46 @@ class StrictLoader(yaml.SafeLoader):
             _count_values(node, {})
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # as of `!!int x` or 2000-99-99
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{short(node.value)} cannot be read as {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names: list[object] = []
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(None, None, "expected a mapping", node.start_mark)
+        names: set[object] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "found unhashable key", key.start_mark)
             name = self.construct_object(key, deep=True)
             if name in names:
-                raise yaml.constructor.ConstructorError(None, None, f"key {name!r} stands twice", key.start_mark)
-            names.append(name)
+                raise yaml.constructor.ConstructorError(None, None, f"key {short(name)} stands twice", key.start_mark)
+            names.add(name)
         return super().construct_mapping(node, deep)
 
 
 def load_case(name: str, overrides: Sequence[str] = (), settings: Mapping[str, object] | None = None) -> Case:
     """The case `name` with its keys overridden, checked, sizes filled in."""
     path = _find(name)
+    return make_case(read_yaml(path, "a case"), path.stem, path.name, overrides, settings)
+
+
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """The mapping that the YAML file at `path` holds; `what` says what the file is to be, in errors."""
     if path.stat().st_size > LARGEST_FILE:
-        raise UserError(f"{path.name}: larger than {LARGEST_FILE >> 20} MB, not a case")
-    data = _parse(path.read_text(encoding="utf-8", errors="replace"), str(path.name))
+        raise UserError(f"{path.name}: larger than {LARGEST_FILE >> 20} MB, not {what}")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    data = _parse(text, str(path.name))
     if not isinstance(data, dict):
-        raise UserError(f"{path.name}: a case is a mapping of keys to values, not {short(data):.60}")
-    return make_case(data, path.stem, path.name, overrides, settings)
+        raise UserError(f"{path.name}: {what} is a mapping of keys to values, not {short(data):.60}")
+    return data
 
 
 def make_case(
@@ -121,8 +149,12 @@ def _count_values(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
         if not isinstance(node, yaml.ScalarNode):
             counted[node] += sum(_count_values(part, counted) for part in parts)
         if counted[node] > MOST_VALUES:
-            raise yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES:,} values", node.start_mark)
+            raise _too_many_values(node.start_mark)
     return counted[node]
+
+
+def _too_many_values(where: yaml.Mark) -> yaml.YAMLError:
+    return yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES:,} values", where)
 
 
 def _parse(text: str, where: str) -> Any:

@@ -76,9 +76,10 @@ def leaves(kind: type, prefix: str = "") -> Iterator[Leaf]:
             yield Leaf(path, hints[field.name], field.default, **field.metadata)
 
 
-def read(kind: type[T], data: object, where: str) -> T:
-    """`data`, a mapping read from YAML, as a `kind`; `where` names the file in every error."""
-    return _read(kind, data, where, "")
+def read(kind: type[T], data: object, where: str, docs: str = "docs/config.md") -> T:
+    """`data`, a mapping read from YAML, as a `kind`; `where` names the file in every error, `docs` where its keys are
+    described."""
+    return _read(kind, data, where, "", docs)
 
 
 def override(kind: type, data: dict[str, Any], name: str, value: object) -> None:
@@ -101,7 +102,7 @@ def override(kind: type, data: dict[str, Any], name: str, value: object) -> None
     data[last] = value
 
 
-def _read(kind: type[T], data: object, where: str, prefix: str) -> T:
+def _read(kind: type[T], data: object, where: str, prefix: str, docs: str) -> T:
     if not isinstance(data, Mapping):
         at = f"key {prefix[:-1]}" if prefix else "the file"
         raise UserError(f"{where}: {at} must be a mapping of keys to values, not {short(data):.60}")
@@ -113,12 +114,13 @@ def _read(kind: type[T], data: object, where: str, prefix: str) -> T:
     for name, value in data.items():
         path = f"{prefix}{name}"
         if name in sections:
-            values[name] = _read(sections[name], {} if value is None else value, where, path + ".")
+            values[name] = _read(sections[name], {} if value is None else value, where, path + ".", docs)
         elif path in known:
             values[name] = _leaf(known[path], value, where)
         else:
             options = [p[len(prefix) :] for p in known if "." not in p[len(prefix) :]] + list(sections)
-            raise UserError(f"{where}: unknown key {path!r}{_nearest(str(name), options)}; all keys: docs/config.md")
+            near = _nearest(str(name), options)
+            raise UserError(f"{where}: unknown key {path!r:.200}{near}; all keys: {docs}")
     return kind(**values)
 
 
@@ -133,7 +135,7 @@ def _leaf(leaf: Leaf, value: object, where: str) -> object:
         raise UserError(f"{where}: {leaf.path}: {short(value):.80} is not {leaf.type_name}") from None
     if leaf.choices and converted not in leaf.choices:
         near = _nearest(str(converted), list(leaf.choices))
-        raise UserError(f"{where}: {leaf.path}: {converted!r} is not one of {', '.join(leaf.choices)}{near}")
+        raise UserError(f"{where}: {leaf.path}: {converted!r:.80} is not one of {', '.join(leaf.choices)}{near}")
     if isinstance(converted, int | float) and not isinstance(converted, bool):
         if leaf.minimum is not None and not converted >= leaf.minimum:
             raise UserError(f"{where}: {leaf.path}: {converted} must be at least {leaf.minimum}")
@@ -170,5 +172,5 @@ def type_name(wanted: Any) -> str:
 
 
 def _nearest(name: str, options: list[str]) -> str:
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name[:200], options, n=1, cutoff=0.5)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -21,6 +21,7 @@ def pack(
     rows: int = 0,
     sequence_parallel: bool = False,
     decode: bool = False,
+    wanted_per_group: tuple[int, ...] | None = None,
 ) -> Batch:
     """Returns the batch of `sequences`, with its tensors on the host. All sequences belong to this rank's data-parallel
     group, and their pages are reserved.
@@ -69,6 +70,7 @@ def pack(
         logit_rows=None if all_logits else tensor_of(rows_wanted),
         tokens_per_group=tokens_per_group,
         sequence_parallel=sequence_parallel,
+        wanted_per_group=wanted_per_group,
     )
 
 

@@ -74,12 +74,12 @@ class Engine:
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
 
     def eager_step(self, batch: Batch) -> Tensor:
-        """Runs a decode step op by op."""
-        return self.model.decode(batch.to(self.platform.device))
+        """Runs a step op by op."""
+        return self.model(batch.to(self.platform.device))
 
     def graph_step(self) -> ForwardStep:
         """Returns a decode step that runs as static graphs, one for each number of sequences, as `exe_mode` says."""
-        return self.platform.compile(self.model.decode, self.config)
+        return self.platform.compile(self.model.forward, self.config)
 
     def pack(self, scheduler: Scheduler, sequences: ListOf[Sequence], decode: bool, all_logits: bool = False) -> Batch:
         """Reserve the cache pages that a step of `sequences`, of all data-parallel groups, writes to. Returns the batch
@@ -97,7 +97,11 @@ class Engine:
             tokens = tuple(self.parallel.attn_tp.padded(count) for count in tokens)
             rows = len(mine) + tokens[group] - live[group]
         ops, width = self.platform.ops, scheduler.table_width
-        batch = pack(ops, mine, pools[group], tokens, width, all_logits or decode, rows, shared, decode)
+        whole = all_logits or decode
+        # The experts' shadows and shares of rows are made for all tokens of a step.
+        narrow = not (whole or shared or self.offload)
+        wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
+        batch = pack(ops, mine, pools[group], tokens, width, whole, rows, shared, decode, wanted)
         if self.offload:
             self.offload.started(tokens, live)
         return batch
@@ -107,7 +111,7 @@ class Engine:
         """Returns the logits of this rank's data-parallel group. The device may still be computing them; reading the
         chosen tokens waits for it."""
         with self.profiler.step("decode" if decode else "prefill"):
-            return self.decode_step(batch) if decode else self.model.prefill(batch.to(self.platform.device))
+            return self.decode_step(batch) if decode else self.eager_step(batch)
 
     def choose(self, logits: Tensor, groups: ListOf[ListOf[Sequence]]) -> list[int]:
         """Returns the tokens chosen behind the newest and each drafted token of each sequence of `groups`, the

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Sequence as ListOf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from errors import UserError
 from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
-from executor.engine.request import Event, Request
+from executor.engine.request import Event, Request, TokenLogprob
 from executor.engine.sampling import token_logprob
 from executor.engine.scheduler import Scheduler, Step, limits_of
 from executor.engine.sequence import Sequence, new_sequence
@@ -110,10 +111,12 @@ class Loop:
         """Lets `drafts` learn what a decode step with so many rows costs. All ranks learn the times of rank 0, a few
         steps later where there are several ranks."""
         world = self.engine.parallel.world
+        if world.size == 1:
+            return drafts.took(rows, seconds)
         self._steps.append((rows, seconds))
-        if world.size == 1 or len(self._steps) == SHARED_STEPS:
+        if len(self._steps) == SHARED_STEPS:
             times = torch.tensor([seconds for _, seconds in self._steps], device=self.engine.platform.device)
-            shared = times if world.size == 1 else world.gather_rows(times, None)[: len(self._steps)]
+            shared = world.gather_rows(times, None)[: len(self._steps)]
             for (rows, _), seconds in zip(self._steps, shared.tolist(), strict=True):
                 drafts.took(rows, seconds)
             self._steps.clear()
@@ -123,45 +126,52 @@ class Loop:
     ) -> list[Event]:
         """`events`, one for each of `sequences`, with the log-probabilities of the tokens of those that want them.
         `logits` has the rows of this rank's group, of which sequences[i] has rows[i]."""
-        asking = [(s, e) for s, e in zip(sequences, events, strict=True) if s.request.sampling.logprobs is not None]
-        mine: list[int] = []
-        chosen: list[int] = []
-        first = 0
-        for sequence, count, event in zip(sequences, rows, events, strict=True):
-            if sequence.group == self._group:
-                if sequence.request.sampling.logprobs is not None:
-                    mine += range(first, first + len(event.tokens))
-                    chosen += event.tokens
-                first += count
-        most = max(s.request.sampling.logprobs or 0 for s, _ in asking)
-        counts = tuple(sum(len(e.tokens) for s, e in asking if s.group == g) for g in range(len(self.scheduler.pools)))
-        found = iter(self.engine.logprobs(logits[mine], chosen, counts, most))
-        given = {
-            s.id: tuple(token_logprob(next(found), s.request.sampling.logprobs or 0) for _ in e.tokens)
-            for s, e in asking
-        }
-        return [event._replace(logprobs=given.get(event.id, ())) for event in events]
+        asked = [
+            Asked(s, first, event.tokens, s.request.sampling.logprobs)
+            for s, first, event in zip(sequences, self._first_rows(sequences, rows), events, strict=True)
+            if s.request.sampling.logprobs is not None
+        ]
+        found = {one.sequence.id: tuple(given) for one, given in zip(asked, self._logprobs(logits, asked), strict=True)}
+        return [event._replace(logprobs=found.get(event.id, ())) for event in events]
 
     def _score(self, logits: Tensor, sequences: ListOf[Sequence]) -> None:
         """Keeps the log-probabilities of prompt tokens that are computed in this step, for those who want them.
         `logits` has `logit_rows` rows for each of this rank's `sequences`."""
-        asking = [s for s in sequences if s.scored]
-        if not asking:
-            return
-        rows: list[int] = []
-        targets: list[int] = []
-        first = 0
-        for s in (s for s in sequences if s.group == self._group):
-            if s.scored:
-                rows += range(first, first + _scores(s))
-                targets += s.ids[s.cached + 1 : s.cached + 1 + _scores(s)]
-            first += s.logit_rows
-        most = max(s.request.sampling.prompt_logprobs or 0 for s in asking)
-        counts = tuple(sum(_scores(s) for s in asking if s.group == g) for g in range(len(self.scheduler.pools)))
-        found = iter(self.engine.logprobs(logits[rows], targets, counts, most))
-        for s in asking:
-            own = s.request.sampling.prompt_logprobs or 0
-            s.prompt_logprobs += [token_logprob(next(found), own) for _ in range(_scores(s))]
+        asked = [
+            Asked(s, first, s.ids[s.cached + 1 : s.cached + 1 + _scores(s)], s.request.sampling.prompt_logprobs or 0)
+            for s, first in zip(sequences, self._first_rows(sequences, [s.logit_rows for s in sequences]), strict=True)
+            if s.scored
+        ]
+        for one, given in zip(asked, self._logprobs(logits, asked), strict=True):
+            one.sequence.prompt_logprobs += given
+
+    def _first_rows(self, sequences: ListOf[Sequence], rows: ListOf[int]) -> list[int]:
+        """The first row of each sequence in the logits of this rank's group, in which sequences[i] has rows[i]; for one
+        of another group, that of the next one."""
+        own = (count if s.group == self._group else 0 for s, count in zip(sequences, rows, strict=True))
+        return list(itertools.accumulate(own, initial=0))[:-1]
+
+    def _logprobs(self, logits: Tensor, asked: ListOf["Asked"]) -> list[list[TokenLogprob]]:
+        """What is `asked`, of all groups. `logits` has the rows of this rank's group."""
+        if not asked:
+            return []
+        mine = [one for one in asked if one.sequence.group == self._group]
+        rows = [row for one in mine for row in range(one.first, one.first + len(one.tokens))]
+        tokens = [token for one in mine for token in one.tokens]
+        groups = range(len(self.scheduler.pools))
+        counts = tuple(sum(len(one.tokens) for one in asked if one.sequence.group == g) for g in groups)
+        found = iter(self.engine.logprobs(logits[rows], tokens, counts, max(one.most for one in asked)))
+        return [[token_logprob(next(found), one.most) for _ in one.tokens] for one in asked]
+
+
+class Asked(NamedTuple):
+    """Log-probabilities that a sequence wants: of `tokens` in its rows of logits from `first` on, with `most`
+    alternatives each."""
+
+    sequence: Sequence
+    first: int
+    tokens: ListOf[int]
+    most: int
 
 
 def _scores(sequence: Sequence) -> int:

@@ -210,10 +210,12 @@ class Scheduler:
             self._make_room(sequence)
         if self.preempted:
             step = [s for s in step if s not in self.preempted]
-        few = all(len(of) <= MOST_DRAFTING for of in self.by_group(step))
-        if self.drafts and few and step and all(s.decoding for s in step):
+        if not step:
+            return None
+        next_step = Step(step)
+        if self.drafts and next_step.decode and all(len(of) <= MOST_DRAFTING for of in self.by_group(step)):
             self.drafts.propose(step, [self._room(s) for s in step])
-        return Step(step) if step else None
+        return next_step
 
     def _room(self, sequence: Sequence) -> int:
         """Number of tokens that a sequence may have in its next step beyond its newest one, without more pages than it

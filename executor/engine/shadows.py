@@ -14,6 +14,8 @@ from executor.engine.pages import ElasticPages, Pages
 from executor.platform.base import Platform
 from models.build import Build
 from models.config import ModelConfig
+from ops.cpu.engine import shadow_teams
+from ops.cpu.shadow import ShadowPool
 
 
 def make_offload(case: Case, choices: Choices, platform: Platform, config: ModelConfig) -> Offload:
@@ -23,12 +25,11 @@ def make_offload(case: Case, choices: Choices, platform: Platform, config: Model
         mode=wanted.mode,
         start_layer=wanted.start_layer,
         slots=choices.slots.value,
-        shadow_threads=choices.threads.value[1],
         interval=wanted.interval,
         max_swaps=choices.max_swaps.value,
-        timeout_s=wanted.timeout_s,
     )
-    return Offload(settings, platform.shadow_device(config.experts_per_token, choices.stream_tokens.value))
+    pool = ShadowPool(shadow_teams(choices.threads.value[1]), wanted.timeout_s)
+    return Offload(settings, platform.shadow_device(config.experts_per_token, choices.stream_tokens.value), pool)
 
 
 def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from executor.config.case import AscendSettings, HcclSettings, group_rows
+from executor.config.case import AscendSettings, HcclSettings
 from executor.parallel.partitions import ParallelSizes
 
 
@@ -14,8 +14,7 @@ class PlatformSettings:
     dtype: str
     strict: bool  # a fallback that would be silent is an error
     sizes: ParallelSizes
-    batch_size: int  # most sequences that run together, in all data-parallel groups
-    draft_tokens: int  # most drafted tokens of a sequence in a decode step
+    decode_rows: int  # most rows of a decode step, in all data-parallel groups
     comm_timeout_s: int
     threads: int | None  # threads of the CPU engine; None: the engine measures how many are useful
     instruction_set: str  # instruction set of the CPU engine
@@ -30,9 +29,4 @@ class PlatformSettings:
     @property
     def group_rows(self) -> int:
         """Most rows of a decode step in one data-parallel group."""
-        return group_rows(self.batch_size // self.sizes.attn_dp, self.draft_tokens)
-
-    @property
-    def decode_rows(self) -> int:
-        """Most rows of a decode step, in all data-parallel groups."""
-        return self.group_rows * self.sizes.attn_dp
+        return self.decode_rows // self.sizes.attn_dp

@@ -83,6 +83,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, cos, sin, batch)
+        x, residual, batch = batch.wanted(x, residual)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x, batch), residual
 

@@ -56,7 +56,8 @@ class Model:
         sequences = [new_sequence(i, Request((1,) * n)) for i, n in enumerate(lengths)]
         for s in sequences:
             self.pool.extend(s.blocks, s.end)
-        return pack(self.ops, sequences, self.pool, (sum(lengths),), 1).to(NPU)
+        decode, tokens, wanted = max(lengths) == 1, (sum(lengths),), (len(lengths),)
+        return pack(self.ops, sequences, self.pool, tokens, 1, decode, decode=decode, wanted_per_group=wanted).to(NPU)
 
 
 @pytest.fixture
@@ -107,8 +108,8 @@ def make(tmp_path: Path, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) 
 def test_shapes_and_types(make: Callable[..., Model], family: Family, routing: str, format: Format | None) -> None:
     model = make(routing, format, family=family)
     with torch.inference_mode():
-        prefill = model.module.prefill(model.batch([4, 1, 23]))
-        decode = model.module.decode(model.batch([1, 1]))
+        prefill = model.module(model.batch([4, 1, 23]))
+        decode = model.module(model.batch([1, 1]))
     for logits, rows in ((prefill, 3), (decode, 2)):
         assert (logits.shape, logits.dtype, logits.device) == ((rows, 96), BF16, NPU)
 
@@ -128,10 +129,11 @@ def test_a_rank_of_the_true_minimax_m2(make: Callable[..., Model], format: Forma
     """Two layers of hidden size 3072 with 48 and 8 heads, 256 experts of 1536 and the whole vocabulary."""
     parallel = TRUE_SPLITS[split]
     model = make(format=format, gemv_tokens=8 if format else 0, family=M2, true_sizes=True, parallel=parallel)
+    even: Any = dict(tokens_per_group=None, wanted_per_group=None)
     with torch.inference_mode(), Umbra() as seen:
-        prefill = model.module.prefill(dataclasses.replace(model.batch([4, 1, 23]), tokens_per_group=None))
+        prefill = model.module(dataclasses.replace(model.batch([4, 1, 23]), **even))
         more = dict(seen.calls)
-        decode = model.module.decode(dataclasses.replace(model.batch([1, 1]), tokens_per_group=None))
+        decode = model.module(dataclasses.replace(model.batch([1, 1]), **even))
     assert [(x.shape, x.dtype) for x in (prefill, decode)] == [((3, 200064), BF16), ((2, 200064), BF16)]
     unpacked = UNPACKED if format else {}
     assert (more, seen.calls) == (unpacked, unpacked | {"gemv_w4a16": 4, "fused_moe_scores_w4a16": 2} if format else {})
@@ -148,7 +150,7 @@ def test_a_rank_exchanges_rows(make: Callable[..., Model], family: Family, ranks
     for lengths, calls in (([1, 1], operators), ([1, 1, 1], {})):
         batch = dataclasses.replace(model.batch(lengths), tokens_per_group=None)
         with torch.inference_mode(), Umbra("npu") as seen:
-            logits = model.module.decode(batch)
+            logits = model.module(batch)
         assert (len(logits), logits.dtype, logits.device) == (len(lengths), BF16, NPU)
         assert {op: n for op, n in seen.calls.items() if "distribute" in op} == calls
 
@@ -174,7 +176,7 @@ def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], family: F
     model = make(format=format, gemv_tokens=2, family=family)
     for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_scores_w4a16": 2}), ([1, 1, 1], UNPACKED)):
         with torch.inference_mode(), Umbra() as seen:
-            logits = model.module.decode(model.batch(lengths))
+            logits = model.module(model.batch(lengths))
         assert (logits.shape, logits.dtype, logits.device) == ((len(lengths), 96), BF16, NPU)
         assert seen.calls == calls
 
@@ -193,7 +195,7 @@ def test_scores_of_another_type_are_seen(
 
     monkeypatch.setattr(AscendOps, op, other)
     with pytest.raises(TypeError, match=r"scores: torch\.float16: must be torch\.bfloat16"), torch.inference_mode():
-        model.module.decode(model.batch([1, 1]))
+        model.module(model.batch([1, 1]))
 
 
 def test_a_wrong_layout_is_seen_by_the_meta_function(
@@ -208,7 +210,7 @@ def test_a_wrong_layout_is_seen_by_the_meta_function(
     monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", mistaken)
     model = make()
     with pytest.raises(RuntimeError, match="Layout BNSX"), torch.inference_mode():
-        model.module.decode(model.batch([1, 1]))
+        model.module(model.batch([1, 1]))
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from executor.config.case import Case, ModelSettings
+from executor.config.case import Case, ModelSettings, ParallelSettings
 from executor.config.env import RankEnv
 from executor.engine.settings import platform_settings
 from executor.job.logits import collect_logits
@@ -249,7 +249,9 @@ def products(format: Format, routing: str, gemv_tokens: int = 0) -> tuple[Tensor
 
 
 def tiny_stub() -> PlatformSettings:
-    return platform_settings(Case(model_config=ModelSettings(dtype="float32")))
+    return platform_settings(
+        Case(model_config=ModelSettings(dtype="float32"), parallel_config=ParallelSettings(attn_tp_size=1))
+    )
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

@@ -4,7 +4,7 @@ values of the Ascend ops in plain CPU code, padding rows included."""
 import random
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from executor.engine.sequence import Sequence
 from executor.job.runner import make_runner
 from executor.serving.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
 from executor.serving.worker import Worker
+from ops.ascend.shadow import Node, ShadowNodes, pinned
 from tests.ascend.engine import SIZES, ascend_case, ascend_runner
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
@@ -48,10 +49,21 @@ def choose(engine: Engine, logits: Tensor, groups: list[list[Sequence]]) -> list
     ]
 
 
+def node(nodes: ShadowNodes, tokens: int, layer: int, make: Any = ShadowNodes._node) -> Node:
+    """In place of `ShadowNodes._node`: the fake device's memory has no routing, so it is copied beside the buffer that
+    the jobs read, in which each token goes to experts 0, 1, 2, ..."""
+    made = make(nodes, tokens, layer)
+    made.read = made.ids
+    made.read.copy_(torch.arange(nodes.top_k, dtype=torch.int32).expand(tokens, -1))
+    made.ids = pinned(made.read.shape, torch.int32, f"layer {layer}")
+    return cast(Node, made)
+
+
 @pytest.fixture
 def device_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(Engine, "choose", choose)
+    monkeypatch.setattr(ShadowNodes, "_node", node)
 
 
 def check_answers(script: Script, tokens: int) -> None:

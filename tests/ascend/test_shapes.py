@@ -67,8 +67,7 @@ def test_as_much_is_alive_at_the_fullest_moment(
         for layer in attentions(model):
             layer.bind(*(ops.kv_cache(6, 128, layer.kv_heads, layer.head_dim, BF16, device) for _ in "kv"))
         batch = batch_of(ops, tokens, sequences, 2, 128, parallel.attn_dp.size).to(device)
-        step = model.decode if tokens == sequences else model.prefill
-        return ledger.fullest(model, step, batch).nbytes
+        return ledger.fullest(model, model.forward, batch).nbytes
 
     for tokens, sequences in ((96, 3), (4, 4)):
         planned = most(AscendShapes(BF16, routing, ledger.note), torch.device("meta"), tokens, sequences)

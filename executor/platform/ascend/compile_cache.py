@@ -34,7 +34,7 @@ from executor.platform.ascend.trusted_files import (
     read_own,
 )
 from executor.platform.ascend.versions import Versions
-from files import ROOT
+from files import ROOT, sync
 from models.config import ModelConfig
 
 CACHE = ROOT / "compile_cache"
@@ -121,9 +121,12 @@ class Entry:
             return
         try:
             close_to_others(self.folder)
-            files = {str(path.relative_to(self.folder)): fingerprint(path) for path in own_files(self.folder)}
-            if not files:
+            paths = own_files(self.folder)
+            if not paths:
                 raise Untrusted("torchair wrote nothing")
+            files = {str(path.relative_to(self.folder)): fingerprint(path) for path in paths}
+            for path in {self.folder, *paths, *(path.parent for path in paths)}:
+                sync(path)  # before the manifest: files that a loss of power has changed would be refused
             _write_manifest(self.home, self.facts, files)
         except (Untrusted, OSError) as error:  # the next start compiles again
             print(f"compile cache: not kept in {self.home}: {error}")
@@ -230,6 +233,8 @@ def _write_manifest(home: Path, facts: Facts, files: dict[str, list[int | str]] 
     _remove(temporary)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
         json.dump(dict(facts=facts, files=files), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(home / MANIFEST)
 
 

@@ -137,7 +137,7 @@ class AscendPlatform(Platform):
         from cpu_offload.ascend import AscendDevice
 
         settings = self.settings
-        most = settings.group_rows * settings.sizes.attn_dp if stream_tokens > 0 else sys.maxsize
+        most = settings.decode_rows if stream_tokens > 0 else sys.maxsize
         most = max(most, stream_tokens - 1)
         return AscendDevice(self.own, self.device, top_k, most, settings.shadow_timeout_s, self.cann)
 

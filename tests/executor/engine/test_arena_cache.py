@@ -38,6 +38,9 @@ def with_arena(case: Case, runner: ModelRunner, frames: int, slots: list[int]) -
     model = runner.engine.model
     units, frame_bytes = frame_of(model, case, build)
     arena = Arena(frames, frame_bytes, SLOT, units)
+    unit = frame_bytes // units
+    for spare, more in ((1, 1), (unit, 1), (unit + 1, 2)):
+        assert bind_arena(model, case, build, 1, spare).nbytes == frame_bytes + more * unit
     buffer = bind_arena(model, case, build, frames)
     assert buffer.nbytes == frames * frame_bytes
     assert buffer.data_ptr() % 64 == 0

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from errors import UserError
-from executor.checkpoint.tokenizer import Tokenizer, stop_ids
+from executor.checkpoint.tokenizer import TRIED, Tokenizer, stop_ids
 from executor.config.load import load_case
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sampling import choose
@@ -20,10 +20,12 @@ from executor.job.prompts import encode_prompts
 from executor.job.results import create_results
 from executor.job.runner import make_runner as new_runner
 from files import ROOT, write_json
+from models.layers.base import layers_of
+from models.layers.experts import Experts
 from ops import load_ops
 from ops.sampling import filtered_probabilities
 from tests.spy import spy_on
-from tests.tiny import ONE_RANK, make_runner, oracle_logits, save_tiny, tiny_case
+from tests.tiny import ONE_RANK, TINY_AS_M2, make_runner, oracle_logits, save_tiny, save_tiny_m2, tiny_case
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 
@@ -173,11 +175,16 @@ def test_long_and_empty_prompts_follow_the_policy() -> None:
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     folder = ROOT / load_case("demo").model_path
-    largest = max(Tokenizer(folder).encode("Emma Woodhouse", chat=False))
+    tokenizer = Tokenizer(folder)
+    largest = max(tokenizer.encode(TRIED, chat=False))
+    assert max(tokenizer.encode("Emma Woodhouse", chat=False)) < largest
     assert Tokenizer(folder, largest + 1).encode("Emma Woodhouse", chat=False)
+    with pytest.raises(UserError, match=r"its tokenizer gives \d+, outside vocab_size 5: tokenizer and config"):
+        Tokenizer(folder, 5)
+    tokenizer.vocabulary = 5  # as of a text with rarer tokens
     for chat in (False, True):
         with pytest.raises(UserError, match=r"its tokenizer gives \d+, outside vocab_size 5: tokenizer and config"):
-            Tokenizer(folder, 5).encode("Emma Woodhouse", chat)
+            tokenizer.encode("Emma Woodhouse", chat)
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:
@@ -243,3 +250,30 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: p
 
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
     assert len({create_results("c", tmp_path) for _ in range(5)}) == 5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+def test_the_last_layer_computes_wanted_rows_only(tmp_path: Path, family: str) -> None:
+    """Behind its attention; a prompt whose log-probabilities are asked for wants all its rows."""
+    if family == "qwen3_moe":
+        save_tiny(tmp_path / "model", eos_token_id=None)
+    else:
+        save_tiny_m2(tmp_path / "model", **TINY_AS_M2)
+    runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name=family), tmp_path)
+    model, rows = runner.engine.model, list[int]()
+    for layer in (layer for _, layer in layers_of(model) if isinstance(layer, Experts)):
+        layer.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    logits = list[torch.Tensor]()
+    spy_on(runner, after=lambda found: logits.append(found.clone()))
+    for _, ids in PROMPTS[:3]:
+        runner.loop.submit(Request(tuple(ids), SamplingParams(max_tokens=1)))
+    runner.loop.step()
+    whole, wanted = sum(len(ids) for _, ids in PROMPTS[:3]), 3
+    assert rows == [whole] * (len(rows) - 1) + [wanted]
+    rows.clear()
+    for id, (_, ids) in enumerate(PROMPTS[:3]):
+        asked = SamplingParams(max_tokens=1, prompt_logprobs=0 if id == 2 else None)
+        runner.loop.submit(Request(tuple(ids), asked))
+    runner.loop.step()
+    assert rows == [whole] * (len(rows) - 1) + [2 + len(PROMPTS[2][1])]
+    assert torch.equal(logits[1][[0, 1, -1]], logits[0])

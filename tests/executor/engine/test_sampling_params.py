@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from errors import UserError
 from executor.config.load import load_case
 from executor.engine.loop import Loop
-from executor.engine.request import Event, Grammar, Request, SamplingParams
+from executor.engine.request import LARGEST_SEED, Event, Grammar, Request, SamplingParams
 from executor.engine.sampling import choices_of, logprobs_of, token_logprob
 from executor.engine.sequence import new_sequence
 from executor.job.runner import ModelRunner
@@ -74,6 +74,37 @@ def test_log_probabilities_are_rows_of_token_and_alternatives() -> None:
     assert found.logprob == pytest.approx(float(expected[0, 0]))
     assert [(token, pytest.approx(value)) for token, value in found.top] == [(2, float(expected[0, 2]))]
     assert [token for token, _ in token_logprob(second, 2).top] == [0, 1]
+
+
+BOUNDS: list[tuple[str, list[Any], list[Any]]] = [  # what is taken, and what is not
+    ("max_tokens", [1], [0, True, 1.0]),
+    ("temperature", [0, 0.0], [-0.1, math.nan, math.inf, "1", True]),
+    ("top_k", [None, 1], [0, 1.0]),
+    ("top_p", [0, 1], [-0.1, 1.1, math.nan]),
+    ("min_p", [0, 1], [-0.1, 1.1]),
+    ("seed", [None, 0, LARGEST_SEED], [-1, LARGEST_SEED + 1, 1.0]),
+    ("presence_penalty", [-2, 2], [-2.1, 2.1]),
+    ("frequency_penalty", [-2, 2], [-2.1, 2.1, "1"]),
+    ("repetition_penalty", [0.01, 100], [0.009, 101]),
+    ("logit_bias", [{0: -100}, {0: 100}], [{-1: 1}, {0: -101}, {0: 101}, {"0": 1}, {0: "1"}]),
+    ("logprobs", [None, 0, 20], [-1, 21, True]),
+    ("prompt_logprobs", [None, 0, 20], [-1, 21]),
+    ("stop_token_ids", [(), (1, 2)], [(1, "2"), (1.0,)]),
+]
+
+
+@pytest.mark.parametrize(("name", "taken", "refused"), BOUNDS, ids=[name for name, *_ in BOUNDS])
+def test_settings_have_bounds(name: str, taken: list[Any], refused: list[Any]) -> None:
+    for value in taken:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(UserError, match=f"^{name}: "):
+            SamplingParams(**{name: value})
+
+
+def test_an_answer_with_a_grammar_ends_with_it() -> None:
+    with pytest.raises(UserError, match="ignore_eos: an answer that follows a grammar ends with it"):
+        SamplingParams(grammar=Grammar("regex", "a"), ignore_eos=True)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Capture and replay on the CPU: the same results as op by op, and no computation that is silently not captured."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +78,23 @@ def test_what_is_not_recorded_is_refused_by_name() -> None:
         x[torch.tensor([0, 2])]
     with pytest.raises(RuntimeError, match="aten::mul_ cannot be captured"), tape.capture():
         x.mul_(2)
-    for torch_mode in (torch.no_grad(), torch.inference_mode()):  # a reshape that copies is no view
-        with torch_mode, pytest.raises(RuntimeError, match="cannot be captured"), tape.capture():
-            x.T.flatten()
     with tape.capture():  # views are free
         cpu.rms_norm(x.view(6, 4)[1:5], weight, 1e-6)
     cpu.rms_norm(x + 1, torch.ones(8), 1e-6)  # outside of a capture nothing is refused
+
+
+@pytest.mark.parametrize("torch_mode", [torch.no_grad, torch.inference_mode])
+def test_copies_are_captured_on_one_rank_as_on_several(torch_mode: Callable[[], AbstractContextManager[None]]) -> None:
+    x, tape = torch.randn(3, 8), engine.Tape()
+    with torch_mode(), tape.capture():
+        joined = torch.cat([x, x])
+        turned = x.T.flatten()  # a reshape that copies is no view
+    assert len(tape.records) == 2
+    x.copy_(torch.randn(3, 8))
+    with torch_mode():
+        tape.replay()
+    assert torch.equal(joined, torch.cat([x, x]))
+    assert torch.equal(turned, x.T.flatten())
 
 
 def test_host_nodes_run_at_their_place_of_every_replay() -> None:

@@ -53,6 +53,10 @@ def test_what_could_not_be_read_is_named_and_never_an_error() -> None:
     assert [w.split()[3] for w in warnings] == ["torch", "torch_npu", "cann", "driver"]
     assert all("could not be read" in w for w in warnings)
     assert len(check_versions(TESTED, strict=True)) == 2
+    known = replace(TESTED, cann="9.1.0", driver="25.2.0")
+    for name in ("cann", "driver"):
+        first, *_ = check_versions(replace(known, **{name: None}), strict=True)
+        assert first == f"the version of {name} could not be read, so it is not checked"
 
 
 def test_unpublished_versions_are_named_and_never_an_error() -> None:

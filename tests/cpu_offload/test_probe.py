@@ -1,0 +1,75 @@
+"""The measurements of the planner's costs, with made-up times."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cpu_offload.cost import probe
+from cpu_offload.cost.model import Line
+
+BASE = 0.5
+
+
+class FakeProbe:
+    """A mixture of which each call takes `ms`."""
+
+    def __init__(self, tokens: int, ms: float, top_k: int = 4, experts: int = 8):
+        self.tokens, self.ms, self.top_k = tokens, ms, top_k
+        self.layer = SimpleNamespace(store=range(experts))
+        self.calls: list[tuple[int, int]] = []
+
+    def pairs(self, experts: int) -> int:
+        return self.tokens * min(self.top_k, experts)
+
+    def __call__(self, resident: int, missing: int) -> float:
+        self.calls.append((resident, missing))
+        return self.ms + BASE
+
+
+@pytest.fixture
+def budget() -> Any:
+    return SimpleNamespace(fastest=lambda once: once())
+
+
+def slip(budget: Any, *probes: FakeProbe) -> float:
+    numbered: Any = {p.tokens: p for p in probes}
+    return probe._slip(numbered, BASE, Line(1, 1, 0.25), Line(2, 2, 0.5), budget)
+
+
+def test_slip_is_the_mean_of_what_halves_on_both_sides_do_not_hide(budget: Any) -> None:
+    one, four = FakeProbe(1, 8.25), FakeProbe(4, 16.25)
+    # Of 1 token: 2 experts and 2 pairs a side, 3.5 ms and 7 ms: 1.25 ms of 3.5 are not hidden.
+    assert slip(budget, one) == pytest.approx(1.25 / 3.5)
+    assert one.calls == [(2, 2)]
+    # Of 4 tokens: 8 pairs a side, 5 ms and 10 ms: nothing is hidden.
+    assert slip(budget, four) == 1
+    assert slip(budget, one, four) == pytest.approx((1 + 1.25 / 3.5) / 2)
+
+
+def test_slip_needs_two_experts(budget: Any) -> None:
+    assert slip(budget, FakeProbe(1, 9.0, top_k=1)) == 0
+    few = FakeProbe(1, 9.0, top_k=8, experts=2)
+    slip(budget, few)
+    assert few.calls == [(1, 1)]
+
+
+def test_a_budget_is_divided_and_what_is_left_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    times = iter(range(1000, 0, -1))
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def once() -> float:
+        nonlocal now
+        now += 1
+        return next(times)
+
+    budget = probe.Budget(12, 3)
+    assert budget.fastest(once) == 1000 - 3  # within 4 seconds, the first call is not counted
+    assert now == 4
+    now = 10.0  # the second kind has 1 second and is measured twice all the same
+    assert budget.fastest(once) == 1000 - 6
+    assert now == 13
+    now = -100.0  # the last has all of the time, but needs no more than MOST
+    assert budget.fastest(once) == 1000 - 7 - probe.MOST
+    assert now == probe.MOST - 99
