@@ -104,7 +104,7 @@ def test_the_largest_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("run", "said"),
     [
         (lambda data: [None for _ in range(10**8)], "s of CPU"),
-        (lambda data: (b"x" * 400 * MB).count(b"y"), "MB of memory"),
+        (lambda data: (b"x" * 1000 * MB).count(b"y"), "MB of memory"),
         (lambda data: Path(tempfile.mkstemp()[1]), "left behind"),
         (lambda data: json.loads("{"), "Expecting property name"),
     ],
