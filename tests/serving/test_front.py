@@ -1,6 +1,7 @@
 """What the front refuses, how it ends requests, and what it says while ranks load, wait, hang or die."""
 
 import asyncio
+import contextlib
 import gc
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from errors import UserError
 from executor.serving import app, client, front, server, sse
 from executor.serving.auth import Keys, check_address
 from executor.serving.errors import ApiError
-from tests.serving.front import Connection, Server, until
+from tests.serving.front import PATIENCE_S, Connection, Server, until
 from tests.serving.test_chat import TOOL, run
 
 LONG = "word " * 200
@@ -431,6 +432,13 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x")
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(1)
+        # The same where a connection is used again.
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET /health HTTP/1.1\r\nho")
+        with contextlib.suppress(ConnectionResetError):
+            await asyncio.wait_for(reader.read(), PATIENCE_S)
         late = await server.open("/v1/completions", raw=b"{", headers={"content-length": "100"})
         assert (await late.all()).status == 408
         # An endless answer that nobody reads.

@@ -11,15 +11,12 @@ import os
 import platform
 import random
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
-from files import ROOT
-from tests.ops.cpu.native.build import CACHE, SOURCES, TESTS, compile_all, core_sources, made_once, run
+from tests.ops.cpu.native.build import CACHE, SOURCES, TESTS, core_sources, module_under, project_with, run
 
 MODES = [("graph", "elastic", 2), ("eager", "fixed", 0), ("graph", "none", 1)]  # exe_mode, shadow experts, drafts
 DONE = re.compile(r"\d+ steps, \d+ preempted, \d+ aborted, \d+ tokens")
@@ -68,10 +65,6 @@ def traffic(folder: Path, exe_mode: str, offload: str, drafts: int, steps: int, 
 
 def built(racy: bool = False) -> Path:
     """The native module with ThreadSanitizer. With `racy` the pool's workers no longer publish what they wrote."""
-    import pybind11
-
-    flags = ["-O1", "-g", "-fsanitize=thread", "-w", "-fPIC", "-pthread"]
-    includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
     sources = core_sources(platform.machine())
     if racy:
         pool = SOURCES / "runtime" / "pool.cpp"
@@ -84,17 +77,12 @@ def built(racy: bool = False) -> Path:
         planted = CACHE / "racy_pool.cpp"
         planted.write_text(text.replace(right, wrong))
         sources[sources.index(pool)] = planted
-    objects = compile_all("g++", [*flags, "-O0", *includes], sorted((SOURCES / "bindings").glob("*.cpp")))
-    return made_once("_native.so", ["g++", *flags, *objects, *compile_all("g++", flags, sources), "-shared"])
+    return module_under("thread", sources)
 
 
 def under_sanitizer(module: Path, tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """This file's `main` in a copy of the project in `tree`, whose native module is `module`."""
-    ignored = shutil.ignore_patterns(
-        ".*", "__pycache__", "results", "*_cache", "build", "_native*.so", "csrc", "*.safetensors"
-    )
-    shutil.copytree(ROOT, tree, ignore=ignored)
-    shutil.copy(module, tree / "ops" / "cpu" / "_native.so")
+    project_with(module, tree)
     library = run("g++", "-print-file-name=libtsan.so").stdout.strip()
     options = f"suppressions={TESTS / 'tsan.supp'} ignore_noninstrumented_modules=1 halt_on_error=0 exitcode=66"
     environment = os.environ | {"LD_PRELOAD": library, "TSAN_OPTIONS": options, "OMP_NUM_THREADS": "1"}

@@ -8,12 +8,16 @@ import functools
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fcntl import LOCK_EX, flock
 from pathlib import Path
+
+import pybind11
 
 from files import ROOT
 
@@ -85,6 +89,32 @@ def core_sources(machine: str) -> list[Path]:
     folder = {"x86_64": "x86", "aarch64": "arm"}[machine]
     rooms = (SOURCES / "kernels", SOURCES / "runtime", SOURCES / "shadow", SOURCES / "kernels" / folder)
     return [path for room in rooms for path in sorted(room.glob("*.cpp"))]
+
+
+def sanitized(sanitizer: str) -> list[str]:
+    """The flags of everything that runs under a sanitizer, so that programs share object files."""
+    # Kernels read packed rows through wider types on purpose; x86 and ARM allow any alignment there.
+    flags = ["-O1", "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined"]
+    return [*flags, "-w", "-fPIC", "-pthread"]
+
+
+def module_under(sanitizer: str, core: Sequence[Path]) -> Path:
+    """The native module of the sources `core` and of the bindings, which are compiled without the sanitizer: they only
+    hand addresses on, and with it pybind11's templates would take twice as long to compile as all kernels."""
+    flags = sanitized(sanitizer)
+    includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
+    bindings = compile_all("g++", ["-O0", "-w", "-fPIC", *includes], sorted((SOURCES / "bindings").glob("*.cpp")))
+    return made_once("_native.so", ["g++", *flags, *bindings, *compile_all("g++", flags, core), "-shared"])
+
+
+def project_with(module: Path, tree: Path) -> None:
+    """Copies the project to `tree`, with `module` for its native module."""
+    # Besides what is not needed, folders in which other processes write meanwhile.
+    ignored = shutil.ignore_patterns(
+        ".*", "__pycache__", "results", "*_cache", "build", "_native*.so", "csrc", "*.safetensors"
+    )
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    shutil.copy(module, tree / "ops" / "cpu" / "_native.so")
 
 
 def compile_all(compiler: str, flags: Sequence[str], sources: Sequence[Path]) -> list[str]:
