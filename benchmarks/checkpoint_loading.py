@@ -6,7 +6,8 @@ Writes checkpoints of Qwen3-30B-A3B's shape with random weights to a temporary f
 a layer in 4 bits, 1.2 GB of embedding and head. Each is loaded in a process of its own; loads take turns with reads of
 the files, which are in the page cache, into a buffer of 16 MB, and with writes of fresh memory, both on one thread. GB
 are those of the files. bfloat16-q4 is quantised while it is read; packed-q4 is the start after that, from the packed
-cache, and packed-awq the start after that of awq.
+cache, and packed-awq-q4 the start after
+AWQ was rounded again to q4.
 """
 
 import argparse
@@ -54,7 +55,7 @@ FORMATS: dict[str, dict[str, Any] | None] = {
     "bfloat16": None,
     "bfloat16-q4": None,  # quantised while it is read
     "packed-q4": None,  # the same, from the packed cache
-    "packed-awq": AWQ,
+    "packed-awq-q4": AWQ,
     "awq": AWQ,
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "dynamic": {r"-:.*mlp\.gate$": {}}},
     "pack-quantized": compressed("pack-quantized", 4, "group"),

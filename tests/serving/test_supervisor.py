@@ -45,7 +45,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary files; empty soon after the test, as a launcher may outlive its killed front a little."""
+    """The folder for temporary files; empty soon after the test: a launcher outlives its killed front a little."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_traffic_has_no_race(tmp_path: Path) -> None:
-    done = under_sanitizer(built(), tmp_path / "tree", "--steps", "40")
+    done = under_sanitizer(built(), tmp_path / "tree", "--steps", "25")
     assert done.returncode == 0, done.stderr[-8000:]
     assert len(DONE.findall(done.stdout)) == len(MODES), done.stdout
 
