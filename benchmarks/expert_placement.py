@@ -7,7 +7,8 @@ Placements are the engine's own (executor/parallel/placement.py), and step times
 experts and rows of the busiest rank in each layer in place of the average. Made up is the routing: the logarithms of
 how often a layer's experts are used have the standard deviation S, and each step draws its tokens from that. S is
 chosen so that experts in order are as uneven as DeepSeek-R1's were published to be; the first lines compare what
-placements then give with what is published for them. Each placement follows from the tokens of 100 steps; other steps are timed.
+placements then give with what is published for them. Each placement follows from the tokens of 100 steps; others are
+timed.
 
 A row, of the table and of `rows` in the JSON file:
   ranks      expert parallelism; each rank decodes `rows` sequences of 2,048 tokens
@@ -39,7 +40,7 @@ from executor.planning.simulation.experts import uses_of
 
 CASE, HARDWARE, CACHED = "qwen3_235b_a22b_bf16_tp16", "atlas_a3", 2048
 RANKS = (16, 32, 64, 128, 256, 384)
-SKEW = 1.0
+SKEW = 1.1
 SEEN, LAYERS, STEPS = 100, 24, 4  # steps that a placement follows from; layers and steps that stand for all
 LEAST_SLOTS = 2  # which npu_grouped_matmul takes; a single slot is modelled all the same
 # DeepSeek-R1, 58 layers of 256 experts: (maximum - mean) / mean over ranks, in the mean of layers and steps.
