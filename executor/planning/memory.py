@@ -117,7 +117,7 @@ def make_plan(case: Case) -> Plan:
         PREFILL: _prefill(case, sketch, ledger),
         GRAPHS: _graphs(case, sketch, ledger),
         HCCL: _hccl(case) + _window(exchanged, config, case.parallel_sizes),
-        REST: [ALLOWANCE],
+        REST: [ALLOWANCE, *_moving(case, sketch.model)],
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
     return Plan(case, sections, page_nbytes, _decode(case, sketch, weights, page_nbytes))
@@ -248,6 +248,15 @@ def _hccl(case: Case) -> list[Part]:
 def _window(rows: int, config: ModelConfig, sizes: ParallelSizes) -> list[Part]:
     """The buffers of the communicator that rows of experts are exchanged over, on Atlas A3; Atlas A2 has none."""
     return [product("exchange of rows (A3)", buffers=2, MB=window_mb(rows, config, sizes), B=MB)] if rows else []
+
+
+def _moving(case: Case, model: nn.Module) -> list[Part]:
+    """At most: a layer's experts as they leave and as they come, and without tiles before and after that."""
+    parallel = case.parallel_config
+    if not parallel.expert_slots or parallel.rebalance_steps is None:
+        return []
+    most = max(layer.nbytes for _, layer in layers_of(model) if isinstance(layer, Experts))
+    return [product("experts of a layer that moves", copies=4, B=most)]
 
 
 def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -> list[Part]:

@@ -48,8 +48,8 @@ def placed(rank: int, folder: Path, *overrides: str) -> Seen:
 
 @pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
 def test_experts_move_between_steps(tmp_path: Path, mode: str) -> None:
-    """The second step counts, a layer moves behind the third and one behind the fourth: three experts to each rank, as both
-    have two of eight."""
+    """The second step counts, a layer moves behind the third and one behind the fourth: three experts to each rank, as
+    both have two of eight."""
     ascend_case(tmp_path, hidden_size=1024)
     first, second = run_ranks(placed, 2, tmp_path, f"exe_mode={mode}", limit_s=300)
     for seen in (first, second):
