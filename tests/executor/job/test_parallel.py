@@ -52,7 +52,7 @@ DEMO: Splits = {
 }
 DEMO_TP8: Splits = {"as it is": dict(world_size=8)}
 PLACED: Splits = {  # 16 experts in slots; steps 1 and 4 count, 2 and 3 move a layer each
-    "ep2_in_order": dict(world_size=2, expert_slots=8, rebalance_steps=0),
+    "ep2_still": dict(world_size=2, expert_slots=8, rebalance_steps=0),
     "ep2_moved": dict(world_size=2, expert_slots=8, rebalance_steps=1),
     "ep2_copies_graph": dict(world_size=2, expert_slots=9, rebalance_steps=1, exe_mode="graph"),
     "ep4_copies": dict(world_size=4, expert_slots=6, rebalance_steps=1),
@@ -184,11 +184,11 @@ def test_shares_of_rows_change_no_bit(jobs: Jobs, model: str, split: str) -> Non
         np.testing.assert_array_equal(shared[name], expected, err_msg=name)
 
 
-@pytest.mark.parametrize("split", [name for name in PLACED if name != "ep2_in_order"])
+@pytest.mark.parametrize("split", [name for name in PLACED if name != "ep2_still"])
 def test_places_of_experts_change_no_bit(jobs: Jobs, split: str) -> None:
     """On two ranks or four, with copies or without, while experts move, in captured steps and in chunks."""
-    placed, in_order = jobs.split("m2", split), jobs.split("m2", "ep2_in_order")
-    for name, expected in in_order.items():
+    placed, still = jobs.split("m2", split), jobs.split("m2", "ep2_still")
+    for name, expected in still.items():
         np.testing.assert_array_equal(placed[name], expected, err_msg=name)
 
 
@@ -196,7 +196,7 @@ def test_places_of_experts_change_no_bit(jobs: Jobs, split: str) -> None:
 def test_experts_move_and_ranks_are_evened_out(jobs: Jobs, split: str) -> None:
     """A captured step stays as it is."""
     facts = jobs.facts(split)
-    if split == "ep2_in_order":
+    if split == "ep2_still":
         assert facts == {"placements": [], "graphs": 0}
         return
     first, _ = facts["placements"]
