@@ -113,8 +113,8 @@ class ParallelSettings:
         minimum=0, maximum=1024,
     )  # fmt: skip
     rebalance_steps: int | None = key(
-        1000, "decode steps between two placements of the experts in `expert_slots`, by the tokens that came to each "
-        "meanwhile; 0: the first placement stays", means=OPEN, minimum=0,
+        1000, "steps between two placements of the experts in `expert_slots`, by the tokens that each got meanwhile; "
+        "0: the first placement stays", means=OPEN, minimum=0,
     )  # fmt: skip
     embed_tp_size: int = key(0, "ranks that share the embedding table; 0: attn_tp_size", minimum=0)
     lmhead_tp_size: int = key(0, "ranks that share the output head; 0: attn_tp_size", minimum=0)

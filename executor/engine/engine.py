@@ -152,4 +152,4 @@ class Engine:
         if self.offload:
             self.offload.end(decode)
         if self.rebalancing:
-            self.rebalancing.end(decode)
+            self.rebalancing.end()

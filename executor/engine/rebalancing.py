@@ -1,7 +1,7 @@
 """Places experts anew while a job runs, by the rows that came to them, and moves their weights between ranks.
 
-After `interval` decode steps all ranks sum their counts, and each computes the same placements from them. Then one
-layer after another moves, each behind a decode step, so that no step waits for long. A rank sends rows to an expert's
+After `interval` steps all ranks sum their counts, and each computes the same placements from them. Then one
+layer after another moves, each behind a step, so that no step waits for long. A rank sends rows to an expert's
 new slot only after the exchange of weights that it takes part in, and the rank with the slot reads those rows in its
 next step, when it has written the weights. Captured steps find weights and tables at the same addresses.
 """
@@ -26,7 +26,7 @@ class Rebalance:
     """What followed from an interval. Imbalance: tokens of the busiest rank / of a rank on average, in the mean of all
     layers."""
 
-    steps: int  # decode steps before it
+    steps: int  # before it
     before: float  # imbalance in the interval
     after: float  # imbalance of the same tokens as they are placed now
     experts: int = 0  # moved, in all layers
@@ -35,7 +35,7 @@ class Rebalance:
 
     def __str__(self) -> str:
         return (
-            f"experts placed anew after {self.steps} decode steps: the busiest rank had {self.before:.2f} times the "
+            f"experts placed anew after {self.steps} steps: the busiest rank had {self.before:.2f} times the "
             f"mean and has {self.after:.2f} times now; {self.experts} experts moved in {self.ms:.0f} ms"
         )
 
@@ -44,7 +44,7 @@ class Rebalancing:
     """Every rank calls `end` after the same steps."""
 
     def __init__(self, model: nn.Module, world: Group, interval: int | None):
-        """`interval`: decode steps between two placements; None: the first placement stays."""
+        """`interval`: steps between two placements; None: the first placement stays."""
         layers = [layer for _, layer in layers_of(model) if isinstance(layer, Experts)]
         self.layers = [(layer, layer.slots) for layer in layers if layer.slots]
         self.world, self.interval, self.steps = world, interval, 0
@@ -52,9 +52,9 @@ class Rebalancing:
         self.history: list[Rebalance] = []
 
     @torch.inference_mode()
-    def end(self, decode: bool) -> None:
+    def end(self) -> None:
         """To be called after a step."""
-        if not decode or self.interval is None:
+        if self.interval is None:
             return
         self.steps += 1
         if self.steps % self.interval == 0 and not self.due:

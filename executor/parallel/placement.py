@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 Held = NDArray[np.int64]
 Counts = NDArray[np.int64]  # (experts): tokens that were routed to each expert
-Loads = NDArray[np.float64]
 
 # As shares of the mean load of a rank:
 SLACK = 0.02  # an expert stays where it is unless another rank has so much less to do
@@ -19,7 +18,8 @@ WORTH = 0.05  # moves that take less than this from the busiest rank are not mad
 
 
 def first_placement(experts: int, ranks: int, slots: int) -> Held:
-    """The placement before any token was routed."""
+    """The placement before any token was routed. Packed weights are kept as it says: if it changes, raise LAYOUT of
+    executor/checkpoint/packed.py."""
     return _packed(np.ones(experts, np.int64), ranks, slots, None)
 
 

@@ -58,10 +58,11 @@ class Experts(Layer):
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
     def place(self, held: Held) -> None:
-        """From the next step on, rows go where `held` has their experts; weights are not moved."""
+        """From the next step on, rows go where `held` has their experts. Begins a new count; moves no weights."""
         if self.slots is None:
             raise AssertionError("these experts have one place each")
         self.held = held
+        self.slots.rows.zero_()
         self.slots.table.copy_(torch.from_numpy(slots_for(self.ep.rank, self.ep.size, held)))
 
     def forward(self, x: Tensor, routed: Routed, batch: Batch) -> Tensor:
