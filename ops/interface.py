@@ -42,6 +42,16 @@ class ExpertMatrices(Protocol):
         """Writes all of "gate", "up" or "down" of one expert. Returns what `Matrix.fill` returns."""
 
 
+class MovableExperts(ExpertMatrices, Protocol):
+    """Those that can be copied to another bank of the same sizes and format."""
+
+    def stored(self, experts: Sequence[int]) -> Tensor:
+        """What is stored of `experts`, as bytes. -> (experts, bytes) uint8, of its own memory"""
+
+    def restore(self, experts: Sequence[int], stored: Tensor) -> None:
+        """Writes what `stored` returned in the places of `experts`, which keep their addresses."""
+
+
 Numbers: TypeAlias = "array[int]"  # int64, on the host
 
 
@@ -93,7 +103,7 @@ class Ops(Protocol):
 
     def expert_matrices(
         self, count: int, inner: int, hidden: int, format: Format, device: torch.device
-    ) -> ExpertMatrices:
+    ) -> MovableExperts:
         """Allocates the matrices of `count` experts."""
 
     def table(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -194,14 +204,32 @@ class Ops(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Experts whose places change between steps, and of which some have several: each rank has as many slots, and the
+    slots of all ranks are numbered in their order. Both tensors keep their addresses."""
+
+    table: Tensor  # (E) int32: the slot that this rank's rows of each expert go to
+    rows: Tensor  # (slots here) int64: += 1 for each row that is exchanged and comes to the slot
+
+    def of(self, ids: Tensor) -> Tensor:
+        """ids (T, k) -> the slots that their rows go to (T, k), int32"""
+        return self.table.index_select(0, ids.flatten()).view(ids.shape)
+
+
 class Exchange(Protocol):
     """Mixtures of experts that are divided over a group of ranks, expert by expert: rank r of n has experts
-    r E / n .. (r + 1) E / n - 1 of E. Each rank's rows go to the ranks of their experts, and the results come back."""
+    r E / n .. (r + 1) E / n - 1 of E, or with `slots` those in its slots. Each rank's rows go to the ranks of their
+    experts, and the results come back; a row's results are added in the order of its experts in `ids`."""
+
+    uneven: bool  # whether ranks may have different numbers of rows
 
     def takes(self, rows: int, experts: ExpertMatrices) -> bool:
         """Whether `mixture` computes a step in which every rank of the group has `rows` rows. All ranks of the group
         get the same answer."""
 
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices) -> Tensor:
+    def mixture(
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertMatrices, slots: Slots | None = None
+    ) -> Tensor:
         """Weighted sums over all experts of all ranks, as `Ops.moe` computes them, for this rank's rows. `experts` are
-        those of this rank. All ranks of the group call it together, with as many rows."""
+        those of this rank. All ranks of the group call it together, with as many rows unless these may be `uneven`."""

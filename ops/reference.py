@@ -42,6 +42,14 @@ class DenseExperts:
         gate, up = self.w13[expert].chunk(2)
         {"gate": gate, "up": up, "down": self.w2[expert]}[which].copy_(floats(part))
 
+    def stored(self, experts: Sequence[int]) -> Tensor:
+        return torch.cat([w[experts].flatten(1).view(torch.uint8) for w in (self.w13, self.w2)], 1)
+
+    def restore(self, experts: Sequence[int], stored: Tensor) -> None:
+        sizes = [w[0].nbytes for w in (self.w13, self.w2)]
+        for to, part in zip((self.w13, self.w2), stored.split(sizes, 1), strict=True):
+            to[experts] = part.contiguous().view(to.dtype).view(-1, *to.shape[1:])
+
 
 matrix = DenseMatrix
 expert_matrices = DenseExperts

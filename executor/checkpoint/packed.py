@@ -39,8 +39,18 @@ LAYOUT = 4  # raised whenever the meaning of packed bytes changes
 
 
 class PackedCache:
-    def __init__(self, facts: Mapping[str, Any], checkpoint: Path, rank: int, model: nn.Module, root: Path = CACHE):
-        """`facts` has everything that decides the packed bytes, except the checkpoint and the rank."""
+    def __init__(
+        self,
+        facts: Mapping[str, Any],
+        checkpoint: Path,
+        rank: int,
+        model: nn.Module,
+        root: Path = CACHE,
+        mapped: bool = True,
+    ):
+        """`facts` has everything that decides the packed bytes, except the checkpoint and the rank. Without
+        `mapped`, files are read into memory, which may then be written."""
+        self.mapped = mapped
         storages = {
             f"{path}.{i}": storage.flatten().view(torch.uint8)
             for path, layer in layers_of(model)
@@ -122,7 +132,7 @@ class PackedCache:
         for name, size in {**sizes, SMALL: sum(storage.nbytes for storage in self.small)}.items():
             if (there := (self.folder / name).stat().st_size) != size:
                 raise OSError(f"{name} has {there} bytes, expected {size}")
-        mapped = True
+        mapped = self.mapped
         with loading_bar(sum(sizes.values()), progress) as bar:
             for name in sorted(sizes, key=lambda name: -sizes[name]):  # the largest show best whether mapping pays
                 mapped = mapped and memory.map_file(self.large[name], self.folder / name)

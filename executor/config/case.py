@@ -106,6 +106,16 @@ class ParallelSettings:
         0, "ranks that share one expert; the ranks left over split the experts "
         "(moe_ep = world_size / moe_tp_size); 0: world_size", minimum=0,
     )  # fmt: skip
+    expert_slots: int = key(
+        0, "experts of each layer that a rank holds; above experts / moe_ep there is room for copies of those that get "
+        "the most tokens. Experts are then placed over ranks by their use (docs/cluster.md). 0: each has one place, in "
+        "order. Needs attn_tp_size: 1 and moe_tp_size: 1. Never tried on hardware",
+        minimum=0, maximum=1024,
+    )  # fmt: skip
+    rebalance_steps: int | None = key(
+        1000, "steps between two placements of the experts in `expert_slots`, by the tokens that each got meanwhile; "
+        "0: the first placement stays", means=OPEN, minimum=0,
+    )  # fmt: skip
     embed_tp_size: int = key(0, "ranks that share the embedding table; 0: attn_tp_size", minimum=0)
     lmhead_tp_size: int = key(0, "ranks that share the output head; 0: attn_tp_size", minimum=0)
     sequence_parallel_tokens: int | None = key(
@@ -372,8 +382,9 @@ class Case:
     def parallel_sizes(self) -> ParallelSizes:
         sizes = self.parallel_config
         return ParallelSizes(
-            self.world_size, sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size
-        )
+            self.world_size, sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size,
+            sizes.expert_slots,
+        )  # fmt: skip
 
     @property
     def attn_dp_size(self) -> int:

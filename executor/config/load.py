@@ -123,7 +123,15 @@ def load_model_config(case: Case) -> ModelConfig:
     """The configuration of the case's checkpoint; raises where the case asks for more than the model can do."""
     config = read_config(model_folder(case), case.model_name)
     sizes = case.parallel_sizes
-    config.check_parallel(sizes.attn_tp, sizes.moe_tp, sizes.moe_ep, sizes.embed_tp, sizes.lmhead_tp)
+    parts = 1 if sizes.expert_slots else sizes.moe_ep  # slots need no even parts
+    config.check_parallel(sizes.attn_tp, sizes.moe_tp, parts, sizes.embed_tp, sizes.lmhead_tp)
+    if slots := sizes.expert_slots:
+        least, most = -(-config.expert_count // sizes.moe_ep), config.expert_count
+        if not least <= slots <= most:
+            raise UserError(
+                f"case {case.name}: parallel_config.expert_slots: {slots} must be from {least} to {most}: "
+                f"{sizes.moe_ep} ranks hold the model's {most} experts, none of them twice on one rank"
+            )
     if case.max_sequence_length > config.max_positions:
         raise UserError(
             f"case {case.name}: input_max_len + max_new_tokens: {case.max_sequence_length} exceed the model's "

@@ -2,7 +2,7 @@
 
 from errors import UserError
 from executor.config.ascend_rules import check_ascend, check_not_ascend
-from executor.config.case import Case
+from executor.config.case import Case, ParallelSettings
 from executor.config.offload_rules import check_offload
 from executor.config.platforms import PLATFORMS
 from ops.format import GROUP_SIZES
@@ -25,6 +25,7 @@ def check(case: Case, where: str) -> None:
                 f"{where}: parallel_config.{name}: {size} does not divide attn_tp_size: {parallel.attn_tp_size} "
                 "(ranks that share this table must hold the same tokens)"
             )
+    check_slots(case, where)
     if data.batch_size % case.attn_dp_size:
         raise UserError(
             f"{where}: data_config.batch_size: {data.batch_size} is not divisible by attn_dp: {case.attn_dp_size} "
@@ -66,3 +67,27 @@ def check(case: Case, where: str) -> None:
         raise UserError(f"{where}: model_path is missing: name the folder of the checkpoint")
     if not data.prompts and case.model_config.with_ckpt:
         raise UserError(f"{where}: data_config.prompts is empty: give at least one prompt")
+
+
+def check_slots(case: Case, where: str) -> None:
+    """Refuse a placement of experts by routing that has no ranks to place them on, or no rows to send to them."""
+    parallel = case.parallel_config
+    slots = f"{where}: parallel_config.expert_slots: {parallel.expert_slots}"
+    if not parallel.expert_slots:
+        if parallel.rebalance_steps != ParallelSettings.rebalance_steps:
+            raise UserError(
+                f"{where}: parallel_config.rebalance_steps: has no meaning with parallel_config.expert_slots: 0: "
+                "leave it out"
+            )
+        return
+    if case.world_size == 1 or parallel.attn_tp_size > 1 or parallel.moe_tp_size > 1:
+        raise UserError(
+            f"{slots} needs several ranks with rows and whole experts of their own: set attn_tp_size: 1 and "
+            f"moe_tp_size: 1 (they are {parallel.attn_tp_size} and {parallel.moe_tp_size}, world_size is "
+            f"{case.world_size})"
+        )
+    if case.offload_config.mode != "none":
+        raise UserError(
+            f"{slots} and offload_config.mode: {case.offload_config.mode} exclude each other: shadow experts have a "
+            "placement of their own: leave out one of the two"
+        )

@@ -19,6 +19,7 @@ from executor.engine.batching import pack
 from executor.engine.building import bind_caches, build_of
 from executor.engine.pages import PagePool, Pages
 from executor.engine.profiler import Profiler
+from executor.engine.rebalancing import Rebalancing
 from executor.engine.sampling import choose, logprobs_of
 from executor.engine.scheduler import Scheduler, limits_of
 from executor.engine.sequence import Sequence
@@ -69,6 +70,8 @@ class Engine:
         else:
             bind_caches(self.model, case, build, most_pages)
             self.pages = PagePool(most_pages, case.cache_config.page_size)
+        slots, interval = case.parallel_config.expert_slots, case.parallel_config.rebalance_steps
+        self.rebalancing = Rebalancing(self.model, parallel.world, interval) if slots else None
         self.decode_step: ForwardStep = self.eager_step
         size = sum(layer.nbytes for _, layer in layers_of(self.model))
         print(f"model ready: {size / 1e6:.1f} MB of weights on this rank, {time.perf_counter() - start:.2f} s")
@@ -141,10 +144,12 @@ class Engine:
 
     @contextmanager
     def step(self, decode: bool) -> Iterator[None]:
-        """Context of one step, entered before the step's pages are reserved and left once its tokens are known. Shadow
-        experts change places only between two steps."""
+        """Context of one step, entered before the step's pages are reserved and left once its tokens are known. Experts
+        change places only between two steps."""
         if self.offload:
             self.offload.begin()
         yield
         if self.offload:
             self.offload.end(decode)
+        if self.rebalancing:
+            self.rebalancing.end()

@@ -24,7 +24,7 @@ def fill_weights(
         return random_weights(model, seed=rank)
     cache = None
     if settings.method in ("q8", "q4") and settings.keep_packed and PLATFORMS[case.platform].keeps_packed:
-        cache = packed_cache(packed_facts(case), folder, rank, model)
+        cache = packed_cache(packed_facts(case), folder, rank, model, mapped=not case.parallel_config.expert_slots)
         if cache.load(rank == 0):
             return None
     start, scheme = time.perf_counter(), read_scheme(folder)

@@ -21,10 +21,15 @@ class Completion:
 
 
 def make_report(
-    case: Case, completions: list[Completion], timings: Timings, peak_memory: int, kernels: dict[str, str]
+    case: Case,
+    completions: list[Completion],
+    timings: Timings,
+    peak_memory: int,
+    kernels: dict[str, str],
+    placements: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the report. Times are in milliseconds. `tpot_*` are null if no prompt needed a second token, and
-    `kernels` is empty if the platform had only one kind of kernel."""
+    """Returns the report. Times are in milliseconds. `tpot_*` are null if no prompt needed a second token, `kernels` is
+    empty if the platform had only one kind of kernel, and `placements` if experts were not placed by their use."""
     each = sorted(timings.per_token)
     return {
         "case": case.name,
@@ -43,6 +48,7 @@ def make_report(
         "accepted_tokens": timings.accepted_tokens,
         "peak_memory_bytes": peak_memory,
         "kernels": kernels,
+        "placements": placements,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()},
         "settings": asdict(case),
     }
@@ -64,6 +70,15 @@ def print_report(report: dict[str, Any], path: Path) -> None:
         rows.append(("decode", f"{rate:.0f} tokens/s ({report['decode_tokens']} tokens)"))
     if drafted := report["drafted_tokens"]:
         rows.append(("drafts", f"{report['accepted_tokens']} of {drafted} drafted tokens accepted"))
+    if placed := report["placements"]:
+        moved = sum(one["experts"] for one in placed)
+        rows.append(
+            (
+                "busiest rank",
+                f"{placed[0]['before']:.2f} times the mean of tokens for experts, "
+                f"{placed[-1]['after']:.2f} after {len(placed)} placement(s), {moved} experts moved",
+            )
+        )
     rows.append(("peak memory", f"{report['peak_memory_bytes'] / 1e6:.0f} MB (largest rank)"))
     rows.append(("report", str(path)))
     print()

@@ -131,7 +131,8 @@ class ModelRunner:
         world, device = engine.parallel.world, engine.platform.device
         peak = torch.tensor([engine.platform.peak_memory_bytes()], device=device)
         peaks = world.gather_rows(peak, (1,) * self.case.world_size)
-        report = make_report(self.case, completions, self.loop.timings, int(peaks.max()), engine.kernels)
+        placements = engine.rebalancing.report() if engine.rebalancing else []
+        report = make_report(self.case, completions, self.loop.timings, int(peaks.max()), engine.kernels, placements)
         if offload and self.planned:
             outcome = {"plan": self.planned.end(offload, self.loop.timings.pure_decode_steps)}
             report["offload"] = write_offload(offload, self.results, world, device) | outcome

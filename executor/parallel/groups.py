@@ -79,6 +79,13 @@ class Group(Shard):
             part[: len(rows)] = rows
         return self._sum_parts(padded.flatten(0, 1))[: counts[self.rank]]
 
+    def exchange_rows(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Sends the first sent[0] rows of `x` to rank 0 of the group, the next sent[1] to rank 1, and so on.
+        -> the rows that came, of which the first received[0] are from rank 0, and so on"""
+        came = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(came, x, received, sent, group=self.handle)
+        return came
+
     def _sum_parts(self, x: Tensor) -> Tensor:
         part = x.new_empty(len(x) // self.size, *x.shape[1:])
         reduce_scatter_single(part, x.contiguous(), group=self.handle)
@@ -101,3 +108,4 @@ class Parallel:
     moe_ep: Shard = Shard()
     embed_tp: Group = Group()
     lmhead_tp: Group = Group()
+    expert_slots: int = 0  # experts of a layer that this rank holds, with copies; 0: its part of moe_ep

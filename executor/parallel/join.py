@@ -17,7 +17,7 @@ def join(sizes: ParallelSizes, rank: int, timeout_s: int, backend: str, options:
     """
     if sizes.world == 1:
         return Parallel()
-    # The default group stays unused: HCCL then makes no communicator, and so no buffers, for it.
+    # HCCL does not use the default group: it then makes no communicator, and so no buffers, for it.
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for name, members in partitions(sizes).items():  # every rank creates every group, in the same order
@@ -38,4 +38,5 @@ def place_of(sizes: ParallelSizes, rank: int, handles: Mapping[tuple[int, ...], 
         **own,
         moe_tp=Shard(rank % sizes.moe_tp, sizes.moe_tp),
         moe_ep=Shard(rank // sizes.moe_tp, sizes.moe_ep),
+        expert_slots=sizes.expert_slots,
     )

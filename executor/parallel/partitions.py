@@ -16,6 +16,7 @@ class ParallelSizes:
     moe_tp: int = 1
     embed_tp: int = 1
     lmhead_tp: int = 1
+    expert_slots: int = 0  # experts of a layer that a rank holds, with copies; 0: each expert is on one rank
 
     @property
     def attn_dp(self) -> int:
@@ -26,6 +27,10 @@ class ParallelSizes:
     def moe_ep(self) -> int:
         """Number of parts that the experts are divided into."""
         return self.world // self.moe_tp
+
+    def physical(self, experts: int) -> int:
+        """Number of experts, with copies, that all ranks hold of a layer with `experts` experts."""
+        return self.expert_slots * self.moe_ep or experts
 
 
 def partitions(sizes: ParallelSizes) -> dict[str, Partition]:

@@ -21,10 +21,10 @@ from executor.engine.building import bind_caches, build_of
 from executor.engine.scheduler import Scheduler, limits_of
 from executor.engine.settings import platform_settings
 from executor.parallel.join import place_of
-from executor.parallel.partitions import partitions
+from executor.parallel.partitions import ParallelSizes, partitions
 from executor.planning.activations import Ledger, batch_of, counted, sampling, shorten
 from executor.planning.parts import Part, product
-from executor.platform.ascend.exchange import most_rows, why_gathered, window_mb
+from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
 from executor.platform.ascend.hccl import buffer_mb
 from executor.platform.base import graph_rows
 from models.batch import Batch
@@ -104,7 +104,9 @@ def make_plan(case: Case) -> Plan:
     ledger = Ledger()
     shapes = AscendShapes(getattr(torch, case.model_config.dtype), case.ascend_config.moe_routing, ledger.note)
     settings, config = platform_settings(case), load_model_config(case)
-    exchanged = 0 if why_gathered(settings, config) else most_rows(settings)
+    why = why_gathered(settings, config)
+    check_slots(settings, why)
+    exchanged = 0 if why else most_rows(settings)
     exchange = cast(Exchange, ExchangeShapes(shapes, case.world_size, exchanged)) if exchanged else None
     sketch = sketch_of(case, ops=cast(Ops, shapes), exchange=exchange)
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
@@ -114,8 +116,8 @@ def make_plan(case: Case) -> Plan:
         CACHE: [cache],
         PREFILL: _prefill(case, sketch, ledger),
         GRAPHS: _graphs(case, sketch, ledger),
-        HCCL: _hccl(case) + _window(exchanged, config),
-        REST: [ALLOWANCE],
+        HCCL: _hccl(case) + _window(exchanged, config, case.parallel_sizes),
+        REST: [ALLOWANCE, *_moving(case, sketch.model)],
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
     return Plan(case, sections, page_nbytes, _decode(case, sketch, weights, page_nbytes))
@@ -243,9 +245,18 @@ def _hccl(case: Case) -> list[Part]:
     ]
 
 
-def _window(rows: int, config: ModelConfig) -> list[Part]:
+def _window(rows: int, config: ModelConfig, sizes: ParallelSizes) -> list[Part]:
     """The buffers of the communicator that rows of experts are exchanged over, on Atlas A3; Atlas A2 has none."""
-    return [product("exchange of rows (A3)", buffers=2, MB=window_mb(rows, config), B=MB)] if rows else []
+    return [product("exchange of rows (A3)", buffers=2, MB=window_mb(rows, config, sizes), B=MB)] if rows else []
+
+
+def _moving(case: Case, model: nn.Module) -> list[Part]:
+    """At most: a layer's experts as they leave and as they come, and without tiles before and after that."""
+    parallel = case.parallel_config
+    if not parallel.expert_slots or parallel.rebalance_steps is None:
+        return []
+    most = max(layer.nbytes for _, layer in layers_of(model) if isinstance(layer, Experts))
+    return [product("experts of a layer that moves", copies=4, B=most)]
 
 
 def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -> list[Part]:
@@ -255,7 +266,7 @@ def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -
     own = batch // case.attn_dp_size
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
     parts = [Part("all but embedding, experts", rest)]
-    experts, chosen = sketch.config.expert_count, sketch.config.experts_per_token
+    experts, chosen = case.parallel_sizes.physical(sketch.config.expert_count), sketch.config.experts_per_token
     if experts:
         here = experts // sketch.build.parallel.moe_ep.size
         share = 1 - (1 - chosen / experts) ** batch

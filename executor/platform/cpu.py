@@ -22,6 +22,8 @@ from models.batch import Batch
 from models.config import ModelConfig
 from ops import load_ops
 from ops.cpu.engine import Tape, placement, start
+from ops.cpu.exchange import CpuExchange
+from ops.interface import Exchange
 
 MOST_THREADS = 16  # most threads for each CPU; more than one never helps, since threads wait without sleeping
 
@@ -40,7 +42,7 @@ class CpuPlatform(Platform):
                     "that this process may use"
                 )
         self.device, self.decode_rows = torch.device("cpu"), settings.decode_rows
-        self.ops = load_ops("cpu")
+        self.ops, self.placed = load_ops("cpu"), settings.sizes.expert_slots > 0
         chosen = start(
             settings.threads or 0,
             settings.instruction_set,
@@ -52,6 +54,9 @@ class CpuPlatform(Platform):
 
     def compile(self, step: Step, model_config: ModelConfig) -> Step:
         return GraphStep(step)
+
+    def exchange(self, config: ModelConfig) -> Exchange | None:
+        return CpuExchange(self.ops) if self.placed else None
 
     def shadow_device(self, top_k: int, stream_tokens: int) -> Device:
         return CpuDevice(stream_tokens, self.decode_rows)

@@ -3,12 +3,16 @@
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from executor.parallel.placement import Held, first_placement, slots_for
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
-from ops.interface import ExpertMatrices, Routed, Scores
+from ops.fixed import fixed
+from ops.interface import ExpertMatrices, Routed, Scores, Slots
 
 
 class Experts(Layer):
@@ -16,6 +20,7 @@ class Experts(Layer):
 
     `forward` gathers the tokens of all data-parallel groups; one sum over all ranks is then over both splits.
     With `build.exchange`, steps that it takes send each row to the ranks of its experts instead.
+    With `parallel.expert_slots`, `held` says which expert is in each slot of all ranks, and rows find them by `slots`.
     With `build.offload` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
     `names` are the checkpoint's names of an expert's gate, up and down matrices.
     """
@@ -32,10 +37,18 @@ class Experts(Layer):
         self.names = dict(zip(("gate", "up", "down"), names, strict=True))
         self.ops, self.parallel = build.ops, build.parallel
         self.experts, self.hidden, self.intermediate = experts, hidden, intermediate
-        self.here = build.parallel.moe_ep.part(experts)
+        self.ep, each = build.parallel.moe_ep, build.parallel.expert_slots
+        self.slots: Slots | None = None
+        self.here = self.ep.part(each * self.ep.size or experts)  # numbers of the slots, or experts, of this rank
+        self.held = np.arange(experts)
+        if each:
+            table = torch.empty(experts, dtype=torch.int32, device=build.device)
+            rows = torch.zeros(each, dtype=torch.int64, device=build.device)
+            self.slots = Slots(fixed(table), fixed(rows))
+            self.place(first_placement(experts, self.ep.size, each))
         self.part = build.parallel.moe_tp.part(intermediate)
         count, inner = self.here.stop - self.here.start, self.part.stop - self.part.start
-        self.first = self.here.start if count < experts else None
+        self.first = self.here.start if self.ep.size > 1 else None
         modules = [f"{expert}.{name}" for expert in range(experts) for name in names]
         format = build.at("experts").linear(modules, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
         sizes = inner, hidden, format
@@ -44,14 +57,24 @@ class Experts(Layer):
         self.exchange = None if self.shadowed else build.exchange
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes
 
+    def place(self, held: Held) -> None:
+        """From the next step on, rows go where `held` has their experts. Begins a new count; moves no weights."""
+        if self.slots is None:
+            raise AssertionError("these experts have one place each")
+        self.held = held
+        self.slots.rows.zero_()
+        self.slots.table.copy_(torch.from_numpy(slots_for(self.ep.rank, self.ep.size, held)))
+
     def forward(self, x: Tensor, routed: Routed, batch: Batch) -> Tensor:
-        rows = batch.rows(self.parallel)
-        if self.exchange and batch.even and self.exchange.takes(len(x), self.weights):
-            return self.exchange.mixture(x, *chosen(routed), self.weights)
-        if isinstance(routed, Scores) and self.shadowed is None:
+        rows, exchange = batch.rows(self.parallel), self.exchange
+        if exchange and (batch.even or exchange.uneven) and exchange.takes(len(x), self.weights):
+            return exchange.mixture(x, *chosen(routed), self.weights, self.slots)
+        if isinstance(routed, Scores) and not (self.shadowed or self.slots):
             y = routed.moe(rows.gather_all(x), rows.gather_all(routed.values), self.weights, self.first)
         else:
-            x, weights, ids = (rows.gather_all(t) for t in (x, *chosen(routed)))
+            weights, ids = chosen(routed)
+            ids = self.slots.of(ids) if self.slots else ids
+            x, weights, ids = (rows.gather_all(t) for t in (x, weights, ids))
             if self.shadowed is None:
                 y = self.ops.moe(x, weights, ids, self.weights, self.first)
             else:
@@ -62,13 +85,14 @@ class Experts(Layer):
         yield from self.weights.storages
 
     def pieces(self, path: str) -> Iterator[Piece]:
+        places = {int(expert): place for place, expert in enumerate(self.held[self.here])}
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         for expert in range(self.experts):
             for which, module in self.names.items():
                 name = f"{path}.{expert}.{module}.weight"
                 shape, part = (tall, (ALL, self.part)) if which == "down" else (wide, (self.part, ALL))
-                if self.here.start <= expert < self.here.stop:
-                    fill = partial(self.weights.fill, expert - self.here.start, which)
+                if expert in places:
+                    fill = partial(self.weights.fill, places[expert], which)
                     yield Piece(name, shape, part, fill, linear=True)
                 else:
                     yield Piece(name, shape, linear=True)

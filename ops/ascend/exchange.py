@@ -12,12 +12,15 @@ from torch import Tensor
 from ops.ascend import moe
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import Bank
+from ops.interface import Slots
 
 
 class AscendExchange:
     """`group` is the name of the communicator, of which this is rank `rank` of `size`; `experts` are those of all ranks
     together. Steps of more than `most_rows` rows on a rank are not exchanged, and neither are those whose rows are few
     enough, over all ranks, for a mixture on the vector cores: that takes gathered rows."""
+
+    uneven = False
 
     def __init__(self, ops: AscendOps, group: str, rank: int, size: int, experts: int, most_rows: int):
         self.ops, self.group, self.rank, self.size = ops, group, rank, size
@@ -26,10 +29,11 @@ class AscendExchange:
     def takes(self, rows: int, experts: Bank) -> bool:
         return 0 < rows <= self.most_rows and not self.ops.few(rows * self.size, experts)
 
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank) -> Tensor:
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, slots: Slots | None = None) -> Tensor:
         """Rows of the first operator's result behind those that came here are undefined, and so are the products by
         them; the second operator does not read them."""
         moe.check_ids(ids)
+        ids = slots.of(ids) if slots else ids
         if experts.w13.order is not None:
             x = x.index_select(1, experts.w13.order)
         rows, _, assist, counts, received, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(
@@ -39,6 +43,8 @@ class AscendExchange:
             shared_expert_rank_num=0, quant_mode=0, global_bs=0, expert_token_nums_type=moe.COUNTS, comm_alg="",
             zero_expert_num=0, copy_expert_num=0, const_expert_num=0,
         )  # fmt: skip
+        if slots:
+            slots.rows.add_(counts)
         with self.ops.one_kernel(experts):
             y = moe.products(rows, counts, moe.COUNTS, experts)
         self.ops.read_ahead(experts, y)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ops import composed
 from ops.ascend.layout import AscendLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix
-from ops.interface import Lengths, Ops
+from ops.interface import Lengths, Ops, Slots
 
 ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
 
@@ -200,14 +200,19 @@ class AscendShapes(AscendLayout):
 class ExchangeShapes:
     """AscendExchange over `size` ranks, in the same way."""
 
+    uneven = False
+
     def __init__(self, ops: AscendShapes, size: int, most_rows: int):
         self.ops, self.size, self.most_rows = ops, size, most_rows
 
     def takes(self, rows: int, experts: AscendExperts) -> bool:
         return 0 < rows <= self.most_rows
 
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts) -> Tensor:
+    def mixture(
+        self, x: Tensor, weights: Tensor, ids: Tensor, experts: AscendExperts, slots: Slots | None = None
+    ) -> Tensor:
         made, here = self.ops.made, self.size * len(x) * min(experts.count, ids.shape[1])
+        _slots = made("slots of experts", ids, *ids.shape) if slots else None
         rows = made("rows for experts here", x, here, 1, x.shape[1])
         _scales = made("unused scales", x, here, dtype=torch.float32)
         _assist = made("places of rows", ids, here * ASSIST)

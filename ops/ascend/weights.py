@@ -10,7 +10,7 @@ q4 in planes                   for the kernels of the vector cores: ops/ascend/v
 Experts have one more dimension in front. Only the conversion into tiles needs torch_npu.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Protocol
@@ -23,7 +23,7 @@ from ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, 
 from ops.fixed import fixed
 from ops.format import GROUP_SIZES, Format, Quantised, floats, in_order
 
-FRACTAL_NZ = 29
+ND, FRACTAL_NZ = 2, 29
 NIBBLES = 8  # number of nibbles in an int32
 
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]  # allocates the storage of matrices
@@ -90,6 +90,7 @@ class Matrices:
         make = room or partial(_kept, device=device)
         self.format, self.role, self.columns = format, role, columns
         self.missing = rows * (lead[0] if lead else 1)
+        self.tiled = False  # whether `data` is in tiles
         self.scales: Tensor | None = None
         self.offsets: Tensor | None = None
         self.planes: Planes | None = None
@@ -149,10 +150,28 @@ class Matrices:
                 self.offsets[index][:, row:end] = offsets.T
         self.missing -= count
         if not self.missing and self.format.tiled and self.planes is None and self.data.device.type == "npu":
-            import torch_npu
+            self.data, self.tiled = fixed(self._cast(self.data, FRACTAL_NZ)), True
 
-            tiles = torch_npu.npu_format_cast(input=self.data, acl_format=FRACTAL_NZ, customize_dtype=None)
-            self.data = fixed(tiles)
+    def stored(self, experts: Sequence[int]) -> Tensor:
+        """As MovableExperts has it."""
+        planes = [t[experts].flatten(1).view(torch.uint8) for t in (self._plain(), *self.storages[1:])]
+        return torch.cat(planes, 1)
+
+    def restore(self, experts: Sequence[int], stored: Tensor) -> None:
+        planes = [self._plain(), *self.storages[1:]]
+        for plane, part in zip(planes, stored.split([p[0].nbytes for p in planes], 1), strict=True):
+            plane[experts] = part.contiguous().view(plane.dtype).view(-1, *plane.shape[1:])
+        if planes[0] is not self.data:
+            self.data.copy_(self._cast(planes[0], FRACTAL_NZ))
+
+    def _plain(self) -> Tensor:
+        """The data without tiles: itself, or a copy."""
+        return self._cast(self.data, ND) if self.tiled else self.data
+
+    def _cast(self, data: Tensor, layout: int) -> Tensor:
+        import torch_npu
+
+        return torch_npu.npu_format_cast(input=data, acl_format=layout, customize_dtype=None)
 
     def _put_columns(self, to: Tensor, row: int, values: Tensor) -> None:
         """Puts values (planes, m, ...) at columns row .. row + m; of UP, m is all columns of gate or of up."""
@@ -221,6 +240,14 @@ class AscendExperts:
         if self.w2.planes is not None:  # h needs no other order then
             part = in_order(part, self.w2.planes.order().tolist())
         self.w13.put((expert,), {"gate": 0, "up": self.inner}[which], part)
+
+    def stored(self, experts: Sequence[int]) -> Tensor:
+        return torch.cat([self.w13.stored(experts), self.w2.stored(experts)], 1)
+
+    def restore(self, experts: Sequence[int], stored: Tensor) -> None:
+        sizes = [sum(t[0].nbytes for t in matrices.storages) for matrices in (self.w13, self.w2)]
+        for matrices, part in zip((self.w13, self.w2), stored.split(sizes, 1), strict=True):
+            matrices.restore(experts, part)
 
 
 def unfit(format: Format, columns: int, inner: int = 0) -> str:

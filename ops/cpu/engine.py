@@ -149,7 +149,7 @@ def pointer(x: Tensor | None, dtype: torch.dtype = torch.float32, contiguous: bo
 
 def host(function: Callable[[], object]) -> None:
     """Calls `function` now and, while a tape is being captured, records the call for every replay. `function` may use
-    torch; it must read and write tensors at the addresses that they had at capture."""
+    torch and native ops; it must read and write tensors at the addresses that they had at capture."""
     with _disable_current_modes():
         native.host(function=function)
 

@@ -1,5 +1,6 @@
 """Weights in the native layout: 16 rows side by side, quants and scales in separate planes (csrc/kernels/matrix.h)."""
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -132,6 +133,7 @@ class PackedMatrices(MatrixView):
             self.storages, self.nbytes = planes, sum(sizes)
             return
         self.buffers, parts = [], []
+        self.planes: list[Tensor] = []  # (count, bytes) of each node's part
         for node, (first, end) in enumerate(pairwise(native.split(count=padded(rows, unit) // unit))):
             part_rows = (end - first) * unit
             sizes = plane_bytes(count * part_rows * columns, format)
@@ -146,6 +148,10 @@ class PackedMatrices(MatrixView):
             )  # fmt: skip
             self.buffers.append(buffer)
             self.nbytes += sum(sizes)
+            for at, size in zip(starts, sizes, strict=False):
+                if size:
+                    plane = torch.frombuffer(buffer, dtype=torch.uint8)[at : at + size]
+                    self.planes.append(plane.view(count, size // count))
         self.storages = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in self.buffers if len(buffer)]
         super().__init__(native.SplitMatrix(parts=parts), format, columns)
 
@@ -180,6 +186,17 @@ class NativeExperts:
         if which == "down":
             return self.w2.fill(expert, 0, part)
         return self.w13.fill(expert, ROWS * (which == "up"), part, step=2)
+
+    def stored(self, experts: Sequence[int]) -> Tensor:
+        return torch.cat([plane[experts] for plane in self._planes], 1)
+
+    def restore(self, experts: Sequence[int], stored: Tensor) -> None:
+        for plane, part in zip(self._planes, stored.split([p.shape[1] for p in self._planes], 1), strict=True):
+            plane[experts] = part
+
+    @property
+    def _planes(self) -> list[Tensor]:
+        return self.w13.planes + self.w2.planes
 
     def dequantised(self, expert: int, which: str) -> Tensor:
         """ "gate", "up" or "down" of an expert, dequantised to float32, padding included."""

@@ -295,13 +295,13 @@ def npu_moe_distribute_combine_v2(
     rows, assist, ends = (
         of_all_ranks(t, group_ep) for t in (expand_x, assist_info_for_combine.view(-1, 128)[:, :3], ep_send_counts)
     )
-    sums = torch.zeros(len(expert_ids), expand_x.shape[1])
+    weighted = torch.zeros(*expert_ids.shape, expand_x.shape[1])
     for rank in range(ep_world_size):
         filled = int(ends[rank][-1])
         for row, (to, token, which) in zip(rows[rank][:filled], assist[rank][:filled].tolist(), strict=True):
             if to == ep_rank_id:
-                sums[token] += expert_scales[token, which] * row.float()
-    return sums.to(expand_x.dtype)
+                weighted[token, which] = expert_scales[token, which] * row.float()
+    return weighted.sum(1).to(expand_x.dtype)  # of each row, in the order of its experts
 
 
 def of_all_ranks(x: Tensor, group: str) -> list[Tensor]:

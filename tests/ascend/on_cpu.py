@@ -60,8 +60,9 @@ def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILI
                 return None
             group: Any = dist.new_group(list(range(sizes.world)))
             exchange = AscendExchange(
-                self.ops, group.group_name, dist.get_rank(), sizes.world, config.expert_count, most + 3
-            )
+                self.ops, group.group_name, dist.get_rank(), sizes.world, sizes.physical(config.expert_count),
+                most + 3,
+            )  # fmt: skip
             return cast(Exchange, exchange)
 
         def shadow_device(self, top_k: int, stream_tokens: int) -> Device:

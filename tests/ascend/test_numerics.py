@@ -12,6 +12,7 @@ from torch import Tensor
 
 from executor.config.case import Case, ModelSettings, ParallelSettings
 from executor.config.env import RankEnv
+from executor.engine.rebalancing import Rebalancing
 from executor.engine.settings import platform_settings
 from executor.job.logits import collect_logits
 from executor.job.runner import make_runner
@@ -141,6 +142,24 @@ def test_sums_without_weights_are_seen(tmp_path: Path) -> None:
     """A mutation that the test above detects."""
     save(QWEN3, tmp_path)
     run_gloo_ranks(exchanging_rank, 2, tmp_path, True)
+    with pytest.raises(AssertionError, match="decode"):
+        assert_ranks(tmp_path, 2)
+
+
+def placing_rank(rank: int, port: int, folder: Path, still: bool) -> None:
+    """As above, with experts in slots; `still`: weights are not moved."""
+    if still:
+        Rebalancing._move = lambda *_: 0  # type: ignore[assignment,method-assign]
+    split = {"attn_tp_size": 1, "moe_tp_size": 1, "expert_slots": 5, "rebalance_steps": 1}
+    rank_logits(rank, port, folder, 2, split, "fusion_v2")
+
+
+def test_placed_experts_equal_the_reference(tmp_path: Path) -> None:
+    """While experts move, in exchanged decode steps and in a prefill whose rows are gathered."""
+    save(QWEN3, tmp_path)
+    run_gloo_ranks(placing_rank, 2, tmp_path, False)
+    assert_ranks(tmp_path, 2)
+    run_gloo_ranks(placing_rank, 2, tmp_path, True)
     with pytest.raises(AssertionError, match="decode"):
         assert_ranks(tmp_path, 2)
 

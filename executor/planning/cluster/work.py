@@ -3,6 +3,7 @@ meta device, with ops that note what they are asked for, so what is counted is w
 """
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from ops.interface import Exchange, Lengths, Ops
 # against the real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
 KERNELS: dict[str, dict[str, int]] = {"ascend": {"moe": 5, "write_kv": 2, "split_rms_norm": 6}, "cpu": {}}
 EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three, a cast, combine
+IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class NotedOps:
     paging = staticmethod(reference.paging)
 
     def __init__(self, case: Case, experts: int, notes: Notes):
-        """`experts` is the number of a layer's experts on all ranks."""
+        """`experts` is the number of a layer's experts on all ranks, with copies."""
         entry, own = PLATFORMS[case.platform], getattr(torch, case.model_config.dtype)
         self.layout: Any = load(entry.layout)(own)
         self.dtype = torch.float32 if entry.is_host else own  # of activations
@@ -211,17 +213,20 @@ class NotedOps:
 class NotedExchange:
     """The exchange of experts' rows over `size` ranks: steps of at most `most` rows."""
 
+    uneven = False
+
     def __init__(self, ops: NotedOps, size: int, most: int):
         self.ops, self.size, self.most = ops, size, most
 
     def takes(self, rows: int, experts: object) -> bool:
         return 0 < rows <= self.most
 
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any) -> Tensor:
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, slots: object = None) -> Tensor:
         notes, top_k = self.ops.notes, ids.shape[1]
+        kernels = EXCHANGED + (IN_SLOTS if slots else 0)
         for kind in ("dispatch", "combine"):
             notes.messages.append(Message(kind, "world", self.size, top_k * x.nbytes, notes.multiple))
-        self.ops.mixture("exchanged moe", self.size * len(x), x, top_k, experts, EXCHANGED)
+        self.ops.mixture("exchanged moe", self.size * len(x), x, top_k, experts, kernels)
         return x
 
 
@@ -241,16 +246,18 @@ class Counted:
         self.case, self.notes = case, Notes()
         self.config = load_model_config(case)
         config, self.multiples = one_of_each_layer(self.config)
-        self.ops = ops = NotedOps(case, config.expert_count, self.notes)
+        self.ops = ops = NotedOps(case, case.parallel_sizes.physical(config.expert_count), self.notes)
         place = place_of(case.parallel_sizes, 0, {})
         groups = {field.name: getattr(place, field.name) for field in dataclasses.fields(place)}
-        parallel = dataclasses.replace(
-            place,
-            **{n: NotedGroup(g.rank, g.size, None, n, self.notes) for n, g in groups.items() if isinstance(g, Group)},
-        )
+        noted: dict[str, Any] = {
+            n: NotedGroup(g.rank, g.size, None, n, self.notes) for n, g in groups.items() if isinstance(g, Group)
+        }
+        parallel = dataclasses.replace(place, **noted)
         settings = platform_settings(case)
-        ascend = case.platform == "ascend"
-        exchanged = most_rows(settings) if ascend and not why_gathered(settings, config) else 0
+        if case.platform == "ascend":
+            exchanged = 0 if why_gathered(settings, config) else most_rows(settings)
+        else:
+            exchanged = sys.maxsize if case.parallel_sizes.expert_slots else 0
         exchange = NotedExchange(ops, case.world_size, exchanged) if exchanged else None
         head = PLATFORMS[case.platform].quantised_head
         meta = torch.device("meta")

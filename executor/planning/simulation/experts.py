@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cpu_offload.device import Device, Place
@@ -38,6 +39,12 @@ class Sizes:
     page_size: int
     arena_bytes: int
     copy_s: float  # seconds to copy one expert
+
+
+def uses_of(choose: np.random.Generator, skew: float, layers: int, experts: int) -> NDArray[np.float64]:
+    """Made-up shares of the experts in the pairs of their layer. (layers, experts)"""
+    uses = np.exp(choose.normal(0, skew, (layers, experts)))
+    return np.asarray(uses / uses.sum(axis=1, keepdims=True))
 
 
 class Clock:
@@ -127,8 +134,7 @@ class SimulatedExperts:
         self.pages = ElasticPages(arena, sizes.page_size, pinned, self.offload.make_room, lambda old, new: None)
         self.offload.open(arena, torch.empty(0, dtype=torch.uint8), self.pages.gather)
         self.choose = np.random.default_rng([seed, 3])
-        uses = np.exp(self.choose.normal(0, skew, (sizes.layers, sizes.experts)))
-        self.uses = uses / uses.sum(axis=1, keepdims=True)  # share of each expert in the layer's pairs on this rank
+        self.uses = uses_of(self.choose, skew, sizes.layers, sizes.experts)  # in the layer's pairs on this rank
 
     def begin(self, now: float) -> None:
         self.clock.now = now

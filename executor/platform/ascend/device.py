@@ -15,7 +15,7 @@ from torch_npu.npu.utils import get_cann_version
 from cpu_offload.device import Device
 from errors import UserError
 from executor.config.env import RankEnv, cann_home
-from executor.platform.ascend.exchange import most_rows, why_gathered, why_refused, window_mb
+from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, why_refused, window_mb
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from executor.platform.ascend.graphs import AscendGraphs
 from executor.platform.ascend.hccl import AI_CPU, group_options
@@ -86,15 +86,18 @@ class AscendPlatform(Platform):
         settings, most = self.settings, most_rows(self.settings)
         soc = torch_npu.npu.get_device_name(self.device)
         why = why_gathered(settings, config) or why_refused(soc, self.cann)
+        check_slots(settings, why)
         few = f"{EXCHANGE}, at most {most} rows a rank"
         self.rows = (f"gathered ({why})" if why else few) if settings.sizes.attn_dp > 1 and config.expert_count else ""
         if why:
             return None
-        options = self._options({"hccl_buffer_size": window_mb(most, config), "hccl_op_expansion_mode": AI_CPU})
+        window = window_mb(most, config, settings.sizes)
+        options = self._options({"hccl_buffer_size": window, "hccl_op_expansion_mode": AI_CPU})
         rank, size = self.ranks.rank, self.ranks.world_size
         group = dist.new_group(list(range(size)), pg_options=options)  # the operators share it with nothing else
         self.communicator = group._get_backend(self.device).get_hccl_comm_name(rank)
-        return cast(Exchange, AscendExchange(self.own, self.communicator, rank, size, config.expert_count, most))
+        experts = settings.sizes.physical(config.expert_count)
+        return cast(Exchange, AscendExchange(self.own, self.communicator, rank, size, experts, most))
 
     def kernels(self, model: nn.Module) -> dict[str, str]:
         check_offsets(model, self.settings, self.cann)

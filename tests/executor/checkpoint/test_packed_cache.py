@@ -6,6 +6,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
 from executor.job.logits import collect_logits
 from executor.job.runner import make_runner
+from models.layers.base import layers_of
+from models.layers.experts import Experts
 from ops.cpu import memory
 from ops.cpu.engine import native
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
@@ -67,6 +70,18 @@ def test_files_are_read_where_mapping_does_not_pay(
     said, second = start(case, tmp_path, capsys)
     assert said.startswith("packed weights: read from ")
     assert_equal(first, second)
+
+
+def test_weights_that_will_be_written_are_read(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that writes to a mapped file ends."""
+    _, first = start(case, tmp_path, capsys)
+    runner = make_runner(case, tmp_path, ONE_RANK)
+    runner.packed_cache = lambda *given, mapped: PackedCache(*given, root=tmp_path / "kept", mapped=False)
+    runner.setup()
+    assert "packed weights: read from " in capsys.readouterr().out
+    experts: Any = next(layer.weights for _, layer in layers_of(runner.engine.model) if isinstance(layer, Experts))
+    experts.restore([0], experts.stored([0]))
+    assert_equal(first, collect_logits(runner, IDS, steps=2))
 
 
 @pytest.mark.parametrize("how", ["map_file", "read_file"])

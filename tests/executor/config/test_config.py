@@ -27,6 +27,7 @@ def error_of(name: str, *overrides: str) -> str:
 
 
 RANKS_8 = ["exe_mode=eager", "world_size=8"]
+APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,13 @@ RANKS_8 = ["exe_mode=eager", "world_size=8"]
             [*RANKS_8, "sequence_parallel_tokens=65", "chunked_prefill_size=64"],
             "sequence_parallel_tokens: 65 is more than the 64 tokens of the largest prefill step: lower it, or raise",
         ),
+        ([*RANKS_8, "expert_slots=5", "moe_tp_size=1"], "parallel_config.expert_slots: 5 needs several ranks with rows "
+         "and whole experts of their own: set attn_tp_size: 1 and moe_tp_size: 1 (they are 8 and 1, world_size is 8)"),
+        (["expert_slots=5"], "set attn_tp_size: 1 and moe_tp_size: 1 (they are 1 and 1, world_size is 1)"),
+        ([*APART_8, "expert_slots=3"], "expert_slots: 3 must be from 4 to 32: 8 ranks hold the model's 32 experts"),
+        ([*APART_8, "expert_slots=33"], "expert_slots: 33 must be from 4 to 32"),
+        ([*APART_8, "expert_slots=5", "mode=elastic"], "expert_slots: 5 and offload_config.mode: elastic exclude each"),
+        (["rebalance_steps=5"], "parallel_config.rebalance_steps: has no meaning with parallel_config.expert_slots: 0"),
         (["exe_mode=eager", "world_size=3"], "attn_tp_size: 3 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=16"], "attn_tp_size: 16 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],

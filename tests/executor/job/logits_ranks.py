@@ -1,7 +1,8 @@
 """A job that writes the logits of several cases, one after another, so that its ranks import torch only once.
 
 The argument is a JSON file, [[name, case, overrides, ids, mistake], ...]; rank 0 writes `name`.npz beside it. `mistake`
-is null, or names a patch of tests/models/minimax_m2_mistakes.py or tests/executor/parallel/row_mistakes.py.
+is null, or names a patch of tests/models/minimax_m2_mistakes.py or tests/executor/parallel/*_mistakes.py. Where experts
+were placed anew, `name`.json says what became of it.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from executor.engine.forced import ForcedRun
 from executor.job.logits import collect_logits, sized_for
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
+from tests.executor.parallel.placement_mistakes import PLACEMENT_MISTAKES
 from tests.executor.parallel.row_mistakes import ROW_MISTAKES
 from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
 
@@ -45,7 +47,7 @@ def main() -> None:
             case = sized_for(load_case(case_name, overrides), ids, args.steps)
             with pytest.MonkeyPatch.context() as patch:
                 if mistake:
-                    (SPLIT_MISTAKES | ROW_MISTAKES)[mistake](patch)
+                    (SPLIT_MISTAKES | ROW_MISTAKES | PLACEMENT_MISTAKES)[mistake](patch)
                 runner = make_runner(case, results, ranks)
                 runner.setup()
                 arrays = collect_logits(runner, ids, args.steps)
@@ -56,6 +58,10 @@ def main() -> None:
                     forced.close()
             if ranks.rank == 0:
                 np.savez(args.jobs.with_name(f"{name}.npz"), **arrays)
+                if placed := runner.engine.rebalancing:
+                    graphs = getattr(runner.engine.decode_step, "graphs", ())
+                    facts = {"placements": placed.report(), "graphs": len(graphs)}
+                    args.jobs.with_name(f"{name}.json").write_text(json.dumps(facts))
 
     _, case_name, overrides, *_ = jobs[0]
     run_rank(load_case(case_name, overrides), args.results, body)

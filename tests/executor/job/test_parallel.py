@@ -16,6 +16,7 @@ from executor.config.load import load_case
 from executor.job.logits import collect_logits, sized_for
 from executor.job.prompts import encode_prompts
 from files import ROOT
+from tests.executor.parallel.placement_mistakes import PLACEMENT_MISTAKES
 from tests.executor.parallel.row_mistakes import ROW_MISTAKES
 from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
 from tests.ranks import run_ranks
@@ -50,6 +51,15 @@ DEMO: Splits = {
     "tp8": dict(world_size=8),
 }
 DEMO_TP8: Splits = {"as it is": dict(world_size=8)}
+PLACED: Splits = {  # 16 experts in slots; the prefill and the third step count, others move a layer each
+    "ep2_still": dict(world_size=2, expert_slots=8, rebalance_steps=0),
+    "ep2_moved": dict(world_size=2, expert_slots=8, rebalance_steps=1),
+    "ep2_copies_graph": dict(world_size=2, expert_slots=9, rebalance_steps=1, exe_mode="graph"),
+    "ep4_copies": dict(world_size=4, expert_slots=6, rebalance_steps=1),
+    "ep4_copies_graph_in_chunks": dict(
+        world_size=4, expert_slots=5, rebalance_steps=1, exe_mode="graph", chunked_prefill_size=5
+    ),
+}
 # The official 48 query and 8 KV heads: of 16 ranks, two hold copies of each KV head.
 M2: Splits = {
     "tp2": dict(world_size=2),
@@ -67,6 +77,7 @@ M2: Splits = {
     "tp8": dict(world_size=8),
     "tp8_ep8_graph": dict(world_size=8, moe_tp_size=1, exe_mode="graph"),
     "dp2_tp4_moe_4x2": dict(world_size=8, attn_tp_size=4, moe_tp_size=4),
+    **{name: dict(attn_tp_size=1, moe_tp_size=1, **sizes) for name, sizes in PLACED.items()},
     "tp16": dict(world_size=16),
     "tp16_moe_4x4_graph": dict(world_size=16, moe_tp_size=4, exe_mode="graph"),
     "dp2_tp8_ep16": dict(world_size=16, attn_tp_size=8, moe_tp_size=1),
@@ -87,6 +98,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
 }
 # The mistakes of a split, and the split that each is made in.
 WHERE = dict.fromkeys(SPLIT_MISTAKES, ("m2_few_kv", "tp4")) | dict.fromkeys(ROW_MISTAKES, ("m2", "tp2_sp"))
+WRONG_PLACES = dict.fromkeys(PLACEMENT_MISTAKES, ("m2", "ep2_copies_graph"))
 IN_FLOATS = ["dtype=float32", "method=none"]
 
 
@@ -114,7 +126,7 @@ class Jobs:
 
     def _job(self, world_size: int) -> "subprocess.CompletedProcess[str]":
         right = [(model, name, None) for model, splits in SPLITS.items() for name in splits]
-        wrong = [(*WHERE[mistake], mistake) for mistake in WHERE]
+        wrong = [(*where, mistake) for mistake, where in (WHERE | WRONG_PLACES).items()]
         jobs = [
             [file_of(*entry), self.cases[model], overrides_of(SPLITS[model][name]), self.ids[model], mistake]
             for entry in right + wrong
@@ -133,6 +145,12 @@ class Jobs:
         assert done.returncode == 0, done.stdout + done.stderr
         with np.load(path) as arrays:
             return dict(arrays)
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """What became of the experts of a split of PLACED."""
+        self.split("m2", name)
+        found: dict[str, Any] = json.loads((self.folder / f"{file_of('m2', name, None)}.json").read_text())
+        return found
 
 
 def file_of(model: str, split: str, mistake: str | None) -> str:
@@ -164,6 +182,36 @@ def test_shares_of_rows_change_no_bit(jobs: Jobs, model: str, split: str) -> Non
     shared, whole = jobs.split(model, f"{split}_sp"), jobs.split(model, split)
     for name, expected in whole.items():
         np.testing.assert_array_equal(shared[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("split", [name for name in PLACED if name != "ep2_still"])
+def test_places_of_experts_change_no_bit(jobs: Jobs, split: str) -> None:
+    """On two ranks or four, with copies or without, while experts move, in captured steps and in chunks."""
+    placed, still = jobs.split("m2", split), jobs.split("m2", "ep2_still")
+    for name, expected in still.items():
+        np.testing.assert_array_equal(placed[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("split", PLACED)
+def test_experts_move_and_ranks_are_evened_out(jobs: Jobs, split: str) -> None:
+    """A captured step stays as it is."""
+    facts = jobs.facts(split)
+    if split == "ep2_still":
+        assert facts == {"placements": [], "graphs": 0}
+        return
+    first, *_ = facts["placements"]
+    assert first["steps"] == 1
+    assert first["experts"] > 0
+    assert first["nbytes"] > 0
+    assert first["before"] > first["after"] >= 1
+    assert facts["graphs"] == ("graph" in split)
+
+
+@pytest.mark.parametrize("mistake", WRONG_PLACES)
+def test_half_of_a_move_changes_the_logits(jobs: Jobs, mistake: str) -> None:
+    model, split = WRONG_PLACES[mistake]
+    wrong, right = jobs.split(model, split, mistake), jobs.split(model, split)
+    assert any(np.abs(wrong[f"decode_{i}"] - right[f"decode_{i}"]).max() > 0.1 for i in range(len(IDS)))
 
 
 @pytest.mark.parametrize("mistake", WHERE)

@@ -17,6 +17,7 @@ REPORT: dict[str, Any] = {
     "ttft_ms": 12.345, "prefill_tokens_per_s": 99.6, "prefill_tokens": 7,
     "tpot_ms_p50": 1.25, "tpot_ms_p99": 2.5, "decode_tokens_per_s": 640.4, "decode_tokens": 80,
     "drafted_tokens": 12, "accepted_tokens": 9, "peak_memory_bytes": 123_400_000,
+    "placements": [],
 }  # fmt: skip
 
 
@@ -41,3 +42,10 @@ def test_a_run_without_decode_steps_has_no_lines_about_them(capsys: pytest.Captu
     print_report(REPORT | {"tpot_ms_p50": None, "drafted_tokens": 0}, Path("report.json"))
     names = [line.split("  ")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert names == ["case", "time to first token", "prefill", "peak memory", "report"]
+
+
+def test_placed_experts_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    placements = [{"before": 1.62, "after": 1.12, "experts": 7}, {"before": 1.2, "after": 1.08, "experts": 2}]
+    print_report(REPORT | {"placements": placements}, Path("report.json"))
+    line = "busiest rank         1.62 times the mean of tokens for experts, 1.08 after 2 placement(s), 9 experts moved"
+    assert line in capsys.readouterr().out

@@ -197,6 +197,23 @@ def test_exchanged_rows_have_a_window(tmp_path: Path) -> None:
     assert graphs[0] != graphs[1]
 
 
+def test_copies_of_experts_are_counted(tmp_path: Path) -> None:
+    """Five of a layer's eight experts on each of two ranks in place of four, and room to move them."""
+    save_tiny(tmp_path / "model", hidden_size=1024, moe_intermediate_size=128)
+    split = {"attn_tp_size": 1, "moe_tp_size": 1}
+    plain = make_plan(tiny(tmp_path, world_size=2, parallel_config=split))
+    placed = make_plan(tiny(tmp_path, world_size=2, parallel_config=split | {"expert_slots": 5}))
+    still = make_plan(tiny(tmp_path, world_size=2, parallel_config=split | {"expert_slots": 5, "rebalance_steps": 0}))
+    expert = 3 * 1024 * 128 * 2
+    sizes = [next(p.nbytes for p in plan.sections["weights"] if p.name == "experts") for plan in (plain, placed, still)]
+    assert sizes == [2 * 4 * expert, 2 * 5 * expert, 2 * 5 * expert]
+    assert [plan.of("allowance") - plain.of("allowance") for plan in (placed, still)] == [4 * 5 * expert, 0]
+    window = -(-2 * 2 * (10 * 2560 + 3 * 2048) // MIB) + 1
+    assert placed.sections["HCCL buffers"][-1].nbytes == 2 * window * MIB
+    with pytest.raises(UserError, match=r"expert_slots: 5 needs rows .* gathered \(ascend_config.exchange: false\)"):
+        make_plan(dataclasses.replace(placed.case, ascend_config=AscendSettings(exchange=False)))
+
+
 def test_the_fullest_moment_depends_on_the_shape() -> None:
     ledger, bf16, meta = Ledger(), torch.bfloat16, torch.device("meta")
     shapes: Any = AscendShapes(bf16, "fusion_v2", ledger.note)

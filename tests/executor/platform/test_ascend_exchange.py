@@ -5,9 +5,17 @@ from typing import Any
 
 import pytest
 
+from errors import UserError
 from executor.config.load import load_case
 from executor.engine.settings import platform_settings
-from executor.platform.ascend.exchange import LIMITS, most_rows, why_gathered, why_refused, window_mb
+from executor.platform.ascend.exchange import (
+    LIMITS,
+    check_slots,
+    most_rows,
+    why_gathered,
+    why_refused,
+    window_mb,
+)
 from executor.platform.settings import PlatformSettings
 
 QWEN3_235B = dict(hidden_size=4096, expert_count=128, experts_per_token=8)
@@ -65,3 +73,15 @@ def test_the_window_grows_with_the_rows() -> None:
     """Two halves of 128 x 8704 and 8 x 8192 bytes for each row, in whole megabytes, and one more."""
     assert [window_mb(rows, config()) for rows in (1, 8, 512)] == [4, 19, 1153]
     assert list(LIMITS) == ["ranks", "experts", "experts a token", "columns"]
+
+
+def test_copies_of_experts_count_like_experts() -> None:
+    """17 slots on each of 8 ranks are 136 experts; slots are refused where rows are gathered."""
+    placed = settings("expert_slots=17")
+    assert window_mb(8, config(), placed.sizes) == 21
+    assert why_gathered(settings("expert_slots=128"), config()) == ""
+    assert why_gathered(settings("expert_slots=129"), config()) == "1032 experts, not 1 to 1024"
+    check_slots(placed, "")
+    check_slots(settings(), "Ascend910B3 is no Atlas A3")
+    with pytest.raises(UserError, match=r"expert_slots: 17 needs rows .* gathered \(Ascend910B3 is no Atlas A3\)"):
+        check_slots(placed, "Ascend910B3 is no Atlas A3")

@@ -3,6 +3,7 @@
 #include "bindings/engine.h"
 
 #include <string>
+#include <utility>
 
 #include "kernels/dispatch.h"
 #include "runtime/probe.h"
@@ -17,12 +18,15 @@ namespace {
 
 constexpr int64_t kRoom = 1 << 18;  // floats for each thread: sums of 2,000 sections of 128 columns
 
-// Python code at its place on the tape. An exception ends the replay and reaches its caller.
+// Python code at its place on the tape, where it may call ops: these run, and are not recorded themselves. An exception
+// ends the capture or the replay and reaches its caller.
 struct HostNode {
     py::function function;
     void run(Context&) const {
         py::gil_scoped_acquire acquire;
+        Tape* capturing = std::exchange(engine.capturing, nullptr);
         function();
+        engine.capturing = capturing;
     }
 };
 

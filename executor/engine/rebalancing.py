@@ -1,0 +1,102 @@
+"""Places experts anew while a job runs, by the rows that came to them, and moves their weights between ranks.
+
+After `interval` steps all ranks sum their counts, and each computes the same placements from them. Then one
+layer after another moves, each behind a step, so that no step waits for long. A rank sends rows to an expert's
+new slot only after the exchange of weights that it takes part in, and the rank with the slot reads those rows in its
+next step, when it has written the weights. Captured steps find weights and tables at the same addresses.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from executor.parallel.groups import Group
+from executor.parallel.placement import Counts, imbalance, moves, next_placement
+from models.layers.base import layers_of
+from models.layers.experts import Experts
+from ops.interface import MovableExperts
+
+
+@dataclass
+class Rebalance:
+    """What followed from an interval. Imbalance: tokens of the busiest rank / of a rank on average, in the mean of all
+    layers."""
+
+    steps: int  # before it
+    before: float  # imbalance in the interval
+    after: float  # imbalance of the same tokens as they are placed now
+    experts: int = 0  # moved, in all layers
+    nbytes: int = 0  # of weights that came to this rank
+    ms: float = 0.0  # that steps waited for it
+
+    def __str__(self) -> str:
+        return (
+            f"experts placed anew after {self.steps} steps: the busiest rank had {self.before:.2f} times the "
+            f"mean and has {self.after:.2f} times now; {self.experts} experts moved in {self.ms:.0f} ms"
+        )
+
+
+class Rebalancing:
+    """Every rank calls `end` after the same steps."""
+
+    def __init__(self, model: nn.Module, world: Group, interval: int | None):
+        """`interval`: steps between two placements; None: the first placement stays."""
+        layers = [layer for _, layer in layers_of(model) if isinstance(layer, Experts)]
+        self.layers = [(layer, layer.slots) for layer in layers if layer.slots]
+        self.world, self.interval, self.steps = world, interval, 0
+        self.due: list[tuple[Experts, Counts]] = []  # layers that are to be placed by these counts
+        self.history: list[Rebalance] = []
+
+    @torch.inference_mode()
+    def end(self) -> None:
+        """To be called after a step."""
+        if self.interval is None:
+            return
+        self.steps += 1
+        if self.steps % self.interval == 0 and not self.due:
+            self._count()
+        elif self.due:
+            self._place(*self.due.pop(0))
+
+    def report(self) -> list[dict[str, Any]]:
+        return [asdict(one) for one in self.history]
+
+    def _count(self) -> None:
+        """Begins a placement by the rows that came since the last one."""
+        rows = torch.stack([slots.rows for _, slots in self.layers])  # (layers, slots of this rank)
+        counts = rows.new_zeros(len(self.layers), self.layers[0][0].experts)
+        for own, one, (layer, slots) in zip(rows, counts, self.layers, strict=True):
+            one[torch.from_numpy(layer.held[layer.here]).to(rows.device)] = own
+            slots.rows.zero_()
+        routed = self.world.all_reduce(counts).cpu().numpy()
+        self.due = [(layer, one) for one, (layer, _) in zip(routed, self.layers, strict=True)]
+        now = float(np.mean([imbalance(one, layer.held, self.world.size) for layer, one in self.due]))
+        self.history.append(Rebalance(self.steps, now, now))
+
+    def _place(self, layer: Experts, counts: Counts) -> None:
+        start, ranks, one = time.perf_counter(), self.world.size, self.history[-1]
+        held = next_placement(counts, ranks, layer.held)
+        one.after -= (imbalance(counts, layer.held, ranks) - imbalance(counts, held, ranks)) / len(self.layers)
+        if found := moves(layer.held, held, ranks):
+            one.experts += len(found)
+            one.nbytes += self._move(cast(MovableExperts, layer.weights), found, len(held) // ranks)
+            layer.place(held)
+        one.ms += 1e3 * (time.perf_counter() - start)
+        if not self.due and self.world.rank == 0:
+            print(one)
+
+    def _move(self, weights: MovableExperts, found: list[tuple[int, int]], slots: int) -> int:
+        """Copies experts from slots to slots of all ranks, which have `slots` each. -> bytes that came to this rank"""
+        rank, ranks = self.world.rank, self.world.size
+        leaving = [(to // slots, source % slots) for source, to in found if source // slots == rank]
+        coming = [(source // slots, to % slots) for source, to in found if to // slots == rank]
+        coming.sort(key=lambda move: move[0])  # as they come: by rank, and of a rank in the order of slots
+        sent, received = (np.bincount([there for there, _ in m], minlength=ranks).tolist() for m in (leaving, coming))
+        came = self.world.exchange_rows(weights.stored([slot for _, slot in leaving]), sent, received)
+        if coming:
+            weights.restore([slot for _, slot in coming], came)
+        return came.nbytes

@@ -1,0 +1,102 @@
+"""Where the experts of a layer are, by how often tokens are routed to them: the rank with the most rows decides how
+long a step of all ranks takes.
+
+A layer has ranks * slots slots, of which rank r has r * slots .. (r + 1) * slots - 1. `held` (ranks * slots) has the
+expert in each slot. Every expert has a slot; hot ones have several, on different ranks, and each of these copies serves
+its share of the ranks. All of this is a pure function of routing counts, which all ranks compute alike.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Held = NDArray[np.int64]
+Counts = NDArray[np.int64]  # (experts): tokens that were routed to each expert
+
+# As shares of the mean load of a rank:
+SLACK = 0.02  # an expert stays where it is unless another rank has so much less to do
+WORTH = 0.05  # moves that take less than this from the busiest rank are not made
+
+
+def first_placement(experts: int, ranks: int, slots: int) -> Held:
+    """The placement before any token was routed. Packed weights are kept as it says: if it changes, raise LAYOUT of
+    executor/checkpoint/packed.py."""
+    return _packed(np.ones(experts, np.int64), ranks, slots, None)
+
+
+def next_placement(counts: Counts, ranks: int, before: Held) -> Held:
+    """A placement for `counts` that moves few experts; `before` itself unless a new one is worth its moves."""
+    found = _packed(counts, ranks, len(before) // ranks, before)
+    return found if imbalance(counts, before, ranks) - imbalance(counts, found, ranks) >= WORTH else before
+
+
+def imbalance(counts: Counts, held: Held, ranks: int) -> float:
+    """Tokens of the busiest rank / tokens of a rank on average; 1 if there are none."""
+    loads = (counts / np.bincount(held, minlength=len(counts)))[held].reshape(ranks, -1).sum(1)
+    return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+
+def slots_for(rank: int, ranks: int, held: Held) -> Held:
+    """The slot that rank `rank` sends its rows of each expert to: of n copies in order of ranks, the first serves the
+    first n-th of the ranks and so on, so that rows seldom leave their neighbourhood."""
+    copies = np.bincount(held)
+    ordered = np.argsort(held, kind="stable")  # slots by expert
+    return ordered[np.cumsum(copies) - copies + rank * copies // ranks]
+
+
+def moves(before: Held, after: Held, ranks: int) -> list[tuple[int, int]]:
+    """(slot, slot to copy its expert to) of every move from one placement to another; experts come from near ranks."""
+    slots = len(before) // ranks
+    found = []
+    for to in np.flatnonzero(before != after):
+        sources = np.flatnonzero(before == after[to])
+        near = np.argmin(np.abs(sources // slots - to // slots))
+        found.append((int(sources[near]), int(to)))
+    return found
+
+
+def _copies(counts: Counts, ranks: int, slots: int) -> NDArray[np.int64]:
+    """How many slots each expert gets: one, and each further one where copies have the most tokens."""
+    copies = np.ones(len(counts), np.int64)
+    for _ in range(ranks * slots - len(counts)):
+        copies[np.argmax(np.where(copies < ranks, counts / copies, -1.0))] += 1
+    return copies
+
+
+def _packed(counts: Counts, ranks: int, slots: int, before: Held | None) -> Held:
+    """Copies with the most tokens first, each to the rank with the least to do that has room and no copy of it yet."""
+    copies = _copies(counts, ranks, slots)
+    each = counts / copies  # tokens of a copy
+    stays = np.zeros((ranks, len(counts)))
+    if before is not None:
+        stays[np.arange(ranks * slots) // slots, before] = SLACK * counts.sum() / ranks
+    has, loads, room = np.zeros(stays.shape, np.bool_), np.zeros(ranks), np.full(ranks, slots)
+
+    def put(rank: int, expert: int) -> None:
+        has[rank, expert] = True
+        loads[rank] += each[expert]
+        room[rank] -= 1
+
+    hottest = np.argsort(-each, kind="stable")
+    for expert in np.repeat(hottest, copies[hottest]).tolist():
+        costs = np.where(has[:, expert], np.inf, loads - stays[:, expert])
+        if np.isinf(costs[room > 0]).all():  # every rank with room has it: a full one makes room for it
+            full, other = int(np.argmin(costs)), int(np.argmax(room))
+            given = int(np.flatnonzero(has[full] & ~has[other])[-1])
+            put(other, given)
+            has[full, given] = False
+            loads[full] -= each[given]
+            room[full] += 1
+            put(full, expert)
+        else:
+            put(int(np.argmin(np.where(room > 0, costs, np.inf))), expert)
+    return _in_slots(has, slots, before)
+
+
+def _in_slots(has: NDArray[np.bool_], slots: int, before: Held | None) -> Held:
+    """The placement of the experts that each rank `has` (ranks, experts). Those that a rank had already stay in their
+    slots."""
+    held = np.full((len(has), slots), -1) if before is None else before.reshape(-1, slots).copy()
+    for own, here in zip(held, has, strict=True):
+        own[~np.isin(own, np.flatnonzero(here))] = -1
+        own[own < 0] = np.setdiff1d(np.flatnonzero(here), own)
+    return held.reshape(-1)

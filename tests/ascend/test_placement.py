@@ -1,0 +1,102 @@
+"""Experts in slots on two ranks over the real hccl backend: what is launched, what moves, and that graphs stay."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from executor.engine import rebalancing
+from tests.ascend.engine import QWEN3, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.ge import ge_programs
+from tests.ascend.log import device_log
+from tests.ascend.ranks import run_ranks
+from tests.ascend.test_exchange import FUSED, MIXTURE, PROMPTS, SPLIT, plain
+from tests.ascend.test_hccl import started
+
+LOOK_UP, COUNT = "aclnnIndexSelect (8)int32 (3)int32 (3)int32", "aclnnInplaceAdd (5)int64 (5)int64 scalar:int64"
+MOVE = [  # of a layer's experts in tiles, three of five: out of its matrices, to the other rank, and into them in place
+    "aclnnNpuFormatCast", "aclnnIndex", "aclnnCat", "aclnnNpuFormatCast", "aclnnIndex", "aclnnCat", "aclnnCat", "hccl",
+    *["aclnnNpuFormatCast", "aclnnInplaceCopy", "aclnnIndexPutImpl", "aclnnNpuFormatCast", "memcpy"] * 2,
+    "aclnnInplaceZero",
+]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Seen:
+    steps: list[list[str]]  # the calls of each decode step to the device
+    held: list[list[int]]  # experts in the slots of each layer
+    report: list[dict[str, Any]]
+
+
+def placed(rank: int, folder: Path, *overrides: str) -> Seen:
+    """Five decode steps. The fake device counts nothing, so placements are made up: each rank gets the other's."""
+    rebalancing.next_placement = lambda counts, ranks, before: np.roll(before, 5)
+    case, ranks = started(rank, 2, folder, *SPLIT, "expert_slots=5", "rebalance_steps=3", *overrides)
+    runner = ascend_runner(case, folder, ranks)
+    prefilled(runner, PROMPTS)
+    found = []
+    for _ in range(5):
+        with device_log() as log:
+            runner.loop.step()
+        found.append([line for line in log.lines if not line.startswith("synchronize")])
+    moved = runner.engine.rebalancing
+    assert moved
+    return Seen(found, [layer.held.tolist() for layer, _ in moved.layers], moved.report())
+
+
+@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+def test_experts_move_between_steps(tmp_path: Path, mode: str) -> None:
+    """The second decode step counts, a layer moves behind the third and one behind the fourth: three experts to each
+    rank, as both have two of eight."""
+    ascend_case(tmp_path, hidden_size=1024)
+    first, second = run_ranks(placed, 2, tmp_path, f"exe_mode={mode}", limit_s=300)
+    for seen in (first, second):
+        kernels = [plain(line.removeprefix("captured ")) for line in seen.steps[0]]
+        assert [kernels.count(line) for line in (LOOK_UP, COUNT)] == [2, 2]
+        begin = kernels.index(LOOK_UP)
+        around = [line.split()[0] for line in kernels[begin : begin + len(MIXTURE) + 2]]
+        assert around == [LOOK_UP.split()[0], MIXTURE[0].split()[0], COUNT.split()[0],
+                          *(line.split()[0] for line in MIXTURE[1:])]  # fmt: skip
+        counted, *moves, left = ([plain(line) for line in after(lines)] for lines in seen.steps[1:])
+        assert [line for line in counted if line.startswith("hccl")] == [
+            "hccl AllReduce 16 int64 name=group_name_1 ranks=2"
+        ]
+        for lines in moves:
+            calls = [line.split()[0] for line in lines if not line.startswith("memcpy H2D")]
+            assert calls == MOVE
+            assert "hccl AlltoAllV per-rank uint8 name=group_name_1 ranks=2" in lines
+            assert lines[-1] == "memcpy H2D 32"  # the table of eight experts, last
+        assert [line.split()[0] for line in left if line.startswith("hccl")] == ["hccl"]  # counts again
+        for lines in seen.steps[1:]:
+            assert not [line for line in lines if line.startswith("capture")]
+            assert len([line for line in lines if line.startswith("replay graph")]) == 1
+    assert first.held == second.held
+    assert [one["experts"] for one in first.report] == [12, 0]
+
+
+def after(lines: list[str]) -> list[str]:
+    """The calls behind the step itself, which ends with its tokens."""
+    return lines[lines.index("memcpy D2H 16") + 1 :]
+
+
+def program_in_ge(rank: int, folder: Path) -> tuple[Counter[str], list[str]]:
+    """(nodes, the nodes whose outputs are written into tensors of the model)"""
+    case, ranks = started(rank, 2, folder, "exe_mode=ge_graph", *SPLIT, "expert_slots=5")
+    with ge_programs() as programs:
+        generate(ascend_runner(case, folder, ranks))
+    (program,) = programs
+    types = {node.name: node.type for node in program.nodes}
+    return program.count(), [types[out.source.partition(":")[0]] for out in program.outputs() if out.shape == (5,)]
+
+
+def test_a_ge_graph_looks_up_and_counts(tmp_path: Path) -> None:
+    """What a layer adds to the graphs of test_exchange.py; sums are written where they were read."""
+    ascend_case(tmp_path, hidden_size=1024)
+    for nodes, written in run_ranks(program_in_ge, 2, tmp_path, limit_s=300):
+        around = {"RmsNorm": 1, "MatMul": 1, "GatherV2": 3}  # the first norm, the head, the embedding and the angles
+        wanted = FUSED[QWEN3] + Counter(GatherV2=1, Add=1)
+        assert {name: nodes[name] for name in wanted} == {n: 2 * c + around.get(n, 0) for n, c in wanted.items()}
+        assert written == ["Add", "Add"]

@@ -1,0 +1,56 @@
+"""Experts that are copied from bank to bank compute what they computed where they came from."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ops import load_ops
+from ops.cpu import engine
+from ops.cpu.engine import native
+from ops.format import FORMATS, Format
+from ops.interface import MovableExperts, Ops
+
+COUNT, INNER, HIDDEN = 5, 96, 64
+KINDS = {
+    "float32": FORMATS["float32"], "bfloat16": FORMATS["bfloat16"], "q8": FORMATS["q8"],
+    "q4 zeros": Format("q4", 32, zeros=True), "f8": Format("f8", 32),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    yield
+    engine.start(1, "auto")
+
+
+def filled(ops: Ops, format: Format, seed: int) -> MovableExperts:
+    torch.manual_seed(seed)
+    experts = ops.expert_matrices(COUNT, INNER, HIDDEN, format, torch.device("cpu"))
+    for expert in range(COUNT):
+        for which, shape in (("gate", (INNER, HIDDEN)), ("up", (INNER, HIDDEN)), ("down", (HIDDEN, INNER))):
+            experts.fill(expert, which, torch.randn(shape))
+    return experts
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(("name", "kind"), [("reference", "float32"), *(("cpu", kind) for kind in KINDS)])
+def test_moved_experts_compute_the_same(name: str, kind: str, nodes: int) -> None:
+    """Two of one bank in places of another, whose other experts stay as they are."""
+    engine.start_teams([native.Team(-1, 1, []) for _ in range(nodes)], "auto")
+    ops = load_ops(name)
+    source, target = (filled(ops, KINDS[kind], seed) for seed in (1, 2))
+    x = torch.randn(COUNT, HIDDEN)
+
+    def alone(experts: MovableExperts) -> list[torch.Tensor]:
+        return [ops.moe(x, torch.ones(COUNT, 1), torch.full((COUNT, 1), e), experts, None) for e in range(COUNT)]
+
+    theirs, expected = alone(source), alone(target)
+    stored = source.stored([4, 1])
+    assert stored.dtype == torch.uint8
+    assert source.stored([]).shape == (0, stored.shape[1])
+    target.restore([0, 3], stored)
+    target.restore([], source.stored([]))
+    expected[0], expected[3] = theirs[4], theirs[1]
+    for found, wanted in zip(alone(target), expected, strict=True):
+        assert torch.equal(found, wanted)
