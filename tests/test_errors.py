@@ -21,6 +21,17 @@ from errors import REFUSED_STATUS, UserError, refusal, run_main
             RuntimeError("shadow experts: their threads cannot be started: Resource temporarily unavailable"),
             "a thread ",
         ),
+        (
+            RuntimeError("NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 64.00 GiB total)"),
+            "has no 20.00 MiB left",
+        ),
+        (
+            RuntimeError(
+                "operator():../x.cpp:26 NPU function error: aclrtMemcpy, error code is 507000\n"
+                "[ERROR] (PID:1, Device:0, RankID:-1) ERR00100 PTA call acl api failed.\nEZ9999: x\ny"
+            ),
+            "the NPU failed: NPU function error: aclrtMemcpy, error code is 507000; EZ9999: x (",
+        ),
         (OSError(errno.EIO, "Input/output error", "/a/b"), "/a/b: Input/output error"),
         (OSError(errno.EXDEV, "Invalid link", "/a", None, "/b"), "/a to /b: Invalid link"),
         (ConnectionError("the other\x1b[2J end is gone"), "the other [2J end is gone"),

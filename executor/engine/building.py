@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from errors import UserError
 from executor.checkpoint.formats.detect import read_scheme
@@ -130,7 +129,7 @@ def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: i
 def apart(view: Tensor) -> Tensor:
     """A tensor over the same memory that is not a view: torch.compile rewrites overlapping views among the inputs of a
     graph, and torchair fails on the result."""
-    return from_dlpack(view)
+    return torch.utils.dlpack.from_dlpack(view)  # by its whole name: torch_npu puts its own there when it is imported
 
 
 def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:

@@ -47,6 +47,7 @@ aclError fake::task(aclrtStream stream, const std::string& line, const std::func
 
 aclError fake::launch(Task task) {
     NOT_IN_A_CALLBACK
+    if (aclError error = fault()) return error;
     const std::string when = phase(task.stream);
     say(when + task.line);
     if (when == "update ") return ACL_SUCCESS;  // the launch is captured: nothing runs

@@ -24,6 +24,7 @@ size_t most_pinned = SIZE_MAX;  // most bytes of one allocation of pinned host m
 aclError allocate(void** p, size_t bytes, aclrtMemLocationType where) {
     if (fake::inside_callback()) return fake::forbid("allocation");
     if (where == ACL_MEM_LOCATION_TYPE_HOST && bytes > most_pinned) return ACL_ERROR_RT_MEMORY_ALLOCATION;
+    if (fake::fault()) return ACL_ERROR_RT_MEMORY_ALLOCATION;
     if (posix_memalign(p, 512, bytes ? bytes : 512)) return ACL_ERROR_RT_MEMORY_ALLOCATION;
     std::lock_guard<std::mutex> lock(guard);
     blocks[reinterpret_cast<uintptr_t>(*p)] = {bytes, where};
@@ -151,6 +152,7 @@ aclError aclrtPointerGetAttributes(const void* p, aclrtPtrAttributes* attributes
 aclError aclrtMemcpy(void* to, size_t, const void* from, size_t bytes, aclrtMemcpyKind kind) {
     NOT_IN_A_CALLBACK
     if (fake::capturing()) return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
+    if (aclError error = fake::fault()) return error;
     fake::say(std::string("memcpy ") + direction(kind) + ' ' + std::to_string(bytes));
     return memmove(to, from, bytes), ACL_SUCCESS;
 }

@@ -18,6 +18,7 @@ constexpr const char* kSoc = "Ascend910_9391";
 void say(const std::string& line);  // logs a line about a call to the device, if a test reads the log
 void ran(aclrtStream stream, const std::string& line);  // adds a task that a stream has run to the other log
 aclError violation(const std::string& what);            // records that a rule was broken, and makes the call fail
+aclError fault();                                       // counts a call that may fail; an error if this one is to fail
 void* handle();                                         // a new handle, with a number that no other has
 int number(const void* handle);                         // the number of a handle: 1, 2, ...
 

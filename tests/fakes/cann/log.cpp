@@ -10,6 +10,7 @@ std::mutex guard;
 std::string lines, done, broken, taken;
 bool listening = false;
 std::atomic<uintptr_t> last{0};
+std::atomic<int64_t> calls{0}, failing{0};
 
 const char* take(std::string& from) {
     taken.swap(from);
@@ -34,6 +35,8 @@ aclError fake::violation(const std::string& what) {
     return ACL_ERROR_RT_FEATURE_NOT_SUPPORT;
 }
 
+aclError fake::fault() { return ++calls == failing ? ACL_ERROR_RT_INTERNAL_ERROR : ACL_SUCCESS; }
+
 void* fake::handle() { return reinterpret_cast<void*>((++last) << 4); }
 
 int fake::number(const void* handle) { return static_cast<int>(reinterpret_cast<uintptr_t>(handle) >> 4); }
@@ -46,6 +49,14 @@ void fake_log_start() {
     done.clear();
     listening = true;
 }
+
+// The n-th call from now on that allocates, copies, launches or waits fails; 0: none does.
+void fake_fail(int64_t n) {
+    calls = 0;
+    failing = n;
+}
+
+int64_t fake_calls() { return calls; }  // since then
 
 // Returns the log and stops logging. The text is valid until the next call of any of these functions.
 const char* fake_log_take() {

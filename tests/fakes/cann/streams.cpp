@@ -168,6 +168,7 @@ aclError host_function(aclrtStream stream, std::function<void()> run, bool block
 // If the host waits for the device during a capture, that is an error on a real device as well.
 template <class Done> aclError wait(const char* what, bool forbidden, int32_t ms, Done done) {
     if (forbidden) return ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT;
+    if (aclError error = fake::fault()) return error;
     fake::say(std::string("synchronize ") + what);
     std::unique_lock<std::mutex> lock(s.guard);
     if (ms < 0) return s.moved.wait(lock, done), ACL_SUCCESS;
