@@ -23,9 +23,10 @@ from torch.utils.dlpack import from_dlpack
 from cpu_offload.device import Device, Place
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
+from ops.ascend.host_memory import pinned
 from ops.ascend.moe import resident
 from ops.ascend.ops import AscendOps
-from ops.ascend.shadow import ShadowNodes, pinned
+from ops.ascend.shadow import ShadowNodes
 from ops.ascend.slots import Slots
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout

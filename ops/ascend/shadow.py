@@ -23,8 +23,8 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from errors import UserError
 from ops.ascend.bridge import Bridge, Job
+from ops.ascend.host_memory import pinned
 
 SLICES = 8  # the host divides its wait into this many parts, and checks the callbacks after each
 
@@ -166,15 +166,6 @@ class ShadowNodes:
 
 
 LEFT: list[ShadowNodes] = []
-
-
-def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:
-    """Returns an uninitialised pinned tensor. If CANN has no pinned memory left, it raises a UserError that begins with
-    `what`; torch_npu 2.13.0 itself does not raise then, but returns a tensor at address 0."""
-    made = torch.empty(shape, dtype=dtype, pin_memory=True)
-    if made.numel() and not made.data_ptr():
-        raise UserError(f"{what}: no pinned memory on the host for {dtype} {shape}")
-    return made
 
 
 def _submit(x: Tensor, ids: Tensor, weights: Tensor, layer: int, nodes: int) -> Tensor:

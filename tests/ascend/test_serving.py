@@ -16,7 +16,8 @@ from executor.engine.sequence import Sequence
 from executor.job.runner import make_runner
 from executor.serving.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
 from executor.serving.worker import Worker
-from ops.ascend.shadow import Node, ShadowNodes, pinned
+from ops.ascend.host_memory import pinned
+from ops.ascend.shadow import Node, ShadowNodes
 from tests.ascend.engine import SIZES, ascend_case, ascend_runner
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log

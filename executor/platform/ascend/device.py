@@ -34,6 +34,7 @@ from models.config import ModelConfig
 from ops.ascend import vector_core
 from ops.ascend.cann import abilities
 from ops.ascend.exchange import AscendExchange
+from ops.ascend.host_memory import pinned
 from ops.ascend.ops import AscendOps
 from ops.interface import Exchange, Ops
 
@@ -124,8 +125,6 @@ class AscendPlatform(Platform):
         return loud_fallbacks(self.settings.strict)
 
     def copy_ms(self, nbytes: int) -> float:
-        from ops.ascend.shadow import pinned
-
         source, times = pinned((nbytes,), torch.uint8, "shadow experts"), []
         to = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         for _ in range(COPIES):

@@ -39,6 +39,7 @@ from ops.ascend import (
     lowering,  # noqa: F401 (registers)
     vector_core,
 )
+from ops.ascend.host_memory import pinned
 from ops.ascend.vector_core import converters  # noqa: F401 (registers)
 
 MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
@@ -66,7 +67,10 @@ class AscendGraph:
     def __init__(self, compiled: Step, batch: Batch, device: torch.device, lengths_on_device: bool = False):
         self.compiled, self.lengths_on_device = compiled, lengths_on_device
         batch = self.prepared(batch)
-        self.host = {name: tensor.pin_memory() for name, tensor in batch.tensors().items()}
+        self.host = {
+            name: pinned(tuple(tensor.shape), tensor.dtype, f"graph of {len(batch.kv_lens)} sequences").copy_(tensor)
+            for name, tensor in batch.tensors().items()
+        }
         self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
         for tensor in self.inputs.values():
             torch._dynamo.mark_static(tensor)

@@ -10,8 +10,8 @@ import torch
 import torch_npu
 
 from benchmarks.npu_layers import Graph, alternate
+from ops.ascend.host_memory import pinned
 from ops.ascend.ops import AscendOps
-from ops.ascend.shadow import pinned
 from ops.ascend.weights import AscendMatrix
 from ops.format import Format
 from tools.npu_check.environment import ascend_overrides
