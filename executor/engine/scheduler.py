@@ -205,9 +205,7 @@ class Scheduler:
             limit = self.limits.prefill_tokens if len(prompts) == len(step) else self.mixed_tokens
             chunked = set(self.chunk(prompts, limit))
             step = [s for s in step if s.decoding or s in chunked]
-        size = self.limits.page_size
-        for sequence in sorted((s for s in step if s.end > s.promised * size), key=_seniority):
-            self._make_room(sequence)
+        self.grow(step)
         if self.preempted:
             step = [s for s in step if s not in self.preempted]
         if not step:
@@ -216,6 +214,12 @@ class Scheduler:
         if self.drafts and next_step.decode and all(len(of) <= MOST_DRAFTING for of in self.by_group(step)):
             self.drafts.propose(step, [self._room(s) for s in step])
         return next_step
+
+    def grow(self, sequences: ListOf[Sequence]) -> None:
+        """Promise running sequences the pages of their next step. Those that have to wait for it are in `preempted`."""
+        size = self.limits.page_size
+        for sequence in sorted((s for s in sequences if s.end > s.promised * size), key=_seniority):
+            self._make_room(sequence)
 
     def _room(self, sequence: Sequence) -> int:
         """Number of tokens that a sequence may have in its next step beyond its newest one, without more pages than it
@@ -305,6 +309,12 @@ class Scheduler:
     def _append(self, sequence: Sequence, tokens: ListOf[int]) -> ListOf[int]:
         """Appends those of `tokens` to the sequence that come before its end; -> those."""
         sampling = sequence.request.sampling
+        if sampling.ignore_eos and not sampling.stop_token_ids and FAILED not in tokens:
+            new = tokens[: sequence.longest - len(sequence.ids)]
+            sequence.ids.extend(new)
+            if len(sequence.ids) >= sequence.longest:
+                sequence.finish_reason = "length"
+            return new
         for count, token in enumerate(tokens):
             if token == FAILED:
                 sequence.finish_reason = "error"

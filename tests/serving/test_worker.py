@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from executor.engine import shares
+from executor.engine.expert_totals import ExpertTotals
+from executor.engine.shares import CLEARLY
 from executor.job.runner import ModelRunner
-from executor.serving import experts, shares
 from executor.serving.messages import Grammar, Ping, Pong, Refused, Residency, Sampling, State, Submit, Watch
-from executor.serving.shares import CLEARLY
 from tests.serving.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case
 
@@ -126,7 +127,7 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
     server = Server(runner_of(model, ELASTIC, prefix_floor=0))
     share, ids = server.worker.shares, count()
     assert share
-    monkeypatch.setattr(experts.ExpertTotals, "miss_s", 1e-9)
+    monkeypatch.setattr(ExpertTotals, "miss_s", 1e-9)
     before = share.expert_pages
     around = prompts(9, 41)
     for _ in range(12):
@@ -135,7 +136,7 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
     last = list(range(next(ids) - 9, next(ids) - 1))
     assert share.expert_pages < before
     assert sum(server.script.rows(id)[0].found == 40 for id in last) > 5
-    monkeypatch.setattr(experts.ExpertTotals, "miss_s", 1.0)
+    monkeypatch.setattr(ExpertTotals, "miss_s", 1.0)
     low = share.expert_pages
     for prompt in prompts(40, 9, seed=5):
         server.answer(next(ids), prompt, 12)

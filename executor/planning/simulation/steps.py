@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from executor.engine.scheduler import Step
 from executor.planning.cluster.layouts import Layout
-from executor.planning.cluster.times import step_times
+from executor.planning.cluster.times import Times, step_times
 from executor.planning.cluster.work import Work
 
 SHARES = 64  # shares of resident experts are rounded to multiples of 1 / SHARES
@@ -18,18 +18,14 @@ class StepTimes:
         self.layout, self.longest = layout, longest
         self.decode_at = lru_cache(None)(self._decode_at)
         self.prefill_at = lru_cache(None)(self._prefill_at)
+        self.exposed_at = lru_cache(None)(self._exposed_at)
 
     def seconds(self, step: Step, groups: int, resident: float) -> float:
         """The time of a step: that of the data-parallel group with the most to do, since groups wait for each other.
         `resident`: the share of the experts that it uses which the devices hold."""
-        share = round(resident * SHARES) / SHARES
         if step.decode:
-            rows, cached = [0] * groups, [0] * groups
-            for s in step.sequences:
-                rows[s.group] += 1
-                cached[s.group] += s.cached
-            most = max(rows)
-            return self._decode(most, max(cached) / most, share)
+            return self.decode_steps(step, groups, resident, 1)[0][0]
+        share = round(resident * SHARES) / SHARES
         tokens, seen, decoding = [0] * groups, [0] * groups, [0] * groups
         for s in step.sequences:
             tokens[s.group] += s.new_tokens
@@ -39,23 +35,48 @@ class StepTimes:
                 seen[s.group] = max(seen[s.group], s.cached)
         busiest = max(range(groups), key=lambda group: tokens[group])
         # Those that decode read what they have cached.
-        extra = self._decode(1, decoding[busiest], share) - self._decode(1, 0, share)
-        return self._prefill(tokens[busiest], seen[busiest], share) + extra
+        extra = self.decode(1, decoding[busiest], share) - self.decode(1, 0, share)
+        return self.prefill(tokens[busiest], seen[busiest], share) + extra
 
-    def _decode(self, sequences: int, cached: float, resident: float) -> float:
+    def decode_steps(self, step: Step, groups: int, resident: float, count: int) -> tuple[list[float], float]:
+        """The times of `count` decode steps in a row, of which `step` is the first, and for how long of all of them the
+        devices wait for shadow experts."""
+        share = round(resident * SHARES) / SHARES
+        rows, cached = [0] * groups, [0] * groups
+        for s in step.sequences:
+            rows[s.group] += 1
+            cached[s.group] += s.cached
+        most = max(rows)
+        first = max(cached) / most
+        seconds = [self.decode(most, first, share)]
+        if count > 1:
+            last = count - 1  # every sequence has so many tokens more in the last step, in which time is linear
+            if groups == 1:
+                more = [float(i) for i in range(count)]
+            else:
+                more = [max(c + i * r for c, r in zip(cached, rows, strict=True)) / most - first for i in range(count)]
+            rise = (self.decode(most, first + more[last], share) - seconds[0]) / more[last]
+            seconds = [seconds[0] + rise * m for m in more]
+        return seconds, count * self.exposed_at(most, share)
+
+    def decode(self, sequences: int, cached: float, resident: float) -> float:
         """A decode step of `sequences` sequences of a group with `cached` tokens each, in which time is linear."""
         none, some = self.decode_at(sequences, resident)
         return none + (some - none) * cached / self.longest
 
     def _decode_at(self, sequences: int, resident: float) -> tuple[float, float]:
         none, some = (self.layout.counted.decode(sequences, cached) for cached in (0, self.longest))
-        return self._total(none, resident), self._total(some, resident)
+        return self._times(none, resident).total, self._times(some, resident).total
 
-    def _total(self, work: Work, resident: float) -> float:
+    def _exposed_at(self, sequences: int, resident: float) -> float:
+        return self._times(self.layout.counted.decode(sequences, 0), resident).parts["shadow experts"]
+
+    def _times(self, work: Work, resident: float) -> Times:
         placing = dataclasses.replace(self.layout.placing, resident=resident)
-        return step_times(work, placing, self.layout.hardware).total
+        return step_times(work, placing, self.layout.hardware)
 
-    def _prefill(self, tokens: int, cached: int, resident: float) -> float:
+    def prefill(self, tokens: int, cached: int, resident: float) -> float:
+        """A step of `tokens` tokens of prompts of a group, of which the longest has `cached` tokens before them."""
         low, part = divmod(tokens, TOKENS)
         least = max(low * TOKENS, 1)
         nearest = cached // CACHED * CACHED
@@ -63,4 +84,4 @@ class StepTimes:
         return before + (after - before) * part / TOKENS
 
     def _prefill_at(self, tokens: int, cached: int, resident: float) -> float:
-        return self._total(self.layout.counted.prefill(tokens, cached), resident)
+        return self._times(self.layout.counted.prefill(tokens, cached), resident).total

@@ -3,10 +3,10 @@
 import json
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from errors import UserError
 from executor.planning.cluster.cluster import Load, Simulation
 
 LARGEST_LINE = 10_000  # characters of a line of a trace
-DAY = 86400.0  # seconds
+HOUR, HOURS = 3600.0, 24  # seconds; of a day
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
@@ -24,32 +25,40 @@ class Arrival:
     output: int  # tokens of the answer
 
 
-def arrivals(load: Load, simulation: Simulation, page_size: int) -> Iterator[Arrival]:
+def arrivals(load: Load, simulation: Simulation) -> Iterator[Arrival]:
     """The simulation's requests in order of time: those of its trace or, without one, random ones."""
     made = trace(Path(simulation.trace)) if simulation.trace else random(load, simulation)
-    choose = np.random.default_rng([simulation.seed, 1])
+    choose, repeats = np.random.default_rng([simulation.seed, 1]), simulation.day.repeats
     shared = [choose.integers(0, 1 << 30, simulation.prefix_tokens) for _ in range(simulation.prefixes)]
     for at, prompt, output in made:
         ids = choose.integers(0, 1 << 30, prompt)
-        if shared:
+        if shared and (not repeats or choose.random() < of_hour(repeats, at, 1.0)):
             beginning = shared[int(choose.integers(len(shared)))][:prompt]
             ids[: len(beginning)] = beginning
         yield Arrival(at, array("q", ids.astype(np.int64).tobytes()), output)
 
 
+def of_hour(values: Sequence[T], at: float, otherwise: T) -> T:
+    """The value of the hour of the day at `at` seconds; `values` has one for each hour, or none."""
+    return values[int(at / HOUR) % HOURS] if values else otherwise
+
+
 def random(load: Load, simulation: Simulation) -> Iterator[tuple[float, int, int]]:
-    """Requests that come independently of each other, at a rate that swings over a day, with lengths whose logarithms
-    have a normal distribution. (seconds, prompt tokens, output tokens)"""
-    choose, at, swing = np.random.default_rng([simulation.seed, 0]), 0.0, simulation.daily_swing
-    most = simulation.longest
+    """Requests that come independently of each other, at the rate of the hour, with lengths whose logarithms have a
+    normal distribution around the means of the hour. (seconds, prompt tokens, output tokens)"""
+    choose, at, day = np.random.default_rng([simulation.seed, 0]), 0.0, simulation.day
+    most, highest = simulation.longest, max(day.rates, default=load.rate)
+    end = simulation.hours * HOUR or math.inf
     for _ in range(simulation.requests):
         while True:  # thinned: candidates at the highest rate, of which a share is kept
-            at += float(choose.exponential(1 / (load.rate * (1 + swing))))
-            if choose.random() * (1 + swing) <= 1 - swing * math.cos(2 * math.pi * at / DAY):
+            at += float(choose.exponential(1 / highest))
+            if choose.random() * highest <= of_hour(day.rates, at, load.rate):
                 break
+        if at >= end:
+            return
+        means = of_hour(day.prompt_tokens, at, load.prompt_tokens), of_hour(day.output_tokens, at, load.output_tokens)
         prompt, output = (
-            int(min(max(1, round(_length(choose, mean, simulation.spread))), most // 2))
-            for mean in (load.prompt_tokens, load.output_tokens)
+            int(min(max(1, round(_length(choose, mean, simulation.spread))), most // 2)) for mean in means
         )
         yield at, prompt, output
 

@@ -7,12 +7,13 @@ a time, and only if what comes is worth clearly more than what goes, so that it 
 """
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 
 import numpy as np
 
+from executor.engine.expert_totals import ExpertTotals
 from executor.engine.prefixes import MARGIN, PageCache
-from executor.serving.experts import ExpertTotals
 
 DECIDE_S = 1.0  # seconds between two decisions
 MEMORY = 0.95  # what a measurement keeps of the one before it: half of it is gone after about 14 decisions
@@ -20,19 +21,21 @@ CLEARLY = 1.5  # the share moves if what comes is worth this many times what goe
 
 
 class Shares:
-    def __init__(self, caches: ListOf[PageCache], experts: ExpertTotals):
-        self.caches, self.experts = caches, experts
+    def __init__(self, caches: ListOf[PageCache], experts: ExpertTotals, clock: Callable[[], float] = time.monotonic):
+        """`clock` returns seconds; a simulation has its own."""
+        self.caches, self.experts, self.clock = caches, experts, clock
         self.pages = caches[0].pool.pages
         self.margin = max(1, self.pages // MARGIN)
         self.expert_pages = self.pages // 2
-        self._at, self._before = time.monotonic(), self._counts()
+        self._at, self._before = clock(), self._counts()
         self._rates = np.zeros(3)  # a second: pages found that would go next, pages missed that are gone, decode steps
 
     def decide(self, prefill_s: float) -> None:
         """To be called between steps. `prefill_s` is the seconds that the prefill of a page takes."""
-        now, counts = time.monotonic(), self._counts()
+        now = self.clock()
         if now - self._at < DECIDE_S:
             return
+        counts = self._counts()
         rates = (counts - self._before) / (now - self._at)
         self._rates = MEMORY * self._rates + (1 - MEMORY) * rates
         self._at, self._before = now, counts
