@@ -23,7 +23,7 @@ from executor.engine.shadows import expert_frames
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
 
-INTERVAL = 8  # decode steps between two decisions
+INTERVAL = 32  # decode steps between two decisions; a server may decide after each, about as many copies in all
 EXACT = 64  # larger numbers of tokens are rounded to so many steps for each power of two
 
 

@@ -53,10 +53,10 @@ def shadowed(layout: Layout, simulation: Simulation) -> SimulatedExperts:
     frame = round(memory.token * case.cache_config.page_size)
     fixed = None if simulation.memory == "elastic" else round(ranks.resident * layers * experts)
     copy_s = slot / (layout.hardware.need("host.copy_gbps") * GIGA)
-    swaps = int(INTERVAL * layout.decode(1).total / COPYING / copy_s)  # as a server would choose
+    swaps = min(max(int(layout.decode(1).total / COPYING / copy_s), 1), MOST_SWAPS)  # of a server, after every step
     sizes = Sizes(
         layers, experts, all_experts, config.experts_per_token, slot, frame, case.cache_config.page_size,
-        int(layout.all_free_bytes), copy_s, min(max(swaps, 1), MOST_SWAPS),
+        int(layout.all_free_bytes), copy_s, INTERVAL * swaps,
     )  # fmt: skip
     return SimulatedExperts(sizes, fixed, simulation.skew, simulation.seed)
 

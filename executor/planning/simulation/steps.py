@@ -51,8 +51,10 @@ class StepTimes:
         seconds = [self.decode(most, first, share)]
         if count > 1:
             last = count - 1  # every sequence has so many tokens more in the last step, in which time is linear
-            if groups == 1:
-                more = [float(i) for i in range(count)]
+            ends = [c + last * r for c, r in zip(cached, rows, strict=True)]
+            longest = cached.index(max(cached))
+            if ends[longest] == max(ends):  # the same group has the most to do in the first step and in the last
+                more = [i * rows[longest] / most for i in range(count)]
             else:
                 more = [max(c + i * r for c, r in zip(cached, rows, strict=True)) / most - first for i in range(count)]
             rise = (self.decode(most, first + more[last], share) - seconds[0]) / more[last]
