@@ -15,6 +15,13 @@ class ExpertTotals:
         self.steps = 0  # decode steps
         self.hits = self.misses = 0  # pairs of a token and its expert in decode steps
         self.exposed_s = 0.0  # for which decode steps waited for shadow experts
+        self.prompt_steps = self.prompt_tokens = 0  # steps with prompts, and their tokens
+
+    def prefilled(self, tokens: int) -> None:
+        """A step had so many prompt tokens."""
+        if tokens:
+            self.prompt_steps += 1
+            self.prompt_tokens += tokens
 
     def collect(self) -> None:
         """Adds up the steps that are recorded, and forgets them."""

@@ -61,7 +61,7 @@ class Step:
     sequences: list[Sequence]
 
     def __post_init__(self) -> None:
-        # Whether every sequence takes exactly its newest token, and drafted ones. Graphs are captured of such steps only.
+        # Whether every sequence takes exactly its newest token, and drafted ones. Graphs are of such steps only.
         self.decode = all(s.decoding for s in self.sequences)
         # The sequences that have all their tokens cached after the step, so that it chooses their next token.
         self.finished_prompts = self.sequences if self.decode else [s for s in self.sequences if s.complete]

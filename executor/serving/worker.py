@@ -84,7 +84,8 @@ class Worker:
         self.news = ExpertNews(self.experts) if self.experts else None
         self.shares = None
         if self.experts and case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes:
-            self.shares = Shares(self.loop.scheduler.caches, self.experts)
+            assert runner.planned
+            self.shares = Shares(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
         self.steps = self.preemptions = self.drafted = self.accepted = 0
         self.prefill_rate = PrefillRate(case.cache_config.page_size)
         self.pace = Pace()
@@ -193,6 +194,8 @@ class Worker:
         if tokens:
             self.pace.learn(amounts, seconds)
         self.prefill_rate.learn(tokens, seconds)
+        if self.experts:
+            self.experts.prefilled(tokens)
         self._generated += sum(len(event.tokens) for event in events)
         if tokens + decoded:
             self._step_tokens.append(tokens + decoded)

@@ -120,6 +120,20 @@ def test_the_share_moves_to_where_a_page_is_worth_more(model: Path) -> None:
     assert share.expert_pages == 0
 
 
+def test_steps_with_prompts_make_experts_worth_more(model: Path) -> None:
+    """Such a step uses all experts: each that is missing makes it longer, by what the planner expects."""
+    share = Server(runner_of(model, ELASTIC)).worker.shares
+    assert share
+    for tokens in (16.0, 48.0):
+        assert share.prompt_step_s(tokens, 0.0) > 0
+    share.prompt_step_s = lambda tokens, resident: tokens * (1 - resident)
+    come, go = share.prompts_at_margin(10.0)
+    assert come == pytest.approx(10.0 * share.margin_experts / 256)
+    assert go == pytest.approx(come)
+    share.prompt_step_s = lambda tokens, resident: tokens * resident  # a shadow pool that is quicker than the device
+    assert share.prompts_at_margin(10.0) == (0.0, 0.0)
+
+
 def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine prompts of ten pages go round; half of the arena cannot keep them. Steps hardly wait for experts here, so
     the share falls until all prompts are found, and rises once they come no more and experts are worth a little."""
@@ -128,6 +142,7 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
     share, ids = server.worker.shares, count()
     assert share
     monkeypatch.setattr(ExpertTotals, "miss_s", 1e-9)
+    share.prompt_step_s = lambda tokens, resident: 0.0
     before = share.expert_pages
     around = prompts(9, 41)
     for _ in range(12):

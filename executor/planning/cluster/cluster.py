@@ -45,6 +45,13 @@ class Day:
     prompt_tokens: tuple[int, ...] = key((), "the same for load.prompt_tokens")
     output_tokens: tuple[int, ...] = key((), "the same for load.output_tokens")
     repeats: tuple[float, ...] = key((), "share of prompts with a shared beginning; empty: all, if there are any")
+    minutes: float = key(
+        60.0, "how long each hour lasts: fewer minutes stand for it in less time", minimum=1, maximum=60
+    )
+
+    @property
+    def hour_s(self) -> float:
+        return 60 * self.minutes
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Simulation:
     """The traffic of `--simulate` and what it runs on."""
 
     requests: int = key(10_000, "most requests", minimum=1, maximum=100_000_000)
-    hours: float = key(0.0, "hours in which they come; 0: until there were as many as `requests`", minimum=0)
+    hours: float = key(0.0, "hours of the day in which they come; 0: until there were as many as `requests`", minimum=0)
     day: Day = section(Day)
     seed: int = key(0, "equal seeds give equal results", minimum=0)
     trace: str = key("", "a file with the requests, a JSON object a line: at (seconds), prompt, output (tokens)")

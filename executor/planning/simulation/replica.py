@@ -86,7 +86,7 @@ class Replica:
         self.totals = ExpertTotals(self.experts.offload) if self.experts else None
         self.shares = None
         if self.experts and self.totals and self.experts.elastic and self.limits.prefixes:
-            self.shares = Shares(self.scheduler.caches, self.totals, lambda: self.now)
+            self.shares = Shares(self.scheduler.caches, self.totals, self.times.prompt_step_s, lambda: self.now)
         self.prefill_rate = PrefillRate(self.limits.page_size)
         self.sequences: dict[int, Sequence] = {}
         self.run: Run | None = None  # the one that is under way
@@ -168,6 +168,7 @@ class Replica:
         if self.experts and self.totals:
             self.experts.end(count, len(step.sequences) if step.decode else 0, run.exposed)
             self.totals.steps += count - 1  # its record has them as one
+            self.totals.prefilled(prompt_tokens)
         self.scheduler.drafts = self._certain if count > 1 else None
         events = self.scheduler.commit(step, array("q", bytes(8 * count * len(step.finished_prompts))))
         self.scheduler.drafts = None

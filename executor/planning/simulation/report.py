@@ -4,6 +4,7 @@ With `simulation.memory: all`, the same traffic meets each share of resident exp
 """
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import time
@@ -87,8 +88,13 @@ def variants_of(plan: ClusterPlan, sizes: Sizes) -> list[Variant]:
 def simulate(variant: Variant) -> Simulated:
     start = time.process_time()
     layout = make_layout(variant.cluster, variant.sizes, variant.hardware)
-    outcome = Simulator(layout, variant.simulation).run()
-    return Simulated(variant, summary_of(outcome, variant.cluster.targets), time.process_time() - start)
+    gc.disable()  # it would look through all requests again and again, and there are next to no circles
+    try:
+        outcome = Simulator(layout, variant.simulation).run()
+    finally:
+        gc.enable()
+    summary = summary_of(outcome, variant.cluster.targets, variant.simulation.day.hour_s)
+    return Simulated(variant, summary, time.process_time() - start)
 
 
 def simulate_all(variants: Sequence[Variant]) -> list[Simulated]:

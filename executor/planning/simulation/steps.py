@@ -3,6 +3,8 @@
 import dataclasses
 from functools import lru_cache
 
+import numpy as np
+
 from executor.engine.scheduler import Step
 from executor.planning.cluster.layouts import Layout
 from executor.planning.cluster.times import Times, step_times
@@ -56,7 +58,8 @@ class StepTimes:
             if ends[longest] == max(ends):  # the same group has the most to do in the first step and in the last
                 more = [i * rows[longest] / most for i in range(count)]
             else:
-                more = [max(c + i * r for c, r in zip(cached, rows, strict=True)) / most - first for i in range(count)]
+                most_cached = (np.array(cached)[:, None] + np.array(rows)[:, None] * np.arange(count)).max(axis=0)
+                more = (most_cached / most - first).tolist()
             rise = (self.decode(most, first + more[last], share) - seconds[0]) / more[last]
             seconds = [seconds[0] + rise * m for m in more]
         return seconds, count * self.exposed_at(most, share)
@@ -84,6 +87,13 @@ class StepTimes:
         nearest = cached // CACHED * CACHED
         before, after = (self.prefill_at(size, nearest, resident) for size in (least, (low + 1) * TOKENS))
         return before + (after - before) * part / TOKENS
+
+    def prompt_step_s(self, tokens: float, resident: float) -> float:
+        """A step of so many prompt tokens of a group, for any share of resident experts."""
+        low, part = divmod(resident * SHARES, 1)
+        shares = low / SHARES, min((low + 1) / SHARES, 1.0)
+        before, after = (self.prefill(max(int(tokens), 1), 0, share) for share in shares)
+        return before + (after - before) * part
 
     def _prefill_at(self, tokens: int, cached: int, resident: float) -> float:
         return self._times(self.layout.counted.prefill(tokens, cached), resident).total

@@ -26,7 +26,8 @@ class Summary:
     memory: Floats  # shares of TENANTS in the memory for keys, values and experts. (BUCKETS, TENANTS)
 
 
-def summary_of(outcome: Outcome, targets: Targets) -> Summary:
+def summary_of(outcome: Outcome, targets: Targets, hour_s: float = HOUR) -> Summary:
+    """`hour_s`: seconds of an hour in the lines."""
     ended = [s for s in outcome.served.values() if s.last]
     if not ended:
         raise UserError("simulation: no request ended")
@@ -50,7 +51,7 @@ def summary_of(outcome: Outcome, targets: Targets) -> Summary:
         for name, values in (("TTFT", first), ("TPOT", each))
         for percent in PERCENTILES
     }
-    return Summary(facts, (edges[:-1] + edges[1:]) / 2 / HOUR, lines, memory_of(samples, edges))
+    return Summary(facts, (edges[:-1] + edges[1:]) / 2 / hour_s, lines, memory_of(samples, edges))
 
 
 def times_of(served: Sequence[Served]) -> tuple[Floats, Floats]:

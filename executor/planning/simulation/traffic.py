@@ -28,19 +28,19 @@ class Arrival:
 def arrivals(load: Load, simulation: Simulation) -> Iterator[Arrival]:
     """The simulation's requests in order of time: those of its trace or, without one, random ones."""
     made = trace(Path(simulation.trace)) if simulation.trace else random(load, simulation)
-    choose, repeats = np.random.default_rng([simulation.seed, 1]), simulation.day.repeats
+    choose, day = np.random.default_rng([simulation.seed, 1]), simulation.day
     shared = [choose.integers(0, 1 << 30, simulation.prefix_tokens) for _ in range(simulation.prefixes)]
     for at, prompt, output in made:
         ids = choose.integers(0, 1 << 30, prompt)
-        if shared and (not repeats or choose.random() < of_hour(repeats, at, 1.0)):
+        if shared and (not day.repeats or choose.random() < of_hour(day.repeats, at / day.hour_s, 1.0)):
             beginning = shared[int(choose.integers(len(shared)))][:prompt]
             ids[: len(beginning)] = beginning
         yield Arrival(at, array("q", ids.astype(np.int64).tobytes()), output)
 
 
-def of_hour(values: Sequence[T], at: float, otherwise: T) -> T:
-    """The value of the hour of the day at `at` seconds; `values` has one for each hour, or none."""
-    return values[int(at / HOUR) % HOURS] if values else otherwise
+def of_hour(values: Sequence[T], hours: float, otherwise: T) -> T:
+    """The value of the hour of the day when so many hours have passed; `values` has one for each hour, or none."""
+    return values[int(hours) % HOURS] if values else otherwise
 
 
 def random(load: Load, simulation: Simulation) -> Iterator[tuple[float, int, int]]:
@@ -48,15 +48,19 @@ def random(load: Load, simulation: Simulation) -> Iterator[tuple[float, int, int
     normal distribution around the means of the hour. (seconds, prompt tokens, output tokens)"""
     choose, at, day = np.random.default_rng([simulation.seed, 0]), 0.0, simulation.day
     most, highest = simulation.longest, max(day.rates, default=load.rate)
-    end = simulation.hours * HOUR or math.inf
+    end = simulation.hours * day.hour_s or math.inf
     for _ in range(simulation.requests):
         while True:  # thinned: candidates at the highest rate, of which a share is kept
             at += float(choose.exponential(1 / highest))
-            if choose.random() * highest <= of_hour(day.rates, at, load.rate):
+            if choose.random() * highest <= of_hour(day.rates, at / day.hour_s, load.rate):
                 break
         if at >= end:
             return
-        means = of_hour(day.prompt_tokens, at, load.prompt_tokens), of_hour(day.output_tokens, at, load.output_tokens)
+        hours = at / day.hour_s
+        means = (
+            of_hour(day.prompt_tokens, hours, load.prompt_tokens),
+            of_hour(day.output_tokens, hours, load.output_tokens),
+        )
         prompt, output = (
             int(min(max(1, round(_length(choose, mean, simulation.spread))), most // 2)) for mean in means
         )
