@@ -83,8 +83,8 @@ class Worker:
         self.experts = ExpertTotals(engine.offload) if engine.offload else None
         self.news = ExpertNews(self.experts) if self.experts else None
         self.shares = None
-        if self.experts and case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes:
-            assert runner.planned
+        elastic = case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes
+        if self.experts and runner.planned and elastic:
             self.shares = Shares(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
         self.steps = self.preemptions = self.drafted = self.accepted = 0
         self.prefill_rate = PrefillRate(case.cache_config.page_size)

@@ -140,7 +140,7 @@ def tight(layout: Layout, resident: float = 0.5) -> Layout:
 
 def test_experts_give_way_to_sequences_and_return(layout: Layout) -> None:
     """With the real arena and balance: under a burst experts leave, and after it they are back."""
-    settings = dict(requests=300, longest=4096, memory="elastic", spread=0.0, prefix_cache=False)
+    settings = dict(requests=150, longest=4096, memory="elastic", spread=0.0, prefix_cache=False)
     outcome = simulate(tight(layout), **settings)
     (replica,) = outcome.replicas
     assert replica.experts
@@ -149,7 +149,7 @@ def test_experts_give_way_to_sequences_and_return(layout: Layout) -> None:
     assert all(s.held + s.kept + s.experts + s.free == arena.frames for s in replica.samples)
     assert held
     assert experts
-    assert len(outcome.served) == 300
+    assert len(outcome.served) == 150
     assert all(cache.held == 0 for cache in replica.scheduler.caches)
     assert times(outcome) == times(simulate(tight(layout), **settings))
 
@@ -158,7 +158,7 @@ def test_the_server_judgement_divides_memory_between_prefixes_and_experts(layout
     """Prompts that come again win pages from experts, prompts that do not lose them."""
 
     def expert_pages(**settings: Any) -> float:
-        (replica,) = simulate(tight(layout), requests=300, longest=4096, memory="elastic", **settings).replicas
+        (replica,) = simulate(tight(layout), requests=150, longest=4096, memory="elastic", **settings).replicas
         assert replica.shares
         return replica.shares.expert_pages / replica.shares.pages
 
