@@ -199,15 +199,15 @@ def serve_case(args: argparse.Namespace) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     if getattr(args, "cluster", None):
-        if args.case or args.set:
-            raise UserError("--cluster FILE: the file names the case; give neither a case nor --set")
+        if args.case:
+            raise UserError("--cluster FILE: the file names the case; give none")
         if args.simulate:
             from executor.planning.simulation.report import show_simulation
 
-            return show_simulation(args.cluster, args.json, args.plot)
+            return show_simulation(args.cluster, args.set, args.json, args.plot)
         from executor.planning.cluster.plan import show_cluster_plan
 
-        return show_cluster_plan(args.cluster, args.json, args.plot)
+        return show_cluster_plan(args.cluster, args.set, args.json, args.plot)
     if args.case is None:
         raise UserError("umbra plan: name a case, or give --cluster FILE")
     case = load_case(args.case, args.set)

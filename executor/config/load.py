@@ -93,14 +93,19 @@ def make_case(
     `settings` (a value for each key or section.key). `where` names the source in error messages."""
     for key, value in (settings or {}).items():
         override(Case, data, key, list(value) if isinstance(value, tuple) else value)
+    set_keys(Case, data, overrides)
+    case = _fill_sizes(dataclasses.replace(read(Case, data, where), name=name))
+    check(case, where)
+    return case
+
+
+def set_keys(kind: type, data: dict[str, Any], overrides: Sequence[str], docs: str = "docs/config.md") -> None:
+    """Sets keys of `data`, to be read as a `kind`, by `overrides` ("section.key=value")."""
     for pair in overrides:
         key, equals, value = pair.partition("=")
         if not equals:
             raise UserError(f"--set {pair}: write key=value or section.key=value")
-        override(Case, data, key, _parse(value, f"--set {pair}"))
-    case = _fill_sizes(dataclasses.replace(read(Case, data, where), name=name))
-    check(case, where)
-    return case
+        override(kind, data, key, _parse(value, f"--set {pair}"), docs)
 
 
 def list_cases() -> list[tuple[str, str]]:

@@ -82,7 +82,7 @@ def read(kind: type[T], data: object, where: str, docs: str = "docs/config.md") 
     return _read(kind, data, where, "", docs)
 
 
-def override(kind: type, data: dict[str, Any], name: str, value: object) -> None:
+def override(kind: type, data: dict[str, Any], name: str, value: object, docs: str = "docs/config.md") -> None:
     """Set one key of `data` by its full path, or by its bare name if only one section has it."""
     paths = [leaf.path for leaf in leaves(kind)]
     if name not in paths:
@@ -91,7 +91,7 @@ def override(kind: type, data: dict[str, Any], name: str, value: object) -> None
             raise UserError(f"--set {name}: ambiguous, give one of {', '.join(named)}")
         if not named:
             candidates = {p: p for p in paths} | {p.rpartition(".")[2]: p for p in paths}
-            raise UserError(f"--set {name}: unknown key{_nearest(name, list(candidates))}; all keys: docs/config.md")
+            raise UserError(f"--set {name}: unknown key{_nearest(name, list(candidates))}; all keys: {docs}")
         name = named[0]
     *sections, last = name.split(".")
     for part in sections:

@@ -19,7 +19,6 @@ waits, and later computes them again, as far as they are no longer kept.
 """
 
 import bisect
-import functools
 import hashlib
 import itertools
 from array import array
@@ -55,22 +54,17 @@ class Limits:
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """The sequences of one step, ordered by group. `new_tokens` of a sequence is the number of tokens it takes."""
 
     sequences: list[Sequence]
 
-    @functools.cached_property
-    def decode(self) -> bool:
-        """Whether every sequence takes exactly its newest token, and drafted ones. Graphs are captured of such steps
-        only."""
-        return all(s.decoding for s in self.sequences)
-
-    @functools.cached_property
-    def finished_prompts(self) -> list[Sequence]:
-        """The sequences that have all their tokens cached after the step, so that it chooses their next token."""
-        return self.sequences if self.decode else [s for s in self.sequences if s.complete]
+    def __post_init__(self) -> None:
+        # Whether every sequence takes exactly its newest token, and drafted ones. Graphs are of such steps only.
+        self.decode = all(s.decoding for s in self.sequences)
+        # The sequences that have all their tokens cached after the step, so that it chooses their next token.
+        self.finished_prompts = self.sequences if self.decode else [s for s in self.sequences if s.complete]
 
 
 class Scheduler:
@@ -205,9 +199,7 @@ class Scheduler:
             limit = self.limits.prefill_tokens if len(prompts) == len(step) else self.mixed_tokens
             chunked = set(self.chunk(prompts, limit))
             step = [s for s in step if s.decoding or s in chunked]
-        size = self.limits.page_size
-        for sequence in sorted((s for s in step if s.end > s.promised * size), key=_seniority):
-            self._make_room(sequence)
+        self.grow(step)
         if self.preempted:
             step = [s for s in step if s not in self.preempted]
         if not step:
@@ -216,6 +208,12 @@ class Scheduler:
         if self.drafts and next_step.decode and all(len(of) <= MOST_DRAFTING for of in self.by_group(step)):
             self.drafts.propose(step, [self._room(s) for s in step])
         return next_step
+
+    def grow(self, sequences: ListOf[Sequence]) -> None:
+        """Promise running sequences the pages of their next step. Those that have to wait for it are in `preempted`."""
+        size = self.limits.page_size
+        for sequence in sorted((s for s in sequences if s.end > s.promised * size), key=_seniority):
+            self._make_room(sequence)
 
     def _room(self, sequence: Sequence) -> int:
         """Number of tokens that a sequence may have in its next step beyond its newest one, without more pages than it
@@ -305,6 +303,12 @@ class Scheduler:
     def _append(self, sequence: Sequence, tokens: ListOf[int]) -> ListOf[int]:
         """Appends those of `tokens` to the sequence that come before its end; -> those."""
         sampling = sequence.request.sampling
+        if sampling.ignore_eos and not sampling.stop_token_ids:  # so there is no grammar either
+            new = tokens[: sequence.longest - len(sequence.ids)]
+            sequence.ids.extend(new)
+            if len(sequence.ids) >= sequence.longest:
+                sequence.finish_reason = "length"
+            return new
         for count, token in enumerate(tokens):
             if token == FAILED:
                 sequence.finish_reason = "error"

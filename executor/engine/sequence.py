@@ -38,18 +38,13 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.ids)
+        self.longest = self.prompt_len + self.request.sampling.max_tokens  # number of tokens that it can grow to
 
     @property
     def generated(self) -> list[int]:
         return self.ids[self.prompt_len :].tolist()
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens that the sequence can grow to."""
-        return self.prompt_len + self.request.sampling.max_tokens
 
     @property
     def decoding(self) -> bool:
@@ -62,13 +57,13 @@ class Sequence:
     def new_tokens(self) -> int:
         """Number of tokens that the next step takes: one and drafted ones while decoding, else the prompt or a chunk of
         it."""
-        missing = len(self.ids) - self.cached
-        return missing if self.limit is None else min(self.limit, missing)
+        return self.end - self.cached
 
     @property
     def end(self) -> int:
         """Number of `ids` that are cached after the next step."""
-        return self.cached + self.new_tokens
+        count, limit = len(self.ids), self.limit
+        return count if limit is None else min(self.cached + limit, count)
 
     @property
     def logit_rows(self) -> int:

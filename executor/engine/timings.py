@@ -31,3 +31,16 @@ class Timings:
         if drafted:
             self.drafted_tokens += drafted
             self.accepted_tokens += decode_tokens - decoding
+
+
+@dataclass
+class PrefillRate:
+    """How fast prompts are computed lately, from steps with at least `least` prompt tokens."""
+
+    least: int
+    value: float = 0.0  # prompt tokens a second; 0: no such step yet
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        if tokens >= self.least:
+            rate = tokens / seconds
+            self.value = 0.8 * (self.value or rate) + 0.2 * rate

@@ -63,6 +63,13 @@ class PlannedRun:
         offload.forget()
         print("\n".join(self.planner.table(self.case.data_config.batch_size) + self.choices.table()))
 
+    def prompt_step_s(self, tokens: float, hit: float) -> float:
+        """Seconds of the layers with shadows in a step with so many prompt tokens, of whose experts the share `hit` is
+        resident."""
+        streamed = 0 < self.choices.stream_tokens.value <= tokens
+        layer_ms = self.planner.stream_ms if streamed else self.planner.layer_ms
+        return self.planner.shape.layers * layer_ms(tokens, hit) / 1e3
+
     def end(self, offload: Offload, seconds: Sequence[float]) -> dict[str, Any] | None:
         """To be called after the run. `seconds` are the seconds of each of its decode steps. -> the report's
         `offload.plan`; None if there were no decode steps."""

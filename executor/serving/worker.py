@@ -22,17 +22,19 @@ from executor.config import env
 from executor.config.load import load_case
 from executor.engine import request
 from executor.engine.drafts import SIZES
+from executor.engine.expert_totals import ExpertTotals
 from executor.engine.loop import Loop
 from executor.engine.request import Event, Grammar, Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.engine.sequence import Sequence, new_sequence
-from executor.engine.timings import Timings
+from executor.engine.shares import Shares
+from executor.engine.timings import PrefillRate, Timings
 from executor.job.rank import run_rank
 from executor.job.runner import ModelRunner, make_runner
 from executor.parallel.losses import clear_losses
 from executor.serving.channel import Channel
 from executor.serving.control import Control
-from executor.serving.experts import ExpertTotals
+from executor.serving.experts import ExpertNews
 from executor.serving.messages import (
     Abort,
     Fatal,
@@ -56,7 +58,6 @@ from executor.serving.messages import (
 )
 from executor.serving.pace import Pace, amounts_of
 from executor.serving.processes import run_and_leave
-from executor.serving.shares import Shares
 
 IDLE_S = 2.0  # seconds between two ticks while nothing is to do
 STATE_S = 0.25
@@ -80,11 +81,13 @@ class Worker:
         self.loop = Loop(engine, self.stop_ids, serving=True)
         self.control = Control(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
         self.experts = ExpertTotals(engine.offload) if engine.offload else None
+        self.news = ExpertNews(self.experts) if self.experts else None
         self.shares = None
-        if self.experts and case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes:
-            self.shares = Shares(self.loop.scheduler.caches, self.experts)
+        elastic = case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes
+        if self.experts and runner.planned and elastic:
+            self.shares = Shares(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
         self.steps = self.preemptions = self.drafted = self.accepted = 0
-        self.prefill_rate = 0.0  # prompt tokens a second
+        self.prefill_rate = PrefillRate(case.cache_config.page_size)
         self.pace = Pace()
         self.stopping = False
         self.watched = False  # whether somebody wants to see where experts are
@@ -142,8 +145,8 @@ class Worker:
             elif isinstance(message, Submit | Abort | Stop):
                 events.append(message)
         self.report(channel)
-        if self.shares and self.prefill_rate:
-            self.shares.decide(self.case.cache_config.page_size / self.prefill_rate)
+        if self.shares and self.prefill_rate.value:
+            self.shares.decide(self.case.cache_config.page_size / self.prefill_rate.value)
         return Tick(self.steps, 0, self.mixed_tokens(), self.shares.expert_pages if self.shares else 0, events)
 
     def check(self, tick: Tick, own: int) -> None:
@@ -190,9 +193,9 @@ class Worker:
         seconds = time.perf_counter() - start
         if tokens:
             self.pace.learn(amounts, seconds)
-        if tokens >= self.case.cache_config.page_size:
-            rate = tokens / seconds
-            self.prefill_rate = 0.8 * (self.prefill_rate or rate) + 0.2 * rate
+        self.prefill_rate.learn(tokens, seconds)
+        if self.experts:
+            self.experts.prefilled(tokens)
         self._generated += sum(len(event.tokens) for event in events)
         if tokens + decoded:
             self._step_tokens.append(tokens + decoded)
@@ -248,7 +251,7 @@ class Worker:
         page, pages = scheduler.limits.page_size, scheduler.pools[0].pages
         length, most = min(max(WARM_UP_TOKENS, page), longest - 1), min(longest - 1, page * pages // WARM_UP_PART)
         prefill(length)  # the first time takes longer and says nothing
-        self.pace, self.prefill_rate = Pace(), 0.0
+        self.pace, self.prefill_rate.value = Pace(), 0.0
         while length:
             seconds = prefill(length)
             # Rank 0's clock decides for all.
@@ -296,7 +299,7 @@ class Worker:
             pages=pool.pages,
             groups=limits.groups,
             stop_ids=sorted(self.stop_ids),
-            prefill_rate=self.prefill_rate,
+            prefill_rate=self.prefill_rate.value,
             results=str(self.runner.results),
         )
 
@@ -323,15 +326,15 @@ class Worker:
             drafted=self.drafted,
             accepted=self.accepted,
             step_tokens=self._step_tokens,
-            prefill_rate=self.prefill_rate,
+            prefill_rate=self.prefill_rate.value,
             decode_rate=(self._generated - generated) / (now - since),
             arena_frames=pages.pages,
             free_frames=pages.pages - groups[0].held - groups[0].kept,
         )
         self._step_tokens = []
-        if self.experts:
-            state = replace(state, **self.experts.fields())
-            if self.watched and now - self._shown >= RESIDENCY_S and (residency := self.experts.changed()):
+        if self.news:
+            state = replace(state, **self.news.fields())
+            if self.watched and now - self._shown >= RESIDENCY_S and (residency := self.news.changed()):
                 self._shown = now
                 channel.send(residency)
         channel.send(state)

@@ -20,10 +20,10 @@ from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.loop import Loop
 from executor.engine.scheduler import Step
+from executor.engine.shares import Shares
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
 from executor.serving.messages import Abort, Message, Out, Refused, Row, Sampling, Stop, Submit, Tick
-from executor.serving.shares import Shares
 from executor.serving.worker import Worker, sequence_of
 
 VOCABULARY = 96

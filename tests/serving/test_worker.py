@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from executor.engine import shares
+from executor.engine.expert_totals import ExpertTotals
+from executor.engine.shares import CLEARLY
 from executor.job.runner import ModelRunner
-from executor.serving import experts, shares
 from executor.serving.messages import Grammar, Ping, Pong, Refused, Residency, Sampling, State, Submit, Watch
-from executor.serving.shares import CLEARLY
 from tests.serving.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case
 
@@ -119,6 +120,20 @@ def test_the_share_moves_to_where_a_page_is_worth_more(model: Path) -> None:
     assert share.expert_pages == 0
 
 
+def test_steps_with_prompts_make_experts_worth_more(model: Path) -> None:
+    """Such a step uses all experts: each that is missing makes it longer, by what the planner expects."""
+    share = Server(runner_of(model, ELASTIC)).worker.shares
+    assert share
+    for tokens in (16.0, 48.0):
+        assert share.prompt_step_s(tokens, 0.0) > 0
+    share.prompt_step_s = lambda tokens, resident: tokens * (1 - resident)
+    come, go = share.prompts_at_margin(10.0)
+    assert come == pytest.approx(10.0 * share.margin_experts / 256)
+    assert go == pytest.approx(come)
+    share.prompt_step_s = lambda tokens, resident: tokens * resident  # a shadow pool that is quicker than the device
+    assert share.prompts_at_margin(10.0) == (0.0, 0.0)
+
+
 def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine prompts of ten pages go round; half of the arena cannot keep them. Steps hardly wait for experts here, so
     the share falls until all prompts are found, and rises once they come no more and experts are worth a little."""
@@ -126,7 +141,8 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
     server = Server(runner_of(model, ELASTIC, prefix_floor=0))
     share, ids = server.worker.shares, count()
     assert share
-    monkeypatch.setattr(experts.ExpertTotals, "miss_s", 1e-9)
+    monkeypatch.setattr(ExpertTotals, "miss_s", 1e-9)
+    share.prompt_step_s = lambda tokens, resident: 0.0
     before = share.expert_pages
     around = prompts(9, 41)
     for _ in range(12):
@@ -135,7 +151,7 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
     last = list(range(next(ids) - 9, next(ids) - 1))
     assert share.expert_pages < before
     assert sum(server.script.rows(id)[0].found == 40 for id in last) > 5
-    monkeypatch.setattr(experts.ExpertTotals, "miss_s", 1.0)
+    monkeypatch.setattr(ExpertTotals, "miss_s", 1.0)
     low = share.expert_pages
     for prompt in prompts(40, 9, seed=5):
         server.answer(next(ids), prompt, 12)

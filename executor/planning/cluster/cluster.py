@@ -1,10 +1,12 @@
 """What `umbra plan --cluster FILE` is asked: a model, machines, traffic, and the times that users accept."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError
-from executor.config.load import read_yaml
+from executor.config.load import read_yaml, set_keys
 from executor.config.schema import key, read, section
 
 METHODS = ("none", "q8", "q4")
@@ -36,14 +38,32 @@ class Search:
 
 
 @dataclass(frozen=True)
+class Day:
+    """What the hours of a day have, from midnight on: 24 numbers each, or none if all hours are alike."""
+
+    rates: tuple[float, ...] = key((), "requests a second in each hour of the day, 24 numbers; empty: always load.rate")
+    prompt_tokens: tuple[int, ...] = key((), "the same for load.prompt_tokens")
+    output_tokens: tuple[int, ...] = key((), "the same for load.output_tokens")
+    repeats: tuple[float, ...] = key((), "share of prompts with a shared beginning; empty: all, if there are any")
+    minutes: float = key(
+        60.0, "how long each hour lasts: fewer minutes stand for it in less time", minimum=1, maximum=60
+    )
+
+    @property
+    def hour_s(self) -> float:
+        return 60 * self.minutes
+
+
+@dataclass(frozen=True)
 class Simulation:
     """The traffic of `--simulate` and what it runs on."""
 
-    requests: int = key(10_000, "number of requests", minimum=1, maximum=100_000_000)
+    requests: int = key(10_000, "most requests", minimum=1, maximum=100_000_000)
+    hours: float = key(0.0, "hours of the day in which they come; 0: until there were as many as `requests`", minimum=0)
+    day: Day = section(Day)
     seed: int = key(0, "equal seeds give equal results", minimum=0)
     trace: str = key("", "a file with the requests, a JSON object a line: at (seconds), prompt, output (tokens)")
     spread: float = key(0.0, "standard deviation of the lengths, in means", minimum=0, maximum=10)
-    daily_swing: float = key(0.0, "how far the rate swings over a day, as a share of it", minimum=0, maximum=1)
     longest: int = key(8192, "most tokens of a sequence; longer prompts and answers are cut to half of it", minimum=4)
     prefixes: int = key(0, "number of different beginnings that prompts share", minimum=0, maximum=1_000_000)
     prefix_tokens: int = key(0, "tokens of such a beginning", minimum=0)
@@ -51,10 +71,16 @@ class Simulation:
     router: str = key("least_loaded", "which replica gets a request", choices=("least_loaded", "prefix_aware"))
     reserve: int = key(256, "tokens beyond its prompt that a sequence is promised memory for", minimum=1)
     mixed_tokens: int = key(512, "most prompt tokens of a step in which others decode", minimum=1)
-    elastic: bool = key(False, "whether keys, values and experts share the memory, as offload_config.mode: elastic")
+    memory: str = key(
+        "fixed", "how the devices' memory is divided between experts and other things: fixed, elastic as "
+        "offload_config.mode says, or all: the same traffic with every share of search.resident, and elastic",
+        choices=("fixed", "elastic", "all"),
+    )  # fmt: skip
     skew: float = key(1.0, "standard deviation of the logarithm of how often experts are used", minimum=0, maximum=5)
-    failure_hours: float = key(0.0, "mean time between failures of a replica; 0: none fails", minimum=0)
-    restart_s: float = key(60.0, "seconds until a replica that failed is back", minimum=0)
+    rank_failure_hours: float = key(0.0, "mean time between failures of a rank; 0: none fails", minimum=0)
+    restart_s: float = key(60.0, "seconds until a replica is back of which a rank has failed", minimum=0)
+    node_failure_hours: float = key(0.0, "mean time between failures of a node; 0: none fails", minimum=0)
+    node_restart_s: float = key(600.0, "seconds until replicas are back whose node has failed", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -69,10 +95,13 @@ class Cluster:
     simulation: Simulation = section(Simulation)
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_cluster(path: Path, overrides: Sequence[str] = ()) -> Cluster:
+    """The cluster in the file at `path`, with keys changed by `overrides` ("section.key=value")."""
     if not path.is_file():
         raise UserError(f"--cluster {path}: no such file; clusters/ has examples")
-    cluster = read(Cluster, read_yaml(path, "a cluster"), path.name, DOCS)
+    data = read_yaml(path, "a cluster")
+    set_keys(Cluster, data, overrides, DOCS)
+    cluster = read(Cluster, data, path.name, DOCS)
     for name in ("case", "hardware"):
         if not getattr(cluster, name):
             raise UserError(f"{path.name}: {name} is missing: {DOCS} has every key")
@@ -85,4 +114,19 @@ def read_cluster(path: Path) -> Cluster:
     for world in cluster.search.worlds:
         if world < 1 or cluster.devices % world:
             raise UserError(f"{path.name}: search.worlds: {world} does not divide devices: {cluster.devices}")
+    check_day(cluster.simulation.day, path.name)
     return cluster
+
+
+def check_day(day: Day, where: str) -> None:
+    least = {"rates": 0, "prompt_tokens": 1, "output_tokens": 1, "repeats": 0}
+    for name, minimum in least.items():
+        values = getattr(day, name)
+        if values and len(values) != 24:
+            raise UserError(f"{where}: simulation.day.{name}: {len(values)} numbers, must be 24: one for each hour")
+        if wrong := [value for value in values if not minimum <= value < math.inf]:
+            raise UserError(f"{where}: simulation.day.{name}: {wrong[0]} must be at least {minimum}")
+    if day.rates and not max(day.rates):
+        raise UserError(f"{where}: simulation.day.rates: all are 0: no request would ever come")
+    if wrong := [value for value in day.repeats if value > 1]:
+        raise UserError(f"{where}: simulation.day.repeats: {wrong[0]} must be at most 1")

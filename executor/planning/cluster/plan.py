@@ -56,8 +56,8 @@ class ClusterPlan:
         return sorted(self.in_time, key=lambda f: -f.most.rate if f.most else 0.0)[:BEST]
 
 
-def make_cluster_plan(path: Path) -> ClusterPlan:
-    cluster = read_cluster(path)
+def make_cluster_plan(path: Path, overrides: Sequence[str] = ()) -> ClusterPlan:
+    cluster = read_cluster(path, overrides)
     hardware = read_hardware(cluster.hardware)
     plan = ClusterPlan(cluster, hardware, [], [], [])
     for sizes in sizes_of(cluster):
@@ -74,9 +74,9 @@ def make_cluster_plan(path: Path) -> ClusterPlan:
     return plan
 
 
-def show_cluster_plan(path: Path, json: Path | None, plot: Path | None) -> None:
+def show_cluster_plan(path: Path, overrides: Sequence[str], json: Path | None, plot: Path | None) -> None:
     """Prints the plan of the cluster in the file at `path`; raises UserError if no layout is possible."""
-    plan = make_cluster_plan(path)
+    plan = make_cluster_plan(path, overrides)
     if not plan.found and not plan.slow:
         raise UserError(f"{path.name}: no layout is possible; the first: {plan.refused[0][0]}: {plan.refused[0][1]}")
     print("\n".join(lines_of(plan)))

@@ -2,8 +2,10 @@
 up, and copies take the time that the hardware needs.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 import numpy as np
@@ -21,9 +23,8 @@ from executor.engine.shadows import expert_frames
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
 
-FORGET = 256  # steps whose history is kept
-INTERVAL = 8  # decode steps between two decisions
-MOST_SWAPS = 4  # copies at one decision
+INTERVAL = 32  # decode steps between two decisions; a server may decide after each, about as many copies in all
+EXACT = 64  # larger numbers of tokens are rounded to so many steps for each power of two
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Sizes:
     page_size: int
     arena_bytes: int
     copy_s: float  # seconds to copy one expert
+    most_swaps: int  # copies at one decision
 
 
 def uses_of(choose: np.random.Generator, skew: float, layers: int, experts: int) -> NDArray[np.float64]:
@@ -58,7 +60,8 @@ class Copies(Device):
 
     def __init__(self, clock: Clock, seconds: float):
         self.clock, self.seconds = clock, seconds
-        self.ends: dict[int, float] = {}
+        self.ends: deque[float] = deque()  # of copies that are under way, in order
+        self.ended = 0  # number of copies that are done
         self.last = 0.0
 
     @property
@@ -75,11 +78,14 @@ class Copies(Device):
 
     def copy(self, place: Place, start: int) -> int:
         self.last = max(self.last, self.clock.now) + self.seconds
-        self.ends[ticket := len(self.ends)] = self.last
-        return ticket
+        self.ends.append(self.last)
+        return self.ended + len(self.ends) - 1
 
     def done(self, ticket: int) -> bool:
-        return self.ends[ticket] <= self.clock.now
+        while self.ends and self.ends[0] <= self.clock.now:
+            self.ends.popleft()
+            self.ended += 1
+        return ticket < self.ended
 
     def wait(self, ticket: int) -> None:
         """A step does not begin while a copy into a slot that another takes over is under way: too short to count."""
@@ -122,9 +128,8 @@ class SimulatedExperts:
     def __init__(self, sizes: Sizes, slots: int | None, skew: float, seed: int):
         """`slots` is the number of resident experts; None: elastic. `skew`: the standard deviation of the logarithm of
         how often experts are used."""
-        self.sizes, self.clock = sizes, Clock()
-        mode = "elastic" if slots is None else "fixed"
-        settings = Settings(mode, 0, slots or 0, INTERVAL, MOST_SWAPS)
+        self.sizes, self.clock, self.elastic = sizes, Clock(), slots is None
+        settings = Settings("elastic" if self.elastic else "fixed", 0, slots or 0, INTERVAL, sizes.most_swaps)
         device = Copies(self.clock, sizes.copy_s)
         self.offload = Offload(settings, device, cast(ShadowPool, Steps()))
         layers = [SimulatedLayer(sizes.experts, sizes.slot_bytes) for _ in range(sizes.layers)]
@@ -135,26 +140,43 @@ class SimulatedExperts:
         self.offload.open(arena, torch.empty(0, dtype=torch.uint8), self.pages.gather)
         self.choose = np.random.default_rng([seed, 3])
         self.uses = uses_of(self.choose, skew, sizes.layers, sizes.experts)  # in the layer's pairs on this rank
+        self.pairs = sizes.top_k * sizes.experts / sizes.all_experts  # of a token and an expert here, in a layer
+        self.routed = 0  # tokens of decode steps since the last decision
+        self.chances = lru_cache(256)(self._chances)
 
     def begin(self, now: float) -> None:
         self.clock.now = now
         self.offload.begin()
 
-    def route(self, tokens: int) -> float:
-        """Routes a step's tokens, of all ranks. -> the share of the experts that they use here which is resident"""
-        sizes, offload = self.sizes, self.offload
-        pairs = tokens * sizes.top_k * sizes.experts / sizes.all_experts
-        counts = self.choose.poisson(pairs * self.uses)
-        offload.counts += counts
+    def share(self, tokens: int) -> float:
+        """The share of the experts that a step of `tokens` tokens, of all ranks, is expected to use here which is
+        resident."""
+        coarse = max(tokens.bit_length() - EXACT.bit_length(), 0)
+        chances = self.chances(tokens >> coarse << coarse)
+        return float(chances @ self.offload.published.reshape(-1))
+
+    def _chances(self, tokens: int) -> NDArray[np.float64]:
+        """How probably each expert is used by a step of so many tokens, as a share of all these. (layers * experts)"""
+        used = -np.expm1(-tokens * self.pairs * self.uses.reshape(-1))
+        return np.asarray(used / used.sum())
+
+    def alike(self) -> int:
+        """Number of decode steps, the next one included, before anything is decided or done about experts, unless pages
+        need their memory."""
+        return 1 if self.offload.copies else INTERVAL - self.offload.step_number % INTERVAL
+
+    def end(self, steps: int, tokens: int, exposed: float) -> None:
+        """To be called after `steps` equal steps, more than one only as `alike` allows. `tokens`: those of each, on all
+        ranks, of decode steps; 0: other steps. `exposed`: seconds of all of them in which the devices waited."""
+        offload = self.offload
+        for _ in range(steps - 1 if self.elastic else 0):  # whether memory has long been free is counted in steps
+            offload.balance.step()
+        self.routed += steps * tokens
+        offload.step_number += steps - 1 if tokens else 0
+        if tokens and (offload.step_number + 1) % INTERVAL == 0:
+            offload.counts += self.choose.poisson(self.routed * self.pairs * self.uses)
+            self.routed = 0
+        offload.times[:, 2] = 1
+        offload.times[:, 3] = 1 + round(exposed * 1e9 / self.sizes.layers)
         offload.started([tokens], [tokens])
-        used = counts > 0
-        return float((used & offload.published).sum()) / max(int(used.sum()), 1)
-
-    def end(self, decode: bool) -> None:
-        self.offload.end(decode)
-        if len(self.offload.history.steps) > FORGET:
-            self.offload.forget()
-
-    @property
-    def resident(self) -> float:
-        return float(self.offload.published.mean())
+        offload.end(tokens > 0)

@@ -1,16 +1,62 @@
-"""One copy of the model: the real scheduler, its pages and kept prefixes. Only its steps take modelled time."""
+"""One copy of the model: the real scheduler, its pages and kept prefixes. Only its steps take modelled time.
 
+Decode steps in which every sequence gets one more token follow each other by the hundred. The scheduler takes such a
+run as it takes a decode step with drafts that all come true: one step of several tokens for each sequence. A run ends
+before anything else can happen: with the last token of a sequence, when memory might not suffice for all, when experts
+are to be moved, or with the step in which a request comes.
+"""
+
+import bisect
+import itertools
+from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
 
+from executor.engine.drafts import Drafts
+from executor.engine.expert_totals import ExpertTotals
 from executor.engine.pages import PagePool
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Limits, Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
+from executor.engine.shares import Shares
+from executor.engine.timings import PrefillRate
 from executor.planning.simulation.experts import SimulatedExperts
 from executor.planning.simulation.steps import StepTimes
 from executor.planning.simulation.traffic import Arrival
 
-SAMPLED = 64
+SAMPLE_S = 60.0  # seconds between two looks at the memory
+COLLECT_S = 0.25  # seconds between two sums of what experts did, as in a server
+
+
+class Certain(Drafts):
+    """Drafts that always come true: tokens that nobody looks at."""
+
+    def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
+        del sequence.ids[len(sequence.ids) - sequence.drafted :]
+        sequence.drafted = 0
+        return chosen
+
+
+@dataclass
+class Run:
+    """Equal steps, one after another; several only if all sequences decode."""
+
+    step: Step
+    start: float
+    ends: list[float]  # the time at which each step ends
+    exposed: float  # seconds of all steps in which the devices wait for shadow experts
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How a replica's memory for keys, values and experts is divided, in pages of its first rank."""
+
+    at: float
+    held: int  # by sequences
+    kept: int  # prefixes of sequences that have ended
+    experts: int
+    free: int
 
 
 class Replica:
@@ -25,9 +71,11 @@ class Replica:
         """`pages` is the number of KV pages of each data-parallel group; with experts that have shadows, which
         `shadowed` makes for each life of the replica, these say how many there are."""
         self.number, self.limits, self.pages, self.times, self.shadowed = number, limits, pages, times, shadowed
-        self.resident: list[float] = []  # shares of experts at the ends of steps, one of SAMPLED steps
+        self.samples: list[Sample] = []
         self.preemptions = self.steps = self.found = 0
         self.busy = 0.0  # seconds of steps so far
+        self.now = self._sampled = self._collected = 0.0
+        self._certain = Certain(0)
         self.start()
 
     def start(self) -> None:
@@ -35,14 +83,13 @@ class Replica:
         self.experts = self.shadowed() if self.shadowed else None
         pages = self.experts.pages if self.experts else PagePool(self.pages, self.limits.page_size)
         self.scheduler = Scheduler(self.limits, (), pages)
-        if self.experts:  # where a server's judgement of the shares begins; it is not simulated
-            self.scheduler.expert_pages = pages.pages // 2
+        self.totals = ExpertTotals(self.experts.offload) if self.experts else None
+        self.shares = None
+        if self.experts and self.totals and self.experts.elastic and self.limits.prefixes:
+            self.shares = Shares(self.scheduler.caches, self.totals, self.times.prompt_step_s, lambda: self.now)
+        self.prefill_rate = PrefillRate(self.limits.page_size)
         self.sequences: dict[int, Sequence] = {}
-        self.step: Step | None = None  # the one that is running
-
-    @property
-    def load(self) -> int:
-        return len(self.sequences)
+        self.run: Run | None = None  # the one that is under way
 
     def add(self, id: int, arrival: Arrival) -> None:
         sampling = SamplingParams(max_tokens=arrival.output, ignore_eos=True)
@@ -51,40 +98,118 @@ class Replica:
         self.sequences[id] = sequence
 
     def begin(self, now: float) -> float | None:
-        """Begins the next step. -> its seconds; None if nothing is left to do"""
+        """Begins the next steps. -> when they end; None if nothing is left to do"""
+        self.now = now
         if self.experts:
             self.experts.begin(now)
-        self.step = self.scheduler.schedule()
+        if self.shares:
+            if self.prefill_rate.value:
+                self.shares.decide(self.limits.page_size / self.prefill_rate.value)
+            self.scheduler.expert_pages = self.shares.expert_pages
+        step = self.scheduler.schedule()
         self.preemptions += len(self.scheduler.preempted)
-        if self.step is None:
+        if step is None:
             return None
-        self.scheduler.reserve(self.step.sequences)
-        share = self.times.layout.sizes.resident
+        self.scheduler.reserve(step.sequences)
+        share, exposed = self.times.layout.sizes.resident, 0.0
         if self.experts:
-            share = self.experts.route(sum(s.new_tokens for s in self.step.sequences))
-        seconds = self.times.seconds(self.step, self.limits.groups, share)
-        self.busy += seconds
-        self.steps += 1
-        return seconds
+            share = self.experts.share(sum(s.new_tokens for s in step.sequences))
+        if step.decode:
+            seconds, exposed = self.times.decode_steps(step, self.limits.groups, share, self._alike(step))
+        else:
+            seconds = [self.times.seconds(step, self.limits.groups, share)]
+        ends = list(itertools.accumulate(seconds, initial=now))[1:]
+        self.run = Run(step, now, ends, exposed)
+        return ends[-1]
+
+    def _alike(self, step: Step) -> int:
+        """How many steps like this one follow each other, with it, unless a request comes."""
+        scheduler, size = self.scheduler, self.limits.page_size
+        left = min(s.longest - len(s.ids) for s in step.sequences)
+        if left == 1:
+            return 1
+        least = min(s.promised * size - len(s.ids) for s in step.sequences)  # beside the next token, in promised pages
+        for group, sequences in enumerate(scheduler.by_group(step.sequences)):
+            if sequences and left > 1 + least:
+                spare = scheduler.pools[group].pages - scheduler.committed(group)
+                left = min(left, 1 + max(least, spare // len(sequences) * size))
+        if self.experts and left > 1:
+            left = min(left, self.experts.alike())
+            taken = sum(max(0, -(-(s.cached + left) // size) - len(s.blocks)) for s in step.sequences)
+            if taken >= self.experts.offload.arena.free_frames:
+                return 1  # a step in between may evict experts
+        return left
+
+    def cut(self, now: float) -> float | None:
+        """Lets the steps that are under way end with the one that runs at `now`. -> when it ends; None: nothing
+        changes"""
+        if self.run is None or len(self.run.ends) == 1:
+            return None
+        count = bisect.bisect_left(self.run.ends, now) + 1
+        if count >= len(self.run.ends):
+            return None
+        self.run.exposed *= count / len(self.run.ends)
+        del self.run.ends[count:]
+        return self.run.ends[-1]
 
     def end(self) -> Iterable[tuple[int, bool]]:
-        """Ends the running step. -> (id, whether it was the last) of each request that got a token"""
-        step, self.step = self.step, None
-        if step is None:
+        """Ends the steps that are under way. -> (id, whether it was the last) of each request that got a token"""
+        run, self.run = self.run, None
+        if run is None:
             return []
-        if self.experts:
-            self.experts.end(step.decode)
-            if self.steps % SAMPLED == 0:
-                self.resident.append(self.experts.resident)
-        events = self.scheduler.commit(step, [0] * len(step.finished_prompts))
+        step, count, seconds = run.step, len(run.ends), run.ends[-1] - run.start
+        self.now = run.ends[-1]
+        self.busy += seconds
+        self.steps += count
+        prompt_tokens = 0 if step.decode else sum(s.new_tokens for s in step.sequences if not s.decoding)
+        self.prefill_rate.learn(prompt_tokens, seconds)
+        if count > 1:
+            self._draft(step, count - 1)
+        if self.experts and self.totals:
+            self.experts.end(count, len(step.sequences) if step.decode else 0, run.exposed)
+            self.totals.steps += count - 1  # its record has them as one
+            self.totals.prefilled(prompt_tokens)
+        self.scheduler.drafts = self._certain if count > 1 else None
+        events = self.scheduler.commit(step, array("q", bytes(8 * count * len(step.finished_prompts))))
+        self.scheduler.drafts = None
+        if self.now - self._collected >= COLLECT_S:
+            self._collect()
+        if self.now >= self._sampled:
+            self._sampled = (self.now // SAMPLE_S + 1) * SAMPLE_S
+            self._sample()
         for event in events:
             if event.finish_reason:
                 self.found += event.found
                 del self.sequences[event.id]
         return [(event.id, bool(event.finish_reason)) for event in events]
 
-    def lose(self) -> list[int]:
+    def _draft(self, step: Step, more: int) -> None:
+        """Gives each sequence `more` tokens to the one that it takes in the step, with the pages for them."""
+        tokens = array("q", bytes(8 * more))
+        for sequence in step.sequences:
+            sequence.ids.extend(tokens)
+            sequence.drafted = more
+        self.scheduler.grow(step.sequences)
+        self.scheduler.reserve(step.sequences)
+
+    def _collect(self) -> None:
+        self._collected = self.now
+        if self.totals:
+            self.totals.collect()
+
+    def _sample(self) -> None:
+        cache, pool = self.scheduler.caches[0], self.scheduler.pools[0]
+        held, kept, pages, experts = cache.held, len(cache.idle), pool.pages, 0
+        if self.experts:
+            arena = self.experts.offload.arena
+            pages, experts = arena.frames, arena.slot_frames
+        self.samples.append(Sample(self.now, held, kept, experts, pages - held - kept - experts))
+
+    def lose(self, now: float) -> list[int]:
         """The replica fails: its requests are lost. -> their ids"""
+        if self.run:
+            self.steps += bisect.bisect_right(self.run.ends, now)
+            self.busy += now - self.run.start
         lost = list(self.sequences)
         self.start()
         return lost

@@ -1,107 +1,153 @@
-"""`umbra plan --cluster FILE --simulate`: serves the cluster's traffic on its best layout, and reports and draws it."""
+"""`umbra plan --cluster FILE --simulate`: serves the cluster's traffic on its best layout, and reports and draws it.
+
+With `simulation.memory: all`, the same traffic meets each share of resident experts and memory that moves.
+"""
 
 import dataclasses
+import gc
+import multiprocessing
+import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from errors import UserError
-from executor.planning.cluster.plan import make_cluster_plan
-from executor.planning.simulation.run import Outcome, Served, Simulator
+from executor.planning.cluster.cluster import Cluster, Simulation
+from executor.planning.cluster.hardware import Hardware
+from executor.planning.cluster.layouts import Sizes, make_layout
+from executor.planning.cluster.plan import ClusterPlan, make_cluster_plan
+from executor.planning.simulation.run import Simulator
+from executor.planning.simulation.summary import TENANTS, Summary, summary_of
 from files import write_json, write_whole
 
-PERCENTILES = (50, 90, 99)
-BUCKETS = 96  # of the time that was simulated, in the plot
+COLORS = {"sequences": "C0", "prefixes": "C2", "experts": "C1", "free": "0.85"}
+SHARES = ("in time", "busy", "prompt tokens found", "experts hit")  # facts that are printed in percent
 
 
-def show_simulation(path: Path, json: Path | None, plot: Path | None) -> None:
-    plan = make_cluster_plan(path)
+@dataclass(frozen=True)
+class Variant:
+    """One way to serve the traffic."""
+
+    cluster: Cluster
+    sizes: Sizes
+    hardware: Hardware
+    simulation: Simulation
+
+    @property
+    def name(self) -> str:
+        return "elastic" if self.simulation.memory == "elastic" else f"{self.sizes.resident:.0%}"
+
+
+@dataclass(frozen=True)
+class Simulated:
+    variant: Variant
+    summary: Summary
+    seconds: float  # of the simulation itself, on a core
+
+
+def show_simulation(path: Path, overrides: Sequence[str], json: Path | None, plot: Path | None) -> None:
+    plan = make_cluster_plan(path, overrides)
     best = plan.cheapest or sorted(plan.found, key=lambda found: found.load.tpot)[:1]
     if not best:
         raise UserError(
             f"{path.name}: no layout keeps up with {plan.cluster.load.rate:g} requests/s: nothing to simulate"
         )
-    layout = best[0].layout
+    layout, load = best[0].layout, best[0].load
     print(f"{plan.cluster.devices} devices of {plan.hardware.name}: {layout.sizes}")
+    variants = variants_of(plan, layout.sizes)
     start = time.perf_counter()
-    outcome = Simulator(layout, plan.cluster.simulation).run()
-    took = time.perf_counter() - start
-    targets = plan.cluster.targets
-    facts = facts_of(outcome, targets.ttft_ms / 1e3, targets.tpot_ms / 1e3)
-    print("\n".join(f"{name:<28} {value}" for name, value in printed(facts).items()))
-    load = best[0].load
-    print(f"{'the plan expects':<28} {load.tpot * 1e3:.2f} ms a token, first after {load.ttft * 1e3:.0f} ms")
-    print(f"{outcome.end / 3600:.2f} hours of traffic in {took:.1f} s; step times are modelled, nothing was measured")
+    found = simulate_all(variants)
+    took, used = time.perf_counter() - start, sum(one.seconds for one in found)
+    print("\n".join(table(found)))
+    if len(variants) == 1:
+        print(f"{'the plan expects':<28} {load.tpot * 1e3:.2f} ms a token, first after {load.ttft * 1e3:.0f} ms")
+    simulated = sum(one.summary.facts["seconds"] for one in found) / 3600
+    print(f"{simulated:.2f} hours of traffic in {took:.1f} s, {used:.1f} s of CPU time")
+    print("Step times are modelled, nothing was measured.")
     if json:
-        write_json(json, {"layout": dataclasses.asdict(layout.sizes), **facts})
+        rows = [{"memory": one.variant.name, **one.summary.facts} for one in found]
+        write_json(json, {"layout": dataclasses.asdict(layout.sizes), "rows": rows})
     if plot:
-        draw(outcome, plot)
+        draw(found, plot)
 
 
-def times_of(served: Sequence[Served]) -> tuple["np.ndarray[tuple[int], np.dtype[np.float64]]", ...]:
-    """(TTFT, TPOT) of requests that ended, in seconds."""
-    first = np.array([s.first - s.at for s in served])
-    each = np.array([(s.last - s.first) / max(s.output - 1, 1) for s in served])
-    return first, each
+def variants_of(plan: ClusterPlan, sizes: Sizes) -> list[Variant]:
+    simulation = plan.cluster.simulation
+    if simulation.memory != "all":
+        return [Variant(plan.cluster, sizes, plan.hardware, simulation)]
+    possible = {layout.sizes for layout in (*plan.slow, *(found.layout for found in plan.found))}
+    fixed, elastic = (dataclasses.replace(simulation, memory=memory) for memory in ("fixed", "elastic"))
+    shares = [dataclasses.replace(sizes, resident=share) for share in sorted(plan.cluster.search.resident)]
+    variants = [Variant(plan.cluster, s, plan.hardware, fixed) for s in shares if s in possible]
+    return [*variants, Variant(plan.cluster, sizes, plan.hardware, elastic)]
 
 
-def facts_of(outcome: Outcome, most_ttft: float, most_tpot: float) -> dict[str, float]:
-    ended = [s for s in outcome.served.values() if s.last]
-    if not ended:
-        raise UserError("simulation: no request ended")
-    first, each = times_of(ended)
-    good = int(((first <= most_ttft) & (each <= most_tpot)).sum())
-    start, replicas = ended[0].at, outcome.replicas
-    span = max(outcome.end - start, 1e-9)
-    prompts = sum(s.prompt for s in ended)
-    facts: dict[str, float] = {
-        "requests": len(outcome.served), "refused": outcome.refused, "in time": good / len(outcome.served),
-        "goodput, requests/s": good / span, "output tokens/s": sum(s.output for s in ended) / span,
-        "seconds": span, "busy": sum(r.busy for r in replicas) / span / len(replicas),
-        "preemptions": sum(r.preemptions for r in replicas), "failures": outcome.failures,
-        "restarted requests": sum(s.restarts > 0 for s in ended),
-        "prompt tokens found": sum(r.found for r in replicas) / prompts, "steps": sum(r.steps for r in replicas),
-    }  # fmt: skip
-    for name, values in (("TTFT", first), ("TPOT", each)):
-        for percent, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True):
-            facts[f"{name} p{percent}, ms"] = float(value) * 1e3
-    return facts
+def simulate(variant: Variant) -> Simulated:
+    start = time.process_time()
+    layout = make_layout(variant.cluster, variant.sizes, variant.hardware)
+    gc.disable()  # it would look through all requests again and again, and there are next to no circles
+    try:
+        outcome = Simulator(layout, variant.simulation).run()
+    finally:
+        gc.enable()
+    summary = summary_of(outcome, variant.cluster.targets, variant.simulation.day.hour_s)
+    return Simulated(variant, summary, time.process_time() - start)
+
+
+def simulate_all(variants: Sequence[Variant]) -> list[Simulated]:
+    """In as many processes as there are cores."""
+    processes = min(len(variants), len(os.sched_getaffinity(0)))
+    if processes == 1:
+        return [simulate(variant) for variant in variants]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(simulate, variants))
+
+
+def table(found: Sequence[Simulated]) -> list[str]:
+    """A line for each fact, with a column for each variant."""
+    columns = [printed(one.summary.facts) for one in found]
+    lines = [f"{'resident experts':<28}" + "".join(f"{one.variant.name:>12}" for one in found)] if found[1:] else []
+    for name in columns[-1]:
+        lines.append(f"{name:<28}" + "".join(f"{column.get(name, '-'):>12}" for column in columns))
+    return lines
 
 
 def printed(facts: dict[str, float]) -> dict[str, str]:
-    shares = ("in time", "busy", "prompt tokens found")
     return {
-        name: f"{value:.1%}" if name in shares else f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
+        name: f"{value:.1%}" if name in SHARES else f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
         for name, value in facts.items()
     }
 
 
-def draw(outcome: Outcome, path: Path) -> None:
-    """Over the simulated time: requests that come, times of first tokens, times of other tokens."""
+def draw(found: Sequence[Simulated], path: Path) -> None:
+    """Over the simulated hours: requests that come, what the last variant's memory holds, times of tokens, requests in
+    time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    ended = [s for s in outcome.served.values() if s.last]
-    at = np.array([s.at for s in ended])
-    first, each = times_of(ended)
-    edges = np.linspace(at.min(), max(at.max(), at.min() + 1e-9), BUCKETS + 1)
-    place = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, BUCKETS - 1)
-    hours = (edges[:-1] + edges[1:]) / 7200
-    figure, all_axes = pyplot.subplots(3, 1, figsize=(8, 7), sharex=True)
-    counts = np.bincount(place, minlength=BUCKETS) / (edges[1] - edges[0])
-    all_axes[0].plot(hours, counts)
-    all_axes[0].set(ylabel="requests/s")
-    for axes, values, label in ((all_axes[1], first, "TTFT, ms"), (all_axes[2], each, "TPOT, ms")):
-        for percent in PERCENTILES:
-            line = [np.percentile(values[place == b], percent) * 1e3 if counts[b] else np.nan for b in range(BUCKETS)]
-            axes.plot(hours, line, label=f"p{percent}")
-        axes.set(ylabel=label)
-        axes.legend(fontsize=7)
-    all_axes[2].set(xlabel="hours")
-    for axes in all_axes:
+    last = found[-1].summary
+    figure, (rate, memory, *panels) = pyplot.subplots(5, 1, figsize=(8, 11), sharex=True)
+    rate.plot(last.hours, last.lines["requests/s"], color="black")
+    rate.set(ylabel="requests/s")
+    colors = [COLORS[tenant] for tenant in TENANTS]
+    memory.stackplot(last.hours, 100 * last.memory.T, labels=TENANTS, colors=colors)
+    memory.set(ylabel=f"memory, %{': ' + found[-1].variant.name if found[1:] else ''}", ylim=(0, 100))
+    memory.legend(fontsize=7, loc="lower left")
+    for number, one in enumerate(found):
+        style: dict[str, Any] = {"color": "black" if one is found[-1] else f"C{number}", "linewidth": 1}
+        for axes, name in zip(panels[:2], ("TTFT", "TPOT"), strict=True):
+            axes.plot(one.summary.hours, one.summary.lines[f"{name} p50, ms"], label=one.variant.name, **style)
+            axes.plot(one.summary.hours, one.summary.lines[f"{name} p99, ms"], linestyle=":", **style)
+            axes.set(ylabel=f"{name} p50, p99 (dotted), ms", yscale="log")
+        panels[2].plot(one.summary.hours, 100 * one.summary.lines["in time"], **style)
+    panels[2].set(ylabel="in time, %", xlabel="hours")
+    if found[1:]:
+        panels[0].legend(fontsize=7, title="resident experts", title_fontsize=7)
+    for axes in (rate, memory, *panels):
         axes.grid(alpha=0.3)
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120, bbox_inches="tight"))

@@ -3,10 +3,10 @@
 import json
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from errors import UserError
 from executor.planning.cluster.cluster import Load, Simulation
 
 LARGEST_LINE = 10_000  # characters of a line of a trace
-DAY = 86400.0  # seconds
+HOUR, HOURS = 3600.0, 24  # seconds; of a day
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
@@ -24,32 +25,44 @@ class Arrival:
     output: int  # tokens of the answer
 
 
-def arrivals(load: Load, simulation: Simulation, page_size: int) -> Iterator[Arrival]:
+def arrivals(load: Load, simulation: Simulation) -> Iterator[Arrival]:
     """The simulation's requests in order of time: those of its trace or, without one, random ones."""
     made = trace(Path(simulation.trace)) if simulation.trace else random(load, simulation)
-    choose = np.random.default_rng([simulation.seed, 1])
+    choose, day = np.random.default_rng([simulation.seed, 1]), simulation.day
     shared = [choose.integers(0, 1 << 30, simulation.prefix_tokens) for _ in range(simulation.prefixes)]
     for at, prompt, output in made:
         ids = choose.integers(0, 1 << 30, prompt)
-        if shared:
+        if shared and (not day.repeats or choose.random() < of_hour(day.repeats, at / day.hour_s, 1.0)):
             beginning = shared[int(choose.integers(len(shared)))][:prompt]
             ids[: len(beginning)] = beginning
         yield Arrival(at, array("q", ids.astype(np.int64).tobytes()), output)
 
 
+def of_hour(values: Sequence[T], hours: float, otherwise: T) -> T:
+    """The value of the hour of the day when so many hours have passed; `values` has one for each hour, or none."""
+    return values[int(hours) % HOURS] if values else otherwise
+
+
 def random(load: Load, simulation: Simulation) -> Iterator[tuple[float, int, int]]:
-    """Requests that come independently of each other, at a rate that swings over a day, with lengths whose logarithms
-    have a normal distribution. (seconds, prompt tokens, output tokens)"""
-    choose, at, swing = np.random.default_rng([simulation.seed, 0]), 0.0, simulation.daily_swing
-    most = simulation.longest
+    """Requests that come independently of each other, at the rate of the hour, with lengths whose logarithms have a
+    normal distribution around the means of the hour. (seconds, prompt tokens, output tokens)"""
+    choose, at, day = np.random.default_rng([simulation.seed, 0]), 0.0, simulation.day
+    most, highest = simulation.longest, max(day.rates, default=load.rate)
+    end = simulation.hours * day.hour_s or math.inf
     for _ in range(simulation.requests):
         while True:  # thinned: candidates at the highest rate, of which a share is kept
-            at += float(choose.exponential(1 / (load.rate * (1 + swing))))
-            if choose.random() * (1 + swing) <= 1 - swing * math.cos(2 * math.pi * at / DAY):
+            at += float(choose.exponential(1 / highest))
+            if choose.random() * highest <= of_hour(day.rates, at / day.hour_s, load.rate):
                 break
+        if at >= end:
+            return
+        hours = at / day.hour_s
+        means = (
+            of_hour(day.prompt_tokens, hours, load.prompt_tokens),
+            of_hour(day.output_tokens, hours, load.output_tokens),
+        )
         prompt, output = (
-            int(min(max(1, round(_length(choose, mean, simulation.spread))), most // 2))
-            for mean in (load.prompt_tokens, load.output_tokens)
+            int(min(max(1, round(_length(choose, mean, simulation.spread))), most // 2)) for mean in means
         )
         yield at, prompt, output
 

@@ -243,6 +243,10 @@ def test_no_point_passes_the_frontier() -> None:
         ({"search": {"worlds": [3]}}, "search.worlds: 3 does not divide devices: 8"),
         ({"search": {"methods": ["q5"]}}, "'q5' is not one of none, q8, q4"),
         ({"search": {"resident": [1.5]}}, "must be from 0 to 1"),
+        ({"simulation": {"day": {"rates": [1.0]}}}, "simulation.day.rates: 1 numbers, must be 24: one for each hour"),
+        ({"simulation": {"day": {"rates": [0] * 24}}}, "no request would ever come"),
+        ({"simulation": {"day": {"prompt_tokens": [0] * 24}}}, "simulation.day.prompt_tokens: 0 must be at least 1"),
+        ({"simulation": {"day": {"repeats": [2] * 24}}}, "simulation.day.repeats: 2.0 must be at most 1"),
     ],
 )
 def test_errors_in_a_cluster_file_are_one_line(tmp_path: Path, changes: dict[str, Any], error: str) -> None:

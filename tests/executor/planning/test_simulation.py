@@ -2,6 +2,7 @@
 they must, and the real scheduler's prefixes and pages are at work."""
 
 import dataclasses
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import numpy as np
 import pytest
 
 from errors import UserError
-from executor.planning.cluster.cluster import Load, Simulation
+from executor.planning.cluster.cluster import Day, Load, Simulation, Targets
 from executor.planning.cluster.layouts import Layout, Sizes, make_layout
-from executor.planning.simulation.report import facts_of, show_simulation
+from executor.planning.simulation.replica import Replica
+from executor.planning.simulation.report import show_simulation
+from executor.planning.simulation.router import Router
 from executor.planning.simulation.run import Outcome, Simulator
+from executor.planning.simulation.summary import summary_of
 from executor.planning.simulation.traffic import arrivals, trace
 from tests.executor.planning.test_cluster import CLUSTER, HARDWARE, write
 
@@ -32,7 +36,7 @@ def times(outcome: Outcome) -> list[tuple[float, float, float]]:
 
 
 def test_equal_seeds_give_equal_results(layout: Layout) -> None:
-    settings = dict(failure_hours=0.001, restart_s=1.0, prefixes=3, prefix_tokens=128)
+    settings = dict(rank_failure_hours=0.004, restart_s=1.0, prefixes=3, prefix_tokens=128)
     first, second, other = (simulate(layout, seed=seed, **settings) for seed in (0, 0, 1))
     assert times(first) == times(second)
     assert times(first) != times(other)
@@ -72,7 +76,7 @@ def test_queues_grow_with_the_rate(layout: Layout) -> None:
 
 def test_failures_lose_time_and_nothing_else(layout: Layout) -> None:
     """Requests begin again on the other replica; while none is alive they wait."""
-    outcome = simulate(layout, failure_hours=0.0005, restart_s=2.0)
+    outcome = simulate(layout, rank_failure_hours=0.002, restart_s=2.0)
     assert outcome.failures > 2
     assert any(served.restarts for served in outcome.served.values())
     assert len(outcome.served) == 200
@@ -107,7 +111,7 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, line: str) -> None:
 
 def test_traffic_has_its_means() -> None:
     load, simulation = Load(rate=5.0, prompt_tokens=300, output_tokens=80), Simulation(requests=4000, spread=0.7)
-    made = list(arrivals(load, simulation, 128))
+    made = list(arrivals(load, simulation))
     assert len(made) / made[-1].at == pytest.approx(5.0, rel=0.1)
     assert np.mean([len(a.prompt) for a in made]) == pytest.approx(300, rel=0.1)
     assert np.mean([a.output for a in made]) == pytest.approx(80, rel=0.1)
@@ -115,7 +119,7 @@ def test_traffic_has_its_means() -> None:
 
 def test_the_command_reports_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, simulation={"requests": 60, "longest": 1024})
-    show_simulation(path, tmp_path / "facts.json", tmp_path / "plot.png")
+    show_simulation(path, [], tmp_path / "facts.json", tmp_path / "plot.png")
     out = capsys.readouterr().out
     assert "TTFT p99, ms" in out
     assert "nothing was measured" in out
@@ -124,25 +128,115 @@ def test_the_command_reports_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_facts_count_requests_in_time(layout: Layout) -> None:
     outcome = simulate(layout)
-    assert facts_of(outcome, 1e9, 1e9)["in time"] == 1.0
-    assert facts_of(outcome, 0.0, 0.0)["in time"] == 0.0
+    assert summary_of(outcome, Targets(1e9, 1e9)).facts["in time"] == 1.0
+    assert summary_of(outcome, Targets(1e-3, 1e-3)).facts["in time"] == 0.0
+
+
+def tight(layout: Layout, resident: float = 0.5) -> Layout:
+    """One replica whose memory is too short for all experts and keys and values."""
+    hardware = dataclasses.replace(HARDWARE, device=dataclasses.replace(HARDWARE.device, memory_gb=16.0))
+    return Layout(layout.cluster, Sizes(1, 4, 4, 4, "none", resident), hardware, layout.counted)
 
 
 def test_experts_give_way_to_sequences_and_return(layout: Layout) -> None:
-    """With the real arena and balance: under a burst most experts leave, and after it they are back."""
-    device = dataclasses.replace(HARDWARE.device, memory_gb=16.0)
-    tight = Layout(
-        layout.cluster, Sizes(1, 4, 4, 4, "none", 0.5), dataclasses.replace(HARDWARE, device=device), layout.counted
-    )
-    simulator = Simulator(tight, Simulation(requests=300, longest=4096, elastic=True, spread=0.0))
-    outcome = simulator.run()
+    """With the real arena and balance: under a burst experts leave, and after it they are back."""
+    settings = dict(requests=150, longest=4096, memory="elastic", spread=0.0, prefix_cache=False)
+    outcome = simulate(tight(layout), **settings)
     (replica,) = outcome.replicas
-    assert len(outcome.served) == 300
-    assert replica.experts is not None
+    assert replica.experts
     arena = replica.experts.offload.arena
-    assert replica.resident
-    assert arena.slot_frames + arena.free_frames <= arena.frames
+    held, experts = ([getattr(s, name) / arena.frames for s in replica.samples] for name in ("held", "experts"))
+    assert all(s.held + s.kept + s.experts + s.free == arena.frames for s in replica.samples)
+    assert held
+    assert experts
+    assert len(outcome.served) == 150
     assert all(cache.held == 0 for cache in replica.scheduler.caches)
-    assert times(outcome) == times(
-        Simulator(tight, Simulation(requests=300, longest=4096, elastic=True, spread=0.0)).run()
-    )
+    assert times(outcome) == times(simulate(tight(layout), **settings))
+
+
+def test_the_server_judgement_divides_memory_between_prefixes_and_experts(layout: Layout) -> None:
+    """Prompts that come again win pages from experts, prompts that do not lose them."""
+
+    def expert_pages(**settings: Any) -> float:
+        (replica,) = simulate(tight(layout), requests=150, longest=4096, memory="elastic", **settings).replicas
+        assert replica.shares
+        return replica.shares.expert_pages / replica.shares.pages
+
+    assert expert_pages(prefixes=60, prefix_tokens=1024) < expert_pages()
+
+
+@pytest.mark.parametrize("resident", [1.0, 0.5])
+def test_steps_that_are_taken_together_change_nothing(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, resident: float
+) -> None:
+    """Every request has the times that it has if each step is scheduled by itself, also while memory is short."""
+    one = tight(layout, resident) if resident < 1 else layout
+    settings = dict(prefixes=3, prefix_tokens=256, reserve=1, rank_failure_hours=0.01, restart_s=1.0, longest=4096)
+    together = simulate(one, **settings)
+    calls = 0
+
+    def alone(self: Replica, step: object) -> int:
+        nonlocal calls
+        calls += 1
+        return 1
+
+    monkeypatch.setattr(Replica, "_alike", alone)
+    stepwise = simulate(one, **settings)
+    for a, b in zip(times(together), times(stepwise), strict=True):
+        assert a == pytest.approx(b, rel=1e-9)
+    assert [r.steps for r in together.replicas] == [r.steps for r in stepwise.replicas]
+    assert [r.preemptions for r in together.replicas] == [r.preemptions for r in stepwise.replicas]
+    assert calls
+
+
+def test_a_node_takes_all_its_replicas_with_it(layout: Layout) -> None:
+    """Both replicas are on one node of eight devices: whatever it does, they fail together."""
+    outcome = simulate(layout, node_failure_hours=0.0005, node_restart_s=2.0)
+    assert outcome.failures >= 2
+    assert outcome.failures % 2 == 0
+    assert all(served.at < served.first <= served.last for served in outcome.served.values())
+
+
+def test_the_router_takes_the_least_loaded_replica_that_is_alive() -> None:
+    router, prompt = Router("least_loaded", 4, 3), array("q", range(8))
+    router.loads[:] = 2, 1, 5
+    assert router.choose(prompt) == 1
+    router.lose(1)
+    assert (router.choose(prompt), router.alive) == (0, 2)
+    router.regain(1)
+    assert router.choose(prompt) == 1
+    near = Router("prefix_aware", 4, 3)
+    assert near.choose(prompt) == 0
+    near.loads[:] = 1, 0, 0
+    assert near.choose(prompt) == 0  # where it was before
+    near.loads[0] = 9
+    assert near.choose(prompt) == 1
+
+
+def test_the_hours_of_a_day_differ() -> None:
+    hours, load = range(24), Load(rate=1.0, prompt_tokens=300, output_tokens=80)
+    day = Day(
+        tuple(0.1 * (h % 3) for h in hours), tuple(10 + h for h in hours), tuple(2 + h for h in hours),
+        tuple(float(h > 11) for h in hours),
+    )  # fmt: skip
+    made = list(arrivals(load, Simulation(requests=10**6, hours=48, day=day, prefixes=1, prefix_tokens=4)))
+    counts = np.bincount([int(a.at // 3600) for a in made], minlength=48)
+    assert not counts[::3].any()
+    assert counts[2::3].sum() / counts[1::3].sum() == pytest.approx(2, rel=0.1)
+    assert {(int(a.at // 3600) % 24, len(a.prompt), a.output) for a in made} <= {(h, 10 + h, 2 + h) for h in hours}
+    morning, evening = ({tuple(a.prompt[:4]) for a in made if (a.at // 3600 % 24 > 11) == late} for late in (0, 1))
+    assert len(evening) == 1
+    assert len(morning) > 1000
+
+
+def test_all_divisions_of_memory_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})  # in this process
+    path = write(tmp_path, search={"worlds": [8], "resident": [0.9, 0.5, 1.0]}, load={"rate": 1.0, "output_tokens": 16})
+    sets = ["simulation.requests=40", "simulation.longest=1024", "simulation.memory=all"]
+    show_simulation(path, sets, tmp_path / "facts.json", tmp_path / "plot.png")
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split() == ["resident", "experts", "50%", "90%", "100%", "elastic"]
+    assert "experts hit" in out
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
