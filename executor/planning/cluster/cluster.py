@@ -50,7 +50,11 @@ class Simulation:
     prefix_cache: bool = key(True, "whether pages of ended sequences are kept for later prompts")
     router: str = key("least_loaded", "which replica gets a request", choices=("least_loaded", "prefix_aware"))
     reserve: int = key(256, "tokens beyond its prompt that a sequence is promised memory for", minimum=1)
-    mixed_tokens: int = key(512, "most prompt tokens of a step in which others decode", minimum=1)
+    mixed_tokens: int = key(
+        512, "most prompt tokens of a step in which others decode; 0: as many as a server takes, which learns how long "
+        "they take (serve_config.prefill_pause_ms of the case)", minimum=0,
+    )  # fmt: skip
+    front_ms: float = key(0.0, "time that a server takes for a request outside its steps", minimum=0)
     elastic: bool = key(False, "whether keys, values and experts share the memory, as offload_config.mode: elastic")
     skew: float = key(1.0, "standard deviation of the logarithm of how often experts are used", minimum=0, maximum=5)
     failure_hours: float = key(0.0, "mean time between failures of a replica; 0: none fails", minimum=0)

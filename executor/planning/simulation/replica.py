@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from executor.engine.pace import WARM_UP_PART, WARM_UP_S, WARM_UP_TOKENS, Pace, amounts, amounts_of
 from executor.engine.pages import PagePool
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Limits, Scheduler, Step
@@ -21,10 +22,13 @@ class Replica:
         pages: int,
         times: StepTimes,
         shadowed: Callable[[], SimulatedExperts] | None = None,
+        pause_s: float = 0.0,
     ):
         """`pages` is the number of KV pages of each data-parallel group; with experts that have shadows, which
-        `shadowed` makes for each life of the replica, these say how many there are."""
+        `shadowed` makes for each life of the replica, these say how many there are. With `pause_s`, steps have as many
+        prompt tokens beside others that decode as a server would give them to keep those waiting about so long."""
         self.number, self.limits, self.pages, self.times, self.shadowed = number, limits, pages, times, shadowed
+        self.pause_s = pause_s
         self.resident: list[float] = []  # shares of experts at the ends of steps, one of SAMPLED steps
         self.preemptions = self.steps = self.found = 0
         self.busy = 0.0  # seconds of steps so far
@@ -39,6 +43,22 @@ class Replica:
             self.scheduler.expert_pages = pages.pages // 2
         self.sequences: dict[int, Sequence] = {}
         self.step: Step | None = None  # the one that is running
+        self.pace = self._warm_up() if self.pause_s else None
+
+    def _warm_up(self) -> Pace:
+        """What a server's warm-up learns of the times of prompts."""
+        pace, limits = Pace(), self.limits
+        page, longest = limits.page_size, limits.max_sequence_length
+        length, most = min(max(WARM_UP_TOKENS, page), longest - 1), page * self.pages // WARM_UP_PART
+        while length:
+            took = 0.0
+            for cached in range(0, length, chunk := limits.prefill_tokens or length):
+                tokens = min(chunk, length - cached)
+                seconds = self.times.prefill(tokens, cached, self.times.layout.sizes.resident)
+                pace.learn(amounts([(tokens, cached)]), seconds)
+                took += seconds
+            length = 2 * length if took < WARM_UP_S and 2 * length <= min(longest - 1, most) else 0
+        return pace
 
     @property
     def load(self) -> int:
@@ -54,6 +74,11 @@ class Replica:
         """Begins the next step. -> its seconds; None if nothing is left to do"""
         if self.experts:
             self.experts.begin(now)
+        if self.pace:
+            running, limits = self.scheduler.running, self.limits
+            self.scheduler.mixed_tokens = self.pace.chunk(
+                running, limits.page_size, self.pause_s, limits.prefill_tokens
+            )
         self.step = self.scheduler.schedule()
         self.preemptions += len(self.scheduler.preempted)
         if self.step is None:
@@ -63,6 +88,8 @@ class Replica:
         if self.experts:
             share = self.experts.route(sum(s.new_tokens for s in self.step.sequences))
         seconds = self.times.seconds(self.step, self.limits.groups, share)
+        if self.pace and not self.step.decode:
+            self.pace.learn(amounts_of(self.step.sequences), seconds)
         self.busy += seconds
         self.steps += 1
         return seconds

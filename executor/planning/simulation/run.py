@@ -60,7 +60,8 @@ def shadowed(layout: Layout, simulation: Simulation) -> SimulatedExperts:
 
 
 class Simulator:
-    def __init__(self, layout: Layout, simulation: Simulation):
+    def __init__(self, layout: Layout, simulation: Simulation, times: StepTimes | None = None):
+        """`times` are the layout's step times, if they are not modelled."""
         sizes, cluster, case = layout.sizes, layout.cluster, layout.counted.case
         self.simulation, self.layout = simulation, layout
         size = case.cache_config.page_size
@@ -73,7 +74,7 @@ class Simulator:
             page_size=size,
             groups=sizes.attn_dp,
             prefill_tokens=cluster.search.chunk,
-            mixed_tokens=min(simulation.mixed_tokens, cluster.search.chunk),
+            mixed_tokens=min(simulation.mixed_tokens or cluster.search.chunk, cluster.search.chunk),
             reserve=simulation.reserve,
             prefixes=simulation.prefix_cache,
         )
@@ -82,11 +83,13 @@ class Simulator:
                 f"simulation.longest: {simulation.longest} tokens of one sequence do not fit into the {pages * size} "
                 f"of a group of {sizes}"
             )
-        times = StepTimes(layout, simulation.longest)
+        times = times or StepTimes(layout, simulation.longest)
         made = None
         if layout.sizes.resident < 1 or simulation.elastic:
             made = partial(shadowed, layout, simulation)
-        self.outcome = Outcome(replicas=[Replica(n, self.limits, pages, times, made) for n in range(sizes.replicas)])
+        pause_s = 0.0 if simulation.mixed_tokens else case.serve_config.prefill_pause_ms / 1e3
+        replicas = [Replica(n, self.limits, pages, times, made, pause_s) for n in range(sizes.replicas)]
+        self.outcome = Outcome(replicas=replicas)
         self.alive = list(self.outcome.replicas)
         self.router = Router(simulation.router, size)
         self.events: list[tuple[float, int, int, int, int]] = []  # (time, kind, order, replica, its life)
@@ -98,15 +101,15 @@ class Simulator:
     def run(self) -> Outcome:
         """Serves all requests to their ends."""
         coming = iter(enumerate(arrivals(self.layout.cluster.load, self.simulation, self.limits.page_size)))
-        arrived = next(coming, None)
+        arrived, front = next(coming, None), self.simulation.front_ms / 1e3
         for replica in self.outcome.replicas:
             self._plan_failure(replica, 0.0)
         while arrived or self.open:
-            if arrived and (not self.events or arrived[1].at <= self.events[0][0]):
+            if arrived and (not self.events or arrived[1].at + front <= self.events[0][0]):
                 id, arrival = arrived
                 self.outcome.served[id] = Served(arrival.at, len(arrival.prompt), arrival.output)
                 self.open[id] = arrival
-                self._send(id, arrival.at)
+                self._send(id, arrival.at + front)
                 arrived = next(coming, None)
                 continue
             now, kind, _, number, life = heapq.heappop(self.events)

@@ -29,7 +29,7 @@ class StepTimes:
                 rows[s.group] += 1
                 cached[s.group] += s.cached
             most = max(rows)
-            return self._decode(most, max(cached) / most, share)
+            return self.decode(most, max(cached) / most, share)
         tokens, seen, decoding = [0] * groups, [0] * groups, [0] * groups
         for s in step.sequences:
             tokens[s.group] += s.new_tokens
@@ -39,10 +39,10 @@ class StepTimes:
                 seen[s.group] = max(seen[s.group], s.cached)
         busiest = max(range(groups), key=lambda group: tokens[group])
         # Those that decode read what they have cached.
-        extra = self._decode(1, decoding[busiest], share) - self._decode(1, 0, share)
-        return self._prefill(tokens[busiest], seen[busiest], share) + extra
+        extra = self.decode(1, decoding[busiest], share) - self.decode(1, 0, share)
+        return self.prefill(tokens[busiest], seen[busiest], share) + extra
 
-    def _decode(self, sequences: int, cached: float, resident: float) -> float:
+    def decode(self, sequences: int, cached: float, resident: float) -> float:
         """A decode step of `sequences` sequences of a group with `cached` tokens each, in which time is linear."""
         none, some = self.decode_at(sequences, resident)
         return none + (some - none) * cached / self.longest
@@ -55,7 +55,8 @@ class StepTimes:
         placing = dataclasses.replace(self.layout.placing, resident=resident)
         return step_times(work, placing, self.layout.hardware).total
 
-    def _prefill(self, tokens: int, cached: int, resident: float) -> float:
+    def prefill(self, tokens: int, cached: int, resident: float) -> float:
+        """A step of `tokens` tokens of prompts of a group, of which the longest has `cached` tokens before them."""
         low, part = divmod(tokens, TOKENS)
         least = max(low * TOKENS, 1)
         nearest = cached // CACHED * CACHED

@@ -2,6 +2,7 @@
 they must, and the real scheduler's prefixes and pages are at work."""
 
 import dataclasses
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from errors import UserError
 from executor.planning.cluster.cluster import Load, Simulation
 from executor.planning.cluster.layouts import Layout, Sizes, make_layout
+from executor.planning.simulation.replica import Replica
 from executor.planning.simulation.report import facts_of, show_simulation
 from executor.planning.simulation.run import Outcome, Simulator
-from executor.planning.simulation.traffic import arrivals, trace
+from executor.planning.simulation.steps import StepTimes
+from executor.planning.simulation.traffic import Arrival, arrivals, trace
 from tests.executor.planning.test_cluster import CLUSTER, HARDWARE, write
 
 
@@ -146,3 +149,30 @@ def test_experts_give_way_to_sequences_and_return(layout: Layout) -> None:
     assert times(outcome) == times(
         Simulator(tight, Simulation(requests=300, longest=4096, elastic=True, spread=0.0)).run()
     )
+
+
+def test_a_server_takes_time_outside_its_steps(layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text('{"at": 5, "prompt": 128, "output": 3}\n')
+    (alone,), (later,) = (
+        simulate(layout, trace=str(tmp_path / "trace"), front_ms=front).served.values() for front in (0.0, 30.0)
+    )
+    assert later.at == alone.at
+    assert later.first == pytest.approx(alone.first + 0.03)
+    assert later.last == pytest.approx(alone.last + 0.03)
+
+
+def test_prompts_beside_others_are_cut_as_a_server_cuts_them(layout: Layout) -> None:
+    """So that those that decode wait about as long as the pause, after what the server's warm-up has learned."""
+    limits, times = Simulator(layout, Simulation(longest=4096)).limits, StepTimes(layout, 4096)
+    pause = times.prefill(2048, 0, 1.0) / 6
+    replica = Replica(0, limits, 4000, times, None, pause)
+    replica.add(0, Arrival(0.0, array("q", range(16)), 200))
+    replica.begin(0.0)
+    replica.end()
+    replica.add(1, Arrival(0.0, array("q", range(2048)), 2))
+    found = []
+    while not found or not replica.sequences[1].generated:
+        found.append(replica.begin(0.0) or 0.0)
+        replica.end()
+    assert 4 < len(found) < 20
+    assert max(found) < 2 * pause
