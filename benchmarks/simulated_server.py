@@ -255,8 +255,8 @@ def preemptions(client: Client) -> int:
     return int(float(found[1])) if found else 0
 
 
-def one_round(case: Path, figures: Figures, traffic: Traffic, trace: Path) -> dict[str, Any]:
-    """The trace on the server, and simulated."""
+def one_round(case: Path, ample: Path, figures: Figures, traffic: Traffic, trace: Path) -> dict[str, Any]:
+    """The trace on the server of `case`, and simulated; `ample` is the same without shadows."""
     read = load_case(str(case))
     vocabulary, page = load_model_config(read).vocab_size, read.cache_config.page_size
     peer = serving_peers.umbra(case.stem, str(case), [])
@@ -269,7 +269,7 @@ def one_round(case: Path, figures: Figures, traffic: Traffic, trace: Path) -> di
         answers = asyncio.run(client.arrivals(calls_of(simulation, vocabulary, page)))
         asyncio.run(asyncio.sleep(0.5))  # until the rank has told its last state
         found = served(answers, preemptions(client) - earlier)
-    layout = layout_of(case, figures)
+    layout = layout_of(ample, figures)
     times = MeasuredTimes(layout, simulation.longest, figures)
     predicted = simulated(Simulator(layout, simulation, times).run())
     return {"predicted": predicted, "measured": found, "front_ms": front_s * 1e3, "others": others.cores()}
@@ -300,7 +300,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model in args.models:
-            most = 0.0
+            most, ample = 0.0, write_case(folder, model, False)
             for load in args.loads:
                 traffic, trace = LOADS[load], folder / f"{model}_{load}.jsonl"
                 case, done = write_case(folder, model, traffic.scarce), []
@@ -309,7 +309,7 @@ def main(argv: list[str]) -> None:
                     most = most or most_requests(figures)
                     if not trace.is_file():
                         write_trace(trace, traffic, most, args.seconds)
-                    done.append(one_round(case, figures, traffic, trace))
+                    done.append(one_round(case, ample, figures, traffic, trace))
                     print(f"others {done[-1]['others']:.2f} cores, front {done[-1]['front_ms']:.2f} ms")
                 rows += printed(compared(model, load, done), COLUMNS)
     write_rows(args.json, rows)
