@@ -6,7 +6,8 @@ the simulation in the place of modelled times.
 It is started by simulated_server, which listens at SOCKET as a front does; FILE gets the figures. A step is a whole
 turn of the rank's loop: messages, scheduling, the step itself, what the front is told. Kinds: steps in which 1, 2, 3
 ... sequences decode, with few and with many cached tokens; prompts of several lengths alone; chunks of a long prompt
-behind cached tokens; and prompts beside sequences that decode.
+behind cached tokens; and prompts beside sequences that decode. Means count, since what a server does now and then, as
+telling the front its state, is part of its steps.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from executor.serving.channel import Channel
 from executor.serving.worker import Worker
 from files import write_json
 
-FEW, TOKENS, DECODE_STEPS, REPEATS = 32, (16, 32, 64, 128, 256, 512), 24, 5
+FEW, TOKENS, DECODE_STEPS, REPEATS = 32, (16, 64, 192, 512), 18, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,17 @@ class Figures:
         tokens = kind.tokens + kind.rows
         seconds = line(self.prefill, tokens) + self.pair * (kind.pairs - tokens**2 / 2)
         return seconds + kind.rows * self.mixed_row + line(self.decode_cached, 1) * kind.cached
+
+    def mean(self, other: "Figures") -> "Figures":
+        """Half-way between both."""
+
+        def middle(ours: ListOf[tuple[float, float]], theirs: ListOf[tuple[float, float]]) -> list[tuple[float, float]]:
+            return [(x, (y + z) / 2) for (x, y), (_, z) in zip(ours, theirs, strict=True)]
+
+        return Figures(
+            self.pages, middle(self.decode, other.decode), middle(self.decode_cached, other.decode_cached),
+            middle(self.prefill, other.prefill), (self.pair + other.pair) / 2, (self.mixed_row + other.mixed_row) / 2,
+        )  # fmt: skip
 
 
 def line(points: ListOf[tuple[float, float]], x: float) -> float:
@@ -149,7 +161,7 @@ class Measured:
         self.until(rows)
         steps = [self.turn() for _ in range(DECODE_STEPS)][2:]
         self.end()
-        return statistics.mean(kind.cached for kind, _ in steps), statistics.median(s for _, s in steps)
+        return statistics.fmean(kind.cached for kind, _ in steps), statistics.fmean(s for _, s in steps)
 
     def alone(self, tokens: int) -> list[tuple[Kind, float]]:
         """The steps of a prompt alone."""
@@ -165,7 +177,7 @@ def measure(worker: Worker) -> Figures:
     pages, size = scheduler.pools[0].pages, scheduler.limits.page_size
     many = min(measured.prompt // 2, pages * size // measured.most - DECODE_STEPS - size)
     decode, of_cached = [], []
-    for rows in range(1, measured.most + 1):
+    for rows in sorted({1, 2, measured.most // 2, measured.most * 3 // 4, measured.most} - {0}):
         (few, short), (cached, long) = measured.decoding(rows, FEW), measured.decoding(rows, many)
         slope = max((long - short) / (cached - few), 0.0)
         decode.append((float(rows), short - slope * few))
@@ -177,9 +189,9 @@ def measure(worker: Worker) -> Figures:
         for tokens in lengths:
             times[tokens] += [seconds for _, seconds in measured.alone(tokens)]
         later += measured.alone(measured.prompt // measured.chunk * measured.chunk)[1:]
-    prefill = [(float(tokens), statistics.median(times[tokens])) for tokens in lengths]
+    prefill = [(float(tokens), statistics.fmean(times[tokens])) for tokens in lengths]
     pairs = [(s - line(prefill, kind.tokens)) / (kind.pairs - kind.tokens**2 / 2) for kind, s in later]
-    figures = Figures(pages, decode, of_cached, prefill, max(statistics.median(pairs or [0.0]), 0.0), 0.0)
+    figures = Figures(pages, decode, of_cached, prefill, max(statistics.fmean(pairs or [0.0]), 0.0), 0.0)
     rows = max(1, measured.most // 2)
     excess = []
     for _ in range(REPEATS):
@@ -189,7 +201,7 @@ def measure(worker: Worker) -> Figures:
         measured.add(measured.chunk // 2)
         excess += [(seconds - figures.seconds(kind)) / kind.rows for kind, seconds in measured.until(rows + 1)]
         measured.end()
-    return dataclasses.replace(figures, mixed_row=statistics.median(excess))
+    return dataclasses.replace(figures, mixed_row=statistics.fmean(excess))
 
 
 def main(argv: list[str]) -> None:
