@@ -91,6 +91,12 @@ class Limits:
         return self._macs / seconds / 1e9
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds that a process and its threads have used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # user and system time
+
+
 class Others:
     """What other processes than this one, its threads and its children use of the cores from now on. Children count
     once they have ended."""

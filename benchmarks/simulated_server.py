@@ -11,10 +11,10 @@ Models: the demo, and two layers of Qwen3-30B-A3B's shape with random 4-bit weig
 
 A round of a model and a load: the steps of a rank are measured (server_steps.py) in a process of their own, before and
 after the server's turn, as machines change; `umbra serve` answers requests alone, which tells what it takes for a
-request outside its steps (HTTP, the front, the sockets), and then the trace; and the trace is simulated with these
-times. Nothing is taken from the trace's
-own answers, and the trace of a load is the same in all rounds. The rank has one thread, so that the front and this
-client have a core of their own on a machine of two.
+request outside its steps (HTTP, the front, the sockets), a few at once, which tells the CPU time of front and client
+for a token, and then the trace; and the trace is simulated with these times. Nothing is taken from the trace's own
+answers, and the trace of a load is the same in all rounds. The rank has one thread, so that the front and this client
+have a core of their own on a machine of two.
 
 A row, of the table and of `rows` in the JSON file: model, load, what; `predicted` and `measured`, medians over the
 rounds; `ratio`: predicted / measured of the same round, its median; `low` and `high`: the least and the largest. Times
@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ import numpy as np
 import yaml
 
 from benchmarks import serving_peers
-from benchmarks.machine import Others
+from benchmarks.machine import Others, cpu_seconds
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.server_steps import Figures, Kind, MeasuredTimes
 from benchmarks.serving_client import Answer, Call, Client, random_calls
@@ -182,10 +183,10 @@ def layout_of(case: Path, figures: Figures) -> Layout:
     return Layout(cluster, sizes, hardware, counted)
 
 
-def simulation_of(traffic: Traffic, trace: Path, front_s: float) -> Simulation:
+def simulation_of(traffic: Traffic, trace: Path, front_s: float, token_s: float) -> Simulation:
     return Simulation(
         trace=str(trace), longest=LONGEST + NEW, prefixes=traffic.prefixes, prefix_tokens=PREFIX_TOKENS,
-        reserve=RESERVE, mixed_tokens=0, front_ms=front_s * 1e3,
+        reserve=RESERVE, mixed_tokens=0, front_ms=front_s * 1e3, front_token_us=token_s * 1e6,
     )  # fmt: skip
 
 
@@ -253,6 +254,18 @@ def front_seconds(client: Client, vocabulary: int, step: float) -> float:
     return max(0.0, statistics.median(answer.ttft for answer in answers) - step)
 
 
+def token_seconds(client: Client, vocabulary: int) -> float:
+    """CPU seconds of the front and of this client for each token. They share a core."""
+    calls = random_calls("tokens", ROWS, ALONE_TOKENS, NEW, vocabulary)
+
+    async def run() -> None:
+        await asyncio.gather(*map(client.ask, calls))
+
+    before = cpu_seconds(client.pid) + time.process_time()
+    asyncio.run(run())
+    return (cpu_seconds(client.pid) + time.process_time() - before) / ROWS / NEW
+
+
 def preemptions(client: Client) -> int:
     _, text = asyncio.run(client.get("/metrics"))
     found = re.search(r"^umbra:num_preemptions_total{[^}]*} (\S+)$", text, re.M)
@@ -266,7 +279,8 @@ def serve(case: Path, traffic: Traffic, trace: Path, step: float) -> tuple[dict[
     vocabulary, page = load_model_config(read).vocab_size, read.cache_config.page_size
     with serving_peers.started(serving_peers.umbra(case.stem, str(case), [])) as client:
         asyncio.run(client.streams(random_calls("warm", 2 * ROWS, 128, 4, vocabulary), ROWS))
-        simulation = simulation_of(traffic, trace, front_seconds(client, vocabulary, step))
+        front_s, token_s = front_seconds(client, vocabulary, step), token_seconds(client, vocabulary)
+        simulation = simulation_of(traffic, trace, front_s, token_s)
         earlier = preemptions(client)
         answers = asyncio.run(client.arrivals(calls_of(simulation, vocabulary, page)))
         asyncio.run(asyncio.sleep(0.5))  # until the rank has told its last state
@@ -290,7 +304,8 @@ def rounds_of(case: Path, ample: Path, traffic: Traffic, trace: Path, args: argp
             times = MeasuredTimes(layout, simulation.longest, middle)
             predicted = simulated(Simulator(layout, simulation, times).run())
             done.append({"predicted": predicted, "measured": found, "others": used})
-            print(f"others {used:.2f} cores, front {simulation.front_ms:.2f} ms", flush=True)
+            front = f"{simulation.front_ms:.2f} ms a request, {simulation.front_token_us:.0f} us a token"
+            print(f"others {used:.2f} cores, front {front}", flush=True)
     return sorted(done, key=lambda one: float(one["others"]))[: args.rounds]
 
 

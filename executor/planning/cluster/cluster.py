@@ -55,6 +55,9 @@ class Simulation:
         "they take (serve_config.prefill_pause_ms of the case)", minimum=0,
     )  # fmt: skip
     front_ms: float = key(0.0, "time that a server takes for a request outside its steps", minimum=0)
+    front_token_us: float = key(
+        0.0, "time that a server's front takes for each token, beside the steps: tokens wait for each other", minimum=0
+    )
     elastic: bool = key(False, "whether keys, values and experts share the memory, as offload_config.mode: elastic")
     skew: float = key(1.0, "standard deviation of the logarithm of how often experts are used", minimum=0, maximum=5)
     failure_hours: float = key(0.0, "mean time between failures of a replica; 0: none fails", minimum=0)

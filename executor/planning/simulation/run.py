@@ -11,7 +11,7 @@ from errors import UserError
 from executor.engine.scheduler import Limits
 from executor.planning.cluster.cluster import Simulation
 from executor.planning.cluster.layouts import Layout
-from executor.planning.cluster.times import GIGA
+from executor.planning.cluster.times import GIGA, US
 from executor.planning.simulation.experts import SimulatedExperts, Sizes
 from executor.planning.simulation.replica import Replica
 from executor.planning.simulation.router import Router
@@ -93,7 +93,7 @@ class Simulator:
         self.alive = list(self.outcome.replicas)
         self.router = Router(simulation.router, size)
         self.events: list[tuple[float, int, int, int, int]] = []  # (time, kind, order, replica, its life)
-        self.order, self.lives = itertools.count(), [0] * sizes.replicas
+        self.order, self.lives, self.fronts = itertools.count(), [0] * sizes.replicas, [0.0] * sizes.replicas
         self.choose = np.random.default_rng([simulation.seed, 2])
         self.open: dict[int, Arrival] = {}  # requests that have not ended
         self.held: list[int] = []  # those of them that wait because no replica is alive
@@ -147,12 +147,15 @@ class Simulator:
             self._at(now + seconds, STEP, replica)
 
     def _end_step(self, replica: Replica, now: float) -> None:
+        sent = max(now, self.fronts[replica.number])  # when the replica's front has passed on its tokens so far
         for id, last in replica.end():
+            sent += self.simulation.front_token_us * US
             served = self.outcome.served[id]
-            served.first = served.first or now
+            served.first = served.first or sent
             if last:
-                served.last = now
+                served.last = sent
                 del self.open[id]
+        self.fronts[replica.number] = sent
         self._begin_step(replica, now)
 
     def _fail(self, replica: Replica, now: float) -> None:

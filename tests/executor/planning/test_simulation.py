@@ -159,6 +159,8 @@ def test_a_server_takes_time_outside_its_steps(layout: Layout, tmp_path: Path) -
     assert later.at == alone.at
     assert later.first == pytest.approx(alone.first + 0.03)
     assert later.last == pytest.approx(alone.last + 0.03)
+    (slow,) = simulate(layout, trace=str(tmp_path / "trace"), front_token_us=1e6).served.values()
+    assert (slow.first, slow.last) == pytest.approx((alone.first + 1, alone.first + 3))  # the front is the slower one
 
 
 def test_prompts_beside_others_are_cut_as_a_server_cuts_them(layout: Layout) -> None:
