@@ -4,9 +4,9 @@
         [--contexts 64 2048] [--rounds 15] [--json FILE]
 
 The ranks divide the cores; with more ranks than cores, several share one. The constants are those of single kernels and
-collectives, measured while all ranks run them at once, so that a rank's rate is its share of the machine's, also where
-ranks share a core; then steps of the model are measured as benchmarks/cpu_decode.py does. Nothing is taken from these
-steps but what a step of one sequence takes outside the replayed graph.
+collectives, measured in turn with steps of the model, while all ranks run them at once, so that a rank's rate is its
+share of the machine's, also where ranks share a core. Nothing is taken from the steps but what one of the first kind
+takes outside the replayed graph.
 
 A row, of the table and of `rows` in the JSON file:
   ranks, threads (of each), sequences, cached (tokens of each)
@@ -15,6 +15,7 @@ A row, of the table and of `rows` in the JSON file:
 """
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,46 +78,55 @@ def in_turn(runs: dict[str, Callable[[], object]], rounds: int, ranks: int) -> d
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def constants(limits: Limits, threads: int, heads: tuple[int, int], ranks: int, rounds: int) -> dict[str, float]:
-    """What single kernels and collectives of this rank reach. `heads`: query and KV heads of a rank."""
-    cpu, matrices = load_ops("cpu"), []
-    block = torch.randn(ROWS, WIDTH) * 0.02
-    for _ in range(MATRICES):
-        matrices.append(NativeMatrix(ROWS, WIDTH, FORMATS[FORMAT], torch.device("cpu")))
-        matrices[-1].fill(0, block)
-    tapes = {name: Tape() for name in ("one", "many", "attention", "tiny")}
-    for name, rows in (("one", 1), ("many", MANY)):
-        x = torch.randn(rows, WIDTH)
-        with tapes[name].capture():
-            for matrix in matrices:
-                cpu.linear(x, matrix, None)
-    shape = cpu_attention.Case(CACHED, 1, *heads)
-    first, size = cpu_attention.inputs(shape, torch.bfloat16)
-    calls = [first, *(cpu_attention.inputs(shape, torch.bfloat16)[0] for _ in range(cpu_attention.BEYOND // size))]
-    with tapes["attention"].capture():
-        for call in calls:
-            cpu.attention(*call, cpu_attention.DIM**-0.5)
-    small = NativeMatrix(64 * threads, 32, FORMATS[FORMAT], torch.device("cpu"))
-    y = torch.randn(1, 32)
-    with tapes["tiny"].capture():
-        for _ in range(TINY_OPS):
-            cpu.linear(y, small, None)
+class Kernels:
+    """Single kernels of a rank, to be timed. `heads`: its query and KV heads. A tape has only the addresses of what it
+    reads, so all of that is kept here."""
+
+    def __init__(self, threads: int, heads: tuple[int, int]):
+        cpu, self.tapes = load_ops("cpu"), {name: Tape() for name in ("one", "many", "attention", "tiny")}
+        block = torch.randn(ROWS, WIDTH) * 0.02
+        self.matrices = [NativeMatrix(ROWS, WIDTH, FORMATS[FORMAT], torch.device("cpu")) for _ in range(MATRICES)]
+        self.rows = {"one": torch.randn(1, WIDTH), "many": torch.randn(MANY, WIDTH), "tiny": torch.randn(1, 32)}
+        for matrix in self.matrices:
+            matrix.fill(0, block)
+        for name in ("one", "many"):
+            with self.tapes[name].capture():
+                for matrix in self.matrices:
+                    cpu.linear(self.rows[name], matrix, None)
+        shape = cpu_attention.Case(CACHED, 1, *heads)
+        first, self.cache_bytes = cpu_attention.inputs(shape, torch.bfloat16)
+        more = cpu_attention.BEYOND // self.cache_bytes
+        self.calls = [first, *(cpu_attention.inputs(shape, torch.bfloat16)[0] for _ in range(more))]
+        with self.tapes["attention"].capture():
+            for call in self.calls:
+                cpu.attention(*call, cpu_attention.DIM**-0.5)
+        self.small = NativeMatrix(64 * threads, 32, FORMATS[FORMAT], torch.device("cpu"))
+        with self.tapes["tiny"].capture():
+            for _ in range(TINY_OPS):
+                cpu.linear(self.rows["tiny"], self.small, None)
+
+    @property
+    def runs(self) -> dict[str, Callable[[], object]]:
+        return {name: tape.replay for name, tape in self.tapes.items()}
+
+
+def collectives() -> dict[str, Callable[[], object]]:
     few, more = torch.zeros(4), torch.zeros(FLOATS)
 
     def reduce(x: torch.Tensor) -> None:
         for _ in range(CALLS):
             dist.all_reduce(x)
 
-    runs: dict[str, Callable[[], object]] = {"read": limits.read, "multiply": limits.multiply}
-    runs |= {name: tape.replay for name, tape in tapes.items()}
-    if ranks > 1:
-        runs |= {"few": lambda: reduce(few), "more": lambda: reduce(more)}
-    took = in_turn(runs, rounds, ranks)
+    return {"few": lambda: reduce(few), "more": lambda: reduce(more)}
+
+
+def constants(took: dict[str, float], limits: Limits, kernels: Kernels, ranks: int) -> dict[str, float]:
+    """What they reach, from the seconds that each took."""
     read, macs = limits.read_gbps(took["read"]), MATRICES * MANY * ROWS * WIDTH
     found = {
         "read_gbps": read,
-        "read_fraction": sum(m.nbytes for m in matrices) / took["one"] / 1e9 / read,
-        "attention_fraction": len(calls) * size / took["attention"] / 1e9 / read,
+        "read_fraction": sum(m.nbytes for m in kernels.matrices) / took["one"] / 1e9 / read,
+        "attention_fraction": len(kernels.calls) * kernels.cache_bytes / took["attention"] / 1e9 / read,
         "quantised_tflops": 2 * macs / took["many"] / 1e12,
         "tflops": limits.int8_gmacs(took["multiply"]) / 1e3,  # 16-bit products at half of the rate of 8-bit ones
         "launch_us": took["tiny"] / TINY_OPS * 1e6,
@@ -125,7 +136,7 @@ def constants(limits: Limits, threads: int, heads: tuple[int, int], ranks: int, 
     if ranks > 1:
         each, larger = took["few"] / CALLS, took["more"] / CALLS
         found["collective_us"] = each * 1e6
-        found["link_gbps"] = (ranks - 1) * more.nbytes / max(larger - each, 1e-9) / 1e9
+        found["link_gbps"] = (ranks - 1) * 4 * FLOATS / max(larger - each, 1e-9) / 1e9
     return found
 
 
@@ -148,29 +159,37 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
     )  # fmt: skip
     config = engine.config
     heads = config.num_attention_heads // ranks, config.num_key_value_heads // ranks
-    found = constants(Limits(), args.threads, heads, ranks, args.rounds)
-    generator, case = torch.Generator().manual_seed(0), engine.runner.case
-    counted = Counted(case)
-    placing = Placing(spans_of(ranks, ranks), True)
-    for sequences in args.batches:
-        for cached in args.contexts:
-            engine.assume(engine.random_prompts(sequences, cached, generator))
-            engine.capture_again()
-            outside: list[float] = []
+    generator, limits = torch.Generator().manual_seed(0), Limits()
+    kernels = Kernels(args.threads, heads)
+    runs = {"read": limits.read, "multiply": limits.multiply, **kernels.runs, **(collectives() if ranks > 1 else {})}
+    kinds = list(itertools.product(args.batches, args.contexts))
+    outside: dict[str, list[float]] = {}
 
-            def step(sequences: int = sequences, outside: list[float] = outside) -> None:
-                clock.seconds, start = 0.0, time.perf_counter()
-                engine.step([row[0] for row in engine.random_prompts(sequences, 1, generator)])
-                outside.append(time.perf_counter() - start - clock.seconds)
+    def prepare(sequences: int, cached: int) -> None:
+        engine.assume(engine.random_prompts(sequences, cached, generator))
+        engine.step([0] * sequences)
 
-            took = in_turn({"step": step}, args.rounds, ranks)["step"]
-            found.setdefault("step_us", statistics.median(outside[1:]) * 1e6)
-            times = step_times(counted.decode(sequences, cached), placing, hardware_of(found))
-            yield {
-                "ranks": ranks, "threads": args.threads, "sequences": sequences, "cached": cached,
-                "predicted": times.total * 1e3, "measured": took * 1e3, "ratio": times.total / took,
-                "parts": "  " + parts_of(times), "constants": found,
-            }  # fmt: skip
+    def step(name: str, sequences: int) -> None:
+        clock.seconds, start = 0.0, time.perf_counter()
+        engine.step([row[0] for row in engine.random_prompts(sequences, 1, generator)])
+        outside.setdefault(name, []).append(time.perf_counter() - start - clock.seconds)
+
+    for sequences, cached in kinds:
+        name = f"{sequences} {cached}"
+        runs[f"before {name}"] = partial(prepare, sequences, cached)
+        runs[name] = partial(step, name, sequences)
+    took = in_turn(runs, args.rounds, ranks)
+    found = constants(took, limits, kernels, ranks)
+    counted, placing = Counted(engine.runner.case), Placing(spans_of(ranks, ranks), True)
+    for sequences, cached in kinds:
+        name = f"{sequences} {cached}"
+        found.setdefault("step_us", statistics.median(outside[name]) * 1e6)
+        times = step_times(counted.decode(sequences, cached), placing, hardware_of(found))
+        yield {
+            "ranks": ranks, "threads": args.threads, "sequences": sequences, "cached": cached,
+            "predicted": times.total * 1e3, "measured": took[name] * 1e3, "ratio": times.total / took[name],
+            "parts": "  " + parts_of(times), "constants": found,
+        }  # fmt: skip
 
 
 def measured(args: argparse.Namespace, ranks: int) -> list[Row]:
