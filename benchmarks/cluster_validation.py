@@ -1,11 +1,12 @@
 """Compares the step times that the cluster model predicts with figures that others have published.
 
-    .venv/bin/python -m benchmarks.cluster_validation [--json FILE]
+    .venv/bin/python -m benchmarks.cluster_validation [--own] [--json FILE]
 
 Nothing is fitted: the constants are those of hardware/*.yaml, measured by others on single kernels and collectives, and
 the conditions are those of the publication. A figure is `complete` if its conditions say the model, the type of the
 weights, the machine, the split over devices, the sequences and their lengths; of others the model assumes what `note`
-says. Figures with speculative decoding are left out, since their acceptance rates are not published.
+says. Figures with speculative decoding are left out, since their acceptance rates are not published. With `--own`,
+steps on 1, 2 and 4 ranks of this machine are measured (cpu_ranks.py) and stand in the place of published ones.
 
 A row, of the table and of `rows` in the JSON file:
   what        model, type, machine and split
@@ -16,6 +17,7 @@ A row, of the table and of `rows` in the JSON file:
 """
 
 import dataclasses
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import cpu_ranks
 from benchmarks.output import Row, flags, printed, write_rows
+from errors import run_main
 from executor.config.load import load_case
 from executor.planning.cluster.hardware import read_hardware
 from executor.planning.cluster.layouts import spans_of
@@ -123,6 +127,14 @@ FIGURES = (
         "MiniMax-M2.5 bf16, A3, TP16 EP16, ACL graph", "minimax_m2_bf16_tp16", "atlas_a3", (16, 16, 1), 16, 4608, 31.92,
         "vllm-ascend's documents, fb8e22ec00", host_us=HOST_VLLM_US,
     ),
+    *(
+        Figure(
+            "Qwen3-30B-A3B int4, 48 cores Kunpeng 920", "qwen3_30b_a3b_q4_cpu", "kunpeng_920", (1, 1, 1), sequences,
+            640, published, "mean of 1,024 tokens behind 128, prefill included; another engine: the seed",
+            complete=False, method="q4",
+        )
+        for sequences, published in ((1, 22.8), (4, 50.7), (8, 72.5))
+    ),
     Figure(
         "Qwen3-30B-A3B bf16, TP4, 15k", "qwen3_30b_a3b_bf16_tp8", "atlas_a2", (4, 4, 4), 1, 15000, 20.0,
         "\"20+ ms\", machine not given: vllm-ascend issue 4656", complete=False, host_us=HOST_VLLM_US,
@@ -138,8 +150,10 @@ def predicted(figure: Figure, folder: Path) -> Times:
     settings: dict[str, object] = {
         "world_size": world, "attn_tp_size": attn_tp, "moe_tp_size": moe_tp, "embed_tp_size": 0, "lmhead_tp_size": 0,
         "quantization.method": figure.method, "batch_size": max(figure.sequences, world // attn_tp),
-        "input_max_len": figure.cached, "hccl_config.aiv_group": "none",
+        "input_max_len": figure.cached,
     }  # fmt: skip
+    if hardware.platform == "ascend":
+        settings["hccl_config.aiv_group"] = "none"
     if figure.config:
         (folder / "config.json").write_text(json.dumps(full_config(figure)))
         settings["model_path"] = str(folder)
@@ -167,10 +181,25 @@ def rows() -> Iterator[Row]:
             }  # fmt: skip
 
 
-def main() -> None:
-    args = flags(__doc__).parse_args()
-    write_rows(args.json, printed(rows(), COLUMNS))
+def own_rows() -> Iterator[Row]:
+    """Steps on ranks of this machine, from constants measured in the same run."""
+    args = cpu_ranks.options().parse_args([])
+    for ranks in args.ranks:
+        for row in cpu_ranks.measured(args, ranks):
+            yield {
+                "what": f"30B shape, 8 layers, q4, this CPU, TP{ranks}", "sequences": row["sequences"],
+                "cached": row["cached"], "predicted": row["predicted"], "published": row["measured"],
+                "ratio": row["ratio"], "complete": "yes", "note": f"  measured: {row['threads']} thread(s) a rank",
+            }  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--own", action="store_true", help="also measure decode steps on ranks of this machine")
+    args = parser.parse_args(argv)
+    found = printed(itertools.chain(rows(), own_rows() if args.own else ()), COLUMNS)
+    write_rows(args.json, found)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -6,6 +6,7 @@ the medians.
 """
 
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -88,3 +89,25 @@ class Limits:
 
     def int8_gmacs(self, seconds: float) -> float:
         return self._macs / seconds / 1e9
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds that a process and its threads have used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # user and system time
+
+
+class Others:
+    """What other processes than this one, its threads and its children use of the cores from now on. Children count
+    once they have ended."""
+
+    def __init__(self) -> None:
+        self._start = self._totals()
+
+    def _totals(self) -> tuple[float, float]:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return others_seconds() - children.ru_utime - children.ru_stime, time.perf_counter()
+
+    def cores(self) -> float:
+        used, clock = self._totals()
+        return (used - self._start[0]) / max(clock - self._start[1], 1e-9)

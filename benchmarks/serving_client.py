@@ -84,9 +84,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Client:
-    """Of the server at 127.0.0.1:`port`."""
+    """Of the server at 127.0.0.1:`port`, whose front is process `pid`."""
 
     port: int
+    pid: int = 0
 
     async def get(self, path: str) -> tuple[int, str]:
         """-> status and body; 0: nobody listens"""

@@ -53,7 +53,7 @@ def started(peer: Peer) -> Iterator[Client]:
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            client, start = Client(port), time.monotonic()
+            client, start = Client(port, process.pid), time.monotonic()
             while asyncio.run(client.get(peer.ready))[0] != 200:
                 if process.poll() is not None or time.monotonic() > start + START_S:
                     log.seek(0)

@@ -31,11 +31,12 @@ def with_experts(config: ModelConfig, layers: int) -> ModelConfig:
 class Umbra:
     def __init__(
         self, case_name: str, layers: int | None, format: str, threads: int, instruction_set: str, sequences: int,
-        longest: int, kv_dtype: str = "auto",
+        longest: int, kv_dtype: str = "auto", world_size: int = 1,
     ):  # fmt: skip
-        """An engine with room for `sequences` of `longest` tokens; `layers` None: as many as the case's checkpoint."""
+        """An engine, or one rank of it, with room for `sequences` of `longest` tokens; `layers` None: as many as the
+        case's checkpoint."""
         settings = dict(
-            with_ckpt="false", exe_mode="graph", world_size=1, method=format, threads=threads,
+            with_ckpt="false", exe_mode="graph", world_size=world_size, method=format, threads=threads,
             instruction_set=instruction_set, batch_size=sequences, input_max_len=longest, max_new_tokens=ROOM,
             ignore_eos="true", kv_dtype=kv_dtype,
         )  # fmt: skip

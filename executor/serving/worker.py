@@ -24,6 +24,7 @@ from executor.engine import request
 from executor.engine.drafts import SIZES
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.loop import Loop
+from executor.engine.pace import WARM_UP_PART, WARM_UP_S, WARM_UP_TOKENS, Pace, amounts_of
 from executor.engine.request import Event, Grammar, Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.engine.sequence import Sequence, new_sequence
@@ -56,7 +57,6 @@ from executor.serving.messages import (
     TopToken,
     Watch,
 )
-from executor.serving.pace import Pace, amounts_of
 from executor.serving.processes import run_and_leave
 
 IDLE_S = 2.0  # seconds between two ticks while nothing is to do
@@ -65,9 +65,6 @@ RESIDENCY_S = 1.0
 FORGET_STEPS = 64  # steps whose records are kept at most
 MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
 QUEUE_SHOWN = 16  # waiting requests in a snapshot
-WARM_UP_TOKENS = 64  # of the first prompt of the warm-up; each next one has twice as many
-WARM_UP_S = 0.3  # no more prompts follow one that takes longer
-WARM_UP_PART = 8  # nor one that would take this part of all pages: experts would leave
 
 
 class Worker:
@@ -220,12 +217,9 @@ class Worker:
         del self._step_tokens[:-MOST_STEP_TOKENS]
 
     def mixed_tokens(self) -> int:
-        """Most prompt tokens of a step in which requests decode: as many as take `prefill_pause_ms`, in whole pages."""
-        page, most = self.case.cache_config.page_size, self.case.data_config.chunked_prefill_size
-        context = next((s.cached for s in self.loop.scheduler.running if not s.decoding), 0)
-        wanted = self.pace.tokens(context, self.case.serve_config.prefill_pause_ms / 1000)
-        chunk = max(page, wanted // page * page)
-        return min(chunk, most) if most else chunk
+        """Most prompt tokens of a step in which requests decode."""
+        pause_s, most = self.case.serve_config.prefill_pause_ms / 1000, self.case.data_config.chunked_prefill_size
+        return self.pace.chunk(self.loop.scheduler.running, self.case.cache_config.page_size, pause_s, most)
 
     def warm_up(self) -> None:
         """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences

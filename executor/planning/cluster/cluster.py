@@ -70,7 +70,14 @@ class Simulation:
     prefix_cache: bool = key(True, "whether pages of ended sequences are kept for later prompts")
     router: str = key("least_loaded", "which replica gets a request", choices=("least_loaded", "prefix_aware"))
     reserve: int = key(256, "tokens beyond its prompt that a sequence is promised memory for", minimum=1)
-    mixed_tokens: int = key(512, "most prompt tokens of a step in which others decode", minimum=1)
+    mixed_tokens: int = key(
+        512, "most prompt tokens of a step in which others decode; 0: as many as a server takes, which learns how long "
+        "they take (serve_config.prefill_pause_ms of the case)", minimum=0,
+    )  # fmt: skip
+    front_ms: float = key(0.0, "time that a server takes for a request outside its steps", minimum=0)
+    front_token_us: float = key(
+        0.0, "time that a server's front takes for each token, beside the steps: tokens wait for each other", minimum=0
+    )
     memory: str = key(
         "fixed", "how the devices' memory is divided between experts and other things: fixed, elastic as "
         "offload_config.mode says, or all: the same traffic with every share of search.resident, and elastic",

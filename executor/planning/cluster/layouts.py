@@ -59,13 +59,12 @@ def sizes_of(cluster: Cluster) -> Iterator[Sizes]:
 def case_of(cluster: Cluster, sizes: Sizes) -> Case:
     """The case of a replica; raises UserError with the rule that the sizes break."""
     length = cluster.load.prompt_tokens + cluster.load.output_tokens
-    settings = {
+    settings: dict[str, object] = {
         "world_size": sizes.world,
         "attn_tp_size": sizes.attn_tp,
         "moe_tp_size": sizes.moe_tp,
         "embed_tp_size": 0,
         "lmhead_tp_size": 0,
-        "hccl_config.aiv_group": "none",
         "quantization.method": sizes.method,
         "batch_size": sizes.attn_dp * cluster.search.most_sequences,
         "input_max_len": length - 1,
@@ -73,6 +72,8 @@ def case_of(cluster: Cluster, sizes: Sizes) -> Case:
         "chunked_prefill_size": cluster.search.chunk,
         "offload_config.mode": "none",
     }
+    if load_case(cluster.case).platform == "ascend":
+        settings["hccl_config.aiv_group"] = "none"
     return load_case(cluster.case, settings=settings)
 
 

@@ -16,6 +16,7 @@ Experts are used evenly, and every rank is as fast as every other.
 
 from dataclasses import dataclass
 
+from executor.config.platforms import PLATFORMS
 from executor.planning.cluster.hardware import Hardware
 from executor.planning.cluster.work import Done, Message, Work
 
@@ -66,20 +67,23 @@ def step_times(work: Work, placing: Placing, hardware: Hardware) -> Times:
     read = hardware.need("device.read_gbps") * hardware.need("device.read_fraction") * GIGA
     attending = hardware.need("device.read_gbps") * hardware.need("device.attention_fraction") * GIGA
     rate = hardware.need("device.tflops") * hardware.need("device.multiply_fraction") * TERA
-    launch = hardware.need("device.launch_us") * US
+    launch, on_host = hardware.need("device.launch_us") * US, PLATFORMS[hardware.platform].is_host
     parts = dict.fromkeys(PARTS, 0.0)
     for done in work.done:
         here = placing.resident if done.mixture else 1.0
         weights, activations = here * done.weights / read, here * done.rows / read
         cached = done.cached / attending
         product = 2 * here * done.macs / rate
-        if placing.quantised and done.tokens:  # by kernels for few rows or by those that unpack, whichever is quicker
+        if placing.quantised and done.tokens:
             few = 2 * here * done.macs / (hardware.need("device.quantised_tflops") * TERA)
-            unpacked = here * done.weights / (hardware.need("device.unpack_gbps") * GIGA)
-            if max(few, weights) <= max(product, unpacked):
+            if on_host:  # whose kernels are the same for few rows and for many
                 product = few
-            else:
-                weights = unpacked
+            else:  # by kernels for few rows or by those that unpack, whichever is quicker
+                unpacked = here * done.weights / (hardware.need("device.unpack_gbps") * GIGA)
+                if max(few, weights) <= max(product, unpacked):
+                    product = few
+                else:
+                    weights = unpacked
         reading = weights + activations + cached
         parts["weights"] += done.times * weights
         parts["KV"] += done.times * cached

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from executor.engine.drafts import Drafts
 from executor.engine.expert_totals import ExpertTotals
+from executor.engine.pace import WARM_UP_PART, WARM_UP_S, WARM_UP_TOKENS, Pace, amounts, amounts_of
 from executor.engine.pages import PagePool
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Limits, Scheduler, Step
@@ -67,10 +68,13 @@ class Replica:
         pages: int,
         times: StepTimes,
         shadowed: Callable[[], SimulatedExperts] | None = None,
+        pause_s: float = 0.0,
     ):
         """`pages` is the number of KV pages of each data-parallel group; with experts that have shadows, which
-        `shadowed` makes for each life of the replica, these say how many there are."""
+        `shadowed` makes for each life of the replica, these say how many there are. With `pause_s`, steps have as many
+        prompt tokens beside others that decode as a server would give them to keep those waiting about so long."""
         self.number, self.limits, self.pages, self.times, self.shadowed = number, limits, pages, times, shadowed
+        self.pause_s = pause_s
         self.samples: list[Sample] = []
         self.preemptions = self.steps = self.found = 0
         self.busy = 0.0  # seconds of steps so far
@@ -90,6 +94,22 @@ class Replica:
         self.prefill_rate = PrefillRate(self.limits.page_size)
         self.sequences: dict[int, Sequence] = {}
         self.run: Run | None = None  # the one that is under way
+        self.pace = self._warm_up() if self.pause_s else None
+
+    def _warm_up(self) -> Pace:
+        """What a server's warm-up learns of the times of prompts."""
+        pace, limits = Pace(), self.limits
+        page, longest = limits.page_size, limits.max_sequence_length
+        length, most = min(max(WARM_UP_TOKENS, page), longest - 1), page * self.pages // WARM_UP_PART
+        while length:
+            took = 0.0
+            for cached in range(0, length, chunk := limits.prefill_tokens or length):
+                tokens = min(chunk, length - cached)
+                seconds = self.times.prefill(tokens, cached, self.times.layout.sizes.resident)
+                pace.learn(amounts([(tokens, cached)]), seconds)
+                took += seconds
+            length = 2 * length if took < WARM_UP_S and 2 * length <= min(longest - 1, most) else 0
+        return pace
 
     def add(self, id: int, arrival: Arrival) -> None:
         sampling = SamplingParams(max_tokens=arrival.output, ignore_eos=True)
@@ -106,6 +126,11 @@ class Replica:
             if self.prefill_rate.value:
                 self.shares.decide(self.limits.page_size / self.prefill_rate.value)
             self.scheduler.expert_pages = self.shares.expert_pages
+        if self.pace:
+            running, limits = self.scheduler.running, self.limits
+            self.scheduler.mixed_tokens = self.pace.chunk(
+                running, limits.page_size, self.pause_s, limits.prefill_tokens
+            )
         step = self.scheduler.schedule()
         self.preemptions += len(self.scheduler.preempted)
         if step is None:
@@ -118,6 +143,8 @@ class Replica:
             seconds, exposed = self.times.decode_steps(step, self.limits.groups, share, self._alike(step))
         else:
             seconds = [self.times.seconds(step, self.limits.groups, share)]
+            if self.pace:
+                self.pace.learn(amounts_of(step.sequences), seconds[0])
         ends = list(itertools.accumulate(seconds, initial=now))[1:]
         self.run = Run(step, now, ends, exposed)
         return ends[-1]

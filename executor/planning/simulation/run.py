@@ -12,7 +12,7 @@ from errors import UserError
 from executor.engine.scheduler import Limits
 from executor.planning.cluster.cluster import Simulation
 from executor.planning.cluster.layouts import Layout
-from executor.planning.cluster.times import GIGA
+from executor.planning.cluster.times import GIGA, US
 from executor.planning.simulation.experts import INTERVAL, SimulatedExperts, Sizes
 from executor.planning.simulation.replica import Replica
 from executor.planning.simulation.router import GONE, Router
@@ -62,7 +62,8 @@ def shadowed(layout: Layout, simulation: Simulation) -> SimulatedExperts:
 
 
 class Simulator:
-    def __init__(self, layout: Layout, simulation: Simulation):
+    def __init__(self, layout: Layout, simulation: Simulation, times: StepTimes | None = None):
+        """`times` are the layout's step times, if they are not modelled."""
         sizes, cluster, case = layout.sizes, layout.cluster, layout.counted.case
         self.simulation, self.layout = simulation, layout
         size, elastic = case.cache_config.page_size, simulation.memory == "elastic"
@@ -75,7 +76,7 @@ class Simulator:
             page_size=size,
             groups=sizes.attn_dp,
             prefill_tokens=cluster.search.chunk,
-            mixed_tokens=min(simulation.mixed_tokens, cluster.search.chunk),
+            mixed_tokens=min(simulation.mixed_tokens or cluster.search.chunk, cluster.search.chunk),
             reserve=simulation.reserve,
             prefixes=simulation.prefix_cache,
             prefix_floor=case.serve_config.prefix_floor // size,
@@ -85,19 +86,19 @@ class Simulator:
                 f"simulation.longest: {simulation.longest} tokens of one sequence do not fit into the {pages * size} "
                 f"of a group of {sizes}"
             )
-        times = StepTimes(layout, simulation.longest)
+        times = times or StepTimes(layout, simulation.longest)
         made = None
         if layout.sizes.resident < 1 or elastic:
             made = partial(shadowed, layout, simulation)
-        self.outcome = Outcome(replicas=[Replica(n, self.limits, pages, times, made) for n in range(sizes.replicas)])
+        pause_s = 0.0 if simulation.mixed_tokens else case.serve_config.prefill_pause_ms / 1e3
+        replicas = [Replica(n, self.limits, pages, times, made, pause_s) for n in range(sizes.replicas)]
+        self.outcome = Outcome(replicas=replicas)
         self.router = Router(simulation.router, size, sizes.replicas)
         self.events: list[tuple[float, int, int, int, int]] = []  # (time, kind, order, replica or node, its count)
         self.order = itertools.count()
-        self.lives, self.runs = (
-            [0] * sizes.replicas,
-            [0] * sizes.replicas,
-        )  # of each replica: older events do not count
+        self.lives, self.runs = [0] * sizes.replicas, [0] * sizes.replicas  # of each replica: older events do not count
         self.back = [0.0] * sizes.replicas  # when a replica that failed last returned, or will
+        self.fronts = [0.0] * sizes.replicas  # when each replica's front has passed on its tokens so far
         self.choose = np.random.default_rng([simulation.seed, 2])
         self.open: dict[int, Arrival] = {}  # requests that have not ended
         self.held: list[int] = []  # those of them that wait because no replica is alive
@@ -106,16 +107,17 @@ class Simulator:
         """Serves all requests to their ends."""
         coming = enumerate(arrivals(self.layout.cluster.load, self.simulation))
         arrived = next(coming, None)
+        front = self.simulation.front_ms / 1e3
         for replica in self.outcome.replicas:
             self._plan_failure(replica, 0.0)
         for node in self._nodes():
             self._plan_loss(node, 0.0)
         while arrived or self.open:
-            if arrived and (not self.events or arrived[1].at <= self.events[0][0]):
+            if arrived and (not self.events or arrived[1].at + front <= self.events[0][0]):
                 id, arrival = arrived
                 self.outcome.served[id] = Served(arrival.at, len(arrival.prompt), arrival.output)
                 self.open[id] = arrival
-                self._send(id, arrival.at)
+                self._send(id, arrival.at + front)
                 arrived = next(coming, None)
                 continue
             now, kind, _, number, count = heapq.heappop(self.events)
@@ -163,13 +165,17 @@ class Simulator:
             self._at(end, STEP, replica.number, self.runs[replica.number])
 
     def _end_step(self, replica: Replica, now: float) -> None:
+        sent = max(now, self.fronts[replica.number])
+        passing = self.simulation.front_token_us * US * len(replica.run.ends) if replica.run else 0.0
         for id, last in replica.end():
+            sent += passing
             served = self.outcome.served[id]
-            served.first = served.first or now
+            served.first = served.first or sent
             if last:
-                served.last = now
+                served.last = sent
                 del self.open[id]
                 self.router.loads[replica.number] -= 1
+        self.fronts[replica.number] = sent
         self._begin_step(replica, now)
 
     def _fail(self, replica: Replica, now: float, seconds: float) -> None:

@@ -256,6 +256,18 @@ def test_errors_in_a_cluster_file_are_one_line(tmp_path: Path, changes: dict[str
     assert "\n" not in str(caught.value)
 
 
+def test_a_cpu_has_the_same_kernels_for_few_rows_and_for_many() -> None:
+    device = dataclasses.replace(HARDWARE.device, unpack_gbps=None)
+    server = dataclasses.replace(HARDWARE, platform="cpu", device=device)
+    linear = Done("linear", 1, 1, weights=1e6, macs=1e9, tokens=64)
+    parts = step_times(Work((linear,), ()), Placing(spans(1), True), server).parts
+    assert sum(parts.values()) == pytest.approx(5e-6 + 2e9 / 2e12 + 100e-6)
+    cluster = dataclasses.replace(CLUSTER, case="qwen3_30b_a3b_q4_cpu", devices=2)
+    small = make_layout(cluster, Sizes(1, 2, 2, 2, "q4", 1.0), dataclasses.replace(server, name="made"))
+    kinds = {(m.kind, m.group, m.ranks) for m in small.counted.decode(1, 10).messages}
+    assert ("all_reduce", "attn_tp", 2) in kinds
+
+
 def test_shipped_files_can_be_read() -> None:
     for path in FOLDER.glob("*.yaml"):
         assert read_hardware(path.stem).description

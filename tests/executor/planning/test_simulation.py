@@ -16,8 +16,9 @@ from executor.planning.simulation.replica import Replica
 from executor.planning.simulation.report import show_simulation
 from executor.planning.simulation.router import Router
 from executor.planning.simulation.run import Outcome, Simulator
+from executor.planning.simulation.steps import StepTimes
 from executor.planning.simulation.summary import summary_of
-from executor.planning.simulation.traffic import arrivals, trace
+from executor.planning.simulation.traffic import Arrival, arrivals, trace
 from tests.executor.planning.test_cluster import CLUSTER, HARDWARE, write
 
 
@@ -240,3 +241,32 @@ def test_all_divisions_of_memory_are_compared(
     assert out.splitlines()[1].split() == ["resident", "experts", "50%", "90%", "100%", "elastic"]
     assert "experts hit" in out
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_server_takes_time_outside_its_steps(layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text('{"at": 5, "prompt": 128, "output": 3}\n')
+    (alone,), (later,) = (
+        simulate(layout, trace=str(tmp_path / "trace"), front_ms=front).served.values() for front in (0.0, 30.0)
+    )
+    assert later.at == alone.at
+    assert later.first == pytest.approx(alone.first + 0.03)
+    assert later.last == pytest.approx(alone.last + 0.03)
+    (slow,) = simulate(layout, trace=str(tmp_path / "trace"), front_token_us=1e6).served.values()
+    assert (slow.first, slow.last) == pytest.approx((alone.first + 1, alone.first + 3))  # the front is the slower one
+
+
+def test_prompts_beside_others_are_cut_as_a_server_cuts_them(layout: Layout) -> None:
+    """So that those that decode wait about as long as the pause, after what the server's warm-up has learned."""
+    limits, times = Simulator(layout, Simulation(longest=4096)).limits, StepTimes(layout, 4096)
+    pause = times.prefill(2048, 0, 1.0) / 6
+    replica = Replica(0, limits, 4000, times, None, pause)
+    replica.add(0, Arrival(0.0, array("q", range(16)), 200))
+    replica.begin(0.0)
+    replica.end()
+    replica.add(1, Arrival(0.0, array("q", range(2048)), 2))
+    found = []
+    while not found or not replica.sequences[1].generated:
+        found.append(replica.begin(0.0) or 0.0)
+        replica.end()
+    assert 4 < len(found) < 20
+    assert max(found) < 2 * pause

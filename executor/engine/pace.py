@@ -20,6 +20,9 @@ FIRST = np.array([0.3, 0.5, 0.2])  # the parts that a short step's time is divid
 LEARN = 0.5  # the share of an error that is corrected at once
 DELAYED = 2.0  # a step counts for at most this many times what was expected of it: something else has delayed it
 LEAST = 1e-12  # seconds of each part, so that each can grow again
+WARM_UP_TOKENS = 64  # of the first prompt of the warm-up; each next one has twice as many
+WARM_UP_S = 0.3  # no more prompts follow one that takes longer
+WARM_UP_PART = 8  # nor one that would take this part of all pages: experts would leave
 
 
 class Pace:
@@ -42,9 +45,23 @@ class Pace:
         # The larger root of pair / 2 n^2 + token n - left = 0, without the difference of two large numbers.
         return int(2 * left / (token + math.sqrt(token**2 + 2 * pair * left)))
 
+    def chunk(self, running: Iterable[Sequence], page: int, seconds: float, most: int | None) -> int:
+        """Most prompt tokens of a step in which some of the `running` sequences decode: as many as take `seconds`, in
+        whole pages of `page` tokens, at least one of them; `most` is the most of any step."""
+        context = next((s.cached for s in running if not s.decoding), 0)
+        wanted = max(page, self.tokens(context, seconds) // page * page)
+        return min(wanted, most) if most else wanted
+
 
 def amounts_of(sequences: Iterable[Sequence]) -> NDArray[np.float64]:
     """(step, tokens, pairs of a token and one before it) of the prompts in a step that is about to run."""
-    prompts = [(s.new_tokens, s.cached) for s in sequences if not s.decoding]
-    tokens = sum(new for new, _ in prompts)
-    return np.array([1.0, tokens, sum(new * (cached + new / 2) for new, cached in prompts)])
+    return amounts((s.new_tokens, s.cached) for s in sequences if not s.decoding)
+
+
+def amounts(prompts: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
+    """The same of `prompts` with so many tokens in the step, and so many before them."""
+    tokens, pairs = 0, 0.0
+    for new, cached in prompts:
+        tokens += new
+        pairs += new * (cached + new / 2)
+    return np.array([1.0, tokens, pairs])
