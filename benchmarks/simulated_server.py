@@ -290,7 +290,8 @@ def rounds_of(case: Path, ample: Path, traffic: Traffic, trace: Path, args: argp
     """The trace on servers of `case`, and simulated. `ample` is the same case without shadows."""
     done: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        figures = measured_figures(case, Path(name))
+        others = Others()
+        figures, earlier = measured_figures(case, Path(name)), others.cores()
         if not trace.is_file():
             write_trace(trace, traffic, most_requests(figures), args.seconds)
         while len(done) < TRIES * args.rounds and sum(one["others"] < MOST_OTHERS for one in done) < args.rounds:
@@ -298,7 +299,8 @@ def rounds_of(case: Path, ample: Path, traffic: Traffic, trace: Path, args: argp
             step = before.seconds(Kind(0, 0, ALONE_TOKENS, ALONE_TOKENS**2 / 2))
             found, simulation = serve(case, traffic, trace, step)
             figures = measured_figures(case, Path(name))
-            used, middle = others.cores(), before.mean(figures)
+            used, earlier = max(earlier, others.cores()), others.cores()
+            middle = before.mean(figures)
             layout = layout_of(ample, middle)
             times = MeasuredTimes(layout, simulation.longest, middle)
             predicted = simulated(Simulator(layout, simulation, times).run())
