@@ -79,14 +79,11 @@ M2: Splits = {
     "dp2_tp4_moe_4x2": dict(world_size=8, attn_tp_size=4, moe_tp_size=4),
     **{name: dict(attn_tp_size=1, moe_tp_size=1, **sizes) for name, sizes in PLACED.items()},
     "tp16": dict(world_size=16),
-    "tp16_moe_4x4_graph": dict(world_size=16, moe_tp_size=4, exe_mode="graph"),
-    "dp2_tp8_ep16": dict(world_size=16, attn_tp_size=8, moe_tp_size=1),
 }
 M2_FEW_KV: Splits = {  # two KV heads, of which several ranks hold copies
     "tp4": dict(world_size=4),
     "tp4_graph": dict(world_size=4, exe_mode="graph"),
     "dp2_tp4": dict(world_size=8, attn_tp_size=4),
-    "tp16": dict(world_size=16),
 }
 SPLITS = {"qwen3": QWEN3, "m2": M2, "m2_few_kv": M2_FEW_KV, "demo": DEMO, "demo_tp8": DEMO_TP8}
 M2_SIZES = dict(hidden_size=64, head_dim=8, rotary_dim=4, num_hidden_layers=2, initializer_range=0.15)

@@ -52,12 +52,9 @@ def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> 
     "files",
     [
         ["tests/ops/cpu/test_ops.py"],
-        [
-            "tests/executor/platform/test_graph.py",
-            *(f"tests/ops/cpu/test_{name}.py" for name in ("numa", "shadow", "shadow_worker")),
-        ],
+        ["tests/executor/platform/test_graph.py", "tests/ops/cpu/test_numa.py", "tests/ops/cpu/test_shadow_worker.py"],
     ],
-    ids=["ops", "graph, NUMA and shadow"],
+    ids=["ops", "graph, NUMA and shadow worker"],
 )
 def test_ops_touch_only_their_memory(tmp_path: Path, files: list[str]) -> None:
     """The parity and graph tests once more, on a module built with AddressSanitizer and UBSan."""
@@ -68,7 +65,7 @@ def test_ops_touch_only_their_memory(tmp_path: Path, files: list[str]) -> None:
     environment = os.environ | {"LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
     # Sets read memory in ways of their own. Two threads are enough of each, but for the last, which has five.
     best = engine.module.instruction_sets()[-1]
-    few = f"not {best}-1 and not {best}-2 and not ten_thousand"  # shadow_stress does so above
+    few = f"not {best}-1 and not {best}-2"
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", few, *files]
     done = run(*tests, cwd=tree, env=environment)
     assert " passed" in done.stdout
