@@ -24,8 +24,10 @@ from executor.job import results
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
 from files import ROOT, write_json
+from ops.ascend.shadow import ShadowNodes
 from tests.ascend.engine import ascend_case
 from tests.ascend.log import device_calls, fail_call
+from tests.ascend.test_serving import node
 from tests.faults.forks import Ended, forked, share_what_is_imported
 
 LIMIT_S = 60.0  # on a machine that is busy
@@ -71,6 +73,7 @@ def turn(folder: Path, overrides: list[str], most: int | None, only: int | None 
 def generate(folder: Path, overrides: list[str], n: int) -> None:
     """What run.py does, but for the settings of the environment, which the fake device has not."""
     results.ROOT = folder  # type: ignore[attr-defined]
+    ShadowNodes._node = node  # type: ignore[assignment]
 
     def main(_: list[str]) -> None:
         case = load_case(str(folder / f"{folder.name}.yaml"), ["ignore_eos=true", *overrides])
