@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets the machine up once, then runs every check and test on all its cores:
-#     bash test.sh [pytest arguments]              everything; the arguments are for the main tests
+#     bash test.sh [pytest arguments]              all but the thorough ones; the arguments are for the main tests
+#     bash test.sh thorough [pytest arguments]     only those that are marked thorough: whole programs under sanitizers
 #     bash test.sh --quick [pytest arguments]      the inner loop: no test that is marked slow, none of tests/ascend
 #     bash test.sh ascend [pytest arguments]       only tests/ascend, which needs a Python of its own
 #     bash test.sh fuzz [SECONDS]                  only tests/fuzz, all targets for so long together; 60 if not given
@@ -67,6 +68,11 @@ case "${1:-}" in
     .venv/bin/python -m pytest "${workers[@]}" -m "not slow and not alone" "${@:2}"
     exit
     ;;
+thorough)
+    umbra_emulators
+    .venv/bin/python -m pytest "${workers[@]}" -m thorough "${@:2}"
+    exit
+    ;;
 fuzz)
     python=.venv/fuzz/bin/python
     (umbra_setup_beside fuzz) || python=.venv/bin/python # without atheris inputs are changed at random
@@ -92,7 +98,7 @@ beside=$!
 trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
 status=0 failed=()
 echo "== pytest"
-.venv/bin/python -m pytest "${workers[@]}" -m "not alone and not beside" "$@" || status=$?
+.venv/bin/python -m pytest "${workers[@]}" -m "not alone and not beside and not thorough" "$@" || status=$?
 wait "$beside" || failed+=(beside)
 wait "$ascend" || failed+=(ascend)
 wait "$checks" || failed+=(checks)

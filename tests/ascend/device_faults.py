@@ -73,7 +73,7 @@ def turn(folder: Path, overrides: list[str], most: int | None, only: int | None 
 def generate(folder: Path, overrides: list[str], n: int) -> None:
     """What run.py does, but for the settings of the environment, which the fake device has not."""
     results.ROOT = folder  # type: ignore[attr-defined]
-    ShadowNodes._node = node  # type: ignore[assignment]
+    ShadowNodes._node = node  # type: ignore[method-assign]
 
     def main(_: list[str]) -> None:
         case = load_case(str(folder / f"{folder.name}.yaml"), ["ignore_eos=true", *overrides])

@@ -52,9 +52,13 @@ def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> 
     "files",
     [
         ["tests/ops/cpu/test_ops.py"],
-        ["tests/executor/platform/test_graph.py", "tests/ops/cpu/test_numa.py", "tests/ops/cpu/test_shadow_worker.py"],
+        pytest.param(
+            ["tests/executor/platform/test_graph.py"]
+            + [f"tests/ops/cpu/test_{name}.py" for name in ("numa", "shadow", "shadow_worker")],
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["ops", "graph, NUMA and shadow worker"],
+    ids=["ops", "graph, NUMA and shadow"],
 )
 def test_ops_touch_only_their_memory(tmp_path: Path, files: list[str]) -> None:
     """The parity and graph tests once more, on a module built with AddressSanitizer and UBSan."""

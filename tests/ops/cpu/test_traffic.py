@@ -6,7 +6,7 @@ import pytest
 
 from tests.ops.cpu.traffic import DONE, MODES, built, under_sanitizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def test_traffic_has_no_race(tmp_path: Path) -> None:
