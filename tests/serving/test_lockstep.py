@@ -23,7 +23,7 @@ SPLITS: dict[str, tuple[float, dict[str, int]]] = {  # kilobytes of a rank's are
 
 
 def test_traffic_on_four_ranks(tmp_path: Path) -> None:
-    check_traffic(tmp_path, "dp2_tp2", 300, 12)
+    check_traffic(tmp_path, "dp2_tp2", 400, 20)
 
 
 def check_traffic(folder: Path, split: str, steps: int, alone: int, limit_s: float = 300) -> None:

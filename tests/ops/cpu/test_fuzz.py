@@ -11,7 +11,10 @@ RUNS = {"dispatch": 400, "jobs": 4000, "pack": 2500, "sampling": 1500, "tape": 1
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# What `dispatch` reads is all kernels, which take half a minute to compile for it.
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "dispatch")) for name in TARGETS]
+)
 def test_hostile_input(tmp_path: Path, target: str) -> None:
     if compiler() is None:
         pytest.skip("no Clang with libFuzzer: apt-get install clang-19 libclang-rt-19-dev")
