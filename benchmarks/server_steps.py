@@ -22,6 +22,7 @@ from pathlib import Path
 from errors import run_main
 from executor.config.env import RankEnv
 from executor.config.load import load_case
+from executor.engine.pace import amounts_of
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.engine.sequence import new_sequence
@@ -46,13 +47,9 @@ class Kind:
 
 
 def kind_of(step: Step) -> Kind:
-    prompts = [s for s in step.sequences if not s.decoding]
-    return Kind(
-        len(step.sequences) - len(prompts),
-        sum(s.cached for s in step.sequences if s.decoding),
-        sum(s.new_tokens for s in prompts),
-        sum(s.new_tokens * (s.cached + s.new_tokens / 2) for s in prompts),
-    )
+    decoding = [s for s in step.sequences if s.decoding]
+    _, tokens, pairs = amounts_of(step.sequences).tolist()
+    return Kind(len(decoding), sum(s.cached for s in decoding), int(tokens), pairs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,17 @@ WARM_UP_S = 0.3  # no more prompts follow one that takes longer
 WARM_UP_PART = 8  # nor one that would take this part of all pages: experts would leave
 
 
+def first_prompt(page: int, longest: int) -> int:
+    """Tokens of the first prompt of the warm-up; `longest` are those of the longest sequence."""
+    return min(max(WARM_UP_TOKENS, page), longest - 1)
+
+
+def next_prompt(length: int, seconds: float, page: int, pages: int, longest: int) -> int:
+    """Tokens of the prompt after one of `length` that took `seconds`, with `pages` pages in all; 0: it was the last."""
+    most = min(longest - 1, page * pages // WARM_UP_PART)
+    return 2 * length if seconds < WARM_UP_S and 2 * length <= most else 0
+
+
 class Pace:
     def __init__(self) -> None:
         self.costs = np.zeros(3)  # seconds of a step, a token, a pair; zeros: no step was seen

@@ -24,7 +24,7 @@ from executor.engine import request
 from executor.engine.drafts import SIZES
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.loop import Loop
-from executor.engine.pace import WARM_UP_PART, WARM_UP_S, WARM_UP_TOKENS, Pace, amounts_of
+from executor.engine.pace import Pace, amounts_of, first_prompt, next_prompt
 from executor.engine.request import Event, Grammar, Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.engine.sequence import Sequence, new_sequence
@@ -243,13 +243,13 @@ class Worker:
             return time.perf_counter() - start
 
         page, pages = scheduler.limits.page_size, scheduler.pools[0].pages
-        length, most = min(max(WARM_UP_TOKENS, page), longest - 1), min(longest - 1, page * pages // WARM_UP_PART)
+        length = first_prompt(page, longest)
         prefill(length)  # the first time takes longer and says nothing
         self.pace, self.prefill_rate.value = Pace(), 0.0
         while length:
             seconds = prefill(length)
             # Rank 0's clock decides for all.
-            length = self.control.number(2 * length if seconds < WARM_UP_S and 2 * length <= most else 0)
+            length = self.control.number(next_prompt(length, seconds, page, pages, longest))
         drafts, scheduler.drafts = scheduler.drafts, None
         sizes = [size for size in SIZES if batch < size <= self.case.decode_rows] if drafts else []
         for _ in range(batch):

@@ -25,10 +25,10 @@ from executor.job.rank import run_rank
 from executor.job.runner import make_runner
 from files import ROOT, write_json
 from ops.ascend.shadow import ShadowNodes
-from tests.ascend.engine import ascend_case
+from tests.ascend.engine import ascend_case, node
 from tests.ascend.log import device_calls, fail_call
-from tests.ascend.test_serving import node
 from tests.faults.forks import Ended, forked, share_what_is_imported
+from tests.faults.points import sample
 
 LIMIT_S = 60.0  # on a machine that is busy
 # The last two are all that torch_npu says where its queue met the error: of a kernel its name, of a copy its sizes.
@@ -60,7 +60,7 @@ def turn(folder: Path, overrides: list[str], most: int | None, only: int | None 
     answer = answer_of(folder)
     calls = int((folder / "calls").read_text())
     found: Counter[str] = Counter()
-    for n in [only] if only else range(1, calls + 1, max(1, calls // (most or calls))):
+    for n in [only] if only else sample(calls, most or calls, 0):
         verdict = judge(forked(functools.partial(body, n), log, LIMIT_S), folder, answer)
         found[verdict.partition(":")[0]] += 1
         if verdict not in ("answered", "refused"):

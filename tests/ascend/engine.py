@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from executor.config.case import Case
 from executor.config.env import RankEnv
@@ -17,6 +19,8 @@ from models.minimax_m2.config import MiniMaxM2Config
 from models.minimax_m2.model import MiniMaxM2ForCausalLM
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.qwen3_moe.model import Qwen3MoeForCausalLM
+from ops.ascend.host_memory import pinned
+from ops.ascend.shadow import Node, ShadowNodes
 from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, write_case
 
 
@@ -85,3 +89,13 @@ def prefilled(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[S
         runner.loop.step()
         running = runner.loop.scheduler.running
     return running
+
+
+def node(nodes: ShadowNodes, tokens: int, layer: int, make: Any = ShadowNodes._node) -> Node:
+    """In place of `ShadowNodes._node`: the fake device's memory has no routing, so it is copied beside the buffer that
+    the jobs read, in which each token goes to experts 0, 1, 2, ..."""
+    made = make(nodes, tokens, layer)
+    made.read = made.ids
+    made.read.copy_(torch.arange(nodes.top_k, dtype=torch.int32).expand(tokens, -1))
+    made.ids = pinned(made.read.shape, torch.int32, f"layer {layer}")
+    return cast(Node, made)

@@ -4,7 +4,7 @@ values of the Ascend ops in plain CPU code, padding rows included."""
 import random
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ from executor.engine.sequence import Sequence
 from executor.job.runner import make_runner
 from executor.serving.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
 from executor.serving.worker import Worker
-from ops.ascend.host_memory import pinned
-from ops.ascend.shadow import Node, ShadowNodes
-from tests.ascend.engine import SIZES, ascend_case, ascend_runner
+from ops.ascend.shadow import ShadowNodes
+from tests.ascend.engine import SIZES, ascend_case, ascend_runner, node
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.on_cpu import ascend_on_cpu
@@ -48,16 +47,6 @@ def choose(engine: Engine, logits: Tensor, groups: list[list[Sequence]]) -> list
         for s in of
         for end in range(len(s.ids) - s.drafted, len(s.ids) + 1)
     ]
-
-
-def node(nodes: ShadowNodes, tokens: int, layer: int, make: Any = ShadowNodes._node) -> Node:
-    """In place of `ShadowNodes._node`: the fake device's memory has no routing, so it is copied beside the buffer that
-    the jobs read, in which each token goes to experts 0, 1, 2, ..."""
-    made = make(nodes, tokens, layer)
-    made.read = made.ids
-    made.read.copy_(torch.arange(nodes.top_k, dtype=torch.int32).expand(tokens, -1))
-    made.ids = pinned(made.read.shape, torch.int32, f"layer {layer}")
-    return cast(Node, made)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tests.faults.points import sample
 from tests.faults.preload import LIBRARY, Faults, with_faults
 from tests.faults.scenarios import CACHE, SCENARIOS, Outcome, Scenario
 
@@ -71,11 +72,6 @@ def turn(folder: Path, name: str, args: argparse.Namespace) -> int:
             print(f"{name}: {kind}: {len(points)} of {counts[kind]}: {told}", flush=True)
     print(f"{name}: {time.process_time() - start:.0f} s", flush=True)
     return complaints
-
-
-def sample(count: int, most: int, seed: int) -> list[int]:
-    """At most so many of the numbers from 1 to `count`, at the same distance from each other."""
-    return sorted({1 + (seed + i * count // most) % count for i in range(most)}) if count else []
 
 
 def judge(scenario: Scenario, kind: str, n: int, forever: bool) -> str:

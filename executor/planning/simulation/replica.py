@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from executor.engine.drafts import Drafts
 from executor.engine.expert_totals import ExpertTotals
-from executor.engine.pace import WARM_UP_PART, WARM_UP_S, WARM_UP_TOKENS, Pace, amounts, amounts_of
+from executor.engine.pace import Pace, amounts, amounts_of, first_prompt, next_prompt
 from executor.engine.pages import PagePool
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Limits, Scheduler, Step
@@ -100,7 +100,7 @@ class Replica:
         """What a server's warm-up learns of the times of prompts."""
         pace, limits = Pace(), self.limits
         page, longest = limits.page_size, limits.max_sequence_length
-        length, most = min(max(WARM_UP_TOKENS, page), longest - 1), page * self.pages // WARM_UP_PART
+        length = first_prompt(page, longest)
         while length:
             took = 0.0
             for cached in range(0, length, chunk := limits.prefill_tokens or length):
@@ -108,7 +108,7 @@ class Replica:
                 seconds = self.times.prefill(tokens, cached, self.times.layout.sizes.resident)
                 pace.learn(amounts([(tokens, cached)]), seconds)
                 took += seconds
-            length = 2 * length if took < WARM_UP_S and 2 * length <= min(longest - 1, most) else 0
+            length = next_prompt(length, took, page, self.pages, longest)
         return pace
 
     def add(self, id: int, arrival: Arrival) -> None:
