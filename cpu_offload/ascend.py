@@ -193,9 +193,10 @@ class AscendDevice(Device):
         return bool(done)
 
     def wait(self, ticket: int) -> None:
-        # Not the event's own wait: torch_npu 2.13 spins there for ever once a copy before it has failed.
-        del self.under_way[ticket]
+        # Not the event's own wait: torch_npu 2.13 spins there for ever once a copy before it has failed. The event goes
+        # after that: an event that is destroyed takes the error of a failed copy with it.
         self.side.synchronize()
+        del self.under_way[ticket]
 
     def publish(self, place: Place, start: int) -> None:
         self._tell(place, (start // PLACE, start // PLACE))

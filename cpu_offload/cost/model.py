@@ -146,12 +146,13 @@ class Planner:
         return max(0.0, statistics.median(ms - (self.step_ms(t, hit) - self.rest) for t, hit, ms in steps))
 
     def compare(self, steps: Sequence[tuple[float, float, float]]) -> dict[str, float]:
-        """Medians of measured steps (tokens, hit rate, ms) and of what was predicted for each."""
+        """Medians of measured steps (tokens, hit rate, ms) and of what was predicted for each. `tokens` may be 0 on a
+        rank none of whose experts were chosen."""
         tokens, hits, times = zip(*steps, strict=True)
         predicted = statistics.median(self.step_ms(t, hit) for t, hit, _ in steps)
         measured = statistics.median(times)
         return {
-            "hit_rate": float(np.average(hits, weights=tokens)),
+            "hit_rate": float(np.average(hits, weights=tokens)) if any(tokens) else 1.0,
             "tokens": statistics.fmean(tokens),
             "predicted_ms": predicted,
             "measured_ms": measured,

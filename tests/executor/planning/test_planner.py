@@ -99,6 +99,7 @@ def test_the_rest_is_what_the_model_does_not_explain_and_comparison_uses_it() ->
     assert found["ratio"] == pytest.approx(0.5)
     assert found["predicted_ms"] == pytest.approx(planner.step_ms(1, 0.5))
     assert planner.compare([(1, 0.0, 1.0), (3, 1.0, 1.0)])["hit_rate"] == 0.75
+    assert planner.compare([(0, 1.0, 1.0), (0, 1.0, 1.0)])["hit_rate"] == 1.0  # a rank whose experts nobody chose
 
 
 def test_steps_are_read_from_the_history() -> None:
