@@ -11,7 +11,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
-umbra_setup
 workers=(-n "$(nproc)" --maxprocesses 4 --dist worksteal)
 export OMP_NUM_THREADS=1      # PyTorch's threads wait without sleeping; nproc would read this too
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same files
@@ -33,6 +32,7 @@ umbra_test_beside() {
 }
 
 umbra_test_ascend() {
+    umbra_setup_ascend
     echo "== pytest on a fake CANN"
     umbra_ascend_python -m pytest "${workers[@]}" tests/ascend "$@"
 }
@@ -63,40 +63,46 @@ umbra_emulators() {
 
 case "${1:-}" in
 --quick)
+    umbra_setup
     umbra_checks
     echo "== pytest, the quick tests"
     .venv/bin/python -m pytest "${workers[@]}" -m "not slow and not alone" "${@:2}"
     exit
     ;;
 thorough)
-    umbra_emulators
+    umbra_emulators &
+    umbra_setup
+    wait $!
     .venv/bin/python -m pytest "${workers[@]}" -m thorough "${@:2}"
     exit
     ;;
 fuzz)
+    umbra_setup
     python=.venv/fuzz/bin/python
     (umbra_setup_beside fuzz) || python=.venv/bin/python # without atheris inputs are changed at random
     "$python" -m tests.fuzz --seconds "${2:-60}"
     exit
     ;;
 ascend)
-    umbra_setup_ascend
+    umbra_setup
     umbra_test_ascend "${@:2}"
     exit
     ;;
 esac
 output=$(mktemp -d) # what ran beside, to be shown again where it failed
 trap 'rm -r "$output"' EXIT
+umbra_emulators & # as it waits for downloads most of the time
+emulators=$!
+umbra_setup
 umbra_checks 2>&1 | tee "$output/checks" | sed -u 's/^/checks: /' &
 checks=$!
-umbra_setup_ascend
-umbra_emulators
 umbra_test_ascend 2>&1 | tee "$output/ascend" | sed -u 's/^/ascend: /' &
 ascend=$!
 umbra_test_beside "$@" 2>&1 | tee "$output/beside" | sed -u 's/^/beside: /' &
 beside=$!
 trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
 status=0 failed=()
+wait "$emulators"
 echo "== pytest"
 .venv/bin/python -m pytest "${workers[@]}" -m "not alone and not beside and not thorough" "$@" || status=$?
 wait "$beside" || failed+=(beside)

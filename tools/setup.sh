@@ -98,13 +98,16 @@ umbra_python_ok() {
     }
 }
 
-# Installs Debian packages where this user may, and otherwise says which are missing.
+# Installs Debian packages where this user may, and otherwise says which are missing. A second call at the same time waits.
 umbra_apt() {
     local sudo=""
     [ "$(id -u)" = 0 ] || sudo="sudo -n"
+    exec 8>.apt.lock
+    flock 8
     echo "installing Debian packages: $*" >&2
     { $sudo apt-get update -qq && $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null; } || {
         echo "error: cannot install them here; run as root: apt-get install $*" >&2
         exit 2
     }
+    exec 8>&-
 }

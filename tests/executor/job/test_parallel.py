@@ -168,7 +168,14 @@ def assert_same(split: Arrays, alone: Arrays) -> None:
             np.testing.assert_allclose(split[name], expected, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize(("model", "split"), [(model, name) for model, splits in SPLITS.items() for name in splits])
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        pytest.param(model, name, marks=[pytest.mark.thorough] * (splits[name]["world_size"] == 16))
+        for model, splits in SPLITS.items()
+        for name in splits
+    ],
+)
 def test_split_equals_one_rank(jobs: Jobs, model: str, split: str) -> None:
     assert_same(jobs.split(model, split), jobs.alone(model))
 
