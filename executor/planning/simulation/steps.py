@@ -50,18 +50,19 @@ class StepTimes:
             cached[s.group] += s.cached
         most = max(rows)
         first = max(cached) / most
-        seconds = [self.decode(most, first, share)]
+        start = self.decode(most, first, share)
+        seconds = [start]
         if count > 1:
             last = count - 1  # every sequence has so many tokens more in the last step, in which time is linear
             ends = [c + last * r for c, r in zip(cached, rows, strict=True)]
-            longest = cached.index(max(cached))
-            if ends[longest] == max(ends):  # the same group has the most to do in the first step and in the last
-                more = [i * rows[longest] / most for i in range(count)]
+            rise = self.decode(most, max(ends) / most, share) - start
+            if ends[cached.index(max(cached))] == max(ends):  # the same group has the most to do in all steps
+                each = rise / last
+                seconds = [start + each * i for i in range(count)]
             else:
                 most_cached = (np.array(cached)[:, None] + np.array(rows)[:, None] * np.arange(count)).max(axis=0)
-                more = (most_cached / most - first).tolist()
-            rise = (self.decode(most, first + more[last], share) - seconds[0]) / more[last]
-            seconds = [seconds[0] + rise * m for m in more]
+                more = most_cached / most - first
+                seconds = (start + rise / more[last] * more).tolist()
         return seconds, count * self.exposed_at(most, share)
 
     def decode(self, sequences: int, cached: float, resident: float) -> float:

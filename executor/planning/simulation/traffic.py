@@ -35,7 +35,7 @@ def arrivals(load: Load, simulation: Simulation) -> Iterator[Arrival]:
         if shared and (not day.repeats or choose.random() < of_hour(day.repeats, at / day.hour_s, 1.0)):
             beginning = shared[int(choose.integers(len(shared)))][:prompt]
             ids[: len(beginning)] = beginning
-        yield Arrival(at, array("q", ids.astype(np.int64).tobytes()), output)
+        yield Arrival(at, array("q", ids.tobytes()), output)
 
 
 def of_hour(values: Sequence[T], hours: float, otherwise: T) -> T:
