@@ -8,7 +8,7 @@ from cpu_offload.memory.arena import Arena
 from errors import UserError
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A page that was taken, and what it holds. Several sequences may share one; when a page moves, only `page`
     changes."""

@@ -25,10 +25,16 @@ KEY_BYTES = 32  # nobody can make two texts with equal keys, so tokens need not 
 
 def extend_keys(keys: list[bytes], ids: "array[int]", page_size: int, salt: bytes) -> None:
     """Grow `keys` in place to the keys of all full pages of `ids`."""
-    for page in range(len(keys), len(ids) // page_size):
-        before = keys[-1] if keys else hashlib.blake2b(salt, digest_size=KEY_BYTES).digest()
-        tokens = ids[page * page_size : (page + 1) * page_size].tobytes()
-        keys.append(hashlib.blake2b(before + tokens, digest_size=KEY_BYTES).digest())
+    first, end = len(keys), len(ids) // page_size
+    if first >= end:
+        return
+    tokens, nbytes = memoryview(ids).cast("B"), page_size * ids.itemsize
+    before = keys[-1] if keys else hashlib.blake2b(salt, digest_size=KEY_BYTES).digest()
+    for page in range(first, end):
+        hash = hashlib.blake2b(before, digest_size=KEY_BYTES)
+        hash.update(tokens[page * nbytes : (page + 1) * nbytes])
+        before = hash.digest()
+        keys.append(before)
 
 
 class PageCache:

@@ -59,10 +59,10 @@ class Step:
     """The sequences of one step, ordered by group. `new_tokens` of a sequence is the number of tokens it takes."""
 
     sequences: list[Sequence]
+    # Whether every sequence takes exactly its newest token, and drafted ones. Graphs are of such steps only.
+    decode: bool
 
     def __post_init__(self) -> None:
-        # Whether every sequence takes exactly its newest token, and drafted ones. Graphs are of such steps only.
-        self.decode = all(s.decoding for s in self.sequences)
         # The sequences that have all their tokens cached after the step, so that it chooses their next token.
         self.finished_prompts = self.sequences if self.decode else [s for s in self.sequences if s.complete]
 
@@ -81,6 +81,7 @@ class Scheduler:
             self.pools[group] = pool
         self.caches = [PageCache(pool) for pool in self.pools]
         self.expert_pages = 0  # pages of each group that kept prefixes leave to experts
+        self._left_to_experts = 0  # `expert_pages` at the last step
         self.mixed_tokens = limits.mixed_tokens
         self.waiting: list[Sequence] = []  # by priority and arrival
         self.running: list[Sequence] = []  # ordered by group, in a group by admission
@@ -190,8 +191,10 @@ class Scheduler:
         while any sequence decodes, so that a long prompt does not keep it waiting.
         """
         self.preempted = []
-        for group in range(len(self.caches)):
-            self._trim(group)  # `expert_pages` may have changed
+        if self.expert_pages != self._left_to_experts:
+            self._left_to_experts = self.expert_pages
+            for group in range(len(self.caches)):
+                self._trim(group)
         if self.waiting:
             self.admit()
         step, prompts = list(self.running), [s for s in self.running if not s.decoding]
@@ -204,7 +207,7 @@ class Scheduler:
             step = [s for s in step if s not in self.preempted]
         if not step:
             return None
-        next_step = Step(step)
+        next_step = Step(step, not prompts or all(s.decoding for s in step))
         if self.drafts and next_step.decode and all(len(of) <= MOST_DRAFTING for of in self.by_group(step)):
             self.drafts.propose(step, [self._room(s) for s in step])
         return next_step

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FAILED = -1  # in place of a token: no token follows the grammar
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     id: int
     request: Request
@@ -37,10 +37,12 @@ class Sequence:
     matches: Matches = field(default_factory=Matches)  # what its drafts are made from
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
+    prompt_len: int = field(init=False)
+    longest: int = field(init=False)  # number of tokens that it can grow to
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.ids)
-        self.longest = self.prompt_len + self.request.sampling.max_tokens  # number of tokens that it can grow to
+        self.longest = self.prompt_len + self.request.sampling.max_tokens
 
     @property
     def generated(self) -> list[int]:

@@ -29,7 +29,7 @@ def faulty_schedule(self: Scheduler) -> Step | None:
         if FAULT == "hang":
             time.sleep(600)
         if FAULT == "differ" and step:
-            return Step(step.sequences[1:])
+            return Step(step.sequences[1:], step.decode)
     return step
 
 

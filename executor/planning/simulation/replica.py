@@ -7,6 +7,7 @@ are to be moved, or with the step in which a request comes.
 """
 
 import bisect
+import functools
 import itertools
 from array import array
 from collections.abc import Callable, Iterable
@@ -30,13 +31,18 @@ SAMPLE_S = 60.0  # seconds between two looks at the memory
 COLLECT_S = 0.25  # seconds between two sums of what experts did, as in a server
 
 
+@functools.cache
+def sampling_of(output: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output, ignore_eos=True)
+
+
 class Certain(Drafts):
-    """Drafts that always come true: tokens that nobody looks at."""
+    """Drafts that always come true: tokens that nobody looks at. They stay where they are, and only the token behind
+    them is new."""
 
     def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
-        del sequence.ids[len(sequence.ids) - sequence.drafted :]
         sequence.drafted = 0
-        return chosen
+        return chosen[-1:]
 
 
 @dataclass
@@ -112,8 +118,7 @@ class Replica:
         return pace
 
     def add(self, id: int, arrival: Arrival) -> None:
-        sampling = SamplingParams(max_tokens=arrival.output, ignore_eos=True)
-        sequence = new_sequence(id, Request(arrival.prompt, sampling))  # type: ignore[arg-type]
+        sequence = new_sequence(id, Request(arrival.prompt, sampling_of(arrival.output)))  # type: ignore[arg-type]
         self.scheduler.add(sequence)
         self.sequences[id] = sequence
 

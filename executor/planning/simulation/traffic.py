@@ -18,7 +18,7 @@ HOUR, HOURS = 3600.0, 24  # seconds; of a day
 T = TypeVar("T", int, float)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Arrival:
     at: float  # seconds
     prompt: "array[int]"
