@@ -21,6 +21,7 @@ from ops.cpu.layout import cache_shape
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.cpu.matrix import fill_table as fill_table
 from ops.cpu.memory import table as table
+from ops.cpu.memory import zeros
 from ops.interface import Lengths
 from ops.sampling import Choice
 
@@ -131,7 +132,7 @@ def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch
         raise UserError(f"head_dim: {width} is above {native.most_width}, the widest head of the cpu's attention")
     if width % 2 or page_size % 2:
         raise UserError(f"head_dim: {width}, page_size: {page_size}: the cpu keeps keys and values in pairs")
-    return torch.zeros(cache_shape(pages, page_size, kv_heads, width, dtype), dtype=dtype, device=device)
+    return zeros(cache_shape(pages, page_size, kv_heads, width, dtype), dtype)
 
 
 @traced

@@ -1,5 +1,7 @@
-"""The memory of weights, on huge pages near the threads that read it; a file may take its place."""
+"""Memory on huge pages: that of weights near the threads that read it, where a file may take its place, and that of
+caches."""
 
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +32,15 @@ def table(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
     if device.type == "meta":
         return torch.empty(rows, columns, dtype=dtype, device=device)
     return torch.frombuffer(allocate(rows * columns * dtype.itemsize, 0), dtype=dtype).view(rows, columns)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A zeroed tensor. A large one lies on huge pages, each of them near the thread that first writes to it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < HUGE:
+        return torch.zeros(shape, dtype=dtype)
+    anywhere = native.Team(memory=-1, threads=1, cpus=[])
+    return torch.frombuffer(allocate(nbytes, anywhere), dtype=dtype).view(shape)
 
 
 def is_allocated(storage: Tensor) -> bool:
