@@ -1,4 +1,4 @@
-"""The memory of weights, and files in its place."""
+"""Memory on huge pages, and files in the place of weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +40,19 @@ def test_a_file_takes_the_place_of_memory(tmp_path: Path, node: int) -> None:
     assert torch.equal(storage, data)
     storage[0] = 0  # memory again, which may be written
     assert (tmp_path / "data").read_bytes()[0] == data[0] != 0
+
+
+def test_large_tensors_lie_on_huge_pages() -> None:
+    small, large = memory.zeros((3, 5), torch.bfloat16), memory.zeros((2, 3, memory.HUGE), torch.int8)
+    assert small.shape == (3, 5)
+    assert large.shape == (2, 3, memory.HUGE)
+    assert not small.any()
+    assert not large.any()
+    assert not memory.is_allocated(small)  # a huge page of its own would be waste
+    assert memory.is_allocated(large)
+    assert large.data_ptr() % memory.HUGE == 0
+    large[1, 2, -1] = 5
+    assert large.sum() == 5
 
 
 def test_small_pages_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,9 @@ TARGET void pass(bool fresh, const Bf16* a, int64_t a_stride, const Run<S>* runs
     for (const Run<S>* run = runs; run < runs + count; run++) {
         const S* at = run->at + shift;
         for (int64_t s = 0; s < run->steps; s++, at += step, a += 2, first += ahead.stride, other += ahead.stride) {
-            _mm_prefetch(first, _MM_HINT_T0);
-            _mm_prefetch(other, _MM_HINT_T0);
+            // Into L2: a Zen 4 core has 24 L1 misses in flight at most, 13 GB/s at its memory's latency of 110 ns.
+            _mm_prefetch(first, _MM_HINT_T1);
+            _mm_prefetch(other, _MM_HINT_T1);
             const __m512bh low = load_pairs(at), high = load_pairs(at + second);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
