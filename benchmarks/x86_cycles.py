@@ -100,7 +100,8 @@ def x86_kernel(instruction_set: str, format: str, rows: int) -> Kernel:
     if instruction_set == "amx":
         return Kernel(f"tiles_pass<(umbra::Format){FORMATS[format]}>", 16 * 32 * STEPS, TILE_ROWS)
     if instruction_set == "avx512_vnni" and rows >= 4:
-        return Kernel(f"quantised_pair<(umbra::Format){FORMATS[format]}, false, 4>", 2 * 16 * 32, 4)
+        lines = {"q4": 8, "q8": 16}[format] // min(rows // 4, 4)  # fetched in a turn, as in avx512.cpp
+        return Kernel(f"quantised_pair<(umbra::Format){FORMATS[format]}, false, 4, {lines}>", 2 * 16 * 32, 4)
     weights = (16 if instruction_set == "avx512_vnni" else 8) * 32
     return Kernel(f"quantised_pass<(umbra::Format){FORMATS[format]}, false, {rows}>", weights, rows)
 

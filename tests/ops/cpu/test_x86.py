@@ -35,7 +35,7 @@ CYCLES: dict[tuple[str, str, str], dict[int, float]] = {
     ("sapphirerapids", "avx512_vnni", "q8"): {1: 0.0257, 4: 0.092},
     ("sapphirerapids", "amx", "q4"): {16: 0.1473, 64: 0.5071},
     ("sapphirerapids", "amx", "q8"): {16: 0.1378, 64: 0.4977},
-    ("skylake-avx512", "avx512_vnni", "q4"): {1: 0.0274, 4: 0.0598},
+    ("skylake-avx512", "avx512_vnni", "q4"): {1: 0.0274, 4: 0.0632},
     ("skylake-avx512", "avx512_vnni", "q8"): {1: 0.0277, 4: 0.0573},
     ("skylake-avx512", "amx", "q4"): {16: 0.0989, 64: 0.3207},
     ("skylake-avx512", "amx", "q8"): {16: 0.0956, 64: 0.3173},

@@ -1,6 +1,6 @@
 // AVX-512 with VNNI. Weights of a 32-column block are unpacked once into eight vectors and meet up to eight activation
 // rows, whose sums stay in registers: 8 unpacked + 8 sums + scale, mask and temporaries fit the 32 registers.
-// Software prefetch runs 4 KB ahead, past the page the hardware prefetcher stops at.
+// Software prefetch runs 4 KB ahead, past the page the hardware prefetcher stops at; that of pairs of blocks, a pair ahead.
 
 #include <immintrin.h>
 
@@ -16,7 +16,7 @@ constexpr int kAhead = 4096;
 constexpr int kMost = 8;        // activation rows of one pass
 constexpr int kMostOfPair = 4;  // of one with two row blocks
 // Two row blocks at once are faster than one after the other where passes are full, or activation rows many.
-constexpr int kMostUnpaired = 16;
+constexpr int kMostUnpaired = 12;
 
 INLINE void prefetch(const uint8_t* at, int lines) {
     for (int i = 0; i < lines; i++) _mm_prefetch(reinterpret_cast<const char*>(at + kAhead + 64 * i), _MM_HINT_T0);
@@ -83,8 +83,11 @@ TARGET void quantised_pass(const Matrix& w, int block, const Block* const* rows,
 }
 
 // Two row blocks at once: an activation is loaded for both, and two loads a cycle no longer bound two products a cycle.
-template <Format F, bool Zeros, int M>
-TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows, float* const* y) {
+// Each step fetches `Lines` cache lines from `ahead` on, into L2: a pair does not fit L1, which also has too few misses in
+// flight for memory's speed (see bf16.h).
+template <Format F, bool Zeros, int M, int Lines>
+TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows, float* const* y,
+                           const uint8_t* ahead) {
     constexpr int kVectors = F == Format::q4 ? 4 : 8, kBytes = 64 * kVectors;
     const uint8_t* plane[2];
     const uint16_t* scales[2];
@@ -102,12 +105,14 @@ TARGET void quantised_pair(const Matrix& w, int block, const Block* const* rows,
     int left = 0;
     const size_t end = w.k / kBlock * sizeof(Block);
     for (size_t offset = 0; offset < end; offset += sizeof(Block)) {
+#pragma GCC unroll 16
+        for (int i = 0; i < Lines; i++, ahead += 64) _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
         __m512i v[2][8];
 #pragma GCC unroll 2
         for (int b = 0; b < 2; b++) {
-            prefetch(plane[b], kVectors);
             if (left == 0) {
                 scale[b] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales[b])));
+                _mm_prefetch(reinterpret_cast<const char*>(scales[b] + 2 * w.scale_count()), _MM_HINT_T1);
                 scales[b] += kRows;
                 if (Zeros) {
                     zero[b] = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros[b])));
@@ -232,16 +237,30 @@ void product_quantised(const Matrix& w, int block, const Rows& rows, const int32
                                 });
 }
 
+// The passes over the activation rows share the lines of the next pair, so that memory is read all the time and not only in
+// the first pass; those beyond a fourth reach into the pairs behind it.
 template <Format F>
 void several_quantised(const Matrix& w, int block, int blocks, const Rows& rows, const int32_t* index, int count,
                        float* y, size_t stride) {
     int b = 0;
-    if (count % kMostOfPair == 0 || count > kMostUnpaired)
-        for (; b + 1 < blocks; b += 2)
+    const auto pairs = [&](auto lines) {
+        for (; b + 1 < blocks; b += 2) {
+            const uint8_t* ahead = w.quants + (block + b + 2) * w.quant_stride();
             for_quantised_passes<kMostOfPair>(w, rows, index, count, y + b * kRows, stride,
                                               [&](auto zeros, auto m, const Block* const* operands, float* const* out) {
-                                                  quantised_pair<F, zeros(), m()>(w, block + b, operands, out);
+                                                  quantised_pair<F, zeros(), m(), lines()>(w, block + b, operands, out,
+                                                                                           ahead);
+                                                  ahead += w.k / kBlock * lines() * 64;
                                               });
+        }
+    };
+    constexpr int kLines = F == Format::q4 ? 8 : 16;  // of a pair, for 32 columns
+    if (count == kMostOfPair)
+        pairs(std::integral_constant<int, kLines>{});
+    else if (count == 2 * kMostOfPair)
+        pairs(std::integral_constant<int, kLines / 2>{});
+    else if (count % kMostOfPair == 0 || count > kMostUnpaired)
+        pairs(std::integral_constant<int, kLines / 4>{});
     for (; b < blocks; b++) product_quantised<F>(w, block + b, rows, index, count, y + b * kRows, stride);
 }
 
