@@ -12,6 +12,7 @@ import pytest
 from ops.cpu import engine
 from tests.ops.cpu.native.build import (
     PRODUCTS,
+    SHADOW,
     SOURCES,
     TESTS,
     core_sources,
@@ -24,16 +25,14 @@ from tests.ops.cpu.native.build import (
 
 pytestmark = pytest.mark.slow
 
-SHADOW = [*PRODUCTS, *(f"shadow/{name}" for name in ("shadow", "worker", "copier"))]
-
 
 @pytest.mark.parametrize(
     ("stress", "sanitizer", "parts"),
     [
         ("pool", "thread", ["runtime/pool"]),
         ("tape", "thread", PRODUCTS),
-        ("shadow", "thread", SHADOW),
-        ("shadow", "address,undefined", SHADOW),
+        ("shadow", "thread", PRODUCTS + SHADOW),
+        ("shadow", "address,undefined", PRODUCTS + SHADOW),
         ("bridge", "thread", []),
     ],
 )

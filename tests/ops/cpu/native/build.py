@@ -28,11 +28,12 @@ OP_HOST = ROOT / "ops" / "ascend" / "vector_core" / "op_host"
 TWIN_HOST = ROOT / "tests" / "fakes" / "ascend_c" / "host"
 INCLUDES = [f"-I{SOURCES}", f"-I{ROOT}"]
 CACHE = ROOT / "build" / "test_native"
-# The sources of programs that run ops with the generic kernels.
+# The sources of programs that run ops with the generic kernels, and of the pool of shadow experts.
 PRODUCTS = [
     "runtime/pool",
     *(f"kernels/{name}" for name in ("pack", "panel", "products", "moe", "elementwise", "attention", "generic")),
 ]
+SHADOW = [f"shadow/{name}" for name in ("shadow", "worker", "copier")]
 
 
 def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:

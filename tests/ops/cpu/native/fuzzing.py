@@ -16,7 +16,18 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tests.ops.cpu.native.build import OP_HOST, TESTS, TWIN_HOST, compile_all, core_sources, made_once, run
+from tests.ops.cpu.native.build import (
+    OP_HOST,
+    PRODUCTS,
+    SHADOW,
+    SOURCES,
+    TESTS,
+    TWIN_HOST,
+    compile_all,
+    core_sources,
+    made_once,
+    run,
+)
 
 FUZZ = TESTS / "fuzz"
 TARGETS = sorted(path.stem for path in FUZZ.glob("*.cpp"))
@@ -41,6 +52,15 @@ def compiler() -> str | None:
     return None
 
 
+def beside(target: str) -> list[Path]:
+    """The sources of the engine that `target` needs. Only `dispatch` chooses among the kernels of this machine, which
+    take longest to compile."""
+    if target == "dispatch":
+        return core_sources(platform.machine())
+    parts = [*PRODUCTS, "kernels/sampling", *SHADOW] if target != "tiling" else ["runtime/pool"]
+    return [SOURCES / f"{part}.cpp" for part in parts]
+
+
 def built(target: str, *instrumented: str) -> Path:
     """The program that fuzzes `target`; `instrumented` are flags for what else it is to record."""
     clang = compiler()
@@ -51,13 +71,9 @@ def built(target: str, *instrumented: str) -> Path:
     flags += ["-fno-sanitize-recover=undefined", "-include", str(FUZZ / "clang.h"), *instrumented]
     flags.append("-DCLONES=")  # Clang cannot clone functions whose templates the sets would share
     own = [f"-I{TWIN_HOST}", f"-I{OP_HOST}", f"-I{FUZZ}"]
-    sources = [FUZZ / f"{target}.cpp"]
-    if target == "tiling":
-        objects = compile_all(clang, [*flags, *own], [*sources, *sorted(OP_HOST.glob("*.cpp"))])
-        objects += compile_all(clang, flags, [path for path in core_sources(platform.machine()) if path.stem == "pool"])
-    else:
-        objects = compile_all(clang, [*flags, *own], sources)
-        objects += compile_all(clang, flags, core_sources(platform.machine()))
+    host = sorted(OP_HOST.glob("*.cpp")) if target == "tiling" else []
+    objects = compile_all(clang, [*flags, *own], [FUZZ / f"{target}.cpp", *host])
+    objects += compile_all(clang, flags, beside(target))
     link = [f"-fsanitize=fuzzer,{sanitizers}", "-rdynamic", "-pthread", "-ldl", *instrumented]
     return made_once(f"fuzz_{target}", [clang, *link, *objects])
 
