@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source tools/setup.sh
-workers=(-n "$(($(nproc) + 1))" --maxprocesses 4 --dist worksteal) # more than cores: many tests wait for processes
+workers=(-n "$(nproc)" --maxprocesses 4 --dist worksteal)
 export OMP_NUM_THREADS=1      # PyTorch's threads wait without sleeping; nproc would read this too
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same files
 
