@@ -31,9 +31,8 @@ def extend_keys(keys: list[bytes], ids: "array[int]", page_size: int, salt: byte
     tokens, nbytes = memoryview(ids).cast("B"), page_size * ids.itemsize
     before = keys[-1] if keys else hashlib.blake2b(salt, digest_size=KEY_BYTES).digest()
     for page in range(first, end):
-        hash = hashlib.blake2b(before, digest_size=KEY_BYTES)
-        hash.update(tokens[page * nbytes : (page + 1) * nbytes])
-        before = hash.digest()
+        page_tokens = tokens[page * nbytes : (page + 1) * nbytes]
+        before = hashlib.blake2b(before + page_tokens, digest_size=KEY_BYTES).digest()
         keys.append(before)
 
 

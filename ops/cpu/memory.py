@@ -31,16 +31,18 @@ def table(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> 
     """An embedding's table, (rows, columns)."""
     if device.type == "meta":
         return torch.empty(rows, columns, dtype=dtype, device=device)
-    return torch.frombuffer(allocate(rows * columns * dtype.itemsize, 0), dtype=dtype).view(rows, columns)
+    return _tensor((rows, columns), dtype, 0)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A zeroed tensor. A large one lies on huge pages, each of them near the thread that first writes to it."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < HUGE:
+    if math.prod(shape) * dtype.itemsize < HUGE:
         return torch.zeros(shape, dtype=dtype)
-    anywhere = native.Team(memory=-1, threads=1, cpus=[])
-    return torch.frombuffer(allocate(nbytes, anywhere), dtype=dtype).view(shape)
+    return _tensor(shape, dtype, native.Team(memory=-1, threads=1, cpus=[]))
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, team: "int | Team") -> Tensor:
+    return torch.frombuffer(allocate(math.prod(shape) * dtype.itemsize, team), dtype=dtype).view(shape)
 
 
 def is_allocated(storage: Tensor) -> bool:
