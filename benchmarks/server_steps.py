@@ -6,8 +6,9 @@ the simulation in the place of modelled times.
 It is started by simulated_server, which listens at SOCKET as a front does; FILE gets the figures. A step is a whole
 turn of the rank's loop: messages, scheduling, the step itself, what the front is told. Kinds: steps in which 1, 2, 3
 ... sequences decode, with few and with many cached tokens; prompts of several lengths alone; chunks of a long prompt
-behind cached tokens; and prompts beside sequences that decode. Means count, since what a server does now and then, as
-telling the front its state, is part of its steps.
+behind cached tokens; prompts beside sequences that decode; and the decode steps after these, which take longer while
+the processor's caches hold what the prompts needed. Means count, since what a server does now and then, as telling the
+front its state, is part of its steps. All kinds are measured in turn for as long as MEASURED_S, as machines change.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Sequence as ListOf
 from pathlib import Path
+from typing import Any
 
 from errors import run_main
 from executor.config.env import RankEnv
@@ -34,6 +36,8 @@ from executor.serving.worker import Worker
 from files import write_json
 
 FEW, TOKENS, DECODE_STEPS, REPEATS = 32, (16, 64, 192, 512), 18, 3
+COLD_STEPS = 12  # decode steps behind a prompt that are looked at
+MEASURED_S = 6.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +66,29 @@ class Figures:
     prefill: list[tuple[float, float]]  # tokens of a prompt alone, its attention to itself included
     pair: float  # of each further pair of a prompt's token and one before it
     mixed_row: float  # of each sequence that decodes beside prompts, beyond its token
+    cold: list[float]  # more than that, of the first, second, ... decode step behind a prompt
+    spread: float = 1.0  # a decode step of all sequences, in the slowest second over the quickest one
 
-    def seconds(self, kind: Kind) -> float:
+    def seconds(self, kind: Kind, since: int = COLD_STEPS) -> float:
+        """`since`: decode steps since the last prompt."""
         if not kind.tokens:
-            return line(self.decode, kind.rows) + line(self.decode_cached, kind.rows) * kind.cached
+            seconds = line(self.decode, kind.rows) + line(self.decode_cached, kind.rows) * kind.cached
+            return seconds + (self.cold[since] if since < len(self.cold) else 0.0)
         tokens = kind.tokens + kind.rows
         seconds = line(self.prefill, tokens) + self.pair * (kind.pairs - tokens**2 / 2)
         return seconds + kind.rows * self.mixed_row + line(self.decode_cached, 1) * kind.cached
 
-    def mean(self, other: "Figures") -> "Figures":
-        """Half-way between both."""
 
-        def middle(ours: ListOf[tuple[float, float]], theirs: ListOf[tuple[float, float]]) -> list[tuple[float, float]]:
-            return [(x, (y + z) / 2) for (x, y), (_, z) in zip(ours, theirs, strict=True)]
+def mean_of(found: ListOf[Figures]) -> Figures:
+    """The mean of each number."""
 
-        return Figures(
-            self.pages, middle(self.decode, other.decode), middle(self.decode_cached, other.decode_cached),
-            middle(self.prefill, other.prefill), (self.pair + other.pair) / 2, (self.mixed_row + other.mixed_row) / 2,
-        )  # fmt: skip
+    def mean(values: tuple[Any, ...]) -> Any:
+        if isinstance(values[0], list | tuple):
+            return [mean(each) for each in zip(*values, strict=True)]
+        return statistics.fmean(values)
+
+    fields = [mean(values) for values in zip(*map(dataclasses.astuple, found), strict=True)]
+    return dataclasses.replace(Figures(*fields), pages=found[0].pages)
 
 
 def line(points: ListOf[tuple[float, float]], x: float) -> float:
@@ -96,15 +105,17 @@ class MeasuredTimes(StepTimes):
 
     def __init__(self, layout: Layout, longest: int, figures: Figures):
         super().__init__(layout, longest)
-        self.figures = figures
+        self.figures, self.since = figures, 0  # decode steps since the last prompt
 
     def seconds(self, step: Step, groups: int, resident: float) -> float:
+        self.since = 0
         return self.figures.seconds(kind_of(step))
 
     def decode_steps(self, step: Step, groups: int, resident: float, count: int) -> tuple[list[float], float]:
-        first = kind_of(step)
+        first, since = kind_of(step), self.since
+        self.since += count
         later = (dataclasses.replace(first, cached=first.cached + i * first.rows) for i in range(count))
-        return [self.figures.seconds(kind) for kind in later], 0.0
+        return [self.figures.seconds(kind, since + i) for i, kind in enumerate(later)], 0.0
 
     def prefill(self, tokens: int, cached: int, resident: float) -> float:
         return self.figures.seconds(Kind(0, 0, tokens, tokens * (cached + tokens / 2)))
@@ -174,8 +185,8 @@ class Measured:
         return found
 
 
-def measure(worker: Worker) -> Figures:
-    measured, scheduler = Measured(worker), worker.loop.scheduler
+def measure(measured: Measured) -> Figures:
+    scheduler = measured.worker.loop.scheduler
     pages, size = scheduler.pools[0].pages, scheduler.limits.page_size
     many = min(measured.prompt // 2, pages * size // measured.most - DECODE_STEPS - size)
     decode, of_cached = [], []
@@ -193,17 +204,28 @@ def measure(worker: Worker) -> Figures:
         later += measured.alone(measured.prompt // measured.chunk * measured.chunk)[1:]
     prefill = [(float(tokens), statistics.fmean(times[tokens])) for tokens in lengths]
     pairs = [(s - line(prefill, kind.tokens)) / (kind.pairs - kind.tokens**2 / 2) for kind, s in later]
-    figures = Figures(pages, decode, of_cached, prefill, max(statistics.fmean(pairs or [0.0]), 0.0), 0.0)
+    figures = Figures(pages, decode, of_cached, prefill, max(statistics.fmean(pairs or [0.0]), 0.0), 0.0, [])
     rows = max(1, measured.most // 2)
-    excess = []
+    excess, cold = [], []
     for _ in range(REPEATS):
         for _ in range(rows):
             measured.add(FEW)
         measured.until(rows)
         measured.add(measured.chunk // 2)
         excess += [(seconds - figures.seconds(kind)) / kind.rows for kind, seconds in measured.until(rows + 1)]
+        cold.append([s - figures.seconds(kind) for kind, s in (measured.turn() for _ in range(COLD_STEPS))])
         measured.end()
-    return dataclasses.replace(figures, mixed_row=statistics.fmean(excess))
+    each = [statistics.fmean(times) for times in zip(*cold, strict=True)]
+    return dataclasses.replace(figures, mixed_row=statistics.fmean(excess), cold=each)
+
+
+def measured_for(worker: Worker, least_s: float) -> Figures:
+    """The means of as many measurements as take so long."""
+    measured, found, start = Measured(worker), [], time.perf_counter()
+    while time.perf_counter() - start < least_s:
+        found.append(measure(measured))
+    full = [line(figures.decode, measured.most) for figures in found]
+    return dataclasses.replace(mean_of(found), spread=max(full) / min(full))
 
 
 def main(argv: list[str]) -> None:
@@ -216,7 +238,7 @@ def main(argv: list[str]) -> None:
     gc.collect()
     gc.freeze()
     with runner.engine.platform.watched():
-        write_json(Path(file), dataclasses.asdict(measure(worker)))
+        write_json(Path(file), dataclasses.asdict(measured_for(worker, MEASURED_S)))
     channel.close()
 
 

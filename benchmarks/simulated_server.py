@@ -19,7 +19,8 @@ have a core of their own on a machine of two.
 A row, of the table and of `rows` in the JSON file: model, load, what; `predicted` and `measured`, medians over the
 rounds; `ratio`: predicted / measured of the same round, its median; `low` and `high`: the least and the largest. Times
 in ms. A round in which other programs used more than a tenth of a core does not count, unless there are no others in
-twice as many tries; what they used is printed.
+twice as many tries; what they used is printed, and how much longer equal steps of the rank alone took in one second
+than in another one.
 """
 
 import argparse
@@ -45,7 +46,7 @@ import yaml
 from benchmarks import serving_peers
 from benchmarks.machine import Others, cpu_seconds
 from benchmarks.output import Row, flags, printed, write_rows
-from benchmarks.server_steps import Figures, Kind, MeasuredTimes
+from benchmarks.server_steps import Figures, Kind, MeasuredTimes, mean_of
 from benchmarks.serving_client import Answer, Call, Client, random_calls
 from benchmarks.serving_files import write_tokenizer
 from errors import UserError, run_main
@@ -300,13 +301,13 @@ def rounds_of(case: Path, ample: Path, traffic: Traffic, trace: Path, args: argp
             found, simulation = serve(case, traffic, trace, step)
             figures = measured_figures(case, Path(name))
             used, earlier = max(earlier, others.cores()), others.cores()
-            middle = before.mean(figures)
+            middle = mean_of([before, figures])
             layout = layout_of(ample, middle)
             times = MeasuredTimes(layout, simulation.longest, middle)
             predicted = simulated(Simulator(layout, simulation, times).run())
             done.append({"predicted": predicted, "measured": found, "others": used})
             front = f"{simulation.front_ms:.2f} ms a request, {simulation.front_token_us:.0f} us a token"
-            print(f"others {used:.2f} cores, front {front}", flush=True)
+            print(f"others {used:.2f} cores, front {front}, equal steps differ by {middle.spread:.1f}x", flush=True)
     return sorted(done, key=lambda one: float(one["others"]))[: args.rounds]
 
 

@@ -16,12 +16,15 @@ from executor.planning.simulation.run import Outcome, Served, Simulator
 from tests.serving.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case, write_case
 
-FIGURES = Figures(100, [(1, 1.0), (2, 1.5)], [(1, 0.01), (2, 0.02)], [(16, 2.0), (32, 3.0)], 0.001, 0.1)
+FIGURES = Figures(100, [(1, 1.0), (2, 1.5)], [(1, 0.01), (2, 0.02)], [(16, 2.0), (32, 3.0)], 0.001, 0.1, [0.5, 0.25])
 
 
 def test_steps_between_measured_ones_are_interpolated() -> None:
     assert [line(FIGURES.prefill, x) for x in (8, 16, 24, 32, 40)] == [1.5, 2.0, 2.5, 3.0, 3.5]
-    assert FIGURES.seconds(Kind(2, 50, 0, 0.0)) == pytest.approx(1.5 + 0.02 * 50)
+    decode = Kind(2, 50, 0, 0.0)
+    assert FIGURES.seconds(decode) == pytest.approx(1.5 + 0.02 * 50)
+    behind_a_prompt = [FIGURES.seconds(decode, since) - FIGURES.seconds(decode) for since in range(3)]
+    assert behind_a_prompt == pytest.approx([0.5, 0.25, 0])
     alone = FIGURES.seconds(Kind(0, 0, 32, 512.0))
     assert alone == pytest.approx(3.0)
     assert FIGURES.seconds(Kind(0, 0, 32, 512.0 + 3200)) == pytest.approx(alone + 3.2)  # behind 100 cached tokens
@@ -30,7 +33,7 @@ def test_steps_between_measured_ones_are_interpolated() -> None:
 
 
 def test_measured_steps_of_a_tiny_server_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("FEW", 4), ("TOKENS", (4, 16)), ("DECODE_STEPS", 4), ("REPEATS", 1)):
+    for name, value in (("FEW", 4), ("TOKENS", (4, 16)), ("DECODE_STEPS", 4), ("REPEATS", 1), ("COLD_STEPS", 3)):
         monkeypatch.setattr(server_steps, name, value)
     save_tiny(tmp_path / "model")
     settings = {
@@ -38,7 +41,9 @@ def test_measured_steps_of_a_tiny_server_are_simulated(tmp_path: Path, monkeypat
         "data_config": {"input_max_len": 48, "max_new_tokens": 16, "batch_size": 2, "chunked_prefill_size": 16},
     }  # fmt: skip
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", exe_mode="graph", **settings), tmp_path)
-    figures = server_steps.measure(Server(runner).worker)
+    figures = server_steps.measured_for(Server(runner).worker, 0.01)
+    assert len(figures.cold) == 3
+    assert figures.spread >= 1
     assert [rows for rows, _ in figures.decode] == [1, 2]
     assert all(seconds > 0 for _, seconds in figures.prefill)
     assert json.loads(json.dumps(figures.__dict__))["pages"] == figures.pages
