@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Sets the machine up once, then runs every check and test on all its cores:
 #     bash test.sh [pytest arguments]              all but the thorough ones; the arguments are for the main tests
-#     bash test.sh thorough [pytest arguments]     only those that are marked thorough: whole programs under sanitizers
+#     bash test.sh thorough [pytest arguments]     only those: whole programs under sanitizers, more ranks, the other variants
 #     bash test.sh --quick [pytest arguments]      the inner loop: no test that is marked slow, none of tests/ascend
-#     bash test.sh ascend [pytest arguments]       only tests/ascend, which needs a Python of its own
+#     bash test.sh ascend [pytest arguments]       only tests/ascend, thorough ones too; they need a Python of their own
 #     bash test.sh fuzz [SECONDS]                  only tests/fuzz, all targets for so long together; 60 if not given
 # A test's name is printed when it ends; after five minutes in one test its stack is printed. `-n 0` runs in one process.
 # The checks, tests/ascend and tests that take minutes of little work run beside the main tests, with their names before
@@ -28,6 +28,8 @@ umbra_checks() {
 # Tests that wait for most of their time: a worker of the main tests would wait with them.
 umbra_test_beside() {
     echo "== pytest, what takes long and does little"
+    # shellcheck disable=SC2046 # names of tests have no spaces. To read all tests for the few of this kind takes long
+    [ $# -gt 0 ] || set -- $(grep -rl --include='test_*.py' 'mark\.beside' tests)
     .venv/bin/python -m pytest -m beside "$@" || [ $? = 5 ] # 5: the arguments select none of them
 }
 
@@ -37,19 +39,24 @@ umbra_test_ascend() {
     umbra_ascend_python -m pytest "${workers[@]}" tests/ascend "$@"
 }
 
-# What ARM and NUMA tests and native fuzzing need; a test whose tools cannot be had is skipped.
+# What ARM tests and native fuzzing need; a test whose tools cannot be had is skipped.
 umbra_emulators() {
-    local tool to=.venv/umbra-kernel kernel
+    local tool
     for tool in aarch64-linux-gnu-g++ qemu-aarch64; do
         command -v "$tool" >/dev/null || {
             (umbra_apt --no-install-recommends g++-aarch64-linux-gnu qemu-user) || echo "the ARM tests will be skipped" >&2
             break
         }
     done
-    command -v llvm-mca-19 >/dev/null || (umbra_apt --no-install-recommends llvm-19) || echo "cycles by static models will be skipped" >&2
     [ -n "$(compgen -c clang++)" ] || (umbra_apt --no-install-recommends clang-19 libclang-rt-19-dev) ||
         echo "the native fuzz targets will be skipped" >&2
-    # tests/ops/cpu/test_numa.py boots a kernel on a simulated machine of four NUMA nodes.
+}
+
+# What only thorough tests need: they count cycles, and tests/ops/cpu/test_numa.py boots a kernel on a simulated machine of
+# four NUMA nodes.
+umbra_more_emulators() {
+    local to=.venv/umbra-kernel kernel
+    command -v llvm-mca-19 >/dev/null || (umbra_apt --no-install-recommends llvm-19) || echo "cycles by static models will be skipped" >&2
     [ "$(uname -m)" = x86_64 ] || return 0
     command -v qemu-system-x86_64 >/dev/null && compgen -G "$to/vmlinuz-*" >/dev/null && return 0
     (
@@ -66,15 +73,17 @@ case "${1:-}" in
     umbra_setup
     umbra_checks
     echo "== pytest, the quick tests"
-    .venv/bin/python -m pytest "${workers[@]}" -m "not slow and not alone" "${@:2}"
+    .venv/bin/python -m pytest "${workers[@]}" -m "not slow" "${@:2}"
     exit
     ;;
 thorough)
-    umbra_emulators &
+    { umbra_emulators && umbra_more_emulators; } &
     umbra_setup
     wait $!
-    .venv/bin/python -m pytest "${workers[@]}" -m thorough "${@:2}"
-    exit
+    status=0
+    .venv/bin/python -m pytest "${workers[@]}" -m thorough "${@:2}" || status=1
+    [ $# -gt 1 ] || umbra_test_ascend -m thorough || status=1
+    exit "$status"
     ;;
 fuzz)
     umbra_setup
@@ -96,7 +105,7 @@ emulators=$!
 umbra_setup
 umbra_checks 2>&1 | tee "$output/checks" | sed -u 's/^/checks: /' &
 checks=$!
-umbra_test_ascend 2>&1 | tee "$output/ascend" | sed -u 's/^/ascend: /' &
+umbra_test_ascend -m "not thorough" 2>&1 | tee "$output/ascend" | sed -u 's/^/ascend: /' &
 ascend=$!
 umbra_test_beside "$@" 2>&1 | tee "$output/beside" | sed -u 's/^/beside: /' &
 beside=$!
@@ -104,12 +113,10 @@ trap 'trap - TERM; kill 0' INT TERM # or what runs beside would go on
 status=0 failed=()
 wait "$emulators"
 echo "== pytest"
-.venv/bin/python -m pytest "${workers[@]}" -m "not alone and not beside and not thorough" "$@" || status=$?
+.venv/bin/python -m pytest "${workers[@]}" -m "not beside and not thorough" "$@" || status=$?
 wait "$beside" || failed+=(beside)
 wait "$ascend" || failed+=(ascend)
 wait "$checks" || failed+=(checks)
-echo "== pytest, what needs all cores for itself"
-.venv/bin/python -m pytest -m alone "$@" || [ $? = 5 ] || status=1 # 5: the arguments select none of them
 for part in "${failed[@]}"; do
     echo "== $part failed; its last lines:"
     tail -n 30 "$output/$part"

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from benchmarks import cpu_attention
 from benchmarks.cpu_steps import Clock
-from benchmarks.machine import Limits, Others, seconds_of
+from benchmarks.machine import Limits, Others, seconds_of, wake_seconds
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.umbra import Umbra
 from errors import UserError, run_main
@@ -243,6 +243,9 @@ def main(argv: list[str]) -> None:
     for ranks in args.ranks:
         found = next(row["constants"] for row in rows if row["ranks"] == ranks)
         print(f"{ranks} ranks: " + ", ".join(f"{name} {found[name]:.3g}" for name in CONSTANTS))
+    first, last = min(cores := os.sched_getaffinity(0)), max(cores)
+    wakes = {other: wake_seconds(first, other) * 1e6 for other in (first, last)}
+    print(f"a process wakes another one within {wakes[first]:.0f} us on its own core, {wakes[last]:.0f} us on another")
     write_rows(args.json, rows, case=args.case, format=FORMAT)
 
 

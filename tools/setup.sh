@@ -32,9 +32,10 @@ umbra_make() {
             umbra_apt python3-venv
             python3 -m venv --clear .venv
         }
+        umbra_install_torch & # both unpack on one core each
+        local torch=$!
         umbra_install .venv main
-        # PyTorch for CPUs alone, where pip's own settings offer it; else the index's, with the CUDA libraries that it needs.
-        umbra_install .venv torch-cpu 2>/dev/null || umbra_install .venv torch-cuda
+        wait "$torch"
         .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
         umbra_requirements >.venv/umbra-setup
     fi
@@ -47,6 +48,9 @@ umbra_make() {
     mv "$built"/_native*.so ops/cpu/
     umbra_sources >ops/cpu/.built
 }
+
+# PyTorch for CPUs alone, where pip's own settings offer it; else the index's, with the CUDA libraries that it needs.
+umbra_install_torch() { umbra_install .venv torch-cpu 2>/dev/null || umbra_install .venv torch-cuda; }
 
 # Installs exactly what the lock file NAME has for this Python and processor:  umbra_install VENV NAME
 umbra_install() {

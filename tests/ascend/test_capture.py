@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.engine import FAMILIES, M2, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import M2, SECOND_THOROUGH, Family, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -31,7 +31,7 @@ def step_log(runner: Any, running: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", CAPTURES)
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str) -> None:
     """A step is five copies that do not wait, one replay, and an update with the lengths for each layer's attention."""
     runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}", "strict=true", family=family), tmp_path)

@@ -16,7 +16,7 @@ from executor.job.runner import make_runner
 from ops.ascend import vector_core
 from ops.ascend.vector_core import calls
 from ops.format import Format
-from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend_runner, prefilled
+from tests.ascend.engine import FAMILIES, M2, QWEN3, SECOND_THOROUGH, Family, ascend_case, ascend_runner, prefilled
 from tests.ascend.extension import load_extension
 from tests.ascend.ge import GeProgram
 from tests.ascend.log import device_log
@@ -207,7 +207,7 @@ def check(program: GeProgram, zeros: bool, float_sums: bool = False, family: Fam
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_the_ge_graph(tmp_path: Path, family: Family, zeros: bool, loaded: list[str]) -> None:
     overrides = ["method=q4", "decode_gemv=on", "strict=true", f"zero_points={zeros}"]
     check(decode_program(tmp_path, *overrides, family=family), zeros, family=family)
@@ -222,7 +222,13 @@ def test_float_sums_arrive_in_the_ge_graph(tmp_path: Path) -> None:
         check(program, False)
 
 
-@pytest.mark.parametrize("case", [["gemv_max_tokens=3"], ["batch_size=16"], ["decode_gemv=off"]])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ["gemv_max_tokens=3"],
+        *(pytest.param([key], marks=pytest.mark.thorough) for key in ("batch_size=16", "decode_gemv=off")),
+    ],
+)
 def test_the_ge_graph_of_more_tokens_is_the_other_one(tmp_path: Path, case: list[str], loaded: list[str]) -> None:
     prompts = [[9, i] for i in range(16 if "batch_size=16" in case else 4)]
     count = decode_program(tmp_path, "method=q4", "strict=true", *case, prompts=prompts).count()
@@ -269,7 +275,7 @@ PRODUCTS = ("Umbra", "Matmul", "Gating", "Routing", "SwiGlu", "Sort")
 
 @pytest.mark.usefixtures("on_npu")
 @pytest.mark.parametrize(("mode", "float_sums"), [("acl_graph", False), ("acl_graph", True), ("npugraph_ex", False)])
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str, float_sums: bool) -> None:
     overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}", f"gemv_float_sums={float_sums}"]
     runner = ascend_runner(ascend_case(tmp_path, *overrides, family=family), tmp_path)

@@ -20,7 +20,7 @@ from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts
 from ops.format import Format
-from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import M2, QWEN3, SECOND_THOROUGH, Family, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log, violations
 from tests.ascend.ranks import join_hccl, run_ranks
@@ -136,7 +136,7 @@ def in_ge(rank: int, folder: Path, *overrides: str) -> Graph:
     return Graph(program.count(), casts(program), names, cache)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_a_ge_graph_has_no_collective(tmp_path: Path, family: Family) -> None:
     ascend_case(tmp_path, family=family, hidden_size=1024)
     to_floats = {QWEN3: [("MoeGatingTopK", torch.float32)], M2: [("MoeGatingTopK", BF16), ("Cast", torch.float32)]}

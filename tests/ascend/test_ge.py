@@ -16,7 +16,18 @@ from torchair.core import _backend
 from executor.platform.ascend import device
 from ops.ascend import lowering
 from ops.ascend.ops import AscendOps
-from tests.ascend.engine import FAMILIES, M2, PROMPTS, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import (
+    FAMILIES,
+    M2,
+    PROMPTS,
+    QWEN3,
+    SECOND_THOROUGH,
+    Family,
+    ascend_case,
+    ascend_runner,
+    generate,
+    prefilled,
+)
 from tests.ascend.ge import GeProgram, ge_programs
 
 FUSED = {  # kernels of a layer
@@ -143,7 +154,7 @@ def test_the_router_of_minimax_m2_is_in_float32() -> None:
     assert options["ge.exec.allow_hf32"][1] == "0"  # of products; the first digit is of convolutions
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_four_bit_experts(tmp_path: Path, family: Family) -> None:
     program = decode_program(tmp_path, "method=q4", family=family)
     assert program.count()["WeightQuantBatchMatmulV2"] == 2 * 2  # qkv and o of two layers

@@ -111,8 +111,15 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family, str],
     return seen
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        pytest.param(family, split, marks=[pytest.mark.thorough] * ((family, split) in ((QWEN3, "ep"), (M2, "dp"))))
+        for family in FAMILIES
+        for split in SPLITS
+    ],
+    ids=str,
+)
 def test_collectives_of_a_decode_step(decoded: Callable[[Family, str], list[Seen]], family: Family, split: str) -> None:
     for rank, seen in enumerate(decoded(family, split)):
         assert seen.collectives == expected(family, split)
@@ -258,7 +265,7 @@ def captured_steps(rank: int, folder: Path, mode: str) -> list[list[str]]:
     return steps
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+@pytest.mark.parametrize("mode", ["acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough)])
 def test_the_split_norm_is_captured(tmp_path: Path, mode: str) -> None:
     """The same kernels as op by op, some of them in place, and the sum between them; a replay calls none again."""
     ascend_case(tmp_path, family=M2)

@@ -47,7 +47,7 @@ def placed(rank: int, folder: Path, *overrides: str) -> Seen:
     return Seen(found, [layer.held.tolist() for layer, _ in moved.layers], moved.report())
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+@pytest.mark.parametrize("mode", ["acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough)])
 def test_experts_move_between_steps(tmp_path: Path, mode: str) -> None:
     """The second decode step counts, a layer moves behind the third and one behind the fourth: three experts to each
     rank, as both have two of eight."""

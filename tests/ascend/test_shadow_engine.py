@@ -110,7 +110,7 @@ def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
     assert "host function" not in log.lines
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+@pytest.mark.parametrize("mode", ["acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough)])
 def test_residents_change_under_one_capture(folder: Path, mode: str) -> None:
     """Between replays an expert's planes are copied on the side stream and then the table is updated."""
     runner = runner_of(folder, f"exe_mode={mode}", "slots=5", "max_swaps=-1")
@@ -157,6 +157,7 @@ def spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(AscendOps, route, lambda _, x, *__, **___: (weights[: len(x)], ids[: len(x)]))
 
 
+@pytest.mark.parametrize("folder", ["qwen3_moe", pytest.param("minimax_m2", marks=pytest.mark.thorough)], indirect=True)
 def test_experts_leave_for_the_cache_and_return(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena with room for all experts or for all pages, but not for both. No graph is captured again."""
     spread_evenly(monkeypatch)

@@ -3,12 +3,13 @@ simulated, and equal requests give equal figures on both sides."""
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from benchmarks import cpu_attention, cpu_ranks, server_steps, simulated_server
-from benchmarks.machine import Limits
+from benchmarks.machine import Limits, wake_seconds
 from benchmarks.server_steps import Figures, Kind, MeasuredTimes, line
 from benchmarks.serving_client import Answer
 from executor.planning.cluster.cluster import Simulation
@@ -78,6 +79,12 @@ def test_both_sides_have_the_same_figures() -> None:
     rounds = [{"predicted": made, "measured": real}] * 2
     rows = list(simulated_server.compared("demo", "light", rounds))
     assert all(row["ratio"] == pytest.approx(1) for row in rows)
+
+
+def test_a_process_on_another_core_wakes() -> None:
+    cores = os.sched_getaffinity(0)
+    assert wake_seconds(min(cores), max(cores), 10) > 0
+    assert os.sched_getaffinity(0) == cores
 
 
 def test_a_rank_predicts_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ def test_all_memory_for_experts_is_refused(model: Path) -> None:
         runner_of(model, mode="fixed", slots=84, arena_mb=ARENA_MB)
 
 
+@pytest.mark.thorough
 def test_the_benchmark_on_the_demo_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark fails by itself if tokens differ."""
     files = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "elastic.png")]

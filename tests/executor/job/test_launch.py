@@ -90,7 +90,7 @@ def assert_one_error_line(done: subprocess.CompletedProcess[str], complaint: str
 FOUR = ["world_size=4", "attn_tp_size=4", "embed_tp_size=4", "lmhead_tp_size=4"]  # test_parallel.py has all eight
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("demo", 1), ("demo_tp8", 4)])
+@pytest.mark.parametrize(("name", "ranks"), [("demo", 1), pytest.param("demo_tp8", 4, marks=pytest.mark.thorough)])
 def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
     case = str(cases / f"launch_{name}.yaml")
     before = folders(case)

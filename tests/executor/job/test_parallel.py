@@ -171,7 +171,7 @@ def assert_same(split: Arrays, alone: Arrays) -> None:
 @pytest.mark.parametrize(
     ("model", "split"),
     [
-        pytest.param(model, name, marks=[pytest.mark.thorough] * (splits[name]["world_size"] == 16))
+        pytest.param(model, name, marks=[pytest.mark.thorough] * (splits[name]["world_size"] >= 8))
         for model, splits in SPLITS.items()
         for name in splits
     ],

@@ -130,8 +130,8 @@ def test_parity_on_this_machine(here: str, instruction_set: str) -> None:
     ("cpu", "instruction_set", "used"),
     [
         ("max", "auto", "neon_i8mm"),
-        ("max", "neon_dotprod", "neon_dotprod"),
-        ("max", "generic", "generic"),
+        pytest.param("max", "neon_dotprod", "neon_dotprod", marks=pytest.mark.thorough),
+        pytest.param("max", "generic", "generic", marks=pytest.mark.thorough),
         ("neoverse-n1", "auto", "neon_dotprod"),  # as Kunpeng 920: dotprod, but no i8mm
         ("cortex-a72", "auto", "generic"),  # plain ARMv8: anything more would be an illegal instruction
     ],
@@ -209,6 +209,7 @@ def objects(arm: str) -> dict[str, Path]:
     return dict(zip(FILES, map(Path, made), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("cpu", "instruction_set", "format"), CYCLES)
 def test_cycles_per_weight(objects: dict[str, Path], cpu: str, instruction_set: str, format: str) -> None:
     for rows, (recorded, theirs) in CYCLES[cpu, instruction_set, format].items():

@@ -249,7 +249,7 @@ def initramfs(program: bytes) -> bytes:
     return entry(b"init", 0o100755, program) + entry(b"TRAILER!!!", 0, b"")
 
 
-@pytest.mark.alone  # four virtual CPUs that wait for each other without sleeping
+@pytest.mark.thorough  # four virtual CPUs wait for each other without sleeping, which takes minutes beside others
 def test_pages_and_threads_on_a_machine_of_four_nodes(tmp_path: Path) -> None:
     """Real placement by a real kernel, every page looked up: see native/numa_init.cpp. Says nothing about speed."""
     kernels = sorted((ROOT / ".venv" / "umbra-kernel").glob("vmlinuz-*"))

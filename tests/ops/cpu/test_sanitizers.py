@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
         ("pool", "thread", ["runtime/pool"]),
         ("tape", "thread", PRODUCTS),
         ("shadow", "thread", PRODUCTS + SHADOW),
-        ("shadow", "address,undefined", PRODUCTS + SHADOW),
+        pytest.param("shadow", "address,undefined", PRODUCTS + SHADOW, marks=pytest.mark.thorough),
         ("bridge", "thread", []),
     ],
 )
@@ -47,15 +47,13 @@ def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> 
     assert "runtime error" not in first.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "files",
     [
         ["tests/ops/cpu/test_ops.py"],
-        pytest.param(
-            ["tests/executor/platform/test_graph.py"]
-            + [f"tests/ops/cpu/test_{name}.py" for name in ("numa", "shadow", "shadow_worker")],
-            marks=pytest.mark.thorough,
-        ),
+        ["tests/executor/platform/test_graph.py"]
+        + [f"tests/ops/cpu/test_{name}.py" for name in ("numa", "shadow", "shadow_worker")],
     ],
     ids=["ops", "graph, NUMA and shadow"],
 )

@@ -72,6 +72,7 @@ def objects() -> dict[str, Path]:
     return dict(zip(FILES, map(Path, made), strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("cpu", "instruction_set", "format"), CYCLES)
 def test_cycles_per_weight(objects: dict[str, Path], cpu: str, instruction_set: str, format: str) -> None:
     for rows, recorded in CYCLES[cpu, instruction_set, format].items():
