@@ -255,6 +255,8 @@ class Nodes:
         """Waits for a reason to end. None: the job has succeeded."""
         before = time.monotonic()
         while not self._stop.wait(CHECK_S):
+            if self.own.left:  # node 0 may go before this node has read that it has left as well
+                return None
             now = time.monotonic()
             if now - before > LOSS_S / 2:  # this process was halted or had no processor: that says nothing of others
                 self._answered += now - before

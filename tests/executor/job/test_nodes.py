@@ -173,6 +173,17 @@ def test_time_in_which_nothing_ran_here_is_no_silence_of_others(monkeypatch: pyt
     assert nodes.others[1].changed == 19.75
 
 
+def test_a_store_that_goes_while_this_node_leaves_is_no_cause() -> None:
+    nodes = Nodes(NodeEnv(2, 1, "", 0), LIMIT_S, 1)
+    nodes.others = [Other(Line("", "host-a"), 0.0), Other(Line("", "host-b"), 0.0)]
+    nodes._broken = ConnectionError("lost")
+    cause = nodes._first_cause()
+    assert cause
+    assert cause.text.startswith("node 0 (host-a) is gone: ")
+    nodes.own.left = True
+    assert nodes._first_cause() is None
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
     [
         ("pool", "thread", ["runtime/pool"]),
         ("tape", "thread", PRODUCTS),
-        ("shadow", "thread", PRODUCTS + SHADOW),
+        pytest.param("shadow", "thread", PRODUCTS + SHADOW, marks=pytest.mark.thorough),
         pytest.param("shadow", "address,undefined", PRODUCTS + SHADOW, marks=pytest.mark.thorough),
         ("bridge", "thread", []),
     ],
