@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from errors import UserError
+from errors import REFUSED_STATUS, UserError, refusal
 from ops.cpu.threads import worth_having
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
@@ -25,13 +25,16 @@ SYSFS = "/sys/devices/system"
 PROBE_BYTES = 16 << 20  # for each core: more than its share of most machines' last-level cache
 
 
+@functools.cache
 def _load() -> ModuleType:
     try:
-        return importlib.import_module("ops.cpu._native")
+        found = importlib.import_module("ops.cpu._native")
     except ImportError as error:
         raise UserError(
             f"the native CPU module is not built ({error}): run bash infer.sh or bash test.sh once"
         ) from None
+    found.end_without_memory(f"error: {refusal(MemoryError())}\n", REFUSED_STATUS)
+    return found
 
 
 def _running() -> ModuleType:

@@ -1,5 +1,8 @@
-"""Memory on huge pages, and files in the place of weights."""
+"""Memory on huge pages, files in the place of weights, and memory that is refused."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from errors import refusal
+from files import ROOT
 from ops.cpu import engine, memory
 
 SIZE = 300_001  # no whole pages, and less than a huge one, which the system may refuse
@@ -82,3 +87,20 @@ def test_memory_is_forgotten_with_its_buffer() -> None:
     assert memory.is_allocated(storage)  # the tensor keeps it
     del storage
     assert address not in memory._buffers
+
+
+@pytest.mark.parametrize(
+    ("thrown", "status", "said"),
+    [
+        ("_ZSt17__throw_bad_allocv", 1, f"error: {refusal(MemoryError())}\n"),
+        ("_ZSt16__throw_bad_castv", -signal.SIGABRT, "terminate called after throwing an instance of 'std::bad_cast'"),
+    ],
+)
+def test_memory_that_is_refused_where_nothing_can_catch_it_is_one_line(thrown: str, status: int, said: str) -> None:
+    """Python's own code, which is C, lets no exception through."""
+    program = "import ctypes; from ops.cpu.engine import module; module.instruction_sets()"
+    program += f"; ctypes.CDLL('libstdc++.so.6')['{thrown}']()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith(said)
+    assert (done.stderr == said) == (status == 1)

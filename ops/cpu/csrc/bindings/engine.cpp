@@ -2,7 +2,14 @@
 
 #include "bindings/engine.h"
 
+#include <cxxabi.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <exception>
+#include <new>
 #include <string>
+#include <typeinfo>
 #include <utility>
 
 #include "kernels/dispatch.h"
@@ -30,6 +37,24 @@ struct HostNode {
     }
 };
 
+// What ends this process where memory is refused and no exception can reach Python, as where pybind11 registers a new
+// object. Nothing is allocated then.
+struct Ending {
+    std::string line;
+    int status;
+    std::terminate_handler usual;
+} ending;
+
+[[noreturn]] void terminate() {
+    const std::type_info* type = abi::__cxa_current_exception_type();
+    if (type && *type == typeid(std::bad_alloc)) {
+        [[maybe_unused]] const ssize_t said = write(STDERR_FILENO, ending.line.data(), ending.line.size());
+        _exit(ending.status);
+    }
+    ending.usual();
+    std::abort();
+}
+
 }  // namespace
 
 void bind_engine(py::module_& m) {
@@ -39,6 +64,14 @@ void bind_engine(py::module_& m) {
         .def_readonly("memory", &Team::memory)
         .def_readonly("threads", &Team::threads)
         .def_readonly("cpus", &Team::cpus);
+    m.def(
+        "end_without_memory",
+        [](const std::string& line, int status) {
+            ending.line = line;
+            ending.status = status;
+            if (!ending.usual) ending.usual = std::set_terminate(&terminate);
+        },
+        py::arg("line"), py::arg("status"));
     m.def("allowed_cpus", &allowed_cpus);
     m.def("read_nodes", &read_nodes, py::arg("root"), py::arg("allowed"));
     m.def("share", &share, py::arg("nodes"), py::arg("rank"), py::arg("ranks"));
