@@ -111,7 +111,7 @@ void bind_engine(py::module_& m) {
     py::class_<ReadProbe>(m, "ReadProbe")
         .def(py::init([](int64_t bytes) {
                  Context context = engine.context();
-                 return std::make_unique<ReadProbe>(context, bytes);
+                 return new ReadProbe(context, bytes);
              }),
              py::arg("bytes"))
         .def("run", [](const ReadProbe& probe) {

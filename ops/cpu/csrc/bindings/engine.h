@@ -1,5 +1,6 @@
 // The engine of this process and what the bindings share. Bindings take addresses and sizes and do not
-// depend on torch: ops/cpu checks types and shapes before it passes addresses.
+// depend on torch: ops/cpu checks types and shapes before it passes addresses. What makes an object returns a plain
+// pointer: pybind11 frees that of a smart one twice if it has no memory to register the object.
 #pragma once
 
 #include <pybind11/pybind11.h>

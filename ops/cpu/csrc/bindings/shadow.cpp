@@ -25,12 +25,12 @@ void bind_shadow(py::module_& m) {
     py::register_exception<ShadowError>(m, "ShadowError", py::module_::import("errors").attr("UserError"));
     py::class_<ShadowWork, std::shared_ptr<ShadowWork>>(m, "ShadowWork")
         .def(py::init([](const MoeRows& rows, int64_t layer, uintptr_t step, const py::object& keep) {
-                 return std::make_shared<ShadowWork>(rows, layer, at<const int64_t>(step), kept(keep));
+                 return new ShadowWork(rows, layer, at<const int64_t>(step), kept(keep));
              }),
              py::arg("rows"), py::arg("layer"), py::arg("step"), py::arg("keep"));
     py::class_<ShadowPool, std::shared_ptr<ShadowPool>>(m, "ShadowPool")
         .def(py::init([](const std::vector<Team>& teams, double timeout) {
-                 return std::make_shared<ShadowPool>(teams, *engine.kernels, timeout);
+                 return new ShadowPool(teams, *engine.kernels, timeout);
              }),
              py::arg("teams"), py::arg("timeout"))
         .def("split", &ShadowPool::split, py::arg("count"))

@@ -84,7 +84,7 @@ void bind_weights(py::module_& m) {
                  const int memory = engine.teams.at(team).memory;
                  auto buffer = std::make_unique<Buffer>(bytes, memory);
                  if (memory >= 0 && !buffer->bound()) buffer->touch(*engine.pool, team);
-                 return buffer;
+                 return buffer.release();
              }),
              py::arg("bytes"), py::arg("team"), "Memory near a team of the engine's pool, by its number.")
         .def(py::init([](int64_t bytes, const Team& team) {
@@ -93,7 +93,7 @@ void bind_weights(py::module_& m) {
                      Pool pool({team});
                      buffer->touch(pool, 0);
                  }
-                 return buffer;
+                 return buffer.release();
              }),
              py::arg("bytes"), py::arg("team"), "Memory near a team of another pool.")
         .def("__len__", &Buffer::size)
