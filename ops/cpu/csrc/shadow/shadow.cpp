@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <future>
 #include <mutex>
+#include <new>
 
 #include "runtime/futex.h"
 
@@ -116,6 +117,7 @@ ShadowPool::ShadowPool(const std::vector<Team>& teams, const Kernels& kernels, d
         start.get();
     } catch (const std::exception& error) {
         if (coordinator_.joinable()) coordinator_.join();
+        if (dynamic_cast<const std::bad_alloc*>(&error)) throw;  // memory is another matter
         throw ShadowError(std::string("shadow experts: their threads cannot be started: ") + error.what());
     }
 }
