@@ -232,7 +232,7 @@ class Ranks(Scenario):
 
     def run(self) -> Outcome:
         folder, port = self.root / "results" / "tiny" / "20260101-000000", free_port()
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # from the second start on
         words = [self.root / "tmp" / f"word{rank}.json" for rank in (0, 1)]
         forks = []
         for rank, word in enumerate(words):
