@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from ops.cpu.engine import module
 from tests.faults.points import sample
 from tests.faults.preload import LIBRARY, Faults, with_faults
 from tests.faults.scenarios import CACHE, SCENARIOS, Outcome, Scenario
@@ -49,6 +50,7 @@ def turn(folder: Path, name: str, args: argparse.Namespace) -> int:
     start = time.process_time()
     faults, complaints = Faults(), 0
     scenario = SCENARIOS[name](folder, faults)
+    module.instruction_sets()  # loads it here: the library must know where it lies in all forks
     faults.arm(folder)
     scenario.run()
     counts = faults.counts
@@ -65,7 +67,9 @@ def turn(folder: Path, name: str, args: argparse.Namespace) -> int:
                     complaints += 1
                     whole = verdict.replace("\n", "\n    ") if args.n else " ".join(verdict.split())[-600:]
                     print(f"  {name}, {kind} {n}{' and later' if forever else ''}: {whole}", flush=True)
-        if points:
+        if not points:
+            print(f"{name}: {kind}: never called", flush=True)
+        else:
             told = ", ".join(f"{number} {verdict}" for verdict, number in sorted(found.items()))
             print(f"{name}: {kind}: {len(points)} of {counts[kind]}: {told}", flush=True)
     print(f"{name}: {time.process_time() - start:.0f} s", flush=True)
