@@ -84,6 +84,8 @@ def wake_seconds(cpu: int, other: int, rounds: int = 1000) -> float:
     usual, times = os.sched_getaffinity(0), []
     there, back = os.pipe(), os.pipe()
     with subprocess.Popen([sys.executable, "-c", ECHO, str(other)], stdin=there[0], stdout=back[1]):
+        for end in (there[0], back[1]):  # or nobody would notice that the other process has ended
+            os.close(end)
         os.sched_setaffinity(0, {cpu})
         try:
             for _ in range(rounds):
@@ -93,7 +95,7 @@ def wake_seconds(cpu: int, other: int, rounds: int = 1000) -> float:
                 times.append((time.perf_counter() - start) / 2)
         finally:
             os.sched_setaffinity(0, usual)
-            for end in (*there, *back):
+            for end in (there[1], back[0]):
                 os.close(end)
     return statistics.median(times)
 

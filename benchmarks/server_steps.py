@@ -220,9 +220,10 @@ def measure(measured: Measured) -> Figures:
 
 
 def measured_for(worker: Worker, least_s: float) -> Figures:
-    """The means of as many measurements as take so long."""
-    measured, found, start = Measured(worker), [], time.perf_counter()
-    while time.perf_counter() - start < least_s:
+    """The means of as many measurements as take so long, of two at least: they tell how much equal steps differ."""
+    found: list[Figures] = []
+    measured, start = Measured(worker), time.perf_counter()
+    while len(found) < 2 or time.perf_counter() - start < least_s:
         found.append(measure(measured))
     full = [line(figures.decode, measured.most) for figures in found]
     return dataclasses.replace(mean_of(found), spread=max(full) / min(full))

@@ -50,6 +50,7 @@ QWEN3 = Family("qwen3_moe", save_tiny, SIZES, "moe_intermediate_size", Qwen3MoeC
 M2 = Family("minimax_m2", save_tiny_m2, M2_SIZES, "intermediate_size", MiniMaxM2Config, MiniMaxM2ForCausalLM)
 FAMILIES = (QWEN3, M2)
 SECOND_THOROUGH = (QWEN3, pytest.param(M2, marks=pytest.mark.thorough))  # of costly tests
+CAPTURE_MODES = ("acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough))  # of costly tests
 PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]
 
 

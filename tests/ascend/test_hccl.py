@@ -22,7 +22,17 @@ from executor.parallel.rows import GroupRows
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
 from models import batch
-from tests.ascend.engine import FAMILIES, M2, QWEN3, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import (
+    CAPTURE_MODES,
+    FAMILIES,
+    M2,
+    QWEN3,
+    Family,
+    ascend_case,
+    ascend_runner,
+    generate,
+    prefilled,
+)
 from tests.ascend.ge import GeProgram, Node, Shape, ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -265,7 +275,7 @@ def captured_steps(rank: int, folder: Path, mode: str) -> list[list[str]]:
     return steps
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_the_split_norm_is_captured(tmp_path: Path, mode: str) -> None:
     """The same kernels as op by op, some of them in place, and the sum between them; a replay calls none again."""
     ascend_case(tmp_path, family=M2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from executor.engine import rebalancing
-from tests.ascend.engine import QWEN3, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import CAPTURE_MODES, QWEN3, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -47,7 +47,7 @@ def placed(rank: int, folder: Path, *overrides: str) -> Seen:
     return Seen(found, [layer.held.tolist() for layer, _ in moved.layers], moved.report())
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_experts_move_between_steps(tmp_path: Path, mode: str) -> None:
     """The second decode step counts, a layer moves behind the third and one behind the fourth: three experts to each
     rank, as both have two of eight."""

@@ -17,7 +17,7 @@ from executor.job.runner import make_runner
 from executor.serving.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
 from executor.serving.worker import Worker
 from ops.ascend.shadow import ShadowNodes
-from tests.ascend.engine import SIZES, ascend_case, ascend_runner, node
+from tests.ascend.engine import CAPTURE_MODES, SIZES, ascend_case, ascend_runner, node
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.on_cpu import ascend_on_cpu
@@ -66,7 +66,7 @@ def check_answers(script: Script, tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("device_that_answers")
-@pytest.mark.parametrize("mode", ["acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough), "ge_graph"])
+@pytest.mark.parametrize("mode", [*CAPTURE_MODES, "ge_graph"])
 def test_graphs_are_made_once_while_requests_come_and_go(tmp_path: Path, mode: str) -> None:
     """Each step that only decodes runs one graph, and no graph is made after the warm-up: not when a request is
     preempted, finds its prefix and is resumed, not when one is aborted, and not when experts move. GE graphs cannot

@@ -17,7 +17,7 @@ from executor.platform.ascend.device import AscendPlatform
 from ops.ascend import vector_core
 from ops.ascend.bridge import BridgeError
 from ops.ascend.ops import AscendOps
-from tests.ascend.engine import ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import CAPTURE_MODES, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log, most_pinned, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
@@ -110,7 +110,7 @@ def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
     assert "host function" not in log.lines
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_residents_change_under_one_capture(folder: Path, mode: str) -> None:
     """Between replays an expert's planes are copied on the side stream and then the table is updated."""
     runner = runner_of(folder, f"exe_mode={mode}", "slots=5", "max_swaps=-1")

@@ -102,7 +102,7 @@ KILLS: dict[int, list[tuple[str, int | None]]] = {  # by ranks: when which of th
 }
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("world", [pytest.param(world, marks=[pytest.mark.thorough] * (world > 1)) for world in KILLS])
 def test_requests_when_a_process_is_killed(tmp_path: Path, temporary: Path, case: str, world: int) -> None:
     """Two requests decode and one waits, or one is in its prefill: those without a row are answered by the next ranks,
     the others are told why. Then the ranks leave together."""
