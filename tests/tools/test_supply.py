@@ -48,7 +48,8 @@ def test_locks_have_what_the_requirements_pin(name: str, torch: str) -> None:
 
 
 def test_every_requirement_file_has_a_lock() -> None:
-    assert {p.name for p in ROOT.glob("requirements*.txt")} == {file for files in REQUIREMENTS.values() for file in files}
+    locked = {file for files in REQUIREMENTS.values() for file in files}
+    assert {path.name for path in ROOT.glob("requirements*.txt")} == locked
 
 
 def test_a_requirement_that_is_not_locked_is_seen() -> None:
