@@ -20,7 +20,17 @@ from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts
 from ops.format import Format
-from tests.ascend.engine import M2, QWEN3, SECOND_THOROUGH, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import (
+    CAPTURE_MODES,
+    M2,
+    QWEN3,
+    SECOND_THOROUGH,
+    Family,
+    ascend_case,
+    ascend_runner,
+    generate,
+    prefilled,
+)
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log, violations
 from tests.ascend.ranks import join_hccl, run_ranks
@@ -102,7 +112,7 @@ def test_an_eager_step_exchanges_rows(tmp_path: Path) -> None:
         assert seen.kernels["rows of experts on other ranks"] == f"{device.EXCHANGE}, at most 2 rows a rank"
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
     for seen in run(tmp_path, f"exe_mode={mode}", steps=2):
         first, second = seen.steps
@@ -151,6 +161,7 @@ def test_a_ge_graph_has_no_collective(tmp_path: Path, family: Family) -> None:
         assert graph.exchanges == {("group_name_2", 2, rank)}
 
 
+@pytest.mark.thorough
 def test_the_next_start_finds_the_graph(tmp_path: Path) -> None:
     """torchair keeps the communicator's name as it was, so the manifest has it."""
     ascend_case(tmp_path, hidden_size=1024)

@@ -92,6 +92,7 @@ def program_in_ge(rank: int, folder: Path) -> tuple[Counter[str], list[str]]:
     return program.count(), [types[out.source.partition(":")[0]] for out in program.outputs() if out.shape == (5,)]
 
 
+@pytest.mark.thorough
 def test_a_ge_graph_looks_up_and_counts(tmp_path: Path) -> None:
     """What a layer adds to the graphs of test_exchange.py; sums are written where they were read."""
     ascend_case(tmp_path, hidden_size=1024)

@@ -66,7 +66,7 @@ def check_answers(script: Script, tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("device_that_answers")
-@pytest.mark.parametrize("mode", [*CAPTURE_MODES, "ge_graph"])
+@pytest.mark.parametrize("mode", [*CAPTURE_MODES, pytest.param("ge_graph", marks=pytest.mark.thorough)])
 def test_graphs_are_made_once_while_requests_come_and_go(tmp_path: Path, mode: str) -> None:
     """Each step that only decodes runs one graph, and no graph is made after the warm-up: not when a request is
     preempted, finds its prefix and is resumed, not when one is aborted, and not when experts move. GE graphs cannot
@@ -114,7 +114,8 @@ def check_graphs(server: Server, captured: bool) -> None:
     assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("acl_graph", marks=pytest.mark.thorough), "ge_graph"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["acl_graph", "ge_graph"])
 def test_drafts_run_in_graphs_of_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """An answer that repeats its prompt takes fewer steps, and no step captures another graph."""
     torch._dynamo.reset()
