@@ -86,7 +86,7 @@ def decoded(rank: int, folder: Path, steps: int, world_size: int, *overrides: st
 
 def run(folder: Path, *overrides: str, family: Family = QWEN3, steps: int = 1, **sizes: Any) -> list[Seen]:
     ascend_case(folder, family=family, **dict(hidden_size=1024) | sizes)
-    return run_ranks(decoded, 2, folder, steps, 2, *overrides, limit_s=300)
+    return run_ranks(decoded, 2, folder, steps, 2, *overrides)
 
 
 def mixture(lines: list[str]) -> list[str]:
@@ -150,7 +150,7 @@ def in_ge(rank: int, folder: Path, *overrides: str) -> Graph:
 def test_a_ge_graph_has_no_collective(tmp_path: Path, family: Family) -> None:
     ascend_case(tmp_path, family=family, hidden_size=1024)
     to_floats = {QWEN3: [("MoeGatingTopK", torch.float32)], M2: [("MoeGatingTopK", BF16), ("Cast", torch.float32)]}
-    for rank, graph in enumerate(run_ranks(in_ge, 2, tmp_path, limit_s=300)):
+    for rank, graph in enumerate(run_ranks(in_ge, 2, tmp_path)):
         nodes = graph.nodes
         around = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head
         assert {name: nodes[name] for name in FUSED[family]} == {
@@ -166,7 +166,7 @@ def test_the_next_start_finds_the_graph(tmp_path: Path) -> None:
     """torchair keeps the communicator's name as it was, so the manifest has it."""
     ascend_case(tmp_path, hidden_size=1024)
     for wanted, body in (("miss (no cache yet)", in_ge), ("hit", in_ge), ("communicator was", named_otherwise)):
-        for graph in run_ranks(body, 2, tmp_path, "enable_cache_compile=true", limit_s=300):
+        for graph in run_ranks(body, 2, tmp_path, "enable_cache_compile=true"):
             assert wanted in graph.cache[0]
 
 
@@ -213,7 +213,7 @@ def versions() -> Any:
 )
 def test_rows_are_gathered(tmp_path: Path, kind: str, reason: str) -> None:
     ascend_case(tmp_path, hidden_size=128 if kind == "narrow" else 1024)
-    for lines, told in run_ranks(gathered, 2, tmp_path, kind, limit_s=300):
+    for lines, told in run_ranks(gathered, 2, tmp_path, kind):
         collectives = [line.split()[1] for line in lines if line.startswith("hccl")]
         assert collectives == ["AllGather", "AllGather", "AllGather", "AllReduce"] * 2 + ["AllGather"]
         assert told == f"gathered ({reason})"
@@ -317,7 +317,7 @@ def unconverted(rank: int, folder: Path) -> str:
 
 def test_weights_of_another_type_are_seen_in_ge(tmp_path: Path) -> None:
     ascend_case(tmp_path, hidden_size=1024)
-    for told in run_ranks(unconverted, 2, tmp_path, limit_s=300):
+    for told in run_ranks(unconverted, 2, tmp_path):
         assert "MoeDistributeCombineV2" in told
 
 
@@ -330,5 +330,5 @@ def unlike_ranks(rank: int, folder: Path) -> list[str]:
 
 def test_another_communicator_is_seen(tmp_path: Path) -> None:
     ascend_case(tmp_path, hidden_size=1024)
-    for lines in run_ranks(unlike_ranks, 2, tmp_path, limit_s=300):
+    for lines in run_ranks(unlike_ranks, 2, tmp_path):
         assert [plain(line) for line in mixture(lines)] != MIXTURE

@@ -107,7 +107,7 @@ def broken(rank: int, cann: str, names: list[str]) -> tuple[Broken, str]:
 def on(cann: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Broken, str]:
     """torch_npu asks for the version once, when it is imported; the newest is the fake's own."""
     monkeypatch.setenv("FAKE_CANN_VERSION", cann)
-    (found,) = run_ranks(broken, 1, cann, names, fresh=cann != CANN[-1], limit_s=300)
+    (found,) = run_ranks(broken, 1, cann, names, fresh=cann != CANN[-1])
     return found  # type: ignore[no-any-return]
 
 

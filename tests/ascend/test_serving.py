@@ -139,14 +139,16 @@ def test_drafts_run_in_graphs_of_the_warm_up(tmp_path: Path, monkeypatch: pytest
 
 
 class Later(Script):
-    """Gives one of `ticks` with each tick, and then lets the ranks leave."""
+    """Gives one of `ticks` with each tick, and lets the ranks leave when all that was asked has ended."""
 
     def __init__(self, ticks: list[list[Any]]):
         super().__init__()
         self.ticks = ticks
 
     def receive(self, wait_s: float) -> list[Any]:
-        return self.ticks.pop(0) if self.ticks else [Stop()]
+        if self.ticks:
+            return self.ticks.pop(0)
+        return [Stop()] if all(map(self.ended, ASKED)) else []
 
 
 def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int, int, list[str]]:
@@ -155,7 +157,7 @@ def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int,
     case, ranks = started(rank, 2, folder, f"exe_mode={mode}", *ELASTIC)
     requests: list[Message] = [Submit(id, ids, Sampling(NEW, ignore_eos=True)) for id, ids in ASKED.items()]
     gone: list[Message] = [Submit(9, [1, 2, 3], Sampling(99, ignore_eos=True))]
-    script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)], *([[]] * 600)])
+    script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)]])
     with device_log() as log:
         worker = Worker(ascend_runner(case, folder, ranks), script if rank == 0 else None)  # type: ignore[arg-type]
         worker.warm_up()
