@@ -8,6 +8,8 @@ from executor.checkpoint.header import check_header
 from executor.checkpoint.names import INDEX, SINGLE
 from models.hf_config import read_json
 
+LONGEST = 255  # characters of a file's name
+
 
 def names_in(folder: Path, aliases: Mapping[str, str]) -> dict[str, str] | None:
     """The tensors of the checkpoint in `folder` as `in_model` returns them. None: the folder has no weights."""
@@ -23,7 +25,7 @@ def read_index(index: Path) -> dict[str, str]:
     if not isinstance(listed_in, dict) or not listed_in or not all(isinstance(v, str) for v in listed_in.values()):
         raise UserError(f"{index}: weight_map must map tensor names to file names")
     for name in set(listed_in.values()):
-        if Path(name).name != name or not name.endswith(".safetensors"):
+        if Path(name).name != name or not name.endswith(".safetensors") or len(name) > LONGEST:
             raise UserError(f"{index}: {name!r:.80} is not the name of a .safetensors file in the same folder")
     return listed_in
 

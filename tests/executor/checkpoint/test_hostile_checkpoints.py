@@ -163,12 +163,16 @@ INDEXES: dict[str, tuple[object, str]] = {
     "a folder below": ({"weight_map": {"a": "x/x.safetensors"}}, "'x/x.safetensors' is not the name of a"),
     "another kind": ({"weight_map": {"a": "config.json"}}, "'config.json' is not the name of a .safetensors file"),
     "a name of megabytes": ({"weight_map": {"a": "x" * (1 << 22)}}, " is not the name of a .safetensors file"),
+    "a file of megabytes": (
+        {"weight_map": {"a": "x" * (1 << 22) + ".safetensors"}},
+        f"'{'x' * 79} is not the name of a .safetensors file",
+    ),
 }
 SHARDS = {
     "absent": "gone.safetensors",
     "a zero byte": "\0.safetensors",
     "half a character": "\ud800.safetensors",
-    "too long": "x" * 250 + ".safetensors",
+    "too long": "\U0001f642" * 100 + ".safetensors",
     "a folder": "folder.safetensors",
 }
 
