@@ -17,6 +17,7 @@ NO_NPU_MEMORY = re.compile(r"NPU out of memory\. Tried to allocate (\S+ \S+)")
 # What torch_npu says if CANN refuses a call or a kernel fails; lost connections (ERR02 DIST) are another matter.
 NPU = re.compile(r"ERR\d{5} (PTA|OPS|GRAPH)|NPU function error|ACL \w+ synchronize failed|^aclrt\w+: error \d+$")
 NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable$")  # Python's text; C++'s
+LONGEST = 2000  # characters of an error
 YOUNG = 50_000  # new objects between two looks for garbage
 
 
@@ -29,7 +30,10 @@ class UserError(Exception):
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and other control characters, which names from a checkpoint or a request may have."""
+    """`text` without line breaks and other control characters, and without the middle if it is too long: names from a
+    checkpoint or a request may have anything in them."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 + 5 :]}"
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -59,3 +59,12 @@ def test_pytorch_says_what_is_recognised() -> None:
 @pytest.mark.parametrize("error", [ValueError("x"), RuntimeError("boom"), UserError("bad"), KeyError("memory")])
 def test_bugs_are_none(error: Exception) -> None:
     assert not refusal(error)
+
+
+def test_no_error_is_long() -> None:
+    assert str(UserError("x" * 2000)) == "x" * 2000
+    text = str(UserError("begin" + "x" * (1 << 22) + "end"))
+    assert len(text) == 2000
+    assert text.startswith("beginx")
+    assert " ... " in text
+    assert text.endswith("xend")

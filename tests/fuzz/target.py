@@ -17,7 +17,7 @@ CPU_S = 2.0  # of this process's threads, for one input
 MEMORY = 256 << 20  # bytes beyond twice the input's
 PEAK = re.compile(rb"VmHWM:\s+(\d+) kB")
 LARGE = 1 << 16  # bytes of an input whose memory is measured from where it begins
-LONGEST_LINE = 3000  # characters of an error
+LONGEST_LINE = 2100  # characters of an error with what stands before it
 
 
 @dataclass(frozen=True)
