@@ -35,7 +35,7 @@ multiprocessing.get_context("forkserver").set_forkserver_preload([
 ])  # fmt: skip
 
 
-def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 120, fresh: bool = False) -> list[Any]:
+def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float = 400, fresh: bool = False) -> list[Any]:
     """What body(rank, *args) returned on each rank; the environment is torchrun's, the device is set. A rank that
     raises, dies or is late fails the test with its traceback, and the others are killed. `fresh` ranks have the
     environment, stdout and stderr of now, and import everything themselves."""

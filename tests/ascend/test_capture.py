@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.engine import M2, SECOND_THOROUGH, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import (
+    CAPTURE_MODES,
+    M2,
+    SECOND_THOROUGH,
+    Family,
+    ascend_case,
+    ascend_runner,
+    generate,
+    prefilled,
+)
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
@@ -55,7 +64,7 @@ def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str) -
     assert runner.engine.decode_step.compiles == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("mode", CAPTURES)
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_inputs_without_fixed_addresses_are_copied_again(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +90,7 @@ def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> t
     return lines, runner.engine.decode_step.compiles  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("mode", ["ge_graph", *CAPTURES])
+@pytest.mark.parametrize("mode", ["ge_graph", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in CAPTURES)])
 def test_the_next_process_finds_the_graph(tmp_path: Path, mode: str) -> None:
     ((missed, compiles),) = run_ranks(started, 1, tmp_path, mode, ())
     assert ["miss (no cache yet)" in missed[0], len(missed), compiles] == [True, 1, 1]

@@ -206,7 +206,7 @@ def check(program: GeProgram, zeros: bool, float_sums: bool = False, family: Fam
         assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, outputs), torch.bfloat16)
 
 
-@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("zeros", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_the_ge_graph(tmp_path: Path, family: Family, zeros: bool, loaded: list[str]) -> None:
     overrides = ["method=q4", "decode_gemv=on", "strict=true", f"zero_points={zeros}"]
@@ -274,7 +274,13 @@ PRODUCTS = ("Umbra", "Matmul", "Gating", "Routing", "SwiGlu", "Sort")
 
 
 @pytest.mark.usefixtures("on_npu")
-@pytest.mark.parametrize(("mode", "float_sums"), [("acl_graph", False), ("acl_graph", True), ("npugraph_ex", False)])
+@pytest.mark.parametrize(
+    ("mode", "float_sums"),
+    [
+        ("acl_graph", True),
+        *(pytest.param(mode, False, marks=pytest.mark.thorough) for mode in ("acl_graph", "npugraph_ex")),
+    ],
+)
 @pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str, float_sums: bool) -> None:
     overrides = ["method=q4", "decode_gemv=on", "strict=true", f"exe_mode={mode}", f"gemv_float_sums={float_sums}"]

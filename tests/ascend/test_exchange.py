@@ -20,7 +20,17 @@ from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts
 from ops.format import Format
-from tests.ascend.engine import M2, QWEN3, SECOND_THOROUGH, Family, ascend_case, ascend_runner, generate, prefilled
+from tests.ascend.engine import (
+    CAPTURE_MODES,
+    M2,
+    QWEN3,
+    SECOND_THOROUGH,
+    Family,
+    ascend_case,
+    ascend_runner,
+    generate,
+    prefilled,
+)
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log, violations
 from tests.ascend.ranks import join_hccl, run_ranks
@@ -76,7 +86,7 @@ def decoded(rank: int, folder: Path, steps: int, world_size: int, *overrides: st
 
 def run(folder: Path, *overrides: str, family: Family = QWEN3, steps: int = 1, **sizes: Any) -> list[Seen]:
     ascend_case(folder, family=family, **dict(hidden_size=1024) | sizes)
-    return run_ranks(decoded, 2, folder, steps, 2, *overrides, limit_s=300)
+    return run_ranks(decoded, 2, folder, steps, 2, *overrides)
 
 
 def mixture(lines: list[str]) -> list[str]:
@@ -102,7 +112,7 @@ def test_an_eager_step_exchanges_rows(tmp_path: Path) -> None:
         assert seen.kernels["rows of experts on other ranks"] == f"{device.EXCHANGE}, at most 2 rows a rank"
 
 
-@pytest.mark.parametrize("mode", ["acl_graph", "npugraph_ex"])
+@pytest.mark.parametrize("mode", CAPTURE_MODES)
 def test_captured_once_and_replayed(tmp_path: Path, mode: str) -> None:
     for seen in run(tmp_path, f"exe_mode={mode}", steps=2):
         first, second = seen.steps
@@ -140,7 +150,7 @@ def in_ge(rank: int, folder: Path, *overrides: str) -> Graph:
 def test_a_ge_graph_has_no_collective(tmp_path: Path, family: Family) -> None:
     ascend_case(tmp_path, family=family, hidden_size=1024)
     to_floats = {QWEN3: [("MoeGatingTopK", torch.float32)], M2: [("MoeGatingTopK", BF16), ("Cast", torch.float32)]}
-    for rank, graph in enumerate(run_ranks(in_ge, 2, tmp_path, limit_s=300)):
+    for rank, graph in enumerate(run_ranks(in_ge, 2, tmp_path)):
         nodes = graph.nodes
         around = {"RmsNorm": 1, "MatMul": 1}  # the first norm, the head
         assert {name: nodes[name] for name in FUSED[family]} == {
@@ -151,11 +161,12 @@ def test_a_ge_graph_has_no_collective(tmp_path: Path, family: Family) -> None:
         assert graph.exchanges == {("group_name_2", 2, rank)}
 
 
+@pytest.mark.thorough
 def test_the_next_start_finds_the_graph(tmp_path: Path) -> None:
     """torchair keeps the communicator's name as it was, so the manifest has it."""
     ascend_case(tmp_path, hidden_size=1024)
     for wanted, body in (("miss (no cache yet)", in_ge), ("hit", in_ge), ("communicator was", named_otherwise)):
-        for graph in run_ranks(body, 2, tmp_path, "enable_cache_compile=true", limit_s=300):
+        for graph in run_ranks(body, 2, tmp_path, "enable_cache_compile=true"):
             assert wanted in graph.cache[0]
 
 
@@ -202,7 +213,7 @@ def versions() -> Any:
 )
 def test_rows_are_gathered(tmp_path: Path, kind: str, reason: str) -> None:
     ascend_case(tmp_path, hidden_size=128 if kind == "narrow" else 1024)
-    for lines, told in run_ranks(gathered, 2, tmp_path, kind, limit_s=300):
+    for lines, told in run_ranks(gathered, 2, tmp_path, kind):
         collectives = [line.split()[1] for line in lines if line.startswith("hccl")]
         assert collectives == ["AllGather", "AllGather", "AllGather", "AllReduce"] * 2 + ["AllGather"]
         assert told == f"gathered ({reason})"
@@ -306,7 +317,7 @@ def unconverted(rank: int, folder: Path) -> str:
 
 def test_weights_of_another_type_are_seen_in_ge(tmp_path: Path) -> None:
     ascend_case(tmp_path, hidden_size=1024)
-    for told in run_ranks(unconverted, 2, tmp_path, limit_s=300):
+    for told in run_ranks(unconverted, 2, tmp_path):
         assert "MoeDistributeCombineV2" in told
 
 
@@ -319,5 +330,5 @@ def unlike_ranks(rank: int, folder: Path) -> list[str]:
 
 def test_another_communicator_is_seen(tmp_path: Path) -> None:
     ascend_case(tmp_path, hidden_size=1024)
-    for lines in run_ranks(unlike_ranks, 2, tmp_path, limit_s=300):
+    for lines in run_ranks(unlike_ranks, 2, tmp_path):
         assert [plain(line) for line in mixture(lines)] != MIXTURE

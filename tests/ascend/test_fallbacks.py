@@ -60,6 +60,7 @@ def on_the_cpu(rank: int, folder: Path, strict: bool) -> str:
     return ""
 
 
+@pytest.mark.thorough
 def test_an_op_without_kernel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ascend_case(tmp_path)
     assert run_ranks(on_the_cpu, 1, tmp_path, False, fresh=True) == [""]  # its stderr is read

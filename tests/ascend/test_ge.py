@@ -110,6 +110,7 @@ def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
     check(two_layers(family), family)
 
 
+@pytest.mark.thorough
 def test_a_decode_step_on_an_earlier_cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "get_cann_version", lambda: "8.5.0")
     program = decode_program(tmp_path)
@@ -134,6 +135,7 @@ def test_nodes_of_one_layer_more(tmp_path: Path) -> None:
     assert three - two_layers(QWEN3).count() == Counter(FUSED | VIEWS | FOLDED | {"Data": DATA})
 
 
+@pytest.mark.thorough
 def test_nodes_of_one_layer_more_of_minimax_m2(tmp_path: Path) -> None:
     expected = M2_FUSED + Counter(M2_VIEWS | M2_FOLDED | {"Data": DATA})  # a selection bias, and no place of queries
     expected += Counter(Cast=1)  # the weights in the model's type
@@ -220,6 +222,7 @@ def test_cann_refuses_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         runner.loop.step()
 
 
+@pytest.mark.thorough
 def test_torchairs_own_rotary_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for ops/ascend/lowering.py, which can be removed when this test fails."""
     monkeypatch.setattr(torch.ops.npu.npu_apply_rotary_pos_emb.default, "_ge_converter", lowering.TORCHAIRS_ROTARY)

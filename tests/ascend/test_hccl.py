@@ -124,7 +124,7 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family, str],
 @pytest.mark.parametrize(
     ("family", "split"),
     [
-        pytest.param(family, split, marks=[pytest.mark.thorough] * ((family, split) in ((QWEN3, "ep"), (M2, "dp"))))
+        pytest.param(family, split, marks=[pytest.mark.thorough] * ((family, split) not in ((QWEN3, "dp"), (M2, "ep"))))
         for family in FAMILIES
         for split in SPLITS
     ],
@@ -204,7 +204,7 @@ def test_one_more_sum_a_layer_where_attention_is_split(
     """Eight ranks hold copies of two KV heads."""
     sizes = dict(num_attention_heads=16, intermediate_size=256, num_local_experts=32)
     ascend_case(tmp_path, family=M2, **sizes)
-    for lines in run_ranks(eager_step, world_size, tmp_path, world_size, *overrides, limit_s=400):
+    for lines in run_ranks(eager_step, world_size, tmp_path, world_size, *overrides):
         sums = [line.split()[2:4] for line in lines if line.startswith("hccl AllReduce")]
         rows = ["384", "bfloat16"]  # (3, 128)
         assert sums == [rows, *[["6", "float32"], rows, rows] * 2]

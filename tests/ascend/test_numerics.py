@@ -166,7 +166,13 @@ def test_placed_experts_equal_the_reference(tmp_path: Path) -> None:
 
 TWO_RANKS: dict[str, dict[str, int]] = {"tp2": {}, "ep2": {"moe_tp_size": 1}, "dp2": {"attn_tp_size": 1}}
 # Each routing with each split, and each family with all routings and all splits.
-PAIRS = [(FAMILIES[i // 3 % 2], list(TWO_RANKS)[i % 3], list(ROUTINGS)[(i + i // 3) % 3]) for i in range(9)]
+PAIRS = [
+    pytest.param(
+        FAMILIES[i // 3 % 2], list(TWO_RANKS)[i % 3], list(ROUTINGS)[(i + i // 3) % 3],
+        marks=[pytest.mark.thorough] * (i % 4 > 0),
+    )
+    for i in range(9)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "split", "routing"), PAIRS, ids=str)

@@ -52,7 +52,7 @@ def test_experts_move_between_steps(tmp_path: Path, mode: str) -> None:
     """The second decode step counts, a layer moves behind the third and one behind the fourth: three experts to each
     rank, as both have two of eight."""
     ascend_case(tmp_path, hidden_size=1024)
-    first, second = run_ranks(placed, 2, tmp_path, f"exe_mode={mode}", limit_s=300)
+    first, second = run_ranks(placed, 2, tmp_path, f"exe_mode={mode}")
     for seen in (first, second):
         kernels = [plain(line.removeprefix("captured ")) for line in seen.steps[0]]
         assert [kernels.count(line) for line in (LOOK_UP, COUNT)] == [2, 2]
@@ -92,10 +92,11 @@ def program_in_ge(rank: int, folder: Path) -> tuple[Counter[str], list[str]]:
     return program.count(), [types[out.source.partition(":")[0]] for out in program.outputs() if out.shape == (5,)]
 
 
+@pytest.mark.thorough
 def test_a_ge_graph_looks_up_and_counts(tmp_path: Path) -> None:
     """What a layer adds to the graphs of test_exchange.py; sums are written where they were read."""
     ascend_case(tmp_path, hidden_size=1024)
-    for nodes, written in run_ranks(program_in_ge, 2, tmp_path, limit_s=300):
+    for nodes, written in run_ranks(program_in_ge, 2, tmp_path):
         around = {"RmsNorm": 1, "MatMul": 1, "GatherV2": 3}  # the first norm, the head, the embedding and the angles
         wanted = FUSED[QWEN3] + Counter(GatherV2=1, Add=1)
         assert {name: nodes[name] for name in wanted} == {n: 2 * c + around.get(n, 0) for n, c in wanted.items()}

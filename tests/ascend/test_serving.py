@@ -66,7 +66,7 @@ def check_answers(script: Script, tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("device_that_answers")
-@pytest.mark.parametrize("mode", [*CAPTURE_MODES, "ge_graph"])
+@pytest.mark.parametrize("mode", [*CAPTURE_MODES, pytest.param("ge_graph", marks=pytest.mark.thorough)])
 def test_graphs_are_made_once_while_requests_come_and_go(tmp_path: Path, mode: str) -> None:
     """Each step that only decodes runs one graph, and no graph is made after the warm-up: not when a request is
     preempted, finds its prefix and is resumed, not when one is aborted, and not when experts move. GE graphs cannot
@@ -114,7 +114,8 @@ def check_graphs(server: Server, captured: bool) -> None:
     assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("acl_graph", marks=pytest.mark.thorough), "ge_graph"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["acl_graph", "ge_graph"])
 def test_drafts_run_in_graphs_of_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """An answer that repeats its prompt takes fewer steps, and no step captures another graph."""
     torch._dynamo.reset()
@@ -138,14 +139,16 @@ def test_drafts_run_in_graphs_of_the_warm_up(tmp_path: Path, monkeypatch: pytest
 
 
 class Later(Script):
-    """Gives one of `ticks` with each tick, and then lets the ranks leave."""
+    """Gives one of `ticks` with each tick, and lets the ranks leave when all that was asked has ended."""
 
     def __init__(self, ticks: list[list[Any]]):
         super().__init__()
         self.ticks = ticks
 
     def receive(self, wait_s: float) -> list[Any]:
-        return self.ticks.pop(0) if self.ticks else [Stop()]
+        if self.ticks:
+            return self.ticks.pop(0)
+        return [Stop()] if all(map(self.ended, ASKED)) else []
 
 
 def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int, int, list[str]]:
@@ -154,7 +157,7 @@ def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int,
     case, ranks = started(rank, 2, folder, f"exe_mode={mode}", *ELASTIC)
     requests: list[Message] = [Submit(id, ids, Sampling(NEW, ignore_eos=True)) for id, ids in ASKED.items()]
     gone: list[Message] = [Submit(9, [1, 2, 3], Sampling(99, ignore_eos=True))]
-    script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)], *([[]] * 600)])
+    script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)]])
     with device_log() as log:
         worker = Worker(ascend_runner(case, folder, ranks), script if rank == 0 else None)  # type: ignore[arg-type]
         worker.warm_up()

@@ -36,7 +36,7 @@ def fresh() -> Iterator[None]:
     assert not violations()
 
 
-@pytest.fixture(params=["qwen3_moe", "minimax_m2"])
+@pytest.fixture(params=["qwen3_moe", pytest.param("minimax_m2", marks=pytest.mark.thorough)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder for a case of either family; `ascend_case` writes that of Qwen3-MoE if it finds none."""
     if request.param == "minimax_m2":

@@ -135,7 +135,9 @@ def run_each(rank: int) -> list[str]:
     return log.kernels()
 
 
-@pytest.mark.parametrize("mode", ["0", "2"])  # the other tests run in mode 1, the default
+@pytest.mark.parametrize(
+    "mode", ["0", pytest.param("2", marks=pytest.mark.thorough)]
+)  # the other tests run in mode 1, the default
 def test_every_mode_of_the_task_queue(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", mode)
     (kernels,) = run_ranks(run_each, 1, fresh=True)

@@ -40,12 +40,12 @@ class Bounds:
     well, they count where they are left."""
 
     def __init__(self, make: Callable[[Path], Target], folder: Path):
-        self.folder = folder
+        self.folder = str(folder)
         self.target = make(folder)
         for seed in self.target.seeds:  # what is imported and kept, once
             with _one_line():
                 self.target.run(seed)
-        self.files = _files(folder)
+        self.files = _files(self.folder)
 
     def __call__(self, data: bytes) -> None:
         """Raises Violation, or whatever the target raised."""
@@ -91,8 +91,15 @@ def _halted_after(seconds: float) -> Iterator[None]:
 
 def _memory() -> int:
     """The most bytes that this process has held."""
-    return 1024 * int(PEAK.findall(Path("/proc/self/status").read_bytes())[0])
+    with open("/proc/self/status", "rb", buffering=0) as file:
+        found = PEAK.search(file.read(4096))
+    assert found
+    return 1024 * int(found[1])
 
 
-def _files(folder: Path) -> set[str]:
-    return {os.path.join(place, name) for place, _, names in os.walk(folder) for name in names}
+def _files(folder: str) -> set[str]:
+    found = set()
+    with os.scandir(folder) as entries:  # a third of what os.walk takes
+        for entry in entries:
+            found |= _files(entry.path) if entry.is_dir(follow_symlinks=False) else {entry.path}
+    return found

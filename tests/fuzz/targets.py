@@ -17,6 +17,8 @@ PLACES = {
     "template": "texts",
     "answer": "texts",
     "case": "cases",
+    "cluster": "cases",
+    "hardware": "cases",
     "packed": "caches",
     "compiled": "caches",
     "chat": "requests",

@@ -12,7 +12,7 @@ from tests.serving.front import Server, serving
 pytest.importorskip("schemathesis")  # which needs Python 3.11
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-OPTIONS = ["--phases=examples,coverage,fuzzing", "--seed=1", "--max-examples=10", "--generation-database=none"]
+OPTIONS = ["--phases=examples,coverage,fuzzing", "--seed=1", "--max-examples=4", "--generation-database=none"]
 
 
 @pytest.mark.slow

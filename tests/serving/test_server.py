@@ -145,6 +145,7 @@ def test_answers_and_an_orderly_end(tmp_path: Path) -> None:
         assert "Traceback" not in running.text
 
 
+@pytest.mark.thorough
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with server(tmp_path, "max_new_tokens=1700") as running:
         running.wait_until_ready()

@@ -146,7 +146,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.thorough] * (f != "hang")) for f in FAULTS])
 def test_the_cause_is_told(
     tmp_path: Path, case: str, fault: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,7 +238,9 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("end", NODES)
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=[pytest.mark.thorough] * (end != "a rank dies")) for end in NODES]
+)
 def test_two_nodes(tmp_path: Path, temporary: Path, case: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launchers on this machine stand for two nodes. Requests are answered; however the server ends, both nodes'
     ranks end, and each node says why in one line."""

@@ -47,6 +47,11 @@ def test_locks_have_what_the_requirements_pin(name: str, torch: str) -> None:
         assert wanted == {key: found[key].split("+")[0] for key in wanted}
 
 
+def test_every_requirement_file_has_a_lock() -> None:
+    locked = {file for files in REQUIREMENTS.values() for file in files}
+    assert {path.name for path in ROOT.glob("requirements*.txt")} == locked
+
+
 def test_a_requirement_that_is_not_locked_is_seen() -> None:
     everywhere = list(environments())
     assert chosen([Pin("a", "1", 'python_version < "3.11"'), Pin("a", "2", 'python_version >= "3.11"')], everywhere[0])

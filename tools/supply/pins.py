@@ -24,6 +24,8 @@ SOURCES = {
     "ascend": ("requirements-ascend.txt",),
     "compare": ("requirements-compare.txt",),
     "compare-moe": ("requirements-compare-moe.txt",),
+    "fuzz": ("requirements-fuzz.txt",),
+    "mutants": ("requirements-mutants.txt",),
     "supply": ("requirements-supply.txt",),
 }
 TORCH_CPU, TORCH_CUDA = "torch-cpu", "torch-cuda"

@@ -176,6 +176,7 @@ def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
         Source(tmp_path / "quantised")
 
 
+@pytest.mark.thorough
 def test_loading_needs_little_more_than_it_keeps(tmp_path: Path) -> None:
     """0.7 GB of AWQ: memory maps are dropped while the checkpoint is read."""
     write(

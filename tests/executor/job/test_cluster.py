@@ -53,6 +53,7 @@ def decoding(made: Cluster, case: str, ranks: int) -> None:
     time.sleep(2)
 
 
+@pytest.mark.thorough
 def test_a_job_answers_and_ends_without_its_launcher(tmp_path: Path) -> None:
     """Folders of results have one name on all nodes. Then, in a job that would take minutes, one launcher is killed."""
     case = write_job(tmp_path, "short", 4, 3, **SPLIT)

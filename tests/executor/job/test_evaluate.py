@@ -175,6 +175,7 @@ def test_nothing_diverges_from_itself(tiny: str, tmp_path: Path) -> None:
     assert figures["loss"] == figures["against"]["loss"]
 
 
+@pytest.mark.thorough
 def test_failing_pass_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:
     save_tiny(tmp_path / "broken")
     save_letters(tmp_path / "broken", LETTERS)

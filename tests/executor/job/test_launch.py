@@ -119,6 +119,7 @@ def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
         assert words in done.stdout
 
 
+@pytest.mark.thorough
 def test_data_parallel_chunked_prefill_answers_as_one_rank(demo: str, tmp_path: Path) -> None:
     greedy = ["exe_mode=eager", "method=none", "dtype=float32", "temperature=0", "max_new_tokens=12"]
     split = ["world_size=2", "attn_tp_size=1", "moe_tp_size=1", "chunked_prefill_size=3"]
@@ -182,7 +183,7 @@ def test_run_py_alone_says_what_it_needs() -> None:
     assert_one_error_line(alone, "world_size: 8, but this process is one of 1")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_path: Path, ranks: int) -> None:
     save_tiny(tmp_path / "model", vocab_size=4096)  # the tokenizer's
     weights = tmp_path / "model" / "model.safetensors"
@@ -197,7 +198,10 @@ def test_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_path: Path, ranks
     assert folders("damaged") == set()
 
 
-@pytest.mark.parametrize(("length", "file"), [(2, r"(report\.json|rank0\.log)"), (200, r"rank0\.log")])
+@pytest.mark.parametrize(
+    ("length", "file"),
+    [(2, r"(report\.json|rank0\.log)"), pytest.param(200, r"rank0\.log", marks=pytest.mark.thorough)],
+)
 def test_full_disk_is_one_line(demo: str, length: int, file: str) -> None:
     """A file-size limit of one block stands in for a full disk: the report does not fit, or else the log.
 
@@ -233,7 +237,9 @@ def test_complaints_reach_the_terminal_when_the_log_fills_up(tmp_path: Path, roo
     assert (tmp_path / "rank0.log").stat().st_size <= room
 
 
-@pytest.mark.parametrize("how", ["raise", "kill", "user_error"])
+@pytest.mark.parametrize(
+    "how", ["raise", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("kill", "user_error"))]
+)
 def test_failing_rank_ends_the_job_and_is_named(demo: str, how: str) -> None:
     program = ["tests/executor/job/rank_program.py", demo, how]
     before, start = folders(demo), time.monotonic()
@@ -295,6 +301,7 @@ def test_ranks_end_with_their_launcher(demo: str) -> None:
     until(lambda: not any(is_running(pid) for pid in ranks), 20)
 
 
+@pytest.mark.thorough
 def test_two_nodes_make_one_job(demo: str) -> None:
     """Two launchers on this machine stand for two nodes."""
     before = folders(demo)

@@ -21,7 +21,7 @@ from files import ROOT
 from tests.nodes import Cluster, cluster, until
 from tests.ranks import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]  # nodes wait for each other
 
 LIMIT_S = 8.0
 

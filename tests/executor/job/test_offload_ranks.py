@@ -39,7 +39,7 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
         # Captures call op by op what eager runs do.
         pytest.param("qwen3_moe", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
         pytest.param("qwen3_moe", "dp4_ep4", ["--graph"], marks=pytest.mark.thorough),
-        ("minimax_m2", "dp2_tp2_moe_2x2", ["--graph"]),
+        pytest.param("minimax_m2", "dp2_tp2_moe_2x2", ["--graph"], marks=pytest.mark.thorough),
     ],
 )
 def test_ranks_with_other_residents_agree(tmp_path: Path, family: str, split: str, options: list[str]) -> None:

@@ -15,6 +15,7 @@ from tests.ops.vector_core.launch import Mutation, Weight, choose, distinct, lau
 pytestmark = pytest.mark.slow
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
+DTYPES = [pytest.param(HALF, marks=pytest.mark.thorough), BFLOAT]  # of costly tests
 BOUND = {HALF: 2e-3, BFLOAT: 1e-2}  # relative, of every row of y
 
 
@@ -65,7 +66,7 @@ def fused(tokens: int, top_k: int, experts: int, hidden: int, inner: int, groups
 SHAPES = [(32, 8), (96, 104), (160, 64), (192, 64), (256, 320), (320, 64), (768, 96), (1024, 768)]  # K, N
 
 
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_gemv(k: int, n: int, zeros: bool, dtype: torch.dtype) -> None:
@@ -76,7 +77,7 @@ def test_gemv(k: int, n: int, zeros: bool, dtype: torch.dtype) -> None:
                 assert worst_row(y, expected) < BOUND[dtype], (group, rows, float_sums)
 
 
-@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("groups", [(32, 32), (64, 32), (128, 64), (64, 64), (128, 128)])
 def test_fused(groups: tuple[int, int], zeros: bool, dtype: torch.dtype) -> None:
