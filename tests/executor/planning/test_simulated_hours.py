@@ -13,7 +13,7 @@ from matplotlib import pyplot
 
 from executor.planning.cluster.cluster import Day, Load, Simulation, Targets
 from executor.planning.cluster.layouts import Layout, Sizes, make_layout
-from executor.planning.simulation import replica
+from executor.planning.simulation import replica, report
 from executor.planning.simulation.report import Simulated, Variant, draw, printed, table
 from executor.planning.simulation.run import Outcome, Simulator
 from executor.planning.simulation.summary import BUCKETS, Summary, summary_of
@@ -127,3 +127,28 @@ def test_the_drawing_has_the_last_variant_in_black(
                     assert drawing.get_linewidth() == 1
             assert axes.get_yscale() == ("log" if name else "linear")
         assert (panels[0].get_legend() is not None) == bool(found[1:])
+
+
+def test_variants_run_in_as_many_processes_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Pool:
+        def __init__(self, processes: int, context: Any):
+            made.append((processes, context.get_start_method()))
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def map(self, does: Any, variants: Any) -> Any:
+            return map(does, variants)
+
+    monkeypatch.setattr(report, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(report, "simulate", lambda variant: f"of {variant}")
+    found: list[Any] = []
+    for cores, variants in (({0, 1}, "abc"), ({0, 1, 2, 3}, "abc"), ({0}, "ab"), ({0, 1}, "a")):
+        monkeypatch.setattr(report.os, "sched_getaffinity", lambda pid, cores=cores: cores)
+        found.append(report.simulate_all([*variants]))  # type: ignore[arg-type]
+    assert found == [["of a", "of b", "of c"]] * 2 + [["of a", "of b"], ["of a"]]
+    assert made == [(2, "spawn"), (3, "spawn")]
