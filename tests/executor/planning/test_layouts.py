@@ -1,14 +1,21 @@
 """A layout of a cluster: the case of a replica, what fits, and what steps and prefills are made of."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from cpu_offload.memory.arena import LOST, extent_of
 from errors import UserError
+from executor.config.load import load_case
 from executor.config.units import GB
 from executor.planning.cluster.cluster import Load
 from executor.planning.cluster.layouts import Layout, Sizes, case_of, make_layout
 from executor.planning.cluster.times import step_times
+from executor.planning.cluster.work import Done, Message, NotedGroup, NotedOps, Notes
+from executor.planning.simulation.run import Simulator
 from tests.executor.planning.test_cluster import CLUSTER, HARDWARE
 
 SIZES = Sizes(2, 4, 2, 4, "none", 1.0)
@@ -87,3 +94,57 @@ def test_steps_see_half_of_the_answers_and_prefills_come_in_chunks(layout: Layou
     assert chunked.prefill.total == pytest.approx(sum(parts))
     short = dataclasses.replace(CLUSTER, load=Load(rate=1.0, prompt_tokens=200, output_tokens=1), search=search)
     assert Layout(short, SIZES, OVER_HOSTS, counted).prefill.total == pytest.approx(parts[0])
+
+
+@pytest.mark.parametrize(
+    ("world", "node", "lost"),
+    [
+        (4, 0, [0, 1]),
+        (4, 1, [2, 3]),
+        (16, 0, [0]),
+        (16, 1, [0]),
+        (8, 1, [1]),
+        (12, 0, [0]),
+        (12, 1, [0, 1]),
+        (2, 2, [8, 9, 10, 11]),
+    ],
+)
+def test_a_node_that_fails_takes_the_replicas_with_ranks_on_it(world: int, node: int, lost: list[int]) -> None:
+    """Of nodes with eight devices."""
+    run: Any = Simulator.__new__(Simulator)
+    run.layout = SimpleNamespace(sizes=SimpleNamespace(world=world), hardware=HARDWARE)
+    run.simulation = SimpleNamespace(node_restart_s=60.0)
+    run.outcome = SimpleNamespace(replicas=list(range(48 // world)))
+    failed: list[Any] = []
+    run._fail = lambda replica, now, seconds: failed.append((replica, now, seconds))
+    run._plan_loss = lambda *given: failed.append(given)
+    run._lose_node(node, 5.0)
+    assert failed == [*((replica, 5.0, 60.0) for replica in lost), (node, 65.0)]
+
+
+def test_noted_ops_of_other_models() -> None:
+    """Rows in and out of an activation between matrices, and of norms over the parts of a split."""
+    case = load_case("qwen3_30b_a3b_bf16_tp8")
+    notes = Notes()
+    ops = NotedOps(case, 128, notes)
+    x = torch.zeros(3, 10, dtype=torch.bfloat16, device="meta")
+    assert ops.silu_mul(x).shape == (3, 5)
+    assert notes.done[0] == Done("silu_mul", 1, 1, rows=3 * 10 * 2 + 3 * 5 * 2)
+    totals: list[Any] = []
+    parts = [x, x[:, :4]]
+    found = ops.split_rms_norm(parts, None, None, 1e-6, lambda t: totals.append((t.shape, t.dtype)) or t)
+    assert all(a is b for a, b in zip(found, parts, strict=True))
+    assert totals == [((3, 2), torch.float32)]
+    assert notes.done[1] == Done("split_rms_norm", 1, 6, rows=2 * 3 * 14 * 2)
+    group = NotedGroup(0, 4, None, "attn_tp", notes)
+    assert group._sum_parts(torch.zeros(8, 2, device="meta")).shape == (2, 2)
+    assert notes.messages == [Message("reduce_scatter", "attn_tp", 4, 64, 1)]
+
+
+def test_extents_lose_little() -> None:
+    for frame in (7, 10, 64, 100):
+        for slot in range(1, 160):
+            fewest = next(n for n in range(1, 200) if n * frame >= slot)
+            lost = {n: n * frame % slot / (n * frame) for n in range(fewest, fewest + LOST)}
+            right = [n for n in lost if lost[n] <= 1 / LOST + 1e-12] or [min(lost, key=lambda n: lost[n])]
+            assert extent_of(frame, slot) == (right[0], right[0] * frame // slot)
