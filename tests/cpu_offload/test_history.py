@@ -1,8 +1,11 @@
-"""The line that a run prints about its shadow experts."""
+"""What a run reports of its shadow experts: its figures, its trace, and the line that it prints."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
-from cpu_offload.history import summary
+from cpu_offload.history import History, LongLayer, Step, summary
 
 REPORT = {
     "hit_rate": 0.5,
@@ -24,3 +27,77 @@ REPORT = {
 )
 def test_more_exposed_than_computed_is_explained(exposed: float | None, said: str) -> None:
     assert said in summary({**REPORT, "exposed_ms": exposed})
+
+
+def test_copies_and_streams_are_said() -> None:
+    line = summary({**REPORT, "hit_rate": None, "exposed_ms": 1.9, "streamed": {"bytes": 2_500_000}})
+    assert line == (
+        "shadow experts: hit rate -, 1.9 ms on the CPU, of which 1.9 exposed, 3 copies, 2 evictions (1 for the cache), "
+        "2.5 MB streamed"
+    )
+
+
+def step(start: int, hits: list[int], misses: list[int], times: list[list[int]], kv: int, experts: int) -> Step:
+    packed = np.packbits(np.array([[True, False, True], [False, False, True]]), axis=1)
+    return Step(start, start + 9000, np.array(hits), np.array(misses), np.array(times), packed, 3, kv, experts, 1)
+
+
+WAITED = step(1000, [3, 1], [1, 0], [[2000, 5000, 4000, 5500], [0, 0, 0, 0]], 4, 8)
+HIDDEN = step(11000, [2, 2], [0, 2], [[0, 0, 0, 0], [12000, 16000, 16500, 17000]], 9, 6)
+
+
+def history() -> History:
+    return History(
+        steps=[WAITED, HIDDEN],
+        copies=[(3000, 4000, 1, 2), (12000, 15000, 1, 0), (13000, 14000, 0, 1)],
+        evicted=[1, 0, 0], for_cache=2, frames=20,
+        long=[LongLayer(5, 7, 0, 0, 100, 1.0), LongLayer(5, 7, 3, 1, 50, 1.0), LongLayer(6, 7, 3, 1, 0, 1.0)],
+    )  # fmt: skip
+
+
+def test_a_report_has_sums_of_all_steps_and_of_each_layer() -> None:
+    assert WAITED.resident.tolist() == [[True, False, True], [False, False, True]]
+    assert [layer.hit_rate for layer in history().long] == [0.0, 0.75, 0.75]
+    report = history().report()
+    layers: list[Any] = report.pop("layers")
+    assert report == {
+        "steps": 2, "hit_rate": 8 / 11, "exposed_ms": pytest.approx(0.002), "shadow_ms": pytest.approx(0.007),
+        "copies": 3, "evictions": 3, "evictions_for_cache": 2, "arena_frames": 20, "most_kv_frames": 9,
+        "kv_frames_gained": 2, "streamed": {"steps": 1, "layers": 2, "bytes": 150},
+    }  # fmt: skip
+    names = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions")
+    assert [tuple(layer[name] for name in names) for layer in layers] == [
+        (5 / 6, pytest.approx(0.0015), pytest.approx(0.003), 1, 2),
+        (3 / 5, pytest.approx(0.0005), pytest.approx(0.004), 2, 1),
+    ]
+
+
+def test_a_report_of_nothing_and_of_a_device_without_times() -> None:
+    empty = History().report()
+    assert (empty["hit_rate"], empty["steps"], empty["shadow_ms"]) == (None, 0, 0.0)
+    assert (empty["most_kv_frames"], empty["kv_frames_gained"]) == (0, 0)
+    untimed = history()
+    untimed.steps.append(step(21000, [1, 1], [1, 0], [[1, 2, 0, 0], [0, 0, 0, 0]], 1, 7))
+    report = untimed.report()
+    assert report["exposed_ms"] is None
+    assert [layer["exposed_ms"] for layer in report["layers"]] == [None, None]
+    assert report["kv_frames_gained"] == 2
+
+
+def test_a_trace_has_a_span_for_each_thing_that_took_time() -> None:
+    events = history().trace()["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events[:3]}
+    assert lanes == {1: "device", 2: "shadow pool", 3: "copies"}
+    assert all((event["ph"], event["pid"]) == ("M", 1) for event in events[:3])
+    assert [(lanes[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events[3:]] == [
+        ("device", "step 0", 1.0, 9.0),
+        ("shadow pool", "layer 0", 2.0, 3.0),
+        ("device", "wait, layer 0", 4.0, 1.5),
+        ("device", "step 1", 11.0, 9.0),
+        ("shadow pool", "layer 1", 12.0, 4.0),
+        ("device", "wait, layer 1", 16.5, 0.5),
+        ("copies", "layer 1, expert 2", 3.0, 1.0),
+        ("copies", "layer 1, expert 0", 12.0, 3.0),
+        ("copies", "layer 0, expert 1", 13.0, 1.0),
+    ]
+    assert all((event["ph"], event["pid"]) == ("X", 1) for event in events[3:])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cpu_offload.cost import probe
-from cpu_offload.cost.model import Line
+from cpu_offload.cost.model import Line, Shape
 
 BASE = 0.5
 
@@ -73,3 +73,43 @@ def test_a_budget_is_divided_and_what_is_left_as_well(monkeypatch: pytest.Monkey
     now = -100.0  # the last has all of the time, but needs no more than MOST
     assert budget.fastest(once) == 1000 - 7 - probe.MOST
     assert now == probe.MOST - 99
+
+
+def test_costs_are_fitted_to_what_each_side_takes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one token, of the most that decode and of a prefill, with 1, 2, a token's and all their experts."""
+    device, shadow = Line(0.5, 0.25, 0.0625), Line(1.0, 0.5, 0.125)
+    calls: list[tuple[int, int, int]] = []
+    budgets: list[tuple[float, int]] = []
+
+    class Sides(FakeProbe):
+        def __init__(self, pool: Any, blocks: Any, made: Any, shape: Shape, tokens: int):
+            super().__init__(tokens, 0.0, shape.top_k, shape.experts)
+            assert (pool, blocks.block_bytes, made) == ("pool", 77, "made")
+
+        def __call__(self, resident: int, missing: int) -> float:
+            calls.append((self.tokens, resident, missing))
+            found = device.ms(resident, self.pairs(resident), float(resident > 0))
+            return BASE + found + shadow.ms(missing, self.pairs(missing), float(missing > 0))
+
+    def budget(seconds: float, kinds: int) -> Any:
+        budgets.append((seconds, kinds))
+        return SimpleNamespace(fastest=lambda once: once())
+
+    monkeypatch.setattr(probe, "Probe", Sides)
+    monkeypatch.setattr(probe, "Budget", budget)
+    monkeypatch.setattr(probe, "_copy", lambda made, budget: 0.75)
+    monkeypatch.setattr(probe, "_slip", lambda probes, base, *rest: sum(probes) + base)
+    monkeypatch.setattr(probe, "native", SimpleNamespace(teams=lambda: [SimpleNamespace(threads=t) for t in (3, 2)]))
+    times = iter([10.0, 12.5])
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    shape, blocks = Shape(layers=3, experts=32, top_k=4), SimpleNamespace(block_bytes=77)
+    costs = probe.measure("pool", 6, blocks, "made", shape, 8, 1.5)  # type: ignore[arg-type]
+    kinds = [(1, 1), (1, 2), (1, 4), (8, 1), (8, 2), (8, 4), (8, 21), (64, 4), (64, 32)]
+    assert sorted(calls) == sorted(
+        [(t, 0, 0) for t in (1, 8, 64)] + [c for t, n in kinds for c in ((t, n, 0), (t, 0, n))]
+    )
+    assert budgets == [(1.5, 2 * len(kinds) + 2 * 3 + 1)]
+    assert (costs.base, costs.copy, costs.slip) == (BASE, 0.75, 73 + BASE)
+    for found, wanted in ((costs.device, device), (costs.shadow, shadow)):
+        assert (found.fixed, found.expert, found.pair) == pytest.approx((wanted.fixed, wanted.expert, wanted.pair))
+    assert (costs.block_bytes, costs.threads, costs.seconds) == (77, (5, 6), 2.5)

@@ -133,6 +133,93 @@ def test_free_slots_take_the_most_used_first_and_the_coldest_leave_first() -> No
     assert policy.coldest(nobody, 2) == []
 
 
+class Known:
+    """A forecast that is given."""
+
+    def __init__(self, next: list[float], lasting: list[float]):
+        self.next, self.lasting, self.intervals = np.array(next), np.array(lasting), 0
+
+    def learn(self, counts: np.ndarray) -> None:
+        self.intervals += 1
+
+
+def known(trust: float, max_swaps: int = 2) -> Residency:
+    """Four experts worth 4, 3, 1 and 0.5 misses in the two intervals of the horizon."""
+    policy = Residency(2, 2, Settings(max_swaps, swap_cost=0.1))
+    policy.forecast = Known([3, 2, 1, 0], [1, 1, 0, 0.5])  # type: ignore[assignment]
+    policy.trust = trust
+    return policy
+
+
+LAST = np.array([[False, False], [True, True]])  # the two of least worth are resident
+
+
+def test_the_horizon_is_the_time_in_which_a_copy_pays_back() -> None:
+    assert [Settings(swap_cost=cost).horizon for cost in (0.0, 0.02, 0.1, 1.0, 16.0)] == [1, 1, 2, 24, 384]
+    assert Settings(0, 0.0) == Settings(max_swaps=0, swap_cost=0.0)  # both may be 0
+
+
+def test_the_best_come_for_the_worst_if_their_gain_counts() -> None:
+    """Gains are 3.5 and 2, of which `trust` counts; the cost itself is no gain."""
+    first, second = Swap(0, 0, (1, 1)), Swap(0, 1, (1, 0))
+    assert known(1.0).swaps(LAST, 0) == [first, second]
+    assert known(1.0, 1).swaps(LAST, 0) == [first]
+    assert known(1.0, 0).swaps(LAST, 0) == []
+    assert known(0.05).swaps(LAST, 0) == [first]
+    assert known(0.02).swaps(LAST, 0) == []
+    assert known(1.0).swaps(LAST, 1) == [Swap(0, 0, None), Swap(0, 1, (1, 1))]
+    assert known(1.0).swaps(~LAST, 0) == []
+    assert known(1.0).swaps(np.zeros((2, 2), bool), 0) == []
+    assert known(1.0).swaps(np.ones((2, 2), bool), 0) == []
+    three = np.array([[False, True], [True, True]])
+    assert known(1.0).swaps(three, 0) == [first]  # as many as come
+
+
+def test_one_batch_at_a_time_is_judged_by_what_came() -> None:
+    """The uses of those that come minus those of the ones that go, less two standard errors, over the gains."""
+    policy = known(0.0)
+    policy.observe(np.array([[9, 9], [9, 8]]))
+    assert policy.swaps(LAST, 0) == []
+    paper = policy._paper
+    assert paper
+    assert paper.due == 3
+    assert (paper.come.tolist(), paper.go.tolist(), paper.gains.tolist()) == ([0, 1], [3, 2], [3.5, 2.0])
+    assert paper.uses_before.tolist() == [1, 0]
+    policy.observe(np.array([[5, 3], [1, 2]]))
+    policy.swaps(LAST, 0)
+    assert policy._paper is paper
+    policy.observe(np.array([[6, 4], [0, 1]]))  # 11 and 7 came, 3 and 1 went
+    assert policy._paper is None
+    error = 2 * (8**2 + 6**2) ** 0.5
+    assert policy.trust == 0  # 14 less 20
+    policy._seen += error  # as if more had been seen
+    policy.swaps(LAST, 0)
+    policy.observe(np.zeros((2, 2), int))
+    policy.observe(np.array([[7, 5], [5, 3]]))  # 4 and 0 more
+    decay = 0.5 ** (1 / 64)
+    seen, predicted = decay * 34 + 4, decay * 5.5 + 5.5
+    assert policy.trust == 1.0 == min(1.0, (seen - 2 * (decay * 100 + 16) ** 0.5) / predicted)
+    policy._predicted *= 100
+    policy._judge(paper.__class__(0, paper.come, paper.go, paper.gains, policy._uses[[0, 1]] - policy._uses[[3, 2]]))
+    predicted = decay * 100 * predicted + 5.5
+    assert policy.trust == pytest.approx((decay * seen - 2 * (decay * (decay * 100 + 16)) ** 0.5) / predicted)
+
+
+def test_only_gains_beyond_the_cost_are_kept_on_paper() -> None:
+    policy = known(1.0)
+    policy.forecast.lasting[:] = 0  # worth 3, 2, 1, 0
+    here = np.array([[True, False], [True, False]])
+    policy.forecast.next = np.array([2.0, 2.1, 1.0, 0.5])  # type: ignore[misc]
+    assert policy.swaps(here, 0) == [Swap(0, 1, (1, 0))]
+    assert policy._paper
+    assert policy._paper.come.tolist() == [1]
+    policy = known(1.0)
+    policy.forecast.next = np.array([1.0, 1.05, 1.0, 1.05])  # type: ignore[misc]
+    policy.forecast.lasting[:] = 0
+    assert policy.swaps(LAST, 0) == []
+    assert policy._paper is None
+
+
 def test_negative_settings_are_refused() -> None:
     for wrong in ({"max_swaps": -1}, {"swap_cost": -0.5}):
         with pytest.raises(ValueError, match="negative"):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 
+import msgspec
 import pytest
 
 from executor.serving import metrics as module
@@ -69,6 +70,32 @@ def test_a_request_is_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None
     assert metrics.first_token.percentiles(0.5) == [3.0]
 
 
+def test_tokens_that_come_together_and_requests_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gap is that between two rows; the mean of a request's gaps is over its tokens, and needs two of them."""
+    metrics, clock = Metrics("m"), Clock(monkeypatch)
+
+    async def request(*rows: tuple[float, list[int], str | None]) -> None:
+        async with metrics.arrived(10) as timeline:
+            for seconds, tokens, finish in rows:
+                clock.now += seconds
+                timeline.row(Row(1, tokens, finish, found=4))
+
+    asyncio.run(request((1, [1, 2], None), (2, [3, 4, 5], None), (6, [6], "stop")))
+    assert value(metrics, "inter_token_latency_seconds_sum") == 8
+    assert value(metrics, "inter_token_latency_seconds_count") == 2
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == 8 / 5
+    assert metrics.between_tokens.percentiles(0.0, 0.5) == [2, 6]
+    asyncio.run(request((1, [1], "length")))
+    assert value(metrics, "request_time_per_output_token_seconds_count") == 1
+    assert value(metrics, "e2e_request_latency_seconds_count") == 2
+    assert value(metrics, "request_prompt_tokens_sum") == 20
+    assert value(metrics, "request_generation_tokens_sum") == 7
+    assert (metrics.tokens, metrics.looked_for, metrics.found) == (7, 20, 8)
+    assert {end: value(metrics, "request_success_total", finished_reason=end) for end in module.ENDS} == {
+        "stop": 1, "length": 1, "abort": 0, "error": 0,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("error", "reason"), [(ValueError, "error"), (asyncio.CancelledError, "abort")])
 def test_a_request_that_ends_early_is_counted_once_by_why(error: type[BaseException], reason: str) -> None:
     metrics = Metrics("m")
@@ -100,7 +127,68 @@ def test_the_state_of_the_engine() -> None:
     assert [value(metrics, "arena_frames", tenant=tenant) for tenant in module.TENANTS] == [18, 30, 48, 4]
     assert sum(memory(STATE).values()) == STATE.arena_frames
     assert value(metrics, "expert_hits_total") == 90
+    assert value(metrics, "expert_misses_total") == 10
+    assert value(metrics, "experts") == 16
+    assert value(metrics, "experts_resident") == 7
+    assert value(metrics, "engine_starts_total") == 1
     assert value(metrics, "shadow_exposed_seconds_total") == 0.5
+
+
+def test_memory_without_groups() -> None:
+    alone = msgspec.structs.replace(STATE, groups=[])
+    assert memory(alone) == {"sequences": 48, "prefixes": 0, "experts": 48, "free": 4}
+
+
+def test_a_sample_a_second_for_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rate since the one before; what waits or runs has the time at which it was first seen."""
+    clock = Clock(monkeypatch)
+    metrics = Metrics("m")
+    metrics.take(Ready(416, 4, 96, 16, 50, 2, [0], 100.0))
+    state = msgspec.structs.replace(STATE, queue=[Running(6, 4, 0, 0, 9, 0)])
+    for seconds, tokens in ((0.5, 3), (0.5, 5), (0.5, 0), (1.5, 30)):
+        clock.now += seconds
+        metrics.tokens += tokens
+        metrics.take(state)
+        state = msgspec.structs.replace(state, running=[*state.running, Running(tokens + 7, 4, 0, 0, 9, 0)])
+    assert [(s.at, s.rate, s.hits, s.misses) for s in metrics.past] == [(1001.0, 8.0, 90, 10), (1003.0, 15.0, 90, 10)]
+    assert metrics.past[0].memory == memory(STATE)
+    assert metrics.since == {5: 1000.5, 6: 1000.5, 10: 1001.0, 12: 1001.5, 7: 1003.0}
+    metrics.take(STATE)
+    assert metrics.since == {5: 1000.5}
+    for _ in range(module.PAST + 5):
+        clock.now += 1
+        metrics.take(STATE)
+    assert len(metrics.past) == module.PAST == 300
+
+
+def test_rejections_are_counted_by_reason() -> None:
+    metrics = Metrics("m")
+    for counts in ({"queue_full": 2}, {"queue_full": 5, "too_slow": 1}):
+        metrics.text(counts)
+    found = {reason: value(metrics, "admission_rejections_total", reason=reason) for reason in module.REASONS}
+    assert found == {"queue_full": 5, "too_slow": 1, "timeout": 0}
+
+
+def test_bounds_of_histograms_are_those_of_other_servers() -> None:
+    """Boards draw quantiles between these bounds; those of requests, first tokens and gaps are vLLM's."""
+    text = Metrics("m").text({}).decode()
+
+    def bounds(name: str) -> list[float]:
+        found = re.findall(rf'^umbra:{name}_bucket{{le="([^"]+)"', text, re.MULTILINE)
+        return [float(bound) for bound in found[:-1]]
+
+    whole = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480]
+    first = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+    gaps = [0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
+    names = "e2e_request_latency request_queue_time request_prefill_time request_decode_time request_inference_time"
+    for name in names.split():
+        assert bounds(f"{name}_seconds") == whole
+    assert bounds("time_to_first_token_seconds") == first
+    assert bounds("inter_token_latency_seconds") == bounds("request_time_per_output_token_seconds") == gaps
+    tokens = bounds("request_prompt_tokens")
+    assert tokens == bounds("request_generation_tokens")
+    assert (tokens[:7], tokens[-1], len(tokens)) == ([1, 2, 5, 10, 20, 50, 100], 500_000, 18)
+    assert bounds("iteration_tokens_total") == [2.0**e for e in range(15)]
 
 
 def test_totals_go_on_when_ranks_start_again() -> None:
@@ -120,7 +208,9 @@ def test_windows_forget(monkeypatch: pytest.MonkeyPatch) -> None:
     window.add(9.0)
     clock.now += 40
     assert window.percentiles(0.5) == [9.0]
-    clock.now += 40
+    clock.now += 20
+    assert window.percentiles(0.0, 1.0) == [9.0, 9.0]  # just a minute old
+    clock.now += 20
     assert window.percentiles(0.5) == [None]
     for _ in range(2 * module.SAMPLES):
         window.add(1.0)

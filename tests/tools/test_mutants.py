@@ -190,21 +190,27 @@ from errors import listed
 def test_few(): assert listed(["a", "b"]) == "a, b"
 def test_more(): assert listed(["a", "b", "c"], 2) == "a, b and 1 more"
 def test_last(): pass
+def test_late():
+    from executor.parallel.partitions import ParallelSizes
+    assert ParallelSizes(world=8, attn_tp=2).attn_dp == 4
 """
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="code has no qualified name")
-def test_a_function_that_was_imported_gets_other_code_in_a_fork(tmp_path: Path) -> None:
+def test_a_function_gets_other_code_in_a_fork(tmp_path: Path) -> None:
     (tmp_path / "test_listed.py").write_text(LISTED)
     numbers = {m.new: m.number for m in mutants(ROOT / "errors.py") if m.scope == "listed"}
     names = [f"errors.py:{numbers[new]}" for new in ("more >= 0", "len(names) + limit")]
+    late = ROOT / "executor" / "parallel" / "partitions.py"
+    names += [f"{m.path}:{m.number}" for m in mutants(late) if m.new == "self.world * self.attn_tp"]
     python("import sys; sys.path.insert(0, '.')" + COLLECTED.format(folder=str(tmp_path), names=names))
     runs = json.loads((tmp_path / "runs").read_text())
-    assert [run["status"] for run in runs] == [0, 1], "two names do not show the boundary"
+    assert [run["status"] for run in runs] == [0, 1, 1], "two names do not show the boundary"
     assert runs[0]["failed"] == []
     assert runs[1]["failed"] == ["test_listed.py::test_few"]
-    assert len(runs[0]["passed"]) == 3
+    assert len(runs[0]["passed"]) == 4
     assert len(runs[1]["passed"]) == 1
+    assert runs[2]["failed"] == ["test_listed.py::test_late"], "also where only the test imports the module"
 
 
 def test_the_most_promising_tests_come_first(tmp_path: Path) -> None:

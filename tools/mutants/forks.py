@@ -184,6 +184,7 @@ class Collected:
     def run_tests(self, tests: list[str], mutant: str) -> Outcome:
         """To be called in a fork. Runs the tests up to the first failure."""
         announce(mutant)
+        install(mutant)  # where only a test's own run imports the module
         path, number = mutant.rsplit(":", 1)
         target = str(ROOT / path)
         codes = dict(_codes(compile(mutated(ROOT / path, int(number)), target, "exec", dont_inherit=True)))

@@ -140,7 +140,7 @@ def stages_of(
             count += 1
         if stage:
             stages.append(stage)
-            limits.append(60 + 5 * estimate)
+            limits.append(30 + 5 * estimate)
     return stages, limits
 
 

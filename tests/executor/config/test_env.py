@@ -1,10 +1,13 @@
 """Environment variables are checked as they are read: an error names the variable and its value."""
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from errors import UserError
+from executor.config import env
 from executor.config.env import NodeEnv, RankEnv, node_env, rank_env
 
 READ = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"]
@@ -52,3 +55,33 @@ def test_impossible_variables_are_named(
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{re.escape(complaint)}"):
         _ = rank_env(), node_env()
+
+
+PATHS: list[tuple[str, Callable[[], object]]] = [
+    ("UMBRA_SERVE_SOCKET", env.serve_socket), ("IK_LLAMA", env.ik_llama), ("ASCEND_HOME_PATH", env.cann_home),
+    ("ASCEND_TOOLKIT_HOME", env.cann_home),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "read"), PATHS)
+def test_paths_are_none_where_nothing_is_set(
+    monkeypatch: pytest.MonkeyPatch, name: str, read: Callable[[], object]
+) -> None:
+    for each, _ in PATHS:
+        monkeypatch.delenv(each, raising=False)
+    assert read() is None
+    monkeypatch.setenv(name, "")
+    assert read() is None
+    monkeypatch.setenv(name, "/a/folder")
+    assert read() == Path("/a/folder")
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", "/first")
+    assert env.cann_home() == Path("/first")
+
+
+def test_names_that_are_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CASE_NAME", "ASCEND_CUSTOM_OPP_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert (env.case_name(), env.custom_operators()) == (None, "")
+    monkeypatch.setenv("CASE_NAME", "demo")
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", "/a:/b")
+    assert (env.case_name(), env.custom_operators()) == ("demo", "/a:/b")

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from executor.parallel.placement import (
     Held,
+    _packed,
     first_placement,
     imbalance,
     moves,
@@ -87,3 +88,15 @@ def test_few_experts_move_if_one_grows_hot() -> None:
     assert imbalance(counts, held, 16) > 1.5
     assert imbalance(counts, after, 16) < 1.05
     assert 0 < len(moves(held, after, 16)) < 144 // 2
+
+
+@pytest.mark.parametrize(("ranks", "slots", "experts", "seed"), [(2, 95, 187, 6), (2, 80, 155, 37), (2, 72, 140, 30)])
+def test_a_full_rank_makes_room(ranks: int, slots: int, experts: int, seed: int) -> None:
+    """Experts that stay where they are may fill a rank so far that only the one with a copy has room for the next."""
+    choose = np.random.default_rng(seed)
+    before = _packed(choose.permutation(experts) + 1, ranks, slots, None)
+    counts = np.full(experts, 10)
+    after = _packed(counts, ranks, slots, before)
+    check(after, experts, ranks, slots)
+    assert imbalance(counts, after, ranks) < 1.05
+    assert (after == before).mean() > 0.8
