@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
 import torch
 
 from executor.config.case import Case
@@ -23,6 +22,7 @@ from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from ops.ascend.host_memory import pinned
 from ops.ascend.shadow import Node, ShadowNodes
 from tests.tiny import ONE_RANK, save_tiny, save_tiny_m2, write_case
+from tests.variants import thorough_but
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ M2_SIZES = dict(
 QWEN3 = Family("qwen3_moe", save_tiny, SIZES, "moe_intermediate_size", Qwen3MoeConfig, Qwen3MoeForCausalLM)
 M2 = Family("minimax_m2", save_tiny_m2, M2_SIZES, "intermediate_size", MiniMaxM2Config, MiniMaxM2ForCausalLM)
 FAMILIES = (QWEN3, M2)
-SECOND_THOROUGH = (QWEN3, pytest.param(M2, marks=pytest.mark.thorough))  # of costly tests
-CAPTURE_MODES = ("acl_graph", pytest.param("npugraph_ex", marks=pytest.mark.thorough))  # of costly tests
+SECOND_THOROUGH = thorough_but(FAMILIES, QWEN3)  # of costly tests
+CAPTURE_MODES = thorough_but(["acl_graph", "npugraph_ex"], "acl_graph")  # of costly tests
 PROMPTS = [[5, 17, 3, 88], [7], list(range(30, 53))]
 
 

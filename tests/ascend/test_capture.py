@@ -22,6 +22,7 @@ from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_eager import golden, last_layer
+from tests.variants import thorough_but
 
 CAPTURES = ["acl_graph", "npugraph_ex"]
 
@@ -90,7 +91,7 @@ def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> t
     return lines, runner.engine.decode_step.compiles  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("mode", ["ge_graph", *(pytest.param(mode, marks=pytest.mark.thorough) for mode in CAPTURES)])
+@pytest.mark.parametrize("mode", thorough_but(["ge_graph", *CAPTURES], "ge_graph"))
 def test_the_next_process_finds_the_graph(tmp_path: Path, mode: str) -> None:
     ((missed, compiles),) = run_ranks(started, 1, tmp_path, mode, ())
     assert ["miss (no cache yet)" in missed[0], len(missed), compiles] == [True, 1, 1]

@@ -27,6 +27,7 @@ from tests.ascend.test_numerics import assert_same, logits, products, save
 from tests.ascend.umbra_on_cpu import CALLS
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK
+from tests.variants import thorough_but
 
 STEPS = 5  # of decode, of two layers each: test_numerics.logits
 MOE, SCORES, GEMV = "fused_moe_w4a16", "fused_moe_scores_w4a16", "gemv_w4a16"
@@ -206,7 +207,7 @@ def check(program: GeProgram, zeros: bool, float_sums: bool = False, family: Fam
         assert (node.outputs[0].shape, node.outputs[0].dtype) == ((4, outputs), torch.bfloat16)
 
 
-@pytest.mark.parametrize("zeros", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.parametrize("zeros", thorough_but([False, True], True))
 @pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_the_ge_graph(tmp_path: Path, family: Family, zeros: bool, loaded: list[str]) -> None:
     overrides = ["method=q4", "decode_gemv=on", "strict=true", f"zero_points={zeros}"]

@@ -26,6 +26,7 @@ from tests.ascend.test_hccl import started
 from tests.ascend.workers import close_nodes
 from tests.serving.scripted import Script, Server
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
+from tests.variants import thorough_but
 
 LENGTHS = ("input_max_len=160", "max_new_tokens=250", "strict=true")
 # The arena has room for a few experts and for six pages of 128 tokens.
@@ -66,7 +67,7 @@ def check_answers(script: Script, tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("device_that_answers")
-@pytest.mark.parametrize("mode", [*CAPTURE_MODES, pytest.param("ge_graph", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("mode", [*CAPTURE_MODES, *thorough_but(["ge_graph"])])
 def test_graphs_are_made_once_while_requests_come_and_go(tmp_path: Path, mode: str) -> None:
     """Each step that only decodes runs one graph, and no graph is made after the warm-up: not when a request is
     preempted, finds its prefix and is resumed, not when one is aborted, and not when experts move. GE graphs cannot

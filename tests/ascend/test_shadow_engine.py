@@ -23,6 +23,7 @@ from tests.ascend.log import device_log, most_pinned, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
 from tests.ascend.workers import close_nodes
 from tests.tiny import TINY_AS_M2, save_tiny_m2, write_case
+from tests.variants import thorough_but
 
 SLOT = 3 * 128 * 64 * 2  # bytes
 FORK = ["memcpy async D2H 768", "memcpy async D2H 36", "memcpy async D2H 18", "host function", "memcpy async H2D 768"]
@@ -36,7 +37,7 @@ def fresh() -> Iterator[None]:
     assert not violations()
 
 
-@pytest.fixture(params=["qwen3_moe", pytest.param("minimax_m2", marks=pytest.mark.thorough)])
+@pytest.fixture(params=thorough_but(["qwen3_moe", "minimax_m2"], "qwen3_moe"))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder for a case of either family; `ascend_case` writes that of Qwen3-MoE if it finds none."""
     if request.param == "minimax_m2":
@@ -157,7 +158,7 @@ def spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(AscendOps, route, lambda _, x, *__, **___: (weights[: len(x)], ids[: len(x)]))
 
 
-@pytest.mark.parametrize("folder", ["qwen3_moe", pytest.param("minimax_m2", marks=pytest.mark.thorough)], indirect=True)
+@pytest.mark.parametrize("folder", thorough_but(["qwen3_moe", "minimax_m2"], "qwen3_moe"), indirect=True)
 def test_experts_leave_for_the_cache_and_return(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena with room for all experts or for all pages, but not for both. No graph is captured again."""
     spread_evenly(monkeypatch)

@@ -15,6 +15,7 @@ from ops.ascend.vector_core.planes import planes_of
 from tests.ascend.extension import load_extension
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
+from tests.variants import thorough_but
 
 FUSED, SLOTS, GEMV, UNPACK = "fused_moe_w4a16", "fused_moe_slots_w4a16", "gemv_w4a16", "unpack_w4a16"
 SCORES = "fused_moe_scores_w4a16"
@@ -135,9 +136,8 @@ def run_each(rank: int) -> list[str]:
     return log.kernels()
 
 
-@pytest.mark.parametrize(
-    "mode", ["0", pytest.param("2", marks=pytest.mark.thorough)]
-)  # the other tests run in mode 1, the default
+# The other tests run in mode 1, the default.
+@pytest.mark.parametrize("mode", thorough_but(["0", "2"], "0"))
 def test_every_mode_of_the_task_queue(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASK_QUEUE_ENABLE", mode)
     (kernels,) = run_ranks(run_each, 1, fresh=True)

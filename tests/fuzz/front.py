@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from errors import LONGEST
 from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.load import load_case
 from executor.serving.app import App
@@ -19,7 +20,7 @@ from executor.serving.front import Front, Text
 from executor.serving.messages import Message, Ready, Row, Sampling, Submit, ToEngine
 from executor.serving.worker import sequence_of
 from tests.executor.text.checkpoints import write_tokenizer
-from tests.fuzz.target import LONGEST_LINE, Violation
+from tests.fuzz.target import Violation
 from tests.serving.fake_engine import logprob
 
 
@@ -114,7 +115,7 @@ def check_answer(status: int, body: bytes, kind: str) -> None:
                 json.loads(data)
     elif status != 200:
         error = json.loads(body)["error"]
-        if "\n" in error["message"] or len(error["message"]) > LONGEST_LINE:
+        if "\n" in error["message"] or len(error["message"]) > LONGEST:
             raise Violation(f"an error of {len(error['message'])} characters: {error['message'][:200]!r}")
     elif kind.startswith("application/json"):
         json.loads(body)

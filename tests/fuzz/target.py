@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from errors import UserError
+from errors import LONGEST, UserError
 
 CPU_S = 2.0  # of this process's threads, for one input
 MEMORY = 256 << 20  # bytes beyond twice the input's
 PEAK = re.compile(rb"VmHWM:\s+(\d+) kB")
 LARGE = 1 << 16  # bytes of an input whose memory is measured from where it begins
-LONGEST_LINE = 2100  # characters of an error with what stands before it
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def _one_line() -> Iterator[None]:
         yield
     except UserError as error:
         text = str(error)
-        if not text.isprintable() or len(text) > LONGEST_LINE:
+        if not text.isprintable() or len(text) > LONGEST:
             raise Violation(f"an error of {len(text)} characters: {text[:200]!r}") from error
 
 

@@ -25,6 +25,7 @@ from executor.serving.supervisor import Supervisor
 from files import ROOT
 from tests.ranks import free_port
 from tests.tiny import save_tiny, write_case
+from tests.variants import thorough_but
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +103,7 @@ KILLS: dict[int, list[tuple[str, int | None]]] = {  # by ranks: when which of th
 }
 
 
-@pytest.mark.parametrize("world", [pytest.param(world, marks=[pytest.mark.thorough] * (world > 1)) for world in KILLS])
+@pytest.mark.parametrize("world", thorough_but(KILLS, 1))
 def test_requests_when_a_process_is_killed(tmp_path: Path, temporary: Path, case: str, world: int) -> None:
     """Two requests decode and one waits, or one is in its prefill: those without a row are answered by the next ranks,
     the others are told why. Then the ranks leave together."""
@@ -146,7 +147,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.thorough] * (f != "hang")) for f in FAULTS])
+@pytest.mark.parametrize("fault", thorough_but(FAULTS, "hang"))
 def test_the_cause_is_told(
     tmp_path: Path, case: str, fault: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,9 +240,7 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize(
-    "end", [pytest.param(end, marks=[pytest.mark.thorough] * (end != "a rank dies")) for end in NODES]
-)
+@pytest.mark.parametrize("end", thorough_but(NODES, "a rank dies"))
 def test_two_nodes(tmp_path: Path, temporary: Path, case: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launchers on this machine stand for two nodes. Requests are answered; however the server ends, both nodes'
     ranks end, and each node says why in one line."""

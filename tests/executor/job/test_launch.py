@@ -28,6 +28,7 @@ from files import ROOT
 from tests.nodes import until
 from tests.ranks import free_port, launch_ranks
 from tests.tiny import ONE_RANK, save_tiny, write_case
+from tests.variants import thorough_but
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +184,7 @@ def test_run_py_alone_says_what_it_needs() -> None:
     assert_one_error_line(alone, "world_size: 8, but this process is one of 1")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("ranks", thorough_but([1, 2], 2))
 def test_damaged_checkpoint_is_one_line_and_leaves_nothing(tmp_path: Path, ranks: int) -> None:
     save_tiny(tmp_path / "model", vocab_size=4096)  # the tokenizer's
     weights = tmp_path / "model" / "model.safetensors"
@@ -237,9 +238,7 @@ def test_complaints_reach_the_terminal_when_the_log_fills_up(tmp_path: Path, roo
     assert (tmp_path / "rank0.log").stat().st_size <= room
 
 
-@pytest.mark.parametrize(
-    "how", ["raise", *(pytest.param(how, marks=pytest.mark.thorough) for how in ("kill", "user_error"))]
-)
+@pytest.mark.parametrize("how", thorough_but(["raise", "kill", "user_error"], "raise"))
 def test_failing_rank_ends_the_job_and_is_named(demo: str, how: str) -> None:
     program = ["tests/executor/job/rank_program.py", demo, how]
     before, start = folders(demo), time.monotonic()

@@ -11,11 +11,12 @@ from ops.ascend.vector_core import reference
 from ops.ascend.vector_core.planes import planes_of
 from tests.fakes.ascend_c import Library, TwinError
 from tests.ops.vector_core.launch import Mutation, Weight, choose, distinct, launch, mutants, random_weight
+from tests.variants import thorough_but
 
 pytestmark = pytest.mark.slow
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
-DTYPES = [pytest.param(HALF, marks=pytest.mark.thorough), BFLOAT]  # of costly tests
+DTYPES = thorough_but([HALF, BFLOAT], BFLOAT)  # of costly tests
 BOUND = {HALF: 2e-3, BFLOAT: 1e-2}  # relative, of every row of y
 
 
