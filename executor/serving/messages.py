@@ -3,7 +3,11 @@
 Each is one msgpack map with its type's name in `type`. Decoding executes no code, and checks the type of every field.
 """
 
+from typing import Annotated
+
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True, forbid_unknown_fields=True):
@@ -77,12 +81,12 @@ class Progress(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The ranks take requests."""
 
-    longest: int  # most tokens of a prompt and its answer
-    batch_size: int
-    vocabulary: int
-    page_size: int
-    pages: int  # of one data-parallel group
-    groups: int
+    longest: Count  # most tokens of a prompt and its answer
+    batch_size: Count
+    vocabulary: Count
+    page_size: Count
+    pages: Count  # of one data-parallel group
+    groups: Count
     stop_ids: list[int]
     prefill_rate: float  # prompt tokens a second, measured in the warm-up
     results: str = ""  # folder of the ranks' logs

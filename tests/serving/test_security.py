@@ -15,6 +15,7 @@ from executor.serving import auth, channel, server
 from executor.serving.auth import Keys
 from executor.serving.body import LARGEST_BODY
 from executor.serving.channel import HEADER
+from executor.serving.messages import Ready
 from files import ROOT
 from tests.serving.front import Connection, Server, until
 from tests.serving.test_chat import TOOL, run
@@ -226,6 +227,18 @@ def test_a_tokenizer_that_fails_is_one_line(
 
     run(scenario)
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_ranks_without_pages_cannot_be_read() -> None:
+    """A division by their number was a traceback, and the front went on without its ranks."""
+
+    async def scenario(server: Server) -> None:
+        body = msgspec.msgpack.encode(Ready(416, 4, 96, 16, 0, 1, [0], 100.0))
+        server.engine._writer.write(HEADER.pack(len(body)) + body)
+        await until(lambda: not server.front.client.alive)
+        assert "a message of rank 0 cannot be read: Expected `int` >= 1 - at `$.pages`" in server.front.client.reason
+
+    run(scenario)
 
 
 def test_messages_that_are_nested_too_deeply_cannot_be_read(
