@@ -3,10 +3,13 @@
 # processes, reach the network or write into the tree
 #
 #     bash tools/mutants.sh COPY map|run|again|native|report WORK ...      COPY: a folder; made if it is not there
+#
+# Where tests of tests/ascend are named, all of this runs in their Python, on the fake CANN.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/setup.sh
 umbra_setup
+[[ " $*" != *" tests/ascend"* ]] || umbra_setup_ascend
 tree=$PWD copy=$(realpath -m "$1")
 shift
 if [ ! -e "$copy" ]; then
@@ -21,4 +24,6 @@ exec unshare "${user[@]}" --mount --pid --net --fork --mount-proc bash -c '
     ip link set lo up
     mount --bind "$tree/.venv" "$copy/.venv"
     mount --rbind "$copy" "$tree"
-    cd "$tree" && exec .venv/bin/python -m tools.mutants "$@"' mutants "$@"
+    cd "$tree" && source tools/setup.sh
+    [[ " $*" = *" tests/ascend"* ]] || exec .venv/bin/python -m tools.mutants "$@"
+    umbra_ascend_python -m tools.mutants "$@"' mutants "$@"

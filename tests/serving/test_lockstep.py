@@ -14,7 +14,7 @@ import pytest
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny, write_case
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 SPLITS: dict[str, tuple[float, dict[str, int]]] = {  # kilobytes of a rank's arena: too few for experts and all pages
     "tp4": (60, {"moe_tp_size": 2}),

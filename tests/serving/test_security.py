@@ -229,6 +229,55 @@ def test_a_tokenizer_that_fails_is_one_line(
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_what_nobody_foresaw_is_status_500_and_a_traceback_in_the_log_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(server: Server) -> None:
+        def fail(text: str, chat: bool, special: bool = True) -> list[int]:
+            raise ValueError("the cup is empty")
+
+        monkeypatch.setattr(server.tokenizer, "encode", fail)
+        reply = await server.complete("Hi")
+        assert reply.status == 500
+        assert b"cup" not in reply.body
+        assert b"Traceback" not in reply.body
+
+    run(scenario)
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert "ValueError: the cup is empty" in printed
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_special_tokens_are_added_unless_that_is_declined(monkeypatch: pytest.MonkeyPatch, given: bool | None) -> None:
+    asked = []
+
+    async def scenario(server: Server) -> None:
+        def encode(text: str, chat: bool, special: bool = True) -> list[int]:
+            if text == "Hi":
+                asked.append((chat, special))
+            return [1, 2]
+
+        monkeypatch.setattr(server.tokenizer, "encode", encode)
+        wanted = {} if given is None else {"add_special_tokens": given}
+        assert (await server.complete("Hi", **wanted)).status == 200
+        assert (await server.ask("/tokenize", {"prompt": "Hi"} | wanted)).json["tokens"] == [1, 2]
+
+    run(scenario)
+    assert asked == 2 * [(False, given is not False)]
+
+
+def test_a_body_may_be_as_large_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.serving.body.LARGEST_BODY", 64)
+
+    async def scenario(server: Server) -> None:
+        for size, status in ((64, 200), (65, 413)):
+            raw = b'{"prompt": "Hi"}'.ljust(size)
+            assert (await server.ask("/v1/completions", raw=raw)).status == status
+
+    run(scenario)
+
+
 def test_ranks_without_pages_cannot_be_read() -> None:
     """A division by their number was a traceback, and the front went on without its ranks."""
 

@@ -27,7 +27,7 @@ from tests.ranks import free_port
 from tests.tiny import save_tiny, write_case
 from tests.variants import thorough_but
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 LONG = [i % 90 for i in range(300)]  # prefilled in as many steps
 ENDLESS = 7000  # tokens of answers that no rank ends before it is killed

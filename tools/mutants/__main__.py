@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="run: mutants of all areas")
     parser.add_argument("--each", type=int, default=3, help="run: at least so many of a file")
     parser.add_argument("--stages", nargs="*", default=[], help="native: tests, separated by commas; one stage each")
-    parser.add_argument("--only", default="", help="run: mutants whose name begins so; all of them")
+    parser.add_argument("--only", default="", help="run: all mutants whose name begins so; again: only those")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     if given.command == "map":
@@ -51,7 +51,7 @@ def main() -> None:
         sample = [m for m in everything() if m.name.startswith(given.only)] if given.only else []
         try_all(given.work, sample or sampled(given.seed, given.count, given.each))
     elif given.command == "again":
-        try_again(given.work, everything(), given.tests)
+        try_again(given.work, [m for m in everything() if m.name.startswith(given.only)], given.tests)
     elif given.command == "native":
         try_native(
             given.work, sampled_native(given.seed, given.count, given.each), [s.split(",") for s in given.stages]

@@ -187,6 +187,12 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
             tokenizer.encode("Emma Woodhouse", chat)
 
 
+@pytest.mark.parametrize("ids", [[1, 2.5], [1, "2"], [1 << 63]])
+def test_tokens_must_be_integers(ids: list[Any]) -> None:
+    with pytest.raises(UserError, match="prompt 7: its tokens must be integers: "):
+        new_sequence(7, Request(tuple(ids)))
+
+
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(UserError, match="has half of a surrogate pair: not text"):
         Tokenizer(ROOT / load_case("demo").model_path).encode("Emma \ud800", chat=False)

@@ -22,7 +22,7 @@ from files import ROOT
 from tests.nodes import Cluster, Job, Node, cluster, until
 from tests.tiny import save_tiny, write_case
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 # As demo_tp8: attention by tensors, experts by tensors and whole.
 SPLIT = {"attn_tp_size": 4, "moe_tp_size": 2, "embed_tp_size": 4, "lmhead_tp_size": 4}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from executor.job.report import print_report
+from executor.job.report import _percentile, print_report
 
 REPORT: dict[str, Any] = {
     "completions": [
@@ -49,3 +49,23 @@ def test_placed_experts_have_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_report(REPORT | {"placements": placements}, Path("report.json"))
     line = "busiest rank         1.62 times the mean of tokens for experts, 1.08 after 2 placement(s), 9 experts moved"
     assert line in capsys.readouterr().out
+
+
+HUNDRED = [float(i) for i in range(1, 101)]
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "found"),
+    [
+        ([7.0], 0.5, 7.0),
+        ([1.0, 2.0], 0.5, 1.0),
+        ([1.0, 2.0, 3.0], 0.5, 2.0),
+        ([1.0, 2.0, 3.0], 0.99, 3.0),
+        (HUNDRED, 0.99, 99.0),
+        ([*HUNDRED, 101.0], 0.99, 100.0),
+    ],
+)
+def test_a_percentile_is_the_least_value_of_at_least_that_share(
+    values: list[float], share: float, found: float
+) -> None:
+    assert _percentile(values, share) == found

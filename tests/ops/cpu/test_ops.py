@@ -220,7 +220,7 @@ def test_results_do_not_depend_on_the_number_of_threads_or_nodes(format: Format)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.usefixtures("kernels")
 def test_embedding_of_a_middle_shard(dtype: torch.dtype) -> None:
-    ids, table = torch.tensor([0, 5, 9, 12, 5]), torch.randn(5, 8).to(dtype)
+    ids, table = torch.tensor([0, 4, 5, 9, 10, 12, 5]), torch.randn(5, 8).to(dtype)
     close(cpu.embedding(ids, table, 5), reference.embedding(ids, table, 5).float())
 
 
