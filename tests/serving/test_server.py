@@ -20,7 +20,7 @@ from files import ROOT
 from tests.ranks import free_port
 from tests.serving.front import Connection, Reply, connect
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 START_S = 240.0
 CHAT = {"messages": [{"role": "user", "content": "Do you like dancing?"}], "temperature": 0}
 

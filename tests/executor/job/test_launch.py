@@ -30,7 +30,7 @@ from tests.ranks import free_port, launch_ranks
 from tests.tiny import ONE_RANK, save_tiny, write_case
 from tests.variants import thorough_but
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 
 @pytest.mark.parametrize(
