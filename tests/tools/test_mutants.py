@@ -213,7 +213,7 @@ def test_a_function_gets_other_code_in_a_fork(tmp_path: Path) -> None:
     assert runs[2]["failed"] == ["test_listed.py::test_late"], "also where only the test imports the module"
 
 
-def test_the_most_promising_tests_come_first(tmp_path: Path) -> None:
+def test_the_most_promising_tests_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     far = [f"tests/z/test_z.py::test_far[{n}]" for n in range(2)]
     near = [f"tests/a/test_c.py::test_near[{n}]" for n in range(6)]
     tests = [*far, *near, "tests/a/test_c.py::test_not"]
@@ -222,13 +222,19 @@ def test_the_most_promising_tests_come_first(tmp_path: Path) -> None:
         tests, [0.1, 0.2, *(2.0 - n / 10 for n in range(6)), 0.1], {"a/b.py": {2: 0b0_1111_1111, 5: 0b1_0000_0000}}
     )
     path.parent.mkdir()
+    monkeypatch.setattr(trials, "ROOT", tmp_path)
+    for file, text in (("tests/z/test_z.py", "from a import b"), ("tests/a/test_c.py", "import a.c")):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(text)
     path.write_text("def f(a):\n    return a + (\n        1\n    )\nB = 2\n")
     inside, continued, at_import = [
         next(m for m in mutants(path, tmp_path) if m.old == old) for old in ("a + 1", "1", "2")
     ]
     assert [tests[n] for n in trials.tests_of(inside, known)] == [far[0], *near[:1:-1], far[1], *near[1::-1]]
     assert trials.tests_of(continued, known) == trials.tests_of(inside, known), "a line without code is its statement's"
-    assert {tests[n] for n in trials.tests_of(at_import, known)} == set(tests)
+    ordered = [tests[n] for n in trials.tests_of(at_import, known)]
+    assert ordered[:2] == far, "those of a file that imports it"
+    assert sorted(ordered) == sorted(tests)
 
 
 NATIVE = """// A comment: a < b, 1 + 2.

@@ -1,5 +1,6 @@
 """Tries mutants: each with the tests that may find it, until one fails."""
 
+import ast
 import json
 import os
 import pickle
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Container, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,7 @@ from tools.mutants.native import NativeMutant
 from tools.mutants.operators import Mutant
 
 STAGES = [(16, 4.0), (60, 12.0)]  # at most so many tests, of about so many seconds
+AT_IMPORT = [(1000, 40.0)]  # the same for what runs at import, where it is less clear which test may find it
 NEAR = 4  # variants of a test beside the file that come before the second one of a test elsewhere
 MISSED = ("survived", "no test runs it")
 
@@ -102,8 +104,10 @@ def _in_stages(work: Path, stages: Sequence[Callable[[], Outcome]], limits: Sequ
 
 def tests_of(mutant: Mutant, known: covered.Map) -> list[int]:
     """The tests that may find the mutant, the most promising first: a few variants of each test function before others,
-    quick ones before slow ones, and those beside the file before those of other parts."""
+    quick ones before slow ones, and those beside the file before those of other parts. What runs at import may be found
+    by any test of a file that imports the module; these come before all others."""
     lines = known.lines.get(mutant.path, {})
+    numbers, importing = set(), set()
     mask = 0 if mutant.at_import else lines.get(mutant.line, 0)
     if not mask and not mutant.at_import:
         for line in range(mutant.statement[0], mutant.statement[1] + 1):
@@ -111,16 +115,32 @@ def tests_of(mutant: Mutant, known: covered.Map) -> list[int]:
     if mutant.at_import:
         for found in lines.values():
             mask |= found
+        module = mutant.path.removesuffix(".py").replace("/", ".")
+        importing = {file for file in {test.split("::")[0] for test in known.tests} if module in _imports(file)}
+        numbers = {n for n, test in enumerate(known.tests) if test.split("::")[0] in importing}
     beside = "/".join(["tests", *Path(mutant.path).parent.parts[:2]]).replace("tests/executor/serving", "tests/serving")
     by_function: dict[str, list[int]] = {}
-    for number in known.selected(mask):
+    for number in sorted(numbers.union(known.selected(mask))):
         by_function.setdefault(known.tests[number].split("[")[0], []).append(number)
     ranked = []
-    for numbers in by_function.values():
-        for rank, number in enumerate(sorted(numbers, key=lambda n: known.seconds[n])):
-            near = known.tests[number].startswith(beside)
-            ranked.append((rank // (NEAR if near else 1), known.seconds[number] * (1 if near else NEAR), number))
-    return [number for _, _, number in sorted(ranked)]
+    for variants in by_function.values():
+        for rank, number in enumerate(sorted(variants, key=lambda n: known.seconds[n])):
+            near, imports = known.tests[number].startswith(beside), known.tests[number].split("::")[0] in importing
+            seconds = known.seconds[number] * (1 if near else NEAR)
+            ranked.append((not imports, rank // (NEAR if near else 1), seconds, number))
+    return [number for *_, number in sorted(ranked)]
+
+
+@cache
+def _imports(file: str) -> set[str]:
+    """The modules that a file imports, and the names that it imports from them."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def stages_of(
@@ -131,7 +151,7 @@ def stages_of(
     stages: list[list[str]] = []
     limits = []
     count = 0
-    for most, limit_s in STAGES:
+    for most, limit_s in AT_IMPORT if mutant.at_import else STAGES:
         stage: list[str] = []
         estimate = 0.0
         while count < len(tests) and len(stage) < most and (not stage or estimate < limit_s):
