@@ -91,6 +91,6 @@ def merge(outcomes: dict[str, Outcome], work: Path) -> Map:
             for path in data.measured_files():
                 masks = lines.setdefault(Path(path).relative_to(ROOT).as_posix(), {})
                 for line, contexts in data.contexts_by_lineno(path).items():
-                    for context in contexts:
-                        masks[line] = masks.get(line, 0) | bits.get(context.rsplit(" (", 1)[0], 0)
+                    for context in contexts:  # of processes that a test starts: with the test's phase in parentheses
+                        masks[line] = masks.get(line, 0) | bits.get(context, bits.get(context.rsplit(" (", 1)[0], 0))
     return Map(tests, [seconds[t] for t in tests], lines)
