@@ -221,8 +221,9 @@ class Protocol(H11Protocol):
         body = ApiError(400, msg).body()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            with contextlib.suppress(h11.LocalProtocolError):  # an answer to HEAD has no body
+                for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                    self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
         if self.cycle and not self.cycle.response_complete:
             self.cycle.disconnected = True  # or the application would answer after this answer

@@ -184,15 +184,19 @@ def test_a_body_of_two_lengths_is_refused_with_its_connection() -> None:
     run(scenario)
 
 
-def test_a_body_that_breaks_off_gets_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    """The application would answer as well, after the connection has said that it ends."""
+@pytest.mark.parametrize("method", ["POST", "HEAD"])
+def test_a_body_that_breaks_off_gets_one_answer(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The application would answer as well, after the connection has said that it ends. An answer to HEAD has no
+    body."""
 
     async def scenario(server: Server) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /nowhere HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nno length\r\n")
+        lines = f"{method} /nowhere HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nno length\r\n"
+        writer.write(lines.encode())
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 400")
         assert answer.count(b"HTTP/1.1") == 1
+        assert (b"error" in answer) == (method == "POST")
         assert (await server.get("/health")).status == 200
 
     run(scenario)
