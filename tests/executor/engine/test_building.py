@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cpu_offload.manager import Settings
 from errors import UserError
 from executor.config.case import OffloadSettings, QuantizationSettings
 from executor.config.units import MB
@@ -102,7 +103,8 @@ def test_a_rank_joins_only_as_many_as_the_case_has(monkeypatch: pytest.MonkeyPat
     )
     platform: Any = SimpleNamespace(collectives="gloo", group_options="options")
     ranks: Any = SimpleNamespace(world_size=4, rank=3)
-    assert init_parallel(case, ranks, platform) == ("sizes", 3, 77, "gloo", "options")
+    joined: Any = init_parallel(case, ranks, platform)
+    assert joined == ("sizes", 3, 77, "gloo", "options")
     for wrong in (3, 5):
         ranks.world_size = wrong
         with pytest.raises(UserError, match=f"case made: world_size: 4, but this process is one of {wrong}: start"):
@@ -207,7 +209,7 @@ def test_shadow_experts_are_made_as_was_chosen(monkeypatch: pytest.MonkeyPatch) 
     platform: Any = SimpleNamespace(shadow_device=lambda *given: given)
     config: Any = SimpleNamespace(experts_per_token=8)
     offload: Any = make_offload(case_of(mode="fixed"), choices, platform, config)
-    assert offload.settings == shadows.Settings("fixed", start_layer=2, slots=40, interval=3, max_swaps=6)
+    assert offload.settings == Settings("fixed", start_layer=2, slots=40, interval=3, max_swaps=6)
     assert offload.device == (8, 128)
     assert offload.pool == ("teams of 2", 9)
 
@@ -215,12 +217,15 @@ def test_shadow_experts_are_made_as_was_chosen(monkeypatch: pytest.MonkeyPatch) 
 def test_pages_and_experts_share_one_buffer(layers: list[Layer], capsys: pytest.CaptureFixture[str]) -> None:
     """Of 24 units, 6 to a frame; the device wants 5 bytes behind them."""
     case, opened, spared = case_of(mode="elastic", kv_dtype="float32", longest=8), list[Any](), list[int]()
+
+    def spare(slot_bytes: int) -> int:
+        spared.append(slot_bytes)
+        return 5
+
     offload: Any = SimpleNamespace(
         slot_bytes=576, most_slots=1, make_room="make_room", slots={(0, 0): 0},
         layers=[SimpleNamespace(count=3), SimpleNamespace(count=4)], open=lambda *given: opened.extend(given),
-        device=SimpleNamespace(
-            alignment=32, spare=lambda slot_bytes: spared.append(slot_bytes) or 5, staging_bytes=2_500_000
-        ),
+        device=SimpleNamespace(alignment=32, spare=spare, staging_bytes=2_500_000),
     )  # fmt: skip
     pages: Any = open_arena(case, BUILD, MODEL, offload, 2)
     arena, memory, gather = opened
