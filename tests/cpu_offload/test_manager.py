@@ -312,11 +312,11 @@ def test_what_a_copy_costs_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 class Memory:
     """An arena that says how much of it is free."""
 
-    extent_frames, extent_slots = 4, 3
+    extent_slots = 3
 
     def __init__(self, free_frames: int, slot_frames: int = 8, free_extents: int = 9, free_slots: int = 0):
         self.free_frames, self.slot_frames, self.free_slots = free_frames, slot_frames, free_slots
-        self.free_extents = list(range(free_extents))
+        self.free_extents, self.extent_frames = list(range(free_extents)), 4
 
 
 def balance_of(arena: Any, low: int = 2, high: int = 5, patience: int = 1) -> tuple[Balance, list[Any]]:
@@ -337,6 +337,12 @@ def test_experts_return_after_calm_steps_into_frames_beyond_the_mark() -> None:
         balance, done = balance_of(Memory(free))
         assert [balance.step() for _ in range(3)] == found
         assert done == []
+    small = Memory(5)
+    small.extent_frames = 1
+    balance, _ = balance_of(small)
+    assert [balance.step() for _ in range(3)] == [0, 0, 0]
+    small.free_frames = 6
+    assert [balance.step() for _ in range(3)] == [0, 3, 3]
     balance, _ = balance_of(Memory(13, free_extents=1, free_slots=2))
     assert [balance.step() for _ in range(3)] == [2, 5, 5]
     memory = Memory(13)

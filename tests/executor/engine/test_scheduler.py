@@ -117,6 +117,16 @@ def test_pages_that_others_hold_count_once() -> None:
         assert scheduler.committed(0) == (10 if len(admitted) == 2 else 5)
 
 
+def test_kept_pages_that_nobody_holds_count_as_well() -> None:
+    """Of ten pages the first sequence is promised five or six; the second needs five, of which four are kept."""
+    for first, admitted in ((17, [1, 2]), (21, [1])):
+        scheduler = scheduler_of(prefixes=True)
+        finish(scheduler, sequence(0, 16))
+        scheduler.add(sequence(1, [7] * first, most=3))
+        scheduler.add(sequence(2, 17, most=3))
+        assert [s.id for s in scheduler.admit()] == admitted
+
+
 def test_prompts_that_are_scored_are_computed_anew() -> None:
     scheduler = scheduler_of(prefixes=True)
     finish(scheduler, sequence(0, 16))
