@@ -199,6 +199,21 @@ def test_low_frames_and_full_extents_are_taken_first() -> None:
         Arena(3, 192, 100, UNITS, 128)
 
 
+def test_full_extents_are_not_emptied() -> None:
+    """Extents of four frames, and three frames behind them. Those behind, and the extent of the page that stays, have
+    room for five pages."""
+    arena = Arena(11, 64, 256, UNITS)
+    assert (arena.extent_frames, arena.extents) == (4, 2)
+    taken = [arena.take_page() for _ in range(8)]
+    assert taken == [frame * UNITS for frame in (8, 9, 10, 0, 1, 2, 3, 4)]
+    arena.give_page(9 * UNITS)
+    arena.give_page(10 * UNITS)
+    assert arena.gather(4 * UNITS) == []
+    arena.give_page(0)
+    assert [old for old, _ in arena.gather(4 * UNITS)] == [UNITS, 2 * UNITS, 3 * UNITS]
+    assert arena.free_extents == [0]
+
+
 def test_a_page_that_would_leave_slots_unaligned_is_refused() -> None:
     with pytest.raises(UserError, match="page_size: a page of all layers has 96 bytes"):
         Arena(10, 96, 640, UNITS)
