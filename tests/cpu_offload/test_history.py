@@ -101,3 +101,21 @@ def test_a_trace_has_a_span_for_each_thing_that_took_time() -> None:
         ("copies", "layer 0, expert 1", 13.0, 1.0),
     ]
     assert all((event["ph"], event["pid"]) == ("X", 1) for event in events[3:])
+
+
+def test_what_has_no_beginning_or_no_length_has_no_span() -> None:
+    shown = History(steps=[step(0, [1, 1], [0, 0], [[5, 5, 6, 5], [0, 7, 1, 2]], 1, 1)], copies=[(9, 9, 1, 1)])
+    events = shown.trace()["traceEvents"][3:]
+    assert [(event["name"], event["ts"], event["dur"]) for event in events] == [("wait, layer 1", 0.001, 0.001)]
+
+
+def test_a_history_begins_empty() -> None:
+    empty = History()
+    assert (empty.for_cache, empty.frames, empty.routed.shape, empty.routed.dtype) == (0, 0, (0, 0), np.dtype(np.int64))
+    assert empty.trace()["traceEvents"][3:] == []
+    assert empty.report() | {"layers": []} == {
+        "steps": 0, "hit_rate": None, "exposed_ms": 0.0, "shadow_ms": 0.0, "copies": 0, "evictions": 0,
+        "evictions_for_cache": 0, "arena_frames": 0, "most_kv_frames": 0, "kv_frames_gained": 0,
+        "streamed": {"steps": 0, "layers": 0, "bytes": 0}, "layers": [],
+    }  # fmt: skip
+    assert [LongLayer(1, 2, hits, misses, 0, 1.0).hit_rate for hits, misses in ((0, 0), (1, 0), (0, 1))] == [0, 1, 0]

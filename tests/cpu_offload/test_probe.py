@@ -4,9 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cpu_offload.cost import probe
 from cpu_offload.cost.model import Line, Shape
+from ops.cpu import engine, shadow
+from ops.format import FORMATS
 
 BASE = 0.5
 
@@ -113,3 +116,106 @@ def test_costs_are_fitted_to_what_each_side_takes_alone(monkeypatch: pytest.Monk
     for found, wanted in ((costs.device, device), (costs.shadow, shadow)):
         assert (found.fixed, found.expert, found.pair) == pytest.approx((wanted.fixed, wanted.expert, wanted.pair))
     assert (costs.block_bytes, costs.threads, costs.seconds) == (77, (5, 6), 2.5)
+
+
+def test_made_up_blocks_fill_some_memory_but_are_enough_for_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "MADE_UP", 640)
+    blocks: Any = SimpleNamespace(block_bytes=64)
+    for experts, count in ((20, 10), (10, 10), (9, 9), (2, 2)):
+        made = probe.made_up(blocks, experts)
+        assert made.shape == (count, 64)
+        assert (made == 0x3C).all()
+    monkeypatch.setattr(probe, "MADE_UP", 64)
+    assert len(probe.made_up(blocks, 20)) == probe.QUEUED == 8
+    assert len(probe.made_up(blocks, 5)) == 5
+
+
+def test_a_replay_takes_the_next_experts_and_blocks() -> None:
+    """Two tokens with two of five experts, which share three blocks; all experts are alike, so the sums are known."""
+    engine.start(1, "auto")
+    blocks = shadow.ExpertBlocks(32, 32, FORMATS["float32"])
+    made = probe.made_up(blocks, 3)
+    assert len(made) == 3
+    pool = shadow.ShadowPool([engine.native.Team(-1, 1, [])])
+    one = probe.Probe(pool, blocks, made, Shape(layers=1, experts=5, top_k=2), 2)
+    assert [one.pairs(experts) for experts in (0, 1, 2, 9)] == [0, 2, 4, 4]
+    assert one.ids.tolist() == [[5, 5], [5, 5]]
+    level = torch.tensor([0x3C3C3C3C], dtype=torch.int32).view(torch.float32).item()
+    hidden = torch.nn.functional.silu(torch.tensor(0.32 * level)) * 0.32 * level
+    whole = 32 * float(hidden) * level
+
+    def replay(resident: int, missing: int) -> tuple[list[int], list[int], list[int]]:
+        """(times that each expert was used, the blocks of the resident ones, the blocks of all)"""
+        before = one.layer.counts.clone()
+        assert one(resident, missing) > 0
+        blocks_of = {0: -1} | {address: number for number, address in enumerate(one.addresses.tolist())}
+        device, store = (
+            [blocks_of[address] for address in table.tolist()] for table in (one.layer.device, one.layer.store)
+        )
+        return (one.layer.counts - before).tolist(), device, store
+
+    assert replay(0, 0) == ([0] * 5, [-1] * 5, [-1] * 5)
+    assert one.kept[3].tolist() == [[0.0] * 32] * 2
+    assert replay(1, 2) == ([2, 1, 1, 0, 0], [0, -1, -1, -1, -1], [0, 1, 2, -1, -1])
+    torch.testing.assert_close(one.kept[3], torch.full((2, 32), whole), rtol=1e-4, atol=0)
+    assert replay(0, 1) == ([0, 0, 0, 2, 0], [-1] * 5, [0, 1, 2, 0, -1])
+    torch.testing.assert_close(one.kept[3], torch.full((2, 32), whole / 2), rtol=1e-4, atol=0)  # one of two experts
+    assert replay(3, 0) == ([1, 1, 0, 0, 2], [2, 0, -1, -1, 1], [2, 0, 2, 0, 1])
+    torch.testing.assert_close(one.kept[3], torch.full((2, 32), whole), rtol=1e-4, atol=0)
+    assert pool.step.item() == 4
+    pool.stop()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at it takes half a second."""
+    now = iter(0.5 * turn for turn in range(100))
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+
+
+def test_copies_are_timed_while_several_are_queued(monkeypatch: pytest.MonkeyPatch, clock: None) -> None:
+    done: list[Any] = []
+
+    class Copier:
+        def submit(self, to: torch.Tensor, source: torch.Tensor) -> int:
+            done.append(("copy", slots.setdefault(to.data_ptr(), len(slots)), int(source[0])))
+            return len(done)
+
+        def wait(self, ticket: int) -> None:
+            done.append(("wait", ticket))
+
+    slots: dict[int, int] = {}
+    made = torch.arange(12)[:, None].repeat(1, 5)
+    monkeypatch.setattr(probe, "Copier", Copier)
+    budget: Any = SimpleNamespace(fastest=lambda once: [once(), once()])
+    found: Any = probe._copy(made, budget)
+    assert found == [500 / 8] * 2
+    assert done == [
+        *(("copy", slot, slot) for slot in range(8)), *(("wait", ticket) for ticket in range(1, 9)),
+        *(("copy", slot, (8 + slot) % 12) for slot in range(8)), *(("wait", ticket) for ticket in range(17, 25)),
+    ]  # fmt: skip
+    assert not slots.keys() & {row.data_ptr() for row in made}  # copies go to other memory
+
+
+@pytest.mark.parametrize(("threads", "most"), [((3, 2), 5), ((31, 1), 32), ((30, 20), 32)])
+def test_reading_is_measured_on_what_all_threads_read(
+    monkeypatch: pytest.MonkeyPatch, clock: None, threads: tuple[int, int], most: int
+) -> None:
+    done: list[Any] = []
+
+    class ReadProbe:
+        def __init__(self, bytes: int):
+            done.append(bytes)
+
+        def run(self) -> None:
+            done.append("read")
+
+    def budget(*given: Any) -> Any:
+        done.append(given)
+        return SimpleNamespace(fastest=lambda once: once())
+
+    teams = [SimpleNamespace(threads=count) for count in threads]
+    monkeypatch.setattr(probe, "native", SimpleNamespace(teams=lambda: teams, ReadProbe=ReadProbe))
+    monkeypatch.setattr(probe, "Budget", budget)
+    assert probe.read_ms(7 * probe.READ, 1.5) == pytest.approx(500 * 7 / most)
+    assert done == [most * probe.READ, (1.5, 1), "read"]

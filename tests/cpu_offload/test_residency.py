@@ -220,6 +220,23 @@ def test_only_gains_beyond_the_cost_are_kept_on_paper() -> None:
     assert policy._paper is None
 
 
+def test_a_gain_that_is_just_the_cost_counts_for_nothing() -> None:
+    """Gains are 2.5 and 0.5."""
+    for trust, done in ((1.0, [Swap(0, 0, (1, 0))]), (0.2, [])):
+        policy = Residency(2, 2, Settings(2, swap_cost=0.5))
+        policy.forecast = Known([3.5, 2.0, 1.0, 1.5], [0.0, 0.0, 0.0, 0.0])  # type: ignore[assignment]
+        policy.trust = trust
+        assert policy.swaps(LAST, 0) == done
+        assert policy._paper
+        assert policy._paper.come.tolist() == [0]
+
+
+def test_free_slots_stay_free_for_experts_of_no_worth() -> None:
+    policy = known(1.0)
+    policy.forecast.next, policy.forecast.lasting[:] = np.array([0.0, 0.25, -1.0, 0.0]), 0  # type: ignore[misc]
+    assert policy.swaps(np.zeros((2, 2), bool), 4) == [Swap(0, 1, None)]
+
+
 def test_negative_settings_are_refused() -> None:
     for wrong in ({"max_swaps": -1}, {"swap_cost": -0.5}):
         with pytest.raises(ValueError, match="negative"):

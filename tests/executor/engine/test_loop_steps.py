@@ -1,6 +1,7 @@
 """One step of the loop with an engine and a scheduler that are made up: what is timed, scored, and told to whom."""
 
 import contextlib
+import itertools
 from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from errors import UserError
 from executor.engine import loop as module
 from executor.engine import rebalancing
 from executor.engine.loop import SHARED_STEPS, Asked, Loop, _last_rows, _scores
+from executor.engine.pages import PagePool
 from executor.engine.rebalancing import Rebalancing
-from executor.engine.request import Event, TokenLogprob
+from executor.engine.request import Event, Request, SamplingParams, TokenLogprob
+from executor.engine.scheduler import Limits
 from executor.engine.timings import Timings
 from executor.parallel import join as joining
 from executor.parallel.partitions import ParallelSizes
@@ -315,3 +319,117 @@ def test_groups_of_the_same_ranks_are_created_once(monkeypatch: pytest.MonkeyPat
     del made[:]
     assert joining.join(ParallelSizes(1), 0, 77, "gloo", lambda name: None).world.size == 1
     assert made == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_layer_is_placed_and_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    """Rank 0 says what came of it."""
+    held = np.array([0, 1, 2, 3, 4, 5])
+    layer, totals = Layer(held, 1, 3), torch.tensor([[90, 90, 90, 1, 1, 1]])
+    run: Any = Rebalancing.__new__(Rebalancing)
+    run.layers = [(layer, layer.slots)]
+    run.world = SimpleNamespace(size=2, rank=rank, all_reduce=lambda counts: totals)
+    run.interval, run.steps, run.due, run.history = 1, 0, [], []
+    monkeypatch.setattr(run, "_move", lambda *given: 50)
+    now = iter([10.0, 10.25])
+    monkeypatch.setattr(rebalancing, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    run.end()
+    run.end()
+    [one] = run.history
+    assert one.ms == 250.0
+    assert one.after == pytest.approx(imbalance(totals[0].numpy(), layer.held, 2))
+    assert bool(capsys.readouterr().out) == (rank == 0)
+    run.end()
+    assert [found.steps for found in run.history] == [1, 3]
+
+
+def test_only_layers_with_slots_are_placed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Experts:
+        def __init__(self, slots: object):
+            self.slots = slots
+
+    placed, fixed, other = Experts("slots"), Experts(None), SimpleNamespace(slots="slots")
+    monkeypatch.setattr(rebalancing, "Experts", Experts)
+    monkeypatch.setattr(rebalancing, "layers_of", lambda model: [("a", placed), ("b", fixed), ("c", other)])
+    given: Any = "model", "world", 7
+    run: Any = Rebalancing(*given)
+    assert (run.layers, run.world, run.interval) == ([(placed, "slots")], "world", 7)
+    assert (run.steps, run.due, run.history) == (0, [], [])
+    one = rebalancing.Rebalance(1, 2.0, 2.0)
+    assert (one.experts, one.nbytes, one.ms) == (0, 0, 0.0)
+
+
+def waiting(loop: Any) -> list[Any]:
+    """Gives the loop a scheduler that only takes sequences; -> those."""
+    taken: list[Any] = []
+    loop.engine.config = SimpleNamespace(vocab_size=96)
+    loop.engine.grammars = SimpleNamespace(matcher=lambda grammar: f"matcher of {grammar}")
+    loop.scheduler.add = taken.append
+    return taken
+
+
+def test_requests_are_numbered_and_queued() -> None:
+    loop = loop_of()
+    loop._ids = itertools.count()
+    taken = waiting(loop)
+    assert [loop.submit(Request((0, 95))), loop.submit(Request((1,)))] == [0, 1]
+    assert [(one.id, one.ids.tolist(), one.matcher) for one in taken] == [(0, [0, 95], None), (1, [1], None)]
+    follows: Any = "grammar"
+    loop.submit(Request((2,), SamplingParams(grammar=follows)))
+    assert taken[2].matcher == "matcher of grammar"
+
+
+@pytest.mark.parametrize(
+    ("ids", "bias", "said"),
+    [((5, 96, 97), {}, "prompt 0: token 96 is outside the vocabulary of 96"),
+     ((-1, 5), {}, "prompt 0: token -1 is outside the vocabulary of 96"),
+     ((5,), {95: 1.0, 96: 1.0}, "logit_bias: token 96 is outside the vocabulary of 96")],
+)  # fmt: skip
+def test_tokens_outside_the_vocabulary_are_refused(ids: tuple[int, ...], bias: dict[int, float], said: str) -> None:
+    loop = loop_of()
+    loop._ids = itertools.count()
+    taken = waiting(loop)
+    with pytest.raises(UserError, match=f"^{said}$"):
+        loop.submit(Request(ids, SamplingParams(logit_bias=bias)))
+    assert taken == []
+    loop.submit(Request((5,), SamplingParams(logit_bias={0: 1.0, 95: 1.0})))
+    assert len(taken) == 1
+
+
+def test_an_end_is_told_by_the_next_step() -> None:
+    loop, gone = loop_of(), Event(4, (), "abort")
+    loop.scheduler.idle, loop.scheduler.schedule = True, lambda: None
+    loop.scheduler.abort = lambda id: gone if id == 4 else None
+    loop._admitted = {4: 1.0, 5: 2.0}
+    assert loop.idle
+    loop.abort(5)
+    assert loop.idle
+    assert loop._admitted == {4: 1.0, 5: 2.0}
+    loop.abort(4)
+    assert not loop.idle
+    assert loop._admitted == {5: 2.0}
+    assert loop.step() == [gone]
+    assert loop.idle
+    loop.scheduler.idle = False
+    assert not loop.idle
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_loop_schedules_by_the_limits_of_its_case(monkeypatch: pytest.MonkeyPatch, serving: bool) -> None:
+    asked: list[Any] = []
+
+    def limits(case: Any, serving: bool) -> Limits:
+        asked.append((case, serving))
+        return Limits(4, 20, 5, 2)
+
+    monkeypatch.setattr(module, "limits_of", limits)
+    pool = PagePool(9, 5)
+    engine: Any = SimpleNamespace(case="case", pages=pool, parallel=SimpleNamespace(attn_dp=SimpleNamespace(rank=1)))
+    loop: Any = Loop(engine, frozenset({7}), serving) if serving else Loop(engine, frozenset({7}))
+    assert asked == [("case", serving)]
+    assert (loop.scheduler.stop_ids, loop.stop_ids, loop._group) == ({7}, {7}, 1)
+    assert loop.scheduler.pools[1] is pool
+    assert (loop._aborted, loop._steps, loop._admitted, next(loop._ids)) == ([], [], {}, 0)
+    assert loop.idle

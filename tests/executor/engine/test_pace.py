@@ -1,11 +1,13 @@
 """Chunks of a long prompt beside running requests, against steps whose times follow from known costs."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from executor.engine.pace import Pace
+from executor.engine.pace import Pace, amounts, amounts_of, first_prompt, next_prompt
 
 LONG, PAGE, PAUSE_S = 2000, 16, 0.2
 COSTS = {  # seconds of a step, a token, a pair of tokens
@@ -71,3 +73,77 @@ def test_costs_follow_a_machine_that_slows_down() -> None:
     machine.costs *= 3
     machine.prompt()
     assert max(machine.prompt()) < 1.5 * PAUSE_S
+
+
+def test_each_prompt_of_the_warm_up_has_twice_the_tokens_until_it_takes_long_or_many_pages() -> None:
+    """The last two arguments of both are sizes in tokens: of a page, of the longest sequence."""
+    assert [first_prompt(page, 1000) for page in (16, 64, 128)] == [64, 64, 128]
+    assert [first_prompt(16, longest) for longest in (66, 65, 64, 2)] == [64, 64, 63, 1]
+    assert [next_prompt(64, seconds, 16, 64, 1000) for seconds in (0.01, 0.29, 0.3, 5.0)] == [128, 128, 0, 0]
+    assert [next_prompt(64, 0.1, 16, pages, 1000) for pages in (1000, 64, 63, 1)] == [128, 128, 0, 0]
+    assert [next_prompt(64, 0.1, 16, 64, longest) for longest in (130, 129, 128, 65)] == [128, 128, 0, 0]
+    assert next_prompt(7, 0.1, 16, 64, 1000) == 14
+
+
+def test_a_step_corrects_each_cost_by_its_part_of_the_time() -> None:
+    pace, amounts_seen = Pace(), np.array([1.0, 10.0, 50.0])
+    assert pace.costs.tolist() == [0.0, 0.0, 0.0]
+    pace.learn(amounts_seen, 2.0)
+    assert pace.costs.tolist() == pytest.approx([0.6, 0.1, 0.008])  # as long as nothing else is known
+    parts = np.array([0.6, 1.0, 0.4])
+    pace.learn(amounts_seen, 3.0)
+    expected = parts * (1 + 0.5 * 1.0 * parts / 1.52)
+    assert (pace.costs * amounts_seen).tolist() == pytest.approx(expected.tolist())
+    delayed, twice = Pace(), Pace()
+    for one, seconds in ((delayed, 900.0), (twice, 4.0)):  # what delays a step counts as twice what was expected
+        one.learn(amounts_seen, 2.0)
+        one.learn(amounts_seen, seconds)
+    assert delayed.costs.tolist() == twice.costs.tolist() == pytest.approx(parts * (1 + parts / 1.52) / amounts_seen)
+
+
+def test_costs_that_fell_to_almost_nothing_can_grow_again() -> None:
+    pace, amounts_seen = Pace(), np.array([1.0, 10.0, 50.0])
+    pace.learn(amounts_seen, 2.0)
+    for _ in range(300):
+        pace.learn(amounts_seen, 0.0)
+    least = pace.costs.copy()
+    assert (least > 0).all()
+    assert least.tolist() == [least[0]] * 3
+    pace.learn(amounts_seen, 1.0)
+    assert (pace.costs > least).all()
+
+
+def known(step: float, token: float, pair: float) -> Pace:
+    pace = Pace()
+    pace.costs = np.array([step, token, pair])
+    return pace
+
+
+def test_tokens_are_as_many_as_take_the_seconds() -> None:
+    """step + (token + pair * context) n + pair / 2 n^2 = seconds"""
+    pace = known(0.1, 0.01, 0.002)
+    assert [pace.tokens(context, 0.5) for context in (0, 5, 100)] == [15, 12, 1]
+    assert [pace.tokens(0, seconds) for seconds in (0.0, 0.05, 0.1, 0.112, 0.1239, 0.1241)] == [0, 0, 0, 1, 1, 2]
+    assert known(0.0, 0.25, 1e-12).tokens(0, 2.6) == 10
+
+
+def test_a_chunk_is_of_whole_pages_behind_what_the_first_prompt_has_cached() -> None:
+    pace = known(0.1, 0.01, 0.002)
+    decoding, prompt, later = (
+        SimpleNamespace(cached=cached, decoding=decoding) for cached, decoding in ((900, True), (5, False), (0, False))
+    )
+    running: Any = [decoding, prompt, later]
+    assert [pace.chunk(running, page, 0.5, None) for page in (1, 4, 5, 16)] == [12, 12, 10, 16]
+    assert [pace.chunk(running, 4, 0.5, most) for most in (8, 12, 13, None)] == [8, 12, 12, 12]
+    only: Any = [decoding]
+    assert pace.chunk(only, 1, 0.5, None) == pace.chunk([], 1, 0.5, None) == 15
+
+
+def test_the_amounts_of_a_step_are_those_of_its_prompts() -> None:
+    assert amounts([]).tolist() == [1.0, 0.0, 0.0]
+    assert amounts([(3, 10), (4, 0)]).tolist() == [1.0, 7.0, 3 * 11.5 + 4 * 2.0]
+    made: Any = [
+        SimpleNamespace(new_tokens=new, cached=cached, decoding=decoding)
+        for new, cached, decoding in ((3, 10, False), (1, 90, True), (4, 0, False))
+    ]
+    assert amounts_of(made).tolist() == [1.0, 7.0, 42.5]

@@ -1,0 +1,373 @@
+"""The manager of resident experts with a made-up device: what is copied, published, evicted, counted, and when."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cpu_offload import manager as module
+from cpu_offload.history import LongLayer
+from cpu_offload.manager import Offload, Settings, layer_number, the_one
+from cpu_offload.memory.arena import Arena
+from cpu_offload.memory.balance import Balance
+from cpu_offload.policy.residency import Settings as Policy
+from cpu_offload.policy.residency import Swap
+from errors import UserError
+from ops.format import FORMATS
+
+LAYERS, EXPERTS, FRAME = 2, 4, 64
+SLOT = 2 * FRAME  # one in two frames, without a loss
+
+
+class Layer:
+    """Of layers that share their size."""
+
+    count, slot_bytes = EXPERTS, SLOT
+
+    def share(self, counts: torch.Tensor, times: torch.Tensor) -> None:
+        self.counts, self.times = counts, times
+
+
+class Device:
+    """Notes what it is told, as (what, place, ...); copies are done once their ticket is in `ready`."""
+
+    def __init__(self) -> None:
+        self.done_: list[Any] = []
+        self.ready: set[int] = set()
+        self.tickets = 0
+
+    def experts(self, *given: Any) -> Any:
+        self.done_.append(("experts", *given))
+        return Layer()
+
+    def open(self, memory: Any, end: int, note: Any) -> None:
+        self.done_.append(("open", memory, end))
+        self.note = note
+
+    def copy(self, place: Any, start: int) -> int:
+        self.tickets += 1
+        self.done_.append(("copy", place, start))
+        return self.tickets
+
+    def done(self, ticket: int) -> bool:
+        return ticket in self.ready
+
+    def wait(self, ticket: int) -> None:
+        self.done_.append(("wait", ticket))
+
+    def publish(self, place: Any, start: int) -> None:
+        self.done_.append(("publish", place, start))
+
+    def withdraw(self, place: Any) -> None:
+        self.done_.append(("withdraw", place))
+
+    def begin(self, *given: Any) -> None:
+        self.done_.append(("begin", *given))
+
+    def finish(self) -> None:
+        self.done_.append("finish")
+
+
+class Policies:
+    """A residency policy that says what the test wants."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.next: list[Swap] = []
+        self.cold: list[Any] = []
+
+    def observe(self, counts: np.ndarray) -> None:
+        self.seen.append(counts.tolist())
+
+    def swaps(self, here: np.ndarray, free: int) -> list[Swap]:
+        self.seen.append((int(here.sum()), free))
+        return self.next
+
+    def coldest(self, here: np.ndarray, count: int) -> Any:
+        self.seen.append((int(here.sum()), count))
+        return self.cold
+
+
+def opened(
+    monkeypatch: pytest.MonkeyPatch, mode: str = "fixed", slots: int = 3, frames: int = 40, interval: int = 2,
+    max_swaps: int = 5,
+) -> Any:  # fmt: skip
+    clock = iter(range(1000, 9000, 10))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
+    numbers = itertools.count(1)
+    pool = SimpleNamespace(count_step=lambda: next(numbers))
+    given: Any = Settings(mode, 1, slots, interval, max_swaps), Device(), pool
+    made: Any = Offload(*given)
+    made.layers = [Layer() for _ in range(LAYERS)]
+    made.open(Arena(frames, FRAME, SLOT, 4), "memory", "gather")
+    made.residency = Policies()
+    return made
+
+
+def told(offload: Any) -> list[Any]:
+    """What the device was told since the last call."""
+    found = [*offload.device.done_]
+    offload.device.done_.clear()
+    return found
+
+
+def decoded(offload: Any, counts: list[list[int]] | None = None) -> Any:
+    """Runs a decode step with this routing; -> its record."""
+    offload.begin()
+    offload.started((2,), (1,))
+    if counts:
+        offload.counts += np.array(counts)
+    offload.end(True)
+    return offload.history.steps[-1]
+
+
+def test_layers_from_the_first_one_on_have_shadows() -> None:
+    given: Any = Settings("fixed", 2, 3, 1, 5), Device(), "pool"
+    offload = Offload(*given)
+    rest = slice(4, 8), 16, 32, FORMATS["q8"]
+    assert offload.experts("model.layers.1.mlp", *rest) is None
+    assert offload.layers == []
+    for number in (2, 13):
+        found = offload.experts(f"model.layers.{number}.mlp", *rest)
+        assert offload.layers[-1] is found
+    assert told(offload) == [("experts", "pool", number, *rest) for number in (2, 13)]
+    assert [layer_number(path) for path in ("model.layers.7.mlp", "a.12.b.3.c")] == [7, 12]
+    assert offload.slot_bytes == SLOT
+    assert the_one({5}, 1) == 5
+    for wrong in ({5, 6}, set[int]()):
+        with pytest.raises(
+            UserError, match=r"start_layer: 9: no layers with experts of one size and format from there"
+        ):
+            the_one(wrong, 9)
+
+
+def test_the_first_experts_of_each_layer_are_placed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = opened(monkeypatch)
+    assert list(offload.slots) == [(0, 0), (1, 0), (0, 1)]
+    assert offload.here.tolist() == offload.published.tolist() == [[True, True, False, False], [True] + [False] * 3]
+    starts = [offload.arena.slot_offset(slot) for slot in offload.slots.values()]
+    assert starts == [0, SLOT, 2 * SLOT]
+    placed = zip(offload.slots, starts, strict=True)
+    assert told(offload) == [
+        ("open", "memory", 40 * FRAME),
+        *(one for number, (place, start) in enumerate(placed)
+          for one in (("copy", place, start), ("wait", number + 1), ("publish", place, start))),
+    ]  # fmt: skip
+    assert offload.copies == {}
+    assert offload.most_slots == 3
+    assert offload.history.frames == 40
+    assert offload.history.routed.tolist() == [[0] * EXPERTS] * LAYERS
+    long = LongLayer(1, 2, 3, 4, 5, 6.0)
+    offload.device.note(long)
+    assert offload.history.long == [long]
+
+
+def test_as_many_experts_are_placed_as_fit_beside_what_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extent has two frames and one slot. Of elastic frames three stay free, so that they are above the mark."""
+    for frames, elastic, fixed in ((16, 6, 8), (15, 6, 7), (17, 7, 8), (19, 8, 8), (4, 0, 2), (5, 1, 2)):
+        offload = opened(monkeypatch, "elastic", frames=frames)
+        assert (offload.arena.extent_frames, offload.arena.extent_slots) == (2, 1)
+        assert (offload.balance.low, offload.balance.high, offload.balance.patience) == (1, 3, 8)
+        assert (len(offload.slots), offload.most_slots) == (elastic, 8)
+        assert len(opened(monkeypatch, "resident", frames=frames).slots) == fixed
+    assert opened(monkeypatch, slots=0).slots == {}
+
+
+def test_steps_are_counted_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = opened(monkeypatch)
+    told(offload)
+    assert (offload.step, offload.step_number) == (0, 0)
+    offload.begin()
+    offload.started((8, 8), (3, 5))
+    assert offload.step == 1
+    assert told(offload) == [("begin", 1, (8, 8), (3, 5))]
+    offload.layers[1].counts += torch.tensor([1, 2, 3, 4])  # what steps write to
+    offload.end(False)
+    assert told(offload) == ["finish"]
+    assert (offload.step_number, offload.history.steps, offload.residency.seen) == (0, [], [])
+    assert offload.seen.tolist() == [[0] * 4, [1, 2, 3, 4]]
+
+
+def test_a_decode_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = opened(monkeypatch)  # (0, 0), (0, 1) and (1, 0) are resident
+    offload.begin()
+    offload.counts += 5  # of a prefill
+    offload.end(False)
+    offload.layers[1].times += torch.tensor([1, 2, 3, 4])
+    page = offload.arena.take_page()
+    step = decoded(offload, [[4, 3, 2, 1], [1, 0, 0, 7]])
+    assert step.hits.tolist() == [7, 1]
+    assert step.misses.tolist() == [3, 7]
+    assert step.times.tolist() == [[0] * 4, [1, 2, 3, 4]]
+    assert step.resident.tolist() == offload.published.tolist()
+    assert (step.experts, step.kv_frames, step.expert_frames, step.free_frames) == (4, 1, 6, 33)
+    assert step.end == step.start + 10
+    offload.layers[1].times += 1
+    assert step.times[1].tolist() == [1, 2, 3, 4]
+    offload.arena.give_page(page)
+    assert decoded(offload, [[1, 0, 0, 0], [0, 0, 0, 0]]).kv_frames == 0
+    assert offload.history.routed.tolist() == [[5, 3, 2, 1], [1, 0, 0, 7]]
+    assert (len(offload.history.steps), offload.step_number) == (2, 2)
+    offload.forget()
+    assert (offload.history.steps, offload.history.frames, int(offload.history.routed.sum())) == ([], 40, 0)
+
+
+def test_the_policy_is_asked_after_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = opened(monkeypatch, slots=3)
+    offload.evict((0, 1))
+    for counts in ([[1, 0, 0, 0], [0] * 4], [[1, 2, 0, 0], [0] * 4], [[0, 0, 3, 0], [0] * 4], None):
+        decoded(offload, counts)
+    assert offload.residency.seen == [
+        [[2, 2, 0, 0], [0] * 4], (2, 1), [[0, 0, 3, 0], [0] * 4], (2, 1),
+    ]  # fmt: skip
+    resident = opened(monkeypatch, "resident", interval=1)
+    decoded(resident)
+    assert resident.residency.seen == []
+
+
+def test_swaps_evict_and_then_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = opened(monkeypatch, interval=1)
+    told(offload)
+    gone = offload.slots[0, 1]
+    offload.residency.next = [
+        Swap(0, 3, (1, 3)),  # who has no slot cannot leave
+        Swap(1, 2, (0, 1)),
+        Swap(0, 2, None),
+    ]
+    decoded(offload)
+    last = offload.slots[0, 2]
+    assert last not in (offload.slots[0, 0], offload.slots[1, 0], gone)
+    assert offload.slots[1, 2] == gone
+    assert told(offload) == [
+        ("begin", 1, (2,), (1,)), "finish", ("withdraw", (0, 1)), ("copy", (1, 2), offload.arena.slot_offset(gone)),
+        ("copy", (0, 2), offload.arena.slot_offset(last)),
+    ]  # fmt: skip
+    assert offload.history.evicted == [0]
+    assert offload.here.tolist() == [[True, False, True, False], [True, False, True, False]]
+    assert offload.published.tolist() == [[True, False, False, False], [True, False, False, False]]
+    assert list(offload.copies) == [(1, 2), (0, 2)]
+    offload.residency.next = []
+    offload.device.ready = {5}  # the second copy
+    decoded(offload)
+    assert ("publish", (0, 2), offload.arena.slot_offset(last)) in told(offload)
+    assert list(offload.copies) == [(1, 2)]
+    assert offload.published[0, 2]
+    assert not offload.published[1, 2]
+    [(start, end, layer, expert)] = offload.history.copies
+    assert (layer, expert) == (0, 2)
+    assert start < end
+    offload.evict((1, 2))  # its copy is in flight
+    assert told(offload) == [("wait", 4), ("withdraw", (1, 2))]
+    assert (offload.copies, (1, 2) in offload.slots, offload.here[1, 2]) == ({}, False, False)
+    assert offload.arena.slot_frames == 6
+    assert offload.history.evicted == [0, 1]
+
+
+def test_nothing_is_fetched_without_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = opened(monkeypatch, "resident", frames=4)
+    told(offload)
+    offload.fetch((1, 3))
+    assert (told(offload), (1, 3) in offload.slots, offload.here[1, 3]) == ([], False, False)
+
+
+def test_the_coldest_make_room_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = opened(monkeypatch, "resident", frames=16)
+    offload.residency.cold = [(1, 3), (0, 2), (0, 0)]
+    offload.make_room(3)
+    assert offload.residency.seen == [(8, 8)]
+    assert [place for place in offload.device.done_ if place[0] == "withdraw"] == [
+        ("withdraw", (1, 3)), ("withdraw", (0, 2)),
+    ]  # fmt: skip
+    assert (offload.history.for_cache, offload.history.evicted) == (2, [1, 0])
+    assert offload.arena.free_frames == 4
+
+
+def test_elastic_slots_are_those_beyond_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped: list[int] = []
+    for mode, wanted in (("elastic", 7), ("fixed", 3 - 3), ("resident", 8 - 8)):
+        offload = opened(monkeypatch, mode)
+        offload.balance = SimpleNamespace(step=lambda: stepped.append(1), room=lambda: 7)
+        assert offload._free_slots() == wanted
+        offload.begin()
+    assert stepped == [1]
+
+
+def test_what_a_copy_costs_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode in ("fixed", "elastic"):
+        made = opened(monkeypatch, mode, max_swaps=6)
+        made.value_copies(0.5, 7)
+        assert made.residency.settings == Policy(max_swaps=7, swap_cost=0.5)
+    given: Any = Settings("fixed", 1, 3, 2, 6), Device(), SimpleNamespace()
+    plain = Offload(*given)
+    layers: Any = [Layer(), Layer()]
+    plain.layers = layers
+    plain.open(Arena(40, FRAME, SLOT, 4), torch.empty(0), lambda: None)
+    assert plain.residency.settings == Policy(max_swaps=6)
+    assert (len(plain.residency.forecast.lasting), plain.residency.experts) == (LAYERS * EXPERTS, EXPERTS)
+
+
+class Memory:
+    """An arena that says how much of it is free."""
+
+    extent_slots = 3
+
+    def __init__(self, free_frames: int, slot_frames: int = 8, free_extents: int = 9, free_slots: int = 0):
+        self.free_frames, self.slot_frames, self.free_slots = free_frames, slot_frames, free_slots
+        self.free_extents, self.extent_frames = list(range(free_extents)), 4
+
+
+def balance_of(arena: Any, low: int = 2, high: int = 5, patience: int = 1) -> tuple[Balance, list[Any]]:
+    done: list[Any] = []
+    return Balance(arena, low, high, patience, done.append, lambda: done.append("gather")), done
+
+
+@pytest.mark.parametrize(("free", "slots", "room"), [(0, 8, [2]), (1, 4, [1]), (2, 8, []), (1, 0, [])])
+def test_experts_leave_before_frames_run_out(free: int, slots: int, room: list[int]) -> None:
+    balance, done = balance_of(Memory(free, slots))
+    assert balance.step() == 0
+    assert done == room
+
+
+def test_experts_return_after_calm_steps_into_frames_beyond_the_mark() -> None:
+    """Beyond five frames, in whole extents of four frames and three slots."""
+    for free, found in ((8, [0, 0, 0]), (9, [0, 3, 3]), (12, [0, 3, 3]), (13, [0, 6, 6])):
+        balance, done = balance_of(Memory(free))
+        assert [balance.step() for _ in range(3)] == found
+        assert done == []
+    small = Memory(5)
+    small.extent_frames = 1
+    balance, _ = balance_of(small)
+    assert [balance.step() for _ in range(3)] == [0, 0, 0]
+    small.free_frames = 6
+    assert [balance.step() for _ in range(3)] == [0, 3, 3]
+    balance, _ = balance_of(Memory(13, free_extents=1, free_slots=2))
+    assert [balance.step() for _ in range(3)] == [2, 5, 5]
+    memory = Memory(13)
+    balance, _ = balance_of(memory)
+    assert (balance.calm, balance.step(), balance.step(), balance.calm) == (0, 0, 6, 2)
+    memory.free_frames = 8
+    assert (balance.room(), balance.step(), balance.calm) == (0, 0, 0)
+    memory.free_frames = 13
+    assert [balance.step() for _ in range(2)] == [0, 6]
+
+
+@pytest.mark.parametrize(
+    ("free", "extents", "slots", "gathered"), [(9, 0, 0, 2), (8, 0, 0, 0), (9, 1, 0, 0), (9, 0, 1, 0)]
+)
+def test_scattered_pages_are_moved_together_where_experts_wait(
+    free: int, extents: int, slots: int, gathered: int
+) -> None:
+    balance, done = balance_of(Memory(free, free_extents=extents, free_slots=slots))
+    for _ in range(3):
+        balance.step()
+    assert done == ["gather"] * gathered
+
+
+def test_marks_must_be_in_order() -> None:
+    assert balance_of(Memory(0), 0, 1)[0].low == 0
+    for low, high in ((-1, 1), (2, 2), (3, 2)):
+        with pytest.raises(ValueError, match=f"low {low} must be below high {high}"):
+            balance_of(Memory(0), low, high)

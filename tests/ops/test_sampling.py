@@ -1,0 +1,165 @@
+"""How tokens are chosen, by numbers worked out by hand: random numbers, draws, filters, penalties and grammars."""
+
+import math
+from array import array
+from typing import Any
+
+import pytest
+import torch
+
+from executor.engine.request import Grammar, SamplingParams
+from ops import sampling
+from ops.sampling import Choice, adjust, draw, filtered_probabilities, sample, uniform
+
+V = 5
+
+
+def choice(ids: tuple[int, ...] = (), prompt: int = 0, seed: int = 0, **settings: Any) -> Choice:
+    allowed = settings.pop("allowed", None)
+    return Choice(SamplingParams(**settings), seed, array("q", ids), prompt, len(ids), allowed)
+
+
+def test_random_numbers_are_those_of_splitmix() -> None:
+    """The mixer's first outputs from 0 and 1234567 are published; a number uses it twice, and its upper 53 bits."""
+    assert sampling._mixed(0) == 0xE220A8397B1DCDAF
+    assert sampling._mixed(1234567) == 6457827717110365317
+    for seed, position in ((0, 0), (5, 7), ((1 << 63) - 1, 12), (3, (1 << 63) - 1)):
+        bits = sampling._mixed((sampling._mixed(seed) + position) % (1 << 64))
+        assert uniform(seed, position) == (bits >> 11) / 2.0**53
+
+
+def test_a_draw_is_the_first_token_whose_sum_exceeds_the_number() -> None:
+    row = [0.0, 0.25, 0.0, 0.5, 0.25]
+    draws = [0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999999]
+    assert draw(torch.tensor([row] * 6), draws).tolist() == [1, 1, 3, 3, 4, 4]
+    nearly = torch.tensor([[0.5, 0.5, 0.0]])
+    assert draw(nearly, [1.0]).tolist() == [1]  # no token of probability 0 behind the total
+    assert draw(2 * torch.tensor([row]), [0.5]).tolist() == [3]  # sums count as shares of their total
+
+
+def probabilities(*rows: dict[str, Any]) -> list[list[float]]:
+    """Of tokens with the probabilities 0.4, 0.3, 0.15, 0.1 and 0.05 at temperature 1."""
+    logits = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log().repeat(len(rows), 1)
+    settings = [SamplingParams(**({"temperature": 1.0} | row)) for row in rows]
+    return [[round(p, 4) for p in row] for row in filtered_probabilities(logits, settings).tolist()]
+
+
+def shares(*weights: float) -> list[float]:
+    return [round(weight / sum(weights), 4) for weight in weights]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, shares(0.4, 0.3, 0.15, 0.1, 0.05)),
+        ({"temperature": 0.5}, shares(0.16, 0.09, 0.0225, 0.01, 0.0025)),
+        ({"top_k": 1}, shares(1, 0, 0, 0, 0)),
+        ({"top_k": 2}, shares(0.4, 0.3, 0, 0, 0)),
+        ({"top_k": 4}, shares(0.4, 0.3, 0.15, 0.1, 0)),
+        ({"top_k": 5}, shares(0.4, 0.3, 0.15, 0.1, 0.05)),
+        ({"top_k": 99}, shares(0.4, 0.3, 0.15, 0.1, 0.05)),
+        ({"top_p": 0.0}, shares(1, 0, 0, 0, 0)),
+        ({"top_p": 0.39}, shares(1, 0, 0, 0, 0)),
+        ({"top_p": 0.41}, shares(0.4, 0.3, 0, 0, 0)),
+        ({"top_p": 0.86}, shares(0.4, 0.3, 0.15, 0.1, 0)),
+        ({"top_p": 0.96}, shares(0.4, 0.3, 0.15, 0.1, 0.05)),
+        ({"top_k": 2, "top_p": 0.56}, shares(1, 0, 0, 0, 0)),  # of the two that are left the first has 0.571
+        ({"top_k": 2, "top_p": 0.58}, shares(0.4, 0.3, 0, 0, 0)),
+        ({"min_p": 0.24}, shares(0.4, 0.3, 0.15, 0.1, 0)),
+        ({"min_p": 0.26}, shares(0.4, 0.3, 0.15, 0, 0)),
+        ({"min_p": 1.0}, shares(1, 0, 0, 0, 0)),
+    ],
+)
+def test_filters_leave_the_most_probable_tokens(settings: dict[str, Any], wanted: list[float]) -> None:
+    [found] = probabilities(settings)
+    assert found == pytest.approx(wanted, abs=2e-4)
+
+
+def test_each_row_has_filters_of_its_own() -> None:
+    settings: list[dict[str, Any]] = [
+        {}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.41}, {"min_p": 0.26}, {"temperature": 0.5},
+    ]  # fmt: skip
+    for found, one in zip(probabilities(*settings), settings, strict=True):
+        assert found == pytest.approx(probabilities(one)[0], abs=2e-4)
+
+
+def test_equal_tokens_are_dropped_from_the_last_and_all_kept_at_the_border() -> None:
+    logits = torch.zeros(2, 4)
+    both = filtered_probabilities(logits, [SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)])
+    assert both.tolist() == [[0.5, 0.5, 0.0, 0.0], [0.25] * 4]
+    kept = filtered_probabilities(logits[:1], [SamplingParams(temperature=1.0, top_k=2)])
+    assert kept.tolist() == [[0.25] * 4]
+    kept = filtered_probabilities(logits[:1], [SamplingParams(temperature=1.0, min_p=1.0)])
+    assert kept.tolist() == [[0.25] * 4]
+
+
+def adjusted(logits: list[float], ids: tuple[int, ...] = (), prompt: int = 0, **settings: Any) -> list[float]:
+    row = torch.tensor(logits)
+    adjust(row, choice(ids, prompt, **settings))
+    return row.tolist()
+
+
+def test_penalties_and_biases_change_the_logits_of_their_tokens() -> None:
+    plain = [4.0, -4.0, 0.0, 2.0, 1.0]
+    assert adjusted(plain, (0, 1), 1) == plain
+    assert adjusted(plain, logit_bias={1: 2.5, 3: -1.0}) == [4.0, -1.5, 0.0, 1.0, 1.0]
+    assert adjusted(plain, (0, 1, 2), 3, repetition_penalty=2.0) == [2.0, -8.0, 0.0, 2.0, 1.0]
+    assert adjusted(plain, (0, 0, 1), 1, presence_penalty=0.5) == [3.5, -4.5, 0.0, 2.0, 1.0]
+    assert adjusted(plain, (0, 0, 1), 2, presence_penalty=0.5) == [4.0, -4.5, 0.0, 2.0, 1.0]
+    assert adjusted(plain, (0, 0, 1), 0, frequency_penalty=0.5) == [3.0, -4.5, 0.0, 2.0, 1.0]
+    assert adjusted(plain, (0, 0, 1), 0, frequency_penalty=0.5, presence_penalty=1.0) == [2.0, -5.5, 0.0, 2.0, 1.0]
+    assert adjusted(plain, (0,), 1, presence_penalty=1.0) == plain  # the prompt's tokens were not generated
+    # the bias comes first, and what was generated last
+    assert adjusted(plain, (1,), 0, logit_bias={1: 6.0}, repetition_penalty=2.0, presence_penalty=0.25)[1] == 0.75
+
+
+def test_tokens_behind_the_position_do_not_matter() -> None:
+    """Those are drafts, which the row of this token does not know."""
+    ids = array("q", [0, 1, 2])
+    row = torch.ones(V)
+    adjust(row, Choice(SamplingParams(presence_penalty=1.0), 0, ids, 0, 2))
+    assert row.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+    row = torch.ones(V)
+    adjust(row, Choice(SamplingParams(repetition_penalty=2.0), 0, ids, 0, 1))
+    assert row.tolist() == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_grammar_allows_tokens_from_the_lowest_bit_on() -> None:
+    infinite = -math.inf
+    assert adjusted([1.0] * 5, allowed=bytes([0b10110])) == [infinite, 1.0, 1.0, infinite, 1.0]
+    assert adjusted([1.0] * 10, allowed=bytes([0b1])) == [1.0] + [infinite] * 9  # none behind the bits
+    assert adjusted([1.0] * 2, allowed=bytes([0b1111_1101])) == [1.0, infinite]
+    assert adjusted([1.0] * 2, allowed=b"") == [infinite] * 2
+
+
+def test_each_row_is_chosen_as_its_request_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+
+    def half(seed: int, position: int) -> float:
+        drawn.append((seed, position))
+        return 0.5
+
+    monkeypatch.setattr(sampling, "uniform", half)
+    logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 0.0, 9.0], [0.4, 0.3, 0.3]], dtype=torch.float16)
+    logits[2] = logits[2].log()
+    choices = [
+        choice(seed=3), choice((2,), 0, seed=4, logit_bias={2: -50.0}), choice((1, 1), 1, seed=5, temperature=1.0),
+    ]  # fmt: skip
+    assert sample(logits, choices).tolist() == [1, 0, 1]
+    assert drawn == [(5, 2)]
+    assert logits[1].tolist() == [0.0, 0.0, 9.0]  # the caller's own stay
+    del drawn[:]
+    assert sample(logits, [choice(), choice(), choice()]).tolist() == [1, 2, 0]
+    assert drawn == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest"),
+    [
+        ({}, True), ({"temperature": 0.1}, False), ({"top_k": 3}, True), ({"presence_penalty": 0.1}, False),
+        ({"frequency_penalty": -0.1}, False), ({"repetition_penalty": 1.1}, False), ({"logit_bias": {1: 0.0}}, False),
+        ({"grammar": Grammar("regex", "a")}, False), ({"presence_penalty": 1.0, "frequency_penalty": 1.0}, False),
+    ],
+)  # fmt: skip
+def test_when_a_request_takes_the_largest_logit(settings: dict[str, Any], largest: bool) -> None:
+    assert SamplingParams(**settings).takes_the_largest is largest
