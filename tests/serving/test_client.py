@@ -1,6 +1,8 @@
 """The front's end of the socket to rank 0: what it makes of each message and of each end."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from executor.serving import client as module
+from executor.serving.channel import framed
 from executor.serving.client import ENDED, FRESH_S, PING_S, EngineClient, EngineGone, RequestRefused
 from executor.serving.messages import (
     Abort,
@@ -256,3 +259,98 @@ def test_one_rank_0_at_a_time_of_this_user(monkeypatch: pytest.MonkeyPatch) -> N
         assert closed == [True]
         assert client._writer is taken
         assert not client.alive
+
+
+def test_a_socket_is_there_while_it_is_listened_on(tmp_path: Path) -> None:
+    """A rank that connects is known at once; what it says before it is closed is taken, and answered in frames."""
+    client = EngineClient(tmp_path / "engine")
+    assert (client.heard_at, client.open_requests) == (0.0, 0)
+
+    async def run() -> bytes:
+        await client.listen()
+        reader, writer = await asyncio.open_unix_connection(str(client.path))
+        client.gone.set()
+        writer.write(framed(Progress("loading", 0.5)) + framed(READY) + framed(STATE))
+        while client.state is None:
+            await asyncio.sleep(0)
+        assert (client.alive, client.ready, client.progress) == (True, READY, Progress("loading", 0.5))
+        assert not client.gone.is_set()
+        client.watch(True)
+        client.stop()
+        said = await reader.readexactly(len(framed(Watch(True)) + framed(Stop())))
+        client.close()
+        assert not client.path.exists()
+        assert await reader.read() == b""
+        await client.gone.wait()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1  # nobody pings any more
+        with pytest.raises((FileNotFoundError, ConnectionRefusedError)):
+            await asyncio.open_unix_connection(str(client.path))
+        writer.close()
+        return said
+
+    assert asyncio.run(run()) == framed(Watch(True)) + framed(Stop())
+    assert (client.alive, client.ready, client.reason) == (False, None, ENDED)
+    client.close()  # once more does nothing
+    client.send(Stop())
+
+
+def test_sockets_are_closed_even_if_their_names_stay(tmp_path: Path) -> None:
+    client = EngineClient(tmp_path / "engine")
+
+    async def run() -> None:
+        await client.listen()
+        assert client._server
+        assert client._server.is_serving()
+        client.close()
+        assert not client._server.is_serving()
+
+    asyncio.run(run())
+
+
+def test_requests_that_are_lost_are_forgotten() -> None:
+    client = Told()
+    client._take(READY)
+
+    async def run() -> None:
+        waiting = [asyncio.create_task(anext(client.rows([1], Sampling(3)))) for _ in range(2)]
+        await asyncio.sleep(0)
+        client._asked[0].begun = True
+        client.lost("first", again=True)
+        assert [*client._asked] == [1]
+        client.lost("second", again=False)
+        assert client.open_requests == 0
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [str(error) for error in found] == ["first", "second"]
+        assert {type(error) for error in found} == {EngineGone}
+
+    asyncio.run(run())
+
+
+def test_answers_to_pings_tell_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, client = Clock(monkeypatch), Told()
+    client._take(READY)
+    client._pinged = {1: 990.0, 2: 997.0}
+    clock.now = 1001.0
+    client._take(Pong(2, 0))
+    assert (client.longest_step, client.heard_at, client._pinged) == (4.0, 1001.0, {1: 990.0})
+    clock.now = 1002.0
+    client._take(Pong(1, 0))
+    assert (client.longest_step, client.heard_at, client._pinged) == (12.0, 1002.0, {})
+    clock.now = 1003.0
+    client._take(Pong(9, 0))  # nobody has asked
+    assert (client.longest_step, client.heard_at) == (12.0, 1003.0)
+    clock.now = 1004.0
+    client._take(Out(1, []))
+    assert client.heard_at == 1004.0
+    client._take(READY)
+    assert client.longest_step == 0.0
+
+
+def test_processes_of_this_user_are_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with one, other:
+        assert module._is_own(one) is True
+        monkeypatch.setattr(module, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1))
+        assert module._is_own(one) is False

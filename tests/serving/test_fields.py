@@ -6,9 +6,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from executor.serving import (
+    anthropic,
+    body,
+    client,
+    compiling,
+    fields,
+    openai_completions,
+    responses,
+    server,
+    sse,
+    structured,
+)
 from executor.serving.anthropic import MessagesRequest, translated
 from executor.serving.errors import ApiError
+from executor.serving.messages import Grammar, Sampling
 from executor.serving.openai_chat import ChatRequest, messages_of, settings_of, tools_of
+from executor.serving.openai_completions import CompletionRequest
+from files import ROOT
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -192,3 +207,201 @@ def test_a_model_thinks_as_its_template_does() -> None:
         with pytest.raises(ApiError) as refused:
             variables(kind, template)
         assert refused.value.param == "thinking.type"
+
+
+NOTHING: dict[str, list[Any]] = {  # fields that are not supported: values at which they ask for nothing
+    "best_of": [1, 1.0], "suffix": [""], "audio": [], "functions": [[]], "function_call": ["none", "auto"],
+    "modalities": [["text"]], "store": [False], "service_tier": ["auto", "default"], "verbosity": ["medium"],
+    "use_beam_search": [False], "length_penalty": [1.0, 1], "min_tokens": [0], "include_stop_str_in_output": [False],
+    "skip_special_tokens": [True], "spaces_between_special_tokens": [True, False], "truncate_prompt_tokens": [-1],
+    "prompt_logprobs": [], "add_generation_prompt": [True], "continue_final_message": [False], "documents": [[]],
+    "bad_words": [[]], "allowed_token_ids": [[]], "logits_processors": [[]], "return_tokens_as_token_ids": [False],
+    "return_token_ids": [False], "kv_transfer_params": [], "mm_processor_kwargs": [{}], "lora_path": [],
+}  # fmt: skip
+SOMETHING: dict[str, list[Any]] = {
+    "best_of": [2, 0], "store": [True], "use_beam_search": [True], "length_penalty": [2.0, 0.5], "min_tokens": [1],
+    "include_stop_str_in_output": [True], "skip_special_tokens": [False], "truncate_prompt_tokens": [1, -2],
+    "add_generation_prompt": [False], "continue_final_message": [True], "return_tokens_as_token_ids": [True],
+    "return_token_ids": [True], "prompt_logprobs": [1], "spaces_between_special_tokens": ["x"], "suffix": ["x"],
+}  # fmt: skip
+
+
+def refused(kind: Any, data: Any, unsupported: Any = fields.UNSUPPORTED) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        fields.converted(kind, data, unsupported)
+    assert raised.value.status == 400
+    return raised.value
+
+
+def test_unsupported_fields_may_ask_for_nothing() -> None:
+    for name, values in NOTHING.items():
+        for value in [None, *values]:
+            fields.converted(CompletionRequest, {"prompt": "a", name: value}, fields.UNSUPPORTED)
+    for name, values in SOMETHING.items():
+        for value in values:
+            error = refused(CompletionRequest, {"prompt": "a", name: value})
+            assert (error.param, error.code) == (name, "unsupported_parameter")
+    assert {name for name in fields.UNSUPPORTED if name not in NOTHING} == {
+        "prediction", "web_search_options", "moderation", "chat_template", "guided_whitespace_pattern",
+        "structural_tag",
+    }  # fmt: skip
+    taken = fields.converted(ChatRequest, {"n": 3}, {"n": (1,)})  # a field that the kind has is not refused
+    assert taken.n == 3
+    wrong: list[Any] = [[], "x", None]
+    for data in wrong:
+        assert str(refused(ChatRequest, data)) == "the request's body must be a JSON object"
+    for field in ("echo", "add_special_tokens"):
+        assert fields.converted(ChatRequest, {field: False}, {}).messages == []
+        assert refused(ChatRequest, {field: True}).param == field
+
+
+@pytest.mark.parametrize(
+    ("kind", "unsupported", "asked", "nothing", "something"),
+    [
+        (
+            responses.ResponsesRequest, responses.UNSUPPORTED, {"input": "a"},
+            {"background": False, "store": False, "context_management": [], "truncation": "disabled"},
+            {"background": True, "store": True, "context_management": [1], "truncation": "auto", "max_tool_calls": 1},
+        ),
+        (
+            MessagesRequest, anthropic.UNSUPPORTED, {"messages": [], "max_tokens": 1},
+            {"fallbacks": [], "mcp_servers": [], "service_tier": "standard_only", "speed": "standard"},
+            {"fallbacks": [1], "mcp_servers": [{}], "service_tier": "priority", "speed": "fast", "prefill": ""},
+        ),
+    ],
+)  # fmt: skip
+def test_unsupported_fields_of_other_apis(
+    kind: Any, unsupported: Any, asked: dict[str, Any], nothing: dict[str, Any], something: dict[str, Any]
+) -> None:
+    fields.converted(kind, asked | nothing, unsupported)
+    for name, value in something.items():
+        assert refused(kind, asked | {name: value}, unsupported).param == name
+
+
+def test_what_changes_nothing_is_known() -> None:
+    """It is counted neither as unknown nor refused; only completions and chats have a request_id."""
+    assert {"request_id"} == fields.HARMLESS - responses.HARMLESS
+    assert {"user", "metadata", "safety_identifier", "prompt_cache_key"} < responses.HARMLESS
+    assert {"metadata", "cache_control"} <= anthropic.HARMLESS
+
+
+def test_limits_are_those_of_the_documentation() -> None:
+    """Clients rely on them."""
+    text = " ".join((ROOT / "docs" / "serving.md").read_text().split())
+    for said in (
+        f"or up to {openai_completions.MOST_PROMPTS} of either",
+        f"absent: {openai_completions.MAX_TOKENS} for completions",
+        f"up to {fields.MOST_CHOICES} answers; the prompt is computed once",
+        f"up to {fields.MOST_STOPS} strings of up to {fields.LONGEST_STOP} characters",
+        f"a comment after {sse.PING_S:g} s without one",
+        f"a client leaves {server.UNREAD >> 10} KiB of its answer unread for {server.UNREAD_S:g} s",
+        f"headers take {server.HEADER_S:g} s, a body {body.BODY_S:g} s",
+        f"more than {server.MOST_CONNECTIONS:,} connections are open",
+        f"Bodies have at most {body.LARGEST_BODY >> 20} MiB and {fields.DEEPEST} levels",
+        f"grammars {structured.LARGEST >> 10} KiB, {structured.DEEPEST} levels and {structured.MOST_PROPERTIES} prop",
+        f"which ends after {compiling.SECONDS:g} s or {compiling.MEMORY >> 20} MB",
+        f"if the ranks answered in the last {client.FRESH_S:g} s",
+    ):
+        assert said in text, said
+    exact = [body.LARGEST_BODY, server.UNREAD, structured.LARGEST, compiling.MEMORY, fields.LARGEST_PRIORITY]
+    assert exact == [8 * 1024**2, 256 * 1024, 64 * 1024, 512 * 1024**2, 2**31]
+
+
+def read_refused(**given: Any) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        fields.read(fields.Fields, given)
+    return raised.value
+
+
+def test_why_a_request_s_counts_are_wrong() -> None:
+    for given, text, param, code in (
+        ({"n": 0}, "n: 0 must be from 1 to 64", "n", None),
+        ({"stop": ""}, "stop: at most 16 strings of 1 to 256 characters are allowed", "stop", None),
+        ({"stop": ["a", "x" * 257]}, "stop: at most 16 strings of 1 to 256 characters are allowed", "stop", None),
+        ({"priority": 2**31 + 1}, "priority: must be from -2147483648 to 2147483648", "priority", None),
+        ({"stream_options": {}}, "stream_options: it is only for requests with stream: true", "stream_options", None),
+        ({"best_of": 2}, "best_of: this field is not supported", "best_of", "unsupported_parameter"),
+        ({"n": "1"}, "n: Expected `int | null`, got `str`".replace("`", ""), "n", None),
+    ):
+        error = read_refused(**given)
+        assert (str(error), error.param, error.code, error.status) == (text, param, code, 400)
+    usual = fields.read(fields.Fields, {})
+    assert (usual.choices, usual.stops, usual.includes_usage, usual.continuous_usage) == (1, [], False, False)
+    several = fields.read(fields.Fields, {"stop": ["a", "b"], "n": 2, "priority": None})
+    assert (several.stops, several.choices) == (["a", "b"], 2)
+
+
+CASE: Any = SimpleNamespace(sampling_config=SimpleNamespace(temperature=0.25, top_k=7, top_p=0.75))
+READY: Any = SimpleNamespace(vocabulary=9)
+
+
+def sampling(grammar: Grammar | None = None, logprobs: int | None = None, **given: Any) -> Sampling:
+    return fields.sampling_of(fields.Fields(**given), CASE, READY, 5, grammar, logprobs)
+
+
+def test_sampling_is_the_request_s_or_else_the_case_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.serving.fields.secrets.randbits", lambda bits: 1000 + bits)
+    assert sampling() == Sampling(5, temperature=0.25, top_k=7, top_p=0.75, seed=1062)
+    given: dict[str, Any] = {
+        "temperature": 0.0, "top_k": 3, "top_p": 0.0, "min_p": 0.5, "presence_penalty": 1.0, "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5, "seed": 3,
+    }  # fmt: skip
+    grammar = Grammar("regex", "a")
+    found = sampling(grammar, 4, stop_token_ids=[0, 8], logit_bias={"8": 2.0}, **given)
+    assert found == Sampling(
+        5, stop_token_ids=(0, 8), logit_bias={8: 2.0}, grammar=grammar, logprobs=4, **given,
+    )  # fmt: skip
+    assert sampling(top_k=-1).top_k is sampling(top_k=0).top_k is sampling(top_k=9).top_k is None
+    assert sampling(seed=-1).seed == (1 << 63) - 1
+    assert sampling(ignore_eos=False).ignore_eos is False
+    assert sampling(ignore_eos=True).ignore_eos is True
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "text"),
+    [
+        ({"stop_token_ids": [9]}, "stop_token_ids", "stop_token_ids: must be token ids below 9"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids: must be token ids below 9"),
+        ({"stop_token_ids": [1] * 4097}, "stop_token_ids", "stop_token_ids: 4097 entries are more than 4096"),
+        ({"logit_bias": {"9": 1.0}}, "logit_bias", "logit_bias: 9 is no token id below 9"),
+        ({"temperature": -1.0}, "temperature", "temperature: -1.0 must be a number of at least 0"),
+        ({"top_p": 1.5}, "top_p", None),
+        ({"min_p": -0.5}, "min_p", None),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", None),
+        ({"logit_bias": {"1": 101.0}}, "logit_bias", None),
+    ],
+)
+def test_sampling_out_of_range_is_named(given: dict[str, Any], param: str, text: str | None) -> None:
+    with pytest.raises(ApiError) as raised:
+        sampling(**given)
+    assert (raised.value.status, raised.value.param) == (400, param)
+    assert str(raised.value) == (text or str(raised.value))
+    assert str(raised.value).startswith(f"{param}: ")
+    assert not str(raised.value).startswith(f"{param}: {param}")
+
+
+def test_lists_of_token_ids_up_to_their_limit() -> None:
+    assert sampling(stop_token_ids=[1] * 4096).stop_token_ids == (1,) * 4096
+    ready: Any = SimpleNamespace(vocabulary=5000)
+    for count, refused in ((4096, False), (4097, True)):
+        asked = fields.Fields(logit_bias={str(i): 0.5 for i in range(count)})
+        if refused:
+            with pytest.raises(ApiError, match="logit_bias: 4097 entries are more than 4096"):
+                fields.sampling_of(asked, CASE, ready, 5, None, None)
+        else:
+            assert len(fields.sampling_of(asked, CASE, ready, 5, None, None).logit_bias) == count
+
+
+def test_an_answer_with_a_grammar_ends_with_it() -> None:
+    with pytest.raises(ApiError) as raised:
+        sampling(Grammar("regex", "a"), ignore_eos=True)
+    assert (raised.value.status, raised.value.param) == (400, "ignore_eos")
+
+
+def test_a_prompt_that_leaves_no_room() -> None:
+    with pytest.raises(ApiError) as raised:
+        fields.length_of_answer(None, "max_tokens", 11, "prompt", 10)
+    error = raised.value
+    assert (error.status, error.param, error.code) == (400, "prompt", "context_length_exceeded")
+    text = "the prompt has 11 tokens, and prompt and answer together can have at most 10: shorten it"
+    assert str(error) == text

@@ -70,3 +70,126 @@ def test_what_is_long_ago_is_forgotten() -> None:
     assert limits.measured(FAST) < FAST
     clock.now += LONGEST_S + 1
     assert limits.measured(FAST) == FAST
+
+
+def limits(clock: Clock, **settings: Any) -> Limits:
+    return Limits(replace(ServeSettings(), **settings), clock)
+
+
+def refused(of: Limits, tokens: int = PROMPT, sequences: int = 1, rate: float = FAST) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        of.admit(tokens, sequences, READY, rate)
+    assert raised.value.status == 429
+    return raised.value
+
+
+def test_as_many_sequences_are_open_as_rows_and_queue_have_room() -> None:
+    """Without a setting, the queue has room for four batches; a request needs no more places than rows."""
+    for settings, most in (({"max_queue": 3}, 7), ({"max_queue": 0}, 20)):
+        of = limits(Clock(), **settings)
+        assert (of.open, of.waiting_tokens, of.refused) == (0, 0, {"queue_full": 0, "too_slow": 0, "timeout": 0})
+        tickets = [of.admit(10, 1, READY, FAST) for _ in range(most)]
+        assert (of.open, of.waiting_tokens) == (most, 10 * most)
+        error = refused(of)
+        assert (error.code, error.retry_s) == ("queue_full", 1)
+        assert str(error) == f"the server is busy: {most} requests run or wait, which is the most; try again in 1 s"
+        assert of.refused == {"queue_full": 1, "too_slow": 0, "timeout": 0}
+        refused(of)
+        assert of.refused["queue_full"] == 2
+        tickets.pop().__exit__()
+        assert (of.open, of.waiting_tokens) == (most - 1, 10 * (most - 1))
+        refused(of, sequences=2)
+        assert of.admit(5, 1, READY, FAST).places == 1
+    wide = limits(Clock(), max_queue=4)
+    ticket = wide.admit(10, 99, READY, FAST)
+    assert (ticket.places, wide.open) == (4, 4)
+    assert wide.admit(10, 4, READY, FAST).places == 4
+    refused(wide)
+
+
+def test_a_ticket_is_given_back_once_and_whole() -> None:
+    of = limits(Clock())
+    with of.admit(30, 2, READY, FAST) as ticket:
+        assert isinstance(ticket, Ticket)
+        assert (of.open, of.waiting_tokens, ticket.waiting_tokens) == (2, 30, 30)
+        ticket.started(10)
+        assert (of.waiting_tokens, ticket.waiting_tokens) == (20, 20)
+        ticket.started(50)  # no more than it has
+        assert (of.waiting_tokens, ticket.waiting_tokens) == (0, 0)
+        other = of.admit(7, 1, READY, FAST)
+    assert (of.open, of.waiting_tokens, ticket.places, ticket.waiting_tokens) == (1, 7, 0, 0)
+    ticket.__exit__()
+    assert (of.open, of.waiting_tokens) == (1, 7)
+    other.__exit__()
+    assert (of.open, of.waiting_tokens) == (0, 0)
+
+
+def test_when_to_come_back() -> None:
+    """As soon as prompts would be short enough, in whole seconds, at least one and at most a minute."""
+    for tokens, rate, text, retry in (
+        (101, 10.0, "101 tokens wait, which take about 10 s", 1),
+        (120, 10.0, "120 tokens wait, which take about 12 s", 2),
+        (121, 10.0, "121 tokens wait, which take about 12 s", 3), (9000, 10.0, "9000 tokens wait, which take", 60),
+    ):  # fmt: skip
+        of = limits(Clock(), target_ttft_s=10.0)
+        of.admit(tokens, 1, READY, rate)
+        error = refused(of, rate=rate)
+        assert (error.code, error.retry_s, of.refused["too_slow"]) == ("too_slow", retry, 1)
+        assert text in str(error)
+        assert (of.open, of.waiting_tokens) == (1, tokens)
+    of = limits(Clock(), target_ttft_s=10.0)
+    of.admit(100, 1, READY, 10.0)
+    of.admit(1, 1, READY, 10.0)  # just as long as is allowed
+    full = limits(Clock(), max_queue=1, target_ttft_s=1000.0)
+    for _ in range(5):
+        full.admit(50, 1, READY, 10.0)
+    assert refused(full, rate=10.0).retry_s == 25
+    unknown = limits(Clock(), target_ttft_s=0.5)  # before anything was measured, nobody is refused for its speed
+    for _ in range(8):
+        unknown.admit(1000, 1, READY, 0.0)
+    assert unknown.open == 8
+
+
+def test_starts_are_measured_while_more_are_open_than_rows() -> None:
+    clock = Clock()
+    of = limits(clock, target_ttft_s=1e9)
+    tickets = [of.admit(PROMPT, 1, READY, FAST) for _ in range(4)]
+    clock.now += 5
+    tickets[0].started(PROMPT)  # all have a row: this says nothing
+    clock.now += 5
+    tickets.append(of.admit(PROMPT, 1, READY, FAST))  # now one has none
+    full = clock.now
+    tickets[1].started(PROMPT)
+    clock.now = full + 0.5
+    assert of.measured(FAST) == FAST  # watched for too short
+    clock.now = full + 1.0
+    assert of.measured(FAST) == PROMPT
+    clock.now = full + 2.0
+    tickets[2].started(40)
+    assert of.measured(FAST) == 70
+    assert of.measured(30.0) == 30.0  # computing is what takes the time
+    clock.now = full + 10.0
+    assert of.measured(FAST) == 14
+    clock.now = full + 10.5  # the first one is more than ten seconds ago
+    assert of.measured(FAST) == 4
+    clock.now = full + 11.0
+    tickets.append(of.admit(PROMPT, 1, READY, FAST))  # rows were full before: it goes on being watched
+    assert of.measured(FAST) == 4
+    tickets.pop().__exit__()
+    tickets.pop().__exit__()
+    assert of.measured(FAST) == FAST
+    clock.now += 0.25
+    tickets.append(of.admit(PROMPT, 1, READY, FAST))  # full again: what was before is forgotten
+    clock.now += 1.0
+    assert of.measured(FAST) == FAST
+    tickets[3].started(PROMPT)
+    assert of.measured(FAST) == PROMPT
+
+
+def test_a_rate_needs_a_start() -> None:
+    clock = Clock()
+    of = limits(clock)
+    for _ in range(6):
+        of.admit(PROMPT, 1, READY, FAST)
+    clock.now += 5.0
+    assert of.measured(7.0) == 7.0

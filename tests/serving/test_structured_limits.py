@@ -4,12 +4,14 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from executor.serving import structured
 from executor.serving.errors import ApiError
 from executor.serving.experts import FADE, ExpertNews
+from executor.serving.fields import Fields
 from executor.serving.messages import Grammar, Residency
 from executor.serving.structured import (
     DEEPEST,
@@ -160,3 +162,92 @@ def test_heat_of_experts_fades() -> None:
     found = news.changed()
     assert found
     assert found.resident == b"\x06"
+
+
+ANY = Grammar("json", '{"type": "object"}')
+WAYS: list[tuple[dict[str, Any], str, Grammar]] = [
+    ({"guided_json": {"a": 1}}, "guided_json", Grammar("json", '{"a": 1}')),
+    ({"guided_regex": "a"}, "guided_regex", Grammar("regex", "a")),
+    ({"guided_choice": ["a", "b"]}, "guided_choice", Grammar("regex", "a|b")),
+    ({"guided_grammar": "start: A"}, "guided_grammar", Grammar("lark", "start: A")),
+    ({"structured_outputs": {"json": "true"}}, "structured_outputs.json", Grammar("json", "{}")),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex", Grammar("regex", "a")),
+    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", Grammar("regex", "a")),
+    ({"structured_outputs": {"grammar": "start: A"}}, "structured_outputs.grammar", Grammar("lark", "start: A")),
+    ({"structured_outputs": {"json_object": True}}, "structured_outputs.json_object", ANY),
+    ({"response_format": {"type": "json_object"}}, "response_format", ANY),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, "response_format",
+        Grammar("json", '{"a": 1}'),
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format",
+        Grammar("json", "false"),
+    ),
+    ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format", Grammar("regex", "a")),
+    ({"response_format": {"type": "grammar", "grammar": "start: A"}}, "response_format", Grammar("lark", "start: A")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "field", "grammar"), WAYS)
+def test_every_way_to_ask_for_a_grammar(given: dict[str, Any], field: str, grammar: Grammar) -> None:
+    fields = msgspec.convert(given, Fields)
+    assert structured.wanted_grammar(fields) == grammar
+    assert structured.grammar_field(fields) == field
+    both = msgspec.convert(given | {"guided_regex": "x"} if "guided_regex" not in given else given, Fields)
+    if both.guided_regex == "x":
+        with pytest.raises(ApiError) as caught:
+            structured.wanted_grammar(both)
+        first, second = ("guided_regex", field) if field not in ("guided_json",) else (field, "guided_regex")
+        assert (caught.value.param, str(caught.value)) == (
+            second, f"{second}: {first} is given as well: give one of them"
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"response_format": None}, {"response_format": {}}, {"response_format": {"type": "text"}},
+        {"structured_outputs": None}, {"structured_outputs": {}}, {"structured_outputs": {"json_object": False}},
+        {"response_format": {"type": "text", "pattern": "a"}, "guided_regex": None},
+    ],
+)  # fmt: skip
+def test_requests_without_a_grammar(given: dict[str, Any]) -> None:
+    assert structured.wanted_grammar(msgspec.convert(given, Fields)) is None
+
+
+@pytest.mark.parametrize(
+    ("format", "param", "text"),
+    [
+        ({"pattern": "a"}, "type", "None is none of text, json_object, json_schema, regex, grammar"),
+        ({"type": 5}, "type", "5 is none of"),
+        ({"type": ["regex"]}, "type", "['regex'] is none of"),
+        ({"type": "yaml"}, "type", "'yaml' is none of"),
+        ({"type": "json_schema"}, "json_schema.schema", "must be a JSON schema"),
+        ({"type": "json_schema", "json_schema": "x"}, "json_schema.schema", "must be a JSON schema"),
+        ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "json_schema.schema", "must be a JSON schema"),
+        ({"type": "regex"}, "pattern", "must be a string"),
+        ({"type": "regex", "grammar": "a"}, "pattern", "must be a string"),
+        ({"type": "grammar", "grammar": 5}, "grammar", "must be a string"),
+    ],
+)
+def test_wrong_formats_are_named(format: dict[str, Any], param: str, text: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        structured.wanted_grammar(Fields(response_format=format))
+    assert (caught.value.status, caught.value.param) == (400, f"response_format.{param}")
+    assert str(caught.value).startswith(f"response_format.{param}: {text}")
+
+
+def test_schemas_of_requests_and_tools_are_checked() -> None:
+    with pytest.raises(ApiError) as caught:
+        structured.wanted_grammar(Fields(guided_json="[]"))
+    assert str(caught.value) == "guided_json: must be a JSON schema: an object or a boolean"
+    with pytest.raises(ApiError) as caught:
+        calls_grammar([tool("a"), tool("b", nested(DEEPEST + 1))], None, False, None, Marks({}))
+    assert caught.value.param == "tools[1].function.parameters"
+    with pytest.raises(ApiError) as caught:
+        structured.wanted_grammar(Fields(guided_regex="ab\\"))
+    assert caught.value.param == "guided_regex"
+    with pytest.raises(ApiError) as caught:
+        _grammar("p", "regex", "")
+    assert str(caught.value) == f"p: must have 1 to {LARGEST} bytes"

@@ -1,7 +1,9 @@
 """What the supervisor makes of its launcher's end, lines and silence, with launchers and times that are made up."""
 
 import asyncio
+import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +14,9 @@ from errors import EXIT_STATUS
 from executor.config.load import load_case
 from executor.serving import supervisor as module
 from executor.serving.client import ENDED, EngineClient
-from executor.serving.processes import Process
+from executor.serving.processes import SOCKET, Process
 from executor.serving.supervisor import LONGEST_LINE, Supervisor
+from files import ROOT
 
 PID = 5_000_000  # more than a system has
 
@@ -289,3 +292,107 @@ def test_a_rank_alone_is_its_own_launcher(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(module, "processes_of", lambda path: [LAUNCHER, RANK])
     assert Scripted(world_size=2).processes() == [LAUNCHER, RANK]
     assert Scripted(world_size=1).processes() == [Process(7, 0), Process(8, 0)]
+
+
+class Counted(Scripted):
+    """Counts how often all processes are ended, and what became of those that watch."""
+
+    def __init__(self, *scripts: tuple[bytes, int], **more: Any):
+        super().__init__(*scripts, **more)
+        self.ends = self.watches = self.cancelled = 0
+
+    async def _end_all(self) -> None:
+        self.ends += 1
+
+    async def _watch(self, launcher: int) -> None:
+        assert launcher == PID
+        self.watches += 1
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+def test_nothing_is_left_of_a_launcher_that_has_ended() -> None:
+    supervisor = Counted((b"error: it broke\n", 1), (b"error: it broke\n", 1), restarts=1)
+    assert (supervisor._hung, supervisor._error, supervisor._notice, supervisor.restarts) == ("", "", "", 0)
+    assert (supervisor.failed, supervisor.stopping, supervisor.status) == ("", False, None)
+
+    async def run() -> None:
+        wait = supervisor._start
+
+        async def start() -> asyncio.subprocess.Process:
+            process: Any = await wait()
+            status = process.wait
+
+            async def later() -> int:
+                await asyncio.sleep(0)
+                return cast(int, await status())
+
+            process.wait = later
+            return cast(asyncio.subprocess.Process, process)
+
+        supervisor._start = start  # type: ignore[method-assign]
+        await supervisor.run()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    assert (supervisor.ends, supervisor.watches, supervisor.cancelled) == (2, 2, 2)
+
+
+def test_a_launcher_that_is_started_while_a_server_stops_is_ended() -> None:
+    supervisor = Counted((b"", 0))
+
+    async def run() -> None:
+        await supervisor.stop()
+        assert (supervisor.stopping, supervisor.ends) == (True, 1)
+        await supervisor.run()
+
+    asyncio.run(run())
+    assert supervisor.ends == 3  # once it is started, and once it has ended
+
+
+def test_how_a_launcher_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a session of its own, so that Ctrl-C does not reach it, with the socket in its environment."""
+    started: list[Any] = []
+    process = object()
+
+    async def start(*command: str, **more: Any) -> object:
+        started.append((command, more))
+        return process
+
+    monkeypatch.setattr("executor.serving.supervisor.asyncio.create_subprocess_exec", start)
+    monkeypatch.setenv("OF_THIS_PROCESS", "kept")
+    supervisor = Scripted()
+    supervisor.overrides = ["a=1", "b=2"]
+    assert asyncio.run(Supervisor._start(supervisor)) is process
+    ((command, more),) = started
+    front = f"--front={os.getpid()}"
+    assert command == (sys.executable, "-m", "executor.serving.ranks", "demo", front, "--set=a=1", "--set=b=2")
+    environment = more.pop("env")
+    assert (environment["OF_THIS_PROCESS"], environment[SOCKET]) == ("kept", "/nowhere")
+    assert more == {
+        "cwd": ROOT, "stdin": asyncio.subprocess.DEVNULL, "stderr": asyncio.subprocess.PIPE, "start_new_session": True,
+    }  # fmt: skip
+
+
+def test_lines_behind_an_error_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also those that come with it; a line without an end is passed on once it is as long as one may be."""
+    supervisor, shown = Scripted(), list[str]()
+
+    async def run() -> None:
+        stream = asyncio.StreamReader()
+        reading = asyncio.create_task(supervisor._read_errors(stream))
+        for piece in (b"error: first\na\nb\n", b"x" * (LONGEST_LINE - 1), b"y", b"error: second\nc\n"):
+            stream.feed_data(piece)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            shown.append(capfd.readouterr().err)
+        stream.feed_eof()
+        await reading
+
+    asyncio.run(run())
+    assert shown == ["a\nb\n", "", "x" * (LONGEST_LINE - 1) + "y\n", "c\n"]
+    assert supervisor._error == "second"

@@ -9,6 +9,7 @@ import pytest
 
 from executor.serving import anthropic, fields, responses
 from executor.serving.errors import ApiError
+from executor.serving.logprobs import name_of
 from executor.serving.openai_completions import MOST_PROMPTS, nth_choice, prompts_of, salt_of
 from executor.serving.responses import ResponsesRequest
 
@@ -273,3 +274,69 @@ def test_token_ids_and_lengths_up_to_their_limits() -> None:
     assert told(fields.length_of_answer, 0, "a", 3, "p", 10) == ("a", "a: 0 must be at least 1")
     param, text = told(fields.length_of_answer, None, "a", 10, "p", 10)
     assert (param, "has 10 tokens" in text) == ("p", True)
+
+
+def asked_of_messages(**more: Any) -> anthropic.MessagesRequest:
+    given = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **more}
+    return msgspec.convert(given, anthropic.MessagesRequest)
+
+
+def test_tools_of_messages_are_a_chats() -> None:
+    schema = {"type": "object"}
+    tools = [
+        {"name": "a", "input_schema": schema}, {"name": "b", "type": "custom", "input_schema": {}, "description": "d"},
+        {"name": "c", "description": "", "input_schema": schema},
+    ]  # fmt: skip
+    chat, names = anthropic.translated(asked_of_messages(tools=tools, system="s", model="m"), TEXT)
+    assert chat == {
+        "model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi"}],
+        "tools": [
+            {"type": "function", "function": {"name": "a", "parameters": schema}},
+            {"type": "function", "function": {"name": "b", "description": "d", "parameters": {}}},
+            {"type": "function", "function": {"name": "c", "description": "", "parameters": schema}},
+        ],
+        "reasoning_effort": None,
+    }  # fmt: skip
+    assert names == {
+        "stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "output_config.effort",
+        "chat_template_kwargs": "thinking", "messages[0]": "system", "messages[1]": "messages[0]",
+        **{f"tools[{i}].function": f"tools[{i}]" for i in range(3)},
+        **{f"tools[{i}].function.parameters": f"tools[{i}].input_schema" for i in range(3)},
+    }  # fmt: skip
+    for wrong, param, text in (
+        ({"name": "b", "type": "web_search", "input_schema": {}}, "tools[1].type", "web_search is not supported: only"),
+        ({"name": "b"}, "tools[1].input_schema", "is missing"),
+    ):
+        found = told(anthropic.translated, asked_of_messages(tools=[tools[0], wrong]), TEXT)
+        assert found[0] == param
+        assert found[1].startswith(f"{param}: {text}")
+
+
+def test_formats_and_turns_of_messages() -> None:
+    config = {"effort": "low", "format": {"type": "json_schema", "schema": {"x": 1}}}
+    chat, _ = anthropic.translated(asked_of_messages(output_config=config), TEXT)
+    assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"x": 1}}}
+    assert chat["reasoning_effort"] == "low"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    param, text = told(anthropic.translated, asked_of_messages(messages=turns), TEXT)
+    assert (param, text) == ("messages[1].role", "messages[1].role: an answer that is begun cannot be continued")
+    assert anthropic.translated(asked_of_messages(messages=[]), TEXT)[0]["messages"] == []
+    results = [{"type": "tool_result", "tool_use_id": "a"}, {"type": "tool_result", "tool_use_id": "b"}]
+    several = [{"role": "user", "content": results}, *turns[1:], {"role": "system", "content": "c"}]
+    chat, names = anthropic.translated(asked_of_messages(messages=several), TEXT)
+    assert [message["role"] for message in chat["messages"]] == ["tool", "tool", "assistant", "system"]
+    places = [names[f"messages[{n}]"] for n in range(4)]
+    assert places == ["messages[0]", "messages[0]", "messages[1]", "messages[2]"]
+    thinking = asked_of_messages(thinking={"type": "enabled", "display": "omitted"})
+    error = told(anthropic.translated, thinking, TEXT)
+    assert error == ("thinking.display", "thinking.display: reasoning is always shown")
+    shown = asked_of_messages(thinking={"type": "adaptive", "display": "summarized"})
+    assert told(anthropic.translated, shown, TEXT) == ("thinking.type", "thinking.type: this model never reasons")
+    system_result = [{"type": "tool_result", "tool_use_id": "a"}]
+    assert told(anthropic._messages, turn("system", system_result), "m")[0] == "m.content[0].type"
+
+
+def test_tokens_without_a_text_are_written_as_bytes() -> None:
+    assert [name_of(data) for data in (b"a", "é".encode(), b"", b"\xc3", b"a\xff\x00")] == [
+        "a", "é", "", "bytes:\\xc3", "bytes:\\x61\\xff\\x00",
+    ]  # fmt: skip
