@@ -83,8 +83,9 @@ def test_the_numbers_of_a_day_have_their_least(name: str, least: int, wrong: flo
     values: Any = (*([1] * 23), least)
     check_day(dataclasses.replace(Day(), **{name: values}), "file")
     for bad in (wrong, float("inf")):
+        bad_values: Any = (*([1] * 23), bad)
         with pytest.raises(UserError, match=rf"^file: simulation\.day\.{name}: {bad} must be at least {least}$"):
-            check_day(dataclasses.replace(Day(), **{name: (*([1] * 23), bad)}), "file")
+            check_day(dataclasses.replace(Day(), **{name: bad_values}), "file")
     if name == "repeats":
         with pytest.raises(UserError, match=r"^file: simulation\.day\.repeats: 1\.5 must be at most 1$"):
             check_day(Day(repeats=(*([1.0] * 23), 1.5)), "file")
