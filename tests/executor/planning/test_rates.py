@@ -52,7 +52,8 @@ def test_a_point_has_the_figures_of_littles_law() -> None:
     rate = 4 * 2 / (50 * 0.012 + 2 * 0.5)  # five requests a second of a replica
     busy = rate * 0.5 / 4
     assert rate == pytest.approx(5.0)
-    assert (found.sequences, found.rate) == (2, pytest.approx(15.0))
+    assert found.sequences == 2
+    assert found.rate == pytest.approx(15.0)
     assert found.tpot == pytest.approx(0.012 / (1 - busy)) == pytest.approx(0.032)
     assert found.ttft == pytest.approx(0.5 * (1 + 0.625 / 2 / 0.375))
     assert found.tokens_per_device == pytest.approx(5.0 * 50 / 8)
@@ -212,7 +213,9 @@ def test_a_plan_without_a_layout_in_time_names_the_quickest() -> None:
 
 def test_layouts_that_never_meet_the_targets_with_more_are_the_dearest() -> None:
     load = Point(2, 15.0, 0.01, 0.1, 1.0)
-    never, some, most = (Found(layout(), load, rate and Point(2, rate, 0.01, 0.1, 1.0)) for rate in (None, 0.5, 3.0))
+    never, some, most = (
+        Found(layout(), load, Point(2, rate, 0.01, 0.1, 1.0) if rate else None) for rate in (None, 0.5, 3.0)
+    )
     assert ClusterPlan(at(1.0), Hardware(), [never, some, most], [], []).cheapest == [most, some, never]
     just = Found(layout(), Point(2, 15.0, 0.01, 1.0, 1.0), None)
     assert ClusterPlan(at(1.0, 1000.0, 10.0), Hardware(), [just], [], []).in_time == [just]
