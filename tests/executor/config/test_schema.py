@@ -1,0 +1,135 @@
+"""How keys are declared, read, converted and set, with a small schema of its own."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from errors import UserError
+from executor.config.schema import Leaf, key, leaves, override, read, section, type_name
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int | None = key(None, "a size", means={0: None, -1: 0}, minimum=-1, maximum=9)
+    names: tuple[str, ...] = key((), "names")
+    rate: float | None = key(0.5, "a rate", minimum=0.25)
+
+
+@dataclass(frozen=True)
+class Outer:
+    title: str = key("", "a title")
+    mode: str = key("auto", "a mode", choices=("auto", "on", "off"))
+    flag: bool = key(False, "a flag")
+    inner: Inner = section(Inner)
+    hidden: int = 7
+
+
+def refusal(data: object) -> str:
+    with pytest.raises(UserError) as caught:
+        read(Outer, data, "file")
+    return str(caught.value)
+
+
+def test_every_key_is_a_leaf_in_order() -> None:
+    found = list(leaves(Outer))
+    assert [leaf.path for leaf in found] == ["title", "mode", "flag", "inner.size", "inner.names", "inner.rate"]
+    assert found[1] == Leaf("mode", str, "auto", "a mode", ("auto", "on", "off"), None, None, {})
+    assert (found[3].name, found[3].minimum, found[3].maximum) == ("size", -1, 9)
+    assert [leaf.written_default for leaf in found] == ["", "auto", False, 0, (), 0.5]
+    assert [leaf.type_name for leaf in found] == [
+        "a string", "a string", "true or false", "an integer", "a list, each a string", "a number or null",
+    ]  # fmt: skip
+    assert [leaf.path for leaf in leaves(Inner, "a.b.")] == ["a.b.size", "a.b.names", "a.b.rate"]
+    assert type_name(int | None) == "an integer or null"
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        ({}, Outer()),
+        ({"inner": None}, Outer()),
+        ({"title": "x", "flag": True}, Outer(title="x", flag=True)),
+        ({"mode": True}, Outer(mode="on")),
+        ({"mode": False}, Outer(mode="off")),
+        ({"inner": {"size": 0}}, Outer(inner=Inner(size=None))),
+        ({"inner": {"size": -1}}, Outer(inner=Inner(size=0))),
+        ({"inner": {"size": 9}}, Outer(inner=Inner(size=9))),
+        ({"inner": {"size": None}}, Outer(inner=Inner(size=None))),
+        ({"inner": {"names": ["a", "b"]}}, Outer(inner=Inner(names=("a", "b")))),
+        ({"inner": {"names": ("a",)}}, Outer(inner=Inner(names=("a",)))),
+        ({"inner": {"rate": 1}}, Outer(inner=Inner(rate=1.0))),
+        ({"inner": {"rate": "1e3"}}, Outer(inner=Inner(rate=1000.0))),
+        ({"inner": {"rate": 0.25}}, Outer(inner=Inner(rate=0.25))),
+        ({"inner": {"rate": None}}, Outer(inner=Inner(rate=None))),
+    ],
+)
+def test_values_that_are_read(data: dict[str, Any], found: Outer) -> None:
+    made = read(Outer, data, "file")
+    assert made == found
+    assert type(made.inner.rate) is type(found.inner.rate)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ([1], "file: the file must be a mapping of keys to values, not [1]"),
+        ({"inner": 5}, "file: key inner must be a mapping of keys to values, not 5"),
+        ({"hidden": 8}, "file: unknown key 'hidden'; all keys: docs/config.md"),
+        ({"titel": ""}, "file: unknown key 'titel', did you mean 'title'?; all keys: docs/config.md"),
+        ({"iner": {}}, "file: unknown key 'iner', did you mean 'inner'?; all keys: docs/config.md"),
+        ({"inner": {"sise": 1}}, "file: unknown key 'inner.sise', did you mean 'size'?; all keys: docs/config.md"),
+        ({"inner": {"title": 1}}, "file: unknown key 'inner.title'; all keys: docs/config.md"),
+        ({"rate": 1}, "file: unknown key 'rate'; all keys: docs/config.md"),
+        ({"mode": "of"}, "file: mode: 'of' is not one of auto, on, off, did you mean 'off'?"),
+        ({"mode": "xyz"}, "file: mode: 'xyz' is not one of auto, on, off"),
+        ({"flag": 1}, "file: flag: 1 is not true or false"),
+        ({"title": 1}, "file: title: 1 is not a string"),
+        ({"title": None}, "file: title: None is not a string"),
+        ({"inner": {"size": -2}}, "file: inner.size: -2 must be at least -1"),
+        ({"inner": {"size": 10}}, "file: inner.size: 10 must be at most 9"),
+        ({"inner": {"size": 1.0}}, "file: inner.size: 1.0 is not an integer"),
+        ({"inner": {"size": True}}, "file: inner.size: True is not an integer"),
+        ({"inner": {"rate": 0.2}}, "file: inner.rate: 0.2 must be at least 0.25"),
+        ({"inner": {"rate": float("nan")}}, "file: inner.rate: nan must be at least 0.25"),
+        ({"inner": {"rate": True}}, "file: inner.rate: True is not a number or null"),
+        ({"inner": {"rate": "x"}}, "file: inner.rate: 'x' is not a number or null"),
+        ({"inner": {"names": "ab"}}, "file: inner.names: 'ab' is not a list, each a string"),
+        ({"inner": {"names": [1]}}, "file: inner.names: [1] is not a list, each a string"),
+        ({"title": "\ud800"}, "file: title: '\\ud800' has half of a surrogate pair: not text"),
+    ],
+)
+def test_values_that_are_refused(data: object, error: str) -> None:
+    assert refusal(data) == error
+
+
+def test_long_names_and_values_are_cut() -> None:
+    assert refusal({"k" * 500: 1}).startswith(f"file: unknown key '{'k' * 199}; all keys")
+    assert len(refusal({"title": [["x" * 300]]})) <= len("file: title:  is not a string") + 80
+
+
+def test_keys_are_set_by_full_and_by_bare_names() -> None:
+    data: dict[str, Any] = {"inner": {"size": 1}}
+    override(Outer, data, "rate", 2.0)
+    override(Outer, data, "inner.size", 3)
+    override(Outer, data, "title", "x")
+    assert data == {"inner": {"size": 3, "rate": 2.0}, "title": "x"}
+    for name, near in (("sizes", ", did you mean 'size'?"), ("inner.sizes", ", did you mean 'inner.size'?"), ("q", "")):
+        with pytest.raises(UserError) as caught:
+            override(Outer, data, name, 1, "docs/other.md")
+        assert str(caught.value) == f"--set {name}: unknown key{near}; all keys: docs/other.md"
+    with pytest.raises(UserError, match=r"all keys: docs/config\.md$"):
+        override(Outer, data, "q", 1)
+    odd: dict[str, Any] = {"inner": 5}
+    override(Outer, odd, "size", 1)
+    assert odd == {"inner": 5}  # which `read` refuses
+    new: dict[str, Any] = {}
+    override(Outer, new, "size", 4)
+    assert new == {"inner": {"size": 4}}
+
+
+def test_other_documents_of_keys_are_named() -> None:
+    with pytest.raises(UserError, match=r"all keys: docs/other\.md$"):
+        read(Outer, {"q": 1}, "file", "docs/other.md")
+    with pytest.raises(UserError, match=r"all keys: docs/other\.md$"):
+        read(Outer, {"inner": {"q": 1}}, "file", "docs/other.md")
