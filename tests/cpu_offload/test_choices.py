@@ -183,7 +183,7 @@ class Known:
     ("decode", "longest", "sizes"),
     [
         (4, 100, [100, 64, 32, 16, 8, 5]), (4, 17, [17, 16, 8, 5]), (4, 16, [16, 8, 5]), (3, 9, [9, 8, 4]), (7, 8, [8]),
-        (3, 5, [5, 4]), (1, 7, [7, 4, 2]),
+        (3, 5, [5, 4]), (4, 10, [10, 5]), (4, 11, [11, 8, 5]), (1, 7, [7, 4, 2]),
     ],
 )  # fmt: skip
 def test_streaming_is_tried_with_powers_of_two_and_the_ends(decode: int, longest: int, sizes: list[int]) -> None:

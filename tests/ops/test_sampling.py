@@ -83,6 +83,13 @@ def test_each_row_has_filters_of_its_own() -> None:
         assert found == pytest.approx(probabilities(one)[0], abs=2e-4)
 
 
+def test_without_top_p_no_token_is_dropped_beside_a_row_that_has_it() -> None:
+    """Nor those that are too improbable to change a sum."""
+    logits = torch.tensor([[0.0, -30.0, -31.0]] * 2)
+    kept = filtered_probabilities(logits, [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)])
+    assert (kept > 0).tolist() == [[True] * 3, [True, False, False]]
+
+
 def test_equal_tokens_are_dropped_from_the_last_and_all_kept_at_the_border() -> None:
     logits = torch.zeros(2, 4)
     both = filtered_probabilities(logits, [SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0)])

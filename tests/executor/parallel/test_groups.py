@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from executor.parallel import groups as module
+from executor.parallel import placement
 from executor.parallel.groups import Group, Parallel, Shard
 from executor.parallel.losses import clear_losses
 from executor.parallel.partitions import ParallelSizes, names_sharing, partitions
@@ -179,6 +180,15 @@ def test_an_expert_stays_unless_another_rank_has_clearly_less_to_do() -> None:
     before = counts_of(0, 1, 2, 3)
     assert _packed(counts_of(55, 46, 54, 45), 2, 2, before).tolist() == [0, 1, 2, 3]
     assert _packed(counts_of(57, 46, 54, 43), 2, 2, before).tolist() == [0, 3, 2, 1]
+
+
+def test_a_full_rank_gives_an_expert_away_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If experts hardly move, one rank fills up before the last copies come, and the other has those already."""
+    monkeypatch.setattr(placement, "SLACK", 0.75)
+    before = counts_of(0, 1, 2, 0, 1, 3)
+    assert _packed(counts_of(19, 10, 7, 13), 2, 3, before).tolist() == [0, 1, 3, 0, 2, 3]
+    before = counts_of(0, 2, 0, 2, 1, 2)
+    assert _packed(counts_of(6, 6, 11), 3, 2, before).tolist() == [0, 1, 0, 2, 1, 2]
 
 
 def test_the_first_placement_is_always_the_same() -> None:
