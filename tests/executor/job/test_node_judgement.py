@@ -285,6 +285,59 @@ def test_another_node_waits_until_node_0_knows_it(monkeypatch: pytest.MonkeyPatc
     assert store.line(2).start == nodes.own.start
 
 
+def talking(monkeypatch: pytest.MonkeyPatch, *meets: Any) -> tuple[Any, Clock, list[Any]]:
+    """A launcher whose thread has talked to the store until it was told to stop after three beats; `meets`: what comes
+    of each attempt to meet the others."""
+    clock, nodes, done = Clock(monkeypatch), met(), list[Any]()
+    nodes.job, attempts, waits = None, iter(meets), list[float]()
+
+    def meet(folder: str) -> Any:
+        done.append(folder)
+        outcome = next(attempts)
+        if isinstance(outcome, Exception):
+            raise outcome
+        nodes.job = Job([], folder)
+        return SimpleNamespace(set_timeout=lambda time: done.append(time.total_seconds()))
+
+    def beat(store: Any) -> None:
+        done.append("beat")
+        nodes._wake.set()
+        if done.count("beat") == 3:
+            nodes._stop.set()
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(nodes, "_meet", meet)
+    monkeypatch.setattr(nodes, "_beat", beat)
+    monkeypatch.setattr(nodes._wake, "wait", wait)
+    nodes._talk("folder")
+    assert waits == [BEAT_S] * done.count("beat")
+    return nodes, clock, done
+
+
+def test_a_launcher_talks_to_the_store_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import DistError
+
+    nodes, clock, done = talking(monkeypatch, DistError("not there yet"), DistError("not there yet"), "met")
+    assert done == ["folder", "folder", "folder", 86400, "beat", "beat", "beat"]
+    assert clock.slept == [CHECK_S] * 2
+    assert not nodes._wake.is_set()
+    assert nodes._broken is None
+
+
+def test_what_the_talk_fails_with_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import DistError
+
+    nodes, clock, _ = talking(monkeypatch, DistError("EADDRINUSE: in use"))
+    assert type(nodes._broken) is UserError
+    assert str(nodes._broken) == "MASTER_PORT=29500 of this node is in use"
+    assert clock.slept == []
+    lost = ConnectionError("lost")
+    nodes, *_ = talking(monkeypatch, lost)
+    assert nodes._broken is lost
+
+
 class Thread:
     """One that is never started."""
 

@@ -1,0 +1,283 @@
+"""How many equal steps a simulated replica takes together, where it cuts them, and what it loses; and the simulator's
+failures and fronts, with replicas that are made up."""
+
+import heapq
+import itertools
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from executor.planning.cluster.cluster import Simulation
+from executor.planning.simulation.replica import COLLECT_S, SAMPLE_S, Certain, Replica, Run, Sample, sampling_of
+from executor.planning.simulation.router import GONE, Router
+from executor.planning.simulation.run import FAIL, LOSE_NODE, RETURN, STEP, Outcome, Served, Simulator
+from executor.planning.simulation.traffic import Arrival
+
+SIZE = 4  # tokens of a page
+
+
+def sequence(longest: int, tokens: int, promised: int, group: int = 0, cached: int = 0, blocks: int = 0) -> Any:
+    return SimpleNamespace(
+        longest=longest, ids=[0] * tokens, promised=promised, group=group, cached=cached, blocks=[None] * blocks
+    )
+
+
+def alike(*sequences: Any, pages: int = 10, committed: int = 10, experts: Any = None) -> int:
+    replica: Any = Replica.__new__(Replica)
+    replica.limits, replica.experts = SimpleNamespace(page_size=SIZE), experts
+    groups = [[s for s in sequences if s.group == group] for group in range(2)]
+    replica.scheduler = SimpleNamespace(
+        by_group=lambda given: groups, pools=[SimpleNamespace(pages=pages)] * 2, committed=lambda group: committed
+    )
+    return int(replica._alike(SimpleNamespace(sequences=sequences)))
+
+
+def test_steps_are_alike_up_to_the_end_of_a_sequence() -> None:
+    assert alike(sequence(20, 5, 5), sequence(12, 5, 5)) == 7
+    assert alike(sequence(20, 5, 5), sequence(6, 5, 5)) == 1
+
+
+def test_steps_are_alike_while_the_promised_pages_suffice() -> None:
+    """Beside the next token, which has its place already."""
+    assert alike(sequence(30, 5, 3)) == 1 + 7
+    assert alike(sequence(13, 5, 3)) == 8
+    assert alike(sequence(30, 5, 3), sequence(30, 5, 2)) == 1 + 3
+    assert alike(sequence(30, 8, 2)) == 1
+
+
+def test_spare_pages_are_shared_by_the_sequences_of_a_group() -> None:
+    assert alike(sequence(90, 5, 3), pages=15) == 1 + 5 * SIZE
+    assert alike(sequence(90, 5, 3), sequence(90, 5, 3), pages=15) == 1 + 2 * SIZE
+    assert alike(sequence(90, 5, 4), sequence(90, 5, 4), pages=12) == 1 + 11  # those promised are more
+    assert alike(sequence(90, 5, 3), sequence(90, 5, 3, group=1), pages=15) == 1 + 5 * SIZE
+    assert alike(sequence(20, 5, 3), pages=15) == 15
+
+
+def experts(number: int, free: int) -> Any:
+    return SimpleNamespace(alike=lambda: number, offload=SimpleNamespace(arena=SimpleNamespace(free_frames=free)))
+
+
+def test_steps_end_when_experts_are_decided_about_or_may_leave() -> None:
+    one = sequence(20, 5, 9, cached=4, blocks=1)
+    assert alike(one, experts=experts(6, 3)) == 6
+    assert alike(one, experts=experts(99, 5)) == 15
+    assert alike(one, experts=experts(9, 2)) == 1  # three more pages are taken in nine steps
+    assert alike(one, experts=experts(9, 3)) == 1
+    assert alike(one, experts=experts(9, 4)) == 9
+    assert alike(one, one, experts=experts(4, 3)) == 4
+    assert alike(one, one, experts=experts(4, 2)) == 1
+    roomy = sequence(20, 5, 9, cached=4, blocks=8)
+    assert alike(one, roomy, experts=experts(4, 2)) == 4
+
+
+def running(*ends: float, exposed: float = 0.0) -> Any:
+    replica: Any = Replica.__new__(Replica)
+    replica.run = Run(SimpleNamespace(), 1.0, list(ends), exposed) if ends else None  # type: ignore[arg-type]
+    return replica
+
+
+def test_steps_are_cut_at_the_one_that_runs() -> None:
+    replica = running(2.0, 3.0, 4.0, 5.0, exposed=2.0)
+    assert replica.cut(4.5) is None
+    assert replica.cut(2.5) == 3.0
+    assert replica.run.ends == [2.0, 3.0]
+    assert replica.run.exposed == 1.0
+    assert running(2.0, 3.0, 4.0).cut(1.5) == 2.0
+    assert running(2.0, 3.0, 4.0).cut(2.0) == 2.0
+    assert running(2.0, 3.0, 4.0).cut(3.0) == 3.0
+    assert running(2.0, 3.0, 4.0).cut(3.1) is None
+    assert running(2.0).cut(1.5) is None
+    assert running().cut(1.5) is None
+
+
+def test_what_ran_before_a_failure_counts() -> None:
+    replica = running(2.0, 3.0, 4.0)
+    started: Any = []
+    replica.sequences, replica.steps, replica.busy = {7: None, 9: None}, 5, 10.0
+    replica.start = lambda: started.append(True)
+    assert replica.lose(3.0) == [7, 9]
+    assert (replica.steps, replica.busy, started) == (7, 12.0, [True])
+    idle = running()
+    idle.sequences, idle.steps, idle.busy, idle.start = {}, 5, 10.0, replica.start
+    assert idle.lose(3.0) == []
+    assert (idle.steps, idle.busy) == (5, 10.0)
+    assert running().end() == []
+
+
+def test_a_sample_is_how_the_pages_are_divided() -> None:
+    replica: Any = Replica.__new__(Replica)
+    replica.now, replica.samples, replica.experts = 7.0, [], None
+    caches = [SimpleNamespace(held=5, idle=[0] * 3)]
+    replica.scheduler = SimpleNamespace(caches=caches, pools=[SimpleNamespace(pages=20)])
+    replica._sample()
+    arena = SimpleNamespace(frames=50, slot_frames=30)
+    replica.experts = SimpleNamespace(offload=SimpleNamespace(arena=arena))
+    replica._sample()
+    assert replica.samples == [Sample(7.0, 5, 3, 0, 12), Sample(7.0, 5, 3, 30, 12)]
+    replica.totals, collected = None, list[bool]()
+    replica._collect()
+    replica.totals = SimpleNamespace(collect=lambda: collected.append(True))
+    replica._collect()
+    assert (replica._collected, collected) == (7.0, [True])
+
+
+def test_the_end_of_steps_that_were_taken_together() -> None:
+    replica = running(2.0, 3.0, exposed=0.5)
+    noted: Any = []
+    decode = SimpleNamespace(decode=True, sequences=["s", "t"], finished_prompts=["s", "t"])
+    replica.run.step = decode
+    replica.busy, replica.steps, replica.found, replica.sequences = 1.0, 2, 3, {7: "s", 8: "t"}
+    replica._certain, replica._collected, replica._sampled = "certain", 3.0 - COLLECT_S, 3.1
+    replica.prefill_rate = SimpleNamespace(learn=lambda *given: noted.append(("learn", *given)))
+    replica._draft = lambda step, more: noted.append(("draft", more))
+    replica._collect, replica._sample = (lambda: noted.append("collect")), (lambda: noted.append("sample"))
+    replica.experts = SimpleNamespace(end=lambda *given: noted.append(("end", *given)))
+    replica.totals = SimpleNamespace(steps=10, prefilled=lambda tokens: noted.append(("prefilled", tokens)))
+    events = [SimpleNamespace(id=7, finish_reason="length", found=5), SimpleNamespace(id=8, finish_reason="", found=9)]
+
+    def commit(step: Any, tokens: "array[int]") -> Any:
+        noted.append(("commit", replica.scheduler.drafts, tokens.tolist()))
+        return events
+
+    replica.scheduler = SimpleNamespace(commit=commit, drafts=None)
+    assert replica.end() == [(7, True), (8, False)]
+    assert noted == [
+        ("learn", 0, 2.0), ("draft", 1), ("end", 2, 2, 0.5), ("prefilled", 0), ("commit", "certain", [0] * 4),
+        "collect",
+    ]  # fmt: skip
+    assert (replica.now, replica.busy, replica.steps, replica.found, replica.totals.steps) == (3.0, 3.0, 4, 8, 11)
+    assert (replica.sequences, replica.run, replica.scheduler.drafts) == ({8: "t"}, None, None)
+    noted.clear()
+    prompts = [SimpleNamespace(new_tokens=6, decoding=False), SimpleNamespace(new_tokens=1, decoding=True)]
+    step: Any = SimpleNamespace(decode=False, sequences=prompts, finished_prompts=prompts[1:])
+    replica.run, replica._collected = Run(step, 3.0, [121.0], 0.25), 121.0 - COLLECT_S + 0.01
+    events[:] = []
+    assert replica.end() == []
+    assert noted == [
+        ("learn", 6, 118.0), ("end", 1, 0, 0.25), ("prefilled", 6), ("commit", None, [0]), "sample",
+    ]  # fmt: skip
+    assert replica._sampled == 3 * SAMPLE_S
+
+
+def test_certain_drafts_keep_the_last_token() -> None:
+    made: Any = SimpleNamespace(drafted=3)
+    assert Certain(0).accept(made, [4, 5, 6]) == [6]
+    assert made.drafted == 0
+    assert sampling_of(9) is sampling_of(9)
+    assert (sampling_of(9).max_tokens, sampling_of(9).ignore_eos) == (9, True)
+
+
+class Fake:
+    """A replica of which the simulator only asks what it lost, and what its steps gave."""
+
+    def __init__(self, number: int):
+        self.number, self.run, self.lost = number, None, list[int]()
+        self.events: list[tuple[int, bool]] = []
+
+    def lose(self, now: float) -> list[int]:
+        return self.lost
+
+    def end(self) -> list[tuple[int, bool]]:
+        return self.events
+
+
+def simulator(count: int = 3, **settings: Any) -> Any:
+    made: Any = Simulator.__new__(Simulator)
+    made.simulation = Simulation(**settings)
+    made.layout = SimpleNamespace(
+        sizes=SimpleNamespace(world=4), cluster=SimpleNamespace(devices=17),
+        hardware=SimpleNamespace(need={"host.devices": 8.0}.__getitem__),
+    )  # fmt: skip
+    made.outcome = Outcome(replicas=[Fake(n) for n in range(count)])  # type: ignore[misc]
+    made.router = Router("least_loaded", 4, count)
+    made.events, made.order = [], itertools.count()
+    made.lives, made.runs = [0] * count, [0] * count
+    made.back, made.fronts, made.open, made.held = [0.0] * count, [0.0] * count, {}, []
+    made.choose = np.random.default_rng(0)
+    return made
+
+
+def test_a_replica_that_fails_returns_and_its_requests_go_elsewhere() -> None:
+    made = simulator(2)
+    replica = made.outcome.replicas[1]
+    replica.lost = [5]
+    made.outcome.served[5] = Served(1.0, 10, 3, first=2.0, restarts=1)
+    sent: Any = []
+    made._send = lambda *given: sent.append(given)
+    made._fail(replica, 10.0, 60.0)
+    assert (made.lives, made.runs, made.back) == ([0, 1], [0, 1], [0.0, 70.0])
+    assert made.events == [(70.0, RETURN, 0, 1, 1)]
+    assert (made.outcome.failures, made.router.alive, int(made.router.loads[1])) == (1, 1, GONE)
+    assert made.outcome.served[5] == Served(1.0, 10, 3, first=0.0, restarts=2)
+    assert sent == [(5, 10.0)]
+    made._fail(replica, 20.0, 30.0)  # it is lost already, for longer
+    assert made.back[1] == 70.0
+    made._fail(replica, 30.0, 60.0)
+    assert made.back[1] == 90.0
+    assert made.events[-1] == (90.0, RETURN, 2, 1, 3)
+    assert (made.outcome.failures, made.router.alive, len(sent)) == (1, 1, 1)
+    made.held = [5, 6]
+    made._return(replica, 90.0)
+    assert (made.held, sent[1:], made.router.alive) == ([], [(5, 90.0), (6, 90.0)], 2)
+
+
+def test_failures_come_at_their_mean_times() -> None:
+    made = simulator(2, rank_failure_hours=2.0, node_failure_hours=3.0)
+    same = np.random.default_rng(0)
+    made._plan_failure(made.outcome.replicas[1], 5.0)
+    made._plan_loss(2, 7.0)
+    rank, node = 5.0 + same.exponential(2.0 * 3600 / 4), 7.0 + same.exponential(3.0 * 3600)
+    assert sorted(made.events) == sorted([(rank, FAIL, 0, 1, 0), (node, LOSE_NODE, 1, 2, 0)])
+    assert made._nodes() == range(3)
+    none = simulator(2)
+    none._plan_failure(none.outcome.replicas[1], 5.0)
+    assert (none.events, none._nodes()) == ([], range(0))
+
+
+def test_tokens_wait_for_the_front() -> None:
+    made = simulator(1, front_token_us=500_000.0)
+    replica = made.outcome.replicas[0]
+    replica.run, replica.events = SimpleNamespace(ends=[9.0, 10.0]), [(1, True), (2, False)]
+    made.outcome.served |= {1: Served(0.0, 5, 3, first=4.0), 2: Served(0.0, 5, 3)}
+    made.open = {1: None, 2: None}
+    made.router.loads[0], begun = 2, list[float]()
+    made._begin_step = lambda replica, now: begun.append(now)
+    made._end_step(replica, 10.0)
+    one, two = made.outcome.served.values()
+    assert (one.first, one.last, two.first, two.last) == (4.0, 11.0, 12.0, 0.0)
+    assert (made.fronts, begun, made.open) == ([12.0], [10.0], {2: None})
+    assert int(made.router.loads[0]) == 1
+    replica.events = [(2, True)]
+    made._end_step(replica, 11.0)
+    assert two.last == 13.0
+
+
+def test_requests_wait_while_no_replica_is_alive() -> None:
+    made = simulator(1)
+    made.router.alive = 0
+    made.open[3] = Arrival(0.0, array("q", [1]), 2)
+    made._send(3, 1.0)
+    assert made.held == [3]
+    made.router.alive = 1
+    replica, cut = made.outcome.replicas[0], list[float]()
+    replica.add = lambda id, arrival: None
+    replica.begin = lambda now: 8.0
+    made._send(3, 2.0)
+    assert (made.events, made.runs, int(made.router.loads[0])) == ([(8.0, STEP, 0, 0, 1)], [1], 1)
+    replica.run, replica.cut = object(), lambda now: cut.append(now)
+    made._send(3, 3.0)
+    assert (cut, made.runs, int(made.router.loads[0])) == ([3.0], [1], 2)
+    replica.cut = lambda now: 6.0
+    made._send(3, 4.0)
+    assert heapq.heappop(made.events) == (6.0, STEP, 1, 0, 2)
+
+
+@pytest.mark.parametrize(("first", "second"), [(STEP, FAIL), (FAIL, LOSE_NODE), (LOSE_NODE, RETURN)])
+def test_of_events_at_the_same_time_steps_come_first(first: int, second: int) -> None:
+    made = simulator()
+    made._at(1.0, second, 0, 0)
+    made._at(1.0, first, 0, 0)
+    assert [heapq.heappop(made.events)[1] for _ in range(2)] == [first, second]
