@@ -93,7 +93,7 @@ class Policies:
 
 def opened(
     monkeypatch: pytest.MonkeyPatch, mode: str = "fixed", slots: int = 3, frames: int = 40, interval: int = 2,
-    max_swaps: int = 5,
+    max_swaps: int = 5, layers: int = LAYERS,
 ) -> Any:  # fmt: skip
     clock = iter(range(1000, 9000, 10))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
@@ -101,7 +101,7 @@ def opened(
     pool = SimpleNamespace(count_step=lambda: next(numbers))
     given: Any = Settings(mode, 1, slots, interval, max_swaps), Device(), pool
     made: Any = Offload(*given)
-    made.layers = [Layer() for _ in range(LAYERS)]
+    made.layers = [Layer() for _ in range(layers)]
     made.open(Arena(frames, FRAME, SLOT, 4), "memory", "gather")
     made.residency = Policies()
     return made
@@ -174,6 +174,13 @@ def test_as_many_experts_are_placed_as_fit_beside_what_is_spared(monkeypatch: py
         assert (len(offload.slots), offload.most_slots) == (elastic, 8)
         assert len(opened(monkeypatch, "resident", frames=frames).slots) == fixed
     assert opened(monkeypatch, slots=0).slots == {}
+
+
+def test_one_layer_has_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload = opened(monkeypatch, layers=1)
+    assert list(offload.slots) == [(0, 0), (0, 1), (0, 2)]
+    assert offload.here.shape == offload.published.shape == (1, EXPERTS)
+    assert decoded(offload, [[1, 2, 3, 4]]).misses.tolist() == [4]
 
 
 def test_steps_are_counted_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:

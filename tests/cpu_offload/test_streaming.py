@@ -126,7 +126,7 @@ def test_a_ring_is_made_only_where_steps_are_streamed() -> None:
     assert [Streaming(tokens, 64).ring.shape for tokens in (-1, 0, 1, 9)] == [(0, 64), (0, 64), (RING, 64), (RING, 64)]
 
 
-@pytest.mark.parametrize("threshold", [4, 0])
+@pytest.mark.parametrize("threshold", [4, 1, 0])
 def test_long_layers_are_noted_with_their_step_and_time(monkeypatch: pytest.MonkeyPatch, threshold: int) -> None:
     layer = Layer(FORMATS["float32"], threshold)
     layer.place([0, 1])
@@ -150,6 +150,9 @@ def test_experts_begin_without_a_place_on_the_device() -> None:
     assert experts.nbytes == sum(part.nbytes for part in experts.store.storages) > 0
     assert experts.slot_bytes == experts.blocks.block_bytes
     assert offload_cpu.expert_slot(INNER, HIDDEN, FORMATS["q8"], torch.float32) == (experts.slot_bytes, 64)
+    wide = shadow.ExpertBlocks(40, 256, FORMATS["float32"]).block_bytes  # an inner size is padded, a hidden one is not
+    assert wide != shadow.ExpertBlocks(256, 40, FORMATS["float32"]).block_bytes
+    assert offload_cpu.expert_slot(40, 256, FORMATS["float32"], torch.float32)[0] == wide
     counts, times = torch.zeros(5, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
     experts.share(counts, times)
     assert experts.layer.counts is counts

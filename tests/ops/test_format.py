@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ops.format import F8, FORMATS, Format, Quantised, floats, in_order
+from ops.format import F8, FORMATS, GROUP_SIZES, LARGEST_F8, Format, Quantised, floats, in_order
 from ops.interface import tensor_of
 from ops.words import Words
 
@@ -23,6 +23,8 @@ def test_formats_say_how_a_matrix_is_kept() -> None:
     assert (F8.group, F8.quantised) == (128, True)
     assert Format("q4") == Format("q4", 0, False, False)
     assert Format("q4", 1).quantised
+    assert torch.finfo(torch.float8_e4m3fn).max == LARGEST_F8
+    assert {one.group for one in (*FORMATS.values(), F8) if one.quantised} <= {*GROUP_SIZES} == {32, 64, 128}
 
 
 def test_weights_are_levels_less_their_zero_times_the_scale() -> None:
