@@ -3,10 +3,14 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
+from executor.checkpoint.helper import Ended
 from executor.serving import compiling
 from executor.serving.compiling import Compiler
 from executor.serving.messages import Ready
@@ -67,3 +71,54 @@ def test_it_ends_with_the_front(compiler: Compiler) -> None:
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(timeout=30) == 0
+
+
+class Asked:
+    """A helper that ends as often as it is told to before it answers."""
+
+    def __init__(self, ends: int):
+        self.ends, self.asked, self.closed = ends, list[bytes](), False
+
+    def ask(self, data: bytes) -> bytes:
+        self.asked.append(data)
+        if len(self.asked) <= self.ends:
+            raise Ended(-9)
+        return "é".encode()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("ends", [0, 1, 2])
+def test_a_helper_that_does_not_stay_alive_is_told(ends: int) -> None:
+    compiler: Any = Compiler.__new__(Compiler)
+    compiler.helper, compiler._lock = Asked(ends), threading.Lock()
+    if ends == 2:
+        with pytest.raises(RuntimeError, match="the process that compiles grammars does not stay alive"):
+            compiler.problem("regex", "a")
+    else:
+        assert compiler.problem("regex", "a") == "é"
+    assert compiler.helper.asked == [msgspec.msgpack.encode(("regex", "a"))] * min(ends + 1, 2)
+    compiler.close()
+    assert compiler.helper.closed
+
+
+def test_a_grammar_is_tried_where_it_can_be_stopped_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, with a timer, and without a standard error."""
+    own = os.getpid()
+
+    def compiled(grammar: Any, tokens: Any) -> str:
+        try:
+            os.fstat(2)
+            silent = False
+        except OSError:
+            silent = True
+        timer = signal.getitimer(signal.ITIMER_PROF)[0] > 0
+        return f"{grammar} {tokens} {os.getpid() != own} {silent} {timer}"
+
+    monkeypatch.setattr(compiling, "_compiled", compiled)
+    assert compiling._tried("grammar", "tokens") == b"grammar tokens True True True"  # type: ignore[arg-type]
+    assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
+    monkeypatch.setattr(compiling, "_compiled", lambda grammar, tokens: os.kill(os.getpid(), signal.SIGKILL))
+    assert compiling._tried("grammar", "tokens").decode() == compiling.TOO_MUCH  # type: ignore[arg-type]
+    assert compiling.TOO_MUCH == "it takes more than 0.5 s or 512 MB to compile: make it simpler"

@@ -132,6 +132,11 @@ def test_deltas_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only == [Delta(3, "content", "a", tokens=(one,)), *first, Delta(3, "finish", "tool_calls", tokens=(two,))]
     ids = iter("0123")
     assert deltas(Piece(call, []), Piece("", [], "length"))[-1] == Delta(3, "finish", "length")
+    ids = iter("0123")
+    assert deltas(Piece(call, []), Piece("", [], "stop"))[-1] == Delta(3, "finish", "tool_calls")
+    ids = iter("0123")
+    behind = deltas(Piece(f"{call}\n{call}\nmore", []), Piece("", [], "stop"), parallel=False)
+    assert [(delta.kind, delta.text) for delta in behind[3:]] == [("content", "more"), ("finish", "tool_calls")]
     assert deltas(Piece("held back <tool", []), Piece("", [], "length")) == [
         Delta(3, "content", "held back "), Delta(3, "content", "<tool"), Delta(3, "finish", "length"),
     ]  # fmt: skip
