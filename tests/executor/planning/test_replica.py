@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from executor.engine.pages import PagePool
+from executor.engine.scheduler import Limits
 from executor.planning.cluster.cluster import Simulation
+from executor.planning.simulation import replica as module
 from executor.planning.simulation.replica import COLLECT_S, SAMPLE_S, Certain, Replica, Run, Sample, sampling_of
 from executor.planning.simulation.router import GONE, Router
 from executor.planning.simulation.run import FAIL, LOSE_NODE, RETURN, STEP, Outcome, Served, Simulator
@@ -160,6 +163,116 @@ def test_the_end_of_steps_that_were_taken_together() -> None:
         ("learn", 6, 118.0), ("end", 1, 0, 0.25), ("prefilled", 6), ("commit", None, [0]), "sample",
     ]  # fmt: skip
     assert replica._sampled == 3 * SAMPLE_S
+
+
+def made_replica(
+    pages: int = 1000, prefill_tokens: int | None = 100, pause_s: float = 0.0, shadowed: Any = None
+) -> Any:
+    """One whose steps take a second for each hundred prompt tokens, and half a second for each that decodes."""
+    asked: Any = []
+
+    def prefill(tokens: int, cached: int, resident: float) -> float:
+        asked.append((tokens, cached, resident))
+        return tokens / 1e4
+
+    def decode_steps(step: Any, groups: int, share: float, count: int) -> Any:
+        asked.append(("decode", groups, share, count))
+        return [0.5] * count, 0.125 * count
+
+    def seconds(step: Any, groups: int, share: float) -> float:
+        asked.append(("prompts", groups, share))
+        return 2.0
+
+    layout = SimpleNamespace(sizes=SimpleNamespace(resident=0.75))
+    times: Any = SimpleNamespace(
+        prefill=prefill, layout=layout, decode_steps=decode_steps, seconds=seconds, asked=asked
+    )
+    limits = Limits(
+        batch_size=4, max_sequence_length=2000, page_size=SIZE, prefill_tokens=prefill_tokens, mixed_tokens=100,
+        reserve=9,
+    )  # fmt: skip
+    return Replica(5, limits, pages, times, shadowed, pause_s)
+
+
+def test_a_warm_up_learns_from_prompts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: Any = []
+    monkeypatch.setattr(
+        module.Pace, "learn", lambda self, amounts, seconds: learned.append((amounts.tolist(), seconds))
+    )
+    replica = made_replica(pause_s=0.1)
+    found = replica.times.asked
+    # 64, 128, 256: the next one would take more than an eighth of all pages
+    assert found[:3] == [(64, 0, 0.75), (100, 0, 0.75), (28, 100, 0.75)]
+    assert found[3:] == [(100, 0, 0.75), (100, 100, 0.75), (56, 200, 0.75)]
+    assert [(amounts[1], seconds) for amounts, seconds in learned[:3]] == [(64, 0.0064), (100, 0.01), (28, 0.0028)]
+    assert learned[2][0][2] == 28 * (100 + 14)
+    assert made_replica().pace is None
+    whole = made_replica(prefill_tokens=None, pause_s=0.1)
+    assert whole.times.asked == [(64, 0, 0.75), (128, 0, 0.75), (256, 0, 0.75)]
+    asked: Any = []
+    monkeypatch.setattr(module, "next_prompt", lambda *given: asked.append(given) or 0)
+    made_replica(pages=77, pause_s=0.1)
+    assert asked == [(64, pytest.approx(0.0064), SIZE, 77, 2000)]
+
+
+def test_steps_begin_and_end() -> None:
+    replica = made_replica()
+    assert (replica.number, replica.busy, replica.steps, replica.preemptions, replica.found, replica.now) == (
+        5,
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
+    assert replica.begin(1.0) is None
+    replica.add(3, Arrival(0.0, array("q", range(6)), 4))
+    assert replica.begin(2.0) == 4.0
+    assert (replica.now, replica.run.start, replica.run.ends, replica.run.exposed) == (2.0, 2.0, [4.0], 0.0)
+    assert replica.times.asked == [("prompts", 1, 0.75)]
+    assert replica.end() == [(3, False)]
+    assert replica.begin(4.0) == 5.5  # three tokens more
+    assert (replica.run.ends, replica.run.exposed) == ([4.5, 5.0, 5.5], 0.375)
+    assert replica.times.asked[1:] == [("decode", 1, 0.75, 3)]
+    assert replica.end() == [(3, True)]
+    assert (replica.busy, replica.steps, replica.sequences) == (3.5, 4, {})
+    assert replica.begin(6.0) is None
+    assert [sample.at for sample in replica.samples] == [4.0]
+
+
+def test_prompt_tokens_beside_others_follow_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = made_replica(pause_s=0.1)
+    asked: Any = []
+    learned: Any = []
+    replica.pace = SimpleNamespace(
+        chunk=lambda *given: (asked.append(given), 8)[1],
+        learn=lambda amounts, seconds: learned.append((amounts.tolist(), seconds)),
+    )
+    replica.add(3, Arrival(0.0, array("q", range(6)), 4))
+    replica.begin(2.0)
+    assert asked == [(replica.scheduler.running, SIZE, 0.1, 100)]
+    assert replica.scheduler.mixed_tokens == 8
+    assert learned == [([1, 6, 18], 2.0)]
+    replica.end()
+    replica.begin(4.0)
+    assert len(learned) == 1  # a decode step
+
+
+def test_experts_of_a_replica_share_its_steps() -> None:
+    begun: Any = []
+    offload = SimpleNamespace(arena=SimpleNamespace(free_frames=50))
+    experts = SimpleNamespace(
+        pages=PagePool(1000, SIZE), offload=offload, elastic=False, begin=begun.append, alike=lambda: 2,
+        share=lambda tokens: begun.append(("share", tokens)) or 0.5,
+    )  # fmt: skip
+    replica = made_replica(shadowed=lambda: experts)
+    assert (replica.experts, replica.shares) == (experts, None)
+    assert replica.totals is not None
+    replica.totals = None
+    replica.add(3, Arrival(0.0, array("q", range(6)), 9))
+    replica.begin(2.0)
+    assert begun == [2.0, ("share", 6)]
+    assert replica.times.asked == [("prompts", 1, 0.5)]
 
 
 def test_certain_drafts_keep_the_last_token() -> None:
