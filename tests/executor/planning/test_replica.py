@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from executor.planning.cluster.cluster import Simulation
+from cpu_offload.cost.choices import COPYING, MOST_SWAPS
+from errors import UserError
+from executor.config.load import load_case
+from executor.engine.pages import PagePool
+from executor.engine.scheduler import Limits
+from executor.planning.cluster.cluster import Load, Simulation
+from executor.planning.cluster.times import GIGA
+from executor.planning.simulation import replica as module
+from executor.planning.simulation import run as simulating
+from executor.planning.simulation.experts import INTERVAL, Sizes
 from executor.planning.simulation.replica import COLLECT_S, SAMPLE_S, Certain, Replica, Run, Sample, sampling_of
 from executor.planning.simulation.router import GONE, Router
 from executor.planning.simulation.run import FAIL, LOSE_NODE, RETURN, STEP, Outcome, Served, Simulator
@@ -162,6 +171,116 @@ def test_the_end_of_steps_that_were_taken_together() -> None:
     assert replica._sampled == 3 * SAMPLE_S
 
 
+def made_replica(
+    pages: int = 1000, prefill_tokens: int | None = 100, pause_s: float = 0.0, shadowed: Any = None
+) -> Any:
+    """One whose steps take a second for each hundred prompt tokens, and half a second for each that decodes."""
+    asked: Any = []
+
+    def prefill(tokens: int, cached: int, resident: float) -> float:
+        asked.append((tokens, cached, resident))
+        return tokens / 1e4
+
+    def decode_steps(step: Any, groups: int, share: float, count: int) -> Any:
+        asked.append(("decode", groups, share, count))
+        return [0.5] * count, 0.125 * count
+
+    def seconds(step: Any, groups: int, share: float) -> float:
+        asked.append(("prompts", groups, share))
+        return 2.0
+
+    layout = SimpleNamespace(sizes=SimpleNamespace(resident=0.75))
+    times: Any = SimpleNamespace(
+        prefill=prefill, layout=layout, decode_steps=decode_steps, seconds=seconds, asked=asked
+    )
+    limits = Limits(
+        batch_size=4, max_sequence_length=2000, page_size=SIZE, prefill_tokens=prefill_tokens, mixed_tokens=100,
+        reserve=9,
+    )  # fmt: skip
+    return Replica(5, limits, pages, times, shadowed, pause_s)
+
+
+def test_a_warm_up_learns_from_prompts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: Any = []
+    monkeypatch.setattr(
+        module.Pace, "learn", lambda self, amounts, seconds: learned.append((amounts.tolist(), seconds))
+    )
+    replica = made_replica(pause_s=0.1)
+    found = replica.times.asked
+    # 64, 128, 256: the next one would take more than an eighth of all pages
+    assert found[:3] == [(64, 0, 0.75), (100, 0, 0.75), (28, 100, 0.75)]
+    assert found[3:] == [(100, 0, 0.75), (100, 100, 0.75), (56, 200, 0.75)]
+    assert [(amounts[1], seconds) for amounts, seconds in learned[:3]] == [(64, 0.0064), (100, 0.01), (28, 0.0028)]
+    assert learned[2][0][2] == 28 * (100 + 14)
+    assert made_replica().pace is None
+    whole = made_replica(prefill_tokens=None, pause_s=0.1)
+    assert whole.times.asked == [(64, 0, 0.75), (128, 0, 0.75), (256, 0, 0.75)]
+    asked: Any = []
+    monkeypatch.setattr(module, "next_prompt", lambda *given: asked.append(given) or 0)
+    made_replica(pages=77, pause_s=0.1)
+    assert asked == [(64, pytest.approx(0.0064), SIZE, 77, 2000)]
+
+
+def test_steps_begin_and_end() -> None:
+    replica = made_replica()
+    assert (replica.number, replica.busy, replica.steps, replica.preemptions, replica.found, replica.now) == (
+        5,
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
+    assert replica.begin(1.0) is None
+    replica.add(3, Arrival(0.0, array("q", range(6)), 4))
+    assert replica.begin(2.0) == 4.0
+    assert (replica.now, replica.run.start, replica.run.ends, replica.run.exposed) == (2.0, 2.0, [4.0], 0.0)
+    assert replica.times.asked == [("prompts", 1, 0.75)]
+    assert replica.end() == [(3, False)]
+    assert replica.begin(4.0) == 5.5  # three tokens more
+    assert (replica.run.ends, replica.run.exposed) == ([4.5, 5.0, 5.5], 0.375)
+    assert replica.times.asked[1:] == [("decode", 1, 0.75, 3)]
+    assert replica.end() == [(3, True)]
+    assert (replica.busy, replica.steps, replica.sequences) == (3.5, 4, {})
+    assert replica.begin(6.0) is None
+    assert [sample.at for sample in replica.samples] == [4.0]
+
+
+def test_prompt_tokens_beside_others_follow_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = made_replica(pause_s=0.1)
+    asked: Any = []
+    learned: Any = []
+    replica.pace = SimpleNamespace(
+        chunk=lambda *given: (asked.append(given), 8)[1],
+        learn=lambda amounts, seconds: learned.append((amounts.tolist(), seconds)),
+    )
+    replica.add(3, Arrival(0.0, array("q", range(6)), 4))
+    replica.begin(2.0)
+    assert asked == [(replica.scheduler.running, SIZE, 0.1, 100)]
+    assert replica.scheduler.mixed_tokens == 8
+    assert learned == [([1, 6, 18], 2.0)]
+    replica.end()
+    replica.begin(4.0)
+    assert len(learned) == 1  # a decode step
+
+
+def test_experts_of_a_replica_share_its_steps() -> None:
+    begun: Any = []
+    offload = SimpleNamespace(arena=SimpleNamespace(free_frames=50))
+    experts = SimpleNamespace(
+        pages=PagePool(1000, SIZE), offload=offload, elastic=False, begin=begun.append, alike=lambda: 2,
+        share=lambda tokens: begun.append(("share", tokens)) or 0.5,
+    )  # fmt: skip
+    replica = made_replica(shadowed=lambda: experts)
+    assert (replica.experts, replica.shares) == (experts, None)
+    assert replica.totals is not None
+    replica.totals = None
+    replica.add(3, Arrival(0.0, array("q", range(6)), 9))
+    replica.begin(2.0)
+    assert begun == [2.0, ("share", 6)]
+    assert replica.times.asked == [("prompts", 1, 0.5)]
+
+
 def test_certain_drafts_keep_the_last_token() -> None:
     made: Any = SimpleNamespace(drafted=3)
     assert Certain(0).accept(made, [4, 5, 6]) == [6]
@@ -281,3 +400,108 @@ def test_of_events_at_the_same_time_steps_come_first(first: int, second: int) ->
     made._at(1.0, second, 0, 0)
     made._at(1.0, first, 0, 0)
     assert [heapq.heappop(made.events)[1] for _ in range(2)] == [first, second]
+
+
+def laid_out(resident: float = 1.0, replicas: int = 2) -> Any:
+    """A layout with 60 pages of 16 tokens for keys and values, of 110 if no expert is resident."""
+    case = load_case("demo", ["prefix_floor=64", "prefill_pause_ms=250"])
+    config = SimpleNamespace(expert_count=32, experts_per_token=4)
+    memory = SimpleNamespace(token=10.0, experts=24_000, rest=5)
+    return SimpleNamespace(
+        sizes=SimpleNamespace(resident=resident, replicas=replicas, attn_dp=3, moe_ep=4, world=4),
+        cluster=SimpleNamespace(search=SimpleNamespace(most_sequences=7, chunk=40), load=Load(), devices=8),
+        counted=SimpleNamespace(case=case, config=config, memory=memory, expert_layers=5),
+        all_free_bytes=160.0 * 111 + 9, free_bytes=160.0 * 61 + 9,
+        decode=lambda count: SimpleNamespace(total=count * 8.0),
+        hardware=SimpleNamespace(need={"host.copy_gbps": 1e-6, "host.devices": 8.0}.__getitem__),
+    )  # fmt: skip
+
+
+def test_a_simulator_has_the_limits_of_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = []
+    monkeypatch.setattr(simulating, "Replica", lambda *given: (made.append(given), f"replica {given[0]}")[1])
+    simulation = Simulation(longest=960, reserve=11, mixed_tokens=30, prefix_cache=False, router="prefix_aware", seed=6)
+    of: Any = Simulator(laid_out(), simulation, "times")  # type: ignore[arg-type]
+    limits = Limits(21, 960, 16, 3, 40, 30, 11, prefixes=False, prefix_floor=4)
+    assert of.limits == limits
+    assert made == [(n, limits, 60, "times", None, 0.0) for n in (0, 1)]
+    assert of.outcome.replicas == ["replica 0", "replica 1"]
+    assert (of.router.kind, of.router.page_size, of.router.alive) == ("prefix_aware", 16, 2)
+    assert (of.lives, of.runs, of.back, of.fronts) == ([0, 0], [0, 0], [0.0, 0.0], [0.0, 0.0])
+    assert (of.open, of.held, of.events, next(of.order)) == ({}, [], [], 0)
+    assert of.choose.random() == np.random.default_rng([6, 2]).random()
+    with pytest.raises(UserError, match=r"^simulation\.longest: 961 tokens of one sequence do not fit into the 960 of"):
+        Simulator(laid_out(), Simulation(longest=961), "times")  # type: ignore[arg-type]
+    few = laid_out()
+    few.free_bytes = 160.0 * 6
+    assert Simulator(few, Simulation(longest=80), "times").limits.batch_size == 15  # type: ignore[arg-type]
+    for tokens, most, pause in ((0, 40, 0.25), (50, 40, 0.0), (40, 40, 0.0)):
+        of = Simulator(laid_out(), Simulation(longest=960, mixed_tokens=tokens), "times")  # type: ignore[arg-type]
+        assert (of.limits.mixed_tokens, made[-1][5]) == (most, pause)
+
+
+def test_experts_have_shadows_where_some_are_not_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = []
+    monkeypatch.setattr(simulating, "Replica", lambda *given: made.append(given))
+    monkeypatch.setattr(simulating, "StepTimes", lambda *given: given)
+    monkeypatch.setattr(simulating, "SimulatedExperts", lambda *given: given)
+    for resident, memory, pages, slots in (
+        (0.5, "fixed", 60, 20),
+        (0.5, "elastic", 110, None),
+        (1.0, "elastic", 110, None),
+    ):
+        layout, simulation = laid_out(resident, 1), Simulation(longest=900, memory=memory, skew=1.5, seed=3)
+        Simulator(layout, simulation)
+        *_, found, times, shadows, _ = made[-1]
+        assert (found, times) == (pages, (layout, 900))
+        sizes, fixed, skew, seed = shadows()
+        assert (fixed, skew, seed) == (slots, 1.5, 3)
+        # an expert has 600 bytes, which are copied in 0.6 s; copies may take a share of a step of 8 s
+        swaps = min(int(8.0 / COPYING / 0.6), MOST_SWAPS)
+        assert sizes == Sizes(5, 8, 32, 4, 600, 160, 16, 160 * 111 + 9, 600 / (1e-6 * GIGA), INTERVAL * swaps)
+    slow = laid_out(0.5, 1)
+    slow.decode = lambda count: SimpleNamespace(total=1e-9)
+    Simulator(slow, Simulation(longest=900))
+    assert made[-1][4]()[0].most_swaps == INTERVAL
+    quick = laid_out(0.5, 1)
+    quick.decode = lambda count: SimpleNamespace(total=1e9)
+    Simulator(quick, Simulation(longest=900))
+    assert made[-1][4]()[0].most_swaps == INTERVAL * MOST_SWAPS
+
+
+def test_events_are_served_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come after the front's time; steps of replicas that have failed since do not count."""
+    made, done = simulator(2, front_ms=500.0, restart_s=7.0), list[Any]()
+    coming = [Arrival(at, array("q", [1] * 4), 9) for at in (1.0, 3.0)]
+    monkeypatch.setattr(simulating, "arrivals", lambda load, simulation: iter(coming))
+    made.layout.cluster.load = Load()
+    made._plan_failure = lambda replica, now: done.append(("plan", replica.number, now))
+    made._nodes, made._plan_loss = (lambda: range(1)), (lambda node, now: done.append(("loss", node, now)))
+    made.runs, made.lives = [4, 2], [1, 0]
+
+    def send(id: int, now: float) -> None:
+        done.append(("send", id, now))
+        made._at(now + 1.0, STEP, 0, 4)
+
+    def end_step(replica: Any, now: float) -> None:
+        done.append(("step", replica.number, now))
+        made.open.clear()
+
+    made._send, made._end_step = send, end_step
+    made._fail = lambda replica, now, seconds: done.append(("fail", replica.number, now, seconds))
+    made._return = lambda replica, now: done.append(("return", replica.number, now))
+    made._lose_node = lambda node, now: done.append(("node", node, now))
+    made._at(1.25, LOSE_NODE, 3, 0)
+    made._at(1.5, STEP, 1, 2)  # at the time of the first request, which comes first
+    made._at(1.75, STEP, 0, 3)  # of an earlier run
+    made._at(1.75, FAIL, 0, 0)  # of an earlier life
+    made._at(2.0, FAIL, 0, 1)
+    made._at(2.25, RETURN, 1, 0)
+    made._at(9.0, FAIL, 1, 0)  # after the end
+    outcome = made.run()
+    assert done == [
+        ("plan", 0, 0.0), ("plan", 1, 0.0), ("loss", 0, 0.0), ("node", 3, 1.25), ("send", 0, 1.5), ("step", 1, 1.5),
+        ("fail", 0, 2.0, 7.0), ("return", 1, 2.25), ("step", 0, 2.5), ("send", 1, 3.5), ("step", 0, 4.5),
+    ]  # fmt: skip
+    assert outcome.served == {0: Served(1.0, 4, 9), 1: Served(3.0, 4, 9)}
+    assert outcome.end == 4.5
