@@ -187,12 +187,16 @@ pytest.main([*FLAGS, "-s", "test_listed.py"], plugins=[Collected(work)])
 """
 LISTED = """
 from errors import listed
+import executor.serving.errors
 def test_few(): assert listed(["a", "b"]) == "a, b"
 def test_more(): assert listed(["a", "b", "c"], 2) == "a, b and 1 more"
 def test_last(): pass
 def test_late():
     from executor.parallel.partitions import ParallelSizes
     assert ParallelSizes(world=8, attn_tp=2).attn_dp == 4
+def test_super():
+    from executor.serving.errors import ApiError
+    assert ApiError(400, "why").args == ("why",)
 """
 
 
@@ -203,14 +207,21 @@ def test_a_function_gets_other_code_in_a_fork(tmp_path: Path) -> None:
     names = [f"errors.py:{numbers[new]}" for new in ("more >= 0", "len(names) + limit")]
     late = ROOT / "executor" / "parallel" / "partitions.py"
     names += [f"{m.path}:{m.number}" for m in mutants(late) if m.new == "self.world * self.attn_tp"]
+    api = ROOT / "executor" / "serving" / "errors.py"
+    names += [
+        f"{m.path}:{m.number}"
+        for m in mutants(api)
+        if m.old == "super().__init__(one_line(message))" and m.new == "pass"
+    ]
     python("import sys; sys.path.insert(0, '.')" + COLLECTED.format(folder=str(tmp_path), names=names))
     runs = json.loads((tmp_path / "runs").read_text())
-    assert [run["status"] for run in runs] == [0, 1, 1], "two names do not show the boundary"
+    assert [run["status"] for run in runs] == [0, 1, 1, 1], "two names do not show the boundary"
     assert runs[0]["failed"] == []
     assert runs[1]["failed"] == ["test_listed.py::test_few"]
-    assert len(runs[0]["passed"]) == 4
+    assert len(runs[0]["passed"]) == 5
     assert len(runs[1]["passed"]) == 1
     assert runs[2]["failed"] == ["test_listed.py::test_late"], "also where only the test imports the module"
+    assert runs[3]["failed"] == ["test_listed.py::test_super"], "also where the only `super()` is removed"
 
 
 def test_the_most_promising_tests_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,14 +183,20 @@ class Collected:
 
     def run_tests(self, tests: list[str], mutant: str) -> Outcome:
         """To be called in a fork. Runs the tests up to the first failure."""
-        announce(mutant)
-        install(mutant)  # where only a test's own run imports the module
         path, number = mutant.rsplit(":", 1)
         target = str(ROOT / path)
         codes = dict(_codes(compile(mutated(ROOT / path, int(number)), target, "exec", dont_inherit=True)))
-        for function in self.functions.get(target, []):
-            code = codes.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
-            if code and code.co_freevars == function.__code__.co_freevars:
+        changed = [
+            (f, codes.get((f.__code__.co_qualname, f.__code__.co_firstlineno))) for f in self.functions.get(target, [])
+        ]
+        if any(code and code.co_freevars != function.__code__.co_freevars for function, code in changed):
+            return fresh(
+                tests, mutant, first=True
+            )  # as where the only `super()` is removed: no function takes such code
+        announce(mutant)
+        install(mutant)  # where only a test's own run imports the module
+        for function, code in changed:
+            if code:
                 function.__code__ = code
         watch = Watch()
         self.config.pluginmanager.register(watch)
