@@ -78,6 +78,22 @@ def test_a_budget_is_divided_and_what_is_left_as_well(monkeypatch: pytest.Monkey
     assert now == probe.MOST - 99
 
 
+def test_the_last_kind_has_all_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def once() -> float:
+        nonlocal now
+        now += 1
+        return now
+
+    budget, ended = probe.Budget(20, 3), []
+    for _ in range(3):
+        budget.fastest(once)
+        ended.append(now)
+    assert ended == [7, 14, 20]  # a call that has begun is finished
+
+
 def test_costs_are_fitted_to_what_each_side_takes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of one token, of the most that decode and of a prefill, with 1, 2, a token's and all their experts."""
     device, shadow = Line(0.5, 0.25, 0.0625), Line(1.0, 0.5, 0.125)
@@ -169,7 +185,7 @@ def test_a_replay_takes_the_next_experts_and_blocks() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at it takes half a second."""
-    now = iter(0.5 * turn for turn in range(100))
+    now = iter(0.5 * turn for turn in range(10, 100))
     monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: next(now)))
 
 
