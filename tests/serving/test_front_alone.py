@@ -856,3 +856,54 @@ def test_large_bodies_take_turns(size: int) -> None:
     large = size >= 1 << 16
     assert asyncio.run(scenario()) == ({"a": 1}, int(large))
     assert turns == [0] * large
+
+
+class Api:
+    """A module of an API that is made up."""
+
+    def __init__(self) -> None:
+        self.prepared: list[Any] = []
+
+    async def prepare(self, front: Any, data: Any, salt: bytes) -> Any:
+        self.prepared.append((data, salt))
+        return "made"
+
+    async def whole(self, made: Any) -> Any:
+        return {"whole": made}
+
+    async def events(self, made: Any) -> AsyncGenerator[bytes, None]:
+        yield f"{made}".encode()
+
+
+def test_requests_are_prepared_and_answered() -> None:
+    """Whole, or as a stream."""
+    of, api = Alone(), Api()
+
+    async def scenario(stream: bool | None) -> Any:
+        gone = asyncio.Event()
+        given = iter([part(b'{"messages": [], "odd": 1, "known": 2}')])
+
+        async def receive() -> Any:
+            for message in given:
+                return message
+            await gone.wait()
+
+        request = Request({"type": "http", "method": "POST", "headers": [], "state": {"salt": b"s"}}, receive)
+        kind = anthropic.CountRequest
+        made = await app.prepared(of, request, api, kind, {"known"})  # type: ignore[arg-type]
+        response = await app.answered(request, api, made, stream)  # type: ignore[arg-type]
+        if not stream:
+            return response.body
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await response({}, receive, send)
+        return [message["body"] for message in sent[1:]]
+
+    assert asyncio.run(scenario(None)) == asyncio.run(scenario(False)) == b'{"whole":"made"}'
+    assert asyncio.run(scenario(True)) == [b"made", b""]
+    data = {"messages": [], "odd": 1, "known": 2}
+    assert api.prepared == [(data, b"s")] * 3
+    assert of.unknown == {"odd": 3}
