@@ -4,6 +4,7 @@ import io
 import os
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,10 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Chan
 
 def test_messages_in_both_directions(ends: tuple[Channel, socket.socket]) -> None:
     ours, theirs = ends
+    threads = [thread for thread in threading.enumerate() if thread.name in ("channel reader", "channel writer")]
+    assert len(threads) >= 2
+    assert all(thread.daemon for thread in threads)  # the engine's end ends them
+    assert (ours._closed, ours._failure) == (False, None)
     assert ours.receive(0) == []
     assert ours.receive(0.001) == []
     theirs.sendall(framed(Ping(1)) + framed(Abort(2)))
@@ -228,3 +233,37 @@ def test_rank_0_s_number_is_every_rank_s(monkeypatch: pytest.MonkeyPatch) -> Non
     assert other.number(9) == 5
     sent = msgspec.msgpack.decode(group.sent[0].numpy().tobytes()[4:][: group.sent[0][0]], type=Tick)
     assert sent == Tick(5, 0, None, 0, [])
+
+
+def test_a_wait_is_for_the_first_message_alone() -> None:
+    made, waited = parts(), list[Any]()
+    given = [Ping(1), Ping(2)]
+
+    def get(timeout: float | None = None) -> Any:
+        waited.append(timeout)
+        if not given:
+            raise queue.Empty
+        return given.pop(0)
+
+    made._inbox = SimpleNamespace(get=get, get_nowait=get)
+    assert made.receive(2.5) == [Ping(1), Ping(2)]
+    assert waited == [2.5, None, None]
+    waited.clear()
+    given.append(Ping(3))
+    assert made.receive(0) == [Ping(3)]
+    assert waited == [None, None]
+    assert made.receive(1.0) == []
+
+
+def test_a_channel_is_closed_when_what_is_waiting_is_sent() -> None:
+    made, done = parts(Stop()), list[Any]()
+    made._writer = SimpleNamespace(join=lambda timeout: done.append(("join", timeout, made._closed)))
+
+    def shutdown(how: int) -> None:
+        done.append(("shutdown", how, made._closed))
+        raise OSError
+
+    made._socket = SimpleNamespace(shutdown=shutdown, close=lambda: done.append("close"))
+    made.close()
+    assert done == [("join", module.CLOSE_S, False), ("shutdown", socket.SHUT_RDWR, True), "close"]
+    assert [made._outbox.get_nowait() for _ in range(2)] == [Stop(), None]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from errors import UserError
@@ -20,9 +21,11 @@ from executor.serving.auth import Keys, check_address, check_origin, is_loopback
 from executor.serving.body import decoded, read_body
 from executor.serving.client import EngineClient, EngineGone, RequestRefused
 from executor.serving.errors import ApiError, renamed
-from executor.serving.front import Front, Job
+from executor.serving.front import Front, Job, Text
 from executor.serving.messages import Progress, Ready, Row, Running, Sampling, State
-from executor.serving.sse import ClientGone
+from executor.serving.sse import ClientGone, Json
+from executor.text.formats import FORMATS, TAGS
+from tests.serving.front import family_tokenizer
 
 READY = Ready(416, 4, 96, 16, 50, 2, [0], 100.0)
 
@@ -606,3 +609,301 @@ def test_answers_of_routes_that_need_no_model() -> None:
     asked.path_params["name"] = "other"
     with pytest.raises(ApiError, match="there is no model other"):
         answer(app.model)
+
+
+def test_what_a_front_knows_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars and the process that tries them are made once, when they are asked for."""
+    case = load_case("demo")
+    of = Alone()
+    read: list[Any] = []
+    monkeypatch.setattr(front, "load_model_config", lambda given: SimpleNamespace(vocab_size=96))
+    monkeypatch.setattr(front, "model_folder", lambda given: "folder")
+
+    def tokenizer(*given: Any) -> Any:
+        read.append(given)
+        return family_tokenizer("qwen3")
+
+    monkeypatch.setattr(front, "Tokenizer", tokenizer)
+    of.load_text()
+    text = of.text
+    assert isinstance(text, Text)
+    assert read == [("folder", 96)]
+    assert text.tokenizer is family_tokenizer("qwen3")
+    assert text.format is FORMATS["qwen3"]
+    assert text.splits is (case.model_config.reasoning == "split")
+    other: Any = SimpleNamespace(model_config=SimpleNamespace(output_format="minimax_m2", reasoning="keep"))
+    assert (Text(other, text.tokenizer).splits, Text(other, text.tokenizer).format) == (False, FORMATS["minimax_m2"])
+    other.model_config.reasoning = "split"
+    assert Text(other, text.tokenizer).splits is True
+    assert text.longest_token == max(len(token) for token in text.tokenizer.backend.get_vocab()) > 1
+    made: list[Any] = []
+
+    class Compiler:
+        def __init__(self, *given: Any):
+            made.append(given)
+            self.closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(front, "Compiler", Compiler)
+    text.close()
+    first: Any = text.compiler(READY)
+    assert id(text.compiler(READY)) == id(first)
+    assert made == [(text.tokenizer, READY)]
+    text.close()
+    assert first.closed
+
+
+def test_marks_and_bytes_of_tokens() -> None:
+    """Marks that are special tokens are known by their ids; the others are text."""
+    tokenizer = family_tokenizer("qwen3")
+    text = Text(load_case("demo"), tokenizer)
+    size, end = tokenizer.backend.get_vocab_size(), tokenizer.hf.eos_token_id
+    ready = Ready(416, 4, size, 16, 50, 1, [end], 100.0)
+    grammars = text.grammars(ready)
+    assert text.grammars(ready) is grammars
+    ids = {mark: tokenizer.backend.token_to_id(mark) for mark in TAGS}
+    assert text.mark_ids(ready) == {
+        mark: id for mark, id in ids.items() if id is not None and grammars.tokens.is_special_token(id)
+    }
+    (id,) = tokenizer.encode("A", chat=False)
+    assert text.token_bytes(id, ready) == b"A"
+    special = SimpleNamespace(is_special_token=lambda id: id != 5)
+    backend = SimpleNamespace(token_to_id={"<think>": 3, "</think>": 5}.get)
+    made: Any = Text.__new__(Text)
+    made.grammars, made.tokenizer = lambda ready: SimpleNamespace(tokens=special), SimpleNamespace(backend=backend)
+    assert made.mark_ids(ready) == {"<think>": 3}
+
+
+def test_a_front_that_closes_leaves_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = Alone()
+    asked: list[Any] = []
+    of._threads = SimpleNamespace(shutdown=lambda **how: asked.append(how))  # type: ignore[assignment]
+    of.close()
+    assert asked == [{"wait": False, "cancel_futures": True}]
+    assert of.live.client is of.client
+    assert of.live.metrics is of.metrics
+    assert of.live.status() == {"model": "demo", "status": "serving"}
+    assert isinstance(of.created, int)
+    assert of.created > 1_600_000_000
+
+
+class Answers:
+    """An application around a router that is made up; `ask` gives what it sends."""
+
+    def __init__(self, does: Any, **settings: Any):
+        self.front = Alone(**settings)
+        self.app = app.App(self.front)
+        self.app.router = self.route  # type: ignore[assignment]
+        self.does, self.seen = does, list[Any]()
+
+    async def route(self, scope: Any, receive: Any, send: Any) -> None:
+        self.seen.append((scope["app"], scope.get("state"), self.front.open))
+        await self.does(scope, receive, send)
+
+    def ask(self, method: str = "POST", path: str = "/v1/x", kind: str = "http", **headers: str) -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.disconnect"}
+
+        raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": kind, "method": method, "path": path, "headers": raw}
+        asyncio.run(self.app(scope, receive, send))
+        return sent
+
+
+async def fine(scope: Any, receive: Any, send: Any) -> None:
+    await Json({"a": 1}, 201)(scope, receive, send)
+
+
+def headers_of(sent: list[Any]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+
+
+def test_every_answer_has_the_request_s_id() -> None:
+    answers = Answers(fine)
+    sent = answers.ask(x_request_id="mine")
+    assert (sent[0]["status"], sent[1]["body"]) == (201, b'{"a":1}')
+    headers = headers_of(sent)
+    assert headers["x-request-id"] == "mine"
+    assert "connection" not in headers
+    assert headers_of(answers.ask())["x-request-id"].startswith("req_")
+    assert answers.ask(kind="lifespan") == []
+    assert answers.seen == [(answers.app, {"salt": b""}, 1)] * 2
+    answers.seen.clear()
+    for method, path, salt in (("GET", "/health", None), ("HEAD", "/v1/x", {"salt": b""})):
+        answers.ask(method, path)
+        assert answers.seen.pop() == (answers.app, salt, 0)
+    assert answers.front.open == 0
+
+
+def test_a_server_that_drains_takes_nothing_new() -> None:
+    answers = Answers(fine)
+    answers.front.draining = True
+    sent = answers.ask()
+    assert (sent[0]["status"], headers_of(sent)["connection"], answers.seen) == (503, "close", [])
+    assert json.loads(sent[1]["body"])["error"]["code"] == "draining"
+    for method in ("GET", "HEAD"):
+        assert answers.ask(method)[0]["status"] == 201
+
+
+def failing(error: BaseException, begun: bool = False) -> Any:
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message", "code"),
+    [
+        (ApiError(418, "why", None, "c"), 418, "why", "c"),
+        (HTTPException(404), 404, "there is nothing at /v1/x", None),
+        (HTTPException(405, headers={"Allow": "GET"}), 405, "POST is not for this path", None),
+        (HTTPException(406, "odd"), 406, "odd", None),
+        (UserError("a file is odd"), 500, "a file is odd", "internal_error"),
+    ],
+)
+def test_errors_are_answered(error: Exception, status: int, message: str, code: str | None) -> None:
+    answers = Answers(failing(error))
+    sent = answers.ask()
+    told = json.loads(sent[1]["body"])["error"]
+    assert (sent[0]["status"], told["message"], told["code"]) == (status, message, code)
+    assert headers_of(sent).get("allow") == ("GET" if status == 405 else None)
+    assert answers.front.open == 0
+
+
+def test_nobody_reads_the_answer_of_a_client_that_has_gone() -> None:
+    sent = Answers(failing(ClientGone())).ask()
+    assert (sent[0]["status"], sent[1]["body"]) == (499, b"")
+
+
+def test_what_nobody_foresaw_is_in_the_log_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = Answers(failing(ValueError("the cup is empty")))
+    sent = answers.ask(x_request_id="mine")
+    told = json.loads(sent[1]["body"])["error"]
+    assert (sent[0]["status"], told["code"]) == (500, "internal_error")
+    assert told["message"] == "the server failed; its log has the reason under mine"
+    assert "ValueError: the cup is empty" in capsys.readouterr().err
+    sent = Answers(failing(MemoryError())).ask(x_request_id="mine")
+    assert (sent[0]["status"], headers_of(sent)["retry-after"]) == (503, "1")
+    said = capsys.readouterr().err
+    assert said.startswith("request mine: ")
+    assert said.count("\n") == 1
+    answers = Answers(failing(ValueError("the cup is empty"), begun=True))
+    with pytest.raises(ValueError, match="the cup is empty"):
+        answers.ask()
+    assert "ValueError" in capsys.readouterr().err
+    assert answers.front.open == 0
+
+
+def test_a_body_of_two_lengths_ends_its_connection() -> None:
+    answers = Answers(fine)
+    sent = answers.ask(content_length="3", transfer_encoding="chunked")
+    assert (sent[0]["status"], headers_of(sent)["connection"], answers.seen) == (400, "close", [])
+    told = json.loads(sent[1]["body"])["error"]["message"]
+    assert told == "a body has either a Content-Length or a Transfer-Encoding"
+    assert answers.ask(content_length="3")[0]["status"] == 201
+    assert answers.ask(transfer_encoding="chunked")[0]["status"] == 201
+
+
+def test_keys_and_origins_are_checked_first() -> None:
+    answers = Answers(fine)
+    assert answers.ask(host="evil.example")[0]["status"] == 403
+    answers.front.keys = Keys.of([b"a"])
+    assert answers.ask(host="127.0.0.1")[0]["status"] == 401
+    assert answers.ask(path="/health", host="127.0.0.1")[0]["status"] == 201
+    answers.seen.clear()
+    assert answers.ask(host="127.0.0.1", x_api_key="a")[0]["status"] == 201
+    assert answers.seen == [(answers.app, {"salt": answers.front.keys.digests[0][:16]}, 1)]
+
+
+@pytest.mark.parametrize("size", [(1 << 16) - 1, 1 << 16])
+def test_large_bodies_take_turns(size: int) -> None:
+    """They are read in a thread, one at a time."""
+    of = Alone()
+    turns: list[int] = []
+    turn = of.turn
+
+    def counted() -> Any:
+        turns.append(of._in_line)
+        return turn()
+
+    of.turn = counted  # type: ignore[method-assign]
+
+    async def use(data: Any) -> Any:
+        return data, of._in_line
+
+    async def scenario() -> Any:
+        gone = asyncio.Event()
+        given = iter([part(b'{"a": 1}'.ljust(size))])
+
+        async def receive() -> Any:
+            for message in given:
+                return message
+            await gone.wait()
+
+        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+        return await app.read(of, request, use)
+
+    large = size >= 1 << 16
+    assert asyncio.run(scenario()) == ({"a": 1}, int(large))
+    assert turns == [0] * large
+
+
+class Api:
+    """A module of an API that is made up."""
+
+    def __init__(self) -> None:
+        self.prepared: list[Any] = []
+
+    async def prepare(self, front: Any, data: Any, salt: bytes) -> Any:
+        self.prepared.append((data, salt))
+        return "made"
+
+    async def whole(self, made: Any) -> Any:
+        return {"whole": made}
+
+    async def events(self, made: Any) -> AsyncGenerator[bytes, None]:
+        yield f"{made}".encode()
+
+
+def test_requests_are_prepared_and_answered() -> None:
+    """Whole, or as a stream."""
+    of, api = Alone(), Api()
+
+    async def scenario(stream: bool | None) -> Any:
+        gone = asyncio.Event()
+        given = iter([part(b'{"messages": [], "odd": 1, "known": 2}')])
+
+        async def receive() -> Any:
+            for message in given:
+                return message
+            await gone.wait()
+
+        request = Request({"type": "http", "method": "POST", "headers": [], "state": {"salt": b"s"}}, receive)
+        kind = anthropic.CountRequest
+        made = await app.prepared(of, request, api, kind, {"known"})  # type: ignore[arg-type]
+        response = await app.answered(request, api, made, stream)  # type: ignore[arg-type]
+        if not stream:
+            return response.body
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await response({}, receive, send)
+        return [message["body"] for message in sent[1:]]
+
+    assert asyncio.run(scenario(None)) == asyncio.run(scenario(False)) == b'{"whole":"made"}'
+    assert asyncio.run(scenario(True)) == [b"made", b""]
+    data = {"messages": [], "odd": 1, "known": 2}
+    assert api.prepared == [(data, b"s")] * 3
+    assert of.unknown == {"odd": 3}

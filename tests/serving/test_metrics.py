@@ -272,3 +272,36 @@ def test_metrics_of_requests_over_http() -> None:
         'engine_starts_total{model_name="demo_chat"}': 1,
     }.items():
         assert f"umbra:{labels} {count:.1f}" in lines
+
+
+def test_a_cache_of_which_nothing_is_known_has_one_page() -> None:
+    metrics = Metrics("m")
+    metrics.take(STATE)
+    assert value(metrics, "kv_cache_usage_perc") == 10.0
+
+
+def test_a_request_that_ends_without_a_row_has_taken_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = Metrics("m"), Clock(monkeypatch)
+    timeline = metrics.arrived(40)
+    assert (timeline.tokens, timeline.queued_s, timeline.ended, timeline.arrived) == (0, 0.0, False, clock.now)
+    clock.now += 5
+    for _ in range(2):  # only the first call counts
+        timeline.end("stop")
+    for name in ("request_prefill_time", "request_decode_time", "request_inference_time", "e2e_request_latency"):
+        assert value(metrics, f"{name}_seconds_sum") == 0
+        assert value(metrics, f"{name}_seconds_count") == 1
+    assert value(metrics, "request_success_total", finished_reason="stop") == 1
+    assert value(metrics, "request_prompt_tokens_sum") == 40
+    assert value(metrics, "request_generation_tokens_count") == 1
+    assert value(metrics, "request_time_per_output_token_seconds_count") == 0
+
+
+def test_a_request_of_two_tokens_has_a_mean_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = Metrics("m"), Clock(monkeypatch)
+    timeline = metrics.arrived(4)
+    timeline.row(Row(1, [7]))
+    clock.now += 3
+    timeline.row(Row(1, [8]))
+    timeline.end("length")
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == 3
+    assert not re.search("_created", metrics.text({}).decode())

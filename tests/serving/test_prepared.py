@@ -561,3 +561,21 @@ def test_what_is_no_token() -> None:
         error = error_of(tokenizing.detokenize(front, {"tokens": [1, wrong, size + 5]}))
         assert (error.param, str(error)) == ("tokens", f"tokens: {wrong} is outside the vocabulary of {size}")
     assert error_of(tokenizing.detokenize(front, {"tokens": [1], "model": "wrong"})).param == "model"
+
+
+def test_tokens_that_a_tokenizer_cannot_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    front: Any = Front("qwen3")
+
+    def whole_text(ids: list[int]) -> str:
+        raise UserError("the tokenizer failed")
+
+    monkeypatch.setattr(front.text.tokenizer, "whole_text", whole_text)
+    error = error_of(tokenizing.detokenize(front, {"tokens": [1]}))
+    assert (error.status, error.param, str(error)) == (400, "tokens", "tokens: the tokenizer failed")
+
+
+def test_echoed_token_ids_are_text() -> None:
+    front: Any = Front("qwen3")
+    ids = front.text.tokenizer.encode("Hé", chat=False)
+    assert complete(front, ids, echo=True).prompts == ["Hé"]
+    assert complete(front, ["a", ids], echo=True).prompts == ["a", "Hé"]

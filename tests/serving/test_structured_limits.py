@@ -251,3 +251,17 @@ def test_schemas_of_requests_and_tools_are_checked() -> None:
     with pytest.raises(ApiError) as caught:
         _grammar("p", "regex", "")
     assert str(caught.value) == f"p: must have 1 to {LARGEST} bytes"
+
+
+def test_experts_and_memory_of_a_snapshot() -> None:
+    arena = SimpleNamespace(frames=100, slot_frames=48, free_frames=4)
+    published = np.array([[True, False, True], [False, True, True]])
+    offload = SimpleNamespace(counts=np.zeros((2, 3), np.int64), published=published, arena=arena)
+    news = ExpertNews(SimpleNamespace(offload=offload, hits=90, misses=10, exposed_s=0.5))  # type: ignore[arg-type]
+    assert news.fields() == {
+        "experts_resident": 4, "experts": 6, "expert_hits": 90, "expert_misses": 10, "shadow_exposed_s": 0.5,
+        "arena_frames": 100, "expert_frames": 48, "free_frames": 4,
+    }  # fmt: skip
+    found = news.changed()
+    assert found
+    assert (found.layers, found.experts, found.resident, found.heat) == (2, 3, bytes([0b110101]), bytes(6))
