@@ -155,6 +155,7 @@ def test_problems_are_named_with_the_likeliest_cause_first() -> None:
     stored: Any = {
         "a.weight": Stored({"a.weight": Needed((2, 3)), "a.bias": Needed((3,), optional=True)}, None),  # type: ignore[arg-type]
         "b.weight": plain("b.weight", (2, 2)),
+        "e.weight": Stored({"e.first": Needed((1,)), "b.extra": Needed((2,))}, None),  # type: ignore[arg-type]
         "c.weight": plain("c.weight", (8,)),
         "d.weight": Stored({"d.weight_packed": Needed((1,))}, None),  # type: ignore[arg-type]
     }
@@ -166,9 +167,10 @@ def test_problems_are_named_with_the_likeliest_cause_first() -> None:
             "d.weight, unquantised",
             "d.weight_scale, compressed-tensors' int-quantized or float-quantized",
         ],
-        "tensors missing": ["b.weight", "d.weight_packed"],
-        "tensors that the model does not know": ["b.extra", "b.qweight", "d.weight", "d.weight_scale"],
+        "tensors missing": ["b.weight", "d.weight_packed", "e.first"],
+        "tensors that the model does not know": ["b.qweight", "d.weight", "d.weight_scale"],
         "tensors that do not fit": [
+            "b.extra has shape [1], expected [2]",
             "c.weight has shape [9], expected [8]",
             "c.weight has type I8, expected one of BF16, F16, F32",
         ],

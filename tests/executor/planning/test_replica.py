@@ -99,6 +99,7 @@ def test_steps_are_cut_at_the_one_that_runs() -> None:
     assert running(2.0, 3.0, 4.0).cut(3.0) == 3.0
     assert running(2.0, 3.0, 4.0).cut(3.1) is None
     assert running(2.0).cut(1.5) is None
+    assert running(2.0, 3.0).cut(1.5) == 2.0
     assert running().cut(1.5) is None
 
 
@@ -231,6 +232,7 @@ def test_steps_begin_and_end() -> None:
         0,
         0,
     )
+    assert (replica.scheduler.pools[0].pages, replica.scheduler.pools[0].page_size) == (1000, SIZE)
     assert replica.begin(1.0) is None
     replica.add(3, Arrival(0.0, array("q", range(6)), 4))
     assert replica.begin(2.0) == 4.0
@@ -244,6 +246,32 @@ def test_steps_begin_and_end() -> None:
     assert (replica.busy, replica.steps, replica.sequences) == (3.5, 4, {})
     assert replica.begin(6.0) is None
     assert [sample.at for sample in replica.samples] == [4.0]
+
+
+def test_steps_that_are_taken_together_have_their_pages_and_drafts() -> None:
+    replica, done = made_replica(), list[Any]()
+    sequences = [SimpleNamespace(ids=array("q", [7]), drafted=0) for _ in range(2)]
+    replica.scheduler = SimpleNamespace(
+        grow=lambda given: done.append(("grow", given)), reserve=lambda given: done.append(("reserve", given))
+    )
+    replica._draft(SimpleNamespace(sequences=sequences), 3)
+    assert [(s.ids.tolist(), s.drafted) for s in sequences] == [([7, 0, 0, 0], 3)] * 2
+    assert done == [("grow", sequences), ("reserve", sequences)]
+
+
+def test_shares_of_memory_are_decided_once_prompts_have_a_rate() -> None:
+    replica, done = made_replica(), list[Any]()
+    step = SimpleNamespace(sequences=[], decode=False)
+    replica.scheduler = SimpleNamespace(
+        schedule=lambda: step, preempted=["a", "b"], reserve=lambda given: done.append(("reserve", given))
+    )
+    replica.shares = SimpleNamespace(decide=done.append, expert_pages=13)
+    replica.begin(1.0)
+    assert done == [("reserve", [])]
+    assert (replica.scheduler.expert_pages, replica.preemptions) == (13, 2)
+    replica.prefill_rate.value = 8.0
+    replica.begin(2.0)
+    assert (done[1], replica.preemptions) == (SIZE / 8.0, 4)
 
 
 def test_prompt_tokens_beside_others_follow_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
