@@ -84,7 +84,8 @@ def judge(scenario: Scenario, kind: str, n: int, forever: bool) -> str:
     faults.arm(scenario.root, kind, n, forever)
     outcome = scenario.run()
     happened, what, error = faults.happened, faults.what, os.strerror(faults.block.error)
-    verdict = wrong = _verdict(scenario, outcome, kind, what, error, forever) if happened else "answered"
+    judged = happened or outcome.ended.hung
+    verdict = wrong = _verdict(scenario, outcome, kind, what, error, forever) if judged else "answered"
     if verdict in FINE:
         wrong, state = _left(scenario, outcome), scenario.state()
         if not wrong and state not in scenario.starts:  # else it has been started from the same files
