@@ -1,10 +1,13 @@
 """One server from its start to its end, and its connections, with ranks, clients and times that are made up."""
 
 import asyncio
+import contextlib
+import logging
+import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -397,3 +400,212 @@ def test_work_is_waited_for_no_longer_than_allowed(made: Any) -> None:
     run.forced.set()
     assert not asyncio.run(waited(60.0, None))
     run.folder.cleanup()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_case_is_served_in_order(monkeypatch: pytest.MonkeyPatch, node: int) -> None:
+    """It is refused before a port is opened; another node than the first runs ranks only."""
+    done: list[Any] = []
+    case: Any = SimpleNamespace(
+        serve_config=SimpleNamespace(restarts=4, api_key_file="keys", host="127.0.0.1", port=5), name="demo"
+    )
+
+    def told(name: str, result: Any = None) -> Any:
+        def call(*given: Any) -> Any:
+            done.append((name, *given))
+            return result
+
+        return call
+
+    @contextlib.contextmanager
+    def open_port(*given: Any) -> Iterator[str]:
+        done.append(("listening", *given))
+        yield "listener"
+        done.append(("closed",))
+
+    class Made:
+        def __init__(self, *given: Any):
+            done.append(("run", *given))
+
+        async def run(self, listener: Any) -> int:
+            done.append(("serve", listener))
+            return 3
+
+    for name, call in {
+        "load_case": told("load", case), "load_model_config": told("model"), "check_ready": told("ready"),
+        "keep_ranks": told("keep", 7), "check_address": told("address"), "listening": open_port, "Run": Made,
+        "node_env": lambda: SimpleNamespace(node_rank=node),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(module, name, call)
+    monkeypatch.setattr(Keys, "read", lambda file: f"read {file}")
+    monkeypatch.setattr("sys.setswitchinterval", told("switch"))
+    with pytest.raises(SystemExit) as ended:
+        module.serve("demo", ["a=1"])
+    first = [("load", "demo", ["a=1"]), ("model", case), ("ready", case)]
+    if node:
+        assert (ended.value.code, done) == (7, [*first, ("keep", "demo", ["a=1"], 4)])
+        return
+    assert ended.value.code == 3
+    assert done == [
+        *first, ("switch", module.SWITCH_S), ("address", "127.0.0.1", "read keys"), ("listening", "127.0.0.1", 5),
+        ("run", case, "demo", ["a=1"], "read keys"), ("serve", "listener"), ("closed",),
+    ]  # fmt: skip
+
+
+def test_what_a_run_is_made_of() -> None:
+    case, keys = load_case("demo"), Keys(())
+    run = Run(case, "name", ["a=1"], keys)
+    supervisor = run.supervisor
+    assert (supervisor.case, supervisor.name, supervisor.overrides) == (case, "name", ["a=1"])
+    assert supervisor.client is run.client
+    assert (run.front.case, run.front.keys, run.front.client, run.front.supervisor) == (
+        case, keys, run.client, supervisor
+    )  # fmt: skip
+    assert run.client.changed == run._changed
+    assert run.client.path.parent.stat().st_mode & 0o777 == 0o700
+    assert (run.signals, run.asked.is_set(), run.forced.is_set()) == ([], False, False)
+    run.folder.cleanup()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_of_the_system_end_a_server(made: Any, number: int) -> None:
+    run = made()
+
+    async def kill(run: Run) -> None:
+        assert run.client.path.exists()  # ranks can connect
+        os.kill(os.getpid(), number)
+        while not run.asked.is_set():
+            await asyncio.sleep(0)
+
+    assert ended(run, kill) == 0
+    assert run.signals == [number]
+
+
+def test_a_port_that_cannot_be_used_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Refusing:
+        def __init__(self, *of: Any):
+            self.of, self.bound, self.closed = of, None, False
+            self.options: list[Any] = []
+            made.append(self)
+
+        def setsockopt(self, *option: Any) -> None:
+            self.options.append(option)
+
+        def bind(self, address: Any) -> None:
+            self.bound = address
+            raise OSError(13, "Permission denied")
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr("executor.serving.server.socket.socket", Refusing)
+    for host, family, bound in (("[::1]", socket.AF_INET6, "::1"), ("1.2.3.4", socket.AF_INET, "1.2.3.4")):
+        with pytest.raises(UserError, match="cannot be used: Permission denied: --set port=ANOTHER"):
+            listening(host, 80).__enter__()
+        found = made.pop()
+        assert found.of == (family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        assert (found.bound, found.closed) == ((bound, 80), True)
+        assert found.options[0] == (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def test_a_server_takes_a_crowd_and_leaves_signals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets are listened on again with room for all who wait; loggers are quiet."""
+    listened: list[int] = []
+
+    async def startup(self: Any, sockets: Any = None) -> None:
+        listened.append(-1)
+
+    monkeypatch.setattr(uvicorn.Server, "startup", startup)
+    limits: list[Any] = []
+    monkeypatch.setattr("executor.serving.server.resource.getrlimit", lambda what: (100, 3000))
+    monkeypatch.setattr("executor.serving.server.resource.setrlimit", lambda *given: limits.append(given))
+    server = make_server(cast(Any, SimpleNamespace(case=load_case("demo"), keys=Keys(()))))
+    assert limits == [(resource.RLIMIT_NOFILE, (3000, 3000))]
+    listeners: list[Any] = [SimpleNamespace(listen=listened.append)] * 2
+    asyncio.run(server.startup(listeners))
+    assert listened == [-1, 4096, 4096]
+    asyncio.run(server.startup())
+    before = signal.getsignal(signal.SIGINT)
+    with server.capture_signals():
+        assert signal.getsignal(signal.SIGINT) is before
+    assert isinstance(server, module.HttpServer)
+    assert logging.getLogger("uvicorn.error").level == logging.CRITICAL
+    assert logging.getLogger("asyncio").level == logging.ERROR
+    for soft, hard, wanted in ((9000, 10_000, 9000), (100, 10_000, 4096)):
+        limits.clear()
+        monkeypatch.setattr("executor.serving.server.resource.getrlimit", lambda what, found=(soft, hard): found)
+        make_server(cast(Any, SimpleNamespace(case=load_case("demo"), keys=Keys(()))))
+        assert limits == [(resource.RLIMIT_NOFILE, (wanted, hard))]
+
+
+def test_a_run_leaves_nothing(made: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its garbage is looked through once; streams of pages, connections and ranks have ended before it has."""
+    done: list[str] = []
+    monkeypatch.setattr("executor.serving.server.gc.collect", lambda: done.append("collect"))
+    monkeypatch.setattr("executor.serving.server.gc.freeze", lambda: done.append("freeze"))
+    run = made()
+    front, supervisor, client = cast(Any, run.front), cast(Any, run.supervisor), run.client
+    front.live = SimpleNamespace(close=lambda: done.append("pages"))
+    wait, close = supervisor.run, client.close
+
+    async def ranks() -> None:
+        await wait()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        done.append("ranks")
+
+    def closed() -> None:
+        done.append("client")
+        close()
+
+    supervisor.run, client.close = ranks, closed
+    front.close = lambda: done.append("front")
+
+    async def stop(run: Run) -> None:
+        while "freeze" not in done:
+            await asyncio.sleep(0)
+        run._take(signal.SIGTERM)
+
+    client.ready = READY
+    assert ended(run, stop) == 0
+    assert done == ["collect", "freeze", "pages", "ranks", "client", "front"]
+    assert capsys.readouterr().out.count("ready: demo at ") == 1
+
+
+def test_what_fails_within_a_run_ends_it(made: Any) -> None:
+    run = made()
+
+    def fails() -> None:
+        raise UserError("the tokenizer is odd")
+
+    cast(Any, run.front).load_text = fails
+    with pytest.raises(UserError, match="the tokenizer is odd"):
+        ended(run, lambda run: None)
+    assert cast(Any, run.supervisor).stops == [0]
+    broken = made()
+
+    async def breaks() -> None:
+        raise RuntimeError("the supervisor broke")
+
+    cast(Any, broken.supervisor).run = breaks
+    with pytest.raises(RuntimeError, match="the supervisor broke"):
+        ended(broken, lambda run: None)
+
+
+def test_answers_that_are_sent_when_ranks_fail_may_end(made: Any) -> None:
+    run = made(fails=True)
+    front = cast(Any, run.front)
+    front.open = 1
+    waited: list[Any] = []
+    first_of = run._first_of
+
+    async def recorded(work: Any, allowed_s: float | None = None) -> None:
+        waited.append((work.__name__, allowed_s))
+        front.open = 0
+        await first_of(work, allowed_s)
+
+    run._first_of = recorded
+    assert ended(run, lambda run: None) == 1
+    assert waited == [("_requests_end", CLOSE_S), ("stop", None)]
