@@ -192,7 +192,7 @@ class Collected:
         if any(code and code.co_freevars != function.__code__.co_freevars for function, code in changed):
             return fresh(
                 tests, mutant, first=True
-            )  # as where the only `super()` is removed: no function takes such code
+            )  # no function takes such code, as where its only `super()` is removed
         announce(mutant)
         install(mutant)  # where only a test's own run imports the module
         for function, code in changed:
