@@ -190,9 +190,8 @@ class Collected:
             (f, codes.get((f.__code__.co_qualname, f.__code__.co_firstlineno))) for f in self.functions.get(target, [])
         ]
         if any(code and code.co_freevars != function.__code__.co_freevars for function, code in changed):
-            return fresh(
-                tests, mutant, first=True
-            )  # no function takes such code, as where its only `super()` is removed
+            # No function takes such code, as where its only `super()` is removed.
+            return fresh(tests, mutant, first=True)
         announce(mutant)
         install(mutant)  # where only a test's own run imports the module
         for function, code in changed:

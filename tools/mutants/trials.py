@@ -107,7 +107,8 @@ def tests_of(mutant: Mutant, known: covered.Map) -> list[int]:
     quick ones before slow ones, and those beside the file before those of other parts. What runs at import may be found
     by any test of a file that imports the module; these come before all others."""
     lines = known.lines.get(mutant.path, {})
-    numbers, importing = set(), set()
+    files = [test.split("::")[0] for test in known.tests]
+    importing: set[str] = set()
     mask = 0 if mutant.at_import else lines.get(mutant.line, 0)
     if not mask and not mutant.at_import:
         for line in range(mutant.statement[0], mutant.statement[1] + 1):
@@ -116,18 +117,18 @@ def tests_of(mutant: Mutant, known: covered.Map) -> list[int]:
         for found in lines.values():
             mask |= found
         module = mutant.path.removesuffix(".py").replace("/", ".")
-        importing = {file for file in {test.split("::")[0] for test in known.tests} if module in _imports(file)}
-        numbers = {n for n, test in enumerate(known.tests) if test.split("::")[0] in importing}
+        importing = {file for file in files if module in _imports(file)}
+        mask |= sum(1 << number for number, file in enumerate(files) if file in importing)
     beside = "/".join(["tests", *Path(mutant.path).parent.parts[:2]]).replace("tests/executor/serving", "tests/serving")
     by_function: dict[str, list[int]] = {}
-    for number in sorted(numbers.union(known.selected(mask))):
+    for number in known.selected(mask):
         by_function.setdefault(known.tests[number].split("[")[0], []).append(number)
     ranked = []
     for variants in by_function.values():
         for rank, number in enumerate(sorted(variants, key=lambda n: known.seconds[n])):
-            near, imports = known.tests[number].startswith(beside), known.tests[number].split("::")[0] in importing
+            near = known.tests[number].startswith(beside)
             seconds = known.seconds[number] * (1 if near else NEAR)
-            ranked.append((not imports, rank // (NEAR if near else 1), seconds, number))
+            ranked.append((files[number] not in importing, rank // (NEAR if near else 1), seconds, number))
     return [number for *_, number in sorted(ranked)]
 
 
