@@ -31,14 +31,9 @@ from executor.serving.messages import (
     Submit,
     Watch,
 )
+from tests.serving.clock import Clock
 
 READY, STATE = Ready(416, 4, 96, 16, 50, 2, [0], 100.0), State(step=3, waiting=0, running=[], groups=[], preemptions=0)
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 1000.0
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 class Told(EngineClient):
@@ -77,7 +72,7 @@ def test_messages_are_kept_and_told() -> None:
 
 
 def test_ranks_serve_while_they_were_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, client = Clock(monkeypatch), Told()
+    clock, client = Clock(monkeypatch, module), Told()
     client._take(READY)
     assert not client.serving
     client.alive = True
@@ -105,7 +100,7 @@ def test_ranks_serve_while_they_were_heard_of(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_pings_begin_once_the_ranks_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, client, slept = Clock(monkeypatch), Told(), list[float]()
+    clock, client, slept = Clock(monkeypatch, module), Told(), list[float]()
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
@@ -329,7 +324,7 @@ def test_requests_that_are_lost_are_forgotten() -> None:
 
 
 def test_answers_to_pings_tell_how_long_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, client = Clock(monkeypatch), Told()
+    clock, client = Clock(monkeypatch, module), Told()
     client._take(READY)
     client._pinged = {1: 990.0, 2: 997.0}
     clock.now = 1001.0

@@ -11,6 +11,7 @@ from executor.serving import metrics as module
 from executor.serving.messages import Group, Ready, Row, Running, State, Submit
 from executor.serving.metrics import Metrics, Total, Window, memory
 from files import ROOT
+from tests.serving.clock import Clock
 from tests.serving.front import Reply, Server, family_tokenizer, until
 from tests.serving.test_chat import run
 
@@ -28,12 +29,6 @@ STATE = State(
     drafted=8, accepted=5, step_tokens=[1, 40, 1], experts_resident=7, experts=16, expert_hits=90, expert_misses=10,
     arena_frames=100, expert_frames=48, free_frames=4, shadow_exposed_s=0.5,
 )  # fmt: skip
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -54,7 +49,7 @@ def served(metrics: Metrics, clock: Clock) -> None:
 
 
 def test_a_request_is_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, clock = Metrics("m"), Clock(monkeypatch)
+    metrics, clock = Metrics("m"), Clock(monkeypatch, module)
     served(metrics, clock)
     for name, sum_ in {
         "request_queue_time": 1, "request_prefill_time": 2, "time_to_first_token": 3, "request_decode_time": 4,
@@ -72,7 +67,7 @@ def test_a_request_is_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tokens_that_come_together_and_requests_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gap is that between two rows; the mean of a request's gaps is over its tokens, and needs two of them."""
-    metrics, clock = Metrics("m"), Clock(monkeypatch)
+    metrics, clock = Metrics("m"), Clock(monkeypatch, module)
 
     async def request(*rows: tuple[float, list[int], str | None]) -> None:
         async with metrics.arrived(10) as timeline:
@@ -141,7 +136,7 @@ def test_memory_without_groups() -> None:
 
 def test_a_sample_a_second_for_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rate since the one before; what waits or runs has the time at which it was first seen."""
-    clock = Clock(monkeypatch)
+    clock = Clock(monkeypatch, module)
     metrics = Metrics("m")
     metrics.take(Ready(416, 4, 96, 16, 50, 2, [0], 100.0))
     state = msgspec.structs.replace(STATE, queue=[Running(6, 4, 0, 0, 9, 0)])
@@ -200,7 +195,7 @@ def test_totals_go_on_when_ranks_start_again() -> None:
 
 
 def test_windows_forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, window = Clock(monkeypatch), Window()
+    clock, window = Clock(monkeypatch, module), Window()
     for number in range(100):
         window.add(number / 100)
     assert window.percentiles(0.5, 0.99) == [0.5, 0.99]
@@ -281,7 +276,7 @@ def test_a_cache_of_which_nothing_is_known_has_one_page() -> None:
 
 
 def test_a_request_that_ends_without_a_row_has_taken_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, clock = Metrics("m"), Clock(monkeypatch)
+    metrics, clock = Metrics("m"), Clock(monkeypatch, module)
     timeline = metrics.arrived(40)
     assert (timeline.tokens, timeline.queued_s, timeline.ended, timeline.arrived) == (0, 0.0, False, clock.now)
     clock.now += 5
@@ -297,7 +292,7 @@ def test_a_request_that_ends_without_a_row_has_taken_no_time(monkeypatch: pytest
 
 
 def test_a_request_of_two_tokens_has_a_mean_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, clock = Metrics("m"), Clock(monkeypatch)
+    metrics, clock = Metrics("m"), Clock(monkeypatch, module)
     timeline = metrics.arrived(4)
     timeline.row(Row(1, [7]))
     clock.now += 3

@@ -38,30 +38,23 @@ from executor.serving.messages import (
     Watch,
 )
 from executor.serving.worker import Worker
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 1000.0
-        monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: self.now))
+from tests.serving.clock import Clock
+from tests.serving.scripted import Script
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    return Clock(monkeypatch, worker)
 
 
-class Channel:
+class Channel(Script):
     def __init__(self, *given: Any):
-        self.given, self.sent, self.waits, self.behind = [*given], list[Any](), list[float](), False
+        super().__init__()
+        self.messages, self.waits = [*given], list[float]()
 
     def receive(self, wait_s: float) -> list[Any]:
         self.waits.append(wait_s)
-        found, self.given = self.given, []
-        return found
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message)
+        return super().receive(wait_s)
 
 
 class Scheduler:
@@ -168,10 +161,10 @@ def test_a_tick_has_what_the_front_has_sent() -> None:
     assert reported == [channel]
     assert channel.waits == [0]  # there is something to do
     rank.loop.idle = True
-    channel.given = [Watch(False)]
+    channel.messages = [Watch(False)]
     assert rank.next_tick(channel).events == []
     assert (channel.waits, rank.watched) == ([0, worker.IDLE_S], False)
-    channel.given = [OSError("lost")]
+    channel.messages = [OSError("lost")]
     with pytest.raises(OSError, match="lost"):
         rank.next_tick(channel)
 
