@@ -131,6 +131,7 @@ def write_case(path: Path, model: Path, **sections: Any) -> Path:
         "data_config": {"prompts": ["x"], "input_max_len": 48, "max_new_tokens": 8, "batch_size": 4},
         "cache_config": {"page_size": 4},
         "quantization": {"keep_packed": False},
+        "threads": 1,  # tests run on all cores
     }
     for name, value in sections.items():
         case[name] = case.get(name, {}) | value if isinstance(value, dict) else value

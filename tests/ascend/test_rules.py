@@ -16,6 +16,7 @@ from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
+from tests.variants import thorough_but
 from tools.npu_check.size import EIGHTH, WHOLE, Size
 
 BF16 = torch.bfloat16
@@ -111,9 +112,7 @@ def on(cann: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Br
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "cann", [CANN[0], *(pytest.param(cann, marks=pytest.mark.thorough) for cann in CANN[1:-1]), CANN[-1]]
-)
+@pytest.mark.parametrize("cann", thorough_but(CANN, CANN[-1]))
 def test_real_sizes_break_no_rule(cann: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Besides 4 bits without zero points on an older CANN, which `check_offsets` refuses; fused heads come with 9.0."""
     found, of_heads = on(cann, list(SIZES), monkeypatch)

@@ -17,6 +17,7 @@ from ops.cpu.shadow import ShadowPool, Worker
 from ops.format import FORMATS
 from tests.ascend.log import device_log, forget_streams
 from tests.ops.cpu.test_shadow import Model, cpu, routing, teams
+from tests.variants import thorough_but
 
 LAYERS, E, K, FIRST, CANN = 2, 8, 3, 2, ["8.3.RC1", "9.1.0"]
 
@@ -125,7 +126,7 @@ def arrives(sums: Tensor, expected: Tensor) -> bool:
     return torch.equal(sums, expected)
 
 
-@pytest.mark.parametrize("cann", CANN)
+@pytest.mark.parametrize("cann", thorough_but(CANN, CANN[-1]))
 def test_a_pool_that_is_too_slow(make: Callable[..., Step], cann: str) -> None:
     """The step ends in an error with NaNs on the device, and buffers that the pool still writes are not freed."""
     step = slow(make, cann, timeout_s=0.02)
@@ -154,7 +155,9 @@ def test_a_stopped_pool(make: Callable[..., Step], cann: str) -> None:
         assert all(bool(sums.cpu().isnan().all()) == missing for sums in step.sums)
 
 
-@pytest.mark.parametrize(("cann", "within_s"), [(CANN[0], 60), (CANN[0], 0.01), (CANN[1], 0.01)])
+@pytest.mark.parametrize(
+    ("cann", "within_s"), [(CANN[0], 60), pytest.param(CANN[0], 0.01, marks=pytest.mark.thorough), (CANN[1], 0.01)]
+)
 def test_closed_while_a_job_is_computed(
     make: Callable[..., Step], cann: str, within_s: float, capsys: pytest.CaptureFixture[str]
 ) -> None:

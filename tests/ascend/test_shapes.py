@@ -27,17 +27,24 @@ TWO = CountedGroup(0, 2)
 SPLIT = Parallel(TWO, CountedGroup(), TWO, Shard(), Shard(0, 2), TWO, TWO)  # data-parallel attention, divided experts
 TENSOR = Parallel(TWO, TWO, CountedGroup(), Shard(0, 2), Shard(), TWO, TWO)
 
+WAYS = {"whole": (WHOLE, False), "split": (SPLIT, False), "exchanged": (SPLIT, True), "tensor": (TENSOR, False)}
+
 # The plan counts the tensors between the kernels that `npu_qkv_rms_norm_rope_cache` replaces.
 UNTILED = replace(ALL_ABILITIES, tiled_cache=False)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "exchanged"),
-    [(WHOLE, False), (SPLIT, False), (SPLIT, True), (TENSOR, False)],
-    ids=["whole", "split", "exchanged", "tensor"],
-)
+    ("routing", "parallel", "exchanged"),
+    [
+        pytest.param(
+            routing, *ways, id=f"{routing}-{name}",
+            marks=[pytest.mark.thorough] * (routing != "fusion_v2" and name != "whole"),
+        )
+        for routing in moe.ROUTINGS
+        for name, ways in WAYS.items()
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("format", "top_k"), [(None, 8), (Format("q4", 32), 2)], ids=["bf16", "q4"])
-@pytest.mark.parametrize("routing", moe.ROUTINGS)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_as_much_is_alive_at_the_fullest_moment(
     tmp_path: Path,

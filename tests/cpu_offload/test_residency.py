@@ -14,6 +14,7 @@ from benchmarks import offload_policy
 from benchmarks.cache_policies import Run, lfu, lru, lru_by_layer, optimum, residency
 from benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, save_trace
 from cpu_offload.policy.residency import Residency, Settings, Swap
+from tests.variants import thorough_but
 
 pytestmark = pytest.mark.slow
 
@@ -243,7 +244,7 @@ def test_negative_settings_are_refused() -> None:
             Settings(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("budget", offload_policy.BUDGETS)
+@pytest.mark.parametrize("budget", thorough_but(offload_policy.BUDGETS, 12.5, 50))
 def test_nine_tenths_of_the_optimum_on_the_demo_model(budget: float) -> None:
     trace = load_trace(DEMO)
     ours, best, least = (

@@ -21,7 +21,7 @@ from tests.fuzz.mutation import mutated
 from tests.fuzz.targets import PLACES, corpus, maker
 
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # files on a disk take a hundred times as long
-INSTRUMENTED = ["errors", "files", "models", "executor", "ops.format", "ops.words", "yaml"]
+INSTRUMENTED = ["errors", "files", "models", "executor", "ops.format", "ops.words"]
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
 from tests.serving.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case
+from tests.variants import thorough_but
 
 KINDS: dict[str, tuple[float, dict[str, Any]]] = {  # megabytes of an arena that is too small
     "float32": (0.25, {}),
@@ -21,7 +22,7 @@ KINDS: dict[str, tuple[float, dict[str, Any]]] = {  # megabytes of an arena that
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "bfloat16", "q4"))
 def test_logits_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Prompts are cut into chunks, find prefixes of others, are preempted and computed again in a prefill; experts
     move; an answer's rows run in steps of one to four sequences."""

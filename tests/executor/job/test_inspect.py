@@ -177,10 +177,10 @@ def test_only_headers_are_read(tmp_path: Path) -> None:
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     facts = inspect(folder)
     assert facts["total"]["tensor_nbytes"] == end > 8e9
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
 
 

@@ -2,10 +2,8 @@
 
 import dataclasses
 import os
-import re
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -273,17 +271,6 @@ def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixt
     long = make_plan(load_case("qwen3_30b_a3b_bf16_tp8", ["batch_size=64", "chunked_prefill_size=0", "memory_gb=30"]))
     with pytest.raises(UserError, match=r"prefill step .* lower chunked_prefill_size"):
         check_fits(long)
-
-
-def test_planning_the_largest_model_is_quick_and_small() -> None:
-    # Not getrusage's peak, which a process has from the one that started it.
-    code = "import run; run.main(['--plan']); print(*(x for x in open('/proc/self/status') if 'VmHWM' in x))"
-    start = time.monotonic()
-    environment = os.environ | {"CASE_NAME": "qwen3_235b_a22b_bf16_tp16"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert time.monotonic() - start < 30
-    assert int(re.findall(r"VmHWM:\s*(\d+) kB", done.stdout)[0]) * 1024 < 1.5e9
 
 
 def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

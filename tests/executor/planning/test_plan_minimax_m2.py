@@ -21,6 +21,7 @@ from executor.planning.choices import Sizes, choose, sizes_of
 from executor.planning.memory import make_plan
 from executor.planning.report import check_fits, show_plan
 from files import ROOT
+from tests.variants import thorough_but
 
 pytestmark = pytest.mark.slow
 
@@ -204,7 +205,7 @@ def test_offload_plans_print_what_fits(capsys: pytest.CaptureFixture[str]) -> No
     assert "half as long       63 pages,      0 slots:   0%" in out  # no more pages than there are
 
 
-@pytest.mark.parametrize("name", [BF16, OFFLOAD])
+@pytest.mark.parametrize("name", thorough_but([BF16, OFFLOAD, "qwen3_235b_a22b_bf16_tp16"], OFFLOAD))
 def test_planning_is_quick_and_small(name: str) -> None:
     """CPU time, of a process that imports everything and, with shadow experts, measures: seconds on an idle machine."""
     code = "import run; run.main(['--plan']); print(*(x for x in open('/proc/self/status') if 'VmHWM' in x))"

@@ -174,8 +174,14 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
-@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize(
+    ("renamed", "calibrated"),
+    [
+        pytest.param(renamed, calibrated, marks=[pytest.mark.thorough] * (renamed != calibrated))
+        for renamed in (False, True)
+        for calibrated in (False, True)
+    ],
+)
 def test_a_killed_run_goes_on_to_the_same_bytes(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibrated: bool, renamed: bool
 ) -> None:

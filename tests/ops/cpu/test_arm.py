@@ -133,7 +133,8 @@ def test_parity_on_this_machine(here: str, instruction_set: str) -> None:
         pytest.param("max", "neon_dotprod", "neon_dotprod", marks=pytest.mark.thorough),
         pytest.param("max", "generic", "generic", marks=pytest.mark.thorough),
         ("neoverse-n1", "auto", "neon_dotprod"),  # as Kunpeng 920: dotprod, but no i8mm
-        ("cortex-a72", "auto", "generic"),  # plain ARMv8: anything more would be an illegal instruction
+        # Plain ARMv8: anything more would be an illegal instruction.
+        pytest.param("cortex-a72", "auto", "generic", marks=pytest.mark.thorough),
     ],
 )
 def test_parity_on_arm(arm: str, cpu: str, instruction_set: str, used: str) -> None:
