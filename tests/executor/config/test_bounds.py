@@ -26,6 +26,13 @@ def test_a_file_may_have_so_many_values(tmp_path: Path, monkeypatch: pytest.Monk
         read_yaml(tmp_path / "a.yaml", "a case")
 
 
+def test_values_are_counted_while_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MOST_VALUES", 5)
+    (tmp_path / "a.yaml").write_text("[1, 2, 3, 4, 5]]")  # what follows is no YAML, and is not reached
+    with pytest.raises(UserError, match="values"):
+        read_yaml(tmp_path / "a.yaml", "a case")
+
+
 def test_a_file_may_have_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.yaml").write_text("a: 1\n")
     monkeypatch.setattr(load, "LARGEST_FILE", 5)

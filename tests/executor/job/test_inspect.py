@@ -71,8 +71,11 @@ def test_the_demo_by_its_headers() -> None:
     facts = inspect(DEMO)
     assert facts["architecture"]["num_hidden_layers"] == 5
     assert facts["architecture"]["parameters"] == 9_230_336
-    assert facts["quantization"]["title"] == "unquantised"
-    assert facts["quantization"]["excluded"] == facts["problems"] == []
+    assert facts["quantization"] == {
+        "title": "unquantised", "encoding": "none", "bits": 0, "group_size": 0, "zero_points": False, "modules": 0,
+        "kept_by": [], "mixed_with": [], "excluded": [], "contradictions": [],
+    }  # fmt: skip
+    assert facts["problems"] == []
     assert by_name(facts) == {
         "embedding": (1, 4096 * 128 * 2, {"BF16": 1}),
         "attention": (20, 5 * 2 * (512 + 128) * 128 * 2, {"BF16": 20}),

@@ -13,7 +13,7 @@ from errors import UserError
 from executor.planning.cluster.cluster import Day, Load, Simulation, Targets
 from executor.planning.cluster.layouts import Layout, Sizes, make_layout
 from executor.planning.simulation.replica import Replica
-from executor.planning.simulation.report import show_simulation
+from executor.planning.simulation.report import printed, show_simulation
 from executor.planning.simulation.router import Router
 from executor.planning.simulation.run import Outcome, Simulator
 from executor.planning.simulation.steps import StepTimes
@@ -270,3 +270,8 @@ def test_prompts_beside_others_are_cut_as_a_server_cuts_them(layout: Layout) -> 
         replica.end()
     assert 4 < len(found) < 20
     assert max(found) < 2 * pause
+
+
+def test_facts_are_printed_as_shares_whole_numbers_or_hundredths() -> None:
+    facts = {"in time": 0.9876, "requests": 12_345.0, "requests/s": 2.125, "none": 0.0}
+    assert printed(facts) == {"in time": "98.8%", "requests": "12,345", "requests/s": "2.12", "none": "0"}

@@ -37,7 +37,7 @@ def config(**sizes: int) -> Any:
         ([], dict(hidden_size=8192, expert_count=1024, experts_per_token=16), ""),
         (["ascend_config.exchange=false"], {}, "ascend_config.exchange: false"),
         (["attn_tp_size=2"], {}, "attn_tp_size and moe_tp_size are not both 1"),
-        (["moe_tp_size=8"], {}, "attn_tp_size and moe_tp_size are not both 1"),
+        (["moe_tp_size=2"], {}, "attn_tp_size and moe_tp_size are not both 1"),
         (["world_size=1"], {}, "1 ranks, not 2 to 768"),
         ([], dict(expert_count=0), "0 experts, not 1 to 1024"),
         ([], dict(expert_count=1032), "1032 experts, not 1 to 1024"),

@@ -59,6 +59,12 @@ def test_waiting_ends_with_an_error_and_a_killed_process_leaves_no_lock(tmp_path
     assert compile_once(tmp_path) == "the last compile was interrupted"
 
 
+def test_a_lock_is_its_owners_alone(tmp_path: Path) -> None:
+    with cache(tmp_path).open(4, SHAPES):
+        (lock,) = (tmp_path / "cache").rglob("*.lock")
+        assert lock.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_refusal_gives_the_lock_back(tmp_path: Path) -> None:
     compile_once(tmp_path)
     (home(tmp_path) / "graph/graph.om").write_bytes(b"yy")
