@@ -17,7 +17,7 @@ from errors import EXIT_STATUS, UserError
 from executor.config.load import load_case
 from executor.job import launch as launch_module
 from executor.job import processes, rank, results
-from executor.job.launch import _cause, _first_failure, _words, launch
+from executor.job.launch import _cause, _first_failure, _meet, _words, launch
 from executor.job.nodes import Cause
 from executor.job.rank import _disk_full_is_a_user_error, _leave_word, run_rank
 from executor.job.results import Log, Tee, create_results, discard_results, open_log, share_results
@@ -96,6 +96,22 @@ def test_a_world_that_nodes_do_not_divide_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launch_module, "node_env", lambda: SimpleNamespace(nnodes=3))
     with pytest.raises(UserError, match="NNODES=3 does not divide world_size: 8 of case demo"):
         launch(load_case("demo", ["world_size=8"]), ["x"])
+
+
+def test_results_are_in_the_folder_that_node_0_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = load_case("demo", ["node_timeout_s=7", "join_timeout_s=9"])
+    seen: list[Any] = []
+    joined: Any = SimpleNamespace(join=lambda name: (seen.append(name), "run7")[1], watch=seen.append)
+    monkeypatch.setattr(launch_module, "Nodes", lambda *given: (seen.append(given[1:]), joined)[1])
+    monkeypatch.setattr(launch_module.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(launch_module, "share_results", lambda case_name, name: tmp_path / case_name / name)
+    monkeypatch.setattr(launch_module, "create_results", lambda case_name: tmp_path / case_name / "own")
+    here: Any = SimpleNamespace(node_rank=1)
+    assert _meet(case, here, "words") == (tmp_path / "demo" / "run7", joined)
+    assert seen[:2] == [(7, 9), ""]
+    here.node_rank = 0
+    assert _meet(case, here, "words") == (tmp_path / "demo" / "own", joined)
+    assert seen[4] == "own"
 
 
 def test_one_rank_replaces_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

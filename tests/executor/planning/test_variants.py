@@ -12,7 +12,14 @@ from errors import UserError
 from executor.planning.cluster.cluster import Cluster, Load, Search, Simulation
 from executor.planning.cluster.layouts import Sizes
 from executor.planning.simulation import report as module
-from executor.planning.simulation.report import Simulated, Variant, show_simulation, simulate, variants_of
+from executor.planning.simulation.report import (
+    Simulated,
+    Variant,
+    show_simulation,
+    simulate,
+    simulate_all,
+    variants_of,
+)
 
 SIZES = Sizes(2, 4, 2, 4, "none", 0.5)
 HARDWARE: Any = SimpleNamespace(name="made")
@@ -78,6 +85,32 @@ def test_a_simulation_is_timed_and_collects_no_garbage(monkeypatch: pytest.Monke
     assert asked[:3] == [
         (cluster, SIZES, HARDWARE), ("layout", variant.simulation), (asked[2][0], cluster.targets, 3600.0),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("variants", "cores", "processes"), [(1, 8, 0), (3, 1, 0), (3, 2, 2), (2, 8, 2)])
+def test_variants_are_simulated_on_all_cores(
+    monkeypatch: pytest.MonkeyPatch, variants: int, cores: int, processes: int
+) -> None:
+    started: list[int] = []
+
+    class Pool:
+        def __init__(self, count: int, context: Any):
+            assert context.get_start_method() == "spawn"
+            started.append(count)
+            self.map = map
+
+        def __enter__(self) -> "Pool":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(module, "simulate", lambda variant: f"of {variant}")
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(cores)))
+    names: Any = [f"variant {number}" for number in range(variants)]
+    assert simulate_all(names) == [f"of {name}" for name in names]
+    assert started == [processes] * bool(processes)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -12,7 +12,7 @@ from errors import UserError
 from executor.quantize.awq import AwqTarget, quantise
 from executor.quantize.convert import Calibration, convert
 from executor.quantize.search import Fold, fold, search_layer
-from executor.quantize.source import Source
+from executor.quantize.source import FAMILIES, Source
 from files import ROOT
 from tests.command import umbra
 from tests.quantised import awq_meaning
@@ -211,6 +211,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
         convert(out, AwqTarget(source, (), GROUP), calibration)
         assert bytes_of(out) == expected
         assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not computed again
+
+
+def test_other_families_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.quantize.source.FAMILIES", {"another": FAMILIES["minimax_m2"]})
+    with pytest.raises(UserError, match=f"--model {model}: qwen3_moe cannot be quantised, only another"):
+        Source(model)
 
 
 def test_other_arguments_are_refused(model: Path, text: Path, tmp_path: Path) -> None:
