@@ -105,3 +105,16 @@ def test_attention_is_read_ahead_by_several_ranks(
     made: Any = own.compile(model.step, "config")
     assert made == (model.step, own.settings, own.ranks, "npu:0", "config", "name")
     assert asked == ([model] if read else [])
+
+
+@pytest.mark.parametrize("rows", ["", "gathered (one rank)"])
+def test_a_model_is_checked_before_its_kernels_are_named(monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
+    checked: list[Any] = []
+    platform: Any = AscendPlatform.__new__(AscendPlatform)
+    platform.settings, platform.cann, platform.can, platform.rows = "settings", "8.5.0", "can", rows
+    monkeypatch.setattr(device, "check_offsets", lambda *given: checked.append(given))
+    monkeypatch.setattr(device, "chosen_kernels", lambda *given: {"decode": given[:2]})
+    monkeypatch.setattr(device, "cache_line", lambda can: {"cache": can})
+    said = {"rows of experts on other ranks": rows} if rows else {}
+    assert platform.kernels("model") == {"decode": ("model", "settings"), "cache": "can", **said}
+    assert checked == [("model", "settings", "8.5.0")]
