@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS), metavar="NAME")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="only these kinds of calls")
     parser.add_argument("--n", type=int, help="only this call of each kind")
+    parser.add_argument("--after", type=int, default=0, help="only calls behind the one of this number")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         if LIBRARY not in os.environ:
@@ -59,6 +60,7 @@ def turn(folder: Path, name: str, args: argparse.Namespace) -> int:
             continue
         found: Counter[str] = Counter()
         points = [args.n] if args.n else sample(counts[kind], args.most or counts[kind], args.seed)
+        points = [n for n in points if n > args.after]
         for n in points:
             for forever in (False, True) if kind == "write" else (False,):
                 verdict = judge(scenario, kind, n, forever)
