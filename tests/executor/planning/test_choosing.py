@@ -33,7 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def case_of(model: Path, **offload: Any) -> Case:
     data = {"input_max_len": 48, "max_new_tokens": 400, "batch_size": 4}
-    return tiny_case(model.parent, model, data_config=data, offload_config={"mode": "elastic", "arena_mb": 1} | offload)
+    offload = {"mode": "elastic", "arena_mb": 1} | offload
+    return tiny_case(model.parent, model, threads=0, data_config=data, offload_config=offload)
 
 
 def chosen(

@@ -132,7 +132,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def case_of(model: Path, folder: Path, family: str = "qwen3_moe", arena_kb: int = 0, **offload: Any) -> Case:
     """A case, written to `folder`, that measures for a moment only."""
     settings = {"arena_mb": arena_kb / 1024} | ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
-    return tiny_case(folder, model, model_name=family, exe_mode="graph", offload_config=settings)
+    return tiny_case(folder, model, model_name=family, exe_mode="graph", threads=0, offload_config=settings)
 
 
 # frames of 2 layers x (keys, values) x 4 tokens x 2 heads x 8 float32 = 1024 bytes; blocks of 3 x 32 x 32 float32, as

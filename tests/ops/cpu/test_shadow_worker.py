@@ -215,16 +215,21 @@ def test_while_a_late_job_is_computed_others_fail() -> None:
     model = heavy()[0]
     worker = shadow.Worker(shadow.ShadowPool(teams(1)))
     late, next_one = (Caller(worker, model, MANY // 2, 8, torch.float32) for _ in range(2))
-    late.fill(0)
-    expected = late.expected()
-    assert late.submit() == 0
-    late.ids.fill_(-1)
-    late.place(list(range(8)))
     next_one.fill(1)
-    assert next_one.run() == 1
-    assert late.told.empty()
-    assert late.told.get(timeout=30) == 0
-    assert torch.equal(late.sums, expected)
+    failed = 0
+    for _ in range(50):  # on a busy machine the first job may end before the next one comes
+        late.fill(0)
+        late.place([])
+        expected = late.expected()
+        assert late.submit() == 0
+        late.ids.fill_(-1)
+        late.place(list(range(8)))
+        failed = next_one.run()
+        assert late.told.get(timeout=30) == 0
+        assert torch.equal(late.sums, expected)
+        if failed:
+            break
+    assert failed
     next_one.check()
 
 
