@@ -30,7 +30,7 @@ umbra_test_beside() {
     echo "== pytest, what takes long and does little"
     # shellcheck disable=SC2046 # names of tests have no spaces. To read all tests for the few of this kind takes long
     [ $# -gt 0 ] || set -- $(grep -rl --include='test_*.py' 'mark\.beside' tests)
-    .venv/bin/python -m pytest -m "beside and not thorough" "$@" || [ $? = 5 ] # 5: the arguments select none of them
+    .venv/bin/python -m pytest "${workers[@]}" -m "beside and not thorough" "$@" || [ $? = 5 ] # 5: the arguments select none of them
 }
 
 umbra_test_ascend() {
