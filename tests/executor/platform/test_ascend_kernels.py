@@ -10,7 +10,7 @@ from executor.config.case import Case
 from executor.config.load import load_case
 from executor.engine.settings import platform_settings
 from executor.planning.memory import make_plan, sketch_of
-from executor.platform.ascend.kernels import check_offsets, chosen_kernels, gemv_tokens
+from executor.platform.ascend.kernels import cache_line, check_offsets, chosen_kernels, gemv_tokens
 from ops.ascend import vector_core
 from ops.ascend.cann import Abilities, abilities
 from ops.ascend.vector_core.calls import unfit
@@ -147,3 +147,12 @@ def test_an_extension_that_cannot_be_loaded_is_one_line(
     told = r"umbra_ascendc\.so: cannot be loaded: .*build it again: bash ops/ascend/vector_core"
     with pytest.raises(UserError, match=told):
         vector_core.load(path)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "kernel"), [(True, "npu_qkv_rms_norm_rope_cache"), (False, "npu_scatter_nd_update_")]
+)
+def test_the_kernel_that_writes_the_cache_is_named(tiles: bool, kernel: str) -> None:
+    said = cache_line(Abilities(renormalised=True, tiled_cache=tiles))["KV cache"]
+    assert said.startswith(kernel)
+    assert ("need CANN" in said) != tiles
