@@ -28,13 +28,13 @@ def traffic(folder: Path, exe_mode: str, offload: str, drafts: int, steps: int, 
     from executor.engine.request import Request, SamplingParams
     from tests.tiny import make_runner, tiny_case
 
-    shadow = {"none": {}, "fixed": {"slots": 5, "stream_tokens": 8}, "elastic": {"arena_mb": 60 / 1024, "max_swaps": 8}}
+    shadow = {"none": {}, "fixed": {"slots": 5, "stream_tokens": 8}, "elastic": {"arena_mb": 40 / 1024, "max_swaps": 8}}
     case = tiny_case(
         folder, folder / "model", exe_mode=exe_mode, threads=2,
         data_config={"batch_size": 5, "max_new_tokens": 24, "draft_tokens": drafts, "chunked_prefill_size": 16},
         offload_config={"mode": offload, "measure_s": 0.01, "shadow_threads": 2} | shadow[offload]
         if offload != "none" else {"mode": "none"},
-        serve_config={"reserve": 4, "prefix_floor": 4},
+        serve_config={"reserve": 0, "prefix_floor": 4},
     )  # fmt: skip
     runner = make_runner(case, folder)
     loop = Loop(runner.engine, runner.loop.stop_ids, serving=True)
