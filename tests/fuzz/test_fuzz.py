@@ -13,7 +13,7 @@ from tests.fuzz.mutation import mutated
 from tests.fuzz.target import Bounds, Target, Violation
 from tests.fuzz.targets import CORPUS, PLACES, corpus, maker
 
-MOST, MOST_S = 300, 0.25  # changed inputs of each target, and seconds of CPU for them
+MOST, MOST_S = 200, 0.2  # changed inputs of each target, and seconds of CPU for them
 MB = 1 << 20
 VALUES = {
     "lists": b"[" + b"[]," * (MB // 2) + b"0]",

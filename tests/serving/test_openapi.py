@@ -16,6 +16,7 @@ OPTIONS = ["--phases=examples,coverage,fuzzing", "--seed=1", "--max-examples=4",
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_nothing_asked_gives_an_answer_that_is_not_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executor.serving.body.BODY_S", 1.0)  # some requests announce a body that does not come
 

@@ -30,7 +30,8 @@ class Process:
 
     def __init__(self, folder: Path, *settings: str):
         self.port, self.folder = free_port(), folder
-        command = [sys.executable, "-m", "umbra", "serve", "demo_chat", "--set", f"port={self.port}", *settings]
+        command = [sys.executable, "-m", "umbra", "serve", "demo_chat", "--set", f"port={self.port}", "threads=1"]
+        command += settings
         self.log = open(folder / "log.txt", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT, env=os.environ | {"TMPDIR": str(folder)}

@@ -170,6 +170,9 @@ def try_native(work: Path, chosen: Sequence[NativeMutant], stages: Sequence[Sequ
     import_libraries(json.loads((work / "libraries.json").read_text()))
     configure()
     done = outcomes(work / "native.jsonl")
+    trials = [partial(fresh, [*stage], first=True) for stage in stages]
+    if (plain := _in_stages(work, trials))["outcome"] not in MISSED:
+        raise RuntimeError(f"without a mutant: {plain['outcome']} by {plain['by']}: leave it out")
     with open(work / "native.jsonl", "a") as file:
         for position, mutant in enumerate(chosen):
             if mutant.name in done:
@@ -178,11 +181,7 @@ def try_native(work: Path, chosen: Sequence[NativeMutant], stages: Sequence[Sequ
             text = path.read_text()
             path.write_text(text[: mutant.start] + mutant.new + text[mutant.end :])
             try:
-                outcome = (
-                    _in_stages(work, [partial(fresh, [*stage], first=True) for stage in stages])
-                    if build()
-                    else {"outcome": "does not compile", "seconds": 0.0}
-                )
+                outcome = _in_stages(work, trials) if build() else {"outcome": "does not compile", "seconds": 0.0}
             finally:
                 path.write_text(text)
             _write(file, {"name": mutant.name, "line": mutant.line} | outcome, f"{position + 1}/{len(chosen)}")

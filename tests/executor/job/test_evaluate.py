@@ -161,9 +161,14 @@ def test_divergence_equals_float64(tiny: str, tmp_path: Path) -> None:
     assert (one_rank["quantization"], one_rank["against"]["quantization"]) == ("q4", "none")
     assert said.splitlines()[-1].split()[-2:] == [f"{kl:.6f}", f"{agreement:.2f}"]
 
+
+@pytest.mark.thorough
+def test_divergence_of_two_ranks_is_that_of_one(tiny: str, tmp_path: Path) -> None:
+    with passes_here():
+        one_rank, _ = figures_against(tmp_path, tiny, ["method=q4"], tiny, "--against-set", "method=none")
     two_ranks = ["method=q4", "world_size=2", "attn_tp_size=1", "moe_tp_size=1"]
     split, _ = figures_against(tmp_path, tiny, two_ranks, tiny)
-    assert split["kl_divergence"] == pytest.approx(kl, rel=0.02)
+    assert split["kl_divergence"] == pytest.approx(one_rank["kl_divergence"], rel=0.02)
     assert split["against"]["loss"] == pytest.approx(one_rank["against"]["loss"], rel=1e-5)
 
 

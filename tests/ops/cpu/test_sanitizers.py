@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
     ("stress", "sanitizer", "parts"),
     [
         ("pool", "thread", ["runtime/pool"]),
-        ("tape", "thread", PRODUCTS),
+        pytest.param("tape", "thread", PRODUCTS, marks=pytest.mark.thorough),
         pytest.param("shadow", "thread", PRODUCTS + SHADOW, marks=pytest.mark.thorough),
         pytest.param("shadow", "address,undefined", PRODUCTS + SHADOW, marks=pytest.mark.thorough),
         ("bridge", "thread", []),
