@@ -50,15 +50,21 @@ class Compiler:
 
 def main() -> None:
     """The process with the tokenizer: answers each grammar on its standard input with what is wrong with it."""
-    from llguidance import LLTokenizer
-
-    text, vocabulary, ends = msgspec.msgpack.decode(read(sys.stdin.buffer))
-    tokens = LLTokenizer(text, n_vocab=vocabulary, eos_token=ends)
-    _compiled(Grammar("regex", "a"), tokens)  # what all grammars need is made before the first fork
+    tokens = tokens_of(read(sys.stdin.buffer))
     with contextlib.suppress(EOFError):
         while True:
             kind, text = msgspec.msgpack.decode(read(sys.stdin.buffer))
             write(sys.stdout.buffer, _tried(Grammar(kind, text), tokens))
+
+
+def tokens_of(setup: bytes) -> Any:
+    """The tokenizer of a compiler's `setup`, with all that every grammar needs, so that forks have it."""
+    from llguidance import LLTokenizer
+
+    text, vocabulary, ends = msgspec.msgpack.decode(setup)
+    tokens = LLTokenizer(text, n_vocab=vocabulary, eos_token=ends)
+    compiled(Grammar("regex", "a"), tokens)
+    return tokens
 
 
 def _tried(grammar: Grammar, tokens: Any) -> bytes:
@@ -67,7 +73,7 @@ def _tried(grammar: Grammar, tokens: Any) -> bytes:
     if not child:
         os.close(2)  # what llguidance says of the end of its memory
         limit()
-        os.write(writing, _compiled(grammar, tokens).encode())
+        os.write(writing, compiled(grammar, tokens).encode())
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as stream:
@@ -81,7 +87,7 @@ def limit() -> None:
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
 
 
-def _compiled(grammar: Grammar, tokens: Any) -> str:
+def compiled(grammar: Grammar, tokens: Any) -> str:
     """What is wrong with `grammar`, after its first step as well; empty: nothing."""
     from llguidance import LLMatcher
 

@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.fuzz.mutation import mutated
+from tests.fuzz.target import IN_MEMORY
 from tests.fuzz.targets import PLACES, corpus, maker
 
-IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # files on a disk take a hundred times as long
 INSTRUMENTED = ["errors", "files", "models", "executor", "ops.format", "ops.words"]
 
 

@@ -1,12 +1,19 @@
 """The bodies of requests, and the grammars in them."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+from executor.checkpoint.helper import limit_memory
+from executor.engine.request import Grammar
 from executor.serving.anthropic import PATH
-from executor.serving.compiling import TOO_MUCH, Compiler
+from executor.serving.compiling import MEMORY, SECONDS, TOO_MUCH, Compiler, compiled, tokens_of
 from executor.serving.errors import ApiError
 from executor.serving.structured import check_schema
 from tests.fuzz.front import Api
@@ -117,13 +124,46 @@ tokenization = _bodies(
 detokenization = _bodies("/detokenize", {"tokens": [1, 2, 3], "model": "demo_chat"})
 
 
+class Compiling:
+    """Compiles grammars as the compiler's process does, but one after the other in a fork that lives until it is ended:
+    a fork for each would take most of the time."""
+
+    def __init__(self, setup: bytes):
+        self.tokens = tokens_of(setup)
+        self.child: ForkProcess | None = None
+
+    def problem(self, kind: str, text: str) -> str:
+        if not self.child:
+            self.mine, its = Pipe()
+            self.child = ForkProcess(target=self._compile, args=(its,))
+            self.child.start()
+            its.close()
+        self.mine.send((kind, text))
+        try:
+            return str(self.mine.recv())
+        except EOFError:
+            self.child.join()
+            self.child = None
+            return TOO_MUCH
+
+    def _compile(self, its: Connection) -> None:
+        os.close(2)  # what llguidance says of the end of its memory
+        self.mine.close()
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        limit_memory(MEMORY)
+        while True:
+            grammar = Grammar(*its.recv())
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            its.send(compiled(grammar, self.tokens))
+
+
 def grammar(folder: Path) -> Target:
-    """The first byte chooses the kind. Grammars without end are those that the compiler's process gives up."""
+    """The first byte chooses the kind. Grammars without end are those that the fork gives up."""
     api = Api(folder)
     ready = api.front.client.ready
     assert api.front.text
     assert ready
-    compiler = Compiler(api.front.text.tokenizer, ready)
+    compiler = Compiling(Compiler(api.front.text.tokenizer, ready).helper.setup)
 
     def run(data: bytes) -> None:
         kind, text = ("json", "regex", "lark")[data[0] % 3 if data else 0], data[1:].decode(errors="replace")

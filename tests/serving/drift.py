@@ -48,6 +48,18 @@ def slope(samples: Sequence[tuple[float, float]], warm: float = WARM) -> Slope |
     return Slope(kept[-1][0] - kept[0][0], mean_v, hourly, error)
 
 
+def change(old: Sequence[float], new: Sequence[float], share: float) -> tuple[float, float]:
+    """By what part of itself the value below which `share` lies has grown, and half of the 95 % interval of that: the
+    values whose ranks lie 1.96 standard deviations of a binomial count beside it bound it."""
+    found = []
+    for values in (old, new):
+        spread = 1.96 * (share * (1 - share) / len(values)) ** 0.5
+        low, middle, high = (part(values, min(max(at, 0.0), 1.0)) for at in (share - spread, share, share + spread))
+        found.append((middle, (high - low) / 2 / middle))
+    (before, error), (after, more) = found
+    return after / before - 1, (error**2 + more**2) ** 0.5 * after / before
+
+
 def part(values: Sequence[float], share: float) -> float:
     """The value below which `share` of `values` lies; 0 without values."""
     ordered = sorted(values)

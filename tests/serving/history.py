@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.serving.client import FRESH_S
-from tests.serving.drift import JUDGED_S, Slope, part, slope
+from tests.serving.drift import JUDGED_S, Slope, change, part, slope
 
 LOST_S = 180.0  # a request that takes longer is lost
 BEHIND_S = 2.0  # after the ranks are back, in which answers may still tell of their end
@@ -392,16 +392,16 @@ class Checker:
             (self.quarters, ("first quarter", "last quarter")),
             (self.pairs, ("a new server", "this one")),
         ):
-            lines += ["", f"| p10, p50, p90, p99 | {names[0]} | {names[1]} | medians |", "|---|---|---|---|"]
+            lines += ["", f"| p10, p50, p90, p99 | {names[0]} | {names[1]} | change, % |", "|---|---|---|---|"]
             for name, (first, last) in found.items():
                 if first and last:
                     cells = [
                         f"{', '.join(f'{part(v, share):.3g}' for share in SHARES)} (of {len(v):,})"
                         for v in (first, last)
                     ]
-                    lines.append(
-                        f"| {name} | {cells[0]} | {cells[1]} | {part(last, 0.5) / part(first, 0.5) - 1:+.1%} |"
-                    )
+                    changes = [change(first, last, share) for share in SHARES]
+                    shown = ", ".join(f"{100 * value:+.1f} ± {100 * error:.1f}" for value, error in changes)
+                    lines.append(f"| {name} | {cells[0]} | {cells[1]} | {shown} |")
         return "\n".join(lines)
 
     def _end(self, event: Event) -> str:

@@ -116,9 +116,9 @@ def test_a_grammar_is_tried_where_it_can_be_stopped_and_says_nothing(monkeypatch
         timer = signal.getitimer(signal.ITIMER_PROF)[0] > 0
         return f"{grammar} {tokens} {os.getpid() != own} {silent} {timer}"
 
-    monkeypatch.setattr(compiling, "_compiled", compiled)
+    monkeypatch.setattr(compiling, "compiled", compiled)
     assert compiling._tried("grammar", "tokens") == b"grammar tokens True True True"  # type: ignore[arg-type]
     assert signal.getitimer(signal.ITIMER_PROF)[0] == 0
-    monkeypatch.setattr(compiling, "_compiled", lambda grammar, tokens: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(compiling, "compiled", lambda grammar, tokens: os.kill(os.getpid(), signal.SIGKILL))
     assert compiling._tried("grammar", "tokens").decode() == compiling.TOO_MUCH  # type: ignore[arg-type]
     assert compiling.TOO_MUCH == "it takes more than 0.5 s or 512 MB to compile: make it simpler"

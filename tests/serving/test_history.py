@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.drift import slope
+from tests.serving.drift import change, slope
 from tests.serving.history import Checker, read_history
 
 SECONDS, EVERY_S, QUIET_S = 7200.0, 40.0, 240.0
@@ -339,3 +339,12 @@ def test_slopes() -> None:
     assert growing
     assert abs(growing.hourly - 4) < growing.error < 0.5
     assert slope([(t, 1.0) for t in times[:12]]) is None
+
+
+def test_changes_of_percentiles() -> None:
+    hundred = [float(number) for number in range(1, 101)]  # ranks 40 to 59 of the median, 98 and 99 of the last percent
+    assert change(hundred, hundred, 0.5) == (0.0, pytest.approx(2**0.5 * 9.5 / 51))
+    assert change(hundred, hundred, 0.99) == (0.0, pytest.approx(2**0.5 * 1.0 / 100))
+    grown, error = change(hundred, [3 * number for number in hundred], 0.5)
+    assert (grown, error) == (2.0, pytest.approx(3 * 2**0.5 * 9.5 / 51))
+    assert change(hundred * 100, hundred * 100, 0.5)[1] < 0.02  # ten times as exact

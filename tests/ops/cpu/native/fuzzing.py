@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tests.fuzz.target import IN_MEMORY
 from tests.ops.cpu.native.build import (
     OP_HOST,
     PRODUCTS,
@@ -102,11 +103,13 @@ def fuzz(target: str, runs: int, folder: Path) -> str:
     # bounded and not all of them together.
     limits = ["-timeout=10", "-rss_limit_mb=0", "-malloc_limit_mb=1500", "-max_len=1024"]
     limits += ["-close_fd_mask=2"] * (target == "tiling")  # refusals would take most of the time
-    with tempfile.TemporaryDirectory() as artifacts:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as artifacts:
         where = f"-artifact_prefix={artifacts}/"
         command = [str(built(target)), *limits, where, f"-runs={runs}", "-seed=1", str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=os.environ)
-        found = [base64.b64encode(path.read_bytes()).decode() for path in Path(artifacts).iterdir()]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=folder, env=os.environ | {"TMPDIR": artifacts}
+        )
+        found = [base64.b64encode(path.read_bytes()).decode() for path in Path(artifacts).iterdir() if path.is_file()]
     assert done.returncode == 0, f"{target} fails on {found} (base64)\n{done.stderr[-6000:]}"
     executed, covered, features = STATS.findall(done.stderr)[-1]
     return f"{target}: {executed} executions, {covered} edges and {features} features covered"

@@ -32,8 +32,9 @@ void names(Input& input) {
 
 void machine(Input& input) {
     static const std::string root = [] {
-        char folder[] = "/tmp/umbra_fuzz_XXXXXX";
-        const std::string made = mkdtemp(folder);
+        const char* place = std::getenv("TMPDIR");
+        std::string made = std::string(place ? place : "/tmp") + "/umbra_XXXXXX";
+        demand(mkdtemp(made.data()), "a folder can be made");
         for (const char* sub : {"/node", "/node/node0", "/node/node1", "/cpu", "/cpu/cpu0", "/cpu/cpu0/topology",
                                 "/cpu/cpu1", "/cpu/cpu1/topology"})
             mkdir((made + sub).c_str(), 0700);
@@ -90,7 +91,8 @@ void product(Input& input) {
     if (scales) w.scales = reinterpret_cast<const uint16_t*>(fill(scale, scales * 2));
     if (zeros) w.zeros = fill(zero, scales);
 
-    const int64_t tokens = input.range(1, 70), n = w.n - input.range(0, kRows - 1);
+    const int64_t tokens = input.range(0, 7) ? input.range(1, 9) : input.range(1, 70);  // many take most of the time
+    const int64_t n = w.n - input.range(0, kRows - 1);
     const std::vector<float> x = input.values<float>(tokens * w.k);
     std::vector<uint8_t> scratch(Scratch::bytes(tokens, w.k));
     std::vector<float> out(tokens * n), alone(n);

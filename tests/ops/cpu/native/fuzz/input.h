@@ -4,6 +4,7 @@
 
 #include <fuzzer/FuzzedDataProvider.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -32,7 +33,13 @@ public:
         if (seed.empty()) seed.push_back(0);
         std::vector<T> all(count);
         auto* bytes = reinterpret_cast<uint8_t*>(all.data());
-        for (size_t i = 0; i < count * sizeof(T); i++) bytes[i] = seed[i % seed.size()];
+        const size_t size = count * sizeof(T);
+        size_t done = std::min(size, seed.size());
+        if (done) memcpy(bytes, seed.data(), done);
+        for (size_t more; done < size; done += more) {  // as often as there are bytes: 1, 2, 4 ... times the seed
+            more = std::min(size - done, done);
+            memcpy(bytes + done, bytes, more);
+        }
         return all;
     }
 };
