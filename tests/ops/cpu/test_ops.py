@@ -32,6 +32,7 @@ KINDS = {
     "q8 128": Format("q8", 128),
     **{f"f8 {g}": Format("f8", g) for g in GROUP_SIZES},
 }
+GUARD = 64  # bytes
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -53,6 +54,26 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     start(request.param[1], request.param[0])
     yield request.param[0]
     engine.start(1, "auto")
+
+
+@pytest.fixture(autouse=True)
+def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What ops allocate holds NaN, or -1, until they write to it, and nothing is written behind it."""
+    behind = []
+    empty = torch.empty
+
+    def guarded(*sizes: Any, dtype: torch.dtype = torch.float32, **others: Any) -> Tensor:
+        if others:
+            return empty(*sizes, dtype=dtype, **others)
+        shape = torch.Size(sizes if isinstance(sizes[0], int) else sizes[0])
+        size = shape.numel() * dtype.itemsize
+        room = torch.full((size + GUARD,), 255, dtype=torch.uint8)
+        behind.append(room[size:])
+        return room[:size].view(dtype).view(shape)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    yield
+    assert all(bool((guard == 255).all()) for guard in behind)
 
 
 def close(actual: Any, expected: Any) -> None:
