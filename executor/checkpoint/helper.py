@@ -5,11 +5,15 @@ length of four bytes and that many bytes. It ends when its standard input is clo
 """
 
 import contextlib
+import os
 import resource
+import signal
 import struct
 import subprocess
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from typing import IO, cast
 
 from files import ROOT
@@ -26,14 +30,24 @@ class Ended(Exception):
 
 
 class Helper:
-    """The program `module`, which first gets the message `setup` if it is not empty. Not for several threads at once.
-    After Ended, the next question starts the program again."""
+    """The program `module`, which first gets the message `setup` if it is not empty. After Ended, the next question
+    starts the program again."""
 
     def __init__(self, module: str, setup: bytes = b""):
         self.module, self.setup = module, setup
         self.process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def answer(self, question: bytes) -> bytes:
+        """What `ask` returns, for any thread, and once more if somebody has killed the program."""
+        with self._lock:
+            for _ in range(2):
+                with contextlib.suppress(Ended):
+                    return self.ask(question)
+        raise RuntimeError(f"the process of {self.module} does not stay alive")
 
     def ask(self, question: bytes) -> bytes:
+        """Not for several threads at once."""
         fresh = not self.process
         if not self.process:
             command = [sys.executable, "-m", self.module]
@@ -83,6 +97,31 @@ def read(stream: IO[bytes]) -> bytes:
     if len(data) < size:
         raise EOFError
     return data
+
+
+def tried(work: Callable[[], bytes], seconds: float, memory: int) -> bytes | None:
+    """What `work` returns in a fork of this process, which has a single thread; None if it takes more than so many
+    seconds of a processor or so many bytes, or ends in any other way. What it says on standard error is lost."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        try:
+            os.close(2)
+            limit(seconds, memory)
+            with open(writing, "wb") as stream:
+                stream.write(work())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with open(reading, "rb") as stream:
+        answer = stream.read()
+    return None if os.waitpid(child, 0)[1] else answer
+
+
+def limit(seconds: float, memory: int) -> None:
+    """A signal ends this process when it has taken so many more seconds of a processor."""
+    limit_memory(memory)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_memory(more: int) -> None:

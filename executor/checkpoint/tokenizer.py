@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from errors import UserError
+from executor.checkpoint.encoding import Encoder, is_linear
 from executor.checkpoint.names import TOKENIZER_FILES
 from executor.checkpoint.template import Renderer, failed, variables_of
 from executor.checkpoint.tokenizer_file import check_tokenizer
@@ -16,6 +17,7 @@ from models.hf_config import HfConfig, read_json
 CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
 HALF = "\ufffd"  # stands for a part of a character
 LONGEST_HELD = 64  # tokens without a whole character at their end; text is then given as it is, to bound the work
+LONGEST_TOKEN = 4096  # characters of one
 # A tokenizer that fails should fail when it is loaded.
 TRIED = "A text, of 3 lines:\n\n  d\u00e9j\u00e0 vu \u65e5\u672c\u8a9e \U0001f642"
 TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
@@ -42,6 +44,10 @@ class Tokenizer:
                 isinstance(t, str) for t in (templates.values() if isinstance(templates, dict) else [templates or ""])
             ):
                 raise ValueError("chat_template: must be text, or texts with names")
+        self.longest_token = max(map(len, self.backend.get_vocab()), default=0)
+        if self.longest_token > LONGEST_TOKEN:
+            raise UserError(f"{folder}: a token has {self.longest_token} characters, more than {LONGEST_TOKEN}")
+        self._encoder = None if is_linear(self.backend) else Encoder(self.backend)
         # Tokenizers differ in whether they call the marks of reasoning and tool calls special; a parser needs them.
         self.hidden = frozenset(id for id, token in added if token.special and token.content not in TAGS)
         self._renderer = Renderer()
@@ -69,7 +75,7 @@ class Tokenizer:
         says whether the tokenizer adds special tokens, such as one that begins a text, if it does."""
         if chat:
             return self.encode_chat(Chat([{"role": "user", "content": prompt}]))
-        return self._ids(prompt, add_special_tokens=special)
+        return self._ids(prompt, special)
 
     def encode_chat(self, chat: Chat) -> list[int]:
         """A conversation through the checkpoint's chat template, up to where the next answer begins."""
@@ -84,25 +90,28 @@ class Tokenizer:
         except ValueError as error:  # several, none of which is for such a conversation
             raise failed(str(error)) from None
         text = self._renderer.render(template, variables_of(chat.for_template(), settings))
-        return self._ids(text, add_special_tokens=False)
+        return self._ids(text, special=False)
 
     def opens_reasoning(self, ids: list[int]) -> bool:
         """Whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
         return self.whole_text(ids[-TAIL:]).rstrip().endswith(THINK)
 
-    def _ids(self, text: str, **options: bool) -> list[int]:
+    def _ids(self, text: str, special: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError:
             raise UserError(f"the prompt {text!r:.40} has half of a surrogate pair: not text") from None
         with self._failures():
-            ids = self.hf(text, **options)["input_ids"]
+            if self._encoder:
+                ids = self._encoder.ids(text, special)
+            else:
+                ids = list(self.hf(text, add_special_tokens=special)["input_ids"])
         if self.vocabulary is not None and ids and max(ids) >= self.vocabulary:
             raise UserError(
                 f"{self.folder}: its tokenizer gives {max(ids)}, outside vocab_size {self.vocabulary}: tokenizer and "
                 "config.json are not of one checkpoint"
             )
-        return list(ids)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids`, without special tokens other than the marks of reasoning and tool calls."""

@@ -19,6 +19,7 @@ LARGEST = 32 << 20  # bytes of tokenizer.json
 LARGEST_BESIDE = 1 << 20  # bytes of each of the other files
 BESIDE = re.compile(r"(tokenizer_config|special_tokens_map|added_tokens|chat_template)\.(json|jinja)")
 MOST_GROWTH = 32  # times as long as a text may get on its way to ids, or back
+MOST_PARTS = 64  # of a component, each of which passes over the text
 MOST_ADDED = 64  # characters or ids that are added to each text
 LONGEST_AFFIX = 64  # characters of what marks the parts of words
 INNER = ("normalizers", "pretokenizers", "processors", "decoders")  # the parts of a Sequence
@@ -58,7 +59,7 @@ def _check_file(path: Path) -> None:
         file = msgspec.json.decode(path.read_bytes(), type=File)
         for name in ("normalizer", "pre_tokenizer", "decoder"):
             _check_growth(name, getattr(file, name))
-        added = sum(len(ids) for part in _parts(file.post_processor) for ids in _added(part))
+        added = sum(len(ids) for part in parts_of(file.post_processor) for ids in _added(part))
         if added > MOST_ADDED:
             raise ValueError(f"post_processor: adds {added} ids to each text, more than {MOST_ADDED}")
         for name in AFFIXES:
@@ -68,7 +69,7 @@ def _check_file(path: Path) -> None:
         raise UserError(f"{path}: tokenizer not readable: {error}") from None
 
 
-def _parts(component: Any) -> Iterator[dict[str, Any]]:
+def parts_of(component: Any) -> Iterator[dict[str, Any]]:
     """The parts of a component, which is one or a Sequence of them."""
     if not isinstance(component, dict):
         return
@@ -76,12 +77,23 @@ def _parts(component: Any) -> Iterator[dict[str, Any]]:
     for name in INNER:
         parts = component.get(name)
         for part in parts if isinstance(parts, list) else ():
-            yield from _parts(part)
+            yield from parts_of(part)
+
+
+def patterns(component: Any) -> list[str]:
+    """The regular expressions in a component."""
+    found = [part.get("pattern") for part in parts_of(component)]
+    return [str(pattern["Regex"]) for pattern in found if isinstance(pattern, dict) and "Regex" in pattern]
 
 
 def _check_growth(name: str, component: Any) -> None:
     growth, added = 1, 0
-    for part in _parts(component):
+    parts = list(parts_of(component))
+    if len(parts) > MOST_PARTS:
+        raise ValueError(f"{name}: has {len(parts)} parts, more than {MOST_PARTS}")
+    if name == "decoder" and patterns(component):
+        raise ValueError("decoder: a regular expression is not supported: it may take endless time")
+    for part in parts:
         if part.get("type") == "Precompiled":
             raise ValueError(f"{name}: Precompiled is not supported: a wrong table would end this process")
         content, pattern = str(part.get("content", "")), part.get("pattern")

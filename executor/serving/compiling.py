@@ -6,17 +6,14 @@ and it ends when its standard input is closed, as it is when the front ends.
 """
 
 import contextlib
-import os
-import signal
 import sys
-import threading
 from copy import copy
 from typing import Any
 
 import msgspec
 
 from errors import UserError
-from executor.checkpoint.helper import Ended, Helper, limit_memory, read, write
+from executor.checkpoint.helper import Helper, read, tried, write
 from executor.checkpoint.tokenizer import Tokenizer
 from executor.engine.request import Grammar
 from executor.serving.messages import Ready
@@ -33,16 +30,11 @@ class Compiler:
         backend.no_truncation()
         setup = msgspec.msgpack.encode((backend.to_str(), ready.vocabulary, sorted(ready.stop_ids)))
         self.helper = Helper("executor.serving.compiling", setup)
-        self._lock = threading.Lock()
 
     def problem(self, kind: str, text: str) -> str:
         """Why the engine could not follow a grammar; empty: it can. To be called in a thread, for up to
         about a second."""
-        with self._lock:
-            for _ in range(2):
-                with contextlib.suppress(Ended):  # somebody has killed it
-                    return self.helper.ask(msgspec.msgpack.encode((kind, text))).decode()
-        raise RuntimeError("the process that compiles grammars does not stay alive")
+        return self.helper.answer(msgspec.msgpack.encode((kind, text))).decode()
 
     def close(self) -> None:
         self.helper.close()
@@ -68,23 +60,8 @@ def tokens_of(setup: bytes) -> Any:
 
 
 def _tried(grammar: Grammar, tokens: Any) -> bytes:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(2)  # what llguidance says of the end of its memory
-        limit()
-        os.write(writing, compiled(grammar, tokens).encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as stream:
-        answer = stream.read()
-    _, status = os.waitpid(child, 0)
-    return TOO_MUCH.encode() if status else answer
-
-
-def limit() -> None:
-    limit_memory(MEMORY)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
+    problem = tried(lambda: compiled(grammar, tokens).encode(), SECONDS, MEMORY)
+    return TOO_MUCH.encode() if problem is None else problem
 
 
 def compiled(grammar: Grammar, tokens: Any) -> str:

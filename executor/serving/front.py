@@ -212,7 +212,6 @@ class Text:
         self.tokenizer = tokenizer
         self.format: Format | None = choose_format(case.model_config.output_format, tokenizer.template)
         self.splits = case.model_config.reasoning == "split"
-        self.longest_token = max(map(len, tokenizer.backend.get_vocab()))
         self._grammars: Grammars | None = None
         self._compiler: Compiler | None = None
 

@@ -199,7 +199,7 @@ def encode(prompt: str, special: bool, text: Text, ready: Ready) -> list[int]:
 
 def check_length(prompt: str, param: str, text: Text, ready: Ready) -> None:
     """Refuses a text that has too many tokens, whatever they are, before they are counted."""
-    if len(prompt) > ready.longest * text.longest_token:
+    if len(prompt) > ready.longest * text.tokenizer.longest_token:
         message = f"{param}: {len(prompt)} characters are more than {ready.longest} tokens can have: shorten it"
         raise ApiError(400, message, param, "context_length_exceeded")
 

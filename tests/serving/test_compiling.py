@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from executor.checkpoint.helper import Ended
+from executor.checkpoint.helper import Ended, Helper, limit
 from executor.serving import compiling
 from executor.serving.compiling import Compiler
 from executor.serving.messages import Ready
@@ -45,7 +44,7 @@ def test_a_grammar_that_needs_too_much_memory() -> None:
     """Without its limit, the process would have the pages that it asks for."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
-        compiling.limit()
+        limit(compiling.SECONDS, compiling.MEMORY)
         try:
             bytearray(2 * compiling.MEMORY)
         except MemoryError:
@@ -73,10 +72,11 @@ def test_it_ends_with_the_front(compiler: Compiler) -> None:
     assert process.wait(timeout=30) == 0
 
 
-class Asked:
+class Asked(Helper):
     """A helper that ends as often as it is told to before it answers."""
 
     def __init__(self, ends: int):
+        super().__init__("executor.serving.compiling")
         self.ends, self.asked, self.closed = ends, list[bytes](), False
 
     def ask(self, data: bytes) -> bytes:
@@ -85,16 +85,17 @@ class Asked:
             raise Ended(-9)
         return "é".encode()
 
-    def close(self) -> None:
+    def close(self) -> int:
         self.closed = True
+        return 0
 
 
 @pytest.mark.parametrize("ends", [0, 1, 2])
 def test_a_helper_that_does_not_stay_alive_is_told(ends: int) -> None:
     compiler: Any = Compiler.__new__(Compiler)
-    compiler.helper, compiler._lock = Asked(ends), threading.Lock()
+    compiler.helper = Asked(ends)
     if ends == 2:
-        with pytest.raises(RuntimeError, match="the process that compiles grammars does not stay alive"):
+        with pytest.raises(RuntimeError, match=r"the process of executor\.serving\.compiling does not stay alive"):
             compiler.problem("regex", "a")
     else:
         assert compiler.problem("regex", "a") == "é"

@@ -635,7 +635,7 @@ def test_what_a_front_knows_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -
     assert (Text(other, text.tokenizer).splits, Text(other, text.tokenizer).format) == (False, FORMATS["minimax_m2"])
     other.model_config.reasoning = "split"
     assert Text(other, text.tokenizer).splits is True
-    assert text.longest_token == max(len(token) for token in text.tokenizer.backend.get_vocab()) > 1
+    assert text.tokenizer.longest_token == max(len(token) for token in text.tokenizer.backend.get_vocab()) > 1
     made: list[Any] = []
 
     class Compiler:

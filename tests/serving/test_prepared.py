@@ -392,7 +392,7 @@ def test_tokens_outside_the_vocabulary_are_named() -> None:
 
 
 def test_a_text_that_has_too_many_tokens_whatever_they_are() -> None:
-    text: Any = SimpleNamespace(longest_token=3)
+    text: Any = SimpleNamespace(tokenizer=SimpleNamespace(longest_token=3))
     ready: Any = SimpleNamespace(longest=4)
     openai_completions.check_length("x" * 12, "p", text, ready)
     error = error_of(lambda: openai_completions.check_length("x" * 13, "p", text, ready))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from errors import UserError
+from executor.checkpoint.encoding import LINEAR, Encoder
 from executor.checkpoint.tokenizer import Tokenizer
 from tests.executor.text.checkpoints import write_tokenizer
 
@@ -36,7 +37,12 @@ def template(ids: list[int], times: int = 1, known: str = "X") -> dict[str, Any]
 STRANGE: dict[str, tuple[dict[str, Any], str]] = {
     "replaced by much": ({"normalizer": replace("b" * 1000, String="a")}, "normalizer: .* 32 times as long"),
     "doubled often": ({"normalizer": sequence(*[replace("aa", String="a")] * 40)}, "normalizer: .* 32 times as long"),
-    "much between letters": ({"decoder": replace("b" * 1000, Regex="")}, "decoder: .* 32 times as long"),
+    "much between letters": ({"normalizer": replace("b" * 1000, Regex="")}, "normalizer: .* 32 times as long"),
+    "an expression for answers": ({"decoder": replace("b", Regex="a+")}, "decoder: a regular expression"),
+    "many parts": ({"normalizer": sequence(*[{"type": "NFC"}] * 100)}, "normalizer: has 101 parts, more than 64"),
+    "a long token": (
+        {"model": {"type": "BPE", "vocab": {"x" * 5000: 0}, "merges": []}}, "a token has 5000 characters",
+    ),
     "much before": ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "normalizer: .* times as long"),
     "a table": (
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}}, "Precompiled is not supported",
@@ -65,6 +71,13 @@ def change(folder: Path, **parts: Any) -> int:
     return size
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the first tokenizer of a process imports takes seconds and memory of its own."""
+    folder = tmp_path_factory.mktemp("good")
+    Tokenizer(folder, write_tokenizer(folder, "qwen3"))
+
+
 @pytest.mark.parametrize("name", STRANGE)
 def test_strange_tokenizers_are_one_line(tmp_path: Path, name: str) -> None:
     parts, complaint = STRANGE[name]
@@ -87,6 +100,40 @@ def test_what_only_some_texts_provoke_is_one_line(tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path, change(tmp_path, decoder=cut))
     with pytest.raises(UserError, match="tokenizer failed: index out of bounds"):
         tokenizer.decode(tokenizer.encode("a", chat=False))
+
+
+UNIGRAM = {"type": "Unigram", "unk_id": 0, "byte_fallback": False}
+SLOW: dict[str, tuple[dict[str, Any], str]] = {
+    "long tokens": (
+        {"model": UNIGRAM | {"vocab": [["<u>", 0.0], *(["a" * i, -1.0] for i in range(1, 3000))]}}, "a" * 300_000,
+    ),
+    "an expression at each letter": ({"pre_tokenizer": split("a*a*a*[bc]")}, ("a" * 300 + "\n") * 30 + "b"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "long tokens" else [pytest.mark.thorough]) for name in SLOW]
+)
+def test_what_takes_long_is_ended(tmp_path: Path, name: str) -> None:
+    """Each would take minutes. What follows is encoded again."""
+    parts, text = SLOW[name]
+    tokenizer = Tokenizer(tmp_path, change(tmp_path, **parts))
+    short = tokenizer.encode("aab", chat=False)
+    start = time.process_time()
+    with pytest.raises(UserError, match=r"tokenizer failed: it takes more than .* s or .* MB for \d+ characters"):
+        tokenizer.encode(text, chat=False)
+    assert time.process_time() - start < 1
+    assert tokenizer.encode("aab", chat=False) == short == list(tokenizer.hf("aab")["input_ids"])
+
+
+def test_published_kinds_are_encoded_here(tmp_path: Path) -> None:
+    """Those of others in another process, to the same ids."""
+    text = "It's 1234 times\n\n  aab, d\u00e9j\u00e0 vu \U0001f642 " * 20
+    for expression in (*LINEAR, r"\w+|\W+"):
+        tokenizer = Tokenizer(tmp_path, change(tmp_path, pre_tokenizer=split(expression)))
+        assert (tokenizer._encoder is None) == (expression in LINEAR)
+        ids = list(tokenizer.hf(text)["input_ids"])
+        assert Encoder(tokenizer.backend).ids(text, special=True) == tokenizer.encode(text, chat=False) == ids
 
 
 def test_a_template_that_is_no_text_is_one_line(tmp_path: Path) -> None:
