@@ -2,7 +2,7 @@
 
 Tokenizers are programs of a checkpoint's author too: a regular expression, or a vocabulary of long tokens, may take
 minutes for a text of some thousand characters. Byte-pair encoding with the expressions of published models takes time
-in proportion to the text, and is not done here but where the text is.
+in proportion to the text; such tokenizers run in the process that uses them.
 
 This module, run as a program, is the process that has the tokenizer; it forks another for each text.
 """

@@ -44,10 +44,10 @@ class Tokenizer:
                 isinstance(t, str) for t in (templates.values() if isinstance(templates, dict) else [templates or ""])
             ):
                 raise ValueError("chat_template: must be text, or texts with names")
+            self._encoder = None if is_linear(self.backend) else Encoder(self.backend)
         self.longest_token = max(map(len, self.backend.get_vocab()), default=0)
         if self.longest_token > LONGEST_TOKEN:
             raise UserError(f"{folder}: a token has {self.longest_token} characters, more than {LONGEST_TOKEN}")
-        self._encoder = None if is_linear(self.backend) else Encoder(self.backend)
         # Tokenizers differ in whether they call the marks of reasoning and tool calls special; a parser needs them.
         self.hidden = frozenset(id for id, token in added if token.special and token.content not in TAGS)
         self._renderer = Renderer()

@@ -117,4 +117,5 @@ def answer(folder: Path) -> Target:
         b"</minimax:tool_call>",
         b"<tool_call>\n<function=weather>\n<parameter=city>\nx\n</parameter>\n</function>\n</tool_call>",
     ]
-    return Target(run, [bytes([first]) + seed for seed in seeds for first in range(len(formats))], json=False)
+    starts = [bytes([first]) + seed for seed in seeds for first in range(len(formats))]
+    return Target(run, starts, json=False, longest=512)
