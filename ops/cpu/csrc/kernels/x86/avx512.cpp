@@ -282,7 +282,9 @@ TARGET void quantise(const float* x, int count, Block* to) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(block->q), _mm512_cvtepi32_epi8(a));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(block->q + 16), _mm512_cvtepi32_epi8(c));
         block->scale = most / 127.0f;
-        block->start = -8 * _mm512_reduce_add_epi32(_mm512_add_epi32(a, c));
+        // Of NaN and infinite activations the sum may be any number.
+        block->start =
+            static_cast<int32_t>(-8u * static_cast<uint32_t>(_mm512_reduce_add_epi32(_mm512_add_epi32(a, c))));
     }
 }
 

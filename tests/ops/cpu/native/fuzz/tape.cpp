@@ -147,13 +147,18 @@ struct Step {
         }
         int64_t* query_starts = scratch<int64_t>(starts.size());
         std::copy(starts.begin(), starts.end(), query_starts);
-        const int64_t asking = starts.back(), written = input.range<int64_t>(0, 5);
+        // Threads write the rows in any order, so that none has the place of another.
+        const int64_t asking = starts.back(), places = pages * page;
+        const int64_t written = input.range<int64_t>(0, std::min<int64_t>(5, places));
+        int64_t* slots = numbers(written, 0, places - written);
+        std::sort(slots, slots + written);
+        for (int64_t i = 0; i < written; i++) slots[i] += i;
         const size_t piece = type == Type::f32 ? width * 4 : type == Type::i8 ? width + 4 : width * 2;
         uint8_t *keys = in<uint8_t>(pages * kv_heads * page * piece),
                 *values = in<uint8_t>(pages * kv_heads * page * piece);
         const int64_t stride = kv_heads * width;
-        add(WriteKv{in<float>(written * stride), in<float>(written * stride), keys, values,
-                    numbers(written, 0, pages * page - 1), written, kv_heads, width, page, stride, stride, type});
+        add(WriteKv{in<float>(written * stride), in<float>(written * stride), keys, values, slots, written, kv_heads,
+                    width, page, stride, stride, type});
         add(Attention{in<float>(asking * heads * width), keys, values, numbers(sequences * pages, 0, pages - 1),
                       query_starts, lens, out<float>(asking * heads * width), sequences, heads, kv_heads, width, page,
                       pages, asking, 0.3f, type});
