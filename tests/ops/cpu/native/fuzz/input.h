@@ -62,9 +62,10 @@ inline void demand(bool holds, const char* rule) {
     std::abort();
 }
 
-// A pool of one thread, and now and then, for waking others takes time, one of three or of two nodes; made once.
+// A pool of one thread, and now and then one of three or of two nodes; made once. Where all cores are busy, threads that
+// wait for each other take milliseconds.
 inline umbra::Pool& pool_of(Input& input) {
     static umbra::Pool pools[]{umbra::Pool(1), umbra::Pool(3), umbra::Pool({{-1, 1, {}}, {-1, 1, {}}})};
-    const int number = input.range(0, 31);
-    return pools[number < 30 ? 0 : number - 29];
+    const int number = input.range(0, 255);
+    return pools[number < 254 ? 0 : number - 253];
 }
