@@ -29,15 +29,19 @@ COLUMNS = """| key | value | default | meaning |
 """
 
 
+def number(value: float) -> str:
+    """The bound of a key as a reader writes it: 1,048,576 instead of 1.04858e+06."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+
+
 def table(kind: type) -> str:
     """A row for each key of a dataclass."""
     rows = []
     for leaf in leaves(kind):
         value = " \\| ".join(leaf.choices) if leaf.choices else leaf.type_name
         if leaf.minimum is not None:
-            value += (
-                f", {leaf.minimum:g} or more" if leaf.maximum is None else f", {leaf.minimum:g} to {leaf.maximum:g}"
-            )
+            value += f", {number(leaf.minimum)}"
+            value += " or more" if leaf.maximum is None else f" to {number(leaf.maximum)}"
         default = f"`{leaf.written_default}`" if leaf.default not in ("", ()) else ""
         if isinstance(leaf.default, bool):
             default = default.lower()
