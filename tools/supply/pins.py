@@ -25,7 +25,6 @@ SOURCES = {
     "compare": ("requirements-compare.txt",),
     "compare-moe": ("requirements-compare-moe.txt",),
     "fuzz": ("requirements-fuzz.txt",),
-    "mutants": ("requirements-mutants.txt",),
     "supply": ("requirements-supply.txt",),
 }
 TORCH_CPU, TORCH_CUDA = "torch-cpu", "torch-cuda"

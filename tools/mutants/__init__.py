@@ -1,1 +1,0 @@
-"""Mutation tests: does a test fail when the code is changed?"""
