@@ -1,2 +1,1 @@
-"""What Umbra is built from: locked packages with their hashes, a bill of materials, an audit, and a proof that the
-native module builds the same twice."""
+"""Umbra's packages as locked files with hashes, and a proof that the native module builds the same twice."""
