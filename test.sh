@@ -52,11 +52,9 @@ umbra_emulators() {
         echo "the native fuzz targets will be skipped" >&2
 }
 
-# What only thorough tests need: they count cycles, and tests/ops/cpu/test_numa.py boots a kernel on a simulated machine of
-# four NUMA nodes.
+# What only thorough tests need: tests/ops/cpu/test_numa.py boots a kernel on a simulated machine of four NUMA nodes.
 umbra_more_emulators() {
     local to=.venv/umbra-kernel kernel
-    command -v llvm-mca-19 >/dev/null || (umbra_apt --no-install-recommends llvm-19) || echo "cycles by static models will be skipped" >&2
     [ "$(uname -m)" = x86_64 ] || return 0
     command -v qemu-system-x86_64 >/dev/null && compgen -G "$to/vmlinuz-*" >/dev/null && return 0
     (

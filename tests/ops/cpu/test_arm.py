@@ -1,21 +1,16 @@
 """The native kernels without Python: every instruction set of this machine, and those of ARM under emulation.
 
 `native/kernels.cpp` compares each set with the generic kernels and the layers with plain loops; here it is built for
-this machine and for aarch64, and run where the sets exist and where they do not. The loops of the quantised products
-are also given to llvm-mca's static models of server CPUs.
+this machine and for aarch64, and run where the sets exist and where they do not.
 """
 
 import platform
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from benchmarks import machine_code
-from benchmarks.arm_cycles import ARM, FILES, our_kernel
-from benchmarks.machine_code import Instruction, cycles, inner_loops, turn
 from ops.cpu import engine
 from tests.ops.cpu.native.build import SOURCES, TESTS, compile_all, core_sources, made_once, program, run
 
@@ -37,24 +32,6 @@ COUNTS: dict[tuple[str, str], dict[int, float]] = {
     ("neon_i8mm", "q8"): {1: 0.244, 2: 0.142, 4: 0.115},
 }
 COUNTED_WITH = "12"  # the major version of GCC
-
-
-# Cycles a weight by the models of LLVM 19, which are no measurements: (CPU, set, format) -> {activation rows: (ours,
-# llama.cpp's)}. `benchmarks.arm_cycles --llama-cpp DIR` counts both; llama.cpp's are of llama-cpp-python 0.3.36.
-CYCLES: dict[tuple[str, str, str], dict[int, tuple[float, float]]] = {
-    ("tsv110", "neon_dotprod", "q4"): {1: (0.086, 0.1149), 4: (0.2286, 0.2502)},
-    ("tsv110", "neon_dotprod", "q8"): {1: (0.0538, 0.0795), 4: (0.1915, 0.2348)},
-    ("neoverse-n1", "neon_dotprod", "q4"): {1: (0.0879, 0.0978), 4: (0.2276, 0.2422)},
-    ("neoverse-n1", "neon_dotprod", "q8"): {1: (0.0547, 0.0705), 4: (0.1953, 0.2345)},
-    ("neoverse-n2", "neon_dotprod", "q4"): {1: (0.087, 0.0979), 4: (0.2276, 0.2423)},
-    ("neoverse-n2", "neon_dotprod", "q8"): {1: (0.0547, 0.0705), 4: (0.1953, 0.2345)},
-    ("neoverse-n2", "neon_i8mm", "q4"): {1: (0.0996, 0.1212), 4: (0.1856, 0.1954)},
-    ("neoverse-n2", "neon_i8mm", "q8"): {1: (0.0664, 0.1134), 4: (0.1563, 0.1915)},
-    ("neoverse-v2", "neon_dotprod", "q4"): {1: (0.043, 0.049), 4: (0.106, 0.1212)},
-    ("neoverse-v2", "neon_dotprod", "q8"): {1: (0.0313, 0.0353), 4: (0.0899, 0.1173)},
-    ("neoverse-v2", "neon_i8mm", "q4"): {1: (0.0459, 0.0607), 4: (0.085, 0.0978)},
-    ("neoverse-v2", "neon_i8mm", "q8"): {1: (0.0326, 0.0568), 4: (0.0704, 0.0958)},
-}
 
 
 def build(compiler: str, machine: str, *link: str) -> str:
@@ -186,41 +163,3 @@ def test_instructions_per_weight(arm: str, counter: str, instruction_set: str, f
         at = f"{instruction_set}, {format}, {rows} rows: {count:.4f} instructions per weight, recorded {recorded}"
         assert count <= 1.03 * recorded, f"{at}: worse"
         assert count >= 0.9 * recorded, f"{at}: record the new value"
-
-
-def test_loops_are_found_in_machine_code() -> None:
-    """A loop in a loop; the inner one may branch over an instruction, and its longer way counts."""
-    code = [("mov", [1]), ("ldr", [2]), ("cbz", [3, 4]), ("sdot", [4]), ("subs", [5]), ("b.ne", [2, 6])]
-    code += [("add", [7]), ("b.gt", [1, 8]), ("ret", [])]
-    loops = inner_loops([Instruction(text, tuple(following)) for text, following in code])
-    assert list(loops) == [["cbz", "sdot", "subs", "b.ne"]]
-
-
-@pytest.fixture(scope="module")
-def objects(arm: str) -> dict[str, Path]:
-    """The object files of both sets' kernels, which the test program holds."""
-    for tool in (machine_code.MODEL, machine_code.DISASSEMBLER):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed; bash test.sh installs it where it may")
-    version = run(COMPILER, "-dumpversion").stdout.split(".")[0].strip()
-    if version != COUNTED_WITH:
-        pytest.skip(f"cycles were recorded with GCC {COUNTED_WITH}, this is GCC {version}")
-    folder = machine_code.SOURCES / "kernels" / "arm"
-    made = compile_all(COMPILER, WARNINGS, [folder / file for file in FILES.values()])
-    return dict(zip(FILES, map(Path, made), strict=True))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("cpu", "instruction_set", "format"), CYCLES)
-def test_cycles_per_weight(objects: dict[str, Path], cpu: str, instruction_set: str, format: str) -> None:
-    for rows, (recorded, theirs) in CYCLES[cpu, instruction_set, format].items():
-        kernel = our_kernel(instruction_set, format, rows)
-        way = turn(objects[instruction_set], kernel, ARM)
-        found = cycles(way, cpu, ARM)[0] / kernel.weights
-        at = f"{cpu}, {instruction_set}, {format}, {rows} rows: {found:.4f} cycles a weight, recorded {recorded}"
-        assert found <= 1.03 * recorded, f"{at}: worse"
-        assert found >= 0.97 * recorded, f"{at}: record the new value"
-        assert found < theirs, f"{at}: llama.cpp needs {theirs}"
-        more = ["eor v0.16b, v0.16b, v1.16b", "ldr q0, [x0]"]  # whichever unit it waits for
-        longer = way + more * (len(way) // 10)
-        assert cycles(longer, cpu, ARM)[0] > 1.03 * kernel.weights * recorded, f"{at}: a longer loop passes"
