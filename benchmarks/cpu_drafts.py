@@ -43,7 +43,6 @@ from executor.config.load import load_case
 from executor.engine.engine import Engine
 from executor.engine.loop import Loop
 from executor.engine.request import Request, SamplingParams
-from executor.engine.sequence import new_sequence
 from executor.engine.timings import Timings
 from executor.job.runner import make_runner
 from files import ROOT
@@ -113,8 +112,7 @@ def round_of(loops: dict[str, Loop], script: Scripted, kind: str, batch: int, nu
         for i in range(batch):
             start = ((number * batch + i) * 997) % (len(text()[0]) - PROMPT - ANSWER)
             prompt = text()[0][start : start + PROMPT]
-            sequence = new_sequence(next(script.ids), Request(tuple(prompt), PARAMS))
-            loop.add(sequence)
+            sequence = loop.submit(Request(tuple(prompt), PARAMS), next(script.ids))
             script.answers[sequence.id] = answer_of(kind, prompt, start, generator)
         while loop.scheduler.waiting or not all(s.decoding for s in loop.scheduler.running):
             loop.step()

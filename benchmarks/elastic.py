@@ -35,7 +35,7 @@ from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.env import rank_env
 from executor.config.load import load_case, model_folder
-from executor.engine.sequence import Sequence, new_sequence
+from executor.engine.sequence import Sequence
 from executor.engine.timings import Timings
 from executor.job.plots import plot
 from executor.job.runner import ModelRunner, make_runner
@@ -85,8 +85,8 @@ def serve(
         if coming and left <= LEFT:
             for request in coming.pop(0):
                 index = len(sequences)
-                sequences.append(new_sequence(index, runner.request(index, request.ids, request.new_tokens)))
-                runner.loop.add(sequences[-1])
+                wanted = runner.request(index, request.ids, request.new_tokens)
+                sequences.append(runner.loop.submit(wanted, index))
         elif not left:
             return sequences
         runner.loop.step()

@@ -27,7 +27,6 @@ from executor.config.load import load_case
 from executor.engine.pace import amounts_of
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Step
-from executor.engine.sequence import new_sequence
 from executor.job.runner import make_runner
 from executor.planning.cluster.layouts import Layout
 from executor.planning.simulation.steps import StepTimes
@@ -144,7 +143,7 @@ class Measured:
         vocabulary = self.worker.runner.config.vocab_size
         ids = tuple(self.choose.randrange(16, vocabulary) for _ in range(prompt))
         params = SamplingParams(max_tokens=tokens or self.longest - prompt, ignore_eos=True)
-        self.worker.loop.add(new_sequence(-next(self.numbers), Request(ids, params)))
+        self.worker.loop.submit(Request(ids, params), -next(self.numbers))
 
     def turn(self) -> tuple[Kind, float]:
         """The kind and the seconds of the next step."""

@@ -153,7 +153,6 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
     a process of its own."""
     from executor.config.env import rank_env
     from executor.engine.request import Request, SamplingParams
-    from executor.engine.sequence import new_sequence
     from executor.job.runner import make_runner
     from executor.serving.worker import Worker
 
@@ -163,15 +162,15 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
     worker.warm_up()
     scheduler = worker.loop.scheduler
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    first, *others = (new_sequence(i, Request(tuple(c.ids), params)) for i, c in enumerate(equal_calls(tokens, seed)))
+    first, *others = (Request(tuple(call.ids), params) for call in equal_calls(tokens, seed))
     start = time.perf_counter()
-    worker.loop.add(first)
+    leading = worker.loop.submit(first)
     while not worker.loop.idle:
         scheduler.mixed_tokens = worker.mixed_tokens()
         worker.step(scheduler.schedule())
-        if others and first.generated:
-            for sequence in others:
-                worker.loop.add(sequence)
+        if others and leading.generated:
+            for request in others:
+                worker.loop.submit(request)
             others = []
     print(f"{ENGINE}{time.perf_counter() - start}")
 

@@ -1,12 +1,14 @@
 """An engine that records its steps for a test. It is called by the loop and calls the real engine."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from typing import Any, cast
 
 from torch import Tensor
 
 from executor.engine.engine import Engine
 from executor.engine.loop import Loop
+from executor.engine.sequence import Sequence
 from executor.job.runner import ModelRunner
 from models.batch import Batch
 
@@ -15,7 +17,7 @@ class Spy:
     def __init__(
         self,
         engine: Engine,
-        before_pack: Callable[[list[Any]], object],
+        before_pack: Callable[[list[Sequence]], object],
         before: Callable[[Batch], object],
         after: Callable[[Tensor], object],
     ):
@@ -24,9 +26,9 @@ class Spy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def pack(self, scheduler: Any, sequences: list[Any], *how: Any) -> Batch:
-        self.before_pack(sequences)
-        return self.engine.pack(scheduler, sequences, *how)
+    def pack(self, groups: ListOf[ListOf[Sequence]], decode: bool) -> Batch:
+        self.before_pack([sequence for group in groups for sequence in group])
+        return self.engine.pack(groups, decode)
 
     def forward(self, batch: Batch, decode: bool) -> Tensor:
         self.before(batch)
@@ -37,7 +39,7 @@ class Spy:
 
 def spy_on(
     runner: ModelRunner,
-    before_pack: Callable[[list[Any]], object] = lambda sequences: None,
+    before_pack: Callable[[list[Sequence]], object] = lambda sequences: None,
     before: Callable[[Batch], object] = lambda batch: None,
     after: Callable[[Tensor], object] = lambda logits: None,
 ) -> None:

@@ -13,6 +13,7 @@ from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
 from executor.config.rules import check
 from executor.config.schema import override, read
+from executor.config.units import MB
 from files import ROOT
 from models.config import ModelConfig
 from models.hf_config import short
@@ -22,7 +23,7 @@ CASES = ROOT / "yaml_configs"
 
 
 # PyYAML reads a megabyte of comments in half a second, and 20,000 values in as much.
-LARGEST_FILE = 2 << 20  # most bytes of a case
+LARGEST_FILE = 2 * MB  # most bytes of a case
 MOST_VALUES = 20_000  # most values of a case, with every alias written out
 
 
@@ -73,8 +74,8 @@ def load_case(name: str, overrides: Sequence[str] = (), settings: Mapping[str, o
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
     """The mapping that the YAML file at `path` holds; `what` says what the file is to be, in errors."""
-    if path.stat().st_size > LARGEST_FILE:
-        raise UserError(f"{path.name}: larger than {LARGEST_FILE >> 20} MB, not {what}")
+    if (size := path.stat().st_size) > LARGEST_FILE:
+        raise UserError(f"{path.name}: {size / MB:.1f} MB; {what} file may have at most {LARGEST_FILE / MB:.0f} MB")
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -15,13 +15,13 @@ from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.tokenizer import Tokenizer, stop_ids
 from executor.config.case import Case
 from executor.config.load import model_folder
+from executor.engine.batch_limits import limits_of
 from executor.engine.batching import pack
 from executor.engine.building import bind_caches, build_of
 from executor.engine.pages import PagePool, Pages
 from executor.engine.profiler import Profiler
 from executor.engine.rebalancing import Rebalancing
 from executor.engine.sampling import choose, logprobs_of
-from executor.engine.scheduler import Scheduler, limits_of
 from executor.engine.sequence import Sequence
 from executor.engine.shadows import make_offload, open_arena
 from executor.engine.weights import fill_weights
@@ -64,12 +64,13 @@ class Engine:
         for what, kernel in self.kernels.items() if rank == 0 else ():
             print(f"{what}: {kernel}")
         fill_weights(case, model_folder(case), self.model, rank, packed_cache)
-        most_pages = Scheduler(limits_of(case)).pages
+        limits = limits_of(case)
+        self.table_width = limits.table_width
         if self.offload:
-            self.pages: Pages = open_arena(case, build, self.model, self.offload, most_pages)
+            self.pages: Pages = open_arena(case, build, self.model, self.offload, limits.pages)
         else:
-            bind_caches(self.model, case, build, most_pages)
-            self.pages = PagePool(most_pages, case.cache_config.page_size)
+            bind_caches(self.model, case, build, limits.pages)
+            self.pages = PagePool(limits.pages, limits.page_size)
         slots, interval = case.parallel_config.expert_slots, case.parallel_config.rebalance_steps
         self.rebalancing = Rebalancing(self.model, parallel.world, interval) if slots else None
         self.decode_step: ForwardStep = self.eager_step
@@ -84,27 +85,27 @@ class Engine:
         """Returns a decode step that runs as static graphs, one for each number of sequences, as `exe_mode` says."""
         return self.platform.compile(self.model.forward, self.config)
 
-    def pack(self, scheduler: Scheduler, sequences: ListOf[Sequence], decode: bool, all_logits: bool = False) -> Batch:
-        """Reserve the cache pages that a step of `sequences`, of all data-parallel groups, writes to. Returns the batch
-        of those sequences that belong to this rank's group."""
-        scheduler.reserve(sequences)
-        group, pools = self.parallel.attn_dp.rank, scheduler.pools
-        groups = scheduler.by_group(sequences)
+    def pack(self, groups: ListOf[ListOf[Sequence]], decode: bool, all_logits: bool = False) -> Batch:
+        """Returns the batch of this rank's group. `groups` are the sequences of a step in each data-parallel group, all
+        of which have the cache pages that the step writes to."""
+        group = self.parallel.attn_dp.rank
         live = tokens = tuple(sum(s.new_tokens for s in of) for of in groups)
         mine = groups[group]
         rows = self.platform.padded_rows(max(tokens)) if decode else 0
         if rows:
-            tokens = (rows,) * len(pools)
+            tokens = (rows,) * len(groups)
         shared = not decode and self.case.parallel_config.sequence_parallel(min(tokens))
         if shared:
             tokens = tuple(self.parallel.attn_tp.padded(count) for count in tokens)
             rows = len(mine) + tokens[group] - live[group]
-        ops, width = self.platform.ops, scheduler.table_width
         whole = all_logits or decode
         # The experts' shadows and shares of rows are made for all tokens of a step.
         narrow = not (whole or shared or self.offload)
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
-        batch = pack(ops, mine, pools[group], tokens, width, whole, rows, shared, decode, wanted)
+        batch = pack(
+            self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
+            sequence_parallel=shared, decode=decode, wanted_per_group=wanted,
+        )  # fmt: skip
         if self.offload:
             self.offload.started(tokens, live)
         return batch

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from executor.engine.batch_limits import limits_of
 from executor.engine.engine import Engine
 from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import Scheduler, limits_of
+from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
 
 
@@ -94,7 +95,8 @@ class ForcedRun:
     @torch.inference_mode()
     def _forward(self, running: list[Sequence], decode: bool, all_logits: bool) -> Tensor:
         with self.engine.step(decode):
-            batch = self.engine.pack(self.scheduler, running, decode, all_logits)
+            self.scheduler.reserve(running)
+            batch = self.engine.pack(self.scheduler.by_group(running), decode, all_logits)
             logits = self.engine.forward(batch, decode)
         for sequence in running:
             sequence.cached, sequence.limit = sequence.end, None

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from executor.engine.batch_limits import limits_of
 from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
 from executor.engine.request import Event, Request, TokenLogprob
 from executor.engine.sampling import token_logprob
-from executor.engine.scheduler import Scheduler, Step, limits_of
+from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
 
@@ -39,16 +40,11 @@ class Loop:
         """Whether no request is left and no event is still to be returned."""
         return self.scheduler.idle and not self._aborted
 
-    def submit(self, request: Request) -> int:
-        """Queue `request` and return its id, which its events carry. A request that can never run is refused with an
-        error of one line; other requests are not affected."""
-        id = next(self._ids)
-        self.add(new_sequence(id, request))
-        return id
-
-    def add(self, sequence: Sequence) -> None:
-        """Like `submit`, for a caller that numbers its sequences itself and reads them afterwards. Refuses
-        whatever a step could fail for: a step that fails ends all requests."""
+    def submit(self, request: Request, id: int | None = None) -> Sequence:
+        """Queue `request` and return its sequence, whose id its events carry: `id`, for a caller that numbers all its
+        requests itself. A request that can never run is refused with an error of one line; other requests are not
+        affected, so whatever a step could fail for is refused here: a step that fails ends all requests."""
+        sequence = new_sequence(next(self._ids) if id is None else id, request)
         vocabulary = self.engine.config.vocab_size
         if wrong := [token for token in sequence.ids if not 0 <= token < vocabulary]:
             raise UserError(f"prompt {sequence.id}: token {wrong[0]} is outside the vocabulary of {vocabulary}")
@@ -57,6 +53,7 @@ class Loop:
         if grammar := sequence.request.sampling.grammar:
             sequence.matcher = self.engine.grammars.matcher(grammar)
         self.scheduler.add(sequence)
+        return sequence
 
     def abort(self, id: int) -> None:
         """End a request; the next `step` returns its last event. A request that has already ended is left alone."""
@@ -80,7 +77,8 @@ class Loop:
             if not sequence.cached:
                 self._admitted[sequence.id] = start
         with self.engine.step(decode):
-            batch = self.engine.pack(self.scheduler, step.sequences, decode)
+            self.scheduler.reserve(step.sequences)
+            batch = self.engine.pack(self.scheduler.by_group(step.sequences), decode)
             logits = self.engine.forward(batch, decode)
             if prompts:
                 self._score(logits, step.sequences)

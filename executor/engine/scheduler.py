@@ -27,7 +27,8 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from errors import UserError
-from executor.config.case import MOST_DRAFTING, Case
+from executor.config.case import MOST_DRAFTING
+from executor.engine.batch_limits import Limits
 from executor.engine.drafts import Drafts
 from executor.engine.pages import PagePool, Pages
 from executor.engine.prefixes import PageCache, extend_keys
@@ -36,22 +37,6 @@ from executor.engine.sequence import FAILED, Sequence
 
 MOST_SCORED = 256  # prompt tokens of a sequence in a step, if their log-probabilities are wanted
 MOST_PREEMPTIONS = 4  # of one sequence; it then waits until it can be promised all pages it will need
-
-
-@dataclass(frozen=True)
-class Limits:
-    batch_size: int  # most sequences that run together, in all data-parallel groups
-    max_sequence_length: int  # most prompt and generated tokens of a sequence
-    page_size: int
-    groups: int = 1  # data-parallel groups
-    prefill_tokens: int | None = None  # most prompt tokens of each group in a step; None: no limit
-    mixed_tokens: int | None = None  # the same for a step in which other sequences decode
-    # Most tokens beyond those it has that a sequence is promised when it is admitted. With None it is promised pages
-    # for all tokens that it may ever have, and nothing is ever preempted.
-    reserve: int | None = None
-    prefixes: bool = False  # whether the pages of sequences that have ended are kept for later prompts
-    prefix_floor: int = 0  # kept pages that are dropped only after all experts
-    draft_tokens: int = 0  # most drafted tokens of a sequence in a step
 
 
 @dataclass
@@ -72,10 +57,7 @@ class Scheduler:
         """`stop_ids` are the model's end-of-sequence tokens. `pool` holds the pages of this rank's `group`, if they are
         fewer than the worst case takes; all groups then have the same number of pages."""
         self.limits, self.stop_ids = limits, frozenset(stop_ids)
-        self.per_group = limits.batch_size // limits.groups
-        self.table_width = -(-limits.max_sequence_length // limits.page_size)  # number of pages of the longest sequence
-        self.pages = self.per_group * self.table_width  # pages of a group, enough for the worst case
-        pages = pool.pages if pool else self.pages
+        pages = pool.pages if pool else limits.pages
         self.pools: list[Pages] = [PagePool(pages, limits.page_size) for _ in range(limits.groups)]
         if pool:
             self.pools[group] = pool
@@ -108,8 +90,8 @@ class Scheduler:
         needed = pool.pages_for(longest)
         if needed > pool.pages:
             raise UserError(
-                f"KV cache: prompt {sequence.id} may need {needed} pages of {pool.page_size} tokens, sequences can "
-                f"have {pool.pages}"
+                f"prompt {sequence.id} needs up to {needed} KV pages of {pool.page_size} tokens, the cache has "
+                f"{pool.pages}: lower max_new_tokens or input_max_len, or raise offload_config.arena_mb"
             )
         sequence.arrival = next(self._arrivals)
         self._wait(sequence)
@@ -134,7 +116,7 @@ class Scheduler:
         """
         load = [sum(s.group == g for s in self.running) for g in range(len(self.pools))]
         admitted: list[Sequence] = []
-        while self.waiting and min(load) < self.per_group:
+        while self.waiting and min(load) < self.limits.per_group:
             sequence, group = self.waiting[0], load.index(min(load))
             cache = self.caches[group]
             if self.limits.prefixes:
@@ -358,21 +340,3 @@ class Scheduler:
 def _seniority(sequence: Sequence) -> tuple[bool, int, int]:
     """A key that orders sequences from the one that is preempted last to the one that is preempted first."""
     return sequence.preemptions < MOST_PREEMPTIONS, sequence.request.priority, sequence.arrival
-
-
-def limits_of(case: Case, serving: bool = False) -> Limits:
-    """The limits of a run of the case's prompts or, with `serving`, of a server of the case."""
-    data, serve = case.data_config, case.serve_config
-    sizes = [size for size in (data.chunked_prefill_size, data.mixed_prefill_size) if size]
-    return Limits(
-        batch_size=data.batch_size,
-        max_sequence_length=case.max_sequence_length,
-        page_size=case.cache_config.page_size,
-        groups=case.attn_dp_size,
-        prefill_tokens=data.chunked_prefill_size,
-        mixed_tokens=min(sizes, default=None),
-        reserve=serve.reserve if serving else None,
-        prefixes=serving and serve.prefix_cache,
-        prefix_floor=serve.prefix_floor // case.cache_config.page_size if serving else 0,
-        draft_tokens=data.draft_tokens,
-    )

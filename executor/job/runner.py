@@ -21,7 +21,7 @@ from executor.engine.engine import Engine, ForwardStep
 from executor.engine.loop import Loop
 from executor.engine.profiler import Profiler
 from executor.engine.request import Request, SamplingParams
-from executor.engine.sequence import Sequence, new_sequence
+from executor.engine.sequence import Sequence
 from executor.engine.settings import platform_settings
 from executor.engine.timings import Timings
 from executor.job.prompts import encode_prompts
@@ -82,11 +82,8 @@ class ModelRunner:
         """Run every prompt (text, ids) to its end. A warm-up runs only as many prompts as fit into a batch, for a few
         tokens each."""
         most = (WARM_UP_TOKENS if self.engine.offload else 2) if warm_up else self.case.data_config.max_new_tokens
-        sequences = [new_sequence(i, self.request(i, ids, most)) for i, (_, ids) in enumerate(prompts)]
-        if warm_up:
-            sequences = sequences[: self.case.data_config.batch_size]
-        for sequence in sequences:
-            self.loop.add(sequence)
+        asked = prompts[: self.case.data_config.batch_size] if warm_up else prompts
+        sequences = [self.loop.submit(self.request(i, ids, most), i) for i, (_, ids) in enumerate(asked)]
         self.loop.timings = Timings()
         silent = warm_up or self.ranks.rank > 0
         total = sum(s.request.sampling.max_tokens for s in sequences)

@@ -139,7 +139,7 @@ class Session:
         room = self.case.max_sequence_length - len(ids)
         if 0 < room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=room)  # it then ends with finish_reason "length"
-        id = self.loop.submit(Request(tuple(ids), sampling))
+        id = self.loop.submit(Request(tuple(ids), sampling)).id
         self._events[id] = deque()
         return id
 

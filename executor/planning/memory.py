@@ -17,8 +17,8 @@ from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB, MB
+from executor.engine.batch_limits import limits_of
 from executor.engine.building import bind_caches, build_of
-from executor.engine.scheduler import Scheduler, limits_of
 from executor.engine.settings import platform_settings
 from executor.parallel.join import place_of
 from executor.parallel.partitions import ParallelSizes, partitions
@@ -134,7 +134,7 @@ def sketch_of(
     parallel = counted(place_of(case.parallel_sizes, 0, {}))
     build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, offload, exchange)
     model = model_class(case.model_name)(config, build)
-    pages = Scheduler(limits_of(case)).pages
+    pages = limits_of(case).pages
     bind_caches(model, case, build, pages)
     return Sketch(config, build, model, pages)
 
@@ -225,7 +225,7 @@ def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
 
 
 def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
-    width, page_size = Scheduler(limits_of(case)).table_width, case.cache_config.page_size
+    width, page_size = limits_of(case).table_width, case.cache_config.page_size
     return batch_of(sketch.build.ops, tokens, sequences, width, page_size, groups)
 
 

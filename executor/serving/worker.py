@@ -27,7 +27,7 @@ from executor.engine.loop import Loop
 from executor.engine.pace import Pace, amounts_of, first_prompt, next_prompt
 from executor.engine.request import Event, Grammar, Request, SamplingParams
 from executor.engine.scheduler import Step
-from executor.engine.sequence import Sequence, new_sequence
+from executor.engine.sequence import Sequence
 from executor.engine.shares import Shares
 from executor.engine.timings import PrefillRate, Timings
 from executor.job.rank import run_rank
@@ -161,7 +161,7 @@ class Worker:
         for event in tick.events:
             if isinstance(event, Submit):
                 try:
-                    self.loop.add(sequence_of(event))
+                    self.loop.submit(request_of(event), event.id)
                     if self.channel:
                         self._arrived[event.id] = time.perf_counter()
                 except UserError as error:
@@ -233,7 +233,7 @@ class Worker:
             number = next(numbers)
             ids = tuple((number * 7919 + i) % self.runner.config.vocab_size for i in range(length))
             sampling = SamplingParams(max_tokens=min(tokens, longest - length), ignore_eos=True)
-            self.loop.add(new_sequence(-number, Request(ids, sampling)))
+            self.loop.submit(Request(ids, sampling), -number)
 
         def prefill(length: int) -> float:
             add(length, 1)
@@ -334,13 +334,12 @@ class Worker:
         channel.send(state)
 
 
-def sequence_of(submit: Submit) -> Sequence:
+def request_of(submit: Submit) -> Request:
     """Raises UserError if the request's settings are out of range."""
     fields = {name: getattr(submit.sampling, name) for name in Sampling.__struct_fields__}
     if grammar := submit.sampling.grammar:
         fields["grammar"] = Grammar(grammar.kind, grammar.text)
-    wanted = Request(tuple(submit.ids), SamplingParams(**fields), submit.priority, submit.salt)
-    return new_sequence(submit.id, wanted)
+    return Request(tuple(submit.ids), SamplingParams(**fields), submit.priority, submit.salt)
 
 
 def row_of(event: Event, queued_s: float = 0.0) -> Row:

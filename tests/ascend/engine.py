@@ -11,7 +11,7 @@ import torch
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine.sequence import Sequence, new_sequence
+from executor.engine.sequence import Sequence
 from executor.job.runner import ModelRunner, make_runner
 from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
@@ -86,7 +86,7 @@ def generate(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Se
 def prefilled(runner: ModelRunner, prompts: list[list[int]] = PROMPTS) -> list[Sequence]:
     """Sequences after their first token, ready to decode."""
     for i, ids in enumerate(prompts):
-        runner.loop.add(new_sequence(i, runner.request(i, ids, runner.case.data_config.max_new_tokens)))
+        runner.loop.submit(runner.request(i, ids, runner.case.data_config.max_new_tokens), i)
     running = runner.loop.scheduler.running
     while not running or not all(s.decoding for s in running):
         runner.loop.step()

@@ -18,7 +18,7 @@ from executor.serving.channel import framed
 from executor.serving.client import EngineClient
 from executor.serving.front import Front, Text
 from executor.serving.messages import Message, Ready, Row, Sampling, Submit, ToEngine
-from executor.serving.worker import sequence_of
+from executor.serving.worker import request_of
 from tests.executor.text.checkpoints import write_tokenizer
 from tests.fuzz.target import Violation
 from tests.serving.fake_engine import logprob
@@ -37,7 +37,7 @@ class Engine(EngineClient):
         self, ids: list[int], sampling: Sampling, priority: int = 0, salt: bytes = b"", id: int | None = None
     ) -> AsyncGenerator[Row, None]:
         submit = self._reads.decode(framed(Submit(id or 0, ids, sampling, priority, salt))[4:])
-        sequence_of(submit)
+        request_of(submit)
         wanted, prompt = sampling.logprobs, sampling.prompt_logprobs
         of_prompt = [] if prompt is None else [logprob(token, prompt) for token in ids[1:]]
         for token, finish in ((65, "length" if sampling.max_tokens == 1 else ""), (self.end, "stop")):

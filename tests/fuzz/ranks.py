@@ -36,7 +36,7 @@ from executor.serving.messages import (
     TopToken,
 )
 from executor.serving.metrics import Metrics
-from executor.serving.worker import sequence_of
+from executor.serving.worker import request_of
 from tests.fuzz.target import Target
 
 READY = Ready(longest=9, batch_size=1, vocabulary=300, page_size=16, pages=1, groups=1, stop_ids=[0], prefill_rate=1.0)
@@ -110,7 +110,7 @@ def to_ranks(folder: Path) -> Target:
         except (ValueError, RecursionError, msgspec.MsgspecError):  # as Channel catches
             return
         if isinstance(message, Submit):
-            assert isinstance(sequence_of(message).request.sampling, SamplingParams)
+            assert isinstance(request_of(message).sampling, SamplingParams)
 
     sampling = Sampling(9, 0.5, 5, seed=7, logit_bias={1: 2.0}, stop_token_ids=(3,), logprobs=2)
     messages = [Submit(1, [1, 2], sampling, 3, b"s"), Submit(1, [1], Sampling(1))]

@@ -24,7 +24,7 @@ from executor.engine.shares import Shares
 from executor.job.rank import run_rank
 from executor.job.runner import make_runner
 from executor.serving.messages import Abort, Message, Out, Refused, Row, Sampling, Stop, Submit, Tick
-from executor.serving.worker import Worker, sequence_of
+from executor.serving.worker import Worker, request_of
 
 VOCABULARY = 96
 CROWD = 60  # steps in which many requests come, and then few
@@ -112,7 +112,7 @@ def alone(worker: Worker, submit: Submit) -> list[int]:
     """The request's tokens if nothing else runs, nothing is found and nothing is drafted."""
     loop = Loop(worker.engine, worker.stop_ids)
     loop.scheduler.drafts = None
-    loop.add(sequence_of(submit))
+    loop.submit(request_of(submit), submit.id)
     tokens: list[int] = []
     while not loop.idle:
         tokens += [token for event in loop.step() for token in event.tokens]

@@ -89,10 +89,10 @@ class Loop:
         self.events: list[Event] = []
         self.does: Any = lambda: None
 
-    def add(self, sequence: Any) -> None:
-        if sequence.id == 13:
+    def submit(self, request: Any, id: int) -> Any:
+        if id == 13:
             raise UserError("prompt: too long")
-        self.added.append(sequence)
+        self.added.append(SimpleNamespace(id=id, request=request, decoding=True, cached=0))
 
     def abort(self, id: int) -> None:
         self.aborted.append(id)
@@ -416,14 +416,13 @@ def test_residency_is_told_once_a_second_to_those_who_watch(clock: Clock) -> Non
 
 def test_requests_of_the_front_are_the_engine_s() -> None:
     given: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "logit_bias": {1: 2.0}, "stop_token_ids": (7,)}
-    found = worker.sequence_of(submitted(8, grammar=messages.Grammar("regex", "a"), logprobs=2, **given))
+    found = worker.request_of(submitted(8, grammar=messages.Grammar("regex", "a"), logprobs=2, **given))
     wanted = SamplingParams(max_tokens=5, grammar=Grammar("regex", "a"), logprobs=2, **given)
-    assert found.id == 8
-    assert (found.request.ids, found.request.sampling) == ((1, 2), wanted)
-    assert (found.request.priority, found.request.salt) == (3, b"s")
-    assert worker.sequence_of(submitted(8)).request.sampling == SamplingParams(max_tokens=5)
+    assert (found.ids, found.sampling) == ((1, 2), wanted)
+    assert (found.priority, found.salt) == (3, b"s")
+    assert worker.request_of(submitted(8)).sampling == SamplingParams(max_tokens=5)
     with pytest.raises(UserError, match="temperature"):
-        worker.sequence_of(submitted(8, temperature=-1.0))
+        worker.request_of(submitted(8, temperature=-1.0))
 
 
 def test_rows_of_events() -> None:
@@ -584,9 +583,10 @@ class Warming(Loop):
     @idle.setter
     def idle(self, value: bool) -> None: ...
 
-    def add(self, sequence: Any) -> None:
-        sequence.arrival, sequence.new_tokens, sequence.made = len(self.added), len(sequence.request.ids), 0
-        self.added.append(sequence)
+    def submit(self, request: Any, id: int) -> Any:
+        super().submit(request, id)
+        sequence = self.added[-1]
+        sequence.arrival, sequence.new_tokens, sequence.made = len(self.added) - 1, len(request.ids), 0
         self.open.append(sequence)
 
     def schedule(self) -> Any:
@@ -610,12 +610,6 @@ class Warming(Loop):
 
 
 def warmed(clock: Clock, monkeypatch: pytest.MonkeyPatch, drafts: Any = None, channel: Any = None, **more: Any) -> Any:
-    class Open(SimpleNamespace):
-        decoding, cached = True, 0
-
-    monkeypatch.setattr(
-        worker, "new_sequence", lambda id, request: Open(id=id, request=request) if request.ids else None
-    )
     rank = made(channel, loop=Warming(clock, drafts), **more)
     rank.case.decode_rows = 64
     rank.control = SimpleNamespace(number=lambda own: rank.lengths.append(own) or own)
@@ -665,9 +659,6 @@ def test_an_answer_of_the_warm_up_is_no_longer_than_a_sequence(clock: Clock, mon
     monkeypatch.setattr(worker, "first_prompt", lambda page, longest: 3)
     rank.case.decode_rows = 64
     rank.control = SimpleNamespace(number=lambda own: own)
-    monkeypatch.setattr(
-        worker, "new_sequence", lambda id, request: SimpleNamespace(id=id, request=request, decoding=True)
-    )
     rank.warm_up()
     assert [s.request.sampling.max_tokens for s in rank.loop.added] == [1, 1, 3, 3, 3]
 

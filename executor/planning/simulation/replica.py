@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
+from executor.engine.batch_limits import Limits
 from executor.engine.drafts import Drafts
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.pace import Pace, amounts, amounts_of, first_prompt, next_prompt
 from executor.engine.pages import PagePool
 from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import Limits, Scheduler, Step
+from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.shares import Shares
 from executor.engine.timings import PrefillRate

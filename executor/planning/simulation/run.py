@@ -9,7 +9,7 @@ import numpy as np
 
 from cpu_offload.cost.choices import COPYING, MOST_SWAPS
 from errors import UserError
-from executor.engine.scheduler import Limits
+from executor.engine.batch_limits import Limits
 from executor.planning.cluster.cluster import Simulation
 from executor.planning.cluster.layouts import Layout
 from executor.planning.cluster.times import GIGA, US

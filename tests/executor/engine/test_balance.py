@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
 from errors import UserError
+from executor.engine.batch_limits import Limits
 from executor.engine.batching import pack
 from executor.engine.pages import Block, ElasticPages
 from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import Limits, Scheduler
+from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
 from ops import load_ops
 
@@ -228,7 +229,7 @@ def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
             s.finish_reason = "length" if len(s.generated) == s.request.sampling.max_tokens else ""
         scheduler.retire()
     assert most == 2
-    with pytest.raises(UserError, match="prompt 9 may need 16 pages of 4 tokens, sequences can have 15"):
+    with pytest.raises(UserError, match="prompt 9 needs up to 16 KV pages of 4 tokens, the cache has 15: lower"):
         scheduler.add(sequence_of(9, 50, 14))
     held: list[Block] = []
     with pytest.raises(UserError, match="KV cache: 16 more pages of 4 tokens needed, 15 free"):

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 
 from executor.config.case import MOST_DRAFTING
+from executor.engine.batch_limits import Limits
 from executor.engine.drafts import FORGET_STEPS, Drafts
 from executor.engine.loop import Loop
 from executor.engine.matches import FIRST_HIT_RATE, MATCH, PAUSE, Matches
 from executor.engine.request import Event, Request, SamplingParams
-from executor.engine.scheduler import Limits, Scheduler
+from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
 from tests.tiny import make_runner, save_tiny, tiny_case
 
@@ -44,7 +45,7 @@ def loop_of(model: Path, draft_tokens: int, exe_mode: str, **options: Any) -> Lo
 
 def answers(loop: Loop, sampling: dict[str, Any]) -> dict[int, list[Event]]:
     params = SamplingParams(**({"max_tokens": 33} | sampling))
-    found: dict[int, list[Event]] = {loop.submit(Request(tuple(prompt), params)): [] for prompt in PROMPTS}
+    found: dict[int, list[Event]] = {loop.submit(Request(tuple(prompt), params)).id: [] for prompt in PROMPTS}
     while not loop.idle:
         for event in loop.step():
             found[event.id].append(event)
@@ -73,7 +74,7 @@ def test_tokens_are_those_without_drafts(
     assert drafting.timings.decode_tokens == plain.timings.decode_tokens
     if kind == "greedy":
         assert len(drafting.timings.per_token) < 0.9 * len(plain.timings.per_token)
-    assert all(len(pool.free) == drafting.scheduler.pages for pool in drafting.scheduler.pools)  # type: ignore[attr-defined]
+    assert all(len(pool.free) == drafting.scheduler.limits.pages for pool in drafting.scheduler.pools)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

@@ -44,7 +44,7 @@ def test_greedy_equals_transformers_whatever_runs_beside(tmp_path: Path, batch_s
     for sequence in runner.model_generate(PROMPTS):
         assert sequence.generated == greedy(oracle, sequence.ids[: sequence.prompt_len], 8)
         assert sequence.finish_reason == "length"
-    assert all(len(pool.free) == runner.loop.scheduler.pages for pool in runner.loop.scheduler.pools)
+    assert all(len(pool.free) == runner.loop.scheduler.limits.pages for pool in runner.loop.scheduler.pools)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 64])

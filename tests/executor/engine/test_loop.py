@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 
 from errors import UserError
+from executor.engine.batch_limits import Limits
 from executor.engine.pages import PagePool
 from executor.engine.request import Event, Request, SamplingParams
-from executor.engine.scheduler import Limits, Scheduler, Step
+from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import new_sequence
 from executor.job.runner import ModelRunner
 from ops.sampling import uniform
@@ -143,7 +144,7 @@ class Driver:
         return self.found
 
     def alone(self, request: Request) -> tuple[list[int], str]:
-        id = self.loop.submit(request)
+        id = self.loop.submit(request).id
         return self.drain()[id]
 
 
@@ -160,9 +161,9 @@ def test_a_seed_gives_the_same_tokens_whatever_runs_beside(model: Path) -> None:
     settings: list[dict[str, Any]] = [{}, {"mixed_prefill_size": 1}, {"chunked_prefill_size": 3}, {"batch_size": 1}]
     for data in settings:
         driver = Driver(runner_of(model, **data))
-        other = driver.loop.submit(Request((1, 2, 3), SamplingParams(max_tokens=30, temperature=2.0)))
+        other = driver.loop.submit(Request((1, 2, 3), SamplingParams(max_tokens=30, temperature=2.0))).id
         driver.step()
-        ids = [driver.loop.submit(request) for request in reversed(seeded)]
+        ids = [driver.loop.submit(request).id for request in reversed(seeded)]
         for _ in range(3):
             driver.step()
         driver.loop.abort(other)
@@ -189,7 +190,7 @@ def test_requests_have_settings_of_their_own(model: Path) -> None:
         SamplingParams(max_tokens=8, temperature=5.0, top_k=1),
     ]
     driver = Driver(runner_of(model))
-    ids = [driver.loop.submit(Request(tuple(PROMPTS[2]), params)) for params in mixed]
+    ids = [driver.loop.submit(Request(tuple(PROMPTS[2]), params)).id for params in mixed]
     found = driver.drain()
     first = greedy.index(greedy[4]) + 1
     assert [found[id] for id in ids[:3]] == [(greedy, "length"), (greedy[:3], "length"), (greedy[:first], "stop")]
@@ -210,7 +211,7 @@ def test_a_request_that_cannot_run_is_refused_and_harms_no_other(
 ) -> None:
     expected = [Driver(runner_of(model)).alone(request) for request in requests()[:2]]
     driver = Driver(runner_of(model))
-    running = [driver.loop.submit(request) for request in requests()[:2]]
+    running = [driver.loop.submit(request).id for request in requests()[:2]]
     driver.step()
     with pytest.raises(UserError, match=complaint) as raised:
         driver.loop.submit(Request(ids, SamplingParams(**params)))
@@ -221,7 +222,7 @@ def test_a_request_that_cannot_run_is_refused_and_harms_no_other(
 
 def test_abort_ends_a_request_at_once_and_frees_its_pages(model: Path) -> None:
     runner = runner_of(model, batch_size=2)
-    ids = [runner.loop.submit(request) for request in requests()]
+    ids = [runner.loop.submit(request).id for request in requests()]
     runner.loop.step()
     runner.loop.abort(ids[0])  # it runs
     runner.loop.abort(ids[4])  # it waits
@@ -235,7 +236,7 @@ def test_abort_ends_a_request_at_once_and_frees_its_pages(model: Path) -> None:
     runner.loop.abort(ids[1])  # it has ended
     assert runner.loop.idle
     assert runner.loop.step() == []
-    assert all(len(pool.free) == runner.loop.scheduler.pages for pool in runner.loop.scheduler.pools)  # type: ignore[attr-defined]
+    assert all(len(pool.free) == runner.loop.scheduler.limits.pages for pool in runner.loop.scheduler.pools)  # type: ignore[attr-defined]
 
 
 def test_a_long_prompt_does_not_stop_those_that_decode(model: Path) -> None:
@@ -244,9 +245,9 @@ def test_a_long_prompt_does_not_stop_those_that_decode(model: Path) -> None:
     runner = runner_of(model, mixed_prefill_size=5, batch_size=2)
     sizes: list[tuple[int, ...]] = []
     spy_on(runner, before_pack=lambda sequences: sizes.append(tuple(s.new_tokens for s in sequences)))
-    first = runner.loop.submit(Request((5, 17, 3), SamplingParams(max_tokens=30)))
+    first = runner.loop.submit(Request((5, 17, 3), SamplingParams(max_tokens=30))).id
     runner.loop.step()
-    second = runner.loop.submit(Request(tuple(range(40)), SamplingParams(max_tokens=4)))
+    second = runner.loop.submit(Request(tuple(range(40)), SamplingParams(max_tokens=4))).id
     tokens = Counter[int]()
     while not runner.loop.idle:
         events = runner.loop.step()

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 
 from errors import UserError
+from executor.engine.batch_limits import Limits
 from executor.engine.batching import pack
 from executor.engine.pages import Block, PagePool
 from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import Limits, Scheduler
+from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
 from ops import load_ops
 
@@ -74,7 +75,7 @@ def test_every_prompt_runs_to_its_end_within_the_worst_case(
         scheduler.retire()
     assert order == list(range(len(prompts)))  # first come, first served
     assert [len(s.generated) for s in sequences] == [new for _, new in prompts]
-    assert all(len(pool.free) == scheduler.pages for pool in scheduler.pools)
+    assert all(len(pool.free) == scheduler.limits.pages for pool in scheduler.pools)
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 5),

@@ -8,10 +8,11 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from executor.engine.batch_limits import Limits
 from executor.engine.pages import PagePool
 from executor.engine.prefixes import extend_keys
 from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import MOST_PREEMPTIONS, Limits, Scheduler
+from executor.engine.scheduler import MOST_PREEMPTIONS, Scheduler
 from executor.engine.sequence import Sequence, new_sequence
 
 LONGEST = 40

@@ -139,7 +139,7 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path, chunk: int)
     prompts = [tuple(range(3, 22)), (7, 9), (5, 17, 3, 88, 21)]
     wanted = [(2, 5), (None, None), (0, 1)]
     ids = [
-        loop.submit(Request(p, SamplingParams(max_tokens=4, prompt_logprobs=of_prompt, logprobs=of_answer)))
+        loop.submit(Request(p, SamplingParams(max_tokens=4, prompt_logprobs=of_prompt, logprobs=of_answer))).id
         for p, (of_prompt, of_answer) in zip(prompts, wanted, strict=True)
     ]
     found = drain(loop)
@@ -169,7 +169,7 @@ def answer(demo: ModelRunner, **options: Any) -> tuple[str, str]:
 
     tokenizer = Tokenizer(demo.folder)
     ids = tuple(tokenizer.encode("Emma was", False))
-    id = demo.loop.submit(Request(ids, SamplingParams(**{"max_tokens": 100} | options)))
+    id = demo.loop.submit(Request(ids, SamplingParams(**{"max_tokens": 100} | options))).id
     events = drain(demo.loop)[id]
     return tokenizer.decode([t for e in events for t in e.tokens]), events[-1].finish_reason
 
@@ -211,5 +211,5 @@ def test_a_bias_forces_tokens_and_a_penalty_makes_them_take_turns(demo: ModelRun
 
 
 def tokens_of(demo: ModelRunner, **options: Any) -> list[int]:
-    id = demo.loop.submit(Request((5, 6), SamplingParams(max_tokens=6, ignore_eos=True, **options)))
+    id = demo.loop.submit(Request((5, 6), SamplingParams(max_tokens=6, ignore_eos=True, **options))).id
     return [t for e in drain(demo.loop)[id] for t in e.tokens]

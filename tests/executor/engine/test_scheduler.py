@@ -8,9 +8,10 @@ import pytest
 
 from errors import UserError
 from executor.engine import scheduler as module
+from executor.engine.batch_limits import Limits
 from executor.engine.pages import Block, PagePool
 from executor.engine.request import Event, Request, SamplingParams, TokenLogprob
-from executor.engine.scheduler import MOST_PREEMPTIONS, MOST_SCORED, Limits, Scheduler, Step, _seniority
+from executor.engine.scheduler import MOST_PREEMPTIONS, MOST_SCORED, Scheduler, Step, _seniority
 from executor.engine.sequence import FAILED, Sequence, new_sequence
 
 PAGE, STOP, OWN_STOP = 4, 9, 8
@@ -43,10 +44,10 @@ def finish(scheduler: Scheduler, *sequences: Sequence) -> None:
 
 def test_a_scheduler_has_pages_for_the_longest_of_all_sequences() -> None:
     made = Scheduler(Limits(6, 17, PAGE, 2))
-    assert (made.per_group, made.table_width, made.pages) == (3, 5, 15)
+    assert (made.limits.per_group, made.limits.table_width, made.limits.pages) == (3, 5, 15)
     assert [pool.pages for pool in made.pools] == [15, 15]
     assert (made.mixed_tokens, made.drafts, made.idle, made.preempted) == (None, None, True, [])
-    assert Scheduler(Limits(6, 16, PAGE, mixed_tokens=7)).table_width == 4
+    assert Scheduler(Limits(6, 16, PAGE, mixed_tokens=7)).limits.table_width == 4
     assert Scheduler(Limits(6, 16, PAGE, mixed_tokens=7)).mixed_tokens == 7
     drafting = Scheduler(Limits(6, 16, PAGE, draft_tokens=3))
     assert drafting.drafts
@@ -61,7 +62,7 @@ def test_a_scheduler_has_pages_for_the_longest_of_all_sequences() -> None:
 def test_a_sequence_that_can_never_run_is_refused() -> None:
     scheduler = scheduler_of(pages=3)
     scheduler.add(sequence(0, 11, most=1))  # twelve tokens in three pages
-    with pytest.raises(UserError, match="KV cache: prompt 1 may need 4 pages of 4 tokens, sequences can have 3"):
+    with pytest.raises(UserError, match="prompt 1 needs up to 4 KV pages of 4 tokens, the cache has 3"):
         scheduler.add(sequence(1, 12, most=1))
     with pytest.raises(UserError, match=r"prompt 2: 30 tokens and max_tokens 11 are more than the 40 that a sequence"):
         scheduler.add(sequence(2, 30, most=11))

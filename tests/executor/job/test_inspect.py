@@ -17,8 +17,8 @@ from torch import nn
 
 from errors import UserError
 from executor.config.load import load_case, load_model_config
+from executor.engine.batch_limits import limits_of
 from executor.engine.building import bind_caches, build_of
-from executor.engine.scheduler import Scheduler, limits_of
 from executor.job.inspect_checkpoint import encodings_of, inspect, inspect_rank
 from executor.job.runner import make_runner as new_runner
 from executor.parallel.join import place_of
@@ -205,7 +205,7 @@ def test_one_of_many_ranks_keeps_what_was_counted() -> None:
         case, load_ops("cpu"), place_of(case.parallel_sizes, 0, {}), torch.device("cpu"), quantised_head=True
     )
     model = cast(nn.Module, model_class(case.model_name)(load_model_config(case), build))
-    bind_caches(model, case, build, Scheduler(limits_of(case)).pages)
+    bind_caches(model, case, build, limits_of(case).pages)
     assert counted(inspect_rank(case)) == kept(model)
 
 

@@ -19,6 +19,7 @@ from errors import EXIT_STATUS
 from executor.checkpoint import progress
 from executor.config.env import NodeEnv, RankEnv
 from executor.config.load import load_case
+from executor.engine.sequence import new_sequence
 from executor.engine.timings import Timings
 from executor.job import launch as launching
 from executor.job import runner as module
@@ -40,8 +41,9 @@ class Loop:
         self.timings = Timings()
         self.watched = False
 
-    def add(self, sequence: Any) -> None:
-        self.added.append(sequence)
+    def submit(self, request: Any, id: int) -> Any:
+        self.added.append(new_sequence(id, request))
+        return self.added[-1]
 
     @property
     def idle(self) -> bool:

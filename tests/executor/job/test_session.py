@@ -44,12 +44,12 @@ class Loop:
         self.refused = 99
         self.given: list[int] = []
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request) -> Any:
         if len(self.requests) == self.refused:
             raise UserError("refused")
         self.requests.append(request)
         self.given.append(0)
-        return len(self.requests) - 1 + 10
+        return SimpleNamespace(id=len(self.requests) - 1 + 10)
 
     def step(self) -> list[Event]:
         events = [Event(77, (1,), "")]  # of another caller, who does not wait any more

@@ -15,8 +15,8 @@ from errors import UserError
 from executor.config.case import AscendSettings, Case
 from executor.config.load import load_case, load_model_config
 from executor.config.units import GB
+from executor.engine.batch_limits import limits_of
 from executor.engine.building import attentions, bind_caches, build_of
-from executor.engine.scheduler import Scheduler, limits_of
 from executor.parallel.groups import Parallel
 from executor.parallel.join import place_of
 from executor.planning.activations import Ledger, batch_of, sampling, shorten
@@ -163,7 +163,7 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
         quantised_head=False,
     )
     model = model_class(case.model_name)(load_model_config(case), build)
-    bind_caches(model, case, build, Scheduler(limits_of(case)).pages)
+    bind_caches(model, case, build, limits_of(case).pages)
     tensors = [*model.parameters(), *model.buffers(), *(t for _, layer in layers_of(model) for t in layer.storages())]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     plan = make_plan(case)

@@ -13,8 +13,8 @@ import pytest
 from cpu_offload.cost.choices import COPYING, MOST_SWAPS
 from errors import UserError
 from executor.config.load import load_case
+from executor.engine.batch_limits import Limits
 from executor.engine.pages import PagePool
-from executor.engine.scheduler import Limits
 from executor.planning.cluster.cluster import Load, Simulation
 from executor.planning.cluster.times import GIGA
 from executor.planning.simulation import replica as module

@@ -1,0 +1,54 @@
+"""How much the scheduler may let run at once: numbers from a case, from which the engine sizes the KV cache as well."""
+
+from dataclasses import dataclass
+
+from executor.config.case import Case
+
+
+@dataclass(frozen=True)
+class Limits:
+    batch_size: int  # most sequences that run together, in all data-parallel groups
+    max_sequence_length: int  # most prompt and generated tokens of a sequence
+    page_size: int
+    groups: int = 1  # data-parallel groups
+    prefill_tokens: int | None = None  # most prompt tokens of each group in a step; None: no limit
+    mixed_tokens: int | None = None  # the same for a step in which other sequences decode
+    # Most tokens beyond those it has that a sequence is promised when it is admitted. With None it is promised pages
+    # for all tokens that it may ever have, and nothing is ever preempted.
+    reserve: int | None = None
+    prefixes: bool = False  # whether the pages of sequences that have ended are kept for later prompts
+    prefix_floor: int = 0  # kept pages that are dropped only after all experts
+    draft_tokens: int = 0  # most drafted tokens of a sequence in a step
+
+    @property
+    def per_group(self) -> int:
+        """Most sequences of a data-parallel group that run together."""
+        return self.batch_size // self.groups
+
+    @property
+    def table_width(self) -> int:
+        """Number of pages of the longest sequence."""
+        return -(-self.max_sequence_length // self.page_size)
+
+    @property
+    def pages(self) -> int:
+        """Number of pages with which a group can never run out of them."""
+        return self.per_group * self.table_width
+
+
+def limits_of(case: Case, serving: bool = False) -> Limits:
+    """The limits of a run of the case's prompts or, with `serving`, of a server of the case."""
+    data, serve = case.data_config, case.serve_config
+    sizes = [size for size in (data.chunked_prefill_size, data.mixed_prefill_size) if size]
+    return Limits(
+        batch_size=data.batch_size,
+        max_sequence_length=case.max_sequence_length,
+        page_size=case.cache_config.page_size,
+        groups=case.attn_dp_size,
+        prefill_tokens=data.chunked_prefill_size,
+        mixed_tokens=min(sizes, default=None),
+        reserve=serve.reserve if serving else None,
+        prefixes=serving and serve.prefix_cache,
+        prefix_floor=serve.prefix_floor // case.cache_config.page_size if serving else 0,
+        draft_tokens=data.draft_tokens,
+    )
