@@ -8,7 +8,7 @@ The weights are random, with the shapes of the case's model, and written as GGUF
 (gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
 engines use the same number of threads. llama.cpp runs with or without flash attention, whichever is faster in a short
 trial of the row. Before anything is timed, both must give the same logits. Contexts of more than 1,024 tokens are not
-computed: their keys and values are made up, as in cpu_decode.py.
+computed: their keys and values are made up, as in `umbra bench cpu decode`.
 
 A row, of the table and of `rows` in the JSON file:
   phase         decode or prefill
@@ -36,14 +36,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.cpu_decode import Routed, step_bytes, step_macs
 from benchmarks.gguf_file import write_gguf
 from benchmarks.ik_llama_engine import IkLlama
 from benchmarks.llama_cpp_engine import LlamaCpp, library
 from benchmarks.machine import Limits, ratios, seconds_of, take_turns
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from benchmarks.peer_engine import Peer
-from benchmarks.umbra import Umbra
+from benchmarks.umbra_engine import Routed, Umbra, step_bytes, step_macs
 from errors import UserError, run_main
 from executor.config.env import ik_llama
 from executor.job.logits import prefill_logits

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.machine import seconds_of
 from benchmarks.output import Row, flags, printed, write_rows
-from benchmarks.umbra import with_experts
+from benchmarks.umbra_engine import with_experts
 from errors import run_main
 from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.env import rank_env

@@ -31,11 +31,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import cpu_attention
-from benchmarks.cpu_steps import Clock
+from benchmarks import cpu
 from benchmarks.machine import Limits, Others, seconds_of, wake_seconds
 from benchmarks.output import Row, flags, printed, write_rows
-from benchmarks.umbra import Umbra
+from benchmarks.umbra_engine import Umbra
 from errors import UserError, run_main
 from executor.config.env import rank_env
 from executor.planning.cluster.hardware import Device, Hardware, Links
@@ -83,7 +82,7 @@ class Kernels:
     reads, so all of that is kept here."""
 
     def __init__(self, threads: int, heads: tuple[int, int]):
-        cpu, self.tapes = load_ops("cpu"), {name: Tape() for name in ("one", "many", "attention", "tiny")}
+        ops, self.tapes = load_ops("cpu"), {name: Tape() for name in ("one", "many", "attention", "tiny")}
         block = torch.randn(ROWS, WIDTH) * 0.02
         self.matrices = [NativeMatrix(ROWS, WIDTH, FORMATS[FORMAT], torch.device("cpu")) for _ in range(MATRICES)]
         self.rows = {"one": torch.randn(1, WIDTH), "many": torch.randn(MANY, WIDTH), "tiny": torch.randn(1, 32)}
@@ -92,18 +91,18 @@ class Kernels:
         for name in ("one", "many"):
             with self.tapes[name].capture():
                 for matrix in self.matrices:
-                    cpu.linear(self.rows[name], matrix, None)
-        shape = cpu_attention.Case(CACHED, 1, *heads)
-        first, self.cache_bytes = cpu_attention.inputs(shape, torch.bfloat16)
-        more = cpu_attention.BEYOND // self.cache_bytes
-        self.calls = [first, *(cpu_attention.inputs(shape, torch.bfloat16)[0] for _ in range(more))]
+                    ops.linear(self.rows[name], matrix, None)
+        shape = cpu.AttentionCase(CACHED, 1, *heads)
+        first, self.cache_bytes = cpu.attention_inputs(shape, torch.bfloat16)
+        more = cpu.BEYOND // self.cache_bytes
+        self.calls = [first, *(cpu.attention_inputs(shape, torch.bfloat16)[0] for _ in range(more))]
         with self.tapes["attention"].capture():
             for call in self.calls:
-                cpu.attention(*call, cpu_attention.DIM**-0.5)
+                ops.attention(*call, cpu.DIM**-0.5)
         self.small = NativeMatrix(64 * threads, 32, FORMATS[FORMAT], torch.device("cpu"))
         with self.tapes["tiny"].capture():
             for _ in range(TINY_OPS):
-                cpu.linear(self.rows["tiny"], self.small, None)
+                ops.linear(self.rows["tiny"], self.small, None)
 
     @property
     def runs(self) -> dict[str, Callable[[], object]]:
@@ -152,7 +151,7 @@ def hardware_of(found: dict[str, float]) -> Hardware:
 
 def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
     """The rows of this process's rank, which stands for all."""
-    ranks, clock = args.ranks[0], Clock()
+    ranks, clock = args.ranks[0], cpu.Clock()
     engine = Umbra(
         args.case, None, FORMAT, args.threads, args.instruction_set, max(args.batches), max(args.contexts),
         world_size=ranks,

@@ -1,6 +1,7 @@
 """The flags, tables, JSON files and plots that all benchmarks share."""
 
 import argparse
+import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ Columns = Sequence[tuple[str, str, int, str]]  # (key of the row, heading, width
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]  # label: (x, y)
 
 
-def flags(description: str | None) -> argparse.ArgumentParser:
+def flags(description: str | None, program: str | None = None) -> argparse.ArgumentParser:
     """A parser with the flags of every benchmark."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    text = inspect.cleandoc(description or "")
+    parser = argparse.ArgumentParser(program, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--instruction-set", default="auto")
     parser.add_argument("--json", type=_file, help="also write the rows here")

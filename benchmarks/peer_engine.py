@@ -1,5 +1,5 @@
 """What engines have in common that benchmarks compare with Umbra's: token ids to logits, no sampling. The methods are
-those of benchmarks.umbra.Umbra, and decode repeats one position in the same way."""
+those of benchmarks.umbra_engine.Umbra, and decode repeats one position in the same way."""
 
 import math
 import struct

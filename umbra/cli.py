@@ -159,7 +159,7 @@ def make_parser() -> Parser:
     add.add_argument("--out", type=Path, required=True, help="the .npz to write (docs/commands.md has its arrays)")
     add.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
 
-    add = command("bench", bench, "run a benchmark; without a name, list them", "cpu_decode --json rows.json")
+    add = command("bench", bench, "run a benchmark; without a name, list them", "cpu decode --json rows.json")
     add.add_argument("name", nargs="?", help="a module of benchmarks/")
     add.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments; --help shows them")
     return parser

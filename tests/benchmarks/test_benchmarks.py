@@ -10,10 +10,11 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 
-from benchmarks import compare_llama_cpp, cpu_attention, cpu_decode
+from benchmarks import compare_llama_cpp, cpu
 from benchmarks.gguf_file import TYPES, encoded, entries, write_gguf
-from benchmarks.umbra import Umbra
+from benchmarks.umbra_engine import Umbra
 from errors import UserError
+from models.layers.base import layers_of
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case, write_case
@@ -76,7 +77,7 @@ def test_gguf_file_has_every_weight(family: str, tmp_path: Path, format: str, re
         np.testing.assert_array_equal(dequantize(tensor.data, tensor.tensor_type).reshape(entry.shape), kept)
     assert not tensors
     assert sum(int(np.prod(e.shape)) for e in entries(engine.model, engine.config, format)) == sum(
-        p.kept_elements for path, layer in cpu_decode.layers_of(engine.model) for p in layer.pieces(path)
+        p.kept_elements for path, layer in layers_of(engine.model) for p in layer.pieces(path)
     )
 
 
@@ -115,7 +116,7 @@ def test_gguf_of_minimax_m2_says_how_it_routes_and_rotates(m2_case: str, tmp_pat
 def test_cpu_decode_of_minimax_m2(m2_case: str, tmp_path: Path) -> None:
     sizes = ["--layers", "1", "--batches", "1", "2", "--contexts", "8", "--prompts", "70"]
     flags = ["--seconds", "0", "--threads", "1", "--json", str(tmp_path / "rows.json")]
-    cpu_decode.main(["--case", m2_case, *sizes, *flags])
+    cpu.main(["decode", "--case", m2_case, *sizes, *flags])
     data = json.loads((tmp_path / "rows.json").read_text())
     rows = data["rows"]
     assert data["layers"] == 1
@@ -137,7 +138,7 @@ def test_dense_layers_are_refused(tmp_path: Path) -> None:
 def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
     sizes = ["--layers", "1", "--contexts", "8", "1100", "--prompts", "20", "130"]
-    cpu_decode.main(["--case", case, *sizes, "--seconds", "0", "--threads", "1", *outputs])
+    cpu.main(["decode", "--case", case, *sizes, "--seconds", "0", "--threads", "1", *outputs])
     data = json.loads((tmp_path / "rows.json").read_text())
     assert data["layers"] == 1
     assert data["format"] == "q4"
@@ -159,10 +160,10 @@ def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_cpu_attention_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "BEYOND", 1 << 20)
-    monkeypatch.setattr(cpu_attention, "CASES", (cpu_attention.Case(100, 1, 4, 2), cpu_attention.Case(40, 33)))
+    monkeypatch.setattr(cpu, "BEYOND", 1 << 20)
+    monkeypatch.setattr(cpu, "CASES", (cpu.AttentionCase(100, 1, 4, 2), cpu.AttentionCase(40, 33)))
     outputs = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
-    cpu_attention.main(["--threads", "1", "--seconds", "0", *outputs])
+    cpu.main(["attention", "--threads", "1", "--seconds", "0", *outputs])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [(r["cache"], r["heads"], r["cached"], r["new"]) for r in rows] == [
         (cache, *sizes) for cache in ("bfloat16", "int8") for sizes in (("4/2", 100, 1), ("32/4", 40, 33))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_attention, cpu_ranks, server_steps, simulated_server
+from benchmarks import cpu, cpu_ranks, server_steps, simulated_server
 from benchmarks.machine import Limits, wake_seconds
 from benchmarks.server_steps import Figures, Kind, MeasuredTimes, line
 from benchmarks.serving_client import Answer
@@ -90,7 +90,7 @@ def test_a_process_on_another_core_wakes() -> None:
 def test_a_rank_predicts_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MATRICES", 1), ("ROWS", 64), ("WIDTH", 64), ("TINY_OPS", 8), ("CACHED", 64)):
         monkeypatch.setattr(cpu_ranks, name, value)
-    monkeypatch.setattr(cpu_attention, "BEYOND", 1 << 10)
+    monkeypatch.setattr(cpu, "BEYOND", 1 << 10)
     monkeypatch.setattr(Limits, "READ_BYTES", 1 << 20)
     save_tiny(tmp_path / "model", moe_intermediate_size=32)
     case = write_case(tmp_path / "tiny.yaml", tmp_path / "model", model_config={"dtype": "bfloat16"})

@@ -1,13 +1,15 @@
-"""Umbra's engine for benchmarks: token ids to logits through the runner's own steps, with random weights, no sampling.
+"""Umbra's engine for benchmarks: token ids to logits through the runner's own steps, with random weights, no sampling;
+and what a step reads and multiplies.
 
 Decode repeats one position: the last token of every sequence is replaced and its keys and values are overwritten, so
 that any number of steps has the same context.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from errors import UserError
 from executor.config.env import rank_env
@@ -16,7 +18,11 @@ from executor.engine.forced import ForcedRun
 from executor.job.runner import make_runner
 from models.config import ModelConfig, with_layers
 from models.layers.attention import PagedAttention
+from models.layers.base import layers_of
+from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
+from models.layers.linear import MergedLinear, RowLinear
+from models.layers.router import Router
 
 ROOM = 2  # tokens of room after a context
 
@@ -96,3 +102,63 @@ class Umbra:
     def capture_again(self) -> None:
         """Makes the next decode step capture a new graph."""
         self.runner.engine.decode_step = self.runner.graph_compile()
+
+
+class Routed:
+    """While open, records which experts the router chose in each layer.
+
+    A replayed graph writes its ids to the captured tensors, so it is recorded too if it was captured meanwhile.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.layers = [layer for layer in model.modules() if isinstance(layer, Experts)]
+        self.ids: dict[nn.Module, Tensor] = {}  # (tokens, top_k) of the last step
+        self.hits: list[int] = []
+
+    def __enter__(self) -> "Routed":
+        self.handles = [layer.register_forward_pre_hook(self._see) for layer in self.layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def count(self) -> None:
+        """Count the different experts of the last step."""
+        self.hits += [len(ids.unique()) for ids in self.ids.values()]
+
+    @property
+    def experts(self) -> float:
+        """Mean number of different experts of a layer over the counted steps."""
+        return sum(self.hits) / len(self.hits)
+
+    def _see(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        _, self.ids[layer] = inputs[1]  # weights and ids
+
+
+def step_bytes(model: nn.Module, tokens: int, cached: int, experts: float) -> float:
+    """Bytes that a step of `tokens` new tokens reads when it attends to `cached` tokens in all."""
+    total = 0.0
+    for _, layer in layers_of(model):
+        if isinstance(layer, Experts):
+            total += experts * layer.nbytes / layer.experts
+        elif isinstance(layer, VocabEmbedding):
+            total += tokens * layer.table[0].nbytes
+        else:
+            total += layer.nbytes
+    caches = [a.k_cache for a in model.modules() if isinstance(a, PagedAttention)]
+    return total + sum(2 * cached * cache[0].nbytes / cache.shape[3] for cache in caches)  # (pages, heads, width, size)
+
+
+def step_macs(model: nn.Module, tokens: int, logit_rows: int, top_k: int) -> float:
+    """Multiply-adds with weights in a step of `tokens` tokens, of which `logit_rows` pass the last attention."""
+    layers, total, rows = layers_of(model), 0.0, tokens
+    *_, last = (path for path, _ in layers if path.endswith("self_attn.o_proj"))
+    for path, layer in layers:
+        if isinstance(layer, Experts):
+            total += rows * top_k * layer.elements / layer.experts
+        elif isinstance(layer, (MergedLinear, RowLinear, Router, LMHead)):
+            total += rows * layer.elements
+        if path == last:
+            rows = logit_rows
+    return total
