@@ -32,8 +32,8 @@ from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, Stored, in_levels
 from ops.cpu.shadow import ShadowPool, Worker
-from ops.fixed import fixed
 from ops.format import Format, Quantised
+from ops.interface import fixed
 
 HOST = torch.device("cpu")
 

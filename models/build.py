@@ -10,9 +10,8 @@ from torch import Tensor
 
 from errors import UserError
 from executor.parallel.groups import Parallel
-from ops.fixed import fixed
 from ops.format import GROUP_SIZES, Format
-from ops.interface import Exchange, ExpertMatrices, Matrix, Ops
+from ops.interface import Exchange, ExpertMatrices, Matrix, Ops, fixed
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ops.format import Format, Quantised
 from ops.sampling import Choice
+
+
+def fixed(tensor: Tensor) -> nn.Parameter:
+    """`tensor` as a Parameter without a gradient: captured graphs take Parameters by their address."""
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 class Matrix(Protocol):

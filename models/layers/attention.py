@@ -6,7 +6,7 @@ from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
 from models.layers.norm import RMSNorm
-from ops.fixed import fixed
+from ops.interface import fixed
 
 
 def kv_shard(attn_tp: Shard, kv_heads: int) -> Shard:

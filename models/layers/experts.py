@@ -11,8 +11,7 @@ from executor.parallel.placement import Held, first_placement, slots_for
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
-from ops.fixed import fixed
-from ops.interface import ExpertMatrices, Routed, Scores, Slots
+from ops.interface import ExpertMatrices, Routed, Scores, Slots, fixed
 
 
 class Experts(Layer):

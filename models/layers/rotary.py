@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.build import Build
 from models.rope import RopeConfig
-from ops.fixed import fixed
+from ops.interface import fixed
 
 
 def rotary_angles(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:

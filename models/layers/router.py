@@ -8,8 +8,8 @@ from torch import Tensor
 
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
-from ops.fixed import fixed
 from ops.format import Format
+from ops.interface import fixed
 
 
 class Router(Layer):

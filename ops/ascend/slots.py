@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 from errors import UserError
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import Bank, Stored, Values
-from ops.fixed import fixed
+from ops.interface import fixed
 
 ROW = PLACE // 4  # int32
 

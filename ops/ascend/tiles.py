@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ops.ascend.vector_core.calls import unpack_into
 from ops.ascend.weights import FRACTAL_NZ, Matrices, Role, Stored
-from ops.fixed import fixed
+from ops.interface import fixed
 
 
 class TileBank:

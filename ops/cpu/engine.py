@@ -10,6 +10,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from errors import REFUSED_STATUS, UserError, refusal
-from ops.cpu.threads import worth_having
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 SYSFS = "/sys/devices/system"
 PROBE_BYTES = 16 << 20  # for each core: more than its share of most machines' last-level cache
+PARTS = (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3), Fraction(1))  # of the cores: thread counts that are tried
 
 
 @functools.cache
@@ -85,6 +86,15 @@ def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1, sha
 
     count = threads or (cores if ranks > 1 else worth_having(cores, seconds))
     return start_teams(teams(count), instruction_set)
+
+
+def worth_having(cores: int, seconds: Callable[[int], float]) -> int:
+    """The smallest of a few thread counts that reads memory within 5 % of the fastest speed. `seconds(threads)` is the
+    time for a fixed amount. Large machines reach full speed with fewer threads than cores, which leaves cores free."""
+    if cores <= 2:
+        return cores
+    times = {count: seconds(count) for count in sorted({max(1, round(cores * part)) for part in PARTS})}
+    return min(count for count, time in times.items() if time <= min(times.values()) / 0.95)
 
 
 def start_teams(teams: "list[module.Team]", instruction_set: str) -> str:

@@ -9,7 +9,7 @@ import torch_npu
 
 from ops.ascend import vector_core
 from tests.ascend.extension import load_extension
-from tools.npu_check import environment, size
+from tools.npu_check import environment, numbers
 
 NEW = 1 << 62  # a time of building after every source
 
@@ -19,8 +19,8 @@ def small(case: str) -> None:
     place."""
     environment.CASE = case
     torch_npu.npu.device_count = lambda: 2
-    size.EIGHTH = size.WHOLE = size.Size("30B", 256, 96, 8, 4, 1, 128, 2)
-    size.SIZES = (size.SMALL, size.WHOLE)
+    numbers.EIGHTH = numbers.WHOLE = numbers.Size("30B", 256, 96, 8, 4, 1, 128, 2)
+    numbers.SIZES = (numbers.SMALL, numbers.WHOLE)
     vector_core.built = lambda *_: NEW  # type: ignore[assignment]
     vector_core.load = lambda *_: load_extension()  # type: ignore[assignment]
     from tools.npu_check.stages import bridge, collectives, graphs, kernels, model, operators, overlap, shadows

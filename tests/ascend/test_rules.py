@@ -17,7 +17,7 @@ from ops.format import Format
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
 from tests.variants import thorough_but
-from tools.npu_check.size import EIGHTH, WHOLE, Size
+from tools.npu_check.numbers import EIGHTH, WHOLE, Size
 
 BF16 = torch.bfloat16
 FORMATS = {"bf16": Format("bfloat16"), "q4": Format("q4", 32), "q4_zeros": Format("q4", 32, zeros=True)}

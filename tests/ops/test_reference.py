@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ops import composed, load_ops, reference
-from ops.fixed import fixed
 from ops.format import FORMATS, Quantised
+from ops.interface import fixed
 
 EPS, CPU = 1e-6, torch.device("cpu")
 

@@ -21,10 +21,9 @@ from executor.platform import cpu as module
 from executor.platform import load_platform, start_environment
 from executor.platform.ascend.compile_cache import CACHE
 from executor.platform.base import graph_rows
-from executor.platform.cpu import CpuPlatform, GraphStep
+from executor.platform.cpu import CpuExchange, CpuPlatform, GraphStep
 from models.batch import Batch
 from ops import load_ops
-from ops.cpu.exchange import CpuExchange
 from tests.tiny import ONE_RANK
 
 SHADOWS = ("exe_mode=graph", "offload_config.mode=resident")

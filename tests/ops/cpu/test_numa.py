@@ -17,8 +17,8 @@ from executor.job.logits import collect_logits
 from files import ROOT
 from ops import load_ops
 from ops.cpu import engine
+from ops.cpu.engine import worth_having
 from ops.cpu.matrix import NativeMatrix
-from ops.cpu.threads import worth_having
 from ops.format import FORMATS
 from tests.ops.cpu.native.build import PRODUCTS, SOURCES, TESTS, program
 from tests.tiny import make_runner, save_tiny, tiny_case

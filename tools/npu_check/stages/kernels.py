@@ -16,9 +16,8 @@ from ops.ascend.vector_core import calls, reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
-from tools.npu_check.numbers import require
+from tools.npu_check.numbers import SIZES, WHOLE, Size, require
 from tools.npu_check.outcome import Check, Found
-from tools.npu_check.size import SIZES, WHOLE, Size
 
 NPU = torch.device("npu")
 TOLERANCE = {True: 0.01, False: 0.02}  # with float sums and with sums in half, relative to the result's norm

@@ -22,9 +22,8 @@ from ops.ascend.moe import ROUTINGS
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
-from tools.npu_check.numbers import require
+from tools.npu_check.numbers import SIZES, Size, require
 from tools.npu_check.outcome import Check, Found
-from tools.npu_check.size import SIZES, Size
 
 BF16, NPU, CPU = torch.bfloat16, torch.device("npu"), torch.device("cpu")
 FLOATS, FOUR_BITS = Format("bfloat16", tiled=True), Format("q4", 32, zeros=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from tools.npu_check import ranks
 from tools.npu_check.environment import case_environment, demo_case
+from tools.npu_check.numbers import EIGHTH
 from tools.npu_check.outcome import Check, Found
-from tools.npu_check.size import EIGHTH
 from tools.npu_check.stages.collectives import overrides_of
 from tools.npu_check.stages.model import require_dies
 
