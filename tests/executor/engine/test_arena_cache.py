@@ -116,17 +116,6 @@ def test_an_arena_of_experts_and_pages_gives_the_same_logits(tmp_path: Path, mod
     assert arena.free_frames + arena.slot_frames == arena.frames - 1  # all pages but the padding rows' were given back
 
 
-def test_layers_lie_beside_each_other_in_a_frame(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", num_hidden_layers=3)
-    case = tiny_case(tmp_path, tmp_path / "model")
-    runner = make_runner(case, tmp_path)
-    arena, buffer = with_arena(case, runner, 5, [])
-    for index, layer in enumerate(attentions(runner.engine.model)):
-        for kind, cache in enumerate((layer.k_cache, layer.v_cache)):
-            assert cache[2 * arena.units].data_ptr() == buffer[2 * arena.units + 2 * index + kind].data_ptr()
-            assert cache.is_contiguous()
-
-
 def test_layers_of_different_shapes_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     case = tiny_case(tmp_path, tmp_path / "model")

@@ -11,12 +11,10 @@ from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
 from errors import UserError
 from executor.engine.batch_limits import Limits
-from executor.engine.batching import pack
 from executor.engine.pages import Block, ElasticPages
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
-from ops import load_ops
 
 FRAME, PAGE = 256, 4  # bytes, tokens
 
@@ -235,16 +233,6 @@ def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
     with pytest.raises(UserError, match="KV cache: 16 more pages of 4 tokens needed, 15 free"):
         host.pages.extend(held, 16 * PAGE)
     assert held == []
-
-
-def test_padding_rows_write_to_a_page_of_the_arena_that_is_nobodys() -> None:
-    host = Host(10, 2 * FRAME, low=0, high=1, patience=0, pinned_slots=1)  # frames 0 and 1
-    held: list[Block] = []
-    host.pages.extend(held, 7 * PAGE)
-    batch = pack(load_ops("reference"), [], host.pages, (2,), table_width=3, rows=2)
-    (page,) = set(batch.block_tables.flatten().tolist())
-    assert sorted([*(block.page for block in held), page]) == list(range(8, 40, 4))
-    assert batch.places.tolist() == [page * PAGE, page * PAGE + 1]  # each place only once
 
 
 def test_watermarks_must_leave_a_gap() -> None:

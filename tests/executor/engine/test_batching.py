@@ -1,17 +1,17 @@
-"""What a batch and the pages of an arena are made of, number by number."""
+"""What a batch is made of, number by number; and that attention over pages is attention."""
 
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 from errors import UserError
 from executor.engine.batching import pack
-from executor.engine.pages import Block, ElasticPages, PagePool
+from executor.engine.pages import Block, PagePool
 from executor.engine.request import Request, SamplingParams
-from executor.engine.sampling import choices_of
 from executor.engine.sequence import Sequence, new_sequence
 from models.batch import Batch
 from ops import load_ops
@@ -111,89 +111,57 @@ def test_page_numbers_are_read_again_after_pages_have_moved() -> None:
     assert torch.as_tensor(batch.block_tables).tolist() == [[11, 3, 6]]
 
 
-def test_tokens_are_chosen_by_seed_and_position() -> None:
-    one = sequence(7, 4, [5, 3], prompt=4)
-    one.drafted = 2
-    choices = choices_of(one)
-    assert [(c.seed, c.prompt, c.position, c.allowed) for c in choices] == [(7, 4, p, None) for p in (5, 6, 7)]
-    assert all(choice.ids is one.ids and choice.settings is one.request.sampling for choice in choices)
-    seeded = sequence(7, 4, [5, 3], prompt=4, seed=0)
-    matcher: Any = SimpleNamespace(allowed=lambda: b"bits")
-    seeded.matcher = matcher
-    assert [(c.seed, c.position, c.allowed) for c in choices_of(seeded)] == [(0, 7, b"bits")]
+@given(st.data(), st.integers(1, 30), st.integers(1, 7))
+def test_no_page_has_two_holders_and_none_is_lost(data: st.DataObject, pages: int, page_size: int) -> None:
+    pool, holders = PagePool(pages, page_size), [list[Block]() for _ in range(4)]
+    for _ in range(data.draw(st.integers(1, 30))):
+        held = holders[data.draw(st.integers(0, 3))]
+        if data.draw(st.booleans()):
+            pool.give(held)
+            held.clear()
+        else:
+            tokens, before, free = data.draw(st.integers(0, 60)), list(held), len(pool.free)
+            missing = pool.pages_for(tokens) - len(held)
+            if missing > free:
+                with pytest.raises(UserError, match="KV cache"):
+                    pool.extend(held, tokens)
+                assert (held, len(pool.free)) == (before, free)  # all or nothing
+            else:
+                pool.extend(held, tokens)
+                assert len(held) * page_size >= tokens
+                assert held[: len(before)] == before  # what is cached stays where it is
+        everywhere = [block.page for held in holders for block in held] + pool.free
+        assert sorted(everywhere) == list(range(pages))
 
 
-class Arena:
-    """Of ten frames with three units each; `free` have no page."""
-
-    frames, units = 10, 3
-
-    def __init__(self) -> None:
-        self.free = [9, 8, 7, 6, 5, 4]
-        self.moves: list[tuple[int, int]] = []
-        self.stays: list[int] = []
-
-    @property
-    def free_frames(self) -> int:
-        return len(self.free)
-
-    def take_page(self) -> int | None:
-        return self.free.pop() * self.units if self.free else None
-
-    def give_page(self, unit: int) -> None:
-        self.free.append(unit // self.units)
-
-    def gather(self, stays: int) -> list[tuple[int, int]]:
-        self.stays.append(stays)
-        return self.moves
-
-
-def test_elastic_pages_are_frames_for_which_experts_leave() -> None:
-    arena, asked, copied = Arena(), list[int](), list[Any]()
-    given: Any = arena, SIZE, 2, asked.append, lambda *move: copied.append(move)
-    pages = ElasticPages(*given)
-    assert (pages.pages, pages.padding, pages.page_size, pages.version) == (10 - 2 - 1, 12, SIZE, 0)
-    assert (pages.available(5), asked) == (5, [])
-    assert (pages.available(7), asked) == (5, [2])
-    held: list[Block] = []
-    assert pages.extend(held, 17) == 5
-    assert [block.page for block in held] == [15, 18, 21, 24, 27]
-    with pytest.raises(UserError, match="KV cache: the arena has no page left"):
-        pages.take()
-    with pytest.raises(UserError, match="KV cache: 1 more pages of 4 tokens needed, 0 free"):
-        pages.extend(held, 21)
-    pages.give(held[3:])
-    assert arena.free == [8, 9]
-    assert sorted(pages.blocks) == [12, 15, 18, 21]
-    pages.gather()
-    assert (arena.stays, pages.version, copied) == ([12], 0, [])
-    arena.moves = [(15, 24), (21, 27)]
-    pages.gather()
-    assert (pages.version, copied) == (2, [(15, 24), (21, 27)])
-    assert [block.page for block in held[:3]] == [24, 18, 27]
-    assert sorted(pages.blocks) == [12, 18, 24, 27]
-    assert pages.blocks[24] is held[0]
-
-
-def test_a_new_sequence_has_nothing_yet() -> None:
-    one = new_sequence(3, Request((5, 6)))
-    counts = (one.arrival, one.group, one.cached, one.table_version, one.promised, one.published, one.found)
-    assert counts == (0,) * 7
-    assert (one.preemptions, one.drafted, one.limit, one.matcher, one.finish_reason) == (0, 0, None, None, "")
-    assert (one.blocks, one.keys, one.prompt_logprobs, len(one.table)) == ([], [], [], 0)
-    matches = one.matches
-    assert (matches.ends, matches.end, matches.expected, matches.pause) == ({}, 2, None, 0)
-
-
-def test_what_a_request_gets_that_says_nothing() -> None:
-    one = Request((5,))
-    assert (one.priority, one.salt, one.sampling) == (0, b"", SamplingParams())
-    plain: dict[str, Any] = dict(
-        max_tokens=32, temperature=0.0, top_k=None, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
-        repetition_penalty=1.0, logit_bias={}, seed=None, stop_token_ids=(), ignore_eos=False, logprobs=None,
-        prompt_logprobs=None, grammar=None,
-    )  # fmt: skip
-    assert vars(SamplingParams()) == plain
-    assert SamplingParams(seed=2**63 - 1).seed == 2**63 - 1
-    with pytest.raises(UserError, match="seed: 9223372036854775808 must be an integer from 0 to 9223372036854775807"):
-        SamplingParams(seed=2**63)
+@settings(deadline=None)
+@given(st.data(), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 5))
+def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens: list[int], page_size: int) -> None:
+    """Sequences written chunk by chunk into shuffled pages attend as if each lay alone in one piece."""
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    heads, kv_heads, dim = 4, 2, 8
+    pool = PagePool(sum(-(-n // page_size) for n in lens), page_size)
+    pool.free = data.draw(st.permutations(pool.free))
+    caches = torch.zeros(2, len(pool.free), page_size, kv_heads, dim)
+    sequences = [new_sequence(i, Request((0,) * n)) for i, n in enumerate(lens)]
+    whole = [[torch.randn(n, h, dim) for h in (heads, kv_heads, kv_heads)] for n in lens]
+    got: list[list[torch.Tensor]] = [[] for _ in lens]
+    while any(s.cached < n for s, n in zip(sequences, lens, strict=True)):
+        active = [s for s in sequences if s.cached < lens[s.id]]
+        for s in active:
+            s.ids = array("q", range(data.draw(st.integers(s.cached + 1, lens[s.id]))))
+            pool.extend(s.blocks, len(s.ids))
+        batch = pack(OPS, active, pool, (sum(s.new_tokens for s in active),), 12, all_logits=True)
+        q, k, v = (torch.cat([whole[s.id][t][s.cached : len(s.ids)] for s in active]) for t in range(3))
+        assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.cached :]]
+        assert batch.positions.tolist() == batch.token_ids.tolist()  # ids were chosen to be positions
+        OPS.write_kv(k, v, caches[0], caches[1], batch.places)
+        out = OPS.attention(q, caches[0], caches[1], batch.block_tables, batch.query_starts, batch.kv_lens, dim**-0.5)
+        for s, part in zip(active, out.split([s.new_tokens for s in active]), strict=True):
+            got[s.id].append(part)
+            s.cached = len(s.ids)
+    for (q, k, v), parts in zip(whole, got, strict=True):
+        plain = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True
+        )
+        torch.testing.assert_close(torch.cat(parts), plain.transpose(0, 1), atol=1e-5, rtol=1e-5)

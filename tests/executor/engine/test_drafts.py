@@ -8,15 +8,18 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from llguidance import LLMatcher, LLTokenizer
 
 from executor.config.case import MOST_DRAFTING
 from executor.engine.batch_limits import Limits
 from executor.engine.drafts import FORGET_STEPS, Drafts
+from executor.engine.grammar import Matcher
 from executor.engine.loop import Loop
 from executor.engine.matches import FIRST_HIT_RATE, MATCH, PAUSE, Matches
 from executor.engine.request import Event, Request, SamplingParams
 from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
+from tests.fakes.drafts import FreeDrafts
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 PROMPTS = [[5, 17, 3] * 4, [7, 8, 9, 7, 8, 9, 7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
@@ -38,9 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loop_of(model: Path, draft_tokens: int, exe_mode: str, **options: Any) -> Loop:
     data = {"batch_size": 3, "max_new_tokens": 40, "draft_tokens": draft_tokens}
-    return make_runner(
-        tiny_case(model.parent, model, exe_mode=exe_mode, data_config=data, **options), model.parent
-    ).loop
+    case = tiny_case(model.parent, model, exe_mode=exe_mode, data_config=data, **options)
+    loop = make_runner(case, model.parent).loop
+    if draft_tokens:
+        loop.scheduler.drafts = FreeDrafts(draft_tokens)
+    return loop
 
 
 def answers(loop: Loop, sampling: dict[str, Any]) -> dict[int, list[Event]]:
@@ -52,17 +57,9 @@ def answers(loop: Loop, sampling: dict[str, Any]) -> dict[int, list[Event]]:
     return found
 
 
-def free_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on drafts believe that further rows cost nothing, so every draft is tried."""
-    monkeypatch.setattr(Drafts, "_cost", lambda drafts, rows: 1.0)
-
-
 @pytest.mark.parametrize("exe_mode", ["graph", "eager"])
 @pytest.mark.parametrize("kind", SAMPLING)
-def test_tokens_are_those_without_drafts(
-    model: Path, monkeypatch: pytest.MonkeyPatch, kind: str, exe_mode: str
-) -> None:
-    free_rows(monkeypatch)
+def test_tokens_are_those_without_drafts(model: Path, kind: str, exe_mode: str) -> None:
     plain, drafting = loop_of(model, 0, exe_mode), loop_of(model, 5, exe_mode)
     expected, found = answers(plain, SAMPLING[kind]), answers(drafting, SAMPLING[kind])
     for id, events in expected.items():
@@ -74,14 +71,11 @@ def test_tokens_are_those_without_drafts(
     assert drafting.timings.decode_tokens == plain.timings.decode_tokens
     if kind == "greedy":
         assert len(drafting.timings.per_token) < 0.9 * len(plain.timings.per_token)
-    assert all(len(pool.free) == drafting.scheduler.limits.pages for pool in drafting.scheduler.pools)  # type: ignore[attr-defined]
+    assert not drafting.scheduler.caches[0].held
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(
-    model: Path, monkeypatch: pytest.MonkeyPatch, kv: str
-) -> None:
-    free_rows(monkeypatch)
+def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(model: Path, kv: str) -> None:
     options: dict[str, Any] = {
         "quantization": {"method": "q8"}, "cache_config": {"page_size": 4, "kv_dtype": kv},
         "offload_config": {"mode": "elastic", "arena_mb": 0.3, "max_swaps": 2},
@@ -153,9 +147,9 @@ def test_steps_have_as_many_drafts_as_pay() -> None:
 
 
 @pytest.mark.parametrize("count", [MOST_DRAFTING, MOST_DRAFTING + 1])
-def test_few_sequences_get_drafts(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    free_rows(monkeypatch)
+def test_few_sequences_get_drafts(count: int) -> None:
     scheduler = Scheduler(Limits(count, 40, 4, draft_tokens=2))
+    scheduler.drafts = FreeDrafts(2)
     for sequence in sequences_of(count, 0.9):
         scheduler.add(sequence)
     for token in (4, 1):
@@ -187,3 +181,42 @@ def test_a_sequence_without_matches_is_looked_at_now_and_then() -> None:
     assert not matches.look_up(ids, 4)
     assert matches.pause == 10 + PAUSE
     assert matches.rate == FIRST_HIT_RATE
+    paused, due = sequences_of(2, 0.9)
+    paused.matches.pause, due.matches.pause = len(paused.ids) + 1, len(due.ids)
+    FreeDrafts(8).propose([paused, due], [2, 2])
+    assert [s.drafted for s in (paused, due)] == [0, 2]
+
+
+def test_answers_with_a_grammar_get_no_drafts() -> None:
+    follows, free = sequences_of(2, 0.9)
+    follows.matcher = Matcher(LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_regex("a+")))
+    FreeDrafts(8).propose([follows, free], [2, 2])
+    assert [s.drafted for s in (follows, free)] == [0, 2]
+
+
+@pytest.mark.parametrize(("rows", "drafted"), [(8, [1, 3, 0]), (5, [1, 1, 0]), (2, [0, 0, 0])])
+def test_one_step_can_be_filled_to_a_size(rows: int, drafted: list[int]) -> None:
+    drafts, made = Drafts(3), sequences_of(3, 0.0)
+    drafts.fill(rows)
+    drafts.propose(made, [1, 3, 0])
+    assert [s.drafted for s in made] == drafted
+    later = sequences_of(3, 0.0)
+    drafts.propose(later, [1, 3, 0])
+    assert not any(s.drafted for s in later)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "taken", "outcomes"),
+    [([4, 1, 9], [4, 1, 9], [True, True]), ([4, 7, 9], [4, 7], [True, False]), ([5, 1, 9], [5], [False])],
+)
+def test_a_draft_counts_as_far_as_it_is_what_was_chosen(
+    chosen: list[int], taken: list[int], outcomes: list[bool]
+) -> None:
+    (one,), learned = sequences_of(1, 0.5), Matches(rate=0.5)
+    one.ids.extend([4, 1])
+    one.drafted = 2
+    assert list(Drafts(8).accept(one, chosen)) == taken
+    assert (list(one.ids), one.drafted) == ([1, 2, 3, 4, 1, 2, 3], 0)
+    for right in outcomes:
+        learned.learn(right)
+    assert one.matches.rate == learned.rate

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from errors import UserError
-from executor.checkpoint.tokenizer import TRIED, Tokenizer, stop_ids
+from executor.checkpoint.tokenizer import TRIED, Tokenizer
 from executor.config.load import load_case
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sampling import choose
@@ -44,10 +44,10 @@ def test_greedy_equals_transformers_whatever_runs_beside(tmp_path: Path, batch_s
     for sequence in runner.model_generate(PROMPTS):
         assert sequence.generated == greedy(oracle, sequence.ids[: sequence.prompt_len], 8)
         assert sequence.finish_reason == "length"
-    assert all(len(pool.free) == runner.loop.scheduler.limits.pages for pool in runner.loop.scheduler.pools)
+    assert not runner.loop.scheduler.caches[0].held
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_chunked_prefill_changes_nothing(tmp_path: Path, chunk: int, mode: str) -> None:
     oracle = save_tiny(tmp_path / "model", eos_token_id=None)
@@ -85,16 +85,6 @@ def test_each_sequence_stops_by_itself_at_any_of_several_ids(tmp_path: Path) -> 
     ignoring = {"ignore_eos": True}
     runner = make_runner(tiny_case(tmp_path, tmp_path / "model", sampling_config=ignoring), tmp_path)
     assert [s.generated for s in runner.model_generate(PROMPTS)] == free
-
-
-def test_stop_ids_come_from_generation_config_then_config(tmp_path: Path) -> None:
-    assert stop_ids(tmp_path, (4,)) == {4}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert stop_ids(tmp_path, (4,)) == {7}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert stop_ids(tmp_path, (4,)) == {7, 8}
-    (tmp_path / "generation_config.json").write_text("{}")
-    assert stop_ids(tmp_path, (4, 5)) == {4, 5}
 
 
 @given(st.integers(0, 10000), st.integers(0, 12), st.floats(0.0, 1.0), st.floats(0.05, 5.0))
@@ -187,22 +177,9 @@ def test_ids_outside_the_vocabulary_are_refused() -> None:
             tokenizer.encode("Emma Woodhouse", chat)
 
 
-@pytest.mark.parametrize("ids", [[1, 2.5], [1, "2"], [1 << 63]])
-def test_tokens_must_be_integers(ids: list[Any]) -> None:
-    with pytest.raises(UserError, match="prompt 7: its tokens must be integers: "):
-        new_sequence(7, Request(tuple(ids)))
-
-
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(UserError, match="has half of a surrogate pair: not text"):
         Tokenizer(ROOT / load_case("demo").model_path).encode("Emma \ud800", chat=False)
-
-
-def test_unreadable_tokenizer_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{not json")
-    with pytest.raises(UserError, match="tokenizer not readable") as raised:
-        Tokenizer(tmp_path)
-    assert "\n" not in str(raised.value)
 
 
 def test_report_counts_what_happened(tmp_path: Path) -> None:

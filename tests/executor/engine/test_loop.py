@@ -4,114 +4,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
 
 from errors import UserError
-from executor.engine.batch_limits import Limits
-from executor.engine.pages import PagePool
+from executor.config.load import load_case
+from executor.engine.batch_limits import limits_of
 from executor.engine.request import Event, Request, SamplingParams
-from executor.engine.scheduler import Scheduler, Step
-from executor.engine.sequence import new_sequence
 from executor.job.runner import ModelRunner
 from ops.sampling import uniform
 from tests.spy import spy_on
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 PROMPTS = [[5, 17, 3], [7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
-STOP = 9
-
-
-def limits_of(data: st.DataObject) -> Limits:
-    groups = data.draw(st.sampled_from([1, 1, 2, 3]))
-    sizes = st.one_of(st.none(), st.integers(1, 9))
-    drafts = data.draw(st.sampled_from([0, 0, 1, 4]))
-    return Limits(groups * data.draw(st.integers(1, 3)), 30, data.draw(st.integers(1, 5)), groups,
-                  data.draw(sizes), data.draw(sizes), draft_tokens=drafts)  # fmt: skip
-
-
-def state(scheduler: Scheduler) -> Any:
-    return [
-        [(s.id, s.group, s.cached, tuple(s.ids), s.finish_reason, len(s.blocks)) for s in sequences]
-        for sequences in (scheduler.waiting, scheduler.running)
-    ]
-
-
-def shape(step: Step | None) -> Any:
-    return step and [(s.id, s.group, s.new_tokens) for s in step.sequences]
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_copies_of_the_scheduler_stay_equal_and_lose_no_page(data: st.DataObject) -> None:
-    """Random submissions, aborts and tokens on the schedulers of three ranks, each of which orders the pages of its own
-    pool differently."""
-    limits = limits_of(data)
-    table = -(-limits.max_sequence_length // limits.page_size)
-    most = data.draw(st.integers(table, 3 * table))
-    ranks = []
-    for rank in range(3):
-        own = PagePool(most, limits.page_size)
-        own.free = own.free[rank:] + own.free[:rank]
-        ranks.append(Scheduler(limits, {STOP}, own, rank % limits.groups))
-    given_out, ended = Counter[int](), set[int]()
-    for number in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["submit", "submit", "step", "step", "step", "abort"]))
-        events: list[list[Event]] = [[] for _ in ranks]
-        if action == "submit":
-            params = SamplingParams(max_tokens=data.draw(st.integers(1, 25)), stop_token_ids=(8,))
-            prompt = tuple([1] * data.draw(st.integers(0, 28)))
-            refused = []
-            for scheduler in ranks:
-                before = state(scheduler)
-                try:
-                    scheduler.add(new_sequence(number, Request(prompt, params)))
-                    refused.append("")
-                except UserError as error:
-                    refused.append(str(error))
-                    assert state(scheduler) == before  # other sequences are not affected
-            assert len(set(refused)) == 1
-            assert bool(refused[0]) == (not prompt or len(prompt) + params.max_tokens > limits.max_sequence_length)
-        elif action == "abort":
-            id = data.draw(st.integers(0, number))
-            told = [scheduler.abort(id) for scheduler in ranks]
-            assert told == [told[0]] * 3
-            events = [[event] if event else [] for event in told]
-        else:
-            steps = [scheduler.schedule() for scheduler in ranks]
-            assert [shape(step) for step in steps] == [shape(steps[0])] * 3
-            if steps[0]:
-                check_step(ranks[0], steps[0])
-                rows = sum(1 + s.drafted for s in steps[0].finished_prompts)
-                tokens = [data.draw(st.integers(1, 9)) for _ in range(rows)]
-                for i, (scheduler, step) in enumerate(zip(ranks, steps, strict=True)):
-                    assert step
-                    scheduler.reserve(step.sequences)  # never runs out of pages
-                    events[i] = scheduler.commit(step, tokens)
-        assert [state(scheduler) for scheduler in ranks] == [state(ranks[0])] * 3
-        assert events == [events[0]] * 3
-        for event in events[0]:
-            assert event.id not in ended
-            given_out[event.id] += len(event.tokens)
-            ended |= {event.id} if event.finish_reason else set()
-        for scheduler in ranks:
-            for group, pool in enumerate(scheduler.pools):
-                assert isinstance(pool, PagePool)
-                held = [b.page for s in scheduler.running if s.group == group for b in s.blocks]
-                assert sorted(held + pool.free) == list(range(most))
-                assert not any(s.blocks for s in scheduler.waiting)
-
-
-def check_step(scheduler: Scheduler, step: Step) -> None:
-    limits, decoding = scheduler.limits, [s for s in scheduler.running if s.decoding]
-    assert all(s in step.sequences for s in decoding)  # no decoding sequence waits for a prompt
-    limit = limits.mixed_tokens if decoding else limits.prefill_tokens
-    for group in range(limits.groups):
-        prompts = sum(s.new_tokens for s in step.sequences if s.group == group and not s.decoding)
-        assert limit is None or prompts <= limit
-    assert step.decode == (len(decoding) == len(step.sequences))
-    assert all(s.new_tokens > 0 for s in step.sequences)
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +107,8 @@ def test_requests_have_settings_of_their_own(model: Path) -> None:
     [
         ((), {}, r"prompt 2 has no tokens"),
         ((1, 96), {}, r"prompt 2: token 96 is outside the vocabulary of 96"),
+        ((-1, 5), {}, r"prompt 2: token -1 is outside the vocabulary of 96"),
+        ((5,), {"logit_bias": {95: 1.0, 96: 1.0}}, r"logit_bias: token 96 is outside the vocabulary of 96"),
         ((1,) * 50, {"max_tokens": 7}, r"prompt 2: 50 tokens and max_tokens 7 are more than the 56 that a sequence"),
     ],
 )
@@ -236,7 +142,31 @@ def test_abort_ends_a_request_at_once_and_frees_its_pages(model: Path) -> None:
     runner.loop.abort(ids[1])  # it has ended
     assert runner.loop.idle
     assert runner.loop.step() == []
-    assert all(len(pool.free) == runner.loop.scheduler.limits.pages for pool in runner.loop.scheduler.pools)  # type: ignore[attr-defined]
+    assert not runner.loop.scheduler.caches[0].held
+
+
+def test_a_driver_may_number_its_requests_itself(model: Path) -> None:
+    loop = runner_of(model).loop
+    given = [loop.submit(Request((5,), SamplingParams(max_tokens=2)), id) for id in (70, -3)]
+    events = [event for _ in range(2) for event in loop.step()]
+    assert [(s.id, s.generated) for s in given] == [
+        (id, [t for e in events if e.id == id for t in e.tokens]) for id in (70, -3)
+    ]
+
+
+def test_a_case_says_how_a_run_and_a_server_schedule() -> None:
+    sizes = {"chunked_prefill_size": 64, "mixed_prefill_size": 32, "prefix_floor": 100, "reserve": 7}
+    case = load_case("demo", [f"{key}={value}" for key, value in sizes.items()])
+    run, server = limits_of(case), limits_of(case, serving=True)
+    assert (run.prefill_tokens, run.mixed_tokens, run.reserve, run.prefixes, run.prefix_floor) == (
+        64,
+        32,
+        None,
+        False,
+        0,
+    )
+    assert (server.prefill_tokens, server.mixed_tokens, server.reserve, server.prefixes) == (64, 32, 7, True)
+    assert server.prefix_floor == 100 // case.cache_config.page_size
 
 
 def test_a_long_prompt_does_not_stop_those_that_decode(model: Path) -> None:

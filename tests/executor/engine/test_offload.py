@@ -159,6 +159,12 @@ def test_refusals(model: Path, tmp_path: Path, offload: dict[str, Any], complain
         runner_of(model, tmp_path, **offload)
 
 
+def test_more_prompts_than_the_arena_has_room_for_at_once_are_refused(model: Path, tmp_path: Path) -> None:
+    runner = runner_of(model, tmp_path, mode="elastic", arena_mb=MB)
+    with pytest.raises(UserError, match=r"arena_mb: there is no room for \d+ of 3 sequences that are to run together"):
+        collect_logits(runner, [list(range(48))] * 3, steps=23)
+
+
 def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(model: Path, tmp_path: Path) -> None:
     runner = runner_of(model, tmp_path, mode="fixed", slots=5, max_swaps=-1)
     runner.model_generate(PROMPTS[:1])

@@ -1,13 +1,13 @@
 """Chunks of a long prompt beside running requests, against steps whose times follow from known costs."""
 
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from executor.engine.pace import Pace, amounts, amounts_of, first_prompt, next_prompt
+from executor.engine.request import Request
+from executor.engine.sequence import Sequence, new_sequence
 
 LONG, PAGE, PAUSE_S = 2000, 16, 0.2
 COSTS = {  # seconds of a step, a token, a pair of tokens
@@ -85,34 +85,6 @@ def test_each_prompt_of_the_warm_up_has_twice_the_tokens_until_it_takes_long_or_
     assert next_prompt(7, 0.1, 16, 64, 1000) == 14
 
 
-def test_a_step_corrects_each_cost_by_its_part_of_the_time() -> None:
-    pace, amounts_seen = Pace(), np.array([1.0, 10.0, 50.0])
-    assert pace.costs.tolist() == [0.0, 0.0, 0.0]
-    pace.learn(amounts_seen, 2.0)
-    assert pace.costs.tolist() == pytest.approx([0.6, 0.1, 0.008])  # as long as nothing else is known
-    parts = np.array([0.6, 1.0, 0.4])
-    pace.learn(amounts_seen, 3.0)
-    expected = parts * (1 + 0.5 * 1.0 * parts / 1.52)
-    assert (pace.costs * amounts_seen).tolist() == pytest.approx(expected.tolist())
-    delayed, twice = Pace(), Pace()
-    for one, seconds in ((delayed, 900.0), (twice, 4.0)):  # what delays a step counts as twice what was expected
-        one.learn(amounts_seen, 2.0)
-        one.learn(amounts_seen, seconds)
-    assert delayed.costs.tolist() == twice.costs.tolist() == pytest.approx(parts * (1 + parts / 1.52) / amounts_seen)
-
-
-def test_costs_that_fell_to_almost_nothing_can_grow_again() -> None:
-    pace, amounts_seen = Pace(), np.array([1.0, 10.0, 50.0])
-    pace.learn(amounts_seen, 2.0)
-    for _ in range(300):
-        pace.learn(amounts_seen, 0.0)
-    least = pace.costs.copy()
-    assert (least > 0).all()
-    assert least.tolist() == [least[0]] * 3
-    pace.learn(amounts_seen, 1.0)
-    assert (pace.costs > least).all()
-
-
 def known(step: float, token: float, pair: float) -> Pace:
     pace = Pace()
     pace.costs = np.array([step, token, pair])
@@ -127,23 +99,25 @@ def test_tokens_are_as_many_as_take_the_seconds() -> None:
     assert known(0.0, 0.25, 1e-12).tokens(0, 2.6) == 10
 
 
+def prompt_of(length: int, cached: int) -> Sequence:
+    made = new_sequence(0, Request((1,) * length))
+    made.cached = cached
+    return made
+
+
 def test_a_chunk_is_of_whole_pages_behind_what_the_first_prompt_has_cached() -> None:
     pace = known(0.1, 0.01, 0.002)
-    decoding, prompt, later = (
-        SimpleNamespace(cached=cached, decoding=decoding) for cached, decoding in ((900, True), (5, False), (0, False))
-    )
-    running: Any = [decoding, prompt, later]
+    decoding = prompt_of(900, 900)
+    decoding.ids.append(7)
+    running = [decoding, prompt_of(9, 5), prompt_of(9, 0)]
     assert [pace.chunk(running, page, 0.5, None) for page in (1, 4, 5, 16)] == [12, 12, 10, 16]
     assert [pace.chunk(running, 4, 0.5, most) for most in (8, 12, 13, None)] == [8, 12, 12, 12]
-    only: Any = [decoding]
-    assert pace.chunk(only, 1, 0.5, None) == pace.chunk([], 1, 0.5, None) == 15
+    assert pace.chunk([decoding], 1, 0.5, None) == pace.chunk([], 1, 0.5, None) == 15
 
 
 def test_the_amounts_of_a_step_are_those_of_its_prompts() -> None:
     assert amounts([]).tolist() == [1.0, 0.0, 0.0]
     assert amounts([(3, 10), (4, 0)]).tolist() == [1.0, 7.0, 3 * 11.5 + 4 * 2.0]
-    made: Any = [
-        SimpleNamespace(new_tokens=new, cached=cached, decoding=decoding)
-        for new, cached, decoding in ((3, 10, False), (1, 90, True), (4, 0, False))
-    ]
-    assert amounts_of(made).tolist() == [1.0, 7.0, 42.5]
+    decoding = prompt_of(90, 90)
+    decoding.ids.append(7)
+    assert amounts_of([prompt_of(13, 10), decoding, prompt_of(4, 0)]).tolist() == [1.0, 7.0, 42.5]

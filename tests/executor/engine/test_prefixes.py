@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from executor.engine.batch_limits import Limits
-from executor.engine.pages import PagePool
-from executor.engine.prefixes import extend_keys
+from executor.engine.pages import Block, PagePool
+from executor.engine.prefixes import MARGIN, PageCache, extend_keys
 from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import MOST_PREEMPTIONS, Scheduler
+from executor.engine.scheduler import MOST_PREEMPTIONS, Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
 
 LONGEST = 40
@@ -33,7 +33,8 @@ class Rank:
         step = scheduler.schedule()
         if step is None:
             return None
-        scheduler.reserve(step.sequences)
+        check_step(scheduler, step)
+        scheduler.reserve(step.sequences)  # never runs out of pages
         for s in step.sequences:
             pool, salt = scheduler.pools[s.group], s.request.salt
             places = [s.blocks[i // pool.page_size].page * pool.page_size + i % pool.page_size for i in range(s.end)]
@@ -63,6 +64,17 @@ class Rank:
             room = pool.pages - scheduler.committed(group)
             assert len(kept) <= max(scheduler.limits.prefix_floor, room - scheduler.expert_pages)
         assert not any(s.blocks or s.cached for s in scheduler.waiting)
+
+
+def check_step(scheduler: Scheduler, step: Step) -> None:
+    limits, decoding = scheduler.limits, [s for s in scheduler.running if s.decoding or s.drafted]
+    assert all(s in step.sequences for s in decoding)  # no decoding sequence waits for a prompt
+    limit = limits.mixed_tokens if decoding else limits.prefill_tokens
+    for group in range(limits.groups):
+        prompts = sum(s.new_tokens for s in step.sequences if s.group == group and s not in decoding)
+        assert limit is None or prompts <= limit
+    assert step.decode == (len(decoding) == len(step.sequences))
+    assert all(s.new_tokens > 0 for s in step.sequences)
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=30)  # of two tokens, so that many begin alike
@@ -159,6 +171,62 @@ def test_what_was_used_last_is_kept_and_a_page_goes_before_its_predecessor() -> 
     assert list(cache.idle) == [keys[1], keys[0]]
     cache.trim(1)
     assert list(cache.idle) == [keys[0]]
+    assert run_alone(scheduler, 3, list(range(12)), 1).found == 4
+    assert cache.missed_hits == 1  # the last page was dropped too long ago
+
+
+def key(number: int) -> bytes:
+    return b"key%d" % number
+
+
+def kept(pages: int, count: int) -> tuple[PageCache, list[Block]]:
+    """A cache in which `count` pages of four tokens are kept; the last one was given back first."""
+    cache, blocks = PageCache(PagePool(pages, 4)), list[Block]()
+    cache.extend(blocks, count * 4)
+    for number in range(count):
+        cache.publish(blocks, number, key(number))
+    cache.release(blocks)
+    return cache, blocks
+
+
+def test_a_key_depends_on_all_tokens_before() -> None:
+    ids, keys, other = array("q", range(11)), list[bytes](), list[bytes]()
+    extend_keys(keys, ids[:7], 4, b"salt")
+    assert len(keys) == 1
+    extend_keys(keys, ids, 4, b"salt")
+    extend_keys(other, array("q", [9, *range(1, 8)]), 4, b"salt")
+    assert len(keys) == len(other) == 2
+    assert not {*keys} & {*other}
+
+
+def test_hits_at_the_margin_and_misses_of_what_was_dropped() -> None:
+    """What the worth of the kept pages is measured by: a margin of two pages of 32."""
+    cache, blocks = kept(2 * MARGIN, 4)
+    cache.hold(blocks[:2])  # 3 and 2 would be dropped next
+    assert cache.last_hits == 0
+    cache.hold(blocks[:3])  # of these only 2 is kept without a holder
+    assert cache.last_hits == 1
+    cache.release(blocks[:3])
+    cache.release(blocks[:2])
+    cache.hold(blocks)
+    assert cache.last_hits == 3
+    cache.release(blocks)
+    cache.trim(2)
+    cache.count_missed([key(2), key(3), key(0), key(2)])
+    assert cache.missed_hits == 2
+
+
+def test_a_page_that_another_sequence_has_published_is_given_back() -> None:
+    cache, blocks = kept(8, 1)
+    own: list[Block] = []
+    cache.extend(own, 2 * 4)
+    version, free = cache.pool.version, cache.pool.available(1)
+    cache.publish(own, 0, key(0))
+    assert own[0] is blocks[0]
+    assert (blocks[0].holders, cache.held, cache.pool.available(1)) == (1, 2, free + 1)
+    assert cache.pool.version == version + 1  # block tables that were packed name the page that was given back
+    cache.release(own)
+    assert cache.held == 0
 
 
 def test_the_youngest_is_preempted_and_its_prefix_is_found_when_it_returns() -> None:

@@ -20,15 +20,6 @@ def test_a_step_counts_as_what_it_computed() -> None:
     assert (timings.drafted_tokens, timings.accepted_tokens) == (6, 3)
 
 
-def test_seconds_of_a_token_are_of_each_sequence() -> None:
-    """Also in a step in which no sequence got a token, since a grammar failed."""
-    timings = Timings()
-    for decoding, tokens in ((1, 1), (2, 2), (2, 1), (2, 0)):
-        timings.add(prompt_tokens=0, decoding=decoding, decode_tokens=tokens, drafted=0, seconds=0.5)
-    assert timings.per_token == [0.5, 0.5, 1.0, 1.0]
-    assert (timings.drafted_tokens, timings.accepted_tokens, timings.prefill_seconds) == (0, 0, 0.0)
-
-
 def test_the_rate_of_prefills_follows_steps_with_many_tokens() -> None:
     rate = PrefillRate(least=10)
     rate.learn(9, 1.0)

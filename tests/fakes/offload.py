@@ -1,0 +1,55 @@
+"""Shadow experts without weights: what is decided about their memory, and what is counted of them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cpu_offload.history import Step
+
+
+@dataclass
+class FakeOffload:
+    """Stands for `Offload` of two layers with four experts. `here` says which of them are resident, `lasting` how often
+    each is used in an interval, and `steps` what decode steps have recorded."""
+
+    here: np.ndarray[Any, np.dtype[np.bool_]]
+    lasting: list[float]
+    interval: int = 2
+    extent_slots: int = 3
+    extent_frames: int = 5
+    steps: list[Step] = field(default_factory=list)
+
+    # Its parts, as far as they are asked for these numbers.
+    @property
+    def arena(self) -> "FakeOffload":
+        return self
+
+    @property
+    def settings(self) -> "FakeOffload":
+        return self
+
+    @property
+    def history(self) -> "FakeOffload":
+        return self
+
+    @property
+    def residency(self) -> "FakeForecasts":
+        return FakeForecasts(FakeForecast(np.array(self.lasting)))
+
+    def forget(self) -> None:
+        self.steps = []
+
+
+@dataclass
+class FakeForecast:
+    """The uses that are expected of each expert."""
+
+    lasting: np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass
+class FakeForecasts:
+    """Stands for a `Residency` that only forecasts."""
+
+    forecast: FakeForecast
