@@ -33,6 +33,7 @@ from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS
+from ops.interface import Paged
 
 BATCHES, CONTEXTS, PROMPTS = (1, 4, 8), (64, 2048, 8192, 32768), (128, 512, 2048, 8192)
 DECODE_COLUMNS = (
@@ -269,7 +270,7 @@ class AttentionCase:
 
 SIZES = ((2048, 1), (8192, 1), (32768, 1), (8192, 1, 48, 8), (8192, 1, 4, 4), (512, 512), (2048, 512), (8192, 512))
 CASES = tuple(AttentionCase(*sizes) for sizes in SIZES)
-Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Call = tuple[Tensor, Tensor, Tensor, Paged]
 
 
 def attention_inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Call, int]:
@@ -278,12 +279,13 @@ def attention_inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[Call, int
     pages = -(-case.cached // PAGE)
     table = torch.randperm(pages)[None]
     keys, values = (cpu.kv_cache(pages, PAGE, case.kv_heads, DIM, dtype, torch.device("cpu")) for _ in "kv")
-    for places in torch.arange(pages * PAGE).split(1 << 14):
-        k, v = torch.randn(2, len(places), case.kv_heads, DIM)
-        cpu.write_kv(k, v, keys, values, places)
-    starts, lengths = torch.tensor([0, case.new]), torch.tensor([case.cached])
+    for slots in torch.arange(pages * PAGE).split(1 << 14):
+        k, v = torch.randn(2, len(slots), case.kv_heads, DIM)
+        cpu.write_kv(k, v, keys, values, slots)
+    # `attention` writes nothing, so it reads no slot mapping.
+    paged = Paged(torch.empty(0), table, torch.tensor([0, case.new]), torch.tensor([case.cached]))
     q = torch.randn(case.new, case.heads, DIM)
-    return (q, keys, values, table, starts, lengths), keys.nbytes + values.nbytes
+    return (q, keys, values, paged), keys.nbytes + values.nbytes
 
 
 def attention_rows(dtype: torch.dtype, limits: Limits, seconds: float) -> Iterator[Row]:

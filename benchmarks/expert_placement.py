@@ -35,8 +35,9 @@ from executor.parallel.placement import Held, next_placement, slots_for
 from executor.planning.cluster.hardware import Hardware, read_hardware
 from executor.planning.cluster.layouts import spans_of
 from executor.planning.cluster.times import Placing, step_times
-from executor.planning.cluster.work import Counted, Done, Message, Work
+from executor.planning.cluster.work import Counted, Work
 from executor.planning.simulation.experts import uses_of
+from ops.counted import Done, Message
 
 CASE, HARDWARE, CACHED = "qwen3_235b_a22b_bf16_tp16", "atlas_a3", 2048
 RANKS = (16, 32, 64, 128, 256, 384)

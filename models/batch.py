@@ -1,6 +1,7 @@
-"""`Batch`: the tokens of one step and the page places of their keys and values. It is all that a model's step gets."""
+"""`Batch`: the tokens of one step and the slots of their keys and values. It is all that a model's step gets."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from executor.parallel.groups import Parallel
 from executor.parallel.rows import GroupRows, RowShares
-from ops.interface import Lengths
+from ops.interface import Paged
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,7 @@ class Batch:
 
     token_ids: Tensor  # (T) int64
     positions: Tensor  # (T) int64
-    places: Tensor  # page places of the new tokens: (T) page * page_size + offset, or as `Ops.paging` makes them
-    block_tables: Tensor  # (S, pages of the longest possible sequence)
-    query_starts: Lengths  # (S + 1)
-    kv_lens: Lengths  # (S), the new tokens included
+    paged: Paged
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
     tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
     sequence_parallel: bool = False  # whether ranks hold shares of the rows outside attention and experts
@@ -51,12 +49,18 @@ class Batch:
         return x[rows], residual[rows], dataclasses.replace(self, tokens_per_group=counts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """The fields, also those of `paged`, that are tensors: the inputs of a captured graph that differ from step to
+        step."""
+        fields = vars(self) | self.paged._asdict()
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+
+    def having(self, tensors: Mapping[str, Tensor]) -> "Batch":
+        """The batch with other `tensors`, under the names that `tensors()` gives them."""
+        paged: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in Paged._fields}
+        own: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in paged}
+        return dataclasses.replace(self, paged=self.paged._replace(**paged), **own)
 
     def to(self, device: torch.device) -> "Batch":
         if device.type == "cpu":  # where batches are made
             return self
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
-        return dataclasses.replace(self, **moved)
+        return self.having({name: tensor.to(device) for name, tensor in self.tensors().items()})

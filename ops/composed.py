@@ -2,24 +2,15 @@
 
 from torch import Tensor
 
-from ops.interface import Ops
+from ops.interface import Heads, Ops
 
 
 def norm_rope_write(
-    ops: Ops,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    kv_heads: int,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    places: Tensor,
+    ops: Ops, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    heads = qkv.unflatten(1, (-1, len(q_weight)))  # (T, heads + 2 kv_heads, D)
-    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
-    q, k = ops.rope(ops.rms_norm(q, q_weight, eps), ops.rms_norm(k, k_weight, eps), cos, sin)
-    ops.write_kv(k, v, k_cache, v_cache, places)
+    each = qkv.unflatten(1, (-1, len(heads.q_weight)))  # (T, query heads + 2 kv_heads, D)
+    q, k, v = each.split([each.shape[1] - 2 * heads.kv_heads, heads.kv_heads, heads.kv_heads], 1)
+    q, k = ops.rms_norm(q, heads.q_weight, heads.eps), ops.rms_norm(k, heads.k_weight, heads.eps)
+    q, k = ops.rope(q, k, heads.cos, heads.sin)
+    ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
     return q

@@ -6,7 +6,7 @@ T: tokens of the step, all sequences packed one after another. S: sequences. Sha
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,26 @@ def tensor_of(numbers: Numbers) -> Tensor:
 Lengths = Tensor | tuple[int, ...]
 
 
+class Paged(NamedTuple):
+    """Where the paged cache has the keys and values of a step's sequences, as `Ops.paging` makes it."""
+
+    slot_mapping: Tensor  # the new tokens' slots: (T) page * page_size + offset in the page, or in another layout
+    block_tables: Tensor  # (S, pages of the longest possible sequence): row s holds the pages of sequence s
+    query_starts: Lengths  # (S + 1): sequence s has the new tokens query_starts[s] .. query_starts[s + 1] - 1,
+    kv_lens: Lengths  # (S): which are the *last* of its kv_lens[s] cached tokens
+
+
+class Heads(NamedTuple):
+    """How the heads of queries and keys, of D columns each, are normalised and rotated."""
+
+    kv_heads: int
+    eps: float
+    q_weight: Tensor  # (D), as of `Ops.rms_norm`
+    k_weight: Tensor  # (D)
+    cos: Tensor  # (T, D), as of `Ops.rope`
+    sin: Tensor  # (T, D)
+
+
 @dataclass(frozen=True)
 class Scores:
     """A router's scores (T, E) of which the largest have not been chosen yet. `choose` returns weights and ids of given
@@ -88,16 +108,10 @@ class Ops(Protocol):
         """The type of norm weights, biases and rotary angles used with matrices of `dtype`."""
 
     def paging(
-        self,
-        places: Numbers,
-        block_tables: Tensor,
-        query_starts: Numbers,
-        kv_lens: Numbers,
-        page_size: int,
-    ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """The page places of a step's new tokens, the block tables (S, most pages), and query_starts and kv_lens, as
-        `write_kv` and `attention` take them. Tensors are on the host, and may lie in the arguments' memory. A page
-        place is page * page_size + offset in the page."""
+        self, slot_mapping: Numbers, block_tables: Tensor, query_starts: Numbers, kv_lens: Numbers, page_size: int
+    ) -> Paged:
+        """These as `write_kv` and `attention` take them. Tensors are on the host, and may lie in the arguments' memory.
+        A slot is page * page_size + offset in the page."""
 
     def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
         """Rows of `table` (V, H) for `ids` (T) - `first_id`; zeros for ids outside the table. -> (T, H)
@@ -147,42 +161,20 @@ class Ops(Protocol):
         """A zeroed cache for the keys or the values of one layer, in the implementation's own layout.
         int8: each head of each token has its own scale, max / 127."""
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
-        """Writes k, v (T, kv_heads, D) into the caches, in place, at the page places `places` (T)."""
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Writes k, v (T, kv_heads, D) into the caches, in place, at the slots that `Paged.slot_mapping` says."""
 
     def norm_rope_write(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        kv_heads: int,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        places: Tensor,
-        out: Tensor | None,
+        self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, out: Tensor | None
     ) -> Tensor:
-        """qkv (T, (heads + 2 kv_heads) D) holds queries, keys and values side by side. Each head of queries and keys is
-        normalised by `rms_norm` with its weight (D) and rotated by `rope`; keys and values are written by `write_kv`.
-        -> queries (T, heads, D), which an implementation may place in `out` (T, heads * D)"""
+        """qkv (T, (query heads + 2 kv_heads) D) holds queries, keys and values side by side. Each head of queries and
+        keys is normalised by `rms_norm` with its weight and rotated by `rope`; keys and values are written by
+        `write_kv`. -> queries (T, query heads, D), which an implementation may place in `out` (T, query heads * D)"""
 
-    def attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        query_starts: Lengths,
-        kv_lens: Lengths,
-        scale: float,
-    ) -> Tensor:
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
         """Causal attention of packed queries over paged keys and values.
 
-        q (T, heads, D); sequence s has rows query_starts[s] .. query_starts[s + 1] - 1, which are the *last* of its
-        kv_lens[s] cached tokens; block_tables (S, most pages) holds its pages in row s; query heads share KV heads in
-        equal, consecutive groups. -> (T, heads, D)
+        q (T, heads, D); query heads share KV heads in equal, consecutive groups. -> (T, heads, D)
         """
 
     def silu_mul(self, x: Tensor) -> Tensor:

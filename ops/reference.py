@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ops import sampling
 from ops.format import Format, Quantised, floats
-from ops.interface import Lengths, Numbers, tensor_of
+from ops.interface import Heads, Numbers, Paged, tensor_of
 
 
 class DenseMatrix:
@@ -68,9 +68,9 @@ def vector_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def paging(
-    places: Numbers, block_tables: Tensor, query_starts: Numbers, kv_lens: Numbers, page_size: int
-) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-    return tensor_of(places), block_tables, tensor_of(query_starts), tensor_of(kv_lens)
+    slot_mapping: Numbers, block_tables: Tensor, query_starts: Numbers, kv_lens: Numbers, page_size: int
+) -> Paged:
+    return Paged(tensor_of(slot_mapping), block_tables, tensor_of(query_starts), tensor_of(kv_lens))
 
 
 def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
@@ -127,34 +127,24 @@ def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch
     return torch.zeros(pages, page_size, kv_heads, width + SCALE * (dtype == torch.int8), dtype=dtype, device=device)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     for x, cache in ((k, k_cache), (v, v_cache)):
         if cache.dtype == torch.int8:
             scale = x.float().abs().amax(-1, keepdim=True) / 127
             quants = (x / torch.where(scale > 0, scale, 1)).round().to(torch.int8)
             x = torch.cat((quants, scale.view(torch.int8)), dim=-1)
-        cache.flatten(0, 1)[places] = x.to(cache.dtype)
+        cache.flatten(0, 1)[slot_mapping] = x.to(cache.dtype)
 
 
 def norm_rope_write(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    kv_heads: int,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    places: Tensor,
-    out: Tensor | None,
+    qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, out: Tensor | None
 ) -> Tensor:
-    dim = len(q_weight)
-    q, k, v = (
-        x.unflatten(1, (-1, dim)) for x in qkv.split([qkv.shape[1] - 2 * kv_heads * dim, *2 * [kv_heads * dim]], 1)
-    )
-    q, k = rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)
-    write_kv(k, v, k_cache, v_cache, places)
+    dim = len(heads.q_weight)
+    kv = heads.kv_heads * dim
+    q, k, v = (x.unflatten(1, (-1, dim)) for x in qkv.split([qkv.shape[1] - 2 * kv, kv, kv], 1))
+    q, k = rms_norm(q, heads.q_weight, heads.eps), rms_norm(k, heads.k_weight, heads.eps)
+    q, k = rope(q, k, heads.cos, heads.sin)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
     return q
 
 
@@ -166,21 +156,13 @@ def _cached(cache: Tensor, pages: Tensor, length: int) -> Tensor:
     return x.float()
 
 
-def attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Lengths,
-    kv_lens: Lengths,
-    scale: float,
-) -> Tensor:
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
     out = torch.empty_like(q)
     page_size, kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // kv_heads
-    starts, lengths = (torch.as_tensor(x).tolist() for x in (query_starts, kv_lens))
+    starts, lengths = (torch.as_tensor(x).tolist() for x in (paged.query_starts, paged.kv_lens))
     for s, kv_len in enumerate(lengths):
-        pages = block_tables[s, : -(-kv_len // page_size)]
+        pages = paged.block_tables[s, : -(-kv_len // page_size)]
         k, v = (_cached(c, pages, kv_len).repeat_interleave(group, dim=1) for c in (k_cache, v_cache))  # (kv_len, H, D)
         rows = q[starts[s] : starts[s + 1]].float()
         scores = torch.einsum("qhd,khd->hqk", rows, k) * scale

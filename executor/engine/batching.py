@@ -36,7 +36,7 @@ def pack(
     ids: array[int] = array("q")
     tables: array[int] = array("q")  # (S, table_width)
     positions: array[int] = array("q")
-    places: array[int] = array("q")
+    slots: array[int] = array("q")
     starts: array[int] = array("q", [0])
     lengths: array[int] = array("q")
     rows_wanted: array[int] = array("q")
@@ -46,7 +46,7 @@ def pack(
         ids += s.ids[cached:end]
         for position in range(cached, end):
             positions.append(position)
-            places.append(table[position // size] * size + position % size)
+            slots.append(table[position // size] * size + position % size)
         for last in range(cached + 1, end + 1) if decode else (end,):
             tables += table
             tables += unused[len(table) :]
@@ -57,16 +57,16 @@ def pack(
     for row in range(rows - len(lengths)):
         ids.append(0)
         positions.append(0)
-        places.append(pool.padding * size + row % size)  # ops want each place only once
+        slots.append(pool.padding * size + row % size)  # ops want each slot only once
         tables.extend([pool.padding] * table_width)
         lengths.append(PADDING_LENGTH)
         starts.append(len(ids))
         rows_wanted.append(len(ids) - 1)
-    paged = ops.paging(places, tensor_of(tables).view(len(lengths), table_width), starts, lengths, size)
+    paged = ops.paging(slots, tensor_of(tables).view(len(lengths), table_width), starts, lengths, size)
     return Batch(
         tensor_of(ids),
         tensor_of(positions),
-        *paged,
+        paged,
         logit_rows=None if all_logits else tensor_of(rows_wanted),
         tokens_per_group=tokens_per_group,
         sequence_parallel=sequence_parallel,

@@ -22,7 +22,7 @@ from executor.parallel.groups import Group, Parallel
 from executor.planning.parts import Part, product
 from models.batch import Batch
 from models.layers.base import layers_of
-from ops.interface import Ops
+from ops.interface import Ops, Paged
 
 
 @dataclass(frozen=True)
@@ -195,16 +195,18 @@ def batch_of(ops: Ops, tokens: int, sequences: int, table_width: int, page_size:
     If `groups` is given, the batch says, as for a prefill, that each of `groups` data-parallel groups has `tokens`
     tokens; None: it says nothing, as in a graph."""
     one = array("q", [1])
-    places, tables, *_ = ops.paging(one, torch.zeros(1, table_width, dtype=torch.int64), one, one, page_size)
+    slots, tables, *_ = ops.paging(one, torch.zeros(1, table_width, dtype=torch.int64), one, one, page_size)
     number = partial(torch.empty, dtype=torch.int64, device="meta")
     each = tokens // sequences
     return Batch(
         token_ids=number(tokens),
         positions=number(tokens),
-        places=torch.empty(tokens, *places.shape[1:], dtype=places.dtype, device="meta"),
-        block_tables=torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
-        query_starts=tuple(range(0, each * sequences + 1, each)),
-        kv_lens=(each,) * sequences,
+        paged=Paged(
+            torch.empty(tokens, *slots.shape[1:], dtype=slots.dtype, device="meta"),
+            torch.empty(sequences, *tables.shape[1:], dtype=tables.dtype, device="meta"),
+            tuple(range(0, each * sequences + 1, each)),
+            (each,) * sequences,
+        ),
         logit_rows=number(sequences),
         tokens_per_group=None if groups is None else (tokens,) * groups,
     )

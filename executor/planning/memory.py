@@ -39,9 +39,9 @@ from models.layers.norm import RMSNorm, SplitRMSNorm
 from models.layers.rotary import RotaryTable
 from models.layers.router import Router, SelectionBias
 from models.registry import load, model_class
-from ops.ascend.layout import CAUSAL_MASK
-from ops.ascend.shapes import AscendShapes, ExchangeShapes
+from ops.ascend.layout import CAUSAL_MASK, AscendLayout
 from ops.ascend.weights import NIBBLES, AscendExperts
+from ops.counted import CountedExchange, CountedOps
 from ops.interface import Exchange, Ops
 
 WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
@@ -102,13 +102,13 @@ def make_plan(case: Case) -> Plan:
     if case.platform != "ascend":
         raise UserError(f"case {case.name}: --plan: platform: {case.platform} has no memory plan, only ascend has")
     ledger = Ledger()
-    shapes = AscendShapes(getattr(torch, case.model_config.dtype), case.ascend_config.moe_routing, ledger.note)
     settings, config = platform_settings(case), load_model_config(case)
+    ops = counted_ops(case, config, ledger)
     why = why_gathered(settings, config)
     check_slots(settings, why)
     exchanged = 0 if why else most_rows(settings)
-    exchange = cast(Exchange, ExchangeShapes(shapes, case.world_size, exchanged)) if exchanged else None
-    sketch = sketch_of(case, ops=cast(Ops, shapes), exchange=exchange)
+    exchange = cast(Exchange, CountedExchange(ops, case.world_size, exchanged)) if exchanged else None
+    sketch = sketch_of(case, ops=cast(Ops, ops), exchange=exchange)
     weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
     shorten(sketch.model)
     sections = {
@@ -121,6 +121,14 @@ def make_plan(case: Case) -> Plan:
     }
     page_nbytes = cache.nbytes // (sketch.pages + 1)
     return Plan(case, sections, page_nbytes, _decode(case, sketch, weights, page_nbytes))
+
+
+def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
+    """The ops of an Ascend case, which name to `ledger` the tensors that they make."""
+    dtype: torch.dtype = getattr(torch, case.model_config.dtype)
+    experts, routing = case.parallel_sizes.physical(config.expert_count), case.ascend_config.moe_routing
+    page_size = case.cache_config.page_size
+    return CountedOps(AscendLayout(dtype), dtype, page_size, experts, routing=routing, name=ledger.note)
 
 
 def sketch_of(

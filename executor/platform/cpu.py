@@ -4,7 +4,6 @@
 the collectives are host nodes between the native ops.
 """
 
-import dataclasses
 import os
 import resource
 from typing import ClassVar
@@ -82,14 +81,14 @@ class DecodeGraph:
 
     def __init__(self, step: Step, batch: Batch):
         self.inputs = {name: t.clone() for name, t in batch.tensors().items()}
-        fixed = dataclasses.replace(batch, **self.inputs)  # type: ignore[arg-type]
+        fixed = batch.having(self.inputs)
         self.tape = Tape()
         with self.tape.capture():
             self.logits = step(fixed)
 
     def replay(self, batch: Batch) -> Tensor:
-        for name, tensor in self.inputs.items():
-            tensor.copy_(getattr(batch, name))
+        for name, tensor in batch.tensors().items():
+            self.inputs[name].copy_(tensor)
         self.tape.replay()
         return self.logits
 

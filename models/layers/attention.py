@@ -6,7 +6,7 @@ from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
 from models.layers.norm import RMSNorm
-from ops.interface import fixed
+from ops.interface import Heads, fixed
 
 
 def kv_shard(attn_tp: Shard, kv_heads: int) -> Shard:
@@ -38,19 +38,15 @@ class PagedAttention(nn.Module):
     def normed(self, qkv: Tensor, q_norm: RMSNorm, k_norm: RMSNorm, cos: Tensor, sin: Tensor, batch: Batch) -> Tensor:
         """Attention of queries and keys whose heads are first normalised and rotated.
         qkv (T, (heads + 2 kv_heads) D) has queries, keys and values side by side. -> (T, heads * D)"""
-        q = self.ops.norm_rope_write(
-            qkv, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin, self.kv_heads, self.k_cache, self.v_cache,
-            batch.places, getattr(self, f"queries_{len(qkv)}", None),
-        )  # fmt: skip
+        heads = Heads(self.kv_heads, q_norm.eps, q_norm.weight, k_norm.weight, cos, sin)
+        out = getattr(self, f"queries_{len(qkv)}", None)
+        q = self.ops.norm_rope_write(qkv, heads, self.k_cache, self.v_cache, batch.paged.slot_mapping, out)
         return self._attend(q, batch)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """q (T, heads, D), k and v (T, kv_heads, D). -> (T, heads * D)"""
-        self.ops.write_kv(k, v, self.k_cache, self.v_cache, batch.places)
+        self.ops.write_kv(k, v, self.k_cache, self.v_cache, batch.paged.slot_mapping)
         return self._attend(q, batch)
 
     def _attend(self, q: Tensor, batch: Batch) -> Tensor:
-        out = self.ops.attention(
-            q, self.k_cache, self.v_cache, batch.block_tables, batch.query_starts, batch.kv_lens, self.head_dim**-0.5
-        )
-        return out.flatten(1)
+        return self.ops.attention(q, self.k_cache, self.v_cache, batch.paged, self.head_dim**-0.5).flatten(1)

@@ -6,7 +6,7 @@ from torch import Tensor
 from ops import reference
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
-from ops.interface import Lengths, Numbers, tensor_of
+from ops.interface import Numbers, Paged, tensor_of
 
 CAUSAL_MASK = 2048  # rows and columns of the mask (bool) that prefill's attention repeats
 TILE = 16  # columns of a tile
@@ -47,18 +47,13 @@ class AscendLayout:
         return torch.zeros(pages, *shape, dtype=dtype, device=device)
 
     def paging(
-        self,
-        places: Numbers,
-        block_tables: Tensor,
-        query_starts: Numbers,
-        kv_lens: Numbers,
-        page_size: int,
-    ) -> tuple[Tensor, Tensor, Lengths, Lengths]:
-        """Makes page places (T), or if caches are not tiled (T, 2), each a page and a position in it: with indices into
-        a flat view of such a cache, a graph would copy the cache. Lengths stay host integers, because the launch of the
-        attention op takes integers."""
-        flat = tensor_of(places)
-        return (
+        self, slot_mapping: Numbers, block_tables: Tensor, query_starts: Numbers, kv_lens: Numbers, page_size: int
+    ) -> Paged:
+        """Slots (T), or if caches are not tiled (T, 2), each a page and a position in it: with indices into a flat view
+        of such a cache, a graph would copy the cache. Lengths stay host integers, because the launch of the attention
+        op takes integers."""
+        flat = tensor_of(slot_mapping)
+        return Paged(
             flat if self.tiled else torch.stack((flat // page_size, flat % page_size), dim=-1),
             block_tables.to(torch.int32),
             tuple(query_starts),

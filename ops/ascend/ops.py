@@ -27,7 +27,7 @@ from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
 from ops.format import Format
-from ops.interface import ExpertMatrices, Lengths, Ops, Routed, Scores
+from ops.interface import ExpertMatrices, Heads, Ops, Paged, Routed, Scores
 from ops.sampling import Choice
 
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
@@ -145,57 +145,36 @@ class AscendOps(AscendLayout):
         return q.squeeze(1), k.squeeze(1)
 
     def norm_rope_write(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        kv_heads: int,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        places: Tensor,
-        out: Tensor | None,
+        self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, out: Tensor | None
     ) -> Tensor:
-        tokens, dim = len(qkv), len(q_weight)
+        tokens, dim, kv_heads = len(qkv), len(heads.q_weight), heads.kv_heads
         if not self.tiled or dim != FUSED_HEAD_DIM or not tokens:
-            return composed.norm_rope_write(
-                cast(Ops, self), qkv, q_weight, k_weight, eps, cos, sin, kv_heads, k_cache, v_cache, places
-            )
-        heads = qkv.shape[1] // dim - 2 * kv_heads
+            return composed.norm_rope_write(cast(Ops, self), qkv, heads, k_cache, v_cache, slot_mapping)
+        q_heads = qkv.shape[1] // dim - 2 * kv_heads
         if out is None:
-            out = qkv.new_empty(tokens, heads * dim)
+            out = qkv.new_empty(tokens, q_heads * dim)
         torch_npu.npu_qkv_rms_norm_rope_cache(
-            qkv=qkv, q_gamma=q_weight, k_gamma=k_weight, cos=cos, sin=sin, index=places, q_out=out, k_cache=k_cache,
-            v_cache=v_cache, qkv_size=[1, tokens, heads + 2 * kv_heads, dim], head_nums=[heads, kv_heads, kv_heads],
-            k_scale=None, v_scale=None, k_offset=None, v_offset=None, epsilon=eps, cache_mode=TILED,
-            is_output_qkv=False,
+            qkv=qkv, q_gamma=heads.q_weight, k_gamma=heads.k_weight, cos=heads.cos, sin=heads.sin, index=slot_mapping,
+            q_out=out, k_cache=k_cache, v_cache=v_cache, qkv_size=[1, tokens, q_heads + 2 * kv_heads, dim],
+            head_nums=[q_heads, kv_heads, kv_heads], k_scale=None, v_scale=None, k_offset=None, v_offset=None,
+            epsilon=heads.eps, cache_mode=TILED, is_output_qkv=False,
         )  # fmt: skip
-        return out.view(tokens, heads, dim)
+        return out.view(tokens, q_heads, dim)
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
         if self.tiled:
             torch_npu.npu_scatter_pa_kv_cache(
-                key=k, value=v, key_cache=k_cache, value_cache=v_cache, slot_mapping=places, compress_lens=None,
+                key=k, value=v, key_cache=k_cache, value_cache=v_cache, slot_mapping=slot_mapping, compress_lens=None,
                 compress_seq_offsets=None, seq_lens=None, cache_mode=TILED,
             )  # fmt: skip
             return
         for x, cache in ((k, k_cache), (v, v_cache)):
-            torch_npu.npu_scatter_nd_update_(input=cache, indices=places, updates=x.flatten(1))
+            torch_npu.npu_scatter_nd_update_(input=cache, indices=slot_mapping, updates=x.flatten(1))
 
-    def attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        query_starts: Lengths,
-        kv_lens: Lengths,
-        scale: float,
-    ) -> Tensor:
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
         """In a decode step the sequences, of one token each, form a batch. With more tokens, sequences are packed, and
         the causal mask is aligned to the end of each. `kv_lens` may be a tensor in a GE graph of a decode step."""
+        _, block_tables, query_starts, kv_lens = paged
         on_device = isinstance(kv_lens, Tensor)
         if isinstance(query_starts, Tensor) or (on_device and not torch.compiler.is_compiling()):
             raise TypeError("lengths must be host integers, as `paging` makes them")

@@ -15,7 +15,7 @@ def cache_shape(pages: int, page_size: int, kv_heads: int, width: int, dtype: to
 
 
 class CpuLayout:
-    vector_type = staticmethod(reference.vector_type)
+    vector_type, paging = staticmethod(reference.vector_type), staticmethod(reference.paging)
     matrix = NativeMatrix
     expert_matrices = NativeExperts
     table, fill_table = staticmethod(table), staticmethod(fill_table)

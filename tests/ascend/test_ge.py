@@ -216,7 +216,8 @@ def test_a_mistake_in_an_op_is_seen(
 
 
 def narrow_places(self: AscendOps, *given: Any) -> Tensor:
-    return REAL(self, *given[:9], given[9].int(), given[10])
+    *others, slots, out = given
+    return REAL(self, *others, slots.int(), out)
 
 
 def test_cann_refuses_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

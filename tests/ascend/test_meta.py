@@ -31,7 +31,7 @@ from ops.ascend import moe
 from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
-from ops.interface import Scores
+from ops.interface import Paged, Scores
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 
 NPU, BF16 = torch.device("npu", 0), torch.bfloat16
@@ -235,12 +235,12 @@ def test_what_the_meta_functions_miss() -> None:
         moe.grouped(empty(6, 128), experts.w13, empty(4, dtype=torch.int32), moe.COUNTS)
     with pytest.raises(TypeError, match=r"group_list \(5,\) torch\.int64"):
         moe.grouped(empty(6, 128), experts.w13, empty(5, dtype=torch.int64), moe.COUNTS)
-    cache, lens = empty(5, 128, 128), (4, 9)
+    cache, table, lens = empty(5, 128, 128), empty(2, 1, dtype=torch.int32), (4, 9)
     with pytest.raises(TypeError, match=r"block_tables: torch\.int64"):
-        ops.attention(empty(2, 4, 64), cache, cache, empty(2, 1, dtype=torch.int64), (0, 1, 2), lens, 0.1)
-    table, read_back = empty(2, 1, dtype=torch.int32), empty(2, dtype=torch.int64)
+        ops.attention(empty(2, 4, 64), cache, cache, Paged(table, table.long(), (0, 1, 2), lens), 0.1)
+    read_back = empty(2, dtype=torch.int64)
     with pytest.raises(TypeError, match="lengths must be host integers"):
-        ops.attention(empty(2, 4, 64), cache, cache, table, (0, 1, 2), read_back, 0.1)
+        ops.attention(empty(2, 4, 64), cache, cache, Paged(table, table, (0, 1, 2), read_back), 0.1)
     with pytest.raises(UserError, match="head_dim: 32: npu_apply_rotary_pos_emb takes 64 or 128"):
         ops.rope(empty(3, 4, 32), empty(3, 2, 32), empty(3, 32), empty(3, 32))
 

@@ -15,6 +15,7 @@ from executor.platform.ascend import device
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.graphs import AscendGraph, AscendGraphs, compiler_config
 from models.batch import Batch
+from ops.interface import Paged
 from tests.ascend.engine import ascend_case
 
 WITHOUT = SimpleNamespace(super_kernel=False, static_kernels=False)
@@ -50,19 +51,24 @@ def test_only_the_newer_backend_is_told_of_kernels(wanted: str) -> None:
         assert bool(graph._aclnn_static_shape_kernel) == (newer and wanted == "static_kernels")
 
 
-def batch_of(lengths: list[int]) -> Batch:
+NONE = torch.empty(0)
+
+
+def batch_of(lengths: tuple[int, ...]) -> Batch:
     fields: dict[str, Any] = {field.name: None for field in dataclasses.fields(Batch)}
-    return Batch(**fields | {"token_ids": torch.zeros(len(lengths), dtype=torch.long), "kv_lens": lengths})
+    return Batch(
+        **fields | {"token_ids": torch.zeros(len(lengths), dtype=torch.long), "paged": Paged(NONE, NONE, (), lengths)}
+    )
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_lengths_are_a_tensor_only_where_they_are_read_on_the_device(on_device: bool) -> None:
     graph = AscendGraph.__new__(AscendGraph)
     graph.lengths_on_device = on_device
-    batch = batch_of([3, 5])
+    batch = batch_of((3, 5))
     prepared = graph.prepared(batch)
-    assert isinstance(prepared.kv_lens, torch.Tensor) == on_device
-    assert list(prepared.kv_lens) == [3, 5]
+    assert isinstance(prepared.paged.kv_lens, torch.Tensor) == on_device
+    assert list(prepared.paged.kv_lens) == [3, 5]
     assert prepared.token_ids is batch.token_ids
 
 
@@ -80,12 +86,12 @@ def test_a_graph_that_is_made_again_is_said(strict: bool, again: bool, capsys: p
     graphs._first = lambda rows, batch: f"first of {rows}"
     if strict and again:
         with pytest.raises(UserError, match="strict: true: the graph of 2 sequences was compiled again"):
-            graphs(batch_of([1, 1]))
+            graphs(batch_of((1, 1)))
     else:
-        assert graphs(batch_of([1, 1])) == "logits of 2"
+        assert graphs(batch_of((1, 1))) == "logits of 2"
         said = "WARNING: the graph of 2 sequences was compiled again (--set strict=true makes this an error)\n"
         assert capsys.readouterr().out == said * again
-    assert graphs(batch_of([1])) == "first of 1"
+    assert graphs(batch_of((1,))) == "first of 1"
 
 
 @pytest.mark.parametrize(("prefetch", "ranks", "read"), [(True, 2, True), (True, 1, False), (False, 2, False)])

@@ -14,6 +14,7 @@ from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import FRACTAL_NZ, AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
+from ops.interface import Heads, Paged
 from tests.ascend.log import violations
 from tests.ascend.ranks import run_ranks
 from tests.variants import thorough_but
@@ -57,20 +58,20 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     caches = [ops.kv_cache(PAGES, PAGE, size.kv_heads, size.head_dim, BF16, device) for _ in range(2)]
     sequences = tokens if decode else 2
     none = array("q")
-    places = ops.paging(array("q", range(tokens)), torch.empty(0, 0, dtype=torch.int64), none, none, PAGE)[0].to(device)
+    numbers = array("q", range(tokens)), torch.empty(0, 0, dtype=torch.int64), none, none
+    slots = ops.paging(*numbers, PAGE).slot_mapping.to(device)
     heads = ops.linear(x, qkv, None)
     if size is SIGMOID:  # the norms are of whole rows
         q, k, v = (part.unflatten(1, (-1, size.head_dim)) for part in heads.split([width, kv, kv], -1))
         q, k = ops.rope(q.contiguous(), k.contiguous(), angles, angles)
-        ops.write_kv(k, v, caches[0], caches[1], places)
+        ops.write_kv(k, v, caches[0], caches[1], slots)
     else:
-        q = ops.norm_rope_write(
-            heads, weight, weight, 1e-6, angles, angles, size.kv_heads, caches[0], caches[1], places, None
-        )
+        of_heads = Heads(size.kv_heads, 1e-6, weight, weight, angles, angles)
+        q = ops.norm_rope_write(heads, of_heads, caches[0], caches[1], slots, None)
     tables = torch.zeros(sequences, 4, dtype=torch.int32, device=device)
-    starts = list(range(tokens + 1)) if decode else [0, 7, tokens]
-    lengths = [300] * tokens if decode else [7, tokens - 7]
-    x = ops.linear(ops.attention(q, *caches, tables, starts, lengths, 1.0).flatten(1), out, None)
+    starts = tuple(range(tokens + 1)) if decode else (0, 7, tokens)
+    lengths = (300,) * tokens if decode else (7, tokens - 7)
+    x = ops.linear(ops.attention(q, *caches, Paged(slots, tables, starts, lengths), 1.0).flatten(1), out, None)
     if size is SIGMOID:
         scores = torch.empty(tokens, size.experts, dtype=torch.float32, device=device)
         weights, ids = ops.route_sigmoid(scores, scores[0], size.top_k, True)
@@ -163,7 +164,7 @@ def ops() -> AscendOps:
 def attention(page: int = 128, width: int = 128) -> None:
     caches = [ops().kv_cache(4, page, 1, width, BF16, torch.device("npu")) for _ in range(2)]
     tables = made(2, 2, dtype=torch.int32)
-    ops().attention(made(2, 4, width), caches[0], caches[1], tables, [0, 1, 2], [9, 9], 1.0)
+    ops().attention(made(2, 4, width), caches[0], caches[1], Paged(tables, tables, (0, 1, 2), (9, 9)), 1.0)
 
 
 def heads(

@@ -16,8 +16,9 @@ from models.build import Build, Formats
 from ops.ascend import moe
 from ops.ascend.cann import ALL_ABILITIES
 from ops.ascend.exchange import AscendExchange
+from ops.ascend.layout import AscendLayout
 from ops.ascend.ops import AscendOps
-from ops.ascend.shapes import AscendShapes, ExchangeShapes
+from ops.counted import CountedExchange, CountedOps
 from ops.format import FORMATS, Format
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 
@@ -31,6 +32,10 @@ WAYS = {"whole": (WHOLE, False), "split": (SPLIT, False), "exchanged": (SPLIT, T
 
 # The plan counts the tensors between the kernels that `npu_qkv_rms_norm_rope_cache` replaces.
 UNTILED = replace(ALL_ABILITIES, tiled_cache=False)
+
+
+def counted(dtype: torch.dtype, routing: str, ledger: Ledger) -> CountedOps:
+    return CountedOps(AscendLayout(dtype), dtype, 128, 8, routing=routing, name=ledger.note)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_as_much_is_alive_at_the_fullest_moment(
         exchange: Any = None
         if exchanged:  # rows of decode steps only
             of_npu = AscendExchange(ops, "group", 0, 2, config.expert_count, 4)
-            exchange = ExchangeShapes(ops, 2, 4) if isinstance(ops, AscendShapes) else of_npu
+            exchange = CountedExchange(ops, 2, 4) if isinstance(ops, CountedOps) else of_npu
         model = family.model(config, Build(ops, parallel, formats, BF16, device, 256, exchange=exchange))
         for layer in attentions(model):
             layer.bind(*(ops.kv_cache(6, 128, layer.kv_heads, layer.head_dim, BF16, device) for _ in "kv"))
@@ -77,7 +82,7 @@ def test_as_much_is_alive_at_the_fullest_moment(
         return ledger.fullest(model, model.forward, batch).nbytes
 
     for tokens, sequences in ((96, 3), (4, 4)):
-        planned = most(AscendShapes(BF16, routing, ledger.note), torch.device("meta"), tokens, sequences)
+        planned = most(counted(BF16, routing, ledger), torch.device("meta"), tokens, sequences)
         with FakeTensorMode():
             npu = torch.device("npu", 0)
             real = most(AscendOps(BF16, npu, routing, can=UNTILED), npu, tokens, sequences)
@@ -103,7 +108,7 @@ def test_an_op_of_minimax_m2_has_the_same_tensors(op: str, dtype: torch.dtype) -
         }
         return ledger.fullest(torch.nn.Identity(), steps[op], Any).nbytes  # type: ignore[arg-type]
 
-    planned = most(AscendShapes(dtype, "fusion_v2", ledger.note), torch.device("meta"))
+    planned = most(counted(dtype, "fusion_v2", ledger), torch.device("meta"))
     with FakeTensorMode():
         npu = torch.device("npu", 0)
         assert planned == most(AscendOps(dtype, npu, "fusion_v2"), npu)

@@ -3,16 +3,17 @@
 import math
 from array import array
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from ops import composed, load_ops, reference
 from ops.format import FORMATS, Quantised
-from ops.interface import fixed
+from ops.interface import Heads, Paged, fixed
 
 EPS, CPU = 1e-6, torch.device("cpu")
+NONE = torch.empty(0, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
@@ -29,8 +30,8 @@ def test_norm_rope_write_is_its_parts(heads: int, kv_heads: int) -> None:
         return torch.zeros(3, page, kv_heads, dim), torch.zeros(3, page, kv_heads, dim)
 
     k_cache, v_cache = caches()
-    arguments = (qkv, q_weight, k_weight, EPS, cos, sin, kv_heads)
-    found = reference.norm_rope_write(*arguments, k_cache, v_cache, places, None)
+    given = Heads(kv_heads, EPS, q_weight, k_weight, cos, sin)
+    found = reference.norm_rope_write(qkv, given, k_cache, v_cache, places, None)
     q = qkv[:, : heads * dim].view(tokens, heads, dim)
     k = qkv[:, heads * dim : (heads + kv_heads) * dim].view(tokens, kv_heads, dim)
     v = qkv[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, dim)
@@ -179,15 +180,15 @@ def test_attention_is_causal_over_the_pages_of_each_sequence() -> None:
     tables, starts, lengths = torch.tensor([[3, 1, 0], [4, 0, 0]]), (0, 2, 3), (5, 2)
     tables[0, 2] = 2
     q = torch.randn(3, heads, dim)
-    found = reference.attention(q, caches[0], caches[1], tables, starts, lengths, 0.5)
+    found = reference.attention(q, caches[0], caches[1], Paged(NONE, tables, starts, lengths), 0.5)
     for row, (sequence, end) in enumerate(((0, 4), (0, 5), (1, 2))):
         pages = tables[sequence]
         keys, values = (cache[pages].flatten(0, 1)[:end] for cache in caches)
         for head in range(heads):
             scores = 0.5 * keys[:, head // 2] @ q[row, head]
             torch.testing.assert_close(found[row, head], scores.softmax(0) @ values[:, head // 2])
-    as_tensors = torch.tensor(starts), torch.tensor(lengths)
-    assert torch.equal(reference.attention(q, caches[0], caches[1], tables, *as_tensors, 0.5), found)
+    as_tensors = Paged(NONE, tables, torch.tensor(starts), torch.tensor(lengths))
+    assert torch.equal(reference.attention(q, caches[0], caches[1], as_tensors, 0.5), found)
 
 
 def test_gates_and_routes() -> None:
@@ -227,11 +228,11 @@ def test_a_norm_of_parts_without_a_kernel_is_composed() -> None:
         done.append(("write", k.tolist(), v.tolist(), *rest))
 
     ops: Any = SimpleNamespace(rms_norm=rms_norm, rope=rope, write_kv=write_kv)
-    qkv, angles = torch.arange(8.0)[None], ("cos", "sin")
+    qkv, angles = torch.arange(8.0)[None], cast(Any, ("cos", "sin"))
     q_weight, k_weight = torch.tensor([10.0, 20.0]), torch.tensor([30.0, 40.0])
-    caches = ("k cache", "v cache", "places")
-    given: Any = ops, qkv, q_weight, k_weight, EPS, *angles, 1, *caches
-    q = composed.norm_rope_write(*given)
+    caches: Any = ("k cache", "v cache", "slots")
+    heads: Any = Heads(1, EPS, q_weight, k_weight, *angles)
+    q = composed.norm_rope_write(ops, qkv, heads, *caches)
     assert q.tolist() == [[[20.0, 42.0], [24.0, 46.0]]]
     assert done == [
         ("norm", [[[0, 1], [2, 3]]], [10, 20], EPS), ("norm", [[[4, 5]]], [30, 40], EPS), ("rope", "cos", "sin"),

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from executor.config.platforms import PLATFORMS
 from executor.planning.cluster.hardware import Hardware
-from executor.planning.cluster.work import Done, Message, Work
+from executor.planning.cluster.work import Work
+from ops.counted import Done, Message
 
 PARTS = ("weights", "KV", "activations", "products", "collectives", "launches", "shadow experts", "host")
 US, GIGA, TERA = 1e-6, 1e9, 1e12

@@ -5,7 +5,6 @@ meta device, with ops that note what they are asked for, so what is counted is w
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -28,40 +27,8 @@ from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.registry import load, model_class
-from ops import reference
-from ops.interface import Exchange, Lengths, Ops
-
-# Kernels that an op launches in a decode graph, where they are not one. tests/ascend/test_eager.py holds Ascend's lists
-# against the real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
-KERNELS: dict[str, dict[str, int]] = {"ascend": {"moe": 5, "write_kv": 2, "split_rms_norm": 6}, "cpu": {}}
-EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three, a cast, combine
-IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
-
-
-@dataclass(frozen=True)
-class Done:
-    """What one op of a step does on a rank, `times` times in a step."""
-
-    name: str
-    times: int
-    kernels: int
-    weights: float = 0.0  # bytes of weights that it reads
-    cached: float = 0.0  # bytes of cached keys and values that it reads
-    rows: float = 0.0  # bytes of activations that it reads and writes
-    macs: float = 0.0  # multiply-adds
-    tokens: int = 0  # rows that are multiplied by the weights
-    mixture: bool = False  # whether the weights are those of experts
-
-
-@dataclass(frozen=True)
-class Message:
-    """A collective of a step, `times` times in a step."""
-
-    kind: str  # all_reduce, all_gather, reduce_scatter, dispatch or combine
-    group: str  # name of the rank group
-    ranks: int
-    nbytes: int  # of this rank's input
-    times: int
+from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message, Notes
+from ops.interface import Exchange, Ops
 
 
 @dataclass(frozen=True)
@@ -74,15 +41,6 @@ class Work:
     def total(self, what: str) -> float:
         """The sum of a field of Done over the step."""
         return sum(float(getattr(done, what)) * done.times for done in self.done)
-
-
-class Notes:
-    """What the ops of a step were asked for, each `multiple` times."""
-
-    def __init__(self) -> None:
-        self.done: list[Done] = []
-        self.messages: list[Message] = []
-        self.multiple = 1
 
 
 @dataclass(frozen=True)
@@ -109,127 +67,6 @@ class NotedGroup(CountedGroup):
         return super()._sum_parts(x)
 
 
-class NotedOps:
-    """The ops of a platform: weights and caches in its layout, results on meta. Every call is noted."""
-
-    paging = staticmethod(reference.paging)
-
-    def __init__(self, case: Case, experts: int, notes: Notes):
-        """`experts` is the number of a layer's experts on all ranks, with copies."""
-        entry, own = PLATFORMS[case.platform], getattr(torch, case.model_config.dtype)
-        self.layout: Any = load(entry.layout)(own)
-        self.dtype = torch.float32 if entry.is_host else own  # of activations
-        self.page_size = case.cache_config.page_size
-        self.kernels, self.experts, self.notes = KERNELS[case.platform], experts, notes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layout, name)
-
-    def note(
-        self, name: str, *tensors: Tensor, weights: float = 0.0, cached: float = 0.0, macs: float = 0.0, tokens: int = 0
-    ) -> None:
-        rows = float(sum(t.nbytes for t in tensors))
-        kernels = self.kernels.get(name, 1)
-        self.notes.done.append(Done(name, self.notes.multiple, kernels, weights, cached, rows, macs, tokens))
-
-    def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
-        out = table.new_empty(len(ids), table.shape[1], dtype=self.dtype)
-        self.note("embedding", out, out)
-        return out
-
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        out = x.new_empty(len(x), weight.rows)
-        size, macs = sum(t.nbytes for t in weight.storages), len(x) * weight.rows * weight.columns
-        self.note("linear", x, out, weights=size, macs=macs, tokens=len(x))
-        return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        self.note("rms_norm", x, x)
-        return x
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        self.note("add_rms_norm", x, x, x, x)
-        return x, residual
-
-    def split_rms_norm(
-        self, parts: Sequence[Tensor], weights: object, counts: object, eps: float, total: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
-        total(parts[0].new_empty(len(parts[0]), len(parts), dtype=torch.float32))
-        self.note("split_rms_norm", *parts, *parts)
-        return list(parts)
-
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        self.note("rope", q, q, k, k)
-        return q, k
-
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
-        self.note("write_kv", k, k, v, v)
-
-    def norm_rope_write(self, qkv: Tensor, q_weight: Tensor, *rest: Any) -> Tensor:
-        kv_heads, head_dim = rest[4], len(q_weight)
-        self.note("norm_rope_write", qkv, qkv)
-        return qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads, head_dim)
-
-    def attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, starts: Lengths, lens: Lengths, scale: float
-    ) -> Tensor:
-        tokens = (k_cache.nbytes + v_cache.nbytes) / (len(k_cache) * self.page_size)  # bytes of a cached token
-        pairs = 0.0  # of a new token and one that it sees
-        for first, end, length in zip(starts[:-1], starts[1:], lens, strict=True):
-            new = int(end) - int(first)
-            pairs += new * (int(length) - new) + new * (new + 1) / 2
-        self.note("attention", q, q, cached=tokens * sum(map(int, lens)), macs=2 * pairs * q.shape[1] * q.shape[2])
-        return q
-
-    def silu_mul(self, x: Tensor) -> Tensor:
-        out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-        self.note("silu_mul", x, out)
-        return out
-
-    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        self.note("route", logits)
-        shape = len(logits), top_k
-        return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32)
-
-    def route_sigmoid(self, logits: Tensor, bias: object, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        return self.route_softmax(logits, top_k, renormalise)
-
-    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None) -> Tensor:
-        self.mixture("moe", len(x), x, ids.shape[1], experts)
-        return x
-
-    def mixture(self, name: str, tokens: int, x: Tensor, top_k: int, experts: Any, kernels: int = 0) -> None:
-        """Notes the mixtures of `tokens` tokens, whose experts are spread evenly over all ranks."""
-        share = 1 - (1 - top_k / self.experts) ** tokens  # of the experts, that the tokens use
-        pairs = tokens * top_k * experts.count / self.experts
-        width, matrix = x.shape[1], experts.inner * x.shape[1]
-        rows = x.itemsize * pairs * (4 * width + 4 * experts.inner)  # in expert order, gate and up, product, result
-        weights = share * sum(t.nbytes for t in experts.storages)
-        launched = kernels or self.kernels.get(name, 1)
-        done = Done(name, self.notes.multiple, launched, weights, 0.0, rows, 3 * pairs * matrix, tokens, mixture=True)
-        self.notes.done.append(done)
-
-
-class NotedExchange:
-    """The exchange of experts' rows over `size` ranks: steps of at most `most` rows."""
-
-    uneven = False
-
-    def __init__(self, ops: NotedOps, size: int, most: int):
-        self.ops, self.size, self.most = ops, size, most
-
-    def takes(self, rows: int, experts: object) -> bool:
-        return 0 < rows <= self.most
-
-    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, slots: object = None) -> Tensor:
-        notes, top_k = self.ops.notes, ids.shape[1]
-        kernels = EXCHANGED + (IN_SLOTS if slots else 0)
-        for kind in ("dispatch", "combine"):
-            notes.messages.append(Message(kind, "world", self.size, top_k * x.nbytes, notes.multiple))
-        self.ops.mixture("exchanged moe", self.size * len(x), x, top_k, experts, kernels)
-        return x
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes that a rank holds."""
@@ -243,10 +80,17 @@ class Counted:
     """The rank of a layout whose steps are counted: rank 0 of `case`, which stands for all."""
 
     def __init__(self, case: Case):
-        self.case, self.notes = case, Notes()
-        self.config = load_model_config(case)
+        self.case, self.config = case, load_model_config(case)
         config, self.multiples = one_of_each_layer(self.config)
-        self.ops = ops = NotedOps(case, case.parallel_sizes.physical(config.expert_count), self.notes)
+        platform, own = PLATFORMS[case.platform], getattr(torch, case.model_config.dtype)
+        self.ops = ops = CountedOps(
+            load(platform.layout)(own),
+            torch.float32 if platform.is_host else own,
+            case.cache_config.page_size,
+            case.parallel_sizes.physical(config.expert_count),
+            kernels=ASCEND_KERNELS if case.platform == "ascend" else None,
+        )
+        self.notes = ops.notes
         place = place_of(case.parallel_sizes, 0, {})
         groups = {field.name: getattr(place, field.name) for field in dataclasses.fields(place)}
         noted: dict[str, Any] = {
@@ -258,10 +102,11 @@ class Counted:
             exchanged = 0 if why_gathered(settings, config) else most_rows(settings)
         else:
             exchanged = sys.maxsize if case.parallel_sizes.expert_slots else 0
-        exchange = NotedExchange(ops, case.world_size, exchanged) if exchanged else None
-        head = PLATFORMS[case.platform].quantised_head
+        exchange = CountedExchange(ops, case.world_size, exchanged) if exchanged else None
         meta = torch.device("meta")
-        build = build_of(case, cast(Ops, ops), parallel, meta, head, None, cast("Exchange | None", exchange))
+        build = build_of(
+            case, cast(Ops, ops), parallel, meta, platform.quantised_head, None, cast("Exchange | None", exchange)
+        )
         self.model: CausalLM = model_class(case.model_name)(config, build)
         bind_caches(self.model, case, build, 2)
         for layer, multiple in zip(self.model.model.layers, self.multiples, strict=True):
@@ -310,7 +155,7 @@ class Counted:
         batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups)
         batch = dataclasses.replace(
             batch,
-            kv_lens=(length,) * sequences,
+            paged=batch.paged._replace(kv_lens=(length,) * sequences),
             logit_rows=None if decode else batch.logit_rows,
             wanted_per_group=None if decode else (sequences,) * groups,
         )

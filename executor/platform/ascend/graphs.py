@@ -68,7 +68,9 @@ class AscendGraph:
         self.compiled, self.lengths_on_device = compiled, lengths_on_device
         batch = self.prepared(batch)
         self.host = {
-            name: pinned(tuple(tensor.shape), tensor.dtype, f"graph of {len(batch.kv_lens)} sequences").copy_(tensor)
+            name: pinned(tuple(tensor.shape), tensor.dtype, f"graph of {len(batch.paged.kv_lens)} sequences").copy_(
+                tensor
+            )
             for name, tensor in batch.tensors().items()
         }
         self.inputs = {name: tensor.to(device) for name, tensor in batch.tensors().items()}
@@ -77,8 +79,7 @@ class AscendGraph:
             torch._dynamo.mark_static_address(tensor)
 
     def prepared(self, batch: Batch) -> Batch:
-        lengths = torch.tensor(batch.kv_lens) if self.lengths_on_device else batch.kv_lens
-        return dataclasses.replace(batch, kv_lens=lengths)
+        return batch.having({"kv_lens": torch.tensor(batch.paged.kv_lens)} if self.lengths_on_device else {})
 
     def __call__(self, batch: Batch) -> Tensor:
         """The host does not wait for the copies from pinned memory. They cannot overwrite inputs in use: the tokens
@@ -88,8 +89,7 @@ class AscendGraph:
             self.host[name].copy_(tensor)
             self.inputs[name].copy_(self.host[name], non_blocking=True)
         # All data-parallel groups are padded to one size, which the graph takes from the shapes of the tensors.
-        fixed: dict[str, Any] = dict(self.inputs, tokens_per_group=None)
-        return self.compiled(dataclasses.replace(batch, **fixed))
+        return self.compiled(dataclasses.replace(batch.having(self.inputs), tokens_per_group=None))
 
 
 class AscendGraphs:

@@ -34,8 +34,7 @@ def packed(*sequences: Sequence, **options: Any) -> tuple[Batch, PagePool]:
 
 
 def numbers(batch: Batch) -> list[Any]:
-    names = ("token_ids", "positions", "places", "block_tables", "query_starts", "kv_lens")
-    return [torch.as_tensor(getattr(batch, name)).tolist() for name in names]
+    return [torch.as_tensor(numbers).tolist() for numbers in (batch.token_ids, batch.positions, *batch.paged)]
 
 
 def test_prompts_are_packed_one_after_another() -> None:
@@ -92,7 +91,7 @@ def test_padding_rows_are_written_to_the_page_for_padding() -> None:
     assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [0, 1, 2, 3]
     batch, _ = packed(rows=6)  # more than a page has tokens
-    assert torch.as_tensor(batch.places).tolist() == [80, 81, 82, 83, 80, 81]
+    assert torch.as_tensor(batch.paged.slot_mapping).tolist() == [80, 81, 82, 83, 80, 81]
 
 
 def test_page_numbers_are_read_again_after_pages_have_moved() -> None:
@@ -108,7 +107,7 @@ def test_page_numbers_are_read_again_after_pages_have_moved() -> None:
     pool.version = 2
     batch = pack(OPS, [one], pool, (4,), 3)
     assert (one.table.tolist(), one.table_version) == ([11, 3, 6], 2)
-    assert torch.as_tensor(batch.block_tables).tolist() == [[11, 3, 6]]
+    assert torch.as_tensor(batch.paged.block_tables).tolist() == [[11, 3, 6]]
 
 
 @given(st.data(), st.integers(1, 30), st.integers(1, 7))
@@ -155,8 +154,8 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
         q, k, v = (torch.cat([whole[s.id][t][s.cached : len(s.ids)] for s in active]) for t in range(3))
         assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.cached :]]
         assert batch.positions.tolist() == batch.token_ids.tolist()  # ids were chosen to be positions
-        OPS.write_kv(k, v, caches[0], caches[1], batch.places)
-        out = OPS.attention(q, caches[0], caches[1], batch.block_tables, batch.query_starts, batch.kv_lens, dim**-0.5)
+        OPS.write_kv(k, v, caches[0], caches[1], batch.paged.slot_mapping)
+        out = OPS.attention(q, caches[0], caches[1], batch.paged, dim**-0.5)
         for s, part in zip(active, out.split([s.new_tokens for s in active]), strict=True):
             got[s.id].append(part)
             s.cached = len(s.ids)

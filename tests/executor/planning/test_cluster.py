@@ -18,10 +18,11 @@ from executor.planning.cluster.layouts import Layout, Sizes, divisors, make_layo
 from executor.planning.cluster.plan import PARTS, frontier, make_cluster_plan
 from executor.planning.cluster.rates import Point, point, points, under_load, within_targets
 from executor.planning.cluster.times import GIGA, Placing, collective_seconds, step_times
-from executor.planning.cluster.work import Counted, Done, Message, Work
+from executor.planning.cluster.work import Counted, Work
 from executor.planning.memory import make_plan, sketch_of, weights_of
 from files import ROOT
 from models.layers.attention import PagedAttention
+from ops.counted import Done, Message
 
 CASES: list[tuple[str, tuple[str, ...]]] = [
     ("qwen3_235b_a22b_bf16_tp16", ()),

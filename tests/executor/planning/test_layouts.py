@@ -5,16 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from cpu_offload.memory.arena import LOST, extent_of
 from errors import UserError
-from executor.config.load import load_case
 from executor.config.units import GB
 from executor.planning.cluster.cluster import Load
 from executor.planning.cluster.layouts import Layout, Sizes, case_of, make_layout
 from executor.planning.cluster.times import step_times
-from executor.planning.cluster.work import Done, Message, NotedGroup, NotedOps, Notes
 from executor.planning.simulation.run import Simulator
 from tests.executor.planning.test_cluster import CLUSTER, HARDWARE
 
@@ -120,25 +117,6 @@ def test_a_node_that_fails_takes_the_replicas_with_ranks_on_it(world: int, node:
     run._plan_loss = lambda *given: failed.append(given)
     run._lose_node(node, 5.0)
     assert failed == [*((replica, 5.0, 60.0) for replica in lost), (node, 65.0)]
-
-
-def test_noted_ops_of_other_models() -> None:
-    """Rows in and out of an activation between matrices, and of norms over the parts of a split."""
-    case = load_case("qwen3_30b_a3b_bf16_tp8")
-    notes = Notes()
-    ops = NotedOps(case, 128, notes)
-    x = torch.zeros(3, 10, dtype=torch.bfloat16, device="meta")
-    assert ops.silu_mul(x).shape == (3, 5)
-    assert notes.done[0] == Done("silu_mul", 1, 1, rows=3 * 10 * 2 + 3 * 5 * 2)
-    totals: list[Any] = []
-    parts = [x, x[:, :4]]
-    found = ops.split_rms_norm(parts, None, None, 1e-6, lambda t: totals.append((t.shape, t.dtype)) or t)
-    assert all(a is b for a, b in zip(found, parts, strict=True))
-    assert totals == [((3, 2), torch.float32)]
-    assert notes.done[1] == Done("split_rms_norm", 1, 6, rows=2 * 3 * 14 * 2)
-    group = NotedGroup(0, 4, None, "attn_tp", notes)
-    assert group._sum_parts(torch.zeros(8, 2, device="meta")).shape == (2, 2)
-    assert notes.messages == [Message("reduce_scatter", "attn_tp", 4, 64, 1)]
 
 
 def test_extents_lose_little() -> None:

@@ -30,7 +30,7 @@ from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from models.registry import model_class
 from models.rope import RopeConfig
 from ops.ascend.layout import AscendLayout
-from ops.ascend.shapes import AscendShapes
+from ops.counted import CountedOps
 from ops.format import FORMATS
 from tests.command import umbra
 from tests.tiny import save_tiny, tiny_case
@@ -214,7 +214,7 @@ def test_copies_of_experts_are_counted(tmp_path: Path) -> None:
 
 def test_the_fullest_moment_depends_on_the_shape() -> None:
     ledger, bf16, meta = Ledger(), torch.bfloat16, torch.device("meta")
-    shapes: Any = AscendShapes(bf16, "fusion_v2", ledger.note)
+    shapes: Any = CountedOps(AscendLayout(bf16), bf16, 128, 8, name=ledger.note)
     plain = FORMATS["bfloat16"]
     build = Build(shapes, Parallel(), Formats(plain, plain, plain), bf16, meta, max_positions=128)
 
@@ -244,7 +244,7 @@ def test_the_fullest_moment_depends_on_the_shape() -> None:
 def test_a_shortened_model_has_the_same_fullest_moment(tmp_path: Path) -> None:
     config = dict(num_hidden_layers=6, mlp_only_layers=[0, 3], intermediate_size=64)
     case, ledger = tiny(tmp_path, config=config), Ledger()
-    shapes: Any = AscendShapes(torch.bfloat16, "fusion_v2", ledger.note)
+    shapes: Any = CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, name=ledger.note)
     model = sketch_of(case, ops=shapes).model
     batch = batch_of(shapes, tokens=100, sequences=4, table_width=2, page_size=128, groups=1)
     whole = ledger.fullest(model, model.forward, batch)

@@ -19,6 +19,7 @@ from executor.planning.memory import Plan
 from executor.planning.parts import Part, product
 from executor.planning.report import check_fits, print_plan
 from executor.planning.times import PlannedRun, memory_split, steps_of
+from ops.interface import Paged
 
 GB = 1 << 30
 ASCEND = ["platform=ascend", "exe_mode=eager", "memory_gb=4"]
@@ -162,17 +163,17 @@ def test_a_batch_on_meta() -> None:
 
     def paging(*given: Any) -> Any:
         paged.append(given)
-        return torch.zeros(9, 2, dtype=torch.int32), torch.zeros(9, 5, dtype=torch.int16), None
+        return Paged(torch.zeros(9, 2, dtype=torch.int32), torch.zeros(9, 5, dtype=torch.int16), (), ())
 
     ops: Any = SimpleNamespace(paging=paging)
     batch = batch_of(ops, 12, 3, 5, 16, 2)
     [(ones, table, *others, size)] = paged
     assert (ones, table.shape, table.dtype, others, size) == (array("q", [1]), (1, 5), torch.int64, [ones, ones], 16)
     assert [t.shape for t in (batch.token_ids, batch.positions, batch.logit_rows)] == [(12,), (12,), (3,)]  # type: ignore[union-attr]
-    assert (batch.places.shape, batch.places.dtype) == ((12, 2), torch.int32)
-    assert (batch.block_tables.shape, batch.block_tables.dtype) == ((3, 5), torch.int16)
+    assert (batch.paged.slot_mapping.shape, batch.paged.slot_mapping.dtype) == ((12, 2), torch.int32)
+    assert (batch.paged.block_tables.shape, batch.paged.block_tables.dtype) == ((3, 5), torch.int16)
     assert all(tensor.is_meta for tensor in batch.tensors().values())
-    assert (batch.query_starts, batch.kv_lens, batch.tokens_per_group) == ((0, 4, 8, 12), (4, 4, 4), (12, 12))
+    assert (*batch.paged[2:], batch.tokens_per_group) == ((0, 4, 8, 12), (4, 4, 4), (12, 12))
     assert batch_of(ops, 3, 3, 5, 16, None).tokens_per_group is None
 
 

@@ -24,6 +24,7 @@ from executor.platform.base import graph_rows
 from executor.platform.cpu import CpuExchange, CpuPlatform, GraphStep
 from models.batch import Batch
 from ops import load_ops
+from ops.interface import Paged
 from tests.tiny import ONE_RANK
 
 SHADOWS = ("exe_mode=graph", "offload_config.mode=resident")
@@ -143,7 +144,7 @@ def test_each_size_of_a_step_is_captured_once(monkeypatch: pytest.MonkeyPatch) -
 
     def batch_of(first: int, groups: tuple[int, ...] | None) -> Batch:
         ids = torch.arange(first, first + 2)
-        return Batch(ids, ids + 1, ids + 2, ids[:, None], ids + 3, ids + 4, None, groups)
+        return Batch(ids, ids + 1, Paged(ids + 2, ids[:, None], ids + 3, ids + 4), None, groups)
 
     graphs = GraphStep(step)
     batch = batch_of(10, (2, 3))

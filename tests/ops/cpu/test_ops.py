@@ -18,11 +18,12 @@ from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS, GROUP_SIZES, Format, Quantised
-from ops.interface import Ops
+from ops.interface import Ops, Paged
 from ops.reference import DenseExperts, DenseMatrix
 from ops.sampling import Choice, adjust, filtered_probabilities, uniform
 
 CPU = torch.device("cpu")
+NONE = torch.empty(0, dtype=torch.int64)
 reference, cpu = load_ops("reference"), load_ops("cpu")
 NAMES = [name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")]
 SETS = engine.module.instruction_sets()
@@ -367,18 +368,18 @@ def test_attention(
 ) -> None:  # fmt: skip
     caches, tables, v = paged(lens, kv_heads, dim, page_size, dtype)
     q, starts = torch.randn(sum(new), heads, dim) * 3, torch.tensor([0, *new]).cumsum(0)
-    rest = tables, starts, torch.tensor(lens)
-    actual = cpu.attention(q, *caches, *rest, dim**-0.5)
+    seen = Paged(NONE, tables, starts, torch.tensor(lens))
+    actual = cpu.attention(q, *caches, seen, dim**-0.5)
     # The reference sees the very values that were rounded into the native cache.
     k_seen, v_seen = (c.float() for c in cached(*caches))
     if kernels in ("avx512_bf16", "amx") and dtype in (
         torch.bfloat16,
         torch.int8,
     ):  # queries and weights are rounded too
-        expected = reference.attention((q * dim**-0.5).bfloat16().float(), k_seen, v_seen, *rest, 1.0)
+        expected = reference.attention((q * dim**-0.5).bfloat16().float(), k_seen, v_seen, seen, 1.0)
         torch.testing.assert_close(actual, expected, atol=2**-8 * float(v.abs().max()), rtol=0)
     else:
-        close(actual, reference.attention(q, k_seen, v_seen, *rest, dim**-0.5))
+        close(actual, reference.attention(q, k_seen, v_seen, seen, dim**-0.5))
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -390,13 +391,14 @@ def test_attention_does_not_depend_on_threads_company_or_chunks(instruction_set:
     lens, new, dim = [40, 2120, 1], [40, 70, 1], 16
     caches, tables, _ = paged(lens, 2, dim, 16, dtype)
     q = torch.randn(sum(new), 6, dim) * 3
-    together = cpu.attention(q, *caches, tables, torch.tensor([0, 40, 110, 111]), torch.tensor(lens), 0.25)
+    of_all = Paged(NONE, tables, torch.tensor([0, 40, 110, 111]), torch.tensor(lens))
+    together = cpu.attention(q, *caches, of_all, 0.25)
     for threads in ((1,), (2,), (9,)):
         start(threads, instruction_set)
         for first, count in ((40, 70), (43, 5), (109, 1), (40, 1)):
             lengths = torch.tensor([lens[1] - (110 - first - count)])
-            starts = torch.tensor([0, count])
-            alone = cpu.attention(q[first : first + count], *caches, tables[1:2], starts, lengths, 0.25)
+            of_one = Paged(NONE, tables[1:2], torch.tensor([0, count]), lengths)
+            alone = cpu.attention(q[first : first + count], *caches, of_one, 0.25)
             assert torch.equal(alone, together[first : first + count])
     engine.start(1, "auto")
 
@@ -404,9 +406,11 @@ def test_attention_does_not_depend_on_threads_company_or_chunks(instruction_set:
 @pytest.mark.usefixtures("kernels")
 def test_attention_of_no_sequence() -> None:
     """A data-parallel group may have none in a step."""
-    none, caches = torch.empty(0, dtype=torch.int64), caches_of(cpu, (2, 4, 1, 8), torch.float32)
-    lengths = none.view(0, 1), torch.zeros(1, dtype=torch.int64), none
-    assert cpu.attention(torch.empty(0, 2, 8), *caches, *lengths, 1.0).shape == (0, 2, 8)
+    caches, of_none = (
+        caches_of(cpu, (2, 4, 1, 8), torch.float32),
+        Paged(NONE, NONE.view(0, 1), torch.zeros_like(NONE), NONE),
+    )
+    assert cpu.attention(torch.empty(0, 2, 8), *caches, of_none, 1.0).shape == (0, 2, 8)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -415,7 +419,7 @@ def test_int8_cache_of_the_reference() -> None:
     ours, theirs = (caches_of(ops, (3, 4, 2, 16), torch.int8) for ops in (cpu, reference))
     for ops, caches in ((cpu, ours), (reference, theirs)):
         ops.write_kv(k, v, *caches, slots)
-    rest = torch.tensor([[1], [0], [2]]), torch.arange(4), torch.tensor([3, 1, 2]), 0.25
+    rest = Paged(slots, torch.tensor([[1], [0], [2]]), torch.arange(4), torch.tensor([3, 1, 2])), 0.25
     q = torch.randn(3, 4, 16)
     actual, expected = cpu.attention(q, *ours, *rest), reference.attention(q, *theirs, *rest)
     torch.testing.assert_close(actual, expected, atol=float(v.abs().max()) / 127, rtol=0)  # a rounding may fall apart

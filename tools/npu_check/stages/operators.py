@@ -22,6 +22,7 @@ from ops.ascend.moe import ROUTINGS
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
+from ops.interface import Heads
 from tools.npu_check.numbers import SIZES, Size, require
 from tools.npu_check.outcome import Check, Found
 
@@ -148,13 +149,13 @@ def caches_of(size: Size, pages: int) -> list[Tensor]:
     return [ops().kv_cache(pages, PAGE, size.kv_heads, size.head_dim, BF16, NPU) for _ in "kv"]
 
 
-PLACES = [127, 2 * PAGE, 2 * PAGE + 1]  # of three tokens: the last two in another page
+SLOTS = [127, 2 * PAGE, 2 * PAGE + 1]  # of three tokens: the last two in another page
 
 
-def places_there() -> Tensor:
+def slots_there() -> Tensor:
     return (
         ops()
-        .paging(array("q", PLACES), torch.zeros(1, 1, dtype=torch.int64), array("q", [0, 3]), array("q", [3]), PAGE)[0]
+        .paging(array("q", SLOTS), torch.zeros(1, 1, dtype=torch.int64), array("q", [0, 3]), array("q", [3]), PAGE)[0]
         .to(NPU)
     )
 
@@ -162,8 +163,8 @@ def places_there() -> Tensor:
 def write_kv(size: Size) -> Pair:
     k, v = values(3, size.kv_heads, size.head_dim), values(3, size.kv_heads, size.head_dim)
     expected = [torch.zeros(3, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
-    reference.write_kv(k, v, expected[0], expected[1], torch.tensor(PLACES))
-    caches, at, on = caches_of(size, 3), places_there(), [there(t) for t in (k, v)]
+    reference.write_kv(k, v, expected[0], expected[1], torch.tensor(SLOTS))
+    caches, at, on = caches_of(size, 3), slots_there(), [there(t) for t in (k, v)]
 
     def call() -> list[Tensor]:
         ops().write_kv(on[0], on[1], caches[0], caches[1], at)
@@ -175,21 +176,18 @@ def write_kv(size: Size) -> Pair:
 def norm_rope_write(size: Size) -> Pair:
     """Norms, rotation and both writes; one kernel where CANN and the width of a head allow it."""
     heads = size.heads + 2 * size.kv_heads
-    given = values(3, heads * size.head_dim), values(size.head_dim), values(size.head_dim)
+    qkv, q_weight, k_weight = values(3, heads * size.head_dim), values(size.head_dim), values(size.head_dim)
     angles = torch.randn(3, size.head_dim // 2).repeat(1, 2)
     turns = angles.cos().to(BF16).float(), angles.sin().to(BF16).float()
     expected = [torch.zeros(3, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
-    q = reference.norm_rope_write(
-        *given, EPS, *turns, size.kv_heads, expected[0], expected[1], torch.tensor(PLACES), None
-    )
-    caches, at = caches_of(size, 3), places_there()
-    on, by = [there(t) for t in given], [there(t) for t in turns]
+    given = Heads(size.kv_heads, EPS, q_weight, k_weight, *turns)
+    q = reference.norm_rope_write(qkv, given, expected[0], expected[1], torch.tensor(SLOTS), None)
+    caches, at = caches_of(size, 3), slots_there()
+    on, by = there(qkv), [there(t) for t in turns]
+    heads_on = Heads(size.kv_heads, EPS, there(q_weight), there(k_weight), *by)
 
     def call() -> list[Tensor]:
-        out = ops().norm_rope_write(
-            on[0], on[1], on[2], EPS, by[0], by[1], size.kv_heads, caches[0], caches[1], at, None
-        )
-        return [out, *caches]
+        return [ops().norm_rope_write(on, heads_on, caches[0], caches[1], at, None), *caches]
 
     return Pair(call, [q, *map(stored, expected)])
 
@@ -203,14 +201,12 @@ def attention(decode: bool, size: Size) -> Pair:
     q = values(sum(new), size.heads, size.head_dim)
     caches = [values(7, PAGE, size.kv_heads, size.head_dim) for _ in "kv"]
     scale = size.head_dim**-0.5
-    indices = [torch.tensor(t) for t in (tables, starts, lengths)]
-    expected = reference.attention(q, caches[0], caches[1], indices[0], indices[1], indices[2], scale)
+    numbers = array("q", [0] * sum(new)), torch.tensor(tables), array("q", starts), array("q", lengths)
+    expected = reference.attention(q, caches[0], caches[1], reference.paging(*numbers, PAGE), scale)
     at, on = there(q), [there(stored(t)) for t in caches]
-    _, table, begins, lens = ops().paging(
-        array("q", [0] * sum(new)), torch.tensor(tables), array("q", starts), array("q", lengths), PAGE
-    )
-    table = table.to(NPU)
-    return Pair(lambda: [ops().attention(at, on[0], on[1], table, begins, lens, scale)], [expected])
+    paged = ops().paging(*numbers, PAGE)
+    paged = paged._replace(block_tables=paged.block_tables.to(NPU))
+    return Pair(lambda: [ops().attention(at, on[0], on[1], paged, scale)], [expected])
 
 
 def silu_mul(size: Size) -> Pair:

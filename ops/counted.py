@@ -1,0 +1,310 @@
+"""The ops without a device: a model that runs on them, on PyTorch's meta device, shows what a step takes.
+
+*Memory*, as the Ascend ops use it. Each op makes its outputs and temporaries as tensors on meta, with the shapes, types
+and lifetimes that they have on the NPU; `tests/ascend/test_shapes.py` compares the two. Workspaces inside torch_npu's
+operators are not counted. With the kernels of ops/ascend/vector_core, and with `npu_qkv_rms_norm_rope_cache`, a step
+makes fewer temporaries than are counted here.
+
+*Work*, on any platform: kernels, bytes and products of each op, as `Notes` has them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.interface import Heads, Paged, Slots
+
+ASSIST = 128  # numbers that npu_moe_distribute_dispatch_v2 keeps of each row
+# Kernels of Ascend's ops in a decode graph, where they are not one. tests/ascend/test_eager.py holds them against the
+# real wheels: a layer of Qwen3-MoE has 13. On the CPU an op is one native call.
+ASCEND_KERNELS = {"moe": 5, "write_kv": 2, "split_rms_norm": 6}
+EXCHANGED = 6  # kernels of a mixture whose rows are exchanged: dispatch, the experts' three, a cast, combine
+IN_SLOTS = 2  # more of them where experts are in slots: a look-up and a count
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one op of a step does on a rank, `times` times in a step."""
+
+    name: str
+    times: int
+    kernels: int
+    weights: float = 0.0  # bytes of weights that it reads
+    cached: float = 0.0  # bytes of cached keys and values that it reads
+    rows: float = 0.0  # bytes of activations that it reads and writes
+    macs: float = 0.0  # multiply-adds
+    tokens: int = 0  # rows that are multiplied by the weights
+    mixture: bool = False  # whether the weights are those of experts
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of a step, `times` times in a step."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter, dispatch or combine
+    group: str  # name of the rank group
+    ranks: int
+    nbytes: int  # of this rank's input
+    times: int
+
+
+class Notes:
+    """What the ops of a step were asked for, each `multiple` times."""
+
+    def __init__(self) -> None:
+        self.done: list[Done] = []
+        self.messages: list[Message] = []
+        self.multiple = 1
+
+
+class CountedOps:
+    """`layout` stores weights and caches, of pages of `page_size` tokens, as the platform does; activations are of
+    `dtype`. `experts` is the number of a layer's experts on all ranks, with copies."""
+
+    def __init__(
+        self,
+        layout: Any,
+        dtype: torch.dtype,
+        page_size: int,
+        experts: int,
+        *,
+        routing: str = "fusion_v2",
+        kernels: Mapping[str, int] | None = None,
+        name: Callable[[Tensor, str], object] | None = None,
+    ):
+        """`routing` is one of ops.ascend.moe.ROUTINGS; `kernels` are those of ops that are not one; `name(tensor,
+        what)` is called for every tensor made."""
+        self.layout, self.dtype, self.page_size, self.experts = layout, dtype, page_size, experts
+        self.routing, self.kernels, self.name, self.notes = routing, kernels or {}, name, Notes()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layout, name)
+
+    def made(self, what: str, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = like.new_empty(shape, dtype=dtype or like.dtype)
+        if self.name:
+            self.name(tensor, what)
+        return tensor
+
+    def note(
+        self, name: str, *rows: Tensor, weights: float = 0.0, cached: float = 0.0, macs: float = 0.0, tokens: int = 0
+    ) -> None:
+        nbytes = float(sum(t.numel() for t in rows) * self.dtype.itemsize)
+        kernels = self.kernels.get(name, 1)
+        self.notes.done.append(Done(name, self.notes.multiple, kernels, weights, cached, nbytes, macs, tokens))
+
+    def embedding(self, ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+        rows = self.made("rows", table, len(ids), table.shape[1], dtype=self.dtype)
+        self.note("embedding", rows, rows)
+        return rows if first_id is None else self.made("masked rows", rows, *rows.shape)
+
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        if x.dtype != torch.float32 and weight.data.dtype == torch.float32:
+            x = self.made("input in float32", x, *x.shape, dtype=torch.float32)
+        out = self.made("product", x, len(x), weight.rows)
+        size, macs = sum(t.nbytes for t in weight.storages), len(x) * weight.rows * weight.columns
+        self.note("linear", x, out, weights=size, macs=macs, tokens=len(x))
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.note("rms_norm", x, x)
+        return self._normalised(x)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        out, _ = self.made("normalised", x, *x.shape), self.made("rstd", x, *x.shape[:-1], dtype=torch.float32)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        self.note("add_rms_norm", x, x, x, x)
+        total = self.made("residual sum", x, *x.shape)
+        return self._normalised(x), total
+
+    def split_rms_norm(
+        self,
+        parts: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        counts: Sequence[int],
+        eps: float,
+        total: Callable[[Tensor], Tensor],
+    ) -> list[Tensor]:
+        self.note("split_rms_norm", *parts, *parts)
+        normed = [self.made("normalised", x, *x.shape) for x in parts]
+        rstds = [self.made("rstd", x, len(x), 1, dtype=torch.float32) for x in parts]
+        rstd = self.made("rstd of all parts", rstds[0], len(parts) * len(parts[0]))
+        factors = self._factors(rstd, total)
+        _rows = self.made("row numbers", factors, len(parts[0]), dtype=torch.int32)
+        return [self.made("multiplied rows", x, *x.shape) for x in normed]
+
+    def _factors(self, rstd: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        means = total(self._means(rstd))
+        roots = self.made("roots of means", means, *means.shape)
+        del means
+        factors = self.made("factors", roots, *roots.shape)
+        del roots
+        halves = self.dtype == torch.float16
+        return self.made("factors", factors, *factors.shape, dtype=self.dtype) if halves else factors
+
+    def _means(self, rstd: Tensor) -> Tensor:
+        squares = self.made("mean squares", rstd, *rstd.shape)
+        return self.made("parts of means", squares, *squares.shape)
+
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        self.note("rope", q, q, k, k)
+        return q, k  # rotated in place
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        self.note("write_kv", k, k, v, v)  # views of k and v are written
+
+    def norm_rope_write(
+        self, qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, out: Tensor | None
+    ) -> Tensor:
+        self.note("norm_rope_write", qkv, qkv)
+        each = qkv.unflatten(1, (-1, len(heads.q_weight)))
+        q, k, _ = each.split([each.shape[1] - 2 * heads.kv_heads, heads.kv_heads, heads.kv_heads], 1)
+        q, k = self._normalised(q), self._normalised(k)
+        return q
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
+        token = (k_cache.nbytes + v_cache.nbytes) / (len(k_cache) * self.page_size)  # bytes of a cached token
+        starts, lens = paged.query_starts, paged.kv_lens
+        pairs = 0.0  # of a new token and one that it sees
+        for first, end, length in zip(starts[:-1], starts[1:], lens, strict=True):
+            new = int(end) - int(first)
+            pairs += new * (int(length) - new) + new * (new + 1) / 2
+        self.note("attention", q, q, cached=token * sum(map(int, lens)), macs=2 * pairs * q.shape[1] * q.shape[2])
+        return self.made("attention", q, *q.shape)
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        out = self._activated(x)
+        self.note("silu_mul", x, out)
+        return out
+
+    def _activated(self, x: Tensor) -> Tensor:
+        return self.made("silu(gate) * up", x, *x.shape[:-1], x.shape[-1] // 2)
+
+    def route_softmax(self, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        self.note("route", logits)
+        return self._gated(logits, top_k)  # `npu_moe_gating_top_k_softmax` makes less
+
+    def route_sigmoid(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool
+    ) -> tuple[Tensor, Tensor]:
+        self.note("route", logits)
+        if not renormalise:
+            return self._plain_gating(logits, bias, top_k)
+        weights, ids = self._gated(logits, top_k)
+        return self._in_own_type(weights), ids
+
+    def _gated(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        shape = len(logits), top_k
+        weights, ids = self.made("weights", logits, *shape), self.made("ids", logits, *shape, dtype=torch.int32)
+        _ = self.made("unused scores", logits, *logits.shape, dtype=torch.float32)
+        return weights, ids
+
+    def _plain_gating(self, logits: Tensor, bias: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
+        scores = self.made("scores", logits, *logits.shape)
+        biased = scores if bias is None else self.made("biased scores", scores, *scores.shape)
+        top = self.made("largest scores", biased, len(logits), top_k)
+        ids = self.made("ids", biased, len(logits), top_k, dtype=torch.int64)
+        del biased, top
+        weights = self._in_own_type(self.made("weights", scores, *ids.shape))
+        return weights, self.made("ids", ids, *ids.shape, dtype=torch.int32)
+
+    def _in_own_type(self, weights: Tensor) -> Tensor:
+        if weights.dtype == self.dtype:
+            return weights
+        return self.made("weights in the model's type", weights, *weights.shape, dtype=self.dtype)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return self.made("argmax", x, len(x), dtype=torch.int64)
+
+    def moe(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, first_expert: int | None) -> Tensor:
+        self.note_mixture("moe", len(x), x.shape[1], ids.shape[1], experts, self.kernels.get("moe", 1))
+        if first_expert is not None:
+            weights = self.made("weights of experts here", weights, *weights.shape)
+            ids = self.made("ids of experts here", ids, *ids.shape)
+        route = {"tp": self._tp, "fusion_v1": self._fusion_v1, "fusion_v2": self._fusion_v2}[self.routing]
+        return route(x, ids, experts)
+
+    def note_mixture(self, name: str, tokens: int, width: int, top_k: int, experts: Any, kernels: int) -> None:
+        """Notes the mixtures of `tokens` tokens, whose experts are spread evenly over all ranks."""
+        share = 1 - (1 - top_k / self.experts) ** tokens  # of the experts, that the tokens use
+        pairs = tokens * top_k * experts.count / self.experts
+        rows = self.dtype.itemsize * pairs * (4 * width + 4 * experts.inner)  # sorted, gate and up, product, result
+        weights, macs = share * sum(t.nbytes for t in experts.storages), 3 * pairs * experts.inner * width
+        done = Done(name, self.notes.multiple, kernels, weights, 0.0, rows, macs, tokens, mixture=True)
+        self.notes.done.append(done)
+
+    def _tp(self, x: Tensor, ids: Tensor, experts: Any) -> Tensor:
+        shape = *ids.shape, x.shape[1]
+        order = self.made("order", ids, *ids.shape, dtype=torch.int64)
+        each = self.made("expert numbers", ids, experts.count)
+        _ = self.made("rows of each expert", each, experts.count, dtype=torch.int64)
+        rows = self.products(self.made("rows in expert order", x, *shape), experts)
+        back = self.made("order back", order, *order.shape)
+        weighted = self._weighted(rows, back)
+        return self.made("sums over experts", weighted, len(x), x.shape[1])
+
+    def _weighted(self, rows: Tensor, back: Tensor) -> Tensor:
+        _ = self.made("rows in token order", rows, *rows.shape)
+        return self.made("weighted rows", rows, *rows.shape)
+
+    def _fusion_v1(self, x: Tensor, ids: Tensor, experts: Any) -> Tensor:
+        _places = self.made("row index", ids, *ids.shape)
+        rows = self.made("rows in expert order", x, *ids.shape, x.shape[1])
+        _back, _ids = self.made("order back", ids, *ids.shape), self.made("sorted ids", ids, *ids.shape)
+        _ends = self.made("ends of experts", ids, experts.count)
+        wide = self.made("ends of experts", ids, experts.count, dtype=torch.int64)
+        sums = self.products(rows, experts)
+        del wide
+        return self._finalized(x, sums)
+
+    def _fusion_v2(self, x: Tensor, ids: Tensor, experts: Any) -> Tensor:
+        rows = self.made("rows in expert order", x, *ids.shape, x.shape[1])
+        _back = self.made("order back", ids, *ids.shape)
+        _counts = self.made("rows of each expert", ids, experts.count, dtype=torch.int64)
+        _scales = self.made("unused scales", ids, *ids.shape, dtype=torch.float32)
+        return self._finalized(x, self.products(rows, experts))
+
+    def _finalized(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.made("sums over experts", x, *x.shape)
+
+    def products(self, rows: Tensor, experts: Any) -> Tensor:
+        """rows (T, K, H)"""
+        gate_up = self.made("gate and up", rows, *rows.shape[:2], 2 * experts.inner)
+        act = self._activated(gate_up)
+        del gate_up
+        return self.made("down's result", act, *rows.shape)
+
+
+class CountedExchange:
+    """AscendExchange over `size` ranks, in the same way: steps of at most `most_rows` rows."""
+
+    uneven = False
+
+    def __init__(self, ops: CountedOps, size: int, most_rows: int):
+        self.ops, self.size, self.most_rows = ops, size, most_rows
+
+    def takes(self, rows: int, experts: object) -> bool:
+        return 0 < rows <= self.most_rows
+
+    def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Any, slots: Slots | None = None) -> Tensor:
+        made, notes, top_k = self.ops.made, self.ops.notes, ids.shape[1]
+        for kind in ("dispatch", "combine"):
+            notes.messages.append(Message(kind, "world", self.size, top_k * x.nbytes, notes.multiple))
+        kernels = EXCHANGED + (IN_SLOTS if slots else 0)
+        self.ops.note_mixture("exchanged moe", self.size * len(x), x.shape[1], top_k, experts, kernels)
+        here = self.size * len(x) * min(experts.count, top_k)
+        _slots = made("slots of experts", ids, *ids.shape) if slots else None
+        rows = made("rows for experts here", x, here, 1, x.shape[1])
+        _scales = made("unused scales", x, here, dtype=torch.float32)
+        _assist = made("places of rows", ids, here * ASSIST)
+        _counts = made("rows of each expert", ids, experts.count, dtype=torch.int64)
+        _received = made("rows of each rank and expert", ids, self.size * experts.count)
+        del _scales
+        y = self.ops.products(rows, experts)
+        _weights = made("weights in float32", weights, *weights.shape, dtype=torch.float32)
+        return made("sums over experts", y, *x.shape)
