@@ -160,7 +160,7 @@ def test_refusals(model: Path, tmp_path: Path, offload: dict[str, Any], complain
 
 
 def test_more_prompts_than_the_arena_has_room_for_at_once_are_refused(model: Path, tmp_path: Path) -> None:
-    runner = runner_of(model, tmp_path, mode="elastic", arena_mb=MB)
+    runner = runner_of(model, tmp_path, mode="fixed", slots=2, arena_mb=MB)
     with pytest.raises(UserError, match=r"arena_mb: there is no room for \d+ of 3 sequences that are to run together"):
         collect_logits(runner, [list(range(48))] * 3, steps=23)
 
