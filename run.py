@@ -7,15 +7,15 @@ import argparse
 import os
 from pathlib import Path
 
-from errors import UserError, run_main
 from executor.config import env
 from executor.config.load import load_case, load_model_config
-from executor.engine.settings import platform_settings
-from executor.job.preflight import check_ready
-from executor.job.rank import run_rank
+from executor.launch.platform_settings import platform_settings
+from executor.launch.preflight import check_ready
+from executor.launch.rank import run_rank
 from executor.platform import start_environment
 from executor.platform.ascend.compile_cache import clear_cache
-from files import write_json
+from umbra.errors import UserError, run_main
+from umbra.files import write_json
 
 
 def main(argv: list[str]) -> None:
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
         return
     load_model_config(case)  # refuse a wrong case before anything heavy is imported
     if args.plan:
-        from executor.planning.report import show_plan
+        from executor.run.memory_report import show_plan
 
         return show_plan(case)
     check_ready(case)
@@ -42,8 +42,8 @@ def main(argv: list[str]) -> None:
     os.environ.update(start_environment(case.platform, platform_settings(case), os.environ))
 
     def generate(results: Path, ranks: env.RankEnv) -> None:
-        from executor.job.report import print_report
-        from executor.job.runner import make_runner
+        from executor.model_runner import make_runner
+        from executor.run.report import print_report
 
         report = make_runner(case, results, ranks).run()
         if ranks.rank == 0:

@@ -27,7 +27,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from errors import UserError, run_main
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Needed
 from executor.checkpoint.load import stored_as
@@ -35,12 +34,13 @@ from executor.checkpoint.packed import PackedCache
 from executor.config.env import RankEnv
 from executor.config.load import load_case, load_model_config
 from executor.engine.building import build_of
-from executor.job.runner import make_runner
-from executor.parallel.groups import Parallel
+from executor.model_runner import make_runner
 from models.layers.base import Piece, layers_of
 from models.registry import model_class
 from ops.cpu.layout import CpuLayout
 from ops.interface import Ops
+from ops.parallel.groups import Parallel
+from umbra.errors import UserError, run_main
 
 SHAPE = Path(__file__).parent.parent / "checkpoints/qwen3_30b_a3b_8_layers/config.json"
 COMPRESSED = {"quant_method": "compressed-tensors", "ignore": ["lm_head", r"re:.*mlp\.gate$"]}

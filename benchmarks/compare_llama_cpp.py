@@ -43,9 +43,9 @@ from benchmarks.machine import Limits, ratios, seconds_of, take_turns
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from benchmarks.peer_engine import Peer
 from benchmarks.umbra_engine import Routed, Umbra, step_bytes, step_macs
-from errors import UserError, run_main
 from executor.config.env import ik_llama
-from executor.job.logits import prefill_logits
+from umbra.commands.logits import prefill_logits
+from umbra.errors import UserError, run_main
 
 DECODES, PROMPTS = ("1x64", "4x64", "8x64", "1x8192", "1x32768"), (128, 512, 2048, 8192)
 CHECKED = 64  # cached tokens of the sequences whose logits are compared

@@ -21,12 +21,11 @@ from torch import Tensor
 from benchmarks.machine import Limits, alternate
 from benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from benchmarks.umbra_engine import Routed, Umbra, step_bytes, step_macs
-from errors import UserError, run_main
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.loop import Loop
 from executor.engine.request import Request, SamplingParams
-from executor.job.runner import make_runner
+from executor.model_runner import make_runner
 from executor.platform.cpu import DecodeGraph
 from models.batch import Batch
 from ops import load_ops
@@ -34,6 +33,7 @@ from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS
 from ops.interface import Paged
+from umbra.errors import UserError, run_main
 
 BATCHES, CONTEXTS, PROMPTS = (1, 4, 8), (64, 2048, 8192, 32768), (128, 512, 2048, 8192)
 DECODE_COLUMNS = (

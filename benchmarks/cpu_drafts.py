@@ -36,16 +36,16 @@ from torch import Tensor
 from benchmarks.machine import seconds_of
 from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.umbra_engine import with_experts
-from errors import run_main
-from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.env import rank_env
 from executor.config.load import load_case
 from executor.engine.engine import Engine
 from executor.engine.loop import Loop
 from executor.engine.request import Request, SamplingParams
 from executor.engine.timings import Timings
-from executor.job.runner import make_runner
-from files import ROOT
+from executor.model_runner import make_runner
+from text.tokenizer import Tokenizer
+from umbra.errors import run_main
+from umbra.files import ROOT
 
 DEMO = ROOT / "checkpoints/austen_moe"
 PROMPT, ANSWER, EDIT = 512, 256, 20

@@ -30,16 +30,16 @@ from pathlib import Path
 
 from benchmarks.output import Row, flags, printed, write_rows
 from cpu_offload.history import History
-from errors import UserError
-from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.env import rank_env
 from executor.config.load import load_case, model_folder
 from executor.engine.sequence import Sequence
 from executor.engine.timings import Timings
-from executor.job.plots import plot
-from executor.job.runner import ModelRunner, make_runner
-from files import ROOT
+from executor.model_runner import ModelRunner, make_runner
+from executor.run.plots import plot
+from text.tokenizer import Tokenizer
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 WAVES = (16, 4, 12)
 LEFT = 2  # sequences that still run when the next wave arrives

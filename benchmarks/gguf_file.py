@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from errors import UserError
 from models.causal_lm import CausalLM
 from models.minimax_m2.config import MiniMaxM2Config
 from models.qwen3_moe.config import Qwen3MoeConfig
+from umbra.errors import UserError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Order = tuple[int, ...] | None  # of rows in a head (models/layers/rotary.py); None: as in the checkpoint

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peer_engine import Peer, Token
-from errors import UserError
+from umbra.errors import UserError
 
 SHIM = Path(__file__).with_name("ik_llama.cpp")
 

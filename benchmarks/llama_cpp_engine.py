@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peer_engine import Peer, Token
-from errors import UserError
+from umbra.errors import UserError
 
 INSTALL = (
     "CMAKE_ARGS=-DGGML_NATIVE=ON .venv/bin/python -m pip install --require-hashes -r tools/supply/locks/compare.lock"

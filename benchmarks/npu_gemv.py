@@ -16,9 +16,9 @@ import os
 from pathlib import Path
 
 from benchmarks.output import printed, write_rows
-from errors import UserError, run_main
 from executor.config.env import custom_operators
 from ops.ascend import vector_core
+from umbra.errors import UserError, run_main
 
 COLUMNS = (
     ("batch", "Batch", 6, ""),

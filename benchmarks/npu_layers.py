@@ -13,11 +13,11 @@ import torch_npu
 from torch import Tensor
 
 from benchmarks.output import Row
-from errors import UserError
 from ops.ascend import moe, vector_core
 from ops.ascend.vector_core import calls
 from ops.ascend.weights import AscendExperts
 from ops.format import Format
+from umbra.errors import UserError
 
 BOUND = 0.02  # largest error relative to a result's norm; the reference rounds weights and activations to dtype
 NIBBLE = 4.6  # root mean square of -8 .. 7

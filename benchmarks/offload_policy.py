@@ -30,7 +30,7 @@ from benchmarks.cache_policies import Policy, lfu, lru, lru_by_layer, optimum, r
 from benchmarks.output import Row, flags, plot, printed, write_rows
 from benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, record_demo, save_trace
 from cpu_offload.policy.residency import Residency, Settings
-from errors import run_main
+from umbra.errors import run_main
 
 BUDGETS = (12.5, 25, 50, 75)  # percent of all experts
 POLICIES: dict[str, Policy] = {

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.job.evaluate import read_windows
-from executor.job.logits import prefill_logits, with_room
-from executor.job.rank import run_rank
-from executor.job.runner import make_runner
-from files import write_whole
+from executor.launch.rank import run_rank
+from executor.model_runner import make_runner
 from models.layers.experts import Experts
+from umbra.commands.evaluate import read_windows
+from umbra.commands.logits import prefill_logits, with_room
+from umbra.files import write_whole
 
 WINDOW = 1024  # tokens of text in one context of the demo model
 KINDS = ("uniform", "Zipf", "Zipf, drifting", "Zipf, new halfway")

@@ -38,8 +38,8 @@ from benchmarks.output import Row, flags, printed, write_rows
 from benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls, share
 from benchmarks.serving_peers import Peer, started
 from benchmarks.serving_report import COLUMNS, ELASTIC, LOOP, OURS, draw_rates, draw_wave, goals
-from errors import UserError, run_main
 from executor.config.load import load_case
+from umbra.errors import UserError, run_main
 
 CASE = "bench_30b_shape_cpu"
 STREAMS = 8
@@ -153,8 +153,8 @@ def engine_loop(settings: Sequence[str], tokens: int, seed: str) -> None:
     a process of its own."""
     from executor.config.env import rank_env
     from executor.engine.request import Request, SamplingParams
-    from executor.job.runner import make_runner
-    from executor.serving.worker import Worker
+    from executor.model_runner import make_runner
+    from serving.ranks.worker import Worker
 
     runner = make_runner(load_case(CASE, list(settings)), Path("results"), rank_env())
     runner.setup()
@@ -194,7 +194,7 @@ def wave_peers(plan: Plan) -> Iterator[Peer]:
     """The demo, elastic and with every split of the arena, with one thread as the device and one for the shadows."""
     from benchmarks.elastic import MAX_SWAPS, settings
     from executor.config.env import rank_env
-    from executor.job.runner import make_runner
+    from executor.model_runner import make_runner
 
     own = [
         f"arena_mb={WAVE_MB}", f"batch_size={WAVE_STREAMS}", f"input_max_len={WAVE_PROMPT}",

@@ -15,11 +15,11 @@ import string
 from pathlib import Path
 
 from benchmarks.gguf_file import write_gguf
-from errors import run_main
 from executor.config.env import rank_env
 from executor.config.load import load_case, load_model_config, model_folder
-from executor.job.runner import make_runner
-from files import ROOT, write_json
+from executor.model_runner import make_runner
+from umbra.errors import run_main
+from umbra.files import ROOT, write_json
 
 TOKENIZER = ROOT / "checkpoints/austen_moe"
 

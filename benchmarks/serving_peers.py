@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.serving_client import Client
-from errors import UserError
-from files import ROOT
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 START_S = 600.0
 END_S = 60.0

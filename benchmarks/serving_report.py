@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.output import Row
-from errors import run_main
-from files import write_whole
+from umbra.errors import run_main
+from umbra.files import write_whole
 
 OURS, THEIRS, LOOP, ELASTIC = "umbra", "llama-server", "engine's loop", "elastic"
 LONG = ("itl_p50", "itl_p99", "itl_longest", "calm_itl_p50", "long_ttft_p50", "gaps", "failed")

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
 from executor.config.env import rank_env
 from executor.config.load import load_case
 from executor.engine.forced import ForcedRun
-from executor.job.runner import make_runner
+from executor.model_runner import make_runner
 from models.config import ModelConfig, with_layers
 from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
@@ -23,6 +22,7 @@ from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
 from models.layers.linear import MergedLinear, RowLinear
 from models.layers.router import Router
+from umbra.errors import UserError
 
 ROOM = 2  # tokens of room after a context
 

@@ -17,8 +17,8 @@ from math import ceil
 from typing import Any
 
 from benchmarks.vector_core_machine import HIGH, LOW, Machine, Phase, microseconds, middle, pipes, vector_cycles
-from files import ROOT
 from tests.fakes.ascend_c import build, run
+from umbra.files import ROOT
 
 PROBES = ROOT / "tests/fakes/ascend_c/probes"
 WITHIN = 0.25

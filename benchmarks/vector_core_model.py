@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.vector_core_examples import launched, print_examples, seed_fused
 from benchmarks.vector_core_machine import HIGH, LOW, microseconds, predict
-from files import ROOT
 from ops.ascend.vector_core.planes import Planes, planes_of
 from tests.fakes.ascend_c import Counts, Library, build, host, run
+from umbra.files import ROOT
 
 KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
 BFLOAT16 = torch.bfloat16

@@ -25,21 +25,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.output import printed, write_rows
-from errors import run_main
-from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case, model_folder
-from executor.job.logits import prefill_logits, sized_for
-from executor.job.runner import make_runner
+from executor.model_runner import make_runner
 from executor.platform.base import Platform, Step
 from executor.platform.settings import PlatformSettings
-from files import ROOT
 from models.config import ModelConfig
 from ops import load_ops
 from ops.ascend.vector_core.planes import Planes, planes_of
 from ops.ascend.weights import signed
 from ops.format import Format, Quantised, floats
+from text.tokenizer import Tokenizer
+from umbra.commands.logits import prefill_logits, sized_for
+from umbra.errors import run_main
+from umbra.files import ROOT
 
 RUN = 8
 WINDOW = 128  # tokens of a sequence

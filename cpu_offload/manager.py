@@ -28,9 +28,9 @@ from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
 from cpu_offload.policy.residency import Residency
 from cpu_offload.policy.residency import Settings as Policy
-from errors import UserError
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
+from umbra.errors import UserError
 
 PATIENCE = 8  # consecutive steps with much free memory before experts return
 LOW = 1  # frames kept free; few are enough, since an eviction is only a write to a table

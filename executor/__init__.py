@@ -1,1 +1,1 @@
-"""Runs a model: configuration, platforms, ranks, loading, requests, generation and its report."""
+"""Runs a model: its case, its checkpoint, a platform, an engine; and starts the ranks that do it."""

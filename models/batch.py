@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.parallel.groups import Parallel
-from executor.parallel.rows import GroupRows, RowShares
 from ops.interface import Paged
+from ops.parallel.groups import Parallel
+from ops.parallel.rows import GroupRows, RowShares
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from errors import UserError
-from executor.parallel.groups import Parallel
 from ops.format import GROUP_SIZES, Format
 from ops.interface import Exchange, ExpertMatrices, Matrix, Ops, fixed
+from ops.parallel.groups import Parallel
+from umbra.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from errors import UserError
 from models.hf_config import HfConfig
+from umbra.errors import UserError
 
 # Bounds of what an untrusted config can allocate: layers are built before weights are read.
 LARGEST_DEPTH = 4096  # layers

@@ -1,28 +1,15 @@
 """Reads a checkpoint's config.json, which is untrusted input and comes from two generations of transformers."""
 
-import json
-import reprlib
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
+from umbra.errors import UserError, short
+from umbra.files import read_json
 
-LARGEST_FILE = 24 << 20  # an index of 200,000 tensors has 20 MB
-MOST_VALUES = 1 << 19  # lists, mappings and their entries in a file; each takes up to a hundred bytes of memory
-WIDE = 1 << 20  # bytes of a file with other characters than ASCII: one of them makes all take four bytes
 LONGEST_NAME = 300
 LARGEST_SIZE = 1 << 24  # far above any dimension of a real model
 SMALLEST, LARGEST = 1e-30, 1e30  # bounds of numbers, so that products of them neither vanish nor overflow
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = 80
-
-
-def short(value: object) -> str:
-    """`value` abbreviated for an error line, however long or deeply nested it is."""
-    return _REPR.repr(value)
 
 
 class HfConfig:
@@ -96,35 +83,6 @@ class HfConfig:
         """Raises unless `name` is absent, null or one of `allowed`: other values are not implemented."""
         if self.data.get(name) not in (None, *allowed):
             raise self.error(name, "is not implemented")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`; raises UserError if there is none or the file is unreasonably large."""
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path}: not a file")
-        if status.st_size > LARGEST_FILE:
-            raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MB, not a config file")
-        data = parsed(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: must hold a JSON object")
-    return data
-
-
-def parsed(data: bytes, most: int = MOST_VALUES, **options: Any) -> Any:
-    """The JSON in `data`. Raises ValueError if it is none, or if it would take much more memory than `data`, which is
-    known before: it may have `most` values. Raises RecursionError if it is nested too deeply. `options` are those of
-    json.loads."""
-    if sum(map(data.count, (b",", b"[", b"{"))) > most:
-        raise ValueError(f"more than {most} values")
-    if len(data) > WIDE and not data.isascii():
-        raise ValueError(f"larger than {WIDE >> 20} MB, and with other characters than ASCII")
-    return json.loads(data.decode(), **options)
 
 
 def read_hf_config(folder: Path) -> HfConfig:

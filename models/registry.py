@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from errors import UserError
 from models.config import ModelConfig
-from models.hf_config import read_hf_config, read_json, short
+from models.hf_config import read_hf_config
+from umbra.errors import UserError, short
+from umbra.files import read_json
 
 if TYPE_CHECKING:
     from models.build import Build

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from errors import UserError
-from models.hf_config import HfConfig, short
+from models.hf_config import HfConfig
+from umbra.errors import UserError, short
 
 
 @dataclass(frozen=True)

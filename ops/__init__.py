@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the launcher imports ops.ascend.vector_core and must start 
 
 IMPLEMENTATIONS = {
     "reference": "ops.reference",
-    "cpu": "ops.cpu",
+    "cpu": "ops.cpu.ops",
 }
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import pytest
 
-from files import ROOT
+from umbra.files import ROOT
 
 NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 PORT = 29500

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from errors import collect_seldom
-from files import ROOT
+from umbra.errors import collect_seldom
+from umbra.files import ROOT
 
 
 def run_ranks(
@@ -25,9 +25,9 @@ def run_ranks(
 def launch_ranks(case: str, overrides: list[str], program: list[str]) -> "subprocess.CompletedProcess[str]":
     """Runs `program` as all ranks of `case`, started and watched as a user's are."""
     start = f"""
-from errors import run_main
+from umbra.errors import run_main
 from executor.config.load import load_case
-from executor.job.launch import launch
+from executor.launch.launch import launch
 run_main(lambda argv: launch(load_case({case!r}, {overrides!r}), {program!r}))
 """
     return subprocess.run(
@@ -51,8 +51,7 @@ def main() -> None:
     collect_seldom()
     import torch.multiprocessing
 
-    import executor.job.logits
-    import executor.serving.worker  # noqa: F401 (so that no rank has to)
+    import serving.ranks.worker  # noqa: F401 (so that no rank has to)
 
     _, folder, world_size, *program = sys.argv
     sys.argv = [*program, "--results", folder]

@@ -9,7 +9,7 @@ from torch import Tensor
 from executor.engine.engine import Engine
 from executor.engine.loop import Loop
 from executor.engine.sequence import Sequence
-from executor.job.runner import ModelRunner
+from executor.model_runner import ModelRunner
 from models.batch import Batch
 
 

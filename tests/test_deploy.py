@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from executor.config.env import NodeEnv, node_env
-from files import ROOT
 from umbra.cli import make_parser
+from umbra.files import ROOT
 
 DEPLOY = ROOT / "deploy"
 SCRIPTS = [DEPLOY / "node.sh", DEPLOY / "ready.sh", DEPLOY / "slurm.sbatch"]

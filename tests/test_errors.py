@@ -5,7 +5,7 @@ import errno
 import pytest
 import torch
 
-from errors import REFUSED_STATUS, UserError, refusal, run_main
+from umbra.errors import REFUSED_STATUS, UserError, refusal, run_main
 
 
 @pytest.mark.parametrize(

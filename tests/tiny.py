@@ -12,8 +12,8 @@ from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedModel,
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.job.runner import ModelRunner
-from executor.job.runner import make_runner as new_runner
+from executor.model_runner import ModelRunner
+from executor.model_runner import make_runner as new_runner
 
 TINY = dict(
     vocab_size=96,

@@ -2,9 +2,9 @@
 
 from executor.config.case import Case
 from executor.config.schema import leaves
-from executor.planning.cluster.cluster import Cluster
-from executor.planning.cluster.hardware import Hardware
-from files import ROOT
+from planner.cluster import Cluster
+from planner.machine import Hardware
+from umbra.files import ROOT
 
 HEADER = """# Configuration
 
@@ -51,7 +51,7 @@ def table(kind: type) -> str:
 
 def config_docs() -> dict[str, str]:
     """The text of each generated file in docs/."""
-    hardware = f"\n## `hardware/NAME.yaml`\n\n{table(Hardware)}"
+    hardware = f"\n## `planner/hardware/NAME.yaml`\n\n{table(Hardware)}"
     return {
         "config.md": HEADER + table(Case),
         "cluster_keys.md": CLUSTER_HEADER + table(Cluster) + hardware,

@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executor.engine.request import SamplingParams
-    from executor.job.report import Completion
-    from executor.text.chat import Chat
+    from executor.run.report import Completion
+    from text.chat import Chat
     from umbra.llm import LLM
 
 __all__ = ["LLM", "Chat", "Completion", "SamplingParams"]
 HOMES = {
     "LLM": "umbra.llm",
-    "Chat": "executor.text.chat",
-    "Completion": "executor.job.report",
+    "Chat": "text.chat",
+    "Completion": "executor.run.report",
     "SamplingParams": "executor.engine.request",
 }
 

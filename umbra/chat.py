@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from executor.job.session import Session
-from executor.text.chat import Message
-from executor.text.parser import Answer, Part
+from text.chat import Message
+from text.parser import Answer, Part
+from umbra.session import Session
 
 HELP = "Ctrl-C stops an answer; /new forgets the conversation; Ctrl-D or /quit ends."
 

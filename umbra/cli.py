@@ -12,15 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, run_main
 from executor.config.load import list_cases, load_case, load_model_config
-from executor.job.launch import run_case
+from executor.launch.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
-from files import ROOT
 from ops.format import GROUP_SIZES
+from umbra.errors import UserError, run_main
+from umbra.files import ROOT
 
 CASE = "a name in yaml_configs/, or a path ending in .yaml"
 QUANTIZE_TOKENS = 8192
+BENCHMARKS = ("benchmarks", "planner/benchmarks")  # their folders
 
 
 class Help(argparse.HelpFormatter):
@@ -160,7 +161,7 @@ def make_parser() -> Parser:
     add.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
 
     add = command("bench", bench, "run a benchmark; without a name, list them", "cpu decode --json rows.json")
-    add.add_argument("name", nargs="?", help="a module of benchmarks/")
+    add.add_argument("name", nargs="?", help="a module of benchmarks/ or planner/benchmarks/")
     add.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments; --help shows them")
     return parser
 
@@ -191,7 +192,7 @@ def talk(args: argparse.Namespace) -> None:
 
 
 def serve_case(args: argparse.Namespace) -> None:
-    from executor.serving.server import serve
+    from serving.api.server import serve
 
     restarts = [] if args.restarts is None else [f"serve_config.restarts={args.restarts}"]
     serve(args.case, [*args.set, *restarts])
@@ -202,17 +203,17 @@ def plan(args: argparse.Namespace) -> None:
         if args.case:
             raise UserError("--cluster FILE: the file names the case; give none")
         if args.simulate:
-            from executor.planning.simulation.report import show_simulation
+            from planner.simulation.report import show_simulation
 
             return show_simulation(args.cluster, args.set, args.json, args.plot)
-        from executor.planning.cluster.plan import show_cluster_plan
+        from planner.plan import show_cluster_plan
 
         return show_cluster_plan(args.cluster, args.set, args.json, args.plot)
     if args.case is None:
         raise UserError("umbra plan: name a case, or give --cluster FILE")
     case = load_case(args.case, args.set)
     load_model_config(case)  # refuse a wrong case before torch is imported
-    from executor.planning.report import show_plan
+    from executor.run.memory_report import show_plan
 
     show_plan(case)
 
@@ -224,7 +225,7 @@ def show_cases(args: argparse.Namespace) -> None:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    from executor.job.inspect_checkpoint import inspect_checkpoint
+    from umbra.commands.inspect_checkpoint import inspect_checkpoint
 
     inspect_checkpoint(args.checkpoint, args.case, args.set, args.json)
 
@@ -234,10 +235,10 @@ def quantize(args: argparse.Namespace) -> None:
         raise UserError(f"--tokens {args.tokens}: must be at least 2, and needs --calibrate")
     if args.format == "fp8" and (args.group or args.calibrate):
         raise UserError("--format fp8: has neither --group nor --calibrate")
-    from executor.quantize.awq import AwqTarget
-    from executor.quantize.convert import Calibration, convert
-    from executor.quantize.fp8 import Fp8Target
-    from executor.quantize.source import Source
+    from umbra.commands.quantize.awq import AwqTarget
+    from umbra.commands.quantize.convert import Calibration, convert
+    from umbra.commands.quantize.fp8 import Fp8Target
+    from umbra.commands.quantize.source import Source
 
     source, keep = Source(args.model), tuple(args.keep)
     target = Fp8Target(source, keep) if args.format == "fp8" else AwqTarget(source, keep, args.group or 128)
@@ -246,7 +247,7 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    from executor.job.evaluate import Evaluation, evaluate_case
+    from umbra.commands.evaluate import Evaluation, evaluate_case
 
     asked = Evaluation(
         case=args.case, overrides=args.set, text=args.text, against=args.against, against_overrides=args.against_set,
@@ -256,7 +257,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def logits(args: argparse.Namespace) -> None:
-    from executor.job.logits import write_logits
+    from umbra.commands.logits import write_logits
 
     again = ["-m", "umbra", "logits", f"--case={args.case}", *(f"--set={pair}" for pair in args.set)]
     again += [f"--ids={args.ids}", f"--steps={args.steps}", f"--out={args.out}"]
@@ -266,7 +267,8 @@ def logits(args: argparse.Namespace) -> None:
 def bench(args: argparse.Namespace) -> None:
     found = benchmarks()
     if args.name is None:
-        for name, summary in found.items():
+        for name, path in found.items():
+            summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
             print(f"{name:<{max(map(len, found))}}  {summary}")
         return
     if args.name not in found:
@@ -274,14 +276,11 @@ def bench(args: argparse.Namespace) -> None:
         raise UserError(f"no benchmark {args.name!r}; nearest: {', '.join(close)}; all: umbra bench")
     sys.argv[1:] = args.arguments
     # Run it as `__main__` of this process, so that the benchmark's own processes find the classes that they unpickle.
-    runpy.run_module(f"benchmarks.{args.name}", run_name="__main__", alter_sys=True)
+    module = ".".join(found[args.name].relative_to(ROOT).with_suffix("").parts)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def benchmarks() -> dict[str, str]:
-    """Every module of benchmarks/ that can be run, with the first line of its docstring; none is imported."""
-    found = {}
-    for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        text = path.read_text()
-        if '__name__ == "__main__"' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return found
+def benchmarks() -> dict[str, Path]:
+    """The files of the modules of BENCHMARKS that can be run, by name; none is imported."""
+    paths = {path.stem: path for folder in BENCHMARKS for path in (ROOT / folder).glob("*.py")}
+    return {name: path for name, path in sorted(paths.items()) if '__name__ == "__main__"' in path.read_text()}

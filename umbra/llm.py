@@ -12,9 +12,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from executor.engine.request import SamplingParams
-from executor.job.answers import Reply
-from executor.job.session import Prompt, Session
-from executor.text.parser import Part
+from text.parser import Part
+from umbra.answers import Reply
+from umbra.session import Prompt, Session
 
 
 class LLM:

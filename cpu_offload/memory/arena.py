@@ -20,7 +20,7 @@ accessed: the step that used it has ended, and before a slot is given back, copi
 is out of the tables. So the next tenant may write at once.
 """
 
-from errors import UserError
+from umbra.errors import UserError
 
 LOST = 8  # at most 1 / LOST of an extent of slots should be lost because sizes do not divide
 

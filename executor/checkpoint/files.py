@@ -11,10 +11,10 @@ from types import MappingProxyType
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from errors import UserError, listed
 from executor.checkpoint.header import BITS, check_header
 from executor.checkpoint.index import in_model, read_index
 from executor.checkpoint.names import INDEX, SINGLE
+from umbra.errors import UserError, listed
 
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 MAPPED = 256 << 20  # bytes read before all maps are dropped: mapped pages count as memory of this process

@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
-from models.hf_config import LARGEST_FILE, parsed, short
+from umbra.errors import UserError, short
+from umbra.files import LARGEST_FILE, parsed
 
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from errors import UserError
 from executor.checkpoint.header import check_header
 from executor.checkpoint.names import INDEX, SINGLE
-from models.hf_config import read_json
+from umbra.errors import UserError
+from umbra.files import read_json
 
 LONGEST = 255  # characters of a file's name
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from errors import UserError, listed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.scheme import Scheme, Stored, plain
 from executor.checkpoint.progress import loading_bar
 from models.layers.base import Piece, layers_of
 from ops.format import Quantised
+from umbra.errors import UserError, listed
 
 SIGNS = {  # endings of tensor names that only one format uses
     "weight_packed": "compressed-tensors' pack-quantized",

@@ -2,4 +2,3 @@
 
 SINGLE = "model.safetensors"  # all tensors in one file
 INDEX = "model.safetensors.index.json"  # which file each tensor is in
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

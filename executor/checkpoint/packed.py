@@ -25,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
 from executor.checkpoint.progress import loading_bar
-from files import ROOT, sync
-from models.hf_config import read_json
 from models.layers.base import layers_of
 from ops.cpu import memory
+from umbra.errors import UserError
+from umbra.files import ROOT, read_json, sync
 
 CACHE = ROOT / "packed_cache"
 MANIFEST, SMALL = "manifest.json", "small.bin"

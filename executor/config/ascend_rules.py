@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 
-from errors import UserError
 from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
-from executor.parallel.partitions import names_sharing, partitions
+from ops.parallel.partitions import names_sharing, partitions
+from umbra.errors import UserError
 
 
 def check_ascend(case: Case, where: str) -> None:

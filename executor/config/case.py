@@ -9,10 +9,10 @@ from typing import Any
 
 from executor.config.platforms import PLATFORMS
 from executor.config.schema import key, section
-from executor.parallel.partitions import GROUPS, ParallelSizes
-from executor.text.formats import FORMATS
 from models.registry import FAMILIES
 from ops.format import GROUP_SIZES
+from ops.parallel.partitions import GROUPS, ParallelSizes
+from text.formats import FORMATS
 
 # Numbers that have a special meaning in a file. In a Case, None stands for "chosen for you" or "no limit", 0 for none.
 OPEN, OPEN_OR_NONE = {0: None}, {0: None, -1: 0}

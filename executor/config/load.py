@@ -8,16 +8,15 @@ from typing import Any
 
 import yaml
 
-from errors import UserError
 from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
 from executor.config.rules import check
 from executor.config.schema import override, read
 from executor.config.units import MB
-from files import ROOT
 from models.config import ModelConfig
-from models.hf_config import short
 from models.registry import read_config
+from umbra.errors import UserError, short
+from umbra.files import ROOT
 
 CASES = ROOT / "yaml_configs"
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from errors import UserError
 from executor.config.case import Case
+from umbra.errors import UserError
 
 
 def check_offload(case: Case, where: str) -> None:

@@ -1,11 +1,11 @@
 """The rules between the keys of a case; each file of rules raises a UserError that names the keys and the rule."""
 
-from errors import UserError
 from executor.config.ascend_rules import check_ascend, check_not_ascend
 from executor.config.case import Case, ParallelSettings
 from executor.config.offload_rules import check_offload
 from executor.config.platforms import PLATFORMS
 from ops.format import GROUP_SIZES
+from umbra.errors import UserError
 
 LEAST_TEMPERATURE = 1e-6
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from errors import UserError
-from models.hf_config import short
+from umbra.errors import UserError, short
 
 T = TypeVar("T")
 

@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from errors import UserError
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Scheme
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import model_folder
 from executor.config.platforms import PLATFORMS
-from executor.parallel.groups import Parallel
-from executor.parallel.join import join
 from executor.platform.base import Platform
 from models.build import Build, Formats, Shadows
 from models.layers.attention import PagedAttention
 from ops.cpu.engine import native
 from ops.format import FORMATS, Format
 from ops.interface import Exchange, Ops
+from ops.parallel.groups import Parallel
+from ops.parallel.join import join
+from umbra.errors import UserError
 
 
 def init_parallel(case: Case, ranks: RankEnv, platform: Platform) -> Parallel:

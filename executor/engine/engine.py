@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cpu_offload.cost.choices import Choices
+from cpu_offload.planner.choices import Choices
 from executor.checkpoint.packed import PackedCache
-from executor.checkpoint.tokenizer import Tokenizer, stop_ids
+from executor.checkpoint.stop_ids import stop_ids
 from executor.config.case import Case
 from executor.config.load import model_folder
 from executor.engine.batch_limits import limits_of
@@ -25,12 +25,13 @@ from executor.engine.sampling import choose, logprobs_of
 from executor.engine.sequence import Sequence
 from executor.engine.shadows import make_offload, open_arena
 from executor.engine.weights import fill_weights
-from executor.parallel.groups import Parallel
 from executor.platform.base import Platform
 from models.batch import Batch
 from models.config import ModelConfig
 from models.layers.base import layers_of
 from models.registry import model_class
+from ops.parallel.groups import Parallel
+from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from executor.engine.grammar import Grammars

@@ -6,12 +6,12 @@ from collections.abc import Sequence as ListOf
 import torch
 from torch import Tensor
 
-from errors import UserError
 from executor.engine.batch_limits import limits_of
 from executor.engine.engine import Engine
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
+from umbra.errors import UserError
 
 
 class ForcedRun:

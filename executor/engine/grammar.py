@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
 
-from errors import UserError
 from executor.engine.request import Grammar
+from umbra.errors import UserError
 
 if TYPE_CHECKING:
-    from executor.checkpoint.tokenizer import Tokenizer
+    from text.tokenizer import Tokenizer
 
 LARGEST = 1 << 16  # characters of a grammar
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from errors import UserError
 from executor.engine.batch_limits import limits_of
 from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
@@ -17,6 +16,7 @@ from executor.engine.sampling import token_logprob
 from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
 from executor.engine.timings import Timings
+from umbra.errors import UserError
 
 SHARED_STEPS = 16  # decode steps whose times rank 0 shares at once
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cpu_offload.memory.arena import Arena
-from errors import UserError
+from umbra.errors import UserError
 
 
 @dataclass(eq=False, slots=True)

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from executor.parallel.groups import Group
-from executor.parallel.placement import Counts, imbalance, moves, next_placement
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from ops.interface import MovableExperts
+from ops.parallel.groups import Group
+from ops.parallel.placement import Counts, imbalance, moves, next_placement
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from errors import UserError
+from umbra.errors import UserError
 
 LARGEST_SEED = (1 << 63) - 1
 MOST_LOGPROBS = 20  # alternatives beside a token

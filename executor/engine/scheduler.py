@@ -26,7 +26,6 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
-from errors import UserError
 from executor.config.case import MOST_DRAFTING
 from executor.engine.batch_limits import Limits
 from executor.engine.drafts import Drafts
@@ -34,6 +33,7 @@ from executor.engine.pages import PagePool, Pages
 from executor.engine.prefixes import PageCache, extend_keys
 from executor.engine.request import Event
 from executor.engine.sequence import FAILED, Sequence
+from umbra.errors import UserError
 
 MOST_SCORED = 256  # prompt tokens of a sequence in a step, if their log-probabilities are wanted
 MOST_PREEMPTIONS = 4  # of one sequence; it then waits until it can be promised all pages it will need

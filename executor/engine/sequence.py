@@ -4,10 +4,10 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from errors import UserError
 from executor.engine.matches import Matches
 from executor.engine.pages import Block
 from executor.engine.request import Request, TokenLogprob
+from umbra.errors import UserError
 
 if TYPE_CHECKING:
     from executor.engine.grammar import Matcher

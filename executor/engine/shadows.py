@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-from cpu_offload.cost.choices import Choices
 from cpu_offload.manager import Offload, Settings
 from cpu_offload.memory.arena import Arena, extent_of
-from errors import UserError
+from cpu_offload.planner.choices import Choices
 from executor.config.case import Case
 from executor.config.units import MB
 from executor.engine.building import bind_arena, frame_of
@@ -16,6 +15,7 @@ from models.build import Build
 from models.config import ModelConfig
 from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ShadowPool
+from umbra.errors import UserError
 
 
 def make_offload(case: Case, choices: Choices, platform: Platform, config: ModelConfig) -> Offload:

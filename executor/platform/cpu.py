@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.device import Device
-from errors import UserError
 from executor.config.env import RankEnv
 from executor.platform.base import Platform, Step
 from executor.platform.settings import PlatformSettings
@@ -23,6 +22,7 @@ from ops import load_ops
 from ops.cpu.engine import Tape, host, placement, start
 from ops.exchange import GroupExchange
 from ops.interface import Exchange, ExpertMatrices, Slots
+from umbra.errors import UserError
 
 MOST_THREADS = 16  # most threads for each CPU; more than one never helps, since threads wait without sleeping
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from executor.config.case import AscendSettings, HcclSettings
-from executor.parallel.partitions import ParallelSizes
+from ops.parallel.partitions import ParallelSizes
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from executor.parallel.groups import Shard
 from models.batch import Batch
 from models.build import Build
 from models.layers.norm import RMSNorm
 from ops.interface import Heads, fixed
+from ops.parallel.groups import Shard
 
 
 def kv_shard(attn_tp: Shard, kv_heads: int) -> Shard:

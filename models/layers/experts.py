@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.parallel.placement import Held, first_placement, slots_for
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
 from ops.interface import ExpertMatrices, Routed, Scores, Slots, fixed
+from ops.parallel.placement import Held, first_placement, slots_for
 
 
 class Experts(Layer):

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from executor.parallel.groups import Group
 from models.build import Build
 from models.layers.base import ALL, Layer, Piece
 from models.layers.linear import Source
+from ops.parallel.groups import Group
 
 
 class RMSNorm(Layer):

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError
 from models.config import LARGEST_DEPTH, check_even_split, check_experts, check_kv_split
 from models.hf_config import HfConfig, read_hf_config
 from models.rope import RopeConfig, read_rope
+from umbra.errors import UserError
 
 FULL_ATTENTION = 1  # in `attn_type_list`; 0 is MiniMax-01's lightning attention
 

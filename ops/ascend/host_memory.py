@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from errors import UserError
+from umbra.errors import UserError
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Tensor:

@@ -17,8 +17,7 @@ import torch_npu
 import torchair
 from torch import Tensor
 
-from errors import UserError
-from ops import composed, cpu
+from ops import composed
 from ops.ascend import moe
 from ops.ascend.cann import ALL_ABILITIES, Abilities
 from ops.ascend.layout import CAUSAL_MASK, TILE, AscendLayout
@@ -26,9 +25,11 @@ from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.schemas import MOST_CHOSEN, MOST_SCORED
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
+from ops.cpu import ops as cpu
 from ops.format import Format
 from ops.interface import ExpertMatrices, Heads, Ops, Paged, Routed, Scores
 from ops.sampling import Choice
+from umbra.errors import UserError
 
 HEAD_DIMS = (64, 128)  # head dimensions that the rotary op takes
 FUSED_HEAD_DIM = 128  # the one that npu_qkv_rms_norm_rope_cache takes

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from errors import UserError
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import Bank, Stored, Values
 from ops.interface import fixed
+from umbra.errors import UserError
 
 ROW = PLACE // 4  # int32
 

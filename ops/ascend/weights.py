@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from errors import UserError
 from ops.ascend.vector_core.planes import MOST_INNER, MOST_ROWS, PAIRS, Planes, planes_of
 from ops.format import GROUP_SIZES, Format, Quantised, floats, in_order
 from ops.interface import fixed
+from umbra.errors import UserError
 
 ND, FRACTAL_NZ = 2, 29
 NIBBLES = 8  # number of nibbles in an int32

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from errors import UserError
 from ops import composed, reference
 from ops.cpu.engine import TYPES, native, pointer
 from ops.cpu.layout import cache_shape
@@ -24,6 +23,7 @@ from ops.cpu.memory import table as table
 from ops.cpu.memory import zeros
 from ops.interface import Heads, Paged
 from ops.sampling import Choice
+from umbra.errors import UserError
 
 vector_type, paging = reference.vector_type, reference.paging
 matrix = NativeMatrix

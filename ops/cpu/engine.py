@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from errors import REFUSED_STATUS, UserError, refusal
+from umbra.errors import REFUSED_STATUS, UserError, refusal
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 SYSFS = "/sys/devices/system"

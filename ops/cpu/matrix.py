@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from errors import UserError
 from ops.cpu.engine import TYPES, module, native, pointer
 from ops.cpu.memory import allocate
 from ops.format import LARGEST_F8, Format, Quantised, floats
 from ops.words import Words
+from umbra.errors import UserError
 
 if TYPE_CHECKING:
     from ops.cpu._native import SplitMatrix, Table

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from errors import UserError
-from ops.cpu import traced
 from ops.cpu.engine import TYPES, native, own_cpus, pointer
 from ops.cpu.matrix import ALIGNMENT, BLOCK, CODES, ROWS, MatrixView, padded, plane_bytes
+from ops.cpu.ops import traced
 from ops.format import Format, Quantised
+from umbra.errors import UserError
 
 if TYPE_CHECKING:
     from ops.cpu._native import MoeRows, ShadowWork, SplitMatrix, Team

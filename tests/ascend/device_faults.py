@@ -16,19 +16,19 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from errors import run_main
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.job import results
-from executor.job.rank import run_rank
-from executor.job.runner import make_runner
-from files import ROOT, write_json
+from executor.launch import results
+from executor.launch.rank import run_rank
+from executor.model_runner import make_runner
 from ops.ascend.shadow import ShadowNodes
 from tests.ascend.engine import ascend_case, node
 from tests.ascend.log import device_calls, fail_call
 from tests.faults.forks import Ended, forked, share_what_is_imported
 from tests.faults.points import sample
+from umbra.errors import run_main
+from umbra.files import ROOT, write_json
 
 LIMIT_S = 60.0  # on a machine that is busy
 # The last two are all that torch_npu says where its queue met the error: of a kernel its name, of a copy its sizes.

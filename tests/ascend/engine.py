@@ -12,7 +12,7 @@ from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.sequence import Sequence
-from executor.job.runner import ModelRunner, make_runner
+from executor.model_runner import ModelRunner, make_runner
 from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
 from models.minimax_m2.config import MiniMaxM2Config

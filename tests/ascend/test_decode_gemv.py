@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from errors import UserError
 from executor.config.env import RankEnv
-from executor.job.runner import make_runner
+from executor.model_runner import make_runner
 from ops.ascend import vector_core
 from ops.ascend.vector_core import calls
 from ops.format import Format
@@ -28,6 +27,7 @@ from tests.ascend.umbra_on_cpu import CALLS
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK
 from tests.variants import thorough_but
+from umbra.errors import UserError
 
 STEPS = 5  # of decode, of two layers each: test_numerics.logits
 MOE, SCORES, GEMV = "fused_moe_w4a16", "fused_moe_scores_w4a16", "gemv_w4a16"

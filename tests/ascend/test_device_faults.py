@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from files import ROOT
+from umbra.files import ROOT
 
 CASE = ["exe_mode=acl_graph", "offload_config.mode=elastic", "offload_config.arena_mb=1"]
 

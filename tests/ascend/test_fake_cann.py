@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch_npu
 
-from executor.parallel.groups import reduce_scatter_single
+from ops.parallel.groups import reduce_scatter_single
 from tests.ascend.log import device_log
 from tests.ascend.ranks import join_hccl, run_ranks
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from errors import UserError
-from executor.engine.settings import platform_settings
+from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.environment import ascend_environment
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import ascend_case, ascend_runner, generate
 from tests.ascend.ge import ge_programs
 from tests.ascend.ranks import run_ranks
+from umbra.errors import UserError
 
 
 @contextlib.contextmanager

@@ -16,12 +16,12 @@ import torch
 from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.engine.building import init_parallel
-from executor.engine.settings import platform_settings
-from executor.parallel.groups import Group
-from executor.parallel.rows import GroupRows
+from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
 from models import batch
+from ops.parallel.groups import Group
+from ops.parallel.rows import GroupRows
 from tests.ascend.engine import (
     CAPTURE_MODES,
     FAMILIES,

@@ -16,13 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from errors import UserError
 from executor.engine.batching import pack
 from executor.engine.pages import PagePool
 from executor.engine.request import Request
 from executor.engine.sequence import new_sequence
-from executor.parallel.groups import Parallel, Shard
-from executor.planning.activations import CountedGroup
+from executor.run.activations import CountedGroup
 from models.batch import Batch
 from models.build import Build, Formats
 from models.causal_lm import CausalLM
@@ -32,7 +30,9 @@ from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
 from ops.interface import Paged, Scores
+from ops.parallel.groups import Parallel, Shard
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
+from umbra.errors import UserError
 
 NPU, BF16 = torch.device("npu", 0), torch.bfloat16
 WHOLE = Parallel()

@@ -6,11 +6,11 @@ import torch
 
 from benchmarks import npu_gemv, npu_layers
 from benchmarks.npu_layers import Layer, Shape, check, layer, random_experts
-from errors import UserError
 from ops.ascend.vector_core import calls
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 from tests.ascend.extension import built, load_extension
 from tests.ascend.log import device_log
+from umbra.errors import UserError
 
 SMALL = Shape(hidden=128, inner=64, experts=8, top_k=2, group=32, layers=16, dtype="bfloat16")
 FLAGS = ["--hidden=128", "--inner=64", "--experts=8", "--top-k=2", "--read-mb=1", "--rounds=3", "--batches", "1", "4"]

@@ -13,9 +13,8 @@ from torch import Tensor
 from executor.config.case import Case, ModelSettings, ParallelSettings
 from executor.config.env import RankEnv
 from executor.engine.rebalancing import Rebalancing
-from executor.engine.settings import platform_settings
-from executor.job.logits import collect_logits
-from executor.job.runner import make_runner
+from executor.launch.platform_settings import platform_settings
+from executor.model_runner import make_runner
 from executor.platform.settings import PlatformSettings
 from ops.ascend.cann import abilities
 from ops.ascend.moe import ROUTINGS
@@ -29,6 +28,7 @@ from tests.ascend.ranks import run_gloo_ranks
 from tests.ascend.stored import values_of
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, tiny_case
+from umbra.commands.logits import collect_logits
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 

@@ -8,15 +8,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from errors import UserError
 from executor.config.env import RankEnv
-from executor.engine.settings import platform_settings
+from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend import device
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.graphs import AscendGraph, AscendGraphs, compiler_config
 from models.batch import Batch
 from ops.interface import Paged
 from tests.ascend.engine import ascend_case
+from umbra.errors import UserError
 
 WITHOUT = SimpleNamespace(super_kernel=False, static_kernels=False)
 

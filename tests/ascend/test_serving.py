@@ -13,10 +13,10 @@ from torch import Tensor
 from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
-from executor.job.runner import make_runner
-from executor.serving.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
-from executor.serving.worker import Worker
+from executor.model_runner import make_runner
 from ops.ascend.shadow import ShadowNodes
+from serving.ranks.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
+from serving.ranks.worker import Worker
 from tests.ascend.engine import CAPTURE_MODES, SIZES, ascend_case, ascend_runner, node
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
@@ -24,7 +24,7 @@ from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_hccl import started
 from tests.ascend.workers import close_nodes
-from tests.serving.scripted import Script, Server
+from tests.serving.ranks.scripted import Script, Server
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 from tests.variants import thorough_but
 

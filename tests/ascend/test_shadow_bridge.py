@@ -12,12 +12,12 @@ import torch
 import torchair
 from torch import Tensor
 
-from errors import UserError
 from ops.ascend import bridge, shadow
 from ops.ascend.bridge import SUBMIT, Bridge, BridgeError
 from ops.ascend.shadow import ShadowNodes
 from tests.ascend.log import device_log, forget_streams, most_pinned, ran, violations
 from tests.ascend.workers import LAYERS, E, H, Inputs, K, T, Workers, until
+from umbra.errors import UserError
 
 CALLBACK, HOST_FUNC = "8.3.RC1", "9.1.0"  # versions of CANN
 BOTH = pytest.mark.parametrize("cann", [CALLBACK, HOST_FUNC])

@@ -10,10 +10,9 @@ import torch
 
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.manager import Offload
-from errors import UserError
-from executor.job.runner import ModelRunner
-from executor.planning.times import show_offload_plan
+from executor.model_runner import ModelRunner
 from executor.platform.ascend.device import AscendPlatform
+from executor.run.planned_run import show_offload_plan
 from ops.ascend import vector_core
 from ops.ascend.bridge import BridgeError
 from ops.ascend.ops import AscendOps
@@ -24,6 +23,7 @@ from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
 from tests.ascend.workers import close_nodes
 from tests.tiny import TINY_AS_M2, save_tiny_m2, write_case
 from tests.variants import thorough_but
+from umbra.errors import UserError
 
 SLOT = 3 * 128 * 64 * 2  # bytes
 FORK = ["memcpy async D2H 768", "memcpy async D2H 36", "memcpy async D2H 18", "host function", "memcpy async H2D 768"]

@@ -11,8 +11,7 @@ import torch
 
 from cpu_offload.ascend import NpuExperts
 from executor.config.env import RankEnv
-from executor.job.logits import collect_logits
-from executor.job.runner import ModelRunner, make_runner
+from executor.model_runner import ModelRunner, make_runner
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.ranks import run_gloo_ranks
 from tests.ascend.stored import values_of
@@ -20,6 +19,7 @@ from tests.ascend.umbra_on_cpu import CALLS
 from tests.ascend.workers import close_nodes
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
+from umbra.commands.logits import collect_logits
 
 IDS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(30, 53))]
 SIZES = dict(hidden_size=128, head_dim=64, num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=64)

@@ -10,8 +10,7 @@ import torch_npu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from executor.engine.building import attentions
-from executor.parallel.groups import Parallel, Shard
-from executor.planning.activations import CountedGroup, Ledger, batch_of
+from executor.run.activations import CountedGroup, Ledger, batch_of
 from models.build import Build, Formats
 from ops.ascend import moe
 from ops.ascend.cann import ALL_ABILITIES
@@ -20,6 +19,7 @@ from ops.ascend.layout import AscendLayout
 from ops.ascend.ops import AscendOps
 from ops.counted import CountedExchange, CountedOps
 from ops.format import FORMATS, Format
+from ops.parallel.groups import Parallel, Shard
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 
 BF16 = torch.bfloat16

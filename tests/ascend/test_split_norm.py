@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from executor.config.env import RankEnv
-from executor.parallel.groups import Group
 from ops import reference
 from ops.ascend.ops import AscendOps
+from ops.parallel.groups import Group
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
 from tests.ascend.engine import M2
 from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu

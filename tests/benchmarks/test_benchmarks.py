@@ -13,11 +13,11 @@ from gguf.quants import dequantize
 from benchmarks import compare_llama_cpp, cpu
 from benchmarks.gguf_file import TYPES, encoded, entries, write_gguf
 from benchmarks.umbra_engine import Umbra
-from errors import UserError
 from models.layers.base import layers_of
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS
 from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case, write_case
+from umbra.errors import UserError
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls
 from benchmarks.serving_report import COLUMNS, ELASTIC, LOOP, OURS, TENANTS, THEIRS, draw_rates, draw_wave, goals
 from benchmarks.serving_report import markdown as tables
-from tests.serving.front import serving
+from tests.serving.api.front import serving
 
 
 def test_a_closed_and_an_open_loop() -> None:

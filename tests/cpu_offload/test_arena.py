@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpu_offload.memory.arena import LOST, Arena, extent_of
-from errors import UserError
+from umbra.errors import UserError
 
 UNITS = 4  # two layers
 

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from cpu_offload.cost.choices import (
+from cpu_offload.history import LongLayer
+from cpu_offload.planner.choices import (  # fmt: skip
     COPYING,
     MOST_SWAPS,
     Choice,
@@ -17,11 +18,10 @@ from cpu_offload.cost.choices import (
     choose_threads,
     divisions,
     given,
-)  # fmt: skip
-from cpu_offload.cost.model import Costs, Line, Planner
-from cpu_offload.history import LongLayer
+)
+from cpu_offload.planner.model import Costs, Line, Planner
 from cpu_offload.streaming import CHUNK
-from tests.executor.planning.test_planner import COSTS, SHAPE
+from tests.executor.run.test_planner import COSTS, SHAPE
 
 
 def planner(**costs: object) -> Planner:

@@ -15,8 +15,8 @@ from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
 from cpu_offload.policy.residency import Settings as Policy
 from cpu_offload.policy.residency import Swap
-from errors import UserError
 from ops.format import FORMATS
+from umbra.errors import UserError
 
 LAYERS, EXPERTS, FRAME = 2, 4, 64
 SLOT = 2 * FRAME  # one in two frames, without a loss

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from cpu_offload.cost import probe
-from cpu_offload.cost.model import Line, Shape
+from cpu_offload.planner import probe
+from cpu_offload.planner.model import Line, Shape
 from ops.cpu import engine, shadow
 from ops.format import FORMATS
 

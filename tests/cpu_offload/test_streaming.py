@@ -12,12 +12,12 @@ from cpu_offload import cpu as offload_cpu
 from cpu_offload.cpu import CpuDevice, CpuExperts
 from cpu_offload.history import History, LongLayer
 from cpu_offload.streaming import CHUNK, RING, Streaming
-from errors import UserError
 from ops import load_ops
 from ops.cpu import engine, shadow
 from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
 from ops.format import FORMATS, Format
+from umbra.errors import UserError
 
 cpu = load_ops("cpu")
 KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"f8": Format("f8", 32)}

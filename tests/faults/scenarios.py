@@ -23,21 +23,22 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import run
-from errors import run_main
+from executor import model_runner as runner
 from executor.checkpoint.packed import PackedCache
-from executor.job import results, runner
-from executor.job.launch import _cause
-from executor.serving import worker
-from executor.serving.channel import HEADER, framed, length_of
-from executor.serving.messages import Fatal, Out, Ready, Sampling, Stop, Submit, ToFront
-from executor.serving.processes import SOCKET
-from executor.serving.server import serve
-from executor.serving.supervisor import Supervisor
-from files import ROOT
+from executor.launch import results
+from executor.launch.launch import _cause
+from serving.api.server import serve
+from serving.ranks import worker
+from serving.ranks.channel import HEADER, framed, length_of
+from serving.ranks.messages import Fatal, Out, Ready, Sampling, Stop, Submit, ToFront
+from serving.ranks.processes import SOCKET
+from serving.ranks.supervisor import Supervisor
 from tests.faults.forks import Ended, Fork, forked, share_what_is_imported
 from tests.faults.preload import Faults
 from tests.ranks import free_port
 from tests.tiny import save_tiny, write_case
+from umbra.errors import run_main
+from umbra.files import ROOT
 
 LIMIT_S = 60.0  # on a machine that is busy; most take less than a second
 CACHE = "packed"

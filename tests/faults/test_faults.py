@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from files import ROOT
 from tests.faults.order import unsynced
 from tests.faults.preload import with_faults
+from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 SEED = "5"  # of the run in docs/reliability.md; another one fails other calls

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from files import ROOT
 from tests.faults.preload import with_faults
+from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from tests.fuzz.mutation import mutated
 from tests.fuzz.target import IN_MEMORY
 from tests.fuzz.targets import PLACES, corpus, maker
 
-INSTRUMENTED = ["errors", "files", "models", "executor", "ops.format", "ops.words"]
+INSTRUMENTED = ["umbra.errors", "umbra.files", "models", "executor", "serving", "text", "ops.format", "ops.words"]
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import yaml
 
 from executor.config.load import CASES, load_case
-from executor.planning.cluster.cluster import read_cluster
-from executor.planning.cluster.hardware import FOLDER, read_hardware
-from files import ROOT
+from planner.cluster import read_cluster
+from planner.machine import FOLDER, read_hardware
 from tests.fuzz.target import Target
+from umbra.files import ROOT
 
 STRANGE = [b"a: &a [*a]", b"? !!set {x}\n: <<", b"a: 0b1_0:59.5e3", b"!!omap [x: 2001-01-01 00:00:00 +01:00]"]
 
@@ -38,5 +38,5 @@ case = _yaml(
     lambda path: load_case(str(path)),
     [(CASES / f"{name}.yaml").read_bytes() for name in ("demo", "demo_chat", "demo_offload", "demo_tp8")],
 )
-cluster = _yaml(read_cluster, _sections(ROOT / "clusters", "case", "hardware"), longest=1024)
+cluster = _yaml(read_cluster, _sections(ROOT / "planner" / "clusters", "case", "hardware"), longest=1024)
 hardware = _yaml(lambda path: read_hardware(str(path)), _sections(FOLDER), longest=1024)

@@ -9,7 +9,7 @@ from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import FLOATS
 from executor.checkpoint.names import INDEX, SINGLE
-from executor.checkpoint.tokenizer import stop_ids
+from executor.checkpoint.stop_ids import stop_ids
 from models.registry import FAMILIES, family_in, read_config
 from tests.fuzz.target import Target
 

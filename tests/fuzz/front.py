@@ -9,19 +9,19 @@ from typing import Any
 
 import msgspec
 
-from errors import LONGEST
-from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.load import load_case
-from executor.serving.app import App
-from executor.serving.auth import Keys
-from executor.serving.channel import framed
-from executor.serving.client import EngineClient
-from executor.serving.front import Front, Text
-from executor.serving.messages import Message, Ready, Row, Sampling, Submit, ToEngine
-from executor.serving.worker import request_of
-from tests.executor.text.checkpoints import write_tokenizer
+from serving.api.app import App
+from serving.api.auth import Keys
+from serving.api.front import Front, Text
+from serving.ranks.channel import framed
+from serving.ranks.client import EngineClient
+from serving.ranks.messages import Message, Ready, Row, Sampling, Submit, ToEngine
+from serving.ranks.worker import request_of
 from tests.fuzz.target import Violation
-from tests.serving.fake_engine import logprob
+from tests.serving.api.fake_engine import logprob
+from tests.text.checkpoints import write_tokenizer
+from text.tokenizer import Tokenizer
+from umbra.errors import LONGEST
 
 
 class Engine(EngineClient):

@@ -12,11 +12,12 @@ import msgspec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from executor.engine.request import SamplingParams
-from executor.job.launch import _cause
-from executor.serving.channel import framed
-from executor.serving.client import EngineClient
-from executor.serving.live import Live
-from executor.serving.messages import (
+from executor.launch.launch import _cause
+from serving.api.live import Live
+from serving.api.metrics import Metrics
+from serving.ranks.channel import framed
+from serving.ranks.client import EngineClient
+from serving.ranks.messages import (
     Fatal,
     Group,
     Message,
@@ -35,8 +36,7 @@ from executor.serving.messages import (
     TokenLogprob,
     TopToken,
 )
-from executor.serving.metrics import Metrics
-from executor.serving.worker import request_of
+from serving.ranks.worker import request_of
 from tests.fuzz.target import Target
 
 READY = Ready(longest=9, batch_size=1, vocabulary=300, page_size=16, pages=1, groups=1, stop_ids=[0], prefill_rate=1.0)

@@ -10,15 +10,15 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint.helper import limit_memory
 from executor.engine.request import Grammar
-from executor.serving.anthropic import PATH
-from executor.serving.compiling import MEMORY, SECONDS, TOO_MUCH, Compiler, compiled, tokens_of
-from executor.serving.errors import ApiError
-from executor.serving.structured import check_schema
+from serving.api.anthropic import PATH
+from serving.api.compiling import MEMORY, SECONDS, TOO_MUCH, Compiler, compiled, tokens_of
+from serving.api.errors import ApiError
+from serving.api.structured import check_schema
 from tests.fuzz.front import Api
 from tests.fuzz.target import Target, Violation
 from tests.fuzz.texts import MESSAGES, TOOLS
+from text.sandbox import limit_memory
 
 USER = [{"role": "user", "content": "Hi"}]
 SAMPLING = {

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from executor.checkpoint.template import Renderer, variables_of
-from executor.checkpoint.tokenizer import Tokenizer
-from executor.text.formats import FORMATS
-from executor.text.parser import Answer, Parser
-from tests.executor.text.checkpoints import TEMPLATES, write_tokenizer
 from tests.fuzz.target import Target
+from tests.text.checkpoints import TEMPLATES, write_tokenizer
+from text.formats import FORMATS
+from text.parser import Answer, Parser
+from text.template import Renderer, variables_of
+from text.tokenizer import Tokenizer
 
 TEXT = "Hello aaaa, 123!\n\n  \u65e5\u672c \U0001f642<think>"
 WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}

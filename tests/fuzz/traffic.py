@@ -9,7 +9,7 @@ from typing import Any
 import h11
 from uvicorn.server import ServerState
 
-from executor.serving.server import make_server
+from serving.api.server import make_server
 from tests.fuzz.front import Api
 from tests.fuzz.target import Target, Violation
 

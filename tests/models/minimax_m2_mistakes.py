@@ -8,7 +8,6 @@ from torch import Tensor
 
 import models.minimax_m2.config as config
 import models.minimax_m2.model as model
-from executor.parallel.groups import Group, Shard
 from models.batch import Batch
 from models.build import Build
 from models.layers.base import ALL, Piece
@@ -17,8 +16,10 @@ from models.layers.linear import Source
 from models.layers.norm import SplitRMSNorm
 from models.layers.router import Router, SelectionBias
 from models.rope import RopeConfig
-from ops import cpu, reference
+from ops import reference
+from ops.cpu import ops as cpu
 from ops.format import FORMATS
+from ops.parallel.groups import Group, Shard
 
 Mistake = Callable[[pytest.MonkeyPatch], None]
 Routing = Callable[[Tensor, Tensor | None, int, bool], tuple[Tensor, Tensor]]

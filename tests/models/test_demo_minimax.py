@@ -8,9 +8,9 @@ import torch
 from transformers import AutoTokenizer, MiniMaxM2ForCausalLM
 
 from executor.config.load import load_case
-from executor.job.logits import collect_logits, sized_for
-from files import ROOT
 from tests.tiny import make_runner, oracle_logits
+from umbra.commands.logits import collect_logits, sized_for
+from umbra.files import ROOT
 
 FOLDER = ROOT / "checkpoints/austen_minimax"
 HELD_OUT = ROOT / "checkpoints/austen_moe/held_out.txt"

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MiniMaxM2ForCausalLM
 
-from errors import UserError
 from executor.engine.forced import ForcedRun
 from executor.engine.sequence import Sequence
-from executor.job.logits import collect_logits
 from tests.tiny import OFFICIAL_M2, TINY_M2, make_runner, oracle_logits, save_tiny_m2, tiny_case
+from umbra.commands.logits import collect_logits
+from umbra.errors import UserError
 
 PROMPTS = [[5, 17, 3, 88, 21, 9, 40], [7], list(range(130, 153))]
 STEPS = 5

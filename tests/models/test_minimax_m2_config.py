@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from errors import UserError
-from executor.job.inspect_checkpoint import model_type
 from models.minimax_m2.config import MiniMaxM2Config
 from models.registry import family_of, read_config
 from models.rope import RopeConfig
+from umbra.commands.inspect_checkpoint import model_type
+from umbra.errors import UserError
 
 OFFICIAL: dict[str, Any] = {  # of M2.5
     "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "head_dim": 128, "hidden_act": "silu",

@@ -1,5 +1,5 @@
 """Each known way to compute MiniMax-M2 wrongly changes the logits of the tiny model by far more than the tests of
-equality allow, so that these would fail. Mistakes of splits: tests/executor/job/test_parallel.py."""
+equality allow, so that these would fail. Mistakes of splits: tests/executor/test_parallel.py."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.job.logits import prefill_logits
 from tests.models.minimax_m2_mistakes import MISTAKES, gate_in_bfloat16
 from tests.models.test_minimax_m2 import PROMPTS, edit_tensors
 from tests.tiny import make_runner, oracle_logits, save_tiny_m2, tiny_case
+from umbra.commands.logits import prefill_logits
 
 ALLOWED = 1e-4  # by the tests of equality
 

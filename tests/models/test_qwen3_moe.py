@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from errors import UserError
 from executor.config.load import load_case
-from executor.job.logits import collect_logits, sized_for
-from files import ROOT
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
+from umbra.commands.logits import collect_logits, sized_for
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 LAYERS = {"sparse": {}, "dense_first": {"mlp_only_layers": [0]}, "every_second": {"decoder_sparse_step": 2}}
 ROPES: dict[str, dict[str, Any]] = {

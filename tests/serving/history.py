@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from executor.serving.client import FRESH_S
+from serving.ranks.client import FRESH_S
 from tests.serving.drift import JUDGED_S, Slope, change, part, slope
 
 LOST_S = 180.0  # a request that takes longer is lost

@@ -8,8 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from executor.checkpoint.tokenizer import Tokenizer
-from files import ROOT
+from text.tokenizer import Tokenizer
+from umbra.files import ROOT
 
 WINDOW = 1900  # tokens, of which the first is the end of a text: lm-eval puts it before each document
 DOCUMENTS = 4

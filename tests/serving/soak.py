@@ -25,13 +25,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from errors import collect_seldom
 from tests.serving import answers
 from tests.serving.answers import PATHS
-from tests.serving.front import Connection, Reply
+from tests.serving.api.front import Connection, Reply
 from tests.serving.history import LOST_S, Checker, read_history
 from tests.serving.questions import LONG_BODY, LONGEST, LOOK_UPS, NEW, VOCABULARY, WRONG, Question, Wrong, questions
 from tests.serving.test_server import Process, server
+from umbra.errors import collect_seldom
 
 PLAIN = ["batch_size=1", "prefix_cache=false", f"input_max_len={LONGEST}", f"max_new_tokens={NEW}"]
 HARD = [

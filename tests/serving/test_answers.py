@@ -8,7 +8,7 @@ import pytest
 
 from tests.serving import answers
 from tests.serving.answers import PATHS, Answer
-from tests.serving.front import serving
+from tests.serving.api.front import serving
 
 BODIES = {
     "completions": {"prompt": "Hi", "logprobs": 1, "n": 2, "seed": 1},

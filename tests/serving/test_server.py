@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from files import ROOT
 from tests.ranks import free_port
-from tests.serving.front import Connection, Reply, connect
+from tests.serving.api.front import Connection, Reply, connect
+from umbra.files import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
 START_S = 240.0

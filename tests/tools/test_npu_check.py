@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
-from files import ROOT
 from tools.npu_check import processes, report, session, state
 from tools.npu_check.__main__ import check, chosen, parser
 from tools.npu_check.constants import constants, fit_line
@@ -20,6 +18,8 @@ from tools.npu_check.hints import hint
 from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
 from tools.npu_check.stage import STAGES, Stage, find
 from tools.npu_check.worker import AGAIN, cause
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 STAGE = Stage(3, "operators", "", ("versions/device",), 2.0)
 Scripts = Callable[..., list[str]]

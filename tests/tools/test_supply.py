@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from files import ROOT
 from tests.ops.cpu.native.build import INCLUDES, SOURCES, run
+from umbra.files import ROOT
 
 LOCKS = ROOT / "tools" / "supply" / "locks"
 FILES = {  # those of each lock

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from executor.engine.request import Event
-from executor.job.session import Prompt, Session
-from executor.text.parser import Answer, ToolCall
-from tests.executor.text.checkpoints import write_tokenizer
-from tests.executor.text.test_chat import OUTPUTS, TOOLS, USER
+from tests.text.checkpoints import write_tokenizer
+from tests.text.test_chat import OUTPUTS, TOOLS, USER
 from tests.tiny import save_tiny, write_case
+from text.parser import Answer, ToolCall
 from umbra import LLM, Chat, SamplingParams
 from umbra import chat as chat_module
+from umbra.session import Prompt, Session
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
-from files import ROOT
 from umbra import chat as chat_module
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
-from files import ROOT
 from umbra import LLM, Completion, SamplingParams
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,6 @@ import signal
 import sys
 from pathlib import Path
 
-from errors import run_main
-from files import ROOT
 from tools.npu_check import report
 from tools.npu_check.outcome import FAIL, PASS, Outcome
 from tools.npu_check.ranks import rank_process
@@ -16,6 +14,8 @@ from tools.npu_check.session import run_stage
 from tools.npu_check.stage import STAGES, Stage, find
 from tools.npu_check.state import State, facts
 from tools.npu_check.worker import stage_process
+from umbra.errors import run_main
+from umbra.files import ROOT
 
 REPORT = ROOT / "results" / "npu_check" / "report.md"
 

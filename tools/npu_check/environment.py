@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from executor.config.case import Case
 from executor.config.load import load_case
-from executor.engine.settings import platform_settings
+from executor.launch.platform_settings import platform_settings
 from executor.platform import start_environment
 from ops.ascend.vector_core import package_path
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from files import ROOT
+from umbra.files import ROOT
 
 
 class Process(Protocol):

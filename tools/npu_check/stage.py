@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError
 from models.registry import load
 from tools.npu_check.outcome import Check
+from umbra.errors import UserError
 
 DEVICE, CPU, BRIDGE, OPERATORS = (
     "device",

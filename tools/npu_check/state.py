@@ -8,10 +8,10 @@ from typing import Any
 from executor.config.env import cann_home
 from executor.platform.ascend.trusted_files import source_digest
 from executor.platform.ascend.versions import read_versions
-from files import ROOT, write_json
 from tools.npu_check.outcome import Outcome
+from umbra.files import ROOT, write_json
 
-SOURCES = ("errors.py", "files.py", "ops", "models", "cpu_offload", "executor", "tools/npu_check", "benchmarks")
+SOURCES = ("umbra", "ops", "text", "models", "cpu_offload", "executor", "serving", "tools/npu_check", "benchmarks")
 NATIVE = (".cpp", ".h", ".sh", ".txt")
 
 

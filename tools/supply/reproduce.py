@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from errors import UserError, run_main
-from files import ROOT
+from umbra.errors import UserError, run_main
+from umbra.files import ROOT
 
 SOURCES = ROOT / "ops" / "cpu" / "csrc"
 DAY = 86_400

@@ -11,7 +11,6 @@ w = (level - zero) * scale. Levels and zero points are signed; packed ones are s
 import torch
 from torch import Tensor
 
-from errors import UserError
 from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.fp8 import BLOCK, Fp8Blocks
 from executor.checkpoint.formats.patterns import target, vagueness
@@ -28,6 +27,7 @@ from executor.checkpoint.formats.scheme import (
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Quantised
 from ops.words import Words
+from umbra.errors import UserError
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 MIXED = "mixed-precision"  # each group has a format of its own

@@ -9,8 +9,9 @@ from executor.checkpoint.formats.fp8 import Fp8, Fp8Blocks
 from executor.checkpoint.formats.gptq import Gptq
 from executor.checkpoint.formats.scheme import Scheme, Unquantised
 from executor.checkpoint.index import names_in
-from models.hf_config import HfConfig, read_json
+from models.hf_config import HfConfig
 from models.registry import aliases_of
+from umbra.files import read_json
 
 SCHEMES: dict[str, Callable[[HfConfig], Scheme]] = {
     "awq": Awq,

@@ -6,7 +6,6 @@ input's group, in order unless the checkpoint was made with desc_act; w = (level
 
 import torch
 
-from errors import UserError
 from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.patterns import Matches, pattern
 from executor.checkpoint.formats.scheme import (
@@ -22,6 +21,7 @@ from executor.checkpoint.formats.scheme import (
 from models.hf_config import HfConfig
 from ops.format import GROUP_SIZES, Quantised
 from ops.words import Words
+from umbra.errors import UserError
 
 
 class Gptq(Scheme, Encoding):

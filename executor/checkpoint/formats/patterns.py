@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 
-from errors import UserError
+from umbra.errors import UserError
 
 Matches = Callable[[str], object]
 

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from errors import UserError
 from ops.format import GROUP_SIZES, Format, Quantised
+from umbra.errors import UserError
 
 FLOATS = ("BF16", "F16", "F32")
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from errors import UserError
 from executor.platform.ascend.trusted_files import (
     Untrusted,
     check_own,
@@ -34,8 +33,9 @@ from executor.platform.ascend.trusted_files import (
     read_own,
 )
 from executor.platform.ascend.versions import Versions
-from files import ROOT, sync
 from models.config import ModelConfig
+from umbra.errors import UserError
+from umbra.files import ROOT, sync
 
 CACHE = ROOT / "compile_cache"
 MANIFEST, GRAPH = "manifest.json", "graph"

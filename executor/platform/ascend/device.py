@@ -13,7 +13,6 @@ from torch import nn
 from torch_npu.npu.utils import get_cann_version
 
 from cpu_offload.device import Device
-from errors import UserError
 from executor.config.env import RankEnv, cann_home
 from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, why_refused, window_mb
 from executor.platform.ascend.fallbacks import loud_fallbacks
@@ -37,6 +36,7 @@ from ops.ascend.exchange import AscendExchange
 from ops.ascend.host_memory import pinned
 from ops.ascend.ops import AscendOps
 from ops.interface import Exchange, Ops
+from umbra.errors import UserError
 
 EXCHANGE = "npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2"
 COPIES = 5  # number of copies that are timed; the fastest is taken

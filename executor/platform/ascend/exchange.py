@@ -3,13 +3,13 @@
 Limits are those of the operators' tilings for Atlas A3, the same in OT 8.5.0, 9.0.0 and 9.1.0; Atlas A2 has others.
 """
 
-from errors import UserError
 from executor.config.units import MB
-from executor.parallel.partitions import ParallelSizes
 from executor.platform.ascend.hccl import A3
 from executor.platform.settings import PlatformSettings
 from models.config import ModelConfig
 from ops.ascend.cann import since
+from ops.parallel.partitions import ParallelSizes
+from umbra.errors import UserError
 
 EXCHANGE_SINCE = (8, 5)  # the oldest CANN whose sources are open
 MOST_ROWS = 512  # of a rank in one step

@@ -31,7 +31,6 @@ from executor.platform.ascend.trusted_files import source_digest
 from executor.platform.ascend.versions import read_versions
 from executor.platform.base import Step
 from executor.platform.settings import PlatformSettings
-from files import ROOT
 from models.batch import Batch
 from models.config import ModelConfig
 from models.layers.attention import PagedAttention
@@ -41,10 +40,11 @@ from ops.ascend import (
 )
 from ops.ascend.host_memory import pinned
 from ops.ascend.vector_core import converters  # noqa: F401 (registers)
+from umbra.files import ROOT
 
 MODES = {"ge_graph": "max-autotune", "acl_graph": "reduce-overhead", "npugraph_ex": "npugraph_ex"}
 # Folders of the code that graphs are made from.
-TRACED = ("models", "ops", "cpu_offload", "executor/parallel", "executor/platform")
+TRACED = ("models", "ops", "cpu_offload", "executor/platform")
 
 
 def compiler_config(exe_mode: str, ascend: AscendSettings) -> Any:

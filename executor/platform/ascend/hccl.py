@@ -5,7 +5,7 @@ HCCL_OP_EXPANSION_MODE=AIV, which switches AIV on, applies to every group, so al
 """
 
 from executor.config.case import HcclSettings
-from executor.parallel.partitions import ParallelSizes, names_sharing, partitions
+from ops.parallel.partitions import ParallelSizes, names_sharing, partitions
 
 HOST, AI_CPU, AIV = 1, 2, 3  # HcclCommConfig's hcclOpExpansionMode
 A3 = "Ascend910_93"  # how the names of its dies begin

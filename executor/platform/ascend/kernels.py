@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from errors import UserError
 from executor.platform.settings import PlatformSettings
 from models.causal_lm import CausalLM
 from models.layers.base import layers_of
@@ -18,6 +17,7 @@ from models.layers.linear import MergedLinear, RowLinear
 from ops.ascend.cann import OPTIONAL_OFFSETS_SINCE, TILED_CACHE_SINCE, Abilities, since
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendExperts, AscendMatrix, Bank
+from umbra.errors import UserError
 
 BUILD = "bash ops/ascend/vector_core/build.sh"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from errors import UserError
+from umbra.errors import UserError
 
 BUILD = Path(__file__).parent / "build"
 EXTENSION = BUILD / "umbra_ascendc.so"

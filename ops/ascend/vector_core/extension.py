@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from errors import UserError, run_main
+from umbra.errors import UserError, run_main
 
 SOURCE = Path(__file__).parent / "torch" / "umbra_ops.cpp"
 

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from errors import UserError
-from executor.checkpoint import header, load, random, tokenizer_file
+from executor.checkpoint import header, load, random
 from executor.checkpoint.formats.bitpack import covering, groups_of
 from executor.checkpoint.formats.patterns import inside, pattern, target, vagueness
 from executor.checkpoint.formats.scheme import Needed, Stored, plain
 from executor.checkpoint.header import check_header
 from executor.checkpoint.index import in_model, read_index
 from executor.checkpoint.load import contradictions, ignorable, problems_of, stored_as, wanted_by
-from executor.checkpoint.tokenizer_file import check_tokenizer
 from ops.format import Quantised
+from text import tokenizer_file
+from text.tokenizer_file import check_tokenizer
+from umbra.errors import UserError
 
 
 def piece(name: str, shape: tuple[int, ...], kept: int | None = None, **more: Any) -> Any:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from errors import UserError
 from executor.checkpoint import load
 from executor.checkpoint.random import random_weights
-from executor.job.logits import collect_logits
 from models.layers.base import ALL, Layer, Piece
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
+from umbra.commands.logits import collect_logits
+from umbra.errors import UserError
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"

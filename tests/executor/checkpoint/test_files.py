@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from errors import UserError
 from executor.checkpoint import files as reading
 from executor.checkpoint import load as loading
 from executor.checkpoint import packed
 from executor.checkpoint.files import CheckpointFiles
 from executor.checkpoint.packed import PackedCache
+from umbra.errors import UserError
 
 
 def saved(folder: Path, **tensors: torch.Tensor) -> Path:

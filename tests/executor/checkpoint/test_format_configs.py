@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from errors import UserError
 from executor.checkpoint.formats.detect import SCHEMES
 from models.hf_config import HfConfig
 from ops.format import Format
+from umbra.errors import UserError
 
 INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128]}

@@ -18,16 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.checkpoint_loading import loaded, write
-from errors import UserError
 from executor.checkpoint.formats.detect import SCHEMES, read_scheme
 from executor.checkpoint.load import load_checkpoint
 from executor.config.load import load_model_config
 from executor.engine.building import build_of
-from executor.job.logits import prefill_logits
-from executor.parallel.join import place_of
-from executor.quantize.awq import AwqTarget
-from executor.quantize.convert import convert
-from executor.quantize.source import Source
 from models.hf_config import HfConfig
 from models.layers.base import layers_of
 from models.layers.experts import Experts
@@ -36,8 +30,14 @@ from models.registry import model_class
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
+from ops.parallel.join import place_of
 from tests.quantised import awq_meaning, quantise_tiny
 from tests.tiny import make_runner, save_tiny, tiny_case
+from umbra.commands.logits import prefill_logits
+from umbra.commands.quantize.awq import AwqTarget
+from umbra.commands.quantize.convert import convert
+from umbra.commands.quantize.source import Source
+from umbra.errors import UserError
 
 pytestmark = pytest.mark.slow
 

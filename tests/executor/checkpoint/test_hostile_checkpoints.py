@@ -15,16 +15,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from errors import UserError
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.formats.scheme import Unquantised
 from executor.checkpoint.load import load_checkpoint
 from models import rope
 from models.causal_lm import CausalLM
-from models.hf_config import read_json
 from models.qwen3_moe.config import Qwen3MoeConfig
 from models.registry import FAMILIES, read_config
 from tests.tiny import make_runner, save_tiny, tiny_case
+from umbra.errors import UserError
+from umbra.files import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BODY = bytes(64)

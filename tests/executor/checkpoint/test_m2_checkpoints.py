@@ -10,15 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from errors import UserError
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.load import load_checkpoint
 from executor.config.load import load_model_config
 from executor.engine.building import build_of
-from executor.job.defaults import case_of_checkpoint
-from executor.job.inspect_checkpoint import inspect, inspect_rank
-from executor.job.logits import prefill_logits
-from executor.parallel.join import place_of
+from executor.run.defaults import case_of_checkpoint
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import RowLinear
@@ -26,6 +22,7 @@ from models.registry import model_class
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
+from ops.parallel.join import place_of
 from tests.m2_layouts import (
     CONTRADICTIONS,
     LAYOUTS,
@@ -38,6 +35,9 @@ from tests.m2_layouts import (
 )  # fmt: skip
 from tests.tiny import make_runner, tiny_case
 from umbra.cli import execute
+from umbra.commands.inspect_checkpoint import inspect, inspect_rank
+from umbra.commands.logits import prefill_logits
+from umbra.errors import UserError
 
 pytestmark = pytest.mark.slow
 PROMPTS = [[5, 17, 3, 88, 2, 41], [7], list(range(130, 153))]

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from executor.checkpoint.packed import PackedCache
 from executor.config.case import Case
-from executor.job.logits import collect_logits
-from executor.job.runner import make_runner
+from executor.model_runner import make_runner
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from ops.cpu import memory
 from ops.cpu.engine import native
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
+from umbra.commands.logits import collect_logits
 
 IDS = [[5, 17, 3], list(range(30, 53))]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from errors import UserError
 from executor.checkpoint.formats.patterns import inside, pattern, target
+from umbra.errors import UserError
 
 PATHS = [
     "lm_head",

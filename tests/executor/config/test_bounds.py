@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
 from executor.checkpoint.formats import patterns
 from executor.checkpoint.formats.patterns import LONGEST, MOST_ALTERNATIVES, MOST_REPEATS, pattern
 from executor.config import load
 from executor.config.load import read_yaml
+from umbra.errors import UserError
 
 
 def test_a_file_may_have_so_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

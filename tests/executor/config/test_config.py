@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from errors import UserError
 from executor.config.case import Case
 from executor.config.load import CASES, list_cases, load_case, load_model_config
 from executor.config.schema import key, leaves, override, section
-from files import ROOT
 from tests.tiny import save_tiny, tiny_case, write_case
 from tools.config_docs import config_docs
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 
 def error_of(name: str, *overrides: str) -> str:
@@ -236,7 +236,7 @@ def test_config_docs_are_fresh() -> None:
 def test_config_needs_no_torch() -> None:
     """The launcher checks a case in milliseconds."""
     code = """
-import sys, run, executor.job.launch as launch
+import sys, run, executor.launch.launch as launch
 launch.load_model_config(launch.load_case("demo"))
 sys.exit("torch" in sys.modules)
 """

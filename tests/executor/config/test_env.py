@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
 from executor.config import env
 from executor.config.env import NodeEnv, RankEnv, node_env, rank_env
+from umbra.errors import UserError
 
 READ = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"]
 READ += ["NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
 from executor.config import env
 from executor.config.case import Case, HcclSettings, ParallelSettings
 from executor.config.load import LARGEST_FILE, load_case, make_case, model_folder, read_yaml, set_keys
 from executor.config.platforms import PLATFORMS
 from executor.config.rules import check_slots
-from executor.parallel.partitions import ParallelSizes
-from files import ROOT
+from ops.parallel.partitions import ParallelSizes
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 EAGER_8 = ["exe_mode=eager", "world_size=8", "batch_size=8"]
 SHADOWS = ["offload_config.mode=elastic"]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from errors import UserError
 from executor.config.schema import Leaf, key, leaves, override, read, section, type_name
+from umbra.errors import UserError
 
 
 @dataclass(frozen=True)

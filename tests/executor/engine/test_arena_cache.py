@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from cpu_offload.memory.arena import Arena
-from errors import UserError
 from executor.config.case import Case
 from executor.engine.building import attentions, bind_arena, build_of, frame_of
 from executor.engine.loop import Loop
 from executor.engine.pages import ElasticPages
-from executor.job.runner import ModelRunner
+from executor.model_runner import ModelRunner
 from models.batch import Batch
 from tests.spy import spy_on
 from tests.tiny import make_runner, save_tiny, tiny_case
+from umbra.errors import UserError
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8]), ("f", [6])]
 NAN = 0xFF  # every byte: not a number in each float type, scales of int8 among them

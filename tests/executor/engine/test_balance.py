@@ -9,12 +9,12 @@ from hypothesis import given, settings
 
 from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
-from errors import UserError
 from executor.engine.batch_limits import Limits
 from executor.engine.pages import Block, ElasticPages
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
+from umbra.errors import UserError
 
 FRAME, PAGE = 256, 4  # bytes, tokens
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from errors import UserError
 from executor.engine.batching import pack
 from executor.engine.pages import Block, PagePool
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence, new_sequence
 from models.batch import Batch
 from ops import load_ops
+from umbra.errors import UserError
 
 OPS, SIZE = load_ops("reference"), 4
 

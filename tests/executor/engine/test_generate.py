@@ -10,22 +10,22 @@ import pytest
 import torch
 from hypothesis import given
 
-from errors import UserError
-from executor.checkpoint.tokenizer import TRIED, Tokenizer
 from executor.config.load import load_case
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sampling import choose
 from executor.engine.sequence import Sequence, new_sequence
-from executor.job.prompts import encode_prompts
-from executor.job.results import create_results
-from executor.job.runner import make_runner as new_runner
-from files import ROOT, write_json
+from executor.launch.results import create_results
+from executor.model_runner import make_runner as new_runner
+from executor.run.prompts import encode_prompts
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from ops import load_ops
 from ops.sampling import filtered_probabilities
 from tests.spy import spy_on
 from tests.tiny import ONE_RANK, TINY_AS_M2, make_runner, oracle_logits, save_tiny, save_tiny_m2, tiny_case
+from text.tokenizer import TRIED, Tokenizer
+from umbra.errors import UserError
+from umbra.files import ROOT, write_json
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 

@@ -3,11 +3,11 @@
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from errors import UserError
-from executor.checkpoint.tokenizer import Tokenizer
 from executor.engine.grammar import LARGEST, Grammars, Matcher, checked
 from executor.engine.request import Grammar
-from files import ROOT
+from text.tokenizer import Tokenizer
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 BYTES = LLTokenizer("byte")
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from errors import UserError
 from executor.config.load import load_case
 from executor.engine.batch_limits import limits_of
 from executor.engine.request import Event, Request, SamplingParams
-from executor.job.runner import ModelRunner
+from executor.model_runner import ModelRunner
 from ops.sampling import uniform
 from tests.spy import spy_on
 from tests.tiny import make_runner, save_tiny, tiny_case
+from umbra.errors import UserError
 
 PROMPTS = [[5, 17, 3], [7], list(range(30, 53)), [11, 12], [90, 3, 3, 8]]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cpu_offload.cpu import CpuDevice
-from errors import UserError
-from executor.job.logits import collect_logits
-from executor.job.runner import ModelRunner
-from executor.job.shadow_report import write_offload
-from executor.parallel.groups import Group
+from executor.model_runner import ModelRunner
+from executor.run.shadow_report import write_offload
+from ops.parallel.groups import Group
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
+from umbra.commands.logits import collect_logits
+from umbra.errors import UserError
 
 PROMPTS = [("a", [5, 17, 3]), ("b", [7]), ("c", list(range(30, 53))), ("d", [11, 12]), ("e", [90, 3, 3, 8])]
 MB = 60 / 1024  # size of the arena: room for the whole cache and few experts, or for more experts and little cache

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.elastic import Request, serve, swings
-from errors import UserError
-from executor.job.runner import ModelRunner
+from executor.model_runner import ModelRunner
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
+from umbra.errors import UserError
 
 pytestmark = pytest.mark.slow
 

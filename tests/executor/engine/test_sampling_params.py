@@ -12,15 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from errors import UserError
 from executor.config.load import load_case
 from executor.engine.loop import Loop
 from executor.engine.request import LARGEST_SEED, Event, Grammar, Request, SamplingParams
 from executor.engine.sampling import choices_of
 from executor.engine.sequence import new_sequence
-from executor.job.runner import ModelRunner
+from executor.model_runner import ModelRunner
 from ops.sampling import adjust, filtered_probabilities
 from tests.tiny import make_runner, oracle_logits, save_tiny, tiny_case
+from umbra.errors import UserError
 
 V = 11
 
@@ -140,7 +140,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 def answer(demo: ModelRunner, **options: Any) -> tuple[str, str]:
-    from executor.checkpoint.tokenizer import Tokenizer
+    from text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(demo.folder)
     ids = tuple(tokenizer.encode("Emma was", False))

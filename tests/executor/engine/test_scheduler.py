@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from errors import UserError
 from executor.engine.batch_limits import Limits
 from executor.engine.pages import PagePool
 from executor.engine.request import Event, Request, SamplingParams, TokenLogprob
 from executor.engine.scheduler import MOST_PREEMPTIONS, MOST_SCORED, Scheduler
 from executor.engine.sequence import FAILED, Sequence, new_sequence
 from tests.fakes.drafts import FreeDrafts
+from umbra.errors import UserError
 
 PAGE, STOP, OWN_STOP = 4, 9, 8
 

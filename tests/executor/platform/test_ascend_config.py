@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from errors import UserError
 from executor.config.case import Case
 from executor.config.load import load_case
-from executor.engine.settings import platform_settings
-from executor.parallel.partitions import GROUPS, partitions
+from executor.launch.platform_settings import platform_settings
 from executor.platform import start_environment
 from executor.platform.ascend.hccl import AI_CPU, AIV, HOST, group_options
-from files import ROOT
+from ops.parallel.partitions import GROUPS, partitions
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 A2, A3 = "Ascend910B3", "Ascend910_9391"
 ON_ASCEND = ("platform=ascend", "exe_mode=ge_graph", "method=none", "batch_size=16")
@@ -229,7 +229,7 @@ def test_the_launcher_sets_it_before_the_rank_starts() -> None:
     code = f"""
 import sys
 from executor.config.load import load_case
-from executor.job.launch import launch
+from executor.launch.launch import launch
 launch(load_case("demo", {list(ON_ASCEND)}), ["-c", "import os; print(os.environ['CPU_AFFINITY_CONF'])"])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True)

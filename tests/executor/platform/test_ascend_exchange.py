@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from errors import UserError
 from executor.config.load import load_case
-from executor.engine.settings import platform_settings
+from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import (
     LIMITS,
     check_slots,
@@ -17,6 +16,7 @@ from executor.platform.ascend.exchange import (
     window_mb,
 )
 from executor.platform.settings import PlatformSettings
+from umbra.errors import UserError
 
 QWEN3_235B = dict(hidden_size=4096, expert_count=128, experts_per_token=8)
 SPLIT = ("world_size=8", *(f"{name}_tp_size=1" for name in ("attn", "moe", "embed", "lmhead")), "batch_size=64")

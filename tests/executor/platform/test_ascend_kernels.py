@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from errors import UserError
 from executor.config.case import Case
 from executor.config.load import load_case
-from executor.engine.settings import platform_settings
-from executor.planning.memory import make_plan, sketch_of
+from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.kernels import cache_line, check_offsets, chosen_kernels, gemv_tokens
+from executor.run.ascend_memory_plan import make_plan, sketch_of
 from ops.ascend import vector_core
 from ops.ascend.cann import Abilities, abilities
 from ops.ascend.vector_core.calls import unfit
 from ops.ascend.weights import AscendExperts, AscendMatrix
 from ops.format import Format
+from umbra.errors import UserError
 
 LINEAR, EXPERTS = "self_attn.qkv_proj, self_attn.o_proj of layers 0-4", "mlp.experts of layers 0-4"
 NOT_BUILT = "decode_gemv: the kernels are not built: bash ops/ascend/vector_core/build.sh"

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from errors import UserError
 from executor.config.load import load_case, load_model_config
-from executor.engine.settings import platform_settings
+from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.compile_cache import (
     LIMIT,
     CompileCache,
@@ -23,7 +22,8 @@ from executor.platform.ascend.compile_cache import (
 )
 from executor.platform.ascend.trusted_files import source_digest
 from executor.platform.ascend.versions import Versions
-from files import ROOT
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 FACTS = {"torch": "2.13.0", "torch_npu": "2.13.0", "case": {"data_config": {"batch_size": 4}, "sizes": (1, 2)}}
 SHAPES = [[[4], "int64"]]

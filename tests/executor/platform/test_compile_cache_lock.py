@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
 from executor.platform.ascend.compile_cache import clear_cache
-from files import ROOT
 from tests.executor.platform.test_compile_cache import SHAPES, cache, compile_once, home
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 OTHER = """
 import sys

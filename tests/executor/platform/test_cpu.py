@@ -10,13 +10,11 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 
-from errors import UserError
 from executor import platform as platforms
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
-from executor.engine.settings import platform_settings
-from executor.parallel.partitions import ParallelSizes
+from executor.launch.platform_settings import platform_settings
 from executor.platform import cpu as module
 from executor.platform import load_platform, start_environment
 from executor.platform.ascend.compile_cache import CACHE
@@ -25,7 +23,9 @@ from executor.platform.cpu import CpuExchange, CpuPlatform, GraphStep
 from models.batch import Batch
 from ops import load_ops
 from ops.interface import Paged
+from ops.parallel.partitions import ParallelSizes
 from tests.tiny import ONE_RANK
+from umbra.errors import UserError
 
 SHADOWS = ("exe_mode=graph", "offload_config.mode=resident")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
 from executor.config import env
 from executor.platform.ascend.versions import ROWS, Versions, check_versions, read_versions
+from umbra.errors import UserError
 
 TESTED = Versions("2.13.0+cpu", "2.13.0", None, None)
 CLAIMED = Versions("2.10.0", "2.10.0.post4", "9.1.0", "25.5.2")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from files import ROOT
+from umbra.files import ROOT
 
 HERE = Path(__file__).parent
 

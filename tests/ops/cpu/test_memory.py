@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from errors import refusal
-from files import ROOT
 from ops.cpu import engine, memory
+from umbra.errors import refusal
+from umbra.files import ROOT
 
 SIZE = 300_001  # no whole pages, and less than a huge one, which the system may refuse
 

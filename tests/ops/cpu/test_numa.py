@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from executor.job.logits import collect_logits
-from files import ROOT
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.engine import worth_having
@@ -22,6 +20,8 @@ from ops.cpu.matrix import NativeMatrix
 from ops.format import FORMATS
 from tests.ops.cpu.native.build import PRODUCTS, SOURCES, TESTS, program
 from tests.tiny import make_runner, save_tiny, tiny_case
+from umbra.commands.logits import collect_logits
+from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 

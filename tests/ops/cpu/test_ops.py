@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from errors import UserError
 from executor.config.case import Case
 from executor.config.schema import leaves
 from executor.engine.request import SamplingParams
@@ -21,6 +20,7 @@ from ops.format import FORMATS, GROUP_SIZES, Format, Quantised
 from ops.interface import Ops, Paged
 from ops.reference import DenseExperts, DenseMatrix
 from ops.sampling import Choice, adjust, filtered_probabilities, uniform
+from umbra.errors import UserError
 
 CPU = torch.device("cpu")
 NONE = torch.empty(0, dtype=torch.int64)

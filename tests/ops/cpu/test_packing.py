@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from errors import UserError
 from executor.checkpoint.formats.awq import ORDER
-from ops.cpu import fill_table
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.cpu.memory import table
+from ops.cpu.ops import fill_table
 from ops.format import FORMATS, GROUP_SIZES, Format, Quantised
 from ops.words import Words
+from umbra.errors import UserError
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

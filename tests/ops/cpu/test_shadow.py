@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from errors import UserError
-from files import ROOT
 from ops import load_ops
 from ops.cpu import engine, shadow
 from ops.cpu.engine import native
 from ops.cpu.matrix import NativeExperts
 from ops.format import FORMATS, Format
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from files import ROOT
 from ops.ascend.vector_core.planes import planes_of
 from tests.fakes.ascend_c import Counts, Library, build, host, run
+from umbra.files import ROOT
 
 KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
 ARGUMENTS = {

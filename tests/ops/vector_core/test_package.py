@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from executor.config.load import load_case
-from executor.engine.settings import platform_settings
+from executor.launch.platform_settings import platform_settings
 from executor.platform import start_environment
-from files import ROOT
 from ops.ascend import vector_core
 from ops.ascend.vector_core import schemas  # noqa: F401 (declares the ops)
+from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -205,7 +205,7 @@ def test_the_launcher_tells_cann_of_the_package(tmp_path: Path, monkeypatch: pyt
 
 def test_the_launcher_needs_no_torch() -> None:
     """The benchmark, too, sets CANN's variable for the package before it imports torch, which may load torch_npu."""
-    code = "import sys, executor.job.launch, benchmarks.npu_gemv; sys.exit('torch' in sys.modules)"
+    code = "import sys, executor.launch.launch, benchmarks.npu_gemv; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

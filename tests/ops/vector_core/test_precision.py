@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from benchmarks.vector_core_precision import TEXT, compare, in_runs
-from executor.checkpoint.tokenizer import Tokenizer
 from executor.config.load import load_case, model_folder
 from ops.ascend.vector_core.planes import planes_of
 from tests.ops.vector_core.launch import launch
+from text.tokenizer import Tokenizer
 
 HALF = torch.float16
 

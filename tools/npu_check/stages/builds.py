@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from errors import UserError
-from files import ROOT
 from ops import load_ops
 from ops.ascend import bridge, vector_core
 from ops.cpu import engine
 from ops.format import FORMATS
 from tools.npu_check.outcome import Check, Found
 from tools.npu_check.stage import BRIDGE, CPU, OPERATORS
+from umbra.errors import UserError
+from umbra.files import ROOT
 
 FOLDER = Path(vector_core.__file__).parent
 COMPILED = (".cpp", ".h", ".txt", ".sh")

@@ -52,7 +52,7 @@ def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:
 
     from benchmarks.npu_layers import Graph, alternate
     from executor.engine.building import init_parallel
-    from executor.engine.settings import platform_settings
+    from executor.launch.platform_settings import platform_settings
     from executor.platform.ascend.device import AscendPlatform
     from tools.npu_check.numbers import require
 

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.checkpoint.tokenizer import open_tokenizer
 from executor.config.env import rank_env
 from executor.config.load import load_model_config, model_folder
 from executor.engine.forced import ForcedRun
-from executor.job.logits import with_room
-from executor.job.prompts import encode_prompts
-from executor.job.runner import make_runner
+from executor.model_runner import make_runner
 from executor.platform.ascend.fallbacks import ABOUT_STRICT
+from executor.run.prompts import encode_prompts
+from text.tokenizer import open_tokenizer
 from tools.npu_check import ranks
 from tools.npu_check.environment import ascend_overrides, case_environment, demo_case
 from tools.npu_check.numbers import Differs
 from tools.npu_check.outcome import Check, Found, Skipped
+from umbra.commands.logits import with_room
 
 STEPS = 16
 TOLERANCE = 0.02  # of a token's logits in bfloat16 against the CPU's, relative to their norm

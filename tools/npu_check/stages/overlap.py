@@ -40,7 +40,7 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
     from benchmarks import npu_layers
     from executor.config.env import rank_env
     from executor.engine.building import init_parallel
-    from executor.engine.settings import platform_settings
+    from executor.launch.platform_settings import platform_settings
     from executor.platform.ascend.device import AscendPlatform
     from ops.ascend import vector_core
     from tools.npu_check.numbers import require

@@ -3,11 +3,11 @@
 import platform
 from pathlib import Path
 
-from errors import UserError
 from executor.config.env import cann_home
 from executor.platform.ascend.versions import check_versions, read_versions
 from tools.npu_check.outcome import Check, Found
 from tools.npu_check.stage import DEVICE
+from umbra.errors import UserError
 
 
 def checks(logs: Path) -> list[Check]:

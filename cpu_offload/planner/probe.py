@@ -1,0 +1,170 @@
+"""Measures the costs of the planner's model on made-up experts: one layer's mixture, replayed on a tape as in a step.
+
+Successive experts use successive blocks, so that the CPU's caches hold as few of them as in a step. The engine's
+threads compute the experts that count as resident from the same memory: on platform `cpu`, device and shadow pool share
+it.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cpu_offload.planner.model import Costs, Line, Sample, Shape, fit, slip_of
+from ops.cpu.engine import Tape, native
+from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, resident_rows, submit
+
+INT = torch.int64
+LEAST, MOST = 2, 25  # fewest and most calls of one kind of measurement, after a first call that warms up
+QUEUED = 8  # copies in flight at once
+BYTE = 0x3C  # made-up blocks consist of it: a small, normal number in every format
+MADE_UP = 256 << 20  # most bytes of made-up blocks: more than most caches hold, and written within a second
+READ = 16 << 20  # bytes that each thread reads where its speed of reading is measured
+LONG = 64  # tokens of the step that represents prefills
+
+
+def made_up(blocks: ExpertBlocks, experts: int) -> Tensor:
+    """Returns as many of `experts` blocks as fit into MADE_UP bytes, at least QUEUED of them: (blocks, block bytes)."""
+    count = min(experts, max(MADE_UP // blocks.block_bytes, QUEUED))
+    buffer = native.Buffer(bytes=count * blocks.block_bytes, team=0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).fill_(BYTE).view(count, blocks.block_bytes)
+
+
+class Probe:
+    """One layer's mixture of `tokens` tokens; each call takes its experts from the next blocks of `made`. Where these
+    are fewer than the experts, several experts share a block."""
+
+    def __init__(self, pool: ShadowPool, blocks: ExpertBlocks, made: Tensor, shape: Shape, tokens: int):
+        self.pool, self.top_k, count = pool, shape.top_k, shape.experts
+        self.addresses = torch.tensor([block.data_ptr() for block in made])
+        here, device, counts, times = (torch.zeros(size, dtype=INT) for size in (count, count, count, 4))
+        self.layer = ShadowLayer(0, blocks, here, device, counts, times, made)
+        self.ids = torch.full((tokens, self.top_k), count)  # an id beyond the last expert: routed to no expert
+        x, weights = torch.full((tokens, blocks.hidden), 0.01), torch.full((tokens, self.top_k), 1 / self.top_k)
+        self.tape, self.turn = Tape(), 0
+        with self.tape.capture():
+            job = submit(pool, self.layer, x, self.ids)
+            resident_rows(job)
+            out = join(job, weights)
+        self.kept = x, weights, job, out  # kept alive, since the tape uses their addresses
+
+    def pairs(self, experts: int) -> int:
+        """Number of (token, expert) pairs if `experts` experts are used."""
+        return len(self.ids) * min(self.top_k, experts)
+
+    def __call__(self, resident: int, missing: int) -> float:
+        """Milliseconds of a replay that uses `resident` resident experts and `missing` missing ones."""
+        count, used = len(self.layer.store), resident + missing
+        order = torch.arange(used) + self.turn
+        experts = order % count
+        self.turn += used
+        self.layer.store[experts] = self.addresses[order % len(self.addresses)]
+        self.layer.device.zero_()
+        self.layer.device[experts[:resident]] = self.layer.store[experts[:resident]]
+        self.ids.fill_(count)
+        if used:
+            each = min(self.top_k, used)
+            places = torch.arange(len(self.ids) * each).view(len(self.ids), each) % used
+            self.ids[:, :each] = experts[places]
+        self.pool.step += 1
+        start = time.perf_counter()
+        self.tape.replay()
+        return 1e3 * (time.perf_counter() - start)
+
+
+def measure(
+    pool: ShadowPool, threads: int, blocks: ExpertBlocks, made: Tensor, shape: Shape, most: int, seconds: float
+) -> Costs:
+    """Measures the costs, in about `seconds`. `pool` has `threads` threads, `made` is the result of `made_up`, and a
+    decode step has at most `most` tokens."""
+    start = time.perf_counter()
+    numbers = sorted({1, most, LONG})
+    kinds = [
+        (tokens, experts)
+        for tokens in numbers
+        for experts in sorted({*((1, 2) if tokens <= most else ()), shape.top_k, round(shape.used(tokens))})
+        if 0 < experts <= shape.experts
+    ]
+    budget = Budget(seconds, 2 * len(kinds) + 2 * len(numbers) + 1)
+    probes = {tokens: Probe(pool, blocks, made, shape, tokens) for tokens in numbers}
+    base = min(budget.fastest(partial(probe, 0, 0)) for probe in probes.values())
+    sides: list[list[Sample]] = [[], []]
+    for tokens, experts in kinds:
+        probe = probes[tokens]
+        for side, kind in enumerate(((experts, 0), (0, experts))):
+            ms = max(budget.fastest(partial(probe, *kind)) - base, 1e-6)
+            sides[side].append(Sample(experts, probe.pairs(experts), ms))
+    device, shadow = fit(sides[0]), fit(sides[1])
+    return Costs(
+        base=base,
+        device=device,
+        shadow=shadow,
+        slip=_slip(probes, base, device, shadow, budget),
+        copy=_copy(made, budget),
+        block_bytes=blocks.block_bytes,
+        threads=(sum(team.threads for team in native.teams()), threads),
+        seconds=time.perf_counter() - start,
+    )
+
+
+class Budget:
+    """Divides `seconds` between `kinds` kinds of measurement. If one exceeds its share, the others get less time."""
+
+    def __init__(self, seconds: float, kinds: int):
+        self.end, self.kinds = time.perf_counter() + seconds, kinds
+
+    def fastest(self, once: Callable[[], float]) -> float:
+        """The shortest time of several calls, since other processes can only make a call slower."""
+        start = time.perf_counter()
+        end = start + (self.end - start) / self.kinds
+        self.kinds -= 1
+        once()
+        found: list[float] = []
+        while len(found) < LEAST or (len(found) < MOST and time.perf_counter() < end):
+            found.append(once())
+        return min(found)
+
+
+def _slip(probes: dict[int, Probe], base: float, device: Line, shadow: Line, budget: Budget) -> float:
+    """`slip` of `Costs`, measured with half of a token's experts on each side."""
+    found = []
+    for probe in probes.values():
+        half = min(probe.top_k, len(probe.layer.store)) // 2
+        if half:
+            ms = budget.fastest(partial(probe, half, half)) - base
+            pairs = probe.pairs(2 * half) / 2
+            found.append(slip_of(device.ms(half, pairs), shadow.ms(half, pairs), ms))
+    return sum(found) / len(found) if found else 0.0
+
+
+def _copy(made: Tensor, budget: Budget) -> float:
+    """Milliseconds of copying one block while several are queued, so that the time in which the copier's thread wakes
+    up, for which no step waits, is not counted."""
+    copier, turn = Copier(), 0
+    slots = made[:QUEUED].clone()  # memory that was written before, as an arena's is
+
+    def once() -> float:
+        nonlocal turn
+        start = time.perf_counter()
+        tickets = [copier.submit(slot, made[(turn + i) % len(made)]) for i, slot in enumerate(slots)]
+        for ticket in tickets:
+            copier.wait(ticket)
+        turn += len(slots)
+        return 1e3 * (time.perf_counter() - start) / len(slots)
+
+    return budget.fastest(once)
+
+
+def read_ms(nbytes: int, seconds: float) -> float:
+    """Milliseconds in which the engine reads `nbytes` bytes, measured for about `seconds`."""
+    probed = min(sum(team.threads for team in native.teams()), 32) * READ
+    probe = native.ReadProbe(bytes=probed)
+
+    def once() -> float:
+        start = time.perf_counter()
+        probe.run()
+        return 1e3 * (time.perf_counter() - start)
+
+    return Budget(seconds, 1).fastest(once) * nbytes / probed

@@ -1,0 +1,22 @@
+"""The ids that end a sequence, from whichever of a checkpoint's files names them."""
+
+from pathlib import Path
+
+from models.hf_config import HfConfig
+from text.tokenizer import open_tokenizer
+from umbra.files import read_json
+
+
+def stop_ids(folder: Path, from_config: tuple[int, ...]) -> frozenset[int]:
+    """End-of-sequence ids: those of generation_config.json; or else `from_config`, those of config.json, which a family
+    leaves empty if its checkpoints have wrong ones there; or else the tokenizer's, if there is a tokenizer."""
+    path = folder / "generation_config.json"
+    if path.is_file():
+        ids = HfConfig(read_json(path), str(path)).one_or_more("eos_token_id")
+        if ids:
+            return frozenset(ids)
+    if from_config:
+        return frozenset(from_config)
+    tokenizer = open_tokenizer(folder, needed=False)
+    eos = tokenizer.hf.eos_token_id if tokenizer else None
+    return frozenset() if eos is None else frozenset([eos])

@@ -1,0 +1,26 @@
+"""Checks that this machine has what a case needs before a rank is started; imports nothing heavy."""
+
+from importlib.metadata import version
+from importlib.util import find_spec
+
+from executor.checkpoint.names import INDEX, SINGLE
+from executor.config.case import Case
+from executor.config.load import model_folder
+from executor.config.platforms import PLATFORMS
+from umbra.errors import UserError
+
+
+def check_ready(case: Case) -> None:
+    """Refuse a case whose checkpoint or platform plugin is missing here."""
+    folder, plugin = model_folder(case), PLATFORMS[case.platform].plugin
+    if case.model_config.with_ckpt and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        raise UserError(
+            f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read): put the "
+            "checkpoint's files there, or --set model_path=FOLDER"
+        )
+    if plugin and not find_spec(plugin):
+        release = version("torch").partition("+")[0]
+        raise UserError(
+            f"platform: {case.platform} needs {plugin}, which is not installed: on a machine with CANN, "
+            f".venv/bin/python -m pip install {plugin}=={release}"
+        )

@@ -1,0 +1,286 @@
+"""Counts the memory that one rank of a case needs, for `--plan`. No device is needed: the model is built on PyTorch's
+meta device, whose tensors have shapes but no memory, in the layouts of the platform's ops.
+
+Every split of a model is even (`check_parallel`), so all ranks hold the same amount, and rank 0 is counted.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from executor.config.case import Case
+from executor.config.load import load_model_config
+from executor.config.platforms import PLATFORMS
+from executor.config.units import GB, MB
+from executor.engine.batch_limits import limits_of
+from executor.engine.building import bind_caches, build_of
+from executor.launch.platform_settings import platform_settings
+from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
+from executor.platform.ascend.hccl import buffer_mb
+from executor.platform.base import graph_rows
+from executor.run.activations import Ledger, batch_of, counted, sampling, shorten
+from executor.run.parts import Part, product
+from models.batch import Batch
+from models.build import Build, Shadows
+from models.causal_lm import CausalLM
+from models.config import ModelConfig
+from models.layers.attention import PagedAttention
+from models.layers.base import layers_of
+from models.layers.embedding import LMHead, VocabEmbedding
+from models.layers.experts import Experts
+from models.layers.norm import RMSNorm, SplitRMSNorm
+from models.layers.rotary import RotaryTable
+from models.layers.router import Router, SelectionBias
+from models.registry import load, model_class
+from ops.ascend.layout import CAUSAL_MASK, AscendLayout
+from ops.ascend.weights import NIBBLES, AscendExperts
+from ops.counted import CountedExchange, CountedOps
+from ops.interface import Exchange, Ops
+from ops.parallel.join import place_of
+from ops.parallel.partitions import ParallelSizes, partitions
+from umbra.errors import UserError
+
+WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
+    "weights", "KV cache", "prefill step", "decode graphs", "HCCL buffers", "allowance",
+)  # fmt: skip
+EXPERTS = ("experts", "experts' scales")
+KINDS: dict[type[nn.Module], str] = {
+    VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", SplitRMSNorm: "norms", Experts: "experts",
+    Router: "router", SelectionBias: "router",
+}  # fmt: skip
+ROWS = ("embedding", "rotary")  # tables of which a step reads one row for each token
+# A tenth of 64 GB, rounded down: serving engines usually leave as much free.
+ALLOWANCE = Part(
+    "CANN, operators, tiles", 6 * GB, "an allowance, not measured: driver, runtime, operators' workspaces, compiled "
+    "code, padding of tiles, fragmentation",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Rank 0's model with its caches, on meta."""
+
+    config: ModelConfig
+    build: Build
+    model: CausalLM
+    pages: int  # KV pages that sequences may hold
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank needs, by sections of memory."""
+
+    case: Case
+    sections: dict[str, list[Part]]
+    page_nbytes: int  # bytes of one KV page in all layers
+    decode: list[Part]  # the parts that a decode step reads from memory
+
+    @property
+    def total(self) -> int:
+        return sum(self.of(name) for name in self.sections)
+
+    @property
+    def left(self) -> int:
+        return self.case.ascend_config.memory_gb * GB - self.total
+
+    @property
+    def tokens_left(self) -> int:
+        """Number of further tokens of KV cache, in whole pages, that fit into the memory that is left."""
+        return max(self.left, 0) // self.page_nbytes * self.case.cache_config.page_size
+
+    def of(self, section: str) -> int:
+        """Bytes of all parts of a section."""
+        return sum(part.nbytes for part in self.sections[section])
+
+
+def make_plan(case: Case) -> Plan:
+    """The plan of an Ascend case; raises UserError for other platforms."""
+    if case.platform != "ascend":
+        raise UserError(f"case {case.name}: --plan: platform: {case.platform} has no memory plan, only ascend has")
+    ledger = Ledger()
+    settings, config = platform_settings(case), load_model_config(case)
+    ops = counted_ops(case, config, ledger)
+    why = why_gathered(settings, config)
+    check_slots(settings, why)
+    exchanged = 0 if why else most_rows(settings)
+    exchange = cast(Exchange, CountedExchange(ops, case.world_size, exchanged)) if exchanged else None
+    sketch = sketch_of(case, ops=cast(Ops, ops), exchange=exchange)
+    weights, cache = weights_of(sketch.model), cache_of(sketch.model, case.cache_config.page_size)
+    shorten(sketch.model)
+    sections = {
+        WEIGHTS: weights,
+        CACHE: [cache],
+        PREFILL: _prefill(case, sketch, ledger),
+        GRAPHS: _graphs(case, sketch, ledger),
+        HCCL: _hccl(case) + _window(exchanged, config, case.parallel_sizes),
+        REST: [ALLOWANCE, *_moving(case, sketch.model)],
+    }
+    page_nbytes = cache.nbytes // (sketch.pages + 1)
+    return Plan(case, sections, page_nbytes, _decode(case, sketch, weights, page_nbytes))
+
+
+def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
+    """The ops of an Ascend case, which name to `ledger` the tensors that they make."""
+    dtype: torch.dtype = getattr(torch, case.model_config.dtype)
+    experts, routing = case.parallel_sizes.physical(config.expert_count), case.ascend_config.moe_routing
+    page_size = case.cache_config.page_size
+    return CountedOps(AscendLayout(dtype), dtype, page_size, experts, routing=routing, name=ledger.note)
+
+
+def sketch_of(
+    case: Case, offload: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None
+) -> Sketch:
+    """The model and its caches on meta. By default, `ops` only has the platform's layouts: enough to build a model, but
+    not to run a step."""
+    config = load_model_config(case)
+    ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
+    quantised_head = PLATFORMS[case.platform].quantised_head
+    parallel = counted(place_of(case.parallel_sizes, 0, {}))
+    build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, offload, exchange)
+    model = model_class(case.model_name)(config, build)
+    pages = limits_of(case).pages
+    bind_caches(model, case, build, pages)
+    return Sketch(config, build, model, pages)
+
+
+def weights_of(model: nn.Module) -> list[Part]:
+    """The memory of all weights, by kinds of layers."""
+    names = ("embedding", "attention", "router", "experts", "experts' scales", "dense MLP", "norms", "head", "rotary")
+    sizes = dict.fromkeys(names, 0)
+    for path, layer in layers_of(model):
+        name = kind_of(model, path, layer)
+        tensors = list(layer.storages())
+        quantised = any(not t.is_floating_point() for t in tensors)
+        for tensor in tensors:
+            scales = name == "experts" and quantised and tensor.is_floating_point()
+            sizes["experts' scales" if scales else name] += tensor.nbytes
+    tables = [module for module in model.modules() if isinstance(module, RotaryTable)]
+    sizes["rotary"] = sum(table.cos.nbytes + table.sin.nbytes for table in tables)
+    return [Part(name, size) for name, size in sizes.items() if size]
+
+
+def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
+    """The kind of a layer as the plan names it: by its class or, for a plain matrix, by the modules beside it."""
+    if type(layer) in KINDS:
+        return KINDS[type(layer)]
+    around = {type(child) for child in model.get_submodule(path.rpartition(".")[0]).children()}
+    return "attention" if PagedAttention in around else "dense MLP"
+
+
+def cache_of(model: nn.Module, page_size: int) -> Part:
+    """The memory of the KV cache that is bound to `model`."""
+    layers = [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
+    caches: list[Tensor] = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+    pages, values = len(caches[0]), caches[0][0].numel() // page_size
+    how = f"{len(caches)} tensors x {pages:,} pages x {page_size} tokens x {values} values x {caches[0].itemsize} B"
+    return Part("pages", sum(cache.nbytes for cache in caches), how)
+
+
+def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
+    """The largest prefill step: the longest prompt for every sequence of a group, limited by the chunk size."""
+    sequences, tokens = case.data_config.batch_size // case.attn_dp_size, case.prefill_tokens
+    shared = case.parallel_config.sequence_parallel(tokens)
+    if shared:
+        tokens = sketch.build.parallel.attn_tp.padded(tokens)
+    batch = _batch(case, sketch, tokens, sequences, case.attn_dp_size)
+    batch = dataclasses.replace(batch, sequence_parallel=shared)
+    in_model = ledger.fullest(sketch.model, sketch.model.forward, batch)
+    after = sampling(sketch.config.vocab_size, sequences, sketch.build.dtype.itemsize)
+    moment = max(in_model, after, key=lambda moment: moment.nbytes)
+    fixed = [
+        Part("inputs", _inputs(batch)),
+        product("causal mask", rows=CAUSAL_MASK, columns=CAUSAL_MASK, B=1),
+    ]
+    return [Part(f"fullest at {moment.name}", 0), *moment.parts, *fixed, *_unpacked(sketch)]
+
+
+def _unpacked(sketch: Sketch) -> list[Part]:
+    """The values of a layer's 4-bit experts: npu_grouped_matmul unpacks all of them to its workspace before it
+    multiplies by them. Where the vector cores' kernels are used, they are in the banks of ops/ascend/tiles.py."""
+    banks = [layer.weights for _, layer in layers_of(sketch.model) if isinstance(layer, Experts)]
+    quantised = [bank for bank in banks if isinstance(bank, AscendExperts) and bank.w13.format.quantised]
+    parts = []
+    for name in ("w13", "w2") if quantised else ():
+        experts, rows, words = max((getattr(bank, name).data.shape for bank in quantised), key=math.prod)
+        columns = words * NIBBLES
+        parts.append(
+            product(
+                f"{name} of a layer, unpacked",
+                experts=experts,
+                rows=rows,
+                columns=columns,
+                B=sketch.build.dtype.itemsize,
+            )
+        )
+    return parts
+
+
+def _graphs(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:
+    """Graphs of different sizes share no memory: each has its own inputs and tensors."""
+    if case.exe_mode == "eager":
+        return []
+    most = case.decode_rows // case.attn_dp_size
+    parts = []
+    for rows in sorted({graph_rows(rows, most) for rows in range(1, most + 1)}):
+        batch = _batch(case, sketch, rows, rows, None)
+        moment = ledger.fullest(sketch.model, sketch.model.forward, batch)
+        parts.append(Part(f"{rows} row(s)", moment.nbytes + _inputs(batch), f"inputs and {moment.name}"))
+    return parts
+
+
+def _batch(case: Case, sketch: Sketch, tokens: int, sequences: int, groups: int | None) -> Batch:
+    width, page_size = limits_of(case).table_width, case.cache_config.page_size
+    return batch_of(sketch.build.ops, tokens, sequences, width, page_size, groups)
+
+
+def _inputs(batch: Batch) -> int:
+    return sum(tensor.nbytes for tensor in batch.tensors().values())
+
+
+def _hccl(case: Case) -> list[Part]:
+    """HCCL's buffers for this rank's groups. Groups of the same ranks share a buffer; a group of one rank has none."""
+    shared: dict[tuple[int, ...], list[str]] = {}
+    for name, members in partitions(case.parallel_sizes).items():
+        shared.setdefault(members[0], []).append(name)
+    return [
+        product(", ".join(names), buffers=2, MB=buffer_mb(case.hccl_config, case.parallel_sizes, names[0]), B=MB)
+        for ids, names in shared.items()
+        if len(ids) > 1
+    ]
+
+
+def _window(rows: int, config: ModelConfig, sizes: ParallelSizes) -> list[Part]:
+    """The buffers of the communicator that rows of experts are exchanged over, on Atlas A3; Atlas A2 has none."""
+    return [product("exchange of rows (A3)", buffers=2, MB=window_mb(rows, config, sizes), B=MB)] if rows else []
+
+
+def _moving(case: Case, model: nn.Module) -> list[Part]:
+    """At most: a layer's experts as they leave and as they come, and without tiles before and after that."""
+    parallel = case.parallel_config
+    if not parallel.expert_slots or parallel.rebalance_steps is None:
+        return []
+    most = max(layer.nbytes for _, layer in layers_of(model) if isinstance(layer, Experts))
+    return [product("experts of a layer that moves", copies=4, B=most)]
+
+
+def _decode(case: Case, sketch: Sketch, weights: list[Part], page_nbytes: int) -> list[Part]:
+    """The parts that a decode step reads if its batch is full and all sequences are at their longest. The number of
+    different experts is its expected value."""
+    batch = case.data_config.batch_size
+    own = batch // case.attn_dp_size
+    rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
+    parts = [Part("all but embedding, experts", rest)]
+    experts, chosen = case.parallel_sizes.physical(sketch.config.expert_count), sketch.config.experts_per_token
+    if experts:
+        here = experts // sketch.build.parallel.moe_ep.size
+        share = 1 - (1 - chosen / experts) ** batch
+        size = sum(part.nbytes for part in weights if part.name in EXPERTS)
+        how = f"{here * share:.1f} of {here} a layer: {here} x (1 - (1 - {chosen} / {experts}) ^ {batch})"
+        parts.append(Part("experts hit", round(size * share), how))
+    tokens, page_size = own * case.max_sequence_length, case.cache_config.page_size
+    parts.append(product("KV of longest sequences", tokens=tokens, B_a_token=page_nbytes // page_size))
+    return parts

@@ -1,0 +1,59 @@
+"""Refuses a case whose ranks cannot fit into the memory that this machine, or the cgroup of this process, has for them,
+before any of it is allocated: what is beyond is not refused by the system, which kills a process instead."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from executor.config.case import Case
+from executor.config.units import GB, MB
+from executor.run.ascend_memory_plan import cache_of, sketch_of, weights_of
+from umbra.errors import UserError
+
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def check_host_memory(case: Case, local_ranks: int) -> None:
+    """Checks a case whose platform's device is the CPU. `local_ranks` is the number of the job's ranks on this
+    machine, each of which counts as much as this process has by now: the program and its libraries."""
+    sketch, arena = sketch_of(case), case.offload_config.arena_mb
+    weights = sum(part.nbytes for part in weights_of(sketch.model))
+    cache = cache_of(sketch.model, case.cache_config.page_size).nbytes
+    if case.offload_config.mode != "none" and arena:  # it takes the cache's place
+        cache = int(arena * MB)
+    total, (room, of) = local_ranks * (weights + cache + _program_bytes()), memory_limit()
+    if total > room:
+        raise UserError(
+            f"case {case.name}: {weights / GB:.2f} GB of weights, {cache / GB:.2f} GB of KV cache and "
+            f"{_program_bytes() / GB:.2f} GB of program on each of {local_ranks} rank(s) do not fit into the "
+            f"{room / GB:.2f} GB of {of}: --set quantization.method=q4, or lower batch_size or input_max_len"
+        )
+
+
+def memory_limit(cgroups: Path = CGROUPS, own: Path = OWN) -> tuple[int, str]:
+    """The bytes of memory that processes like this one may have together, and what has the limit: the machine, or the
+    file of a cgroup. `own` is the file that names this process's cgroups, which lie below `cgroups`."""
+    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine's memory")]
+    for file in _limit_files(cgroups, own):
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+            limits.append((int(file.read_text()), str(file)))
+    return min(limits)
+
+
+def _limit_files(cgroups: Path, own: Path) -> Iterator[Path]:
+    """Where limits of this process may be: in its cgroup and in all above it. In a container its name may be that
+    outside, of which only the end of the way up is to be seen."""
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top, file = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+            folder = top / name.strip("/")
+            yield from (each / file for each in (folder, *folder.parents) if each.is_relative_to(top))
+
+
+def _program_bytes() -> int:
+    """What this process has in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

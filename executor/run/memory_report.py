@@ -1,0 +1,71 @@
+"""Prints a memory plan and refuses a case that does not fit."""
+
+from executor.config.case import Case
+from executor.config.units import GB
+from executor.run.ascend_memory_plan import CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
+from executor.run.parts import Part
+from umbra.errors import UserError
+
+REMEDIES = {
+    WEIGHTS: "raise world_size, or --set quantization.method=q4",
+    CACHE: "lower batch_size, input_max_len or max_new_tokens",
+    PREFILL: "lower chunked_prefill_size (0: no limit)",
+    GRAPHS: "lower batch_size",
+    HCCL: "lower hccl_config.buffer_mb",
+    REST: "use dies with more memory",
+}
+
+
+def show_plan(case: Case) -> None:
+    """Prints what the case needs, for `--plan`; raises UserError if that is more than a device has."""
+    if case.offload_config.mode != "none":
+        from executor.run.planned_run import show_offload_plan
+
+        return show_offload_plan(case)
+    plan = make_plan(case)
+    print_plan(plan)
+    check_fits(plan)
+
+
+def print_plan(plan: Plan) -> None:
+    case = plan.case
+    q, format = case.quantization, case.model_config.dtype
+    if q.method in ("q8", "q4"):
+        format += f", {q.method} in groups of {q.group_size}" + (" with zero points" if q.zero_points else "")
+    print(f"case {case.name}: {case.platform}, {case.exe_mode}, {case.world_size} rank(s), {format}")
+    print("Memory of one rank, counted, not measured. Splits are even: rank 0 stands for all. 1 GB = 2^30 bytes.")
+    for name, parts in plan.sections.items():
+        print()
+        _row(name, plan.of(name))
+        for part in parts:
+            _part(part)
+    print()
+    _row("total", plan.total)
+    _row(f"ascend_config.memory_gb: {case.ascend_config.memory_gb}", case.ascend_config.memory_gb * GB)
+    _row("left", plan.left, f"{plan.tokens_left:,} more tokens of KV cache" if plan.left > 0 else "does not fit")
+    print(f"\nA decode step of {case.data_config.batch_size} sequence(s) reads on each rank:")
+    for part in plan.decode:
+        _part(part)
+    _row("in all", sum(part.nbytes for part in plan.decode))
+
+
+def check_fits(plan: Plan) -> None:
+    if plan.left >= 0:
+        return
+    largest = max(plan.sections, key=plan.of)
+    raise UserError(
+        f"case {plan.case.name}: {plan.total / GB:.2f} GB are {-plan.left / GB:.2f} GB more than "
+        f"ascend_config.memory_gb: {plan.case.ascend_config.memory_gb}; the largest share is {largest} with "
+        f"{plan.of(largest) / GB:.2f} GB: {REMEDIES[largest]}"
+    )
+
+
+def _part(part: Part) -> None:
+    if part.nbytes:
+        _row(f"  {part.name}", part.nbytes, part.how)
+    else:
+        print(f"  {part.name}")
+
+
+def _row(name: str, nbytes: int, how: str = "") -> None:
+    print(f"{name:<36} {nbytes:>18,} {nbytes / GB:>8.3f} GB  {how}".rstrip())

@@ -1,0 +1,273 @@
+"""The CPU platform's ops: thin wrappers that pass addresses to the native module (csrc/). Activations are float32.
+
+Calls into the native module are positional here: keywords cost half a microsecond more in each, a tenth of a small op.
+"""
+
+import functools
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops import composed, reference
+from ops.cpu.engine import TYPES, native, pointer
+from ops.cpu.layout import cache_shape
+from ops.cpu.matrix import NativeExperts, NativeMatrix
+from ops.cpu.matrix import fill_table as fill_table
+from ops.cpu.memory import table as table
+from ops.cpu.memory import zeros
+from ops.interface import Lengths
+from ops.sampling import Choice
+from umbra.errors import UserError
+
+vector_type, paging = reference.vector_type, reference.paging
+matrix = NativeMatrix
+expert_matrices = NativeExperts
+INT = torch.int64
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def traced(op: Callable[P, R]) -> Callable[P, R]:
+    """Gives the op its name in a profiler's trace. Without a profiler this costs a tenth of a microsecond."""
+
+    @functools.wraps(op)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._autograd._profiler_enabled():
+            return op(*args, **kwargs)
+        with torch.profiler.record_function(f"umbra::{op.__name__}"):
+            return op(*args, **kwargs)
+
+    return call
+
+
+@traced
+def embedding(ids: Tensor, table: Tensor, first_id: int | None) -> Tensor:
+    out = torch.empty(len(ids), table.shape[1])
+    rows, hidden = table.shape
+    native.embedding(
+        pointer(ids, INT), pointer(table, table.dtype), pointer(out), len(ids), rows, hidden, first_id or 0,
+        TYPES[table.dtype],
+    )  # fmt: skip
+    return out
+
+
+@traced
+def linear(x: Tensor, weight: NativeMatrix, bias: Tensor | None) -> Tensor:
+    out = torch.empty(len(x), weight.rows)
+    scratch = torch.empty(native.linear_scratch(len(x), weight.columns) if weight.quantised else 64, dtype=torch.uint8)
+    native.linear(
+        weight.packed.handle,
+        pointer(x),
+        pointer(bias),
+        pointer(out),
+        pointer(scratch, torch.uint8),
+        len(x),
+        weight.rows,
+    )
+    return out
+
+
+@traced
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _norm(x, None, weight, eps)[0]
+
+
+@traced
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _norm(x, residual, weight, eps)
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows = x if x.dim() == 3 else x[:, None]  # (T, heads, width), tokens at any stride
+    tokens, heads, width = rows.shape
+    out = torch.empty(x.shape)
+    total = out if residual is None else torch.empty(x.shape)
+    native.rms_norm(
+        _strided(rows), pointer(residual), pointer(weight), pointer(out), 0 if residual is None else pointer(total),
+        tokens, heads, width, rows.stride(0), eps,
+    )  # fmt: skip
+    return out, total
+
+
+@traced
+def split_rms_norm(
+    parts: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    counts: Sequence[int],
+    eps: float,
+    total: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    squares, outs = torch.empty(len(parts), len(parts[0])), [torch.empty(x.shape) for x in parts]
+    for x, row in zip(parts, squares.unbind(), strict=True):
+        native.square_sums(_strided(x[:, None]), pointer(row), len(x), x.shape[1], x.stride(0))
+    total(squares)
+    for x, row, weight, out, count in zip(parts, squares.unbind(), weights, outs, counts, strict=True):
+        native.scale_by_squares(
+            _strided(x[:, None]), pointer(row), pointer(weight), pointer(out), len(x), x.shape[1], x.stride(0), count,
+            eps,
+        )  # fmt: skip
+    return outs
+
+
+@traced
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty(x.shape)
+    tokens, heads, width = x.shape
+    native.rope(_strided(x), pointer(cos), pointer(sin), pointer(out), tokens, heads, width, x.stride(0))
+    return out
+
+
+def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if width > native.most_width:
+        raise UserError(f"head_dim: {width} is above {native.most_width}, the widest head of the cpu's attention")
+    if width % 2 or page_size % 2:
+        raise UserError(f"head_dim: {width}, page_size: {page_size}: the cpu keeps keys and values in pairs")
+    return zeros(cache_shape(pages, page_size, kv_heads, width, dtype), dtype)
+
+
+@traced
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+    tokens, heads, width = k.shape
+    dtype = k_cache.dtype
+    native.write_kv(
+        _strided(k), _strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(places, INT), tokens, heads,
+        width, k_cache.shape[3], k.stride(0), v.stride(0), TYPES[dtype],
+    )  # fmt: skip
+
+
+def norm_rope_write(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    places: Tensor,
+    out: Tensor | None,
+) -> Tensor:
+    own: Any = sys.modules[__name__]
+    return composed.norm_rope_write(own, qkv, q_weight, k_weight, eps, cos, sin, kv_heads, k_cache, v_cache, places)
+
+
+@traced
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Lengths,
+    kv_lens: Lengths,
+    scale: float,
+) -> Tensor:
+    if not (isinstance(query_starts, Tensor) and isinstance(kv_lens, Tensor)):
+        raise TypeError("lengths must be tensors, as `paging` makes them")
+    out = torch.empty(q.shape)
+    tokens, heads, width = q.shape
+    _, kv_heads, _, page_size = k_cache.shape
+    dtype = k_cache.dtype
+    native.attention(
+        pointer(q), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(block_tables, INT),
+        pointer(query_starts, INT), pointer(kv_lens, INT), pointer(out), len(kv_lens), heads, kv_heads, width,
+        page_size, block_tables.shape[1], tokens, scale, TYPES[dtype],
+    )  # fmt: skip
+    return out
+
+
+@traced
+def silu_mul(x: Tensor) -> Tensor:
+    tokens, both = x.shape
+    out = torch.empty(tokens, both // 2)
+    native.silu_mul(pointer(x), pointer(out), tokens, both // 2)
+    return out
+
+
+@traced
+def route_softmax(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    return _route(logits, None, top_k, False, renormalise)
+
+
+@traced
+def route_sigmoid(logits: Tensor, bias: Tensor | None, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    return _route(logits, bias, top_k, True, renormalise)
+
+
+def _route(logits: Tensor, bias: Tensor | None, top_k: int, sigmoid: bool, renormalise: bool) -> tuple[Tensor, Tensor]:
+    tokens, experts = logits.shape
+    weights, ids, scratch = (
+        torch.empty(tokens, top_k), torch.empty(tokens, top_k, dtype=INT), torch.empty(tokens, experts),
+    )  # fmt: skip
+    native.route(
+        pointer(logits), pointer(bias), pointer(weights), pointer(ids, INT), pointer(scratch), tokens, experts, top_k,
+        sigmoid, renormalise,
+    )  # fmt: skip
+    return weights, ids
+
+
+@traced
+def argmax(x: Tensor) -> Tensor:
+    rows, width = x.shape
+    out, best = torch.empty(rows, dtype=INT), torch.empty(rows, native.argmax_chunks(width), dtype=torch.int32)
+    native.argmax(pointer(x), pointer(out, INT), pointer(best, torch.int32), rows, width)
+    return out
+
+
+@traced
+def sample(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
+    rows, width = logits.shape
+    out, scratch = torch.empty(rows, dtype=INT), torch.empty(native.sample_scratch(width))
+    biases = {row: _bias(choice) for row, choice in enumerate(choices) if choice.settings.logit_bias}
+    packed = b"".join([_packed(choice, *biases.get(row, NO_BIAS)) for row, choice in enumerate(choices)])
+    native.sample(pointer(logits), packed, pointer(out, INT), pointer(scratch), rows, width)
+    return out
+
+
+CHOICE = struct.Struct("6d10q")  # `Choice` in csrc/kernels/ops.h
+LARGEST = (1 << 63) - 1
+NO_BIAS: "tuple[array[int], array[float]]" = (array("q"), array("d"))
+
+
+def _bias(choice: Choice) -> "tuple[array[int], array[float]]":
+    return array("q", choice.settings.logit_bias), array("d", choice.settings.logit_bias.values())
+
+
+def _packed(choice: Choice, tokens: "array[int]", biases: "array[float]") -> bytes:
+    settings, allowed = choice.settings, choice.allowed
+    return CHOICE.pack(
+        settings.temperature, settings.top_p, settings.min_p, settings.presence_penalty, settings.frequency_penalty,
+        settings.repetition_penalty, min(settings.top_k or 0, LARGEST), choice.seed, choice.ids.buffer_info()[0],
+        choice.prompt, choice.position, tokens.buffer_info()[0], biases.buffer_info()[0], len(tokens),
+        0 if allowed is None else np.frombuffer(allowed, np.uint8).ctypes.data, len(allowed or b""),
+    )  # fmt: skip
+
+
+@traced
+def moe(x: Tensor, weights: Tensor, ids: Tensor, experts: NativeExperts, first_expert: int | None) -> Tensor:
+    tokens, top_k = ids.shape
+    out = torch.empty(tokens, experts.hidden)
+    sizes = tokens, top_k, experts.count
+    scratch = torch.empty(native.moe_scratch(*sizes, experts.hidden, experts.inner), dtype=torch.uint8)
+    native.moe(
+        experts.w13.handle, experts.w2.handle, pointer(x), pointer(weights), pointer(ids, INT), pointer(out),
+        pointer(scratch, torch.uint8), *sizes, first_expert or 0, experts.hidden, experts.inner,
+    )  # fmt: skip
+    return out
+
+
+def _strided(x: Tensor) -> int:
+    """The address of (T, heads, width) whose heads are contiguous and whose tokens may be any distance apart."""
+    if x.stride()[1:] != (x.shape[2], 1) and x.shape[1] > 1:
+        raise TypeError(f"heads are not contiguous: {tuple(x.shape)} {x.stride()}")
+    return pointer(x, contiguous=False)

@@ -1,0 +1,1 @@
+"""Holds the planner and its simulation against measurements."""

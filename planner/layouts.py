@@ -1,0 +1,151 @@
+"""The layouts of a model over the devices of a cluster. Which are possible is what the rules of a case say: each layout
+is a case, made from the cluster's case with other sizes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from executor.config.case import Case
+from executor.config.load import load_case
+from executor.config.units import GB
+from planner.cluster import Cluster
+from planner.machine import Hardware
+from planner.times import Placing, Times, step_times
+from planner.work import Counted
+from umbra.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A way to divide a cluster's devices: `replicas` copies of the model, each on `world` ranks."""
+
+    replicas: int
+    world: int
+    attn_tp: int
+    moe_tp: int
+    method: str
+    resident: float
+
+    @property
+    def attn_dp(self) -> int:
+        return self.world // self.attn_tp
+
+    @property
+    def moe_ep(self) -> int:
+        return self.world // self.moe_tp
+
+    def __str__(self) -> str:
+        text = f"{self.replicas} x {self.world}: attention tp {self.attn_tp} dp {self.attn_dp}, "
+        text += f"experts tp {self.moe_tp} ep {self.moe_ep}"
+        text += f", {self.method}" * (self.method != "none")
+        return text + f", {self.resident:.0%} resident" * (self.resident < 1)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def sizes_of(cluster: Cluster) -> Iterator[Sizes]:
+    """Every way to divide the cluster's devices, possible or not."""
+    for method in cluster.search.methods:
+        for world in cluster.search.worlds or divisors(cluster.devices):
+            for attn_tp in divisors(world):
+                for moe_tp in divisors(world):
+                    for share in cluster.search.resident:
+                        yield Sizes(cluster.devices // world, world, attn_tp, moe_tp, method, share)
+
+
+def case_of(cluster: Cluster, sizes: Sizes) -> Case:
+    """The case of a replica; raises UserError with the rule that the sizes break."""
+    length = cluster.load.prompt_tokens + cluster.load.output_tokens
+    settings: dict[str, object] = {
+        "world_size": sizes.world,
+        "attn_tp_size": sizes.attn_tp,
+        "moe_tp_size": sizes.moe_tp,
+        "embed_tp_size": 0,
+        "lmhead_tp_size": 0,
+        "quantization.method": sizes.method,
+        "batch_size": sizes.attn_dp * cluster.search.most_sequences,
+        "input_max_len": length - 1,
+        "max_new_tokens": 1,
+        "chunked_prefill_size": cluster.search.chunk,
+        "offload_config.mode": "none",
+    }
+    if load_case(cluster.case).platform == "ascend":
+        settings["hccl_config.aiv_group"] = "none"
+    return load_case(cluster.case, settings=settings)
+
+
+def spans_of(world: int, attn_tp: int) -> dict[str, int]:
+    """How many neighbouring ranks have all ranks of a rank group, by the group's name."""
+    return {"world": world, "attn_dp": world, "attn_tp": attn_tp, "embed_tp": attn_tp, "lmhead_tp": attn_tp}
+
+
+class Layout:
+    """A possible division of a cluster, with the memory and the step times of its ranks."""
+
+    def __init__(self, cluster: Cluster, sizes: Sizes, hardware: Hardware, counted: Counted):
+        self.cluster, self.sizes, self.hardware, self.counted = cluster, sizes, hardware, counted
+        sharing = 1 if sizes.resident == 1 else int(min(hardware.need("host.devices"), cluster.devices))
+        spans = spans_of(sizes.world, sizes.attn_tp)
+        self.placing = Placing(spans, sizes.method != "none", sizes.resident, sharing)
+        self._decoded: dict[int, Times] = {}
+
+    @property
+    def all_free_bytes(self) -> float:
+        """Memory of a device for keys, values and experts."""
+        memory = self.hardware.need("device.memory_gb") - self.hardware.device.reserved_gb
+        return memory * GB - self.counted.memory.rest
+
+    @property
+    def free_bytes(self) -> float:
+        """Memory of a device for keys and values; negative: the weights do not fit."""
+        return self.all_free_bytes - self.sizes.resident * self.counted.memory.experts
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Bytes of experts that a host holds for the ranks on its devices."""
+        if self.sizes.resident == 1:
+            return 0.0
+        return float(self.placing.sharing * self.counted.memory.experts)  # every shadow is on the host
+
+    @cached_property
+    def most_sequences(self) -> int:
+        """The most sequences of a group whose keys and values fit."""
+        load = self.cluster.load
+        each = self.counted.memory.token * (load.prompt_tokens + load.output_tokens)
+        return min(int(self.free_bytes / each), self.cluster.search.most_sequences)
+
+    def decode(self, sequences: int) -> Times:
+        """A decode step of `sequences` sequences of each group, half of whose answers are there on average."""
+        if sequences not in self._decoded:
+            load = self.cluster.load
+            work = self.counted.decode(sequences, load.prompt_tokens + load.output_tokens // 2)
+            self._decoded[sequences] = step_times(work, self.placing, self.hardware)
+        return self._decoded[sequences]
+
+    @cached_property
+    def prefill(self) -> Times:
+        """The prefill of a prompt in each group at once, in chunks."""
+        total, cached, prompt = dict[str, float](), 0, self.cluster.load.prompt_tokens
+        while cached < prompt:
+            tokens = min(self.cluster.search.chunk, prompt - cached)
+            times = step_times(self.counted.prefill(tokens, cached), self.placing, self.hardware)
+            total = {part: total.get(part, 0.0) + seconds for part, seconds in times.parts.items()}
+            cached += tokens
+        return Times(total)
+
+
+def make_layout(cluster: Cluster, sizes: Sizes, hardware: Hardware) -> Layout:
+    """Raises UserError with the rule that the sizes break, or with what does not fit."""
+    case = case_of(cluster, sizes)
+    if case.platform != hardware.platform:
+        raise UserError(f"case {case.name} runs on {case.platform}, hardware {hardware.name} is {hardware.platform}")
+    layout = Layout(cluster, sizes, hardware, Counted(case))
+    if layout.most_sequences < 1:
+        need = layout.counted.memory.token * (cluster.load.prompt_tokens + cluster.load.output_tokens)
+        raise UserError(f"does not fit: {(need - layout.free_bytes) / GB:.1f} GB of a device's memory are missing")
+    if layout.host_bytes > (room := hardware.host.memory_gb or 0.0) * GB:
+        raise UserError(f"does not fit: a host holds {layout.host_bytes / GB:.0f} GB of experts in {room:.0f} GB")
+    return layout

@@ -1,0 +1,100 @@
+"""The time of any step of a layout, from the same model as the plan's, kept in tables since a simulation asks often."""
+
+import dataclasses
+from functools import lru_cache
+
+import numpy as np
+
+from executor.engine.scheduler import Step
+from planner.layouts import Layout
+from planner.times import Times, step_times
+from planner.work import Work
+
+SHARES = 64  # shares of resident experts are rounded to multiples of 1 / SHARES
+TOKENS, CACHED = 64, 1024  # prefill steps are counted for multiples of these, and times between them interpolated
+
+
+class StepTimes:
+    def __init__(self, layout: Layout, longest: int):
+        """`longest` is the number of tokens of the longest sequence."""
+        self.layout, self.longest = layout, longest
+        self.decode_at = lru_cache(None)(self._decode_at)
+        self.prefill_at = lru_cache(None)(self._prefill_at)
+        self.exposed_at = lru_cache(None)(self._exposed_at)
+
+    def seconds(self, step: Step, groups: int, resident: float) -> float:
+        """The time of a step: that of the data-parallel group with the most to do, since groups wait for each other.
+        `resident`: the share of the experts that it uses which the devices hold."""
+        if step.decode:
+            return self.decode_steps(step, groups, resident, 1)[0][0]
+        share = round(resident * SHARES) / SHARES
+        tokens, seen, decoding = [0] * groups, [0] * groups, [0] * groups
+        for s in step.sequences:
+            tokens[s.group] += s.new_tokens
+            if s.decoding:
+                decoding[s.group] += s.cached
+            else:
+                seen[s.group] = max(seen[s.group], s.cached)
+        busiest = max(range(groups), key=lambda group: tokens[group])
+        # Those that decode read what they have cached.
+        extra = self.decode(1, decoding[busiest], share) - self.decode(1, 0, share)
+        return self.prefill(tokens[busiest], seen[busiest], share) + extra
+
+    def decode_steps(self, step: Step, groups: int, resident: float, count: int) -> tuple[list[float], float]:
+        """The times of `count` decode steps in a row, of which `step` is the first, and for how long of all of them the
+        devices wait for shadow experts."""
+        share = round(resident * SHARES) / SHARES
+        rows, cached = [0] * groups, [0] * groups
+        for s in step.sequences:
+            rows[s.group] += 1
+            cached[s.group] += s.cached
+        most = max(rows)
+        first = max(cached) / most
+        start = self.decode(most, first, share)
+        seconds = [start]
+        if count > 1:
+            last = count - 1  # every sequence has so many tokens more in the last step, in which time is linear
+            ends = [c + last * r for c, r in zip(cached, rows, strict=True)]
+            rise = self.decode(most, max(ends) / most, share) - start
+            if ends[cached.index(max(cached))] == max(ends):  # the same group has the most to do in all steps
+                each = rise / last
+                seconds = [start + each * i for i in range(count)]
+            else:
+                most_cached = (np.array(cached)[:, None] + np.array(rows)[:, None] * np.arange(count)).max(axis=0)
+                more = most_cached / most - first
+                seconds = (start + rise / more[last] * more).tolist()
+        return seconds, count * self.exposed_at(most, share)
+
+    def decode(self, sequences: int, cached: float, resident: float) -> float:
+        """A decode step of `sequences` sequences of a group with `cached` tokens each, in which time is linear."""
+        none, some = self.decode_at(sequences, resident)
+        return none + (some - none) * cached / self.longest
+
+    def _decode_at(self, sequences: int, resident: float) -> tuple[float, float]:
+        none, some = (self.layout.counted.decode(sequences, cached) for cached in (0, self.longest))
+        return self._times(none, resident).total, self._times(some, resident).total
+
+    def _exposed_at(self, sequences: int, resident: float) -> float:
+        return self._times(self.layout.counted.decode(sequences, 0), resident).parts["shadow experts"]
+
+    def _times(self, work: Work, resident: float) -> Times:
+        placing = dataclasses.replace(self.layout.placing, resident=resident)
+        return step_times(work, placing, self.layout.hardware)
+
+    def prefill(self, tokens: int, cached: int, resident: float) -> float:
+        """A step of `tokens` tokens of prompts of a group, of which the longest has `cached` tokens before them."""
+        low, part = divmod(tokens, TOKENS)
+        least = max(low * TOKENS, 1)
+        nearest = cached // CACHED * CACHED
+        before, after = (self.prefill_at(size, nearest, resident) for size in (least, (low + 1) * TOKENS))
+        return before + (after - before) * part / TOKENS
+
+    def prompt_step_s(self, tokens: float, resident: float) -> float:
+        """A step of so many prompt tokens of a group, for any share of resident experts."""
+        low, part = divmod(resident * SHARES, 1)
+        shares = low / SHARES, min((low + 1) / SHARES, 1.0)
+        before, after = (self.prefill(max(int(tokens), 1), 0, share) for share in shares)
+        return before + (after - before) * part
+
+    def _prefill_at(self, tokens: int, cached: int, resident: float) -> float:
+        return self._times(self.layout.counted.prefill(tokens, cached), resident).total

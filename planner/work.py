@@ -1,0 +1,173 @@
+"""Counts what one rank does in a step: kernels, bytes, products and collectives. The model's own code runs on PyTorch's
+meta device, with ops that note what they are asked for, so what is counted is what a run of the same layout does.
+"""
+
+import dataclasses
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from executor.config.case import Case
+from executor.config.load import load_model_config
+from executor.config.platforms import PLATFORMS
+from executor.engine.building import bind_caches, build_of
+from executor.launch.platform_settings import platform_settings
+from executor.platform.ascend.exchange import most_rows, why_gathered
+from executor.run.activations import CountedGroup, batch_of
+from models.causal_lm import CausalLM
+from models.config import ModelConfig, with_layers
+from models.layers.attention import PagedAttention
+from models.layers.base import layers_of
+from models.layers.experts import Experts
+from models.registry import load, model_class
+from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message, Notes
+from ops.interface import Exchange, Ops
+from ops.parallel.groups import Group
+from ops.parallel.join import place_of
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in a step."""
+
+    done: tuple[Done, ...]
+    messages: tuple[Message, ...]
+
+    def total(self, what: str) -> float:
+        """The sum of a field of Done over the step."""
+        return sum(float(getattr(done, what)) * done.times for done in self.done)
+
+
+@dataclass(frozen=True)
+class NotedGroup(CountedGroup):
+    """One whose collectives are noted."""
+
+    name: str = ""
+    notes: Notes = dataclasses.field(default_factory=Notes)
+
+    def _note(self, kind: str, x: Tensor) -> None:
+        self.notes.messages.append(Message(kind, self.name, self.size, x.nbytes, self.notes.multiple))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            self._note("all_reduce", x)
+        return super().all_reduce(x)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        self._note("all_gather", x)
+        return super()._gather(x)
+
+    def _sum_parts(self, x: Tensor) -> Tensor:
+        self._note("reduce_scatter", x)
+        return super()._sum_parts(x)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank holds."""
+
+    experts: int
+    rest: int  # all other weights
+    token: float  # keys and values of a token, in all layers
+
+
+class Counted:
+    """The rank of a layout whose steps are counted: rank 0 of `case`, which stands for all."""
+
+    def __init__(self, case: Case):
+        self.case, self.config = case, load_model_config(case)
+        config, self.multiples = one_of_each_layer(self.config)
+        platform, own = PLATFORMS[case.platform], getattr(torch, case.model_config.dtype)
+        self.ops = ops = CountedOps(
+            load(platform.layout)(own),
+            torch.float32 if platform.is_host else own,
+            case.cache_config.page_size,
+            case.parallel_sizes.physical(config.expert_count),
+            kernels=ASCEND_KERNELS if case.platform == "ascend" else None,
+        )
+        self.notes = ops.notes
+        place = place_of(case.parallel_sizes, 0, {})
+        groups = {field.name: getattr(place, field.name) for field in dataclasses.fields(place)}
+        noted: dict[str, Any] = {
+            n: NotedGroup(g.rank, g.size, None, n, self.notes) for n, g in groups.items() if isinstance(g, Group)
+        }
+        parallel = dataclasses.replace(place, **noted)
+        settings = platform_settings(case)
+        if case.platform == "ascend":
+            exchanged = 0 if why_gathered(settings, config) else most_rows(settings)
+        else:
+            exchanged = sys.maxsize if case.parallel_sizes.expert_slots else 0
+        exchange = CountedExchange(ops, case.world_size, exchanged) if exchanged else None
+        meta = torch.device("meta")
+        build = build_of(
+            case, cast(Ops, ops), parallel, meta, platform.quantised_head, None, cast("Exchange | None", exchange)
+        )
+        self.model: CausalLM = model_class(case.model_name)(config, build)
+        bind_caches(self.model, case, build, 2)
+        for layer, multiple in zip(self.model.model.layers, self.multiples, strict=True):
+            layer.register_forward_pre_hook(partial(self._begin, multiple))
+            layer.register_forward_hook(partial(self._begin, 1))
+
+    def _begin(self, multiple: int, *_: object) -> None:
+        self.notes.multiple = multiple
+
+    @property
+    def memory(self) -> Memory:
+        experts = rest = 0
+        for path, layer in layers_of(self.model):
+            size = sum(t.nbytes for t in layer.storages()) * self._multiple(path)
+            if isinstance(layer, Experts):
+                experts += size
+            else:
+                rest += size
+        token = 0.0
+        for path, module in self.model.named_modules():
+            if isinstance(module, PagedAttention):
+                caches = module.k_cache.nbytes + module.v_cache.nbytes
+                token += self._multiple(path) * caches / len(module.k_cache) / self.ops.page_size
+        return Memory(experts, rest, token)
+
+    @property
+    def expert_layers(self) -> int:
+        return sum(self._multiple(path) for path, layer in layers_of(self.model) if isinstance(layer, Experts))
+
+    def _multiple(self, path: str) -> int:
+        parts = path.split(".")
+        return self.multiples[int(parts[2])] if parts[:2] == ["model", "layers"] else 1
+
+    def decode(self, sequences: int, cached: int) -> Work:
+        """A decode step of `sequences` sequences of this rank's group, each with `cached` tokens before it."""
+        return self._step(sequences, sequences, cached + 1)
+
+    def prefill(self, tokens: int, cached: int) -> Work:
+        """A prefill step of `tokens` tokens of one sequence, with `cached` tokens before them."""
+        return self._step(tokens, 1, cached + tokens)
+
+    @torch.inference_mode()
+    def _step(self, tokens: int, sequences: int, length: int) -> Work:
+        groups, page_size = self.case.attn_dp_size, self.ops.page_size
+        decode = tokens == sequences
+        batch = batch_of(cast(Ops, self.ops), tokens, sequences, 1, page_size, groups)
+        batch = dataclasses.replace(
+            batch,
+            paged=batch.paged._replace(kv_lens=(length,) * sequences),
+            logit_rows=None if decode else batch.logit_rows,
+            wanted_per_group=None if decode else (sequences,) * groups,
+        )
+        self.notes.done, self.notes.messages = [], []
+        self.model(batch)
+        return Work(tuple(self.notes.done), tuple(self.notes.messages))
+
+
+def one_of_each_layer(config: ModelConfig) -> tuple[ModelConfig, tuple[int, ...]]:
+    """The config with the last layer and one of each kind of layers before it, and how many layers of `config` each of
+    these stands for."""
+    fields: Any = config
+    *kinds, last = getattr(config, "sparse_layers", (True,) * fields.num_hidden_layers)
+    counts = Counter(kinds)
+    return with_layers(config, (*counts, last)), (*counts.values(), 1)

@@ -1,0 +1,363 @@
+"""POST /v1/messages and /v1/messages/count_tokens in the shapes of Anthropic's API, translated to and from chats."""
+
+import json
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from serving.api import openai_chat
+from serving.api.blocks import Block, Blocks, Change
+from serving.api.errors import ApiError, invalid, renamed
+from serving.api.fields import converted, read
+from serving.api.front import Front, Text
+from serving.api.sse import event
+from text.chat import Chat
+from text.formats import THINK
+from umbra.errors import UserError
+
+PATH = "/v1/messages"
+# Fields that do nothing, and those that are not supported, with the values at which they ask for nothing.
+HARMLESS = frozenset({"metadata", "cache_control", "user_profile_id", "workspace_id"})
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "fallbacks": ([],),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "prefill": (),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+}
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+UNSIGNED = "unsigned"  # stands where clients expect a signature of reasoning; nothing reads it
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """What a prompt is made of."""
+
+    messages: list[Turn]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+
+
+@dataclass
+class Answer:
+    """A request that was read and can run, and its answer so far."""
+
+    chat: openai_chat.Chat
+    stream: bool
+    blocks: Blocks
+    id: str
+
+    def message(self, content: list[dict[str, Any]], end: Change | None) -> dict[str, Any]:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.chat.front.name}
+        return {**head, "content": content, **_reason(end), "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        usage = self.chat.usage
+        return {
+            "input_tokens": usage.prompt - usage.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached,
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"thinking_tokens": self.blocks.reasoning_tokens},
+        }
+
+
+async def prepare(front: Front, data: Any, salt: bytes) -> Answer:
+    """Reads the request `data`. Raises ApiError if it is wrong."""
+    _, text = front.check_serving()
+    request = converted(MessagesRequest, data, UNSUPPORTED)
+    chat, names = translated(request, text)
+    given = {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop": request.stop_sequences,
+    }
+    try:
+        made = await openai_chat.prepare(front, chat | given, salt)
+    except ApiError as error:
+        raise renamed(error, names) from None
+    return Answer(made, bool(request.stream), Blocks(made), f"msg_{secrets.token_hex(12)}")
+
+
+async def count_tokens(front: Front, data: Any) -> dict[str, Any]:
+    """How many tokens the prompt of a request has."""
+    _, text = front.check_serving()
+    chat, names = translated(converted(CountRequest, data, UNSUPPORTED), text)
+    try:
+        request = read(openai_chat.ChatRequest, chat)
+        front.check_model(request.model)
+        messages = openai_chat.messages_of(request.messages)
+        prompt = Chat(messages, openai_chat.tools_of(request), openai_chat.settings_of(request, text))
+    except ApiError as error:
+        raise renamed(error, names) from None
+
+    def counted() -> int:
+        try:
+            return len(text.tokenizer.encode_chat(prompt))
+        except UserError as error:
+            raise renamed(openai_chat.of_chat(error), names) from None
+
+    return {"input_tokens": await front.work(counted)}
+
+
+async def whole(answer: Answer) -> dict[str, Any]:
+    """The answer to a request without `stream`."""
+    async with aclosing(answer.blocks.changes()) as changes:
+        async for change in changes:
+            end = change
+    return answer.message([_block(block) for block in answer.blocks.found], end)
+
+
+async def events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events."""
+    begun = False
+    async with aclosing(answer.blocks.changes()) as changes:
+        async for change in changes:
+            if not begun:
+                begun = True
+                yield _event("message_start", message=answer.message([], None))
+            if change.what == "end":
+                yield _event("message_delta", delta=_reason(change), usage=answer.usage())
+                yield _event("message_stop")
+            else:
+                for data in _events(change):
+                    yield data
+
+
+def failure(error: ApiError) -> bytes:
+    """The last event of a stream that fails."""
+    return event(envelope(error), "error")
+
+
+def envelope(error: ApiError) -> dict[str, Any]:
+    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _events(change: Change) -> list[bytes]:
+    index, kind = change.block.number, change.block.kind
+    if change.what == "open":
+        return [_event("content_block_start", index=index, content_block=_block(change.block))]
+    if change.what == "text":
+        name, field = {
+            "reasoning": ("thinking_delta", "thinking"),
+            "content": ("text_delta", "text"),
+            "call": ("input_json_delta", "partial_json"),
+        }[kind]
+        return [_event("content_block_delta", index=index, delta={"type": name, field: change.text})]
+    stop = _event("content_block_stop", index=index)
+    if kind != "reasoning":
+        return [stop]
+    signature = {"type": "signature_delta", "signature": UNSIGNED}
+    return [_event("content_block_delta", index=index, delta=signature), stop]
+
+
+def _event(name: str, **data: Any) -> bytes:
+    return event({"type": name, **data}, name)
+
+
+def _block(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": UNSIGNED if block.pieces else ""}
+    if block.kind == "content":
+        return {"type": "text", "text": block.text}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block)}
+
+
+def _input(block: Block) -> dict[str, Any]:
+    """The arguments of a call; empty for those that the end of the answer has cut off."""
+    try:
+        found = json.loads(block.text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _reason(end: Change | None) -> dict[str, Any]:
+    if not end:
+        return {"stop_reason": None, "stop_sequence": None}
+    return {"stop_reason": "stop_sequence" if end.stop else STOPS[end.text], "stop_sequence": end.stop or None}
+
+
+def translated(request: CountRequest, text: Text) -> tuple[dict[str, Any], dict[str, str]]:
+    """The chat that `request` asks for, and the request's names of the chat's fields, for errors."""
+    messages: list[dict[str, Any]] = []
+    names = {"stop": "stop_sequences", "response_format": "output_config.format"}
+    names |= {"reasoning_effort": "output_config.effort", "chat_template_kwargs": "thinking"}
+    if request.system is not None:
+        names[f"messages[{len(messages)}]"] = "system"
+        messages.append({"role": "system", "content": _texts(request.system, "system")})
+    for i, turn in enumerate(request.messages):
+        for message in _messages(turn, f"messages[{i}]"):
+            names[f"messages[{len(messages)}]"] = f"messages[{i}]"
+            messages.append(message)
+    if request.messages and request.messages[-1].role == "assistant":
+        raise invalid(f"messages[{len(request.messages) - 1}].role", "an answer that is begun cannot be continued")
+    chat: dict[str, Any] = {"model": request.model, "messages": messages, "tools": []}
+    for i, tool in enumerate(request.tools or []):
+        names |= {f"tools[{i}].function": f"tools[{i}]", f"tools[{i}].function.parameters": f"tools[{i}].input_schema"}
+        chat["tools"].append(_tool(tool, f"tools[{i}]"))
+    if choice := request.tool_choice:
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = {"auto": "auto", "any": "required", "tool": named, "none": "none"}[choice.type]
+        chat["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    if request.thinking:
+        if request.thinking.display == "omitted":
+            raise invalid("thinking.display", "reasoning is always shown", "unsupported_parameter")
+        chat["chat_template_kwargs"] = _thinking(request.thinking.type != "disabled", text)
+    config = request.output_config or OutputConfig()
+    if config.effort != "high":  # which is what requests get that do not say
+        chat["reasoning_effort"] = config.effort
+    if config.format:
+        schema = {"name": "answer", "schema": config.format.schema}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return chat, names
+
+
+def _tool(tool: Tool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise invalid(f"{where}.type", f"{tool.type:.40} is not supported: only tools that the client runs are")
+    if tool.input_schema is None:
+        raise invalid(f"{where}.input_schema", "is missing")
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+
+
+def _thinking(wanted: bool, text: Text) -> dict[str, Any]:
+    """Variables of the chat template with which the model reasons, or does not."""
+    if openai_chat.has_variable(text.tokenizer.template, "enable_thinking"):
+        return {"enable_thinking": wanted}
+    if wanted != (THINK in text.tokenizer.template):
+        raise invalid("thinking.type", "this model never reasons" if wanted else "this model always reasons")
+    return {}
+
+
+def _messages(turn: Turn, where: str) -> list[dict[str, Any]]:
+    """The chat's messages for one of the request: results of tools are messages of their own."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    if turn.role == "assistant":
+        return [_assistant(turn.content, f"{where}.content")]
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for j, block in enumerate(turn.content):
+        if block.get("type") != "tool_result" or turn.role != "user":
+            texts.append(_text(block, f"{where}.content[{j}]"))
+            continue
+        if texts:
+            messages.append({"role": turn.role, "content": "\n".join(texts)})
+            texts = []
+        messages.append(_result(block, f"{where}.content[{j}]"))
+    if texts or not messages:
+        messages.append({"role": turn.role, "content": "\n".join(texts)})
+    return messages
+
+
+def _assistant(content: list[dict[str, Any]], where: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for j, block in enumerate(content):
+        if block.get("type") == "thinking":
+            thoughts.append(_string(block, "thinking", f"{where}[{j}]"))
+        elif block.get("type") == "tool_use":
+            if not isinstance(block.get("input"), Mapping):
+                raise invalid(f"{where}[{j}].input", "must be an object")
+            function = {"name": _string(block, "name", f"{where}[{j}]"), "arguments": block["input"]}
+            calls.append({"id": _string(block, "id", f"{where}[{j}]"), "type": "function", "function": function})
+        else:
+            texts.append(_text(block, f"{where}[{j}]"))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    content = block.get("content")
+    found = "" if content is None else _texts(content, f"{where}.content")
+    id = _string(block, "tool_use_id", where)
+    return {"role": "tool", "tool_call_id": id, "content": f"Error: {found}" if block.get("is_error") else found}
+
+
+def _texts(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise invalid(where, "must be a string or a list of blocks")
+    return "\n".join(_text(block, f"{where}[{j}]") for j, block in enumerate(content))
+
+
+def _text(block: dict[str, Any], where: str) -> str:
+    if block.get("type") != "text":
+        raise invalid(f"{where}.type", f"blocks of type {block.get('type')!r:.40} are not supported here")
+    return _string(block, "text", where)
+
+
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(block.get(name), str):
+        raise invalid(f"{where}.{name}", "must be a string")
+    return str(block[name])

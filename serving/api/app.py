@@ -1,0 +1,266 @@
+"""The server's routes, and what holds for all of them: keys, sizes, request ids, errors of one shape."""
+
+import secrets
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from serving.api import anthropic, openai_chat, openai_completions, openapi, responses, tokenizing
+from serving.api.auth import check_origin
+from serving.api.body import decoded, read_body
+from serving.api.errors import ApiError
+from serving.api.fields import HARMLESS, UNSUPPORTED, unknown
+from serving.api.front import Front
+from serving.api.live import live_page
+from serving.api.metrics import CONTENT_TYPE
+from serving.api.sse import ClientGone, EventStream, Json, failure, while_connected
+from umbra.errors import UserError, refusal
+
+SMALL = 1 << 16  # bytes of a body that is read in the event loop
+OPEN_PATHS = frozenset({"/", "/health", "/health/ready"})  # without a key
+CLOSED = 499  # nginx's status for a client that has gone; nobody sees it
+
+Result = TypeVar("Result")
+Endpoint = Callable[[Front, Request], Awaitable[Response]]
+WHILE_DRAINING = frozenset({"GET", "HEAD"})
+KNOWN = {*UNSUPPORTED, *HARMLESS}
+
+
+async def health(front: Front, request: Request) -> Response:
+    """Whether the front is alive."""
+    return Json({"status": "alive"})
+
+
+async def ready(front: Front, request: Request) -> Response:
+    """Whether requests are taken, by a fresh answer of the ranks."""
+    serving = front.state == "serving"
+    return Json(front.status, 200 if serving else 503, {} if serving else {"Retry-After": "1"})
+
+
+def model_card(front: Front) -> dict[str, Any]:
+    ready = front.client.ready
+    card = {"id": front.name, "object": "model", "created": front.created, "owned_by": "umbra"}
+    return {**card, "max_model_len": ready.longest if ready else front.case.max_sequence_length}
+
+
+async def models(front: Front, request: Request) -> Response:
+    return Json({"object": "list", "data": [model_card(front)]})
+
+
+async def model(front: Front, request: Request) -> Response:
+    front.check_model(request.path_params["name"])
+    return Json(model_card(front))
+
+
+async def completions(front: Front, request: Request) -> Response:
+    completion = await prepared(front, request, openai_completions, openai_completions.CompletionRequest, KNOWN)
+    return await answered(request, openai_completions, completion, completion.request.stream)
+
+
+async def chat_completions(front: Front, request: Request) -> Response:
+    chat = await prepared(front, request, openai_chat, openai_chat.ChatRequest, KNOWN)
+    return await answered(request, openai_chat, chat, chat.request.stream)
+
+
+async def create_response(front: Front, request: Request) -> Response:
+    known = {*responses.UNSUPPORTED, *responses.HARMLESS}
+    answer = await prepared(front, request, responses, responses.ResponsesRequest, known)
+    return await answered(request, responses, answer, answer.stream, answer.failure)
+
+
+async def create_message(front: Front, request: Request) -> Response:
+    known = {*anthropic.UNSUPPORTED, *anthropic.HARMLESS}
+    answer = await prepared(front, request, anthropic, anthropic.MessagesRequest, known)
+    return await answered(request, anthropic, answer, answer.stream, anthropic.failure)
+
+
+async def count_message_tokens(front: Front, request: Request) -> Response:
+    return Json(await read(front, request, partial(anthropic.count_tokens, front)))
+
+
+async def tokenize(front: Front, request: Request) -> Response:
+    return Json(await read(front, request, partial(tokenizing.tokenize, front)))
+
+
+async def detokenize(front: Front, request: Request) -> Response:
+    return Json(await read(front, request, partial(tokenizing.detokenize, front)))
+
+
+async def metrics(front: Front, request: Request) -> Response:
+    return Response(front.metrics.text(front.limits.refused), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def page(front: Front, request: Request) -> Response:
+    return live_page()
+
+
+async def live(front: Front, request: Request) -> Response:
+    return await EventStream.start(request, front.live.events())
+
+
+async def openapi_json(front: Front, request: Request) -> Response:
+    return Json(openapi.document([(method, path) for method, path, _ in ROUTES]))
+
+
+ROUTES: list[tuple[str, str, Endpoint]] = [
+    ("GET", "/health", health),
+    ("GET", "/health/ready", ready),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", model),
+    ("GET", "/openapi.json", openapi_json),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/responses", create_response),
+    ("POST", anthropic.PATH, create_message),
+    ("POST", f"{anthropic.PATH}/count_tokens", count_message_tokens),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+]
+PAGES: list[tuple[str, str, Endpoint]] = [  # no part of the API
+    ("GET", "/", page),
+    ("GET", "/live", live),
+    ("GET", "/metrics", metrics),
+]
+
+
+class App:
+    """The ASGI application of `front`."""
+
+    def __init__(self, front: Front):
+        self.front = front
+        routes = [Route(path, self._endpoint(call), methods=[method]) for method, path, call in ROUTES + PAGES]
+        self.router = Router(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        scope["app"] = self  # so that the router raises for what it does not have
+        headers = Headers(scope=scope)
+        id, begun = request_id(headers), False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                MutableHeaders(scope=message)["x-request-id"] = id
+                if self.front.draining:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        counted = scope["method"] not in WHILE_DRAINING
+        self.front.open += counted
+        try:
+            await self._answer(scope, headers, receive, send_with_id)
+        except Exception as failure:
+            refused = refusal(failure)
+            if refused:
+                print(f"request {id}: {refused}", file=sys.stderr)
+            else:
+                traceback.print_exc()
+            if begun:
+                raise
+            said = f"the server failed; its log has the reason under {id}"
+            error = ApiError(503, refused, retry_s=1) if refused else ApiError(500, said, None, "internal_error")
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
+        finally:
+            self.front.open -= counted
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # A proxy before this server may take the other one of them, and another request for a part of the body.
+            error = ApiError(400, "a body has either a Content-Length or a Transfer-Encoding")
+            await error_response(error, scope["path"], {"Connection": "close"})(scope, receive, send)
+            return
+        try:
+            check_origin(headers, self.front.case.serve_config.host, self.front.keys)
+            if scope["path"] not in OPEN_PATHS:
+                scope.setdefault("state", {})["salt"] = self.front.keys.check(headers)
+            if scope["method"] not in WHILE_DRAINING and self.front.draining:
+                self.front.check_serving()
+            await self.router(scope, receive, send)
+        except ApiError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+        except HTTPException as error:
+            text = {
+                404: f"there is nothing at {scope['path'][:80]}",
+                405: f"{scope['method'][:20]} is not for this path",
+            }
+            shown = ApiError(error.status_code, text.get(error.status_code, error.detail))
+            await error_response(shown, scope["path"], dict(error.headers or {}))(scope, receive, send)
+        except UserError as error:  # of the checkpoint's files, such as a tokenizer that fails
+            shown = ApiError(500, str(error), None, "internal_error")
+            await error_response(shown, scope["path"])(scope, receive, send)
+        except ClientGone:
+            await Response(status_code=CLOSED)(scope, receive, send)
+
+    def _endpoint(self, call: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        return partial(call, self.front)
+
+
+def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
+    """`error` in the shape of the API that `path` belongs to."""
+    if error.status in (401, 403, 408, 413):  # the rest of the body is not read
+        headers = {**(headers or {}), "Connection": "close"}
+    body = anthropic.envelope(error) if f"{path}/".startswith(f"{anthropic.PATH}/") else error.envelope()
+    return Json(body, error.status, {**(headers or {}), **error.headers})
+
+
+def request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return (
+        given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else f"req_{secrets.token_hex(12)}"
+    )
+
+
+async def read(front: Front, request: Request, use: Callable[[Any], Coroutine[Any, Any, Result]]) -> Result:
+    """What `use` makes of the request's body, read from JSON. Large bodies take turns: what is read from one is many
+    times as large, and holds up the event loop (as garbage that is looked through) for as long as it exists."""
+    body = await read_body(request)
+
+    async def used() -> Result:
+        if len(body) < SMALL:
+            return await use(decoded(body))
+        async with front.turn():
+            return await use(await front.work(partial(decoded, body)))
+
+    return await while_connected(request, used())
+
+
+async def prepared(
+    front: Front, request: Request, api: ModuleType, kind: type[msgspec.Struct], known: Collection[str]
+) -> Any:
+    """What `api` prepares of the request's body; its fields that nothing reads are counted."""
+
+    async def use(data: Any) -> Any:
+        count_unknown(front, kind, data, known)
+        return await api.prepare(front, data, request.state.salt)
+
+    return await read(front, request, use)
+
+
+async def answered(
+    request: Request, api: ModuleType, made: Any, stream: bool | None, failure: Callable[[ApiError], bytes] = failure
+) -> Response:
+    """The answer to a request of which `api` has `made` something that can run."""
+    if stream:
+        return await EventStream.start(request, api.events(made), failure)
+    return Json(await while_connected(request, api.whole(made)))
+
+
+def count_unknown(front: Front, kind: type[msgspec.Struct], data: Any, known: Collection[str]) -> None:
+    """Counts the fields of `data` that nothing reads: they are neither of `kind` nor `known`."""
+    if isinstance(data, dict):
+        for name in unknown(kind, data, known)[:16]:
+            if name in front.unknown or len(front.unknown) < 256:
+                front.unknown[name[:64]] += 1

@@ -1,0 +1,72 @@
+"""An answer as a row of blocks, one after the other: reasoning, text, and calls of tools; and what happens to them."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from serving.api.openai_chat import Chat, Delta
+from serving.api.streams import Token
+
+
+@dataclass
+class Block:
+    """`kind` is reasoning, content, or call; a call has the `name` of a tool, an `id`, and its arguments as text."""
+
+    kind: str
+    number: int  # in its answer
+    name: str = ""
+    id: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Change(NamedTuple):
+    """A block is opened, gets more text, or is closed; after all of them comes the end, without a block."""
+
+    what: Literal["open", "text", "close", "end"]
+    block: Block
+    text: str = ""  # that is new; of the end, and of a block that it closes: stop, length or tool_calls
+    tokens: Sequence[Token] = ()
+    stop: str = ""  # of the end: the stop string that ended the answer
+
+
+@dataclass
+class Blocks:
+    """The blocks of a chat with one answer."""
+
+    chat: Chat
+    found: list[Block] = field(default_factory=list)
+    reasoning_tokens: int = 0
+
+    async def changes(self) -> AsyncGenerator[Change, None]:
+        """Raises ApiError if the request must wait too long, or if it fails."""
+        current: Block | None = None
+        async with aclosing(self.chat.deltas()) as deltas:
+            async for delta in deltas:
+                if delta.kind == "reasoning":
+                    self.reasoning_tokens = self.chat.usage.completion
+                if delta.kind == "end":  # a call is closed by what follows, which says whether it was cut off
+                    continue
+                if current and not _goes_on(current, delta):
+                    yield Change("close", current, delta.text if delta.kind == "finish" else "")
+                    current = None
+                if delta.kind == "finish":
+                    yield Change("end", Block("", len(self.found)), delta.text, delta.tokens, delta.stop)
+                    return
+                if not current:
+                    kind = "call" if delta.kind in ("call", "arguments") else delta.kind
+                    name = delta.text if kind == "call" else ""
+                    current = Block(kind, len(self.found), name, delta.call_id)
+                    self.found.append(current)
+                    yield Change("open", current)
+                if delta.kind != "call":
+                    current.pieces.append(delta.text)
+                    yield Change("text", current, delta.text, delta.tokens)
+
+
+def _goes_on(block: Block, delta: Delta) -> bool:
+    return delta.kind == ("arguments" if block.kind == "call" else block.kind)

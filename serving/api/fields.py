@@ -1,0 +1,249 @@
+"""The fields of requests that chats and completions share, checked."""
+
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import fields as fields_of
+from typing import Any, TypeVar
+
+import msgspec
+
+from executor.config.case import Case
+from executor.engine import request as engine
+from serving.api.errors import ApiError, invalid, of_validation
+from serving.ranks.messages import Grammar, Ready, Sampling
+from umbra.errors import UserError
+
+DEEPEST = 64  # levels of a request's JSON
+MOST_STOPS, LONGEST_STOP = 16, 256  # stop strings of a request, and characters of one
+LARGEST_PRIORITY = 1 << 31
+MOST_CHOICES = 64  # answers to one request
+MOST_LISTED = 4096  # entries of a list or mapping of token ids in a request's settings
+
+# Fields that are known but do nothing: they do not change an answer.
+HARMLESS = frozenset(
+    [
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "request_id",
+    ]
+)
+# Fields that are not supported, with the values at which they ask for nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "store": (False,),
+    "moderation": (),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "truncate_prompt_tokens": (-1,),
+    "prompt_logprobs": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "logits_processors": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "kv_transfer_params": (),
+    "mm_processor_kwargs": ({},),
+    "lora_path": (),
+}
+
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+Request = TypeVar("Request", bound="Fields")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Structured(msgspec.Struct, kw_only=True):
+    """What an answer must match, by vLLM's names; one of them."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Fields(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: Structured | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event has the usage so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+def converted(kind: type[Struct], data: Any, unsupported: Mapping[str, tuple[object, ...]]) -> Struct:
+    """The request in `data`, which was read from JSON. Raises ApiError for fields of wrong types, and for those that
+    are `unsupported` and not at one of the values, given there, at which they ask for nothing."""
+    if not isinstance(data, dict):
+        raise ApiError(400, "the request's body must be a JSON object")
+    for name, idle in unsupported.items():
+        value = data.get(name)
+        if value is not None and name not in kind.__struct_fields__ and not any(value == v for v in idle):
+            raise invalid(name, "this field is not supported", "unsupported_parameter")
+    return typed(kind, data)
+
+
+def typed(kind: type[Struct], data: Any) -> Struct:
+    """`data` as a struct of this kind. Raises ApiError for fields of wrong types."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise of_validation(error) from None
+
+
+def read(kind: type[Request], data: Any) -> Request:
+    """The chat or completion that `data` asks for, as `converted`, with its counts checked."""
+    request = converted(kind, data, UNSUPPORTED)
+    if not 1 <= request.choices <= MOST_CHOICES:
+        raise invalid("n", f"{request.choices} must be from 1 to {MOST_CHOICES}")
+    if len(request.stops) > MOST_STOPS or not all(1 <= len(stop) <= LONGEST_STOP for stop in request.stops):
+        raise invalid("stop", f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters are allowed")
+    if not -LARGEST_PRIORITY <= (request.priority or 0) <= LARGEST_PRIORITY:
+        raise invalid("priority", f"must be from -{LARGEST_PRIORITY} to {LARGEST_PRIORITY}")
+    if request.stream_options and not request.stream:
+        raise invalid("stream_options", "it is only for requests with stream: true")
+    return request
+
+
+def unknown(kind: type[msgspec.Struct], data: dict[str, Any], known: Collection[str]) -> list[str]:
+    """The fields of `data` that are neither of `kind` nor `known`; they are ignored."""
+    return [name for name in data if name not in kind.__struct_fields__ and name not in known]
+
+
+def check_depth(data: Any) -> None:
+    level = [data]
+    for _ in range(DEEPEST):
+        nested = [v for v in level if isinstance(v, (dict, list))]
+        level = [w for v in nested for w in (v.values() if isinstance(v, dict) else v)]
+        if not level:
+            return
+    raise ApiError(400, f"the request's body is nested more than {DEEPEST} levels deep")
+
+
+def sampling_of(
+    fields: Fields, case: Case, ready: Ready, max_tokens: int, grammar: Grammar | None, logprobs: int | None
+) -> Sampling:
+    """How the engine chooses tokens for this request. Fields that are absent are as `sampling_config` of the case
+    says."""
+    default = case.sampling_config
+    if any(not 0 <= id < ready.vocabulary for id in fields.stop_token_ids or []):
+        raise invalid("stop_token_ids", f"must be token ids below {ready.vocabulary}")
+    bias = _biases(fields.logit_bias or {}, ready.vocabulary)
+    for name, values in (("stop_token_ids", fields.stop_token_ids or []), ("logit_bias", bias)):
+        if len(values) > MOST_LISTED:
+            raise invalid(name, f"{len(values)} entries are more than {MOST_LISTED}")
+    given: dict[str, Any] = {
+        "temperature": default.temperature if fields.temperature is None else fields.temperature,
+        "top_k": default.top_k if fields.top_k is None else _top_k(fields.top_k, ready.vocabulary),
+        "top_p": default.top_p if fields.top_p is None else fields.top_p,
+        "min_p": fields.min_p or 0.0,
+        "presence_penalty": fields.presence_penalty or 0.0,
+        "frequency_penalty": fields.frequency_penalty or 0.0,
+        "repetition_penalty": 1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        "seed": secrets.randbits(62) if fields.seed is None else fields.seed & engine.LARGEST_SEED,
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
+        "ignore_eos": bool(fields.ignore_eos),
+        "logprobs": logprobs,
+    }
+    try:
+        engine.SamplingParams(
+            **given, logit_bias=bias, grammar=engine.Grammar(grammar.kind, grammar.text) if grammar else None
+        )  # checks ranges
+    except UserError as error:
+        param, _, message = str(error).partition(": ")
+        known: Collection[str] = {field.name for field in fields_of(engine.SamplingParams)}
+        raise (invalid(param, message) if param in known else ApiError(400, str(error))) from None
+    return Sampling(max_tokens=max_tokens, logit_bias=bias, grammar=grammar, **given)
+
+
+def _top_k(given: int, vocabulary: int) -> int | None:
+    """-1, 0 and the whole vocabulary are no limit."""
+    return None if given in (-1, 0) or given >= vocabulary else given
+
+
+def _biases(given: dict[str, float], vocabulary: int) -> dict[int, float]:
+    biases = {}
+    for name, bias in given.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 12 and int(name) < vocabulary):
+            raise invalid("logit_bias", f"{name:.40} is no token id below {vocabulary}")
+        biases[int(name)] = bias
+    return biases
+
+
+def length_of_answer(given: int | None, name: str, prompt: int, where: str, longest: int) -> int:
+    """Most tokens of an answer to a prompt of `prompt` tokens: `given`, or as many as fit, whichever is less. Raises
+    ApiError if not even one fits, or if `given` is less. `name` and `where` are the fields of answer and prompt."""
+    if given is not None and given < 1:
+        raise invalid(name, f"{given} must be at least 1")
+    if prompt >= longest:
+        raise ApiError(
+            400,
+            f"the prompt has {prompt} tokens, and prompt and answer together can have at most {longest}: shorten it",
+            where,
+            "context_length_exceeded",
+        )
+    return min(longest - prompt, longest if given is None else given)

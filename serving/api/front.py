@@ -1,0 +1,242 @@
+"""What all routes of the server share: the engine's client, the tokenizer, grammars, limits, and the server's state."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from executor.config.case import Case
+from executor.config.load import load_model_config, model_folder
+from serving.api.auth import Keys
+from serving.api.compiling import Compiler
+from serving.api.errors import ApiError, unavailable
+from serving.api.limits import Limits, Ticket
+from serving.api.live import Live
+from serving.api.metrics import Metrics
+from serving.ranks.client import EngineClient, EngineGone, RequestRefused
+from serving.ranks.messages import Message, Ready, Row, Sampling
+from serving.ranks.supervisor import Supervisor
+from text.formats import TAGS, Format, choose_format
+from text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from executor.engine.grammar import Grammars  # imports llguidance, for which a port need not wait
+
+THREADS = 2
+MOST_JOBS = 64  # of the threads, waiting ones included
+LOOK_S = 0.5  # seconds between two looks at whether a request still waits
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sequence of the engine: a prompt and how to continue it."""
+
+    ids: list[int]
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    priority: int = 0
+    salt: bytes = b""
+
+
+class Front:
+    """`client` listens for rank 0; `supervisor` starts the ranks, or None where somebody else does."""
+
+    def __init__(self, case: Case, keys: Keys, client: EngineClient, supervisor: Supervisor | None = None):
+        self.case, self.keys, self.client, self.supervisor = case, keys, client, supervisor
+        self.limits = Limits(case.serve_config)
+        self.metrics = Metrics(self.name)
+        self.live = Live(client, self.metrics, lambda: {"model": self.name, **self.status})
+        self.draining = False
+        self.created = int(time.time())
+        self.unknown: Counter[str] = Counter()  # names of fields that requests had and nothing reads
+        self.text: Text | None = None  # when it is loaded
+        self.open = 0  # HTTP requests that are answered, other than GET
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="front")
+        self._busy = 0
+        self._turn = asyncio.Lock()
+        self._in_line = 0  # large requests that have the turn or wait for it
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.case.serve_config.served_model_name or self.case.name
+
+    @property
+    def state(self) -> str:
+        if self.draining:
+            return "draining"
+        if self.supervisor and self.supervisor.failed:
+            return "failed"
+        if not self.client.ready or not self.text:
+            return "loading"
+        return "serving" if self.client.serving else "silent"
+
+    @property
+    def status(self) -> dict[str, str | float | None]:
+        """`state`, and what there is to say about it."""
+        body: dict[str, str | float | None] = {"status": self.state}
+        if self.state == "loading":
+            progress = self.client.progress
+            body |= {"stage": progress.stage, "progress": progress.share, "reason": self.client.reason or None}
+        elif self.state == "failed" and self.supervisor:
+            body["reason"] = self.supervisor.failed
+        return body
+
+    def check_serving(self) -> tuple[Ready, "Text"]:
+        """Raises ApiError unless requests are taken."""
+        if self.draining:
+            raise unavailable("the server is about to end", "draining")
+        if self.client.ready and self.text:
+            return self.client.ready, self.text
+        if self.supervisor and self.supervisor.failed:
+            raise unavailable(f"the ranks have ended: {self.supervisor.failed}", "engine_gone")
+        progress = self.client.progress
+        raise unavailable(f"the model is loading: {progress.stage} ({progress.share:.0%})", "loading", 5)
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, "", self.name, self.case.name):
+            raise ApiError(
+                404, f"there is no model {name:.80}: this server has {self.name}", "model", "model_not_found"
+            )
+
+    def load_text(self) -> None:
+        """Loads the tokenizer; takes seconds."""
+        vocabulary = load_model_config(self.case).vocab_size
+        self.text = Text(self.case, Tokenizer(model_folder(self.case), vocabulary))
+
+    async def work(self, call: Callable[[], Result]) -> Result:
+        """Runs `call` in one of few threads, so that the event loop goes on."""
+        if self._busy >= MOST_JOBS:
+            raise _too_many()
+        self._busy += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        finally:
+            self._busy -= 1
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """The turn of a large request: one is read at a time."""
+        if self._in_line >= MOST_JOBS:
+            raise _too_many()
+        self._in_line += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._in_line -= 1
+
+    def admit(self, tokens: int, sequences: int) -> Ticket:
+        ready, _ = self.check_serving()
+        state = self.client.state
+        return self.limits.admit(tokens, sequences, ready, (state and state.prefill_rate) or ready.prefill_rate)
+
+    async def rows(self, job: Job, ticket: Ticket) -> AsyncGenerator[Row, None]:
+        """The rows of one sequence. Raises ApiError if it cannot run, waits too long, or the ranks end."""
+        started = False
+        while True:
+            id = self.client.next_id()
+            rows = self.client.rows(job.ids, job.sampling, job.priority, job.salt, id)
+            try:
+                async with aclosing(rows):
+                    if not started:
+                        row = await self._first(rows, id)
+                        started = True
+                        ticket.started(len(job.ids))
+                        yield row
+                    async for row in rows:
+                        yield row
+                return
+            except RequestRefused as error:
+                raise ApiError(400, str(error)) from None
+            except EngineGone as error:
+                if started or not await self._back():
+                    raise ApiError(500 if started else 503, str(error), None, "engine_gone") from None
+
+    async def _first(self, rows: AsyncGenerator[Row, None], id: int) -> Row:
+        """The first row; raises ApiError if the request waits, and does not run, longer than is allowed."""
+        allowed = self.case.serve_config.queue_timeout_s
+        row = asyncio.ensure_future(anext(rows))
+        since = time.monotonic()
+        try:
+            while not (await asyncio.wait({row}, timeout=min(LOOK_S, allowed)))[0]:
+                state = self.client.state
+                runs = state is not None and any(running.id == id for running in state.running)
+                if not runs and time.monotonic() - since > allowed:
+                    self.limits.refused["timeout"] += 1
+                    raise unavailable(f"the request has waited for {allowed:g} s", "queue_timeout", 5)
+            return row.result()
+        finally:
+            if not row.done():
+                row.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await row
+
+    async def _back(self) -> bool:
+        """Waits for ranks that are started again. -> whether they are back"""
+        end = time.monotonic() + self.case.serve_config.queue_timeout_s
+        while self.supervisor and not self.supervisor.failed and not self.supervisor.stopping:
+            if self.client.ready:
+                return True
+            if time.monotonic() > end:
+                break
+            await asyncio.sleep(LOOK_S)
+        return False
+
+    def take(self, message: Message) -> None:
+        """To be called with each message of the engine that is not a row."""
+        self.metrics.take(message)
+        self.live.take(message)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.text:
+            self.text.close()
+
+
+def _too_many() -> ApiError:
+    return ApiError(429, "too many requests are read at this moment; try again in 1 s", None, "queue_full", 1)
+
+
+class Text:
+    """The checkpoint's tokenizer and what depends on it."""
+
+    def __init__(self, case: Case, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.format: Format | None = choose_format(case.model_config.output_format, tokenizer.template)
+        self.splits = case.model_config.reasoning == "split"
+        self._grammars: Grammars | None = None
+        self._compiler: Compiler | None = None
+
+    def grammars(self, ready: Ready) -> "Grammars":
+        """Takes seconds when it is called first."""
+        from executor.engine.grammar import Grammars
+
+        if not self._grammars:
+            self._grammars = Grammars(self.tokenizer, ready.vocabulary, ready.stop_ids)
+        return self._grammars
+
+    def compiler(self, ready: Ready) -> Compiler:
+        if not self._compiler:
+            self._compiler = Compiler(self.tokenizer, ready)
+        return self._compiler
+
+    def mark_ids(self, ready: Ready) -> dict[str, int]:
+        """The ids of those marks of reasoning and tool calls that llguidance takes for special tokens."""
+        tokens, backend = self.grammars(ready).tokens, self.tokenizer.backend
+        ids = {mark: backend.token_to_id(mark) for mark in TAGS}
+        return {mark: id for mark, id in ids.items() if id is not None and tokens.is_special_token(id)}
+
+    def close(self) -> None:
+        if self._compiler:
+            self._compiler.close()
+
+    def token_bytes(self, id: int, ready: Ready) -> bytes:
+        return bytes(self.grammars(ready).tokens.decode_bytes([id]))

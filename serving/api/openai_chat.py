@@ -1,0 +1,404 @@
+"""POST /v1/chat/completions. Translations of other APIs make a ChatRequest, `prepare` it, and read `Chat.deltas`."""
+
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from executor.engine.request import MOST_LOGPROBS
+from serving.api.errors import ApiError, invalid
+from serving.api.fields import Fields, length_of_answer, read, sampling_of
+from serving.api.front import Front, Job, Text
+from serving.api.logprobs import Names, chat_logprobs
+from serving.api.openai_completions import check_grammar, check_length, nth_choice, salt_of
+from serving.api.sse import DONE, event
+from serving.api.streams import Piece, Stream, Token, Turns, Usage, together
+from serving.api.structured import Marks, after_reasoning, calls_grammar, grammar_field, wanted_grammar
+from serving.ranks.messages import Grammar, Ready
+from text import chat as conversations
+from text.formats import FORMATS, THINK, THINK_END, Format
+from text.parser import Parser
+from umbra.errors import UserError
+
+MOST_MESSAGES, MOST_TOOLS = 4096, 128
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Variables of templates that the server sets itself, or that are no variables but arguments of the template's runner.
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
+    | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs", "conversation"}
+    | {"return_assistant_tokens_mask"}
+)
+
+
+class ChatRequest(Fields, kw_only=True):
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    echo: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What is new in one of the answers. A tool call is one `call`, whose text is the tool's name, then `arguments`,
+    pieces of one JSON object, then `end`. The last one of each answer is `finish`: stop, length or tool_calls."""
+
+    index: int  # of the answer
+    kind: Literal["reasoning", "content", "call", "arguments", "end", "finish"]
+    text: str = ""
+    call: int = -1  # number of the tool call in its answer
+    call_id: str = ""
+    tokens: Sequence[Token] = ()  # generated since the delta before, if their log-probabilities are wanted
+    stop: str = ""  # of a finish: the stop string that ended the answer
+
+
+@dataclass
+class Chat:
+    """A request that was read and can run."""
+
+    front: Front
+    request: ChatRequest
+    text: Text
+    ready: Ready
+    job: Job
+    tools: list[dict[str, Any]]  # that the model may call
+    format: Format | None
+    usage: Usage
+    id: str
+    created: int
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """All answers as they come. Raises ApiError if the request must wait too long, or if it fails."""
+        choices, streams = self.request.choices, []
+        with self.front.admit(len(self.job.ids), choices) as ticket:
+            turns = Turns(ticket.places)
+            for choice in range(choices):
+                own = replace(self.job, sampling=nth_choice(self.job.sampling, choice))
+                stream = Stream(self.front, self.text, self.ready, own, self.usage)
+                streams.append(self._deltas(choice, turns.pieces(stream, 0, choice, ticket)))
+            async with aclosing(together(streams)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def _deltas(self, index: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Delta, None]:
+        parser = Parser(
+            self.format, self.tools, self.text.tokenizer.opens_reasoning(self.job.ids), split=self.text.splits
+        )
+        call, call_id = -1, ""
+        tokens: list[Token] = []
+        async with aclosing(pieces):
+            async for piece in pieces:
+                tokens += piece.tokens
+                parts = parser.push(piece.text)
+                if piece.finish:
+                    parts += parser.finish()
+                for kind, text in parts:
+                    if kind == "call":
+                        call, call_id = call + 1, f"call_{secrets.token_hex(12)}"
+                    in_call = kind in ("call", "arguments", "end")
+                    if in_call and call > 0 and self.request.parallel_tool_calls is False:
+                        continue
+                    yield Delta(index, kind, text, call if in_call else -1, call_id if in_call else "", tokens)
+                    tokens = []
+                if piece.finish:
+                    reason = "tool_calls" if call >= 0 and piece.finish == "stop" else piece.finish
+                    yield Delta(index, "finish", reason, tokens=tokens, stop=piece.stop)
+                    return
+
+    def body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.front.name}
+        return {**head, "choices": choices, **more}
+
+    def logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        return chat_logprobs(tokens, Names(self.text, self.ready)) if self.request.logprobs else None
+
+
+async def prepare(front: Front, data: Any, salt: bytes) -> Chat:
+    """Reads the request `data`. Raises ApiError if it is wrong."""
+    ready, text = front.check_serving()
+    return await front.work(lambda: _read(front, data, salt, ready, text))
+
+
+def _read(front: Front, data: Any, salt: bytes, ready: Ready, text: Text) -> Chat:
+    """All that takes time for large requests; in a thread."""
+    request = read(ChatRequest, data)
+    front.check_model(request.model)
+    messages = messages_of(request.messages)
+    tools = tools_of(request)
+    settings = settings_of(request, text)
+    grammar = wanted_grammar(request)
+    forced = _forced_tools(request, tools)
+    if forced and grammar:
+        raise invalid("tool_choice", "calls of tools are demanded, and a format of the content as well: leave one out")
+    format = text.format
+    if tools and not forced and not _renders_tools(text):
+        raise invalid(
+            "tools", "this model's chat template has no tools; only tool_choice required or a named one works"
+        )
+    if forced and not format:
+        format = FORMATS["qwen3"]
+    most_given, name = request.max_completion_tokens, "max_completion_tokens"
+    if most_given is None and request.max_tokens is not None:
+        most_given, name = request.max_tokens, "max_tokens"
+    top = request.top_logprobs
+    if top is not None and not request.logprobs:
+        raise invalid("top_logprobs", "it needs logprobs: true")
+    if top is not None and not 0 <= top <= MOST_LOGPROBS:
+        raise invalid("top_logprobs", f"{top} must be from 0 to {MOST_LOGPROBS}")
+    for i, message in enumerate(messages):
+        check_length(message["content"], f"messages[{i}].content", text, ready)
+    try:
+        ids = text.tokenizer.encode_chat(conversations.Chat(messages, tools, settings))
+    except UserError as error:
+        raise of_chat(error) from None
+    wanted, grammar = grammar, _whole_grammar(request, text, ready, grammar, forced, ids)
+    if grammar:
+        check_grammar(grammar, grammar_field(request) if wanted else "tools", text, ready, wanted)
+    if request.logprobs:
+        text.grammars(ready)  # it knows the bytes of tokens
+    most = length_of_answer(most_given, name, len(ids), "messages", ready.longest)
+    sampling = sampling_of(request, front.case, ready, most, grammar, (top or 0) if request.logprobs else None)
+    job = Job(ids, sampling, tuple(request.stops), request.priority or 0, salt_of(salt, request.cache_salt))
+    made = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+    return Chat(front, request, text, ready, job, tools, format, Usage(len(ids)), *made)
+
+
+async def whole(chat: Chat) -> dict[str, Any]:
+    """The answer to a request without `stream`."""
+    choices = [_Whole() for _ in range(chat.request.choices)]
+    async with aclosing(chat.deltas()) as deltas:
+        async for delta in deltas:
+            choices[delta.index].add(delta)
+    body = [
+        {
+            "index": index,
+            "message": choice.message(),
+            "logprobs": chat.logprobs(choice.tokens),
+            "finish_reason": choice.finish,
+        }
+        for index, choice in enumerate(choices)
+    ]
+    return chat.body("chat.completion", body, usage=chat.usage.body())
+
+
+class _Whole:
+    """Collects one answer."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, list[str]] = {"reasoning": [], "content": []}
+        self.calls: list[tuple[str, str, list[str]]] = []
+        self.tokens: list[Token] = []
+        self.finish = ""
+
+    def add(self, delta: Delta) -> None:
+        self.tokens += delta.tokens
+        if delta.kind == "finish":
+            self.finish = delta.text
+        elif delta.kind == "call":
+            self.calls.append((delta.call_id, delta.text, []))
+        elif delta.kind == "arguments":
+            self.calls[-1][2].append(delta.text)
+        elif delta.kind != "end":
+            self.said[delta.kind].append(delta.text)
+
+    def message(self) -> dict[str, Any]:
+        content = "".join(self.said["content"])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.said["reasoning"]:
+            message["reasoning_content"] = "".join(self.said["reasoning"])
+        if self.calls:
+            message["content"] = content or None
+            message["tool_calls"] = [
+                {"id": id, "type": "function", "function": {"name": name, "arguments": "".join(pieces)}}
+                for id, name, pieces in self.calls
+            ]
+        return message
+
+
+async def events(chat: Chat) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events."""
+    usage: dict[str, Any] = {"usage": None} if chat.request.includes_usage else {}
+    continuous = chat.request.continuous_usage
+    kind, begun = "chat.completion.chunk", set()
+    async with aclosing(chat.deltas()) as deltas:
+        async for delta in deltas:
+            usage = {"usage": chat.usage.body()} if continuous else usage
+            if delta.index not in begun:
+                begun.add(delta.index)
+                opening = {"role": "assistant", "content": "", "refusal": None}
+                yield event(chat.body(kind, [_chunk(delta.index, opening)], **usage))
+            finish = delta.text if delta.kind == "finish" else None
+            if delta.kind == "end" and not delta.tokens:
+                continue
+            if finish and delta.tokens:  # the last chunk says nothing but why the answer has ended
+                yield event(
+                    chat.body(kind, [_chunk(delta.index, {"content": ""}, chat.logprobs(delta.tokens))], **usage)
+                )
+            logprobs = None if finish else chat.logprobs(delta.tokens)
+            yield event(chat.body(kind, [_chunk(delta.index, _delta(delta), logprobs, finish)], **usage))
+    if usage:
+        yield event(chat.body(kind, [], usage=chat.usage.body()))
+    yield DONE
+
+
+def _chunk(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.kind == "content":
+        return {"content": delta.text}
+    if delta.kind == "reasoning":
+        return {"reasoning_content": delta.text}
+    if delta.kind == "call":
+        function = {"name": delta.text, "arguments": ""}
+        return {"tool_calls": [{"index": delta.call, "id": delta.call_id, "type": "function", "function": function}]}
+    if delta.kind == "arguments":
+        return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.text}}]}
+    return {}
+
+
+def messages_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates read them, with texts as contents. Raises ApiError for what is no text."""
+    if not given:
+        raise invalid("messages", "is missing or empty")
+    if len(given) > MOST_MESSAGES:
+        raise invalid("messages", f"{len(given)} messages are more than {MOST_MESSAGES}")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise invalid(f"{where}.role", f"{role!r:.40} is none of {', '.join(ROLES)}")
+    content = _text(message.get("content"), f"{where}.content")
+    if ROLES[role] in ("system", "user") and message.get("content") is None:
+        raise invalid(f"{where}.content", "is missing")
+    for name in ("name", "tool_call_id"):
+        if not isinstance(message.get(name) or "", str):
+            raise invalid(f"{where}.{name}", "must be a string")
+    known = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+    changed = {**{key: message[key] for key in known if message.get(key) is not None}, "role": ROLES[role]}
+    if isinstance(message.get("reasoning"), str):  # as some servers call it
+        changed.setdefault("reasoning_content", message["reasoning"])
+    if not isinstance(changed.get("reasoning_content", ""), str):
+        raise invalid(f"{where}.reasoning_content", "must be a string")
+    return {**changed, "content": content}
+
+
+def of_chat(error: UserError) -> ApiError:
+    """What is wrong with a conversation, by the field that is at fault."""
+    param, _, message = str(error).partition(": ")
+    return invalid(param, message) if re.match(r"(messages|tools)\[", param) else ApiError(400, str(error), "messages")
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(where, "must be a string or a list of parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+        if kind not in ("text", "refusal"):
+            raise invalid(f"{where}[{i}]", f"parts of type {kind!r:.40} are not supported: this model reads text")
+        if not isinstance(text, str):
+            raise invalid(f"{where}[{i}].{kind}", "must be a string")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def tools_of(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that the model may call; none with tool_choice none."""
+    given, names = request.tools or [], set()
+    if len(given) > MOST_TOOLS:
+        raise invalid("tools", f"{len(given)} tools are more than {MOST_TOOLS}")
+    for i, tool in enumerate(given):
+        if tool.get("type") != "function":
+            raise invalid(f"tools[{i}].type", f"{tool.get('type')!r:.40} is not supported: only function is")
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+            raise invalid(f"tools[{i}].function.name", "must be 1 to 64 letters, digits, _, - or .")
+        if name in names:
+            raise invalid(f"tools[{i}].function.name", f"{name} stands twice")
+        names.add(name)
+        if not isinstance(tool["function"].get("parameters") or {}, Mapping):
+            raise invalid(f"tools[{i}].function.parameters", "must be a JSON schema")
+    return [] if request.tool_choice == "none" else given
+
+
+def _forced_tools(request: ChatRequest, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools of which one must be called; none if the model is free."""
+    choice = request.tool_choice
+    if choice in (None, "none", "auto"):
+        return []
+    if not tools:
+        raise invalid("tool_choice", "it needs tools")
+    if choice == "required":
+        return tools
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    found = [tool for tool in tools if tool["function"]["name"] == name]
+    if not found:
+        raise invalid("tool_choice", f"{name or choice!r:.80} is none of none, auto, required and the tools' names")
+    return found
+
+
+def _renders_tools(text: Text) -> bool:
+    return text.format is not None and "tools" in text.tokenizer.template
+
+
+def settings_of(request: ChatRequest, text: Text) -> dict[str, Any]:
+    """Variables of the chat template, of those that it has."""
+    settings: dict[str, Any] = {}
+    template = text.tokenizer.template
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name in RESERVED or not has_variable(template, name):
+            raise invalid("chat_template_kwargs", f"{name:.40} is no variable of this model's chat template")
+        settings[name] = value
+    if request.reasoning_effort is not None:
+        if has_variable(template, "reasoning_effort"):
+            settings["reasoning_effort"] = request.reasoning_effort
+        elif has_variable(template, "enable_thinking"):
+            settings.setdefault("enable_thinking", request.reasoning_effort != "none")
+        else:
+            raise invalid("reasoning_effort", "this model's chat template does not know it", "unsupported_parameter")
+    return settings
+
+
+def has_variable(template: str, name: str) -> bool:
+    return name.isidentifier() and re.search(rf"(?<![\w.'\"]){re.escape(name)}(?![\w'\"])", template) is not None
+
+
+def _whole_grammar(
+    request: ChatRequest, text: Text, ready: Ready, grammar: Grammar | None, forced: list[dict[str, Any]],
+    ids: list[int],
+) -> Grammar | None:  # fmt: skip
+    """The grammar of the whole answer, with the reasoning before its content."""
+    opened: bool | None = None
+    tokenizer = text.tokenizer
+    if text.format and tokenizer.opens_reasoning(ids):
+        opened = True
+    elif text.format and THINK in tokenizer.template and THINK_END not in tokenizer.decode(ids[-8:]):
+        opened = False
+    if forced:
+        several = request.tool_choice == "required" and request.parallel_tool_calls is not False
+        return calls_grammar(forced, text.format, several, opened, Marks(text.mark_ids(ready)))
+    if grammar and opened is not None:
+        return after_reasoning(grammar, opened, Marks(text.mark_ids(ready)))
+    return grammar

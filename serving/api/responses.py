@@ -1,0 +1,385 @@
+"""POST /v1/responses in the shapes of OpenAI's API, translated to and from chats. Responses are not kept."""
+
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from serving.api import fields, openai_chat
+from serving.api.blocks import Block, Blocks, Change
+from serving.api.errors import ApiError, invalid, renamed
+from serving.api.fields import StreamOptions, converted
+from serving.api.front import Front, Text
+from serving.api.sse import event
+from serving.api.streams import Token
+
+# Fields that do nothing, and those that are not supported, with the values at which they ask for nothing.
+HARMLESS = fields.HARMLESS - {"request_id"}
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "multi_agent": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "truncation": ("disabled",),
+}
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = frozenset({LOGPROBS, "reasoning.encrypted_content"})  # reasoning is always in items, and not encrypted
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text", "refusal": "refusal"}
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class Format(msgspec.Struct, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+@dataclass
+class Answer:
+    """A request that was read and can run, and its answer so far."""
+
+    request: ResponsesRequest
+    chat: openai_chat.Chat
+    blocks: Blocks
+    key: str = field(default_factory=lambda: secrets.token_hex(12))
+    logprobs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # by number of their block
+    sent: int = 0  # events
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.request.stream)
+
+    def response(self, status: str, output: list[dict[str, Any]], error: dict[str, str] | None = None) -> Any:
+        """The object that a response is; its usage is known when it has ended."""
+        request, usage = self.request, self.chat.usage
+        sampling, reasoning, text = self.chat.job.sampling, request.reasoning or Reasoning(), request.text
+        format = msgspec.to_builtins(text.format) if text and text.format else {"type": "text"}
+        tools = [msgspec.to_builtins(tool) for tool in request.tools or []]
+        body = {
+            "id": f"resp_{self.key}",
+            "object": "response",
+            "created_at": self.chat.created,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": self.chat.front.name,
+            "output": output,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": {key: value for key, value in format.items() if value is not None}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [{**tool, "strict": bool(tool["strict"])} for tool in tools],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "metadata": {},
+            "usage": None,
+        }
+        if status not in ("completed", "incomplete"):
+            return body
+        details = {"cached_tokens": usage.cached, "cache_write_tokens": 0}
+        body["usage"] = {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": details,
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": self.blocks.reasoning_tokens},
+            "total_tokens": usage.prompt + usage.completion,
+        }
+        return body
+
+    def ended(self, end: Change) -> Any:
+        """The whole response."""
+        status = _status(end)
+        items = [self.item(block, "completed") for block in self.blocks.found]
+        if items:
+            items[-1]["status"] = status
+        return self.response(status, items)
+
+    def item(self, block: Block, status: str) -> dict[str, Any]:
+        id = self.id(block)
+        if block.kind == "call":
+            named = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            return {"id": id, "type": "function_call", "status": status, **named}
+        content = [] if status == "in_progress" else [self.part(block)]
+        if block.kind == "reasoning":
+            return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
+        return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def part(self, block: Block) -> dict[str, Any]:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        logprobs = self.logprobs.get(block.number, [])
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+
+    def id(self, block: Block) -> str:
+        return f"{ {'reasoning': 'rs', 'content': 'msg', 'call': 'fc'}[block.kind] }_{self.key}{block.number}"
+
+    def take(self, block: Block, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        """Keeps the log-probabilities of new tokens. -> those, if they are wanted"""
+        if block.kind != "content" or not tokens:
+            return []
+        new: list[dict[str, Any]] = (self.chat.logprobs(tokens) or {}).get("content", [])
+        self.logprobs.setdefault(block.number, []).extend(new)
+        return new
+
+    def event(self, name: str, **data: Any) -> bytes:
+        data = {"type": name, "sequence_number": self.sent, **data}
+        self.sent += 1
+        return event(data, name)
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        if not self.sent:
+            return self.event("error", code=error.code, message=str(error), param=error.param)
+        items = [self.item(block, "incomplete") for block in self.blocks.found]
+        shown = {"code": "server_error", "message": str(error)}
+        return self.event("response.failed", response=self.response("failed", items, shown))
+
+
+async def prepare(front: Front, data: Any, salt: bytes) -> Answer:
+    """Reads the request `data`. Raises ApiError if it is wrong."""
+    _, text = front.check_serving()
+    if isinstance(data, dict) and data.get("store"):
+        raise invalid("store", "responses are not kept: send store: false, and the whole conversation in input")
+    request = converted(ResponsesRequest, data, UNSUPPORTED)
+    chat, names = translated(request, text)
+    try:
+        made = await openai_chat.prepare(front, chat, salt)
+    except ApiError as error:
+        raise renamed(error, names) from None
+    return Answer(request, made, Blocks(made))
+
+
+async def whole(answer: Answer) -> Any:
+    """The answer to a request without `stream`."""
+    async with aclosing(answer.blocks.changes()) as changes:
+        async for change in changes:
+            answer.take(change.block, change.tokens)
+    return answer.ended(change)
+
+
+async def events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events."""
+    async with aclosing(answer.blocks.changes()) as changes:
+        async for change in changes:
+            if not answer.sent:
+                for name in ("created", "in_progress"):
+                    yield answer.event(f"response.{name}", response=answer.response("in_progress", []))
+            if change.what == "end":
+                yield answer.event(f"response.{_status(change)}", response=answer.ended(change))
+            else:
+                for data in _events(answer, change):
+                    yield data
+
+
+def _events(answer: Answer, change: Change) -> list[bytes]:
+    block = change.block
+    at: dict[str, Any] = {"item_id": answer.id(block), "output_index": block.number}
+    if block.kind == "call":
+        name, what, logprobs = "function_call_arguments", "arguments", {}
+    else:
+        at["content_index"] = 0
+        name, what = {"reasoning": "reasoning_text", "content": "output_text"}[block.kind], "text"
+        logprobs = {"logprobs": answer.take(block, change.tokens)} if block.kind == "content" else {}
+    parts = block.kind != "call"
+    if change.what == "text":
+        return [answer.event(f"response.{name}.delta", **at, delta=change.text, **logprobs)]
+    if change.what == "open":
+        item = answer.item(block, "in_progress")
+        found = [answer.event("response.output_item.added", output_index=block.number, item=item)]
+        return [*found, answer.event("response.content_part.added", **at, part=answer.part(block))] if parts else found
+    if block.kind == "content":
+        logprobs = {"logprobs": answer.logprobs.get(block.number, [])}
+    found = [answer.event(f"response.{name}.done", **at, **{what: block.text}, **logprobs)]
+    if parts:
+        found.append(answer.event("response.content_part.done", **at, part=answer.part(block)))
+    item = answer.item(block, _status(change))
+    return [*found, answer.event("response.output_item.done", output_index=block.number, item=item)]
+
+
+def _status(change: Change) -> str:
+    return "incomplete" if change.text == "length" else "completed"
+
+
+def translated(request: ResponsesRequest, text: Text) -> tuple[dict[str, Any], dict[str, str]]:
+    """The chat that `request` asks for, and the request's names of the chat's fields, for errors."""
+    names = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "response_format.json_schema": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
+    }
+    for name in request.include or []:
+        if name not in INCLUDED:
+            raise invalid("include", f"{name:.60} is not supported")
+    wants_logprobs = LOGPROBS in (request.include or []) or bool(request.top_logprobs)
+    chat: dict[str, Any] = {
+        "model": request.model,
+        "messages": _messages(request, names),
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "logprobs": wants_logprobs or None,
+        "top_logprobs": request.top_logprobs if wants_logprobs else None,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "tools": [],
+    }
+    for i, tool in enumerate(request.tools or []):
+        names[f"tools[{i}].function"] = f"tools[{i}]"
+        if tool.type != "function":
+            raise invalid(f"tools[{i}].type", f"{tool.type:.40} is not supported: only function is")
+        described = {} if tool.description is None else {"description": tool.description}
+        function = {"name": tool.name, **described, "parameters": tool.parameters or {}}
+        chat["tools"].append({"type": "function", "function": function})
+    choice = request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    chat["tool_choice"] = choice
+    reasoning, config = request.reasoning or Reasoning(), request.text or TextConfig()
+    if reasoning.summary in ("concise", "detailed"):
+        raise invalid("reasoning.summary", "reasoning is shown as it is: leave it out", "unsupported_parameter")
+    # Clients send "medium" where nobody has asked for anything.
+    if reasoning.effort != "medium" or openai_chat.has_variable(text.tokenizer.template, "reasoning_effort"):
+        chat["reasoning_effort"] = reasoning.effort
+    chat["verbosity"] = config.verbosity
+    if config.format:
+        chat["response_format"] = {"type": config.format.type}
+        if config.format.type == "json_schema":
+            chat["response_format"]["json_schema"] = {"name": config.format.name, "schema": config.format.schema}
+    return chat, names
+
+
+def _messages(request: ResponsesRequest, names: dict[str, str]) -> list[dict[str, Any]]:
+    """The chat's messages. What the model said in one turn, its reasoning, text and calls, is one message. Adds the
+    names of the items that messages come from."""
+    messages: list[dict[str, Any]] = []
+
+    def add(message: dict[str, Any], where: str) -> dict[str, Any]:
+        names[f"messages[{len(messages)}]"] = where
+        messages.append(message)
+        return message
+
+    if request.instructions is not None:
+        add({"role": "system", "content": request.instructions}, "instructions")
+    if isinstance(request.input, str):
+        add({"role": "user", "content": request.input}, "input")
+        return messages
+    turn: dict[str, Any] | None = None  # of the model, to which items are added
+    for i, item in enumerate(request.input):
+        where = f"input[{i}]"
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            thoughts = _reasoning(item, where)
+            if thoughts:
+                turn = add({"role": "assistant", "content": "", "reasoning_content": thoughts}, where)
+        elif kind == "message" and item.get("role") == "assistant":
+            content = _text(item.get("content"), f"{where}.content")
+            if turn and not turn["content"] and "tool_calls" not in turn:
+                turn["content"] = content
+            else:
+                turn = add({"role": "assistant", "content": content}, where)
+        elif kind == "function_call":
+            turn = turn or add({"role": "assistant", "content": ""}, where)
+            turn.setdefault("tool_calls", []).append(_call(item, where))
+        elif kind == "message":
+            turn = None
+            role = item.get("role")
+            if role not in ("user", "system", "developer"):
+                raise invalid(f"{where}.role", f"{role!r:.40} is none of user, system, developer, assistant")
+            add({"role": role, "content": _text(item.get("content"), f"{where}.content")}, where)
+        elif kind == "function_call_output":
+            turn = None
+            id = _string(item, "call_id", where)
+            output = _text(item.get("output"), f"{where}.output")
+            add({"role": "tool", "tool_call_id": id, "content": output}, where)
+        else:
+            raise invalid(f"{where}.type", f"items of type {kind!r:.40} are not supported")
+    return messages
+
+
+def _reasoning(item: dict[str, Any], where: str) -> str:
+    if item.get("encrypted_content") is not None:
+        raise invalid(f"{where}.encrypted_content", "is of another server")
+    return _text(item.get("content") or [], f"{where}.content")
+
+
+def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
+    function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
+    return {"id": _string(item, "call_id", where), "type": "function", "function": function}
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(where, "must be a string or a list of parts")
+    texts = []
+    for j, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(TEXTS[kind]) if isinstance(part, Mapping) and isinstance(kind, str) and kind in TEXTS else None
+        if not isinstance(text, str):
+            raise invalid(f"{where}[{j}]", f"parts of type {kind!r:.40} are not supported: this model reads text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _string(item: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise invalid(f"{where}.{name}", "must be a string")
+    return str(item[name])

@@ -1,0 +1,158 @@
+"""The text of one sequence while it is generated: detokenised, up to a stop string, with log-probabilities."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from serving.api.front import Front, Job, Text
+from serving.api.limits import Ticket
+from serving.ranks.messages import Ready, TokenLogprob
+from text.stops import Stops
+
+Item = TypeVar("Item")
+UNREAD = 64  # items that wait for a reader before their sources do
+
+
+class Token(NamedTuple):
+    """A generated token whose log-probability is wanted."""
+
+    id: int
+    found: TokenLogprob
+    start: int  # characters of the answer before it
+
+
+class Piece(NamedTuple):
+    text: str
+    tokens: list[Token]
+    finish: str = ""  # "stop", "length"; empty while it goes on
+    stop: str = ""  # the stop string that ended it
+
+
+@dataclass
+class Usage:
+    """Tokens of one request so far."""
+
+    prompt: int = 0
+    cached: int = 0  # of the prompts, in the prefix cache
+    completion: int = 0
+
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass
+class Stream:
+    """One sequence. Closing `pieces` ends it in the engine."""
+
+    front: Front
+    text: Text
+    ready: Ready
+    job: Job
+    usage: Usage
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    async def pieces(self, ticket: Ticket) -> AsyncGenerator[Piece, None]:
+        """What is certain, row by row; the last piece has a finish reason."""
+        job = self.job
+        ends = {*job.sampling.stop_token_ids, *(() if job.sampling.ignore_eos else self.ready.stop_ids)}
+        detokenizer, stops = self.text.tokenizer.detokenizer(job.ids), Stops(job.stops)
+        made = given = 0  # characters of the detokenizer, and of pieces
+        held: list[Token] = []
+        first = True
+        metrics, source = self.front.metrics, self.front.rows(job, ticket)
+        async with metrics.arrived(len(job.ids)) as timeline, aclosing(source) as rows:
+            async for row in rows:
+                text, used = "", 0
+                for index, token in enumerate(row.tokens):
+                    used += 1
+                    if row.logprobs:
+                        held.append(Token(token, row.logprobs[index], made))
+                    if row.finish == "stop" and token in ends and used == len(row.tokens):
+                        break
+                    piece = detokenizer.push((token,))
+                    made += len(piece)
+                    text += stops.push(piece)
+                    if stops.found:
+                        break
+                if row.finish and not stops.found:
+                    text += stops.push(detokenizer.rest()) + stops.finish()
+                if stops.found:  # tokens behind it, as drafts give them, are no part of the answer
+                    row = msgspec.structs.replace(row, tokens=row.tokens[:used], finish="stop")
+                timeline.row(row)
+                self.usage.completion += len(row.tokens)
+                if first:
+                    first, self.prompt_logprobs = False, row.prompt_logprobs
+                    self.usage.cached += row.found
+                given += len(text)
+                finish = row.finish
+                tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]
+                if text or tokens or finish:
+                    held = held[len(tokens) :]
+                    yield Piece(text, tokens, finish, stops.stop)
+                if finish:
+                    return
+
+
+def together(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    """The items of all `sources` as they come. The error of one ends all."""
+    return sources[0] if len(sources) == 1 else _merged(sources)
+
+
+async def _merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[Item, None]:
+    queue: asyncio.Queue[Item | Exception | None] = asyncio.Queue(UNREAD)
+
+    async def take(source: AsyncGenerator[Item, None]) -> None:
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    await queue.put(item)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(take(source)) for source in sources]
+    try:
+        left = len(tasks)
+        while left:
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Turns:
+    """Lets the sequences of one request start: the second and later ones of a prompt when the first has begun, since
+    they then find its prompt in the cache; and never more than `places` together."""
+
+    def __init__(self, places: int):
+        self._places = asyncio.Semaphore(places)
+        self._begun: dict[int, asyncio.Event] = {}
+
+    async def pieces(self, stream: Stream, prompt: int, choice: int, ticket: Ticket) -> AsyncGenerator[Piece, None]:
+        """The pieces of `stream`, which is choice number `choice` of prompt number `prompt`."""
+        begun = self._begun.setdefault(prompt, asyncio.Event())
+        try:
+            if choice:
+                await begun.wait()
+            async with self._places, aclosing(stream.pieces(ticket)) as pieces:
+                async for piece in pieces:
+                    begun.set()
+                    yield piece
+        finally:
+            begun.set()

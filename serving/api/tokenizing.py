@@ -1,0 +1,63 @@
+"""POST /tokenize and /detokenize: text to token ids and back, in the shapes of vLLM's server."""
+
+from typing import Any
+
+import msgspec
+
+from serving.api.errors import invalid
+from serving.api.fields import typed
+from serving.api.front import Front
+from serving.api.openai_chat import messages_of, of_chat
+from serving.api.openai_completions import check_length
+from text.chat import Chat
+from umbra.errors import UserError
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+async def tokenize(front: Front, data: Any) -> dict[str, Any]:
+    ready, text = front.check_serving()
+    request = typed(TokenizeRequest, data)
+    front.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("prompt", "give either prompt or messages")
+    messages = None if request.messages is None else messages_of(request.messages)
+
+    def encoded() -> list[int]:
+        try:
+            if messages is not None:
+                return text.tokenizer.encode_chat(Chat(messages, request.tools or []))
+            check_length(request.prompt or "", "prompt", text, ready)
+            return text.tokenizer.encode(request.prompt or "", False, request.add_special_tokens is not False)
+        except UserError as error:
+            raise (invalid("prompt", str(error)) if messages is None else of_chat(error)) from None
+
+    ids = await front.work(encoded)
+    body: dict[str, Any] = {"count": len(ids), "max_model_len": ready.longest, "tokens": ids}
+    if request.return_token_strs:
+        body["token_strs"] = [text.tokenizer.backend.id_to_token(id) for id in ids]
+    return body
+
+
+async def detokenize(front: Front, data: Any) -> dict[str, Any]:
+    ready, text = front.check_serving()
+    request = typed(DetokenizeRequest, data)
+    front.check_model(request.model)
+    if wrong := [id for id in request.tokens if not 0 <= id < ready.vocabulary]:
+        raise invalid("tokens", f"{wrong[0]} is outside the vocabulary of {ready.vocabulary}")
+    try:
+        return {"prompt": await front.work(lambda: text.tokenizer.whole_text(request.tokens))}
+    except UserError as error:
+        raise invalid("tokens", str(error)) from None

@@ -1,0 +1,49 @@
+"""What the front is told about shadow experts: totals, and where experts are and how much they are used."""
+
+import numpy as np
+
+from executor.engine.expert_totals import ExpertTotals
+from serving.ranks.messages import Residency
+
+FADE = 0.8  # weight of the heat of the last snapshot in the next one
+
+
+class ExpertNews:
+    def __init__(self, totals: ExpertTotals):
+        self.totals, self.offload = totals, totals.offload
+        self._heat = np.zeros(self.offload.counts.shape, np.float64)
+        self._seen = self.offload.counts.copy()
+        self._sent: Residency | None = None
+
+    def fields(self) -> dict[str, int | float]:
+        """The fields of State about experts and the arena that they share with the KV cache."""
+        arena, totals = self.offload.arena, self.totals
+        return {
+            "experts_resident": int(self.offload.published.sum()),
+            "experts": self.offload.published.size,
+            "expert_hits": totals.hits,
+            "expert_misses": totals.misses,
+            "shadow_exposed_s": totals.exposed_s,
+            "arena_frames": arena.frames,
+            "expert_frames": arena.slot_frames,
+            "free_frames": arena.free_frames,
+        }
+
+    def changed(self) -> Residency | None:
+        """A snapshot of which experts are resident and used; None if it is equal to the last one."""
+        counts = self.offload.counts
+        new = counts - self._seen
+        if new.any():
+            self._seen += new
+            self._heat = FADE * self._heat + (1 - FADE) * new / new.sum()
+        published, most = self.offload.published, self._heat.max() or 1.0
+        found = Residency(
+            layers=published.shape[0],
+            experts=published.shape[1],
+            resident=np.packbits(published.reshape(-1), bitorder="little").tobytes(),
+            heat=np.round(255 * self._heat / most).astype(np.uint8).tobytes(),
+        )
+        if found == self._sent:
+            return None
+        self._sent = found
+        return found

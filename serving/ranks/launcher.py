@@ -1,0 +1,71 @@
+"""The program that the front starts: it launches the ranks of a case that belong to this machine, as `umbra run` does,
+with the server's worker as their program. On other nodes than the first there is no front: `umbra serve` starts the
+same program there."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+
+from executor.config.env import node_env
+from executor.config.load import load_case
+from executor.launch.launch import launch
+from executor.launch.processes import end_with
+from serving.ranks.processes import run_and_leave, signal_name
+from umbra.errors import EXIT_STATUS
+from umbra.files import ROOT
+
+WORKER = ["-m", "serving.ranks.worker"]  # the program of each rank
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Starts the ranks of a server that belong to this node.")
+    parser.add_argument("case")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
+    parser.add_argument("--front", type=int, metavar="PID", help="the process that these ranks end with")
+    args = parser.parse_args(argv)
+    if args.front:
+        end_with(args.front)
+    start_ranks(args.case, args.set)
+
+
+def start_ranks(case_name: str, overrides: list[str]) -> None:
+    """Returns when all ranks have left together; if they have failed, the process ends with a line that says why."""
+    os.environ["CASE_NAME"] = case_name
+    launch(load_case(case_name, overrides), [*WORKER, *(f"--set={pair}" for pair in overrides)])
+    if node_env().node_rank:
+        print("the server has ended")
+
+
+def keep_ranks(case_name: str, overrides: list[str], restarts: int) -> int:
+    """On another node than the first: runs its ranks, and starts them again with those of all nodes, at most `restarts`
+    times. -> the status that this process ends with"""
+    program = [sys.executable, "-m", "serving.ranks.launcher", case_name, f"--front={os.getpid()}"]
+    program += [f"--set={pair}" for pair in overrides]
+    asked: list[int] = []
+    launcher: subprocess.Popen[bytes] | None = None
+
+    def take(number: int, _: object) -> None:
+        asked.append(number)
+        if launcher:
+            launcher.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, take)
+    for start in range(restarts + 1):
+        if start:
+            print(f"starting this node's ranks again ({start} of {restarts})", flush=True)
+        launcher = subprocess.Popen(program, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+        status = launcher.wait()
+        if status < 0 and not asked:
+            name = signal_name(-status)
+            print(f"error: the launcher (pid {launcher.pid}) failed: killed by {name}", file=sys.stderr, flush=True)
+        # Wrong input would be refused again; from 128 on, somebody has asked a launcher to end.
+        if status in (0, EXIT_STATUS) or status >= 128 or asked:
+            break
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

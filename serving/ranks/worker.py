@@ -1,0 +1,417 @@
+"""The program of each rank of a server: it steps the engine on the requests that the front sends to rank 0.
+
+Rank 0 shares one tick before each step; when nothing is to do, ranks wait for the next one, which comes at least every
+few seconds, so that a dead rank is noticed and no collective waits for long.
+"""
+
+import argparse
+import faulthandler
+import gc
+import itertools
+import os
+import signal
+import time
+from collections.abc import Sequence as ListOf
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from executor.checkpoint.stop_ids import stop_ids
+from executor.config import env
+from executor.config.load import load_case
+from executor.engine import request
+from executor.engine.drafts import SIZES
+from executor.engine.expert_totals import ExpertTotals
+from executor.engine.loop import Loop
+from executor.engine.pace import Pace, amounts_of, first_prompt, next_prompt
+from executor.engine.request import Event, Grammar, Request, SamplingParams
+from executor.engine.scheduler import Step
+from executor.engine.sequence import Sequence
+from executor.engine.shares import Shares
+from executor.engine.timings import PrefillRate, Timings
+from executor.launch.rank import run_rank
+from executor.model_runner import ModelRunner, make_runner
+from ops.parallel.connections import clear_losses
+from serving.ranks.channel import Channel
+from serving.ranks.expert_news import ExpertNews
+from serving.ranks.messages import (
+    Abort,
+    Fatal,
+    Group,
+    Out,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Refused,
+    Row,
+    Running,
+    Sampling,
+    State,
+    Stop,
+    Submit,
+    Tick,
+    TokenLogprob,
+    TopToken,
+    Watch,
+)
+from serving.ranks.processes import run_and_leave
+from serving.ranks.ticks import Control
+from umbra.errors import UserError, refusal
+
+IDLE_S = 2.0  # seconds between two ticks while nothing is to do
+STATE_S = 0.25
+RESIDENCY_S = 1.0
+FORGET_STEPS = 64  # steps whose records are kept at most
+MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
+QUEUE_SHOWN = 16  # waiting requests in a snapshot
+
+
+class Worker:
+    """`channel` is rank 0's connection to the front; the other ranks have None."""
+
+    def __init__(self, runner: ModelRunner, channel: Channel | None):
+        self.runner, self.channel = runner, channel
+        case, engine = runner.case, runner.engine
+        self.case, self.engine = case, engine
+        self.stop_ids = stop_ids(runner.folder, runner.config.eos_token_ids)
+        self.loop = Loop(engine, self.stop_ids, serving=True)
+        self.control = Control(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
+        self.experts = ExpertTotals(engine.offload) if engine.offload else None
+        self.news = ExpertNews(self.experts) if self.experts else None
+        self.shares = None
+        elastic = case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes
+        if self.experts and runner.planned and elastic:
+            self.shares = Shares(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
+        self.steps = self.preemptions = self.drafted = self.accepted = 0
+        self.prefill_rate = PrefillRate(case.cache_config.page_size)
+        self.pace = Pace()
+        self.stopping = False
+        self.watched = False  # whether somebody wants to see where experts are
+        self._reported = 0.0  # time of the last State
+        self._shown = 0.0  # time of the last Residency
+        self._since = (time.perf_counter(), 0)  # time and tokens at the last State
+        self._generated = 0
+        self._step_tokens: list[int] = []  # since the last State
+        self._arrived: dict[int, float] = {}  # id -> time, of requests that have not begun
+        self._queued_s: dict[int, float] = {}  # id -> how long it waited, of requests without a first row
+
+    def run(self) -> None:
+        """Serves until the front stops the ranks."""
+        with self.engine.platform.watched():
+            self.warm_up()
+            gc.collect()
+            gc.freeze()  # collections no longer look through what was loaded, which takes as long as many steps
+            if self.channel:
+                self.channel.send(self.ready())
+            while not self.stopping:
+                self.turn()
+
+    def turn(self) -> None:
+        """Shares one tick, and runs its step. Rank 0 decides on the step before it shares the tick, and every other
+        rank compares its own decision before it runs the step, so that ranks that differ end here instead of waiting
+        for each other in a collective."""
+        scheduler = self.loop.scheduler
+        if self.channel:
+            tick = self.next_tick(self.channel)
+            self.apply(tick)
+            step = scheduler.schedule()
+            if not self.control.alone:
+                self.control.share(replace(tick, digest=scheduler.digest(step)))
+        else:
+            tick = self.control.share(None)
+            self.apply(tick)
+            step = scheduler.schedule()
+            self.check(tick, scheduler.digest(step))
+        self.step(step)
+        if self.steps % FORGET_STEPS == 0:
+            self.forget()
+
+    def next_tick(self, channel: Channel) -> Tick:
+        """Rank 0's tick: the messages that have come from the front, and what it has measured."""
+        events: list[Submit | Abort | Stop] = []
+        for message in channel.receive(0 if not self.loop.idle else IDLE_S):
+            if message is None:
+                events.append(Stop())
+            elif isinstance(message, OSError):
+                raise message
+            elif isinstance(message, Ping):
+                channel.send(Pong(message.number, self.steps))
+            elif isinstance(message, Watch):
+                self.watched = message.residency
+            elif isinstance(message, Submit | Abort | Stop):
+                events.append(message)
+        self.report(channel)
+        if self.shares and self.prefill_rate.value:
+            self.shares.decide(self.case.cache_config.page_size / self.prefill_rate.value)
+        return Tick(self.steps, 0, self.mixed_tokens(), self.shares.expert_pages if self.shares else 0, events)
+
+    def check(self, tick: Tick, own: int) -> None:
+        """Raises unless this rank, whose digest is `own`, does what rank 0 does."""
+        if (tick.number, tick.digest) != (self.steps, own):
+            raise RuntimeError(
+                f"rank {self.runner.ranks.rank} differs from rank 0 at step {tick.number}: its step {self.steps} has "
+                f"the digest {own:016x}, rank 0's {tick.digest:016x}"
+            )
+
+    def apply(self, tick: Tick) -> None:
+        """Bookkeeping of what has come since the last step, on every rank alike."""
+        scheduler = self.loop.scheduler
+        scheduler.mixed_tokens, scheduler.expert_pages = tick.mixed_tokens, tick.expert_pages
+        for event in tick.events:
+            if isinstance(event, Submit):
+                try:
+                    self.loop.submit(request_of(event), event.id)
+                    if self.channel:
+                        self._arrived[event.id] = time.perf_counter()
+                except UserError as error:
+                    if self.channel:
+                        self.channel.send(Refused(event.id, str(error)))
+            elif isinstance(event, Abort):
+                self.loop.abort(event.id)
+            else:
+                self.stopping = True
+
+    def step(self, step: Step | None) -> None:
+        """Runs a step of the engine, if there is something to do."""
+        start, timings = time.perf_counter(), self.loop.timings
+        before, decoded = timings.prefill_tokens, timings.decode_tokens
+        drafted, accepted = timings.drafted_tokens, timings.accepted_tokens
+        amounts = amounts_of(step.sequences if step else ())
+        events = self.loop.run(step)
+        self.steps += 1
+        for sequence in self.loop.scheduler.preempted:
+            self.preemptions += 1
+            again = len(sequence.ids)
+            print(f"request {sequence.id} is preempted for want of memory: {again} tokens are computed again later")
+        tokens, decoded = timings.prefill_tokens - before, timings.decode_tokens - decoded
+        self.drafted += timings.drafted_tokens - drafted
+        self.accepted += timings.accepted_tokens - accepted
+        seconds = time.perf_counter() - start
+        if tokens:
+            self.pace.learn(amounts, seconds)
+        self.prefill_rate.learn(tokens, seconds)
+        if self.experts:
+            self.experts.prefilled(tokens)
+        self._generated += sum(len(event.tokens) for event in events)
+        if tokens + decoded:
+            self._step_tokens.append(tokens + decoded)
+        if self.channel:
+            self.tell(self.channel, events, start)
+
+    def tell(self, channel: Channel, events: ListOf[Event], start: float) -> None:
+        """Sends the front the rows of a step that began at `start`."""
+        for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
+            if (arrived := self._arrived.pop(id, None)) is not None:
+                self._queued_s[id] = start - arrived
+        found = [(event, row_of(event, self._queued_s.pop(event.id, 0.0))) for event in events]
+        rows = [row for event, row in found if event.finish_reason != "abort"]
+        if rows:
+            channel.send(Out(self.steps, rows))
+
+    def forget(self) -> None:
+        """Drops what is recorded of each step, which would grow for as long as the server runs."""
+        self.loop.timings = Timings()
+        if self.experts:
+            self.experts.collect()
+        del self._step_tokens[:-MOST_STEP_TOKENS]
+
+    def mixed_tokens(self) -> int:
+        """Most prompt tokens of a step in which requests decode."""
+        pause_s, most = self.case.serve_config.prefill_pause_ms / 1000, self.case.data_config.chunked_prefill_size
+        return self.pace.chunk(self.loop.scheduler.running, self.case.cache_config.page_size, pause_s, most)
+
+    def warm_up(self) -> None:
+        """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences
+        decode once, so that all graphs are captured; with
+        drafts, also steps of more rows."""
+        scheduler = self.loop.scheduler
+        batch, longest = scheduler.limits.batch_size, scheduler.limits.max_sequence_length
+        numbers = itertools.count(1)
+
+        def add(length: int, tokens: int) -> None:
+            number = next(numbers)
+            ids = tuple((number * 7919 + i) % self.runner.config.vocab_size for i in range(length))
+            sampling = SamplingParams(max_tokens=min(tokens, longest - length), ignore_eos=True)
+            self.loop.submit(Request(ids, sampling), -number)
+
+        def prefill(length: int) -> float:
+            add(length, 1)
+            start = time.perf_counter()
+            while not self.loop.idle:
+                self.step(scheduler.schedule())
+            return time.perf_counter() - start
+
+        page, pages = scheduler.limits.page_size, scheduler.pools[0].pages
+        length = first_prompt(page, longest)
+        prefill(length)  # the first time takes longer and says nothing
+        self.pace, self.prefill_rate.value = Pace(), 0.0
+        while length:
+            seconds = prefill(length)
+            # Rank 0's clock decides for all.
+            length = self.control.number(next_prompt(length, seconds, page, pages, longest))
+        drafts, scheduler.drafts = scheduler.drafts, None
+        sizes = [size for size in SIZES if batch < size <= self.case.decode_rows] if drafts else []
+        for _ in range(batch):
+            # Until the last one decodes, and one step more for each that ends before; a step with drafts may give all.
+            add(1, batch + 2 + len(sizes) * (1 + scheduler.limits.draft_tokens))
+        for ended in range(batch):
+            step = None
+            while not self.loop.idle and not (step and step.decode):
+                step = scheduler.schedule()
+                self.step(step)
+            if drafts and not ended:
+                scheduler.drafts = drafts
+                for size in sizes:
+                    drafts.fill(size)
+                    self.step(scheduler.schedule())
+                scheduler.drafts = None
+            if self.channel:
+                self.channel.send(Progress("warming up", (ended + 1) / batch))
+            if step:
+                self.loop.abort(min(step.sequences, key=lambda s: s.arrival).id)
+        while not self.loop.idle:
+            self.step(scheduler.schedule())
+        scheduler.drafts = drafts
+        for cache in scheduler.caches:
+            cache.trim(0)
+        self.forget()
+        self._step_tokens = []
+        self.steps = self.preemptions = self.drafted = self.accepted = self._generated = 0
+        if self.experts:
+            self.experts.restart()
+            if self.runner.planned:  # most steps of the warm-up captured a graph: their times say nothing
+                self.runner.planned.begin(self.experts.offload, ())
+
+    def ready(self) -> Ready:
+        limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]
+        return Ready(
+            longest=min(limits.max_sequence_length, pool.pages * limits.page_size),
+            batch_size=limits.batch_size,
+            vocabulary=self.runner.config.vocab_size,
+            page_size=limits.page_size,
+            pages=pool.pages,
+            groups=limits.groups,
+            stop_ids=sorted(self.stop_ids),
+            prefill_rate=self.prefill_rate.value,
+            results=str(self.runner.results),
+        )
+
+    def report(self, channel: Channel) -> None:
+        """Sends the front a snapshot, a few times a second, and where experts are, if somebody watches."""
+        now = time.perf_counter()
+        if now - self._reported < STATE_S or channel.behind:
+            return
+        since, generated = self._since
+        self._reported, self._since = now, (now, self._generated)
+        self.forget()
+        scheduler, pages = self.loop.scheduler, self.loop.scheduler.pools[0]
+        groups = [
+            Group(cache.held, scheduler.committed(g) - cache.held, len(cache.idle))
+            for g, cache in enumerate(scheduler.caches)
+        ]
+        state = State(
+            step=self.steps,
+            waiting=len(scheduler.waiting),
+            running=[running_of(s) for s in scheduler.running],
+            queue=[running_of(s) for s in scheduler.waiting[:QUEUE_SHOWN]],
+            groups=groups,
+            preemptions=self.preemptions,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            step_tokens=self._step_tokens,
+            prefill_rate=self.prefill_rate.value,
+            decode_rate=(self._generated - generated) / (now - since),
+            arena_frames=pages.pages,
+            free_frames=pages.pages - groups[0].held - groups[0].kept,
+        )
+        self._step_tokens = []
+        if self.news:
+            state = replace(state, **self.news.fields())
+            if self.watched and now - self._shown >= RESIDENCY_S and (residency := self.news.changed()):
+                self._shown = now
+                channel.send(residency)
+        channel.send(state)
+
+
+def request_of(submit: Submit) -> Request:
+    """Raises UserError if the request's settings are out of range."""
+    fields = {name: getattr(submit.sampling, name) for name in Sampling.__struct_fields__}
+    if grammar := submit.sampling.grammar:
+        fields["grammar"] = Grammar(grammar.kind, grammar.text)
+    return Request(tuple(submit.ids), SamplingParams(**fields), submit.priority, submit.salt)
+
+
+def row_of(event: Event, queued_s: float = 0.0) -> Row:
+    return Row(
+        id=event.id,
+        tokens=list(event.tokens),
+        finish=event.finish_reason,
+        found=event.found,
+        queued_s=queued_s,
+        logprobs=[logprob_of(found) for found in event.logprobs],
+        prompt_logprobs=[logprob_of(found) for found in event.prompt_logprobs],
+    )
+
+
+def logprob_of(found: request.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(found.logprob, [TopToken(token, value) for token, value in found.top])
+
+
+def running_of(sequence: Sequence) -> Running:
+    return Running(
+        id=sequence.id,
+        prompt=sequence.prompt_len,
+        cached=sequence.cached,
+        generated=len(sequence.generated),
+        longest=sequence.longest,
+        preemptions=sequence.preemptions,
+    )
+
+
+def serve(results: Path, ranks: env.RankEnv, case_name: str, overrides: ListOf[str]) -> None:
+    """The body of one rank: connects, loads, serves."""
+    stacks = open(results / f"stacks{ranks.rank}.log", "w")  # noqa: SIM115 (until the end)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the front ends the ranks
+    channel = open_channel() if ranks.rank == 0 else None
+    try:
+        if channel:
+            channel.send(Progress("loading weights", 0.0))
+        runner = make_runner(load_case(case_name, list(overrides)), results, ranks)
+        with clear_losses():
+            runner.setup()
+            Worker(runner, channel).run()
+    except Exception as error:
+        if channel:
+            plain = isinstance(error, UserError | ConnectionError)
+            known = str(error) if plain else refusal(error)
+            channel.send(Fatal(known or f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        if channel:
+            channel.close()
+
+
+def open_channel() -> Channel:
+    path = env.serve_socket()
+    if path is None:
+        raise UserError("UMBRA_SERVE_SOCKET is not set: the server's front starts its ranks: bash serve.sh CASE")
+    return Channel(path)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description="Runs one rank of a server; the front starts all of them.")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys")
+    parser.add_argument("--results", type=Path, help="folder of this run")
+    args = parser.parse_args(argv)
+    name = env.case_name()
+    if not name:
+        raise UserError("CASE_NAME is not set: the server's front starts its ranks: bash serve.sh CASE")
+    case = load_case(name, args.set)
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    run_rank(case, args.results, lambda results, ranks: serve(results, ranks, name, args.set))
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

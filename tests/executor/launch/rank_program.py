@@ -1,0 +1,45 @@
+"""A job whose rank 1 fails in the way its argument names while the others wait for it in a collective."""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.engine.building import init_parallel
+from executor.launch.platform_settings import platform_settings
+from executor.launch.rank import run_rank
+from executor.platform import load_platform
+from umbra.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case")
+    parser.add_argument("how", choices=("raise", "kill", "halt", "user_error"))
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    case = load_case(args.case, ["world_size=2", "exe_mode=eager"])
+
+    def body(results: Path, ranks: RankEnv) -> None:
+        platform = load_platform(case.platform)(platform_settings(case), ranks)
+        world = init_parallel(case, ranks, platform).world
+        world.all_reduce(torch.ones(1))
+        if ranks.rank == 1:
+            if args.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if args.how == "halt":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if args.how == "user_error":
+                raise UserError("the cup is empty")
+            raise RuntimeError("boom on rank 1")
+        world.all_reduce(torch.ones(1))
+
+    run_rank(case, args.results, body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Whole jobs over nodes in namespaces, as users start them: no host name is known, and each node has its own results.
+
+`python -m tests.executor.launch.test_cluster` measures what happens at faults; docs/cluster.md has what it found.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nodes import Cluster, Job, Node, cluster, until
+from tests.tiny import save_tiny, write_case
+from umbra.files import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
+
+# As demo_tp8: attention by tensors, experts by tensors and whole.
+SPLIT = {"attn_tp_size": 4, "moe_tp_size": 2, "embed_tp_size": 4, "lmhead_tp_size": 4}
+ENDLESS = 8000
+
+
+def write_job(folder: Path, name: str, ranks: int, tokens: int, **parallel: Any) -> str:
+    """A case of a tiny model with the tokenizer of the demo."""
+    model = folder / "model"
+    save_tiny(model, vocab_size=4096, num_key_value_heads=8, max_position_embeddings=2 * ENDLESS)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (model / file).write_bytes((ROOT / "checkpoints/austen_moe" / file).read_bytes())
+    data = {"prompts": ["x"], "input_max_len": 48, "max_new_tokens": tokens, "batch_size": 1, "warm_up": False}
+    path = write_case(
+        folder / f"{name}.yaml", model, world_size=ranks, threads=1, data_config=data, parallel_config=parallel,
+        sampling_config={"ignore_eos": True},
+    )  # fmt: skip
+    return str(path)
+
+
+def started(made: Cluster, *command: str) -> list[Job]:
+    return [node.start("bash", *command) for node in made.nodes]
+
+
+def decoding(made: Cluster, case: str, ranks: int) -> None:
+    """Waits until all ranks have loaded and some steps must have run."""
+    until(lambda: sum(node.logs(case).count("model ready") for node in made.nodes) == ranks)
+    time.sleep(2)
+
+
+@pytest.mark.thorough
+def test_a_job_answers_and_ends_without_its_launcher(tmp_path: Path) -> None:
+    """Folders of results have one name on all nodes. Then, in a job that would take minutes, one launcher is killed."""
+    case = write_job(tmp_path, "short", 4, 3, **SPLIT)
+    with cluster(2, tmp_path) as made:
+        jobs = started(made, "infer.sh", case)
+        assert [job.end() for job in jobs] == [0, 0], [job.output for job in jobs]
+        assert "4 rank(s)" in jobs[0].output
+        assert "rank(s)" not in jobs[1].output
+        folders = [next((node.results / "short").iterdir()) for node in made.nodes]
+        assert folders[0].name == folders[1].name
+        found = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+        assert found == [["rank0.log", "rank1.log", "report.json"], ["rank2.log", "rank3.log"]]
+
+        case = write_job(tmp_path, "endless", 2, ENDLESS)
+        jobs = started(made, "infer.sh", case)
+        decoding(made, "endless", 2)
+        node = made.nodes[1]
+        os.kill(launcher_of(node), signal.SIGKILL)
+        assert jobs[0].end() == 1
+        (line,) = jobs[0].said()
+        assert re.fullmatch(r"error: node 1 \(host-b\) has not answered node 0 \(host-a\) for 5 s: .*", line)
+        until(lambda: not node.processes())
+        assert not made.nodes[0].processes()
+
+
+def test_a_server_goes_on_when_a_node_is_replaced_and_ends_when_it_is_cut_off(tmp_path: Path) -> None:
+    case = write_job(tmp_path, "served", 2, 8, node_timeout_s=8, join_timeout_s=60)
+    with cluster(2, tmp_path) as made:
+        front, other = started(made, "serve.sh", case, "--restarts", "1")
+
+        def ready() -> int:
+            return front.output.count("\nready: ")
+
+        until(ready)
+        whole = ask(made.nodes[0], "/v1/completions", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
+        assert whole["usage"]["completion_tokens"] == 5
+        made.nodes[1].die()
+        lost = "node 1 (host-b) has not answered node 0 (host-a) for 5 s: dead, halted or cut off"
+        until(lambda: f"{lost}; starting the ranks again (1 of 1)" in front.output)
+        assert ask(made.nodes[0], "/health/ready")["reason"] == lost
+        assert other.process.wait()
+        other = made.replace(1).start("bash", "serve.sh", case)
+        until(lambda: ready() == 2)
+        again = ask(made.nodes[0], "/v1/completions", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
+        assert again["choices"] == whole["choices"]
+        made.nodes[1].cut()
+        assert (front.end(), other.end()) == (1, 1)
+        assert front.said() == [f"error: {lost.replace('5 s', '8 s')}"]
+        assert other.said() == [
+            "error: node 0 (host-a) has not answered node 1 (host-b) for 8 s: dead, halted or cut off"
+        ]
+        assert not any(node.processes() for node in made.nodes)
+
+
+def ask(node: Node, path: str, **body: Any) -> Any:
+    """Sends a request from within the node; a GET without a body."""
+    code = "import json, sys, urllib.request as r; u, b = sys.argv[1:]\n"
+    code += "try: f = r.urlopen(r.Request(u, b.encode() or None), timeout=60)\nexcept r.HTTPError as e: f = e\n"
+    code += "print(f.read().decode())"
+    command = node.inside(sys.executable, "-c", code, f"http://127.0.0.1:8000{path}", json.dumps(body) if body else "")
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+# Faults of the last node of a job, or of a rank there.
+FAULTS: dict[str, Callable[[Node], object]] = {
+    "a rank is killed": lambda node: os.kill(max(node.ranks().values()), signal.SIGKILL),
+    "all ranks of the node are killed": lambda node: [os.kill(pid, signal.SIGKILL) for pid in node.ranks().values()],
+    "its launcher is killed": lambda node: os.kill(launcher_of(node), signal.SIGKILL),
+    "its launcher is halted": lambda node: os.kill(launcher_of(node), signal.SIGSTOP),
+    "the node dies": Node.die,
+    "its link is down": Node.unplug,
+    "its link loses everything": Node.cut,
+}
+
+
+def launcher_of(node: Node) -> int:
+    return parent(max(node.ranks().values()))
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def measure(count: int, script: str, fault: str) -> str:
+    """A row of docs/cluster.md: after how long each node's part of a job ends, and the lines that say why."""
+    with tempfile.TemporaryDirectory() as name, cluster(count, Path(name)) as made:
+        jobs = started(made, script, write_job(Path(name), "faulty", count, ENDLESS))
+        if script == "serve.sh":
+            until(lambda: "\nready: " in jobs[0].output)
+        else:
+            decoding(made, "faulty", count)
+        last = made.nodes[-1]
+        launcher = launcher_of(last)
+        FAULTS[fault](last)
+        start, ends = time.monotonic(), {}
+        while len(ends) < count and time.monotonic() - start < 100:
+            for rank, job in enumerate(jobs):
+                if rank not in ends and job.process.poll() is not None:
+                    ends[rank] = time.monotonic() - start
+            if fault == "its launcher is halted" and ends.keys() == set(range(count - 1)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(launcher, signal.SIGCONT)
+                    os.kill(jobs[-1].process.pid, signal.SIGCONT)  # nsenter halts with what it has started
+            time.sleep(0.05)
+        until(lambda: not any(node.processes() for node in made.nodes if node.holder.poll() is None))
+        said = [line.removeprefix("error: ") for job in jobs for line in job.said()]
+        others = " ".join(f"{seconds:.1f}" for rank, seconds in sorted(ends.items()) if rank < count - 1)
+        own, reasons = f"{ends.get(count - 1, -1):.1f}", "; ".join(dict.fromkeys(said))
+        return f"| {count}, `{script}` | {fault} | {others} | {own} | {reasons} |"
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:]  # a part of a fault's name
+    for count, script in ((2, "infer.sh"), (2, "serve.sh"), (4, "infer.sh"), (4, "serve.sh")):
+        for fault in FAULTS:
+            if not wanted or wanted[0] in f"{count} {script} {fault}":
+                print(measure(count, script, fault), flush=True)

@@ -1,0 +1,71 @@
+"""A job that writes the logits of several cases, one after another, so that its ranks import torch only once.
+
+The argument is a JSON file, [[name, case, overrides, ids, mistake], ...]; rank 0 writes `name`.npz beside it. `mistake`
+is null, or names a patch of tests/models/minimax_m2_mistakes.py or tests/ops/parallel/*_mistakes.py. Where experts
+were placed anew, `name`.json says what became of it.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import pytest
+from torch import distributed
+
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.engine.forced import ForcedRun
+from executor.launch.rank import run_rank
+from executor.model_runner import make_runner
+from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
+from tests.ops.parallel.placement_mistakes import PLACEMENT_MISTAKES
+from tests.ops.parallel.row_mistakes import ROW_MISTAKES
+from umbra.commands.logits import collect_logits, sized_for
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("jobs", type=Path)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    jobs = json.loads(args.jobs.read_text())
+
+    def body(results: Path, ranks: RankEnv) -> None:
+        distributed.init_process_group("gloo")
+        # All cases join once, and groups of the same ranks are made once: 16 ranks have 120 connections in each.
+        distributed.init_process_group = lambda *_, **__: None
+        new_group = distributed.new_group
+        made = functools.cache(lambda *ids: new_group(list(ids)))
+        distributed.new_group = lambda ids, **_: made(*ids)
+        for name, case_name, overrides, ids, mistake in jobs:
+            case = sized_for(load_case(case_name, overrides), ids, args.steps)
+            with pytest.MonkeyPatch.context() as patch:
+                if mistake:
+                    (SPLIT_MISTAKES | ROW_MISTAKES | PLACEMENT_MISTAKES)[mistake](patch)
+                runner = make_runner(case, results, ranks)
+                runner.setup()
+                arrays = collect_logits(runner, ids, args.steps)
+                if case.data_config.chunked_prefill_size:  # `collect_logits` prefills in one step
+                    forced = ForcedRun(runner.engine)
+                    for i, logits in enumerate(forced.add(ids, 1)):
+                        arrays[f"prefill_{i}"][-1:] = logits
+                    forced.close()
+            if ranks.rank == 0:
+                np.savez(args.jobs.with_name(f"{name}.npz"), **arrays)
+                if placed := runner.engine.rebalancing:
+                    graphs = getattr(runner.engine.decode_step, "graphs", ())
+                    facts = {"placements": placed.report(), "graphs": len(graphs)}
+                    args.jobs.with_name(f"{name}.json").write_text(json.dumps(facts))
+
+    _, case_name, overrides, *_ = jobs[0]
+    run_rank(load_case(case_name, overrides), args.results, body)
+
+
+if __name__ == "__main__":
+    main()

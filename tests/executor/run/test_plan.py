@@ -1,0 +1,317 @@
+"""`--plan`: every number compared with one worked out by hand and with a real model; and cases that do not fit."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from executor.config.case import AscendSettings, Case
+from executor.config.load import load_case, load_model_config
+from executor.config.units import GB
+from executor.engine.batch_limits import limits_of
+from executor.engine.building import attentions, bind_caches, build_of
+from executor.run.activations import Ledger, batch_of, sampling, shorten
+from executor.run.ascend_memory_plan import make_plan, sketch_of
+from executor.run.memory_report import check_fits, print_plan
+from models.build import Build, Formats
+from models.layers.base import layers_of
+from models.qwen3_moe.config import Qwen3MoeConfig
+from models.qwen3_moe.model import Qwen3MoeForCausalLM
+from models.registry import model_class
+from models.rope import RopeConfig
+from ops.ascend.layout import AscendLayout
+from ops.counted import CountedOps
+from ops.format import FORMATS
+from ops.parallel.groups import Parallel
+from ops.parallel.join import place_of
+from tests.command import umbra
+from tests.tiny import save_tiny, tiny_case
+from umbra.errors import UserError
+from umbra.files import ROOT
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY, DIM, EXPERTS, TOP_K = 151936, 128, 128, 8
+PAGES, BATCH, CHUNK, LONGEST = 4 * (4096 + 1024) // 128, 4, 4096, 4096 + 1024
+MIB = 1024 * 1024
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_30b_a3b_bf16_tp8": dict(tp=8, layers=48, hidden=2048, heads=32, inner=768, q4=False),
+    "qwen3_235b_a22b_w4a16_tp8": dict(tp=8, layers=94, hidden=4096, heads=64, inner=1536, q4=True),
+    "qwen3_235b_a22b_bf16_tp16": dict(tp=16, layers=94, hidden=4096, heads=64, inner=1536, q4=False),
+}
+
+
+def by_hand(tp: int, layers: int, hidden: int, heads: int, inner: int, q4: bool) -> dict[str, dict[str, int]]:
+    """Whole tensors divided by the ranks; with 8 or 16 ranks each holds one of the 4 KV heads."""
+    q, one_head = heads * DIM // tp, DIM
+    in_attention = hidden * (q + one_head + one_head) + q * hidden
+    in_experts = EXPERTS * 3 * hidden * inner // tp
+    table = VOCABULARY * hidden // tp * 2
+    weights = {
+        "embedding": table,
+        "attention": layers * (in_attention // 2 + in_attention // 32 * 2 if q4 else in_attention * 2),
+        "router": layers * EXPERTS * hidden * 2,
+        "experts": layers * in_experts // 2 if q4 else layers * in_experts * 2,
+        "experts' scales": layers * in_experts // 32 * 2 if q4 else 0,
+        "norms": layers * (2 * hidden + 2 * DIM) * 2 + hidden * 2,
+        "head": table,
+        "rotary": 2 * LONGEST * DIM * 2,
+    }
+    prefill = {
+        "model.rotary: rows": 2 * CHUNK * DIM * 2,
+        "a layer: residual sum": 2 * CHUNK * hidden * 2,  # this layer's and the one before's
+        "a layer: normalised": CHUNK * hidden * 2,
+        "mlp: weights": CHUNK * TOP_K * 2,
+        "mlp: ids": CHUNK * TOP_K * 4,
+        "mlp.experts: rows in expert order": CHUNK * TOP_K * hidden * 2,
+        "mlp.experts: order back": CHUNK * TOP_K * 4,
+        "mlp.experts: rows of each expert": EXPERTS * 8,
+        "mlp.experts: unused scales": CHUNK * TOP_K * 4,  # npu_moe_init_routing_v2 returns them all the same
+        "mlp.experts: down's result": CHUNK * TOP_K * hidden * 2,
+        "mlp.experts: sums over experts": 2 * CHUNK * hidden * 2,  # this layer's and the one before's
+        "inputs": CHUNK * (8 + 8 + 16) + BATCH * (40 * 4 + 8),
+        "causal mask": 4 * MIB,
+    }
+    if q4:  # CANN's grouped product unpacks them first
+        prefill["w13 of a layer, unpacked"] = EXPERTS * hidden * 2 * inner // tp * 2
+        prefill["w2 of a layer, unpacked"] = EXPERTS * hidden * inner // tp * 2
+    # Hidden states, from which a decode step takes every row without a copy; this rank's logits; those of all ranks as
+    # they come and, of more than one sequence, in order.
+    in_head = {n: hidden * 2 + VOCABULARY // tp * 2 + (1 + (n > 1)) * VOCABULARY * 2 for n in (1, 2, 4)}
+    return {
+        "weights": {name: size for name, size in weights.items() if size},
+        "KV cache": {"pages": layers * 2 * (PAGES + 1) * 128 * one_head * 2},
+        "prefill step": {"fullest at mlp.experts: sums over experts": 0, **prefill},
+        "decode graphs": {f"{n} row(s)": n * (in_head[n] + 8 + 8 + 16 + 40 * 4 + 8) for n in (1, 2, 4)},
+        "HCCL buffers": {"world, attn_tp, embed_tp, lmhead_tp": 2 * 200 * MIB},
+        "allowance": {"CANN, operators, tiles": 6 * 1024 * MIB},
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_shipped_cases_are_as_counted_by_hand_and_fit(name: str) -> None:
+    plan, wanted = make_plan(load_case(name)), by_hand(**CASES[name])
+    assert {section: {p.name: p.nbytes for p in parts} for section, parts in plan.sections.items()} == wanted
+    total = sum(size for parts in wanted.values() for size in parts.values())
+    assert plan.total == total
+    assert plan.left == 64 * 1024 * MIB - total > 8 * GB
+    token = CASES[name]["layers"] * 2 * DIM * 2
+    assert plan.tokens_left == plan.left // (128 * token) * 128
+    check_fits(plan)
+    weights = wanted["weights"]
+    experts = weights["experts"] + weights.get("experts' scales", 0)
+    others = sum(weights.values()) - experts - weights["embedding"] - weights["rotary"]
+    hit = round(experts * (1 - (120 / 128) ** 4))
+    assert [part.nbytes for part in plan.decode] == [others, hit, BATCH * LONGEST * token]
+
+
+def test_a_sequence_parallel_prefill_keeps_a_share_of_the_rows() -> None:
+    """Of what lies between attention and experts. Experts get all rows, with weights and ids, in tensors of their own;
+    of the last layer's sums only the share is left."""
+    name, ranks = "qwen3_235b_a22b_bf16_tp16", 16
+    whole, shared = (
+        {part.name: part.nbytes for part in make_plan(load_case(name, overrides)).sections["prefill step"]}
+        for overrides in ([], ["sequence_parallel_tokens=2048"])
+    )
+    rows, chosen, sums = CHUNK * 4096 * 2, CHUNK * TOP_K * (2 + 4), "mlp.experts: sums over experts"
+    names = ("a layer: residual sum", "a layer: normalised", "mlp: weights", "mlp: ids")
+    fewer = {part: whole[part] // ranks for part in names}
+    other = {sums: rows, "mlp.experts: new_empty": rows + rows // ranks + chosen}
+    assert shared == whole | fewer | other
+
+
+def test_the_whole_models_are_as_large_as_they_are_called() -> None:
+    parameters = {"qwen3_30b_a3b_bf16_tp8": 30_532_122_624, "qwen3_235b_a22b_bf16_tp16": 235_093_634_560}
+    for name, count in parameters.items():
+        shape = CASES[name]
+        weights = by_hand(**shape)["weights"]
+        doubled = (shape["tp"] - 4) * shape["layers"] * 2 * DIM * shape["hidden"] * 2  # copies of the 4 KV heads
+        copied = (shape["tp"] - 1) * (weights["router"] + weights["norms"])
+        whole = shape["tp"] * (sum(weights.values()) - weights["rotary"]) - doubled - copied
+        assert whole == 2 * count
+
+
+def tiny(folder: Path, *, config: dict[str, Any] | None = None, **sections: Any) -> Case:
+    sizes = dict(hidden_size=64, moe_intermediate_size=128) | (config or {})
+    if not (folder / "model").exists():
+        save_tiny(folder / "model", **sizes)
+    data = {"prompts": ["x"], "input_max_len": 100, "max_new_tokens": 60, "batch_size": 4}
+    on_ascend: dict[str, Any] = {
+        "platform": "ascend", "exe_mode": "ge_graph", "model_config": {"dtype": "bfloat16"}, "data_config": data,
+        "cache_config": {"page_size": 128},
+    }  # fmt: skip
+    return tiny_case(folder, folder / "model", **on_ascend | sections)
+
+
+@pytest.mark.parametrize("method", ["none", "q4"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks: int) -> None:
+    config = dict(attention_bias=True, mlp_only_layers=[0], intermediate_size=64)
+    wanted = {"method": method, "zero_points": method == "q4"}
+    case = tiny(tmp_path, config=config, world_size=ranks, quantization=wanted)
+    build = build_of(
+        case,
+        cast(Any, AscendLayout(torch.bfloat16)),
+        place_of(case.parallel_sizes, 0, {}),
+        torch.device("cpu"),
+        quantised_head=False,
+    )
+    model = model_class(case.model_name)(load_model_config(case), build)
+    bind_caches(model, case, build, limits_of(case).pages)
+    tensors = [*model.parameters(), *model.buffers(), *(t for _, layer in layers_of(model) for t in layer.storages())]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    plan = make_plan(case)
+    assert sum(storages.values()) == plan.of("weights") + plan.of("KV cache")
+    assert {"attention", "dense MLP", "experts"} <= {part.name for part in plan.sections["weights"]}
+
+
+def test_groups_of_different_ranks_have_buffers_of_their_own(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", hidden_size=64, moe_intermediate_size=128)
+    sizes, buffers = {"attn_tp_size": 2, "embed_tp_size": 1}, {"buffer_mb": 100, "attn_tp_buffer_mb": 30}
+    plan = make_plan(tiny(tmp_path, world_size=4, parallel_config=sizes, hccl_config=buffers))
+    found = {part.name: part.nbytes for part in plan.sections["HCCL buffers"]}
+    assert found == {"world": 200 * MIB, "attn_tp, lmhead_tp": 60 * MIB, "attn_dp": 200 * MIB}
+    assert make_plan(tiny(tmp_path)).sections["HCCL buffers"] == []
+    assert make_plan(tiny(tmp_path, exe_mode="eager")).sections["decode graphs"] == []
+
+
+def test_exchanged_rows_have_a_window(tmp_path: Path) -> None:
+    """Of two rows on each rank, for each of eight experts, and for the results of three, all twice, and 1 MB more."""
+    split = {"attn_tp_size": 1, "moe_tp_size": 1}
+    save_tiny(tmp_path / "model", hidden_size=1024, moe_intermediate_size=128)
+    case = tiny(tmp_path, world_size=2, parallel_config=split)
+    plan, gathered = make_plan(case), make_plan(dataclasses.replace(case, ascend_config=AscendSettings(exchange=False)))
+    window = -(-2 * 2 * (8 * 2560 + 3 * 2048) // MIB) + 1
+    found = {part.name: part.nbytes for part in plan.sections["HCCL buffers"]}
+    assert found == {"world, attn_dp": 400 * MIB, "exchange of rows (A3)": 2 * window * MIB}
+    assert len(gathered.sections["HCCL buffers"]) == 1
+    graphs = [made.sections["decode graphs"][-1].nbytes for made in (plan, gathered)]
+    assert graphs[0] != graphs[1]
+
+
+def test_copies_of_experts_are_counted(tmp_path: Path) -> None:
+    """Five of a layer's eight experts on each of two ranks in place of four, and room to move them."""
+    save_tiny(tmp_path / "model", hidden_size=1024, moe_intermediate_size=128)
+    split = {"attn_tp_size": 1, "moe_tp_size": 1}
+    plain = make_plan(tiny(tmp_path, world_size=2, parallel_config=split))
+    placed = make_plan(tiny(tmp_path, world_size=2, parallel_config=split | {"expert_slots": 5}))
+    still = make_plan(tiny(tmp_path, world_size=2, parallel_config=split | {"expert_slots": 5, "rebalance_steps": 0}))
+    expert = 3 * 1024 * 128 * 2
+    sizes = [next(p.nbytes for p in plan.sections["weights"] if p.name == "experts") for plan in (plain, placed, still)]
+    assert sizes == [2 * 4 * expert, 2 * 5 * expert, 2 * 5 * expert]
+    assert [plan.of("allowance") - plain.of("allowance") for plan in (placed, still)] == [4 * 5 * expert, 0]
+    window = -(-2 * 2 * (10 * 2560 + 3 * 2048) // MIB) + 1
+    assert placed.sections["HCCL buffers"][-1].nbytes == 2 * window * MIB
+    with pytest.raises(UserError, match=r"expert_slots: 5 needs rows .* gathered \(ascend_config.exchange: false\)"):
+        make_plan(dataclasses.replace(placed.case, ascend_config=AscendSettings(exchange=False)))
+
+
+def test_the_fullest_moment_depends_on_the_shape() -> None:
+    ledger, bf16, meta = Ledger(), torch.bfloat16, torch.device("meta")
+    shapes: Any = CountedOps(AscendLayout(bf16), bf16, 128, 8, name=ledger.note)
+    plain = FORMATS["bfloat16"]
+    build = Build(shapes, Parallel(), Formats(plain, plain, plain), bf16, meta, max_positions=128)
+
+    def moment(heads: int = 1, vocabulary: int = 100, top_k: int = 2, inner: int = 16, dense_inner: int = 0) -> str:
+        config = Qwen3MoeConfig(
+            vocab_size=vocabulary, hidden_size=64, intermediate_size=dense_inner, num_hidden_layers=3,
+            num_attention_heads=heads, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6,
+            rope=RopeConfig(10000.0, 16, None), max_position_embeddings=128, attention_bias=False,
+            tie_word_embeddings=False, num_experts=8, num_experts_per_tok=top_k, moe_intermediate_size=inner,
+            norm_topk_prob=True, sparse_layers=(inner > 0,) * 3, eos_token_ids=(),
+        )  # fmt: skip
+        model = Qwen3MoeForCausalLM(config, build)
+        for attention in attentions(model):
+            attention.bind(*(shapes.kv_cache(1, 128, 1, 16, bf16, meta) for _ in "kv"))
+        batch = batch_of(shapes, tokens=10, sequences=2, table_width=1, page_size=128, groups=1)
+        moments = ledger.fullest(model, model.forward, batch), sampling(vocabulary, 2, itemsize=2)
+        return max(moments, key=lambda moment: moment.nbytes).name
+
+    assert moment() == "mlp.experts: sums over experts"
+    assert moment(inner=31, top_k=4) == "mlp.experts: down's result"
+    assert moment(inner=300) == "mlp.experts: silu(gate) * up"
+    assert moment(heads=64) == "self_attn: attention"
+    assert moment(inner=0, dense_inner=1000) == "mlp: silu(gate) * up"
+    assert moment(vocabulary=100_000) == "the choice of tokens"
+
+
+def test_a_shortened_model_has_the_same_fullest_moment(tmp_path: Path) -> None:
+    config = dict(num_hidden_layers=6, mlp_only_layers=[0, 3], intermediate_size=64)
+    case, ledger = tiny(tmp_path, config=config), Ledger()
+    shapes: Any = CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, name=ledger.note)
+    model = sketch_of(case, ops=shapes).model
+    batch = batch_of(shapes, tokens=100, sequences=4, table_width=2, page_size=128, groups=1)
+    whole = ledger.fullest(model, model.forward, batch)
+    shorten(model)
+    assert len(attentions(model)) == 4  # two dense layers, two with experts
+    assert ledger.fullest(model, model.forward, batch).parts == whole.parts
+
+
+def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan(load_case("qwen3_235b_a22b_bf16_tp16", ["memory_gb=32"]))
+    print_plan(plan)
+    assert "does not fit" in capsys.readouterr().out
+    with pytest.raises(UserError) as raised:
+        check_fits(plan)
+    told = str(raised.value)
+    assert (
+        f"{plan.total / GB:.2f} GB are {(plan.total - 32 * GB) / GB:.2f} GB more than ascend_config.memory_gb: 32"
+        in told
+    )
+    assert f"the largest share is weights with {plan.of('weights') / GB:.2f} GB: raise world_size" in told
+    crowded = make_plan(load_case("qwen3_30b_a3b_bf16_tp8", ["batch_size=1024"]))
+    with pytest.raises(UserError, match=r"the largest share is KV cache .* lower batch_size, input_max_len or max_new"):
+        check_fits(crowded)
+    long = make_plan(load_case("qwen3_30b_a3b_bf16_tp8", ["batch_size=64", "chunked_prefill_size=0", "memory_gb=30"]))
+    with pytest.raises(UserError, match=r"prefill step .* lower chunked_prefill_size"):
+        check_fits(long)
+
+
+def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_command_prints_the_plan_and_starts_no_rank(name: str) -> None:
+    planned = umbra("run", name, "--plan")
+    assert planned.returncode == 0, planned.stderr
+    assert f"{CASES[name]['tp']} rank(s)" in planned.stdout
+    assert f"{make_plan(load_case(name)).total:,}" in planned.stdout
+    assert not (ROOT / "results" / name).exists()
+
+
+def test_run_py_and_infer_sh_print_the_same_plan() -> None:
+    name = next(iter(CASES))
+    alone = start([sys.executable, "run.py", "--plan"], CASE_NAME=name)
+    launched = start(["bash", "infer.sh", name, "--plan"])
+    assert alone.returncode == launched.returncode == 0, alone.stderr + launched.stderr
+    assert alone.stdout == launched.stdout == umbra("plan", name).stdout
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_refusals_are_one_line_before_any_rank() -> None:
+    name = "qwen3_235b_a22b_w4a16_tp8"
+    small = start(["bash", "infer.sh", name, "--plan", "--set", "memory_gb=16"])
+    assert "GB more than ascend_config.memory_gb: 16" in one_line(small)
+    assert "does not fit" in small.stdout
+    elsewhere = start(["bash", "infer.sh", "demo", "--plan"])
+    assert "case demo: --plan: platform: cpu has no memory plan, only ascend has" in one_line(elsewhere)
+    if not (ROOT / "checkpoints/Qwen3-235B-A22B/model.safetensors.index.json").exists():
+        missing = one_line(start(["bash", "infer.sh", name]))
+        assert "Qwen3-235B-A22B holds neither model.safetensors nor model.safetensors.index.json" in missing
+    if not find_spec("torch_npu"):
+        missing = one_line(start(["bash", "infer.sh", name, "--set", "with_ckpt=false"]))
+        assert "platform: ascend needs torch_npu, which is not installed: on a machine with CANN" in missing
+    assert not (ROOT / "results" / name).exists()

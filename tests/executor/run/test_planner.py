@@ -1,0 +1,258 @@
+"""The planner of shadow experts: its model on made-up measurements, its choices, printed lines and report. Real
+measurements are run, but no test depends on how long anything takes."""
+
+import dataclasses
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpu_offload.history import History, Step
+from cpu_offload.planner.model import LEAST_COST, MOST_COST, RATES, Costs, Line, Planner, Sample, Shape, fit, slip_of
+from executor.config.case import Case
+from executor.model_runner import ModelRunner, make_runner
+from executor.run.memory_report import show_plan
+from executor.run.planned_run import steps_of
+from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
+from umbra.errors import UserError
+
+SHAPE = Shape(layers=10, experts=64, top_k=8)
+COSTS = Costs(
+    base=0.01, device=Line(0.002, 0.001, 0.0002), shadow=Line(0.04, 0.02, 0.001), slip=0.0, copy=0.052,
+    block_bytes=4_200_000, threads=(4, 2), seconds=1.0,
+)  # fmt: skip
+
+
+def test_fit_finds_the_coefficients_and_none_is_negative() -> None:
+    wanted = Line(0.5, 0.25, 0.0625)
+    sizes = [(1, 1), (2, 2), (8, 8), (1, 4), (2, 8), (8, 32), (30, 32)]
+    found = fit([Sample(e, p, wanted.ms(e, p)) for e, p in sizes])
+    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(wanted))
+    falling = fit([Sample(e, p, 1 + 0.1 * e - 0.01 * p) for e, p in sizes])
+    assert falling.pair == 0
+    assert min(falling.fixed, falling.expert) > 0
+
+
+def test_experts_that_tokens_use() -> None:
+    assert SHAPE.used(1) == pytest.approx(8)
+    assert SHAPE.used(2) == pytest.approx(8 + 8 * 56 / 64)
+    assert Shape(1, 4, 4).used(3) == 4
+
+
+def test_a_layer_is_the_longer_side_and_what_is_not_hidden() -> None:
+    planner = Planner(SHAPE, COSTS)
+    both = 1 - 0.5**8  # of one token's eight experts some are here, some missing
+    device, shadow = 0.002 * both + 4 * 0.001 + 4 * 0.0002, 0.04 * both + 4 * 0.02 + 4 * 0.001
+    assert planner.layer_ms(1, 0.5) == pytest.approx(0.01 + shadow)
+    slower = dataclasses.replace(COSTS, device=Line(0, 0.1, 0))
+    assert Planner(SHAPE, slower).layer_ms(1, 0.5) == pytest.approx(0.01 + 0.4)
+    half = Planner(SHAPE, dataclasses.replace(COSTS, slip=0.5))
+    assert half.layer_ms(1, 0.5) == pytest.approx(0.01 + shadow + device / 2)
+    assert planner.layer_ms(1, 1.0) == pytest.approx(0.01 + 0.002 + 8 * 0.0012)  # nothing is handed over
+    assert planner.layer_ms(1, 0.0) == pytest.approx(0.01 + 0.04 + 8 * 0.021)  # the device has nothing to do
+    assert dataclasses.replace(planner, rest=3.0).step_ms(1, 0.5) == pytest.approx(3 + 10 * (0.01 + shadow))
+
+
+@pytest.mark.parametrize("slip", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tokens", [1, 4, 32])
+def test_more_hits_are_faster_where_the_device_is(tokens: int, slip: float) -> None:
+    planner = Planner(SHAPE, dataclasses.replace(COSTS, slip=slip))
+    times = [planner.step_ms(tokens, hit) for hit in np.linspace(0, 0.9, 19)]
+    assert all(before > after for before, after in pairwise(times))
+    assert planner.step_ms(tokens, 0.9) > planner.step_ms(tokens, 1.0)
+
+
+def test_two_equal_sides_are_fastest_when_both_work() -> None:
+    even = Planner(SHAPE, dataclasses.replace(COSTS, device=Line(0, 0.02, 0), shadow=Line(0, 0.02, 0)))
+    assert even.step_ms(1, 0.5) < min(even.step_ms(1, 0.0), even.step_ms(1, 1.0))
+
+
+def test_slip_is_what_was_not_hidden() -> None:
+    assert slip_of(2.0, 4.0, 4.0) == 0
+    assert slip_of(2.0, 4.0, 5.0) == 0.5
+    assert slip_of(2.0, 4.0, 9.0) == 1
+    assert slip_of(0.0, 4.0, 3.0) == 0
+
+
+def test_a_swap_must_save_what_its_copy_costs() -> None:
+    miss = 0.04 / 8 + 0.02 + 0.001  # a share of the hand-over, the expert, its pair
+    assert Planner(SHAPE, COSTS).swap_cost == LEAST_COST  # all of it hides
+    half = dataclasses.replace(COSTS, slip=0.5)
+    assert Planner(SHAPE, half).swap_cost == pytest.approx(0.5 * 0.052 / miss)
+    assert Planner(SHAPE, dataclasses.replace(half, copy=0.0)).swap_cost == LEAST_COST
+    assert Planner(SHAPE, dataclasses.replace(half, copy=100.0)).swap_cost == MOST_COST
+    assert Planner(SHAPE, dataclasses.replace(half, shadow=Line(0, 0, 0))).swap_cost == MOST_COST
+
+
+def test_the_rest_is_what_the_model_does_not_explain_and_comparison_uses_it() -> None:
+    planner = Planner(SHAPE, COSTS)
+    steps = [(1.0, hit, 5 + planner.step_ms(1, hit)) for hit in (0.2, 0.5, 0.8)]
+    assert planner.rest_of([*steps, (1.0, 0.5, 900.0)]) == pytest.approx(5)
+    assert planner.rest_of([(1.0, 0.5, 0.0)]) == 0
+    planner = dataclasses.replace(planner, rest=5.0)
+    assert planner.rest_of(steps) == pytest.approx(5)
+    found = planner.compare([(t, hit, 2 * ms) for t, hit, ms in steps])
+    assert found["ratio"] == pytest.approx(0.5)
+    assert found["predicted_ms"] == pytest.approx(planner.step_ms(1, 0.5))
+    assert planner.compare([(1, 0.0, 1.0), (3, 1.0, 1.0)])["hit_rate"] == 0.75
+    assert planner.compare([(0, 1.0, 1.0), (0, 1.0, 1.0)])["hit_rate"] == 1.0  # a rank whose experts nobody chose
+
+
+def test_steps_are_read_from_the_history() -> None:
+    zeros = np.zeros((2, 4), np.int64)
+    seen = [([3, 5], [5, 3]), ([8, 8], [0, 0])]
+    steps = [Step(0, 1, np.array(h), np.array(m), zeros, np.zeros((2, 2), np.uint8), 16, 0, 0, 0) for h, m in seen]
+    assert steps_of(History(steps), [0.002, 0.001], Shape(2, 16, 4)) == [(2.0, 0.5, 2.0), (2.0, 1.0, 1.0)]
+
+
+def test_the_table() -> None:
+    lines = Planner(SHAPE, COSTS, 2.5, "made up").table(4)
+    assert lines[0].startswith("planner: 10 layers with shadows, 8 of 64 experts a token, 4.20 MB each")
+    assert any("0.040 ms + 0.0200 an expert + 0.0010 a token of it   2 threads" in line for line in lines)
+    assert any("80.8 GB/s; a miss costs 0.026 ms: a swap must save 0.02 misses" in line for line in lines)
+    assert "2.500 ms: made up" in "\n".join(lines)
+    rates, times = lines[-2].split()[2:], lines[-1].split()[3:9]
+    assert rates == ["0%", "25%", "50%", "75%", "90%", "100%"]
+    planner = Planner(SHAPE, COSTS, 2.5)
+    assert [float(time) for time in times] == pytest.approx([planner.step_ms(4, hit) for hit in RATES], abs=6e-4)
+    assert 5 <= len(lines) <= 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planner") / "model"
+    save_tiny(folder, eos_token_id=None)
+    return folder
+
+
+def case_of(model: Path, folder: Path, family: str = "qwen3_moe", arena_kb: int = 0, **offload: Any) -> Case:
+    """A case, written to `folder`, that measures for a moment only."""
+    settings = {"arena_mb": arena_kb / 1024} | ({"measure_s": 0.01} if offload["mode"] != "none" else {}) | offload
+    return tiny_case(folder, model, model_name=family, exe_mode="graph", threads=0, offload_config=settings)
+
+
+# frames of 2 layers x (keys, values) x 4 tokens x 2 heads x 8 float32 = 1024 bytes; blocks of 3 x 32 x 32 float32, as
+# 16 columns are padded to 32: 12 frames each
+@pytest.mark.parametrize(
+    ("offload", "wanted"),
+    [
+        ({"mode": "elastic", "arena_kb": 100}, [
+            "100 frames of 1024 bytes, each a page of 4 tokens or part of 1 slots in 12 frames",
+            "16 with shadows, 12288 bytes each; 16 may be resident",
+            "KV pages: 56 for 4 sequence(s) at their longest, 99 can be had\n",
+            "no sequence         0 pages,      8 slots:  50% of the experts fit",
+            "slots             as many as the KV cache leaves room for",
+            " ms a step at 31% hits; ",
+            "may take 1 part in 4 of",
+            "  stream_tokens     ",
+            "half as long       28 pages,      5 slots:  31%",
+            "the longest        56 pages,      3 slots:  19%",
+        ]),
+        ({"mode": "fixed", "slots": 5, "start_layer": 1, "arena_kb": 100}, [
+            "8 with shadows, 12288 bytes each; 5 may be resident",
+            "56 for 4 sequence(s) at their longest, 39 can be had: not all sequences run at once",
+            "no sequence         0 pages,      5 slots:  62%",
+            "slots             5 of 8: given",
+        ]),
+        ({"mode": "fixed", "arena_kb": 100}, [" of 16: ", "ms a token of even traffic with ", "sequence(s) at once"]),
+        ({"mode": "fixed", "slots": -1, "max_swaps": -1, "stream_tokens": 9, "shadow_threads": 2}, [
+            "16 with shadows, 12288 bytes each; 0 may be resident",
+            "slots             0 of 16: given",
+            "max_swaps         0: given",
+            "stream_tokens     9: given",
+            "+ 2: ",
+        ]),
+        ({"mode": "resident"}, [
+            "slots             all 16",
+            "max_swaps         0: all experts stay",
+            "stream_tokens     never: ",
+            "249 frames",
+            "the longest        56 pages,     16 slots: 100%",
+        ]),
+    ],
+)  # fmt: skip
+def test_plan_counts_memory_and_predicts_without_the_checkpoint(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], offload: dict[str, Any], wanted: list[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    show_plan(case_of(tmp_path / "model", tmp_path, **offload))
+    out = capsys.readouterr().out
+    assert all(line in out for line in wanted), out
+    assert "hit rate                0%      25%      50%" in out
+    assert "ms per token" in out
+    assert "the time to read" in out
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+def test_plan_agrees_with_what_a_run_makes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    if family == "minimax_m2":
+        save_tiny_m2(model := tmp_path / "model", **TINY_AS_M2)
+    case = case_of(model, tmp_path, family, mode="elastic", arena_kb=100)
+    show_plan(case)
+    planned = capsys.readouterr().out
+    runner = make_runner(case, tmp_path, ONE_RANK)
+    runner.setup()
+    arena = runner.engine.offload.arena if runner.engine.offload else None
+    assert arena is not None
+    assert f"{arena.frames} frames of {arena.frame_bytes} bytes" in planned
+    assert f"part of {arena.extent_slots} slots in {arena.extent_frames} frames" in planned
+
+
+@pytest.mark.parametrize(
+    ("offload", "complaint"),
+    [
+        ({"mode": "none"}, "--plan: platform: cpu has no memory plan, only ascend has"),
+        ({"mode": "elastic", "start_layer": 2}, "offload_config.start_layer: 2: no layers with experts of one size"),
+        ({"mode": "elastic", "arena_kb": 3}, "have no room for one sequence of 14 pages"),
+    ],
+)
+def test_plan_refusals(model: Path, tmp_path: Path, offload: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        show_plan(case_of(model, tmp_path, **offload))
+
+
+def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> tuple[ModelRunner, dict[str, Any]]:
+    case = case_of(model, folder, mode="fixed", slots=5)
+    data = {"prompts": [], "input_max_len": 6, "max_new_tokens": 12} | data
+    case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, **data))
+    runner = make_runner(case, folder, ONE_RANK)
+    return runner, runner.run()
+
+
+def test_a_run_values_copies_and_compares(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner, report = run(model, tmp_path, monkeypatch)
+    assert runner.engine.offload is not None
+    plan = json.loads(json.dumps(report["offload"]["plan"]))
+    measured = plan["costs"]
+    sides = {side: Line(**measured[side]) for side in ("device", "shadow")}
+    planner = Planner(Shape(2, 8, 3), Costs(**measured | sides))
+    assert runner.engine.offload.residency.settings.swap_cost == planner.swap_cost
+    assert runner.engine.offload.residency.settings.max_swaps == plan["choices"]["max_swaps"]
+    assert plan["ratio"] == pytest.approx(plan["predicted_ms"] / plan["measured_ms"])
+    assert plan["hit_rate"] == pytest.approx(report["offload"]["hit_rate"])
+    assert plan["tokens"] == 4
+    out = capsys.readouterr().out
+    assert "measured in 7 steps of the warm-up" in out
+    assert "ms per token predicted at hit rate" in out
+    assert plan["prefill"]["layers"] == 2
+    assert plan["prefill"]["measured_ms"] > 0
+    assert "planner: a layer of a prefill: " in out
+    assert "(medians of 2 layers with 24 tokens, " in out
+    assert "  threads           " in out
+
+
+def test_a_run_of_one_token_or_without_warm_up(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, report = run(model, tmp_path, monkeypatch, max_new_tokens=1)
+    assert report["offload"]["plan"] is None
+    runner, report = run(model, tmp_path, monkeypatch, warm_up=False)
+    assert runner.planned is not None
+    assert report["offload"]["plan"]["rest_ms"] == runner.planned.planner.rest > 0
+    assert runner.planned.planner.rest_from.startswith("the time to read")

@@ -1,0 +1,277 @@
+"""The cluster planner: what is counted is what a run of the layout does, times follow from constants by the formulas,
+layouts are refused with their rules, and the best are the best."""
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from executor.config.load import load_case
+from executor.run.ascend_memory_plan import make_plan, sketch_of, weights_of
+from models.layers.attention import PagedAttention
+from ops.counted import Done, Message
+from planner.cluster import Cluster, Load, Search, Targets, read_cluster
+from planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of
+from planner.machine import FOLDER, Device, Hardware, Host, Links, read_hardware
+from planner.plan import PARTS, frontier, make_cluster_plan
+from planner.rates import Point, point, points, under_load, within_targets
+from planner.times import GIGA, Placing, collective_seconds, step_times
+from planner.work import Counted, Work
+from umbra.errors import UserError
+from umbra.files import ROOT
+
+CASES: list[tuple[str, tuple[str, ...]]] = [
+    ("qwen3_235b_a22b_bf16_tp16", ()),
+    ("qwen3_235b_a22b_bf16_tp16", ("attn_tp_size=1", "moe_tp_size=1", "batch_size=32", "aiv_group=none")),
+    ("qwen3_30b_a3b_bf16_tp8", ("quantization.method=q4",)),
+    ("minimax_m2_w4a16_tp8", ()),
+    ("qwen3_30b_a3b_q4_cpu", ()),
+]
+IDS = ["235b", "235b-ep", "30b-q4", "m2", "30b-cpu"]
+LINKS = Links(devices=8, gbps=100.0, collective_us=10.0, peer_us=1.0, exchange_us=40.0)
+HARDWARE = Hardware(
+    platform="ascend",
+    node=LINKS,
+    pod=Links(devices=64, gbps=50.0, collective_us=20.0, peer_us=2.0, exchange_us=40.0),
+    network=Links(gbps=10.0, collective_us=60.0, peer_us=3.0, exchange_us=40.0),
+    device=Device(
+        memory_gb=64, read_gbps=1000.0, read_fraction=0.5, attention_fraction=0.5, tflops=100.0, multiply_fraction=0.5,
+        quantised_tflops=2.0, unpack_gbps=100.0, launch_us=5.0, attention_us=10.0, step_us=100.0,
+    ),
+    host=Host(devices=8, memory_gb=1000.0, read_gbps=100.0, tflops=1.0, handover_us=10.0, copy_gbps=20.0),
+    name="made",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "overrides"), CASES, ids=IDS)
+def test_memory_is_that_of_the_whole_model(name: str, overrides: tuple[str, ...]) -> None:
+    """Layers of a kind are built once and multiplied."""
+    case = load_case(name, overrides)
+    sketch, memory = sketch_of(case), Counted(case).memory
+    sizes = {part.name: part.nbytes for part in weights_of(sketch.model)}
+    experts = sizes.pop("experts") + sizes.pop("experts' scales", 0)
+    assert memory.experts == experts
+    assert memory.rest == sum(sizes.values()) - sizes["rotary"]
+    layers = [module for module in sketch.model.modules() if isinstance(module, PagedAttention)]
+    cached = sum((a.k_cache.nbytes + a.v_cache.nbytes) / len(a.k_cache) for a in layers)
+    assert memory.token == cached / case.cache_config.page_size
+
+
+@pytest.mark.parametrize(("name", "overrides"), [CASES[0], CASES[3]], ids=["235b", "m2"])
+def test_a_decode_step_reads_what_the_memory_plan_says(name: str, overrides: tuple[str, ...]) -> None:
+    case = load_case(name, overrides)
+    plan, own = make_plan(case), case.data_config.batch_size // case.attn_dp_size
+    work = Counted(case).decode(own, case.max_sequence_length - 1)
+    rest, experts, cached = (part.nbytes for part in plan.decode)
+    norms = sum(part.nbytes for part in plan.sections["weights"] if part.name == "norms")  # counted as activations
+    biases = rest - norms - work.total("weights") + experts
+    assert 0 <= biases < 2e-4 * rest
+    assert work.total("cached") == pytest.approx(cached, rel=1e-9)
+
+
+def test_kernels_and_collectives_of_a_layer() -> None:
+    """As the lists of tests/ascend/test_eager.py have them."""
+    layers = 94
+    tp, ep = (Counted(load_case(name, overrides)).decode(2, 100) for name, overrides in CASES[:2])
+    outside = 3 + 2  # embedding and two tables of angles; final norm and head
+    assert tp.total("kernels") == ep.total("kernels") - layers == 13 * layers + outside  # an exchange has one more
+    assert [(m.kind, m.group, m.ranks, m.times) for m in tp.messages if m.times > 1] == [
+        ("all_reduce", "attn_tp", 16, layers - 1),
+        ("all_reduce", "world", 16, layers - 1),
+    ]
+    assert {(m.kind, m.group) for m in ep.messages} == {("dispatch", "world"), ("combine", "world")}
+    assert all(m.nbytes == 8 * 2 * 4096 * 2 for m in ep.messages)  # eight experts for each of two rows
+    m2 = Counted(load_case(*CASES[3])).decode(1, 100)
+    assert sum(m.times for m in m2.messages if m.kind == "all_reduce") == 3 * 62 + 1  # a third one for split norms
+
+
+def test_prefill_counts_pairs_of_tokens_and_only_wanted_rows_behind_the_last_attention() -> None:
+    counted = Counted(load_case("qwen3_30b_a3b_bf16_tp8"))
+    whole, later = counted.prefill(64, 0), counted.prefill(64, 1000)
+
+    def macs(work: Work, name: str) -> float:
+        return sum(done.macs * done.times for done in work.done if done.name == name)
+
+    heads, dim, layers = 4, 128, 48
+    assert macs(whole, "attention") == 2 * heads * dim * layers * (64 * 65 / 2)
+    assert macs(later, "attention") - macs(whole, "attention") == 2 * heads * dim * layers * 64 * 1000
+    assert macs(whole, "moe") == 3 * 8 * 2048 * 768 / 8 * (64 * (layers - 1) + 1)
+
+
+def spans(span: int) -> dict[str, int]:
+    return dict.fromkeys(("world", "attn_tp", "attn_dp", "embed_tp", "lmhead_tp"), span)
+
+
+def test_the_formulas_of_collectives() -> None:
+    def seconds(kind: str, nbytes: int, ranks: int = 8, span: int = 8) -> tuple[float, str]:
+        return collective_seconds(Message(kind, "world", ranks, nbytes, 1), span, HARDWARE)
+
+    fixed = 16e-6  # 10 + 6 peers more
+    assert seconds("all_reduce", 1000) == (pytest.approx(fixed + 7 * 1000 / 100e9), "one shot")
+    assert seconds("all_reduce", 10**6) == (pytest.approx(2 * fixed + 2 * 7 / 8 * 1e6 / 100e9), "two shots")
+    assert seconds("all_gather", 10**6)[0] == pytest.approx(fixed + 7e6 / 100e9)
+    assert seconds("reduce_scatter", 10**6)[0] == pytest.approx(fixed + 7 / 8 * 1e6 / 100e9)
+    assert seconds("dispatch", 10**6)[0] == pytest.approx(fixed + 40e-6 + 7 / 8 * 1e6 / 100e9)
+    assert seconds("all_gather", 0, 2, 16)[0] == pytest.approx(20e-6)  # two ranks in different nodes of a pod
+    assert seconds("all_gather", 0, 2, 65)[0] == pytest.approx(60e-6)
+
+
+def test_the_formulas_of_kernels() -> None:
+    def times(*done: Done, quantised: bool = False, resident: float = 1.0, sharing: int = 8) -> dict[str, float]:
+        found = step_times(Work(done, ()), Placing(spans(1), quantised, resident, sharing), HARDWARE).parts
+        return {part: seconds for part, seconds in found.items() if seconds and part != "host"}
+
+    read = 0.5 * 1000 * GIGA
+    linear = Done("linear", 3, 1, weights=1e6, rows=1e4, macs=1e6, tokens=2)
+    assert times(linear) == pytest.approx({"weights": 3e6 / read, "activations": 3e4 / read, "launches": 15e-6})
+    busy = dataclasses.replace(linear, macs=1e9)
+    assert times(busy)["products"] == pytest.approx(3 * (2e9 / 50e12 - 1.01e6 / read))
+    few = times(busy, quantised=True)  # the kernels for few rows take a millisecond: it is quicker to unpack
+    assert few["weights"] == pytest.approx(3e6 / 100e9)
+    assert times(linear, quantised=True)["weights"] == pytest.approx(3e6 / read)
+    attention = Done("attention", 1, 1, cached=1e6)
+    assert times(attention) == pytest.approx({"KV": 1e6 / read, "launches": 10e-6})
+    moe = Done("moe", 1, 5, weights=1e6, macs=1e3, tokens=1, mixture=True)
+    half = times(moe, resident=0.5)
+    assert half["weights"] == pytest.approx(0.5e6 / read)
+    assert half["shadow experts"] == pytest.approx(0.5e6 / 20e9 - 0.5e6 / read)  # copied: quicker than the host
+    alone = times(dataclasses.replace(moe, weights=1e8), resident=0.5, sharing=1)
+    assert alone["shadow experts"] == pytest.approx(10e-6 + 0.5e8 / 100e9 - 0.5e8 / read)
+
+
+CLUSTER = Cluster(
+    case="qwen3_30b_a3b_bf16_tp8",
+    hardware="made",
+    devices=8,
+    load=Load(rate=1.0, prompt_tokens=512, output_tokens=128),
+    targets=Targets(ttft_ms=2000.0, tpot_ms=60.0),
+    search=Search(worlds=(4, 8), most_sequences=64),
+)
+
+
+@pytest.fixture(scope="module")
+def layout() -> Layout:
+    return make_layout(CLUSTER, Sizes(2, 4, 2, 4, "none", 1.0), HARDWARE)
+
+
+def test_steady_traffic(layout: Layout) -> None:
+    """Little's law holds at every point, and time that prefills take is time that decode steps do not have."""
+    load, groups = CLUSTER.load, layout.sizes.attn_dp
+    for found in points(layout):
+        rate = found.rate / layout.sizes.replicas
+        busy = rate * layout.prefill.total / groups
+        assert 0 < busy < 1
+        assert found.tpot == pytest.approx(layout.decode(found.sequences).total / (1 - busy))
+        assert groups * found.sequences == pytest.approx(rate * load.output_tokens * found.tpot)
+        assert found.ttft >= layout.prefill.total
+    at_load = under_load(layout)
+    assert at_load is not None
+    assert at_load.rate >= load.rate
+    assert at_load.sequences == 1 or point(layout, at_load.sequences - 1).rate < load.rate
+    most = within_targets(layout)
+    assert most is not None
+    assert most.tpot <= 0.06
+    assert most.sequences == layout.most_sequences or point(layout, most.sequences + 1).tpot > 0.06
+
+
+def test_layouts_are_refused_with_the_rule() -> None:
+    def refused(sizes: Sizes, hardware: Hardware = HARDWARE, **changes: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            make_layout(dataclasses.replace(CLUSTER, **changes), sizes, hardware)
+        return str(caught.value)
+
+    assert "divide" in refused(Sizes(1, 3, 3, 3, "none", 1.0))  # of 32 heads, 4 KV heads
+    assert "platform: ascend" in refused(Sizes(1, 8, 8, 8, "q8", 1.0))
+    small = dataclasses.replace(HARDWARE, device=dataclasses.replace(HARDWARE.device, memory_gb=4.0))
+    assert "does not fit: " in refused(Sizes(1, 8, 8, 8, "none", 1.0), small)
+    poor = dataclasses.replace(HARDWARE, host=dataclasses.replace(HARDWARE.host, memory_gb=1.0))
+    assert "a host holds" in refused(Sizes(1, 8, 8, 8, "none", 0.5), poor)
+    assert "runs on ascend" in refused(Sizes(1, 8, 8, 8, "none", 1.0), dataclasses.replace(HARDWARE, platform="cpu"))
+
+
+def test_a_missing_constant_is_asked_for_by_name(layout: Layout) -> None:
+    device = dataclasses.replace(HARDWARE.device, launch_us=None)
+    poor = dataclasses.replace(HARDWARE, device=device)
+    with pytest.raises(UserError, match=r"hardware made: device\.launch_us is missing"):
+        step_times(layout.counted.decode(1, 10), layout.placing, poor)
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    hardware = {
+        "platform": "ascend",
+        **{part: dataclasses.asdict(getattr(HARDWARE, part)) for part in ("node", "pod", "network", "device", "host")},
+    }
+    (folder / "made.yaml").write_text(yaml.safe_dump(hardware))
+    cluster = {
+        "case": CLUSTER.case, "hardware": str(folder / "made.yaml"), "devices": 8,
+        "load": {"rate": 1.0, "prompt_tokens": 512, "output_tokens": 128}, "targets": {"tpot_ms": 60, "ttft_ms": 2000},
+        "search": {"worlds": [4, 8], "most_sequences": 64},
+    }  # fmt: skip
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster | changes))
+    return folder / "cluster.yaml"
+
+
+def test_a_plan_finds_the_best_of_all(tmp_path: Path) -> None:
+    plan = make_cluster_plan(write(tmp_path))
+    tried = list(sizes_of(plan.cluster))
+    assert len(tried) == len(divisors(4)) ** 2 + len(divisors(8)) ** 2
+    assert len(tried) == len(plan.found) + len(plan.slow) + len(plan.refused)
+    assert plan.quickest[0].load.tpot == min(found.load.tpot for found in plan.in_time)
+    rates = [found.most.rate for found in plan.cheapest if found.most]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == max(found.most.rate for found in plan.in_time if found.most)
+    assert all(set(found.layout.decode(1).parts) == set(PARTS) for found in plan.found)
+
+
+def test_no_point_passes_the_frontier() -> None:
+    torch.manual_seed(0)
+    made = [Point(1, 1.0, float(t), 1.0, float(x)) for t, x in torch.rand(50, 2)]
+    edge = frontier(made)
+    assert all(any(e.tpot <= p.tpot and e.tokens_per_device >= p.tokens_per_device for e in edge) for p in made)
+    assert all(a.tpot < b.tpot and a.tokens_per_device < b.tokens_per_device for a, b in pairwise(edge))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"case": ""}, "case is missing"),
+        ({"hardware": "atlas_a9"}, "there are atlas_a2, atlas_a3"),
+        ({"speed": 1}, "unknown key 'speed'"),
+        ({"search": {"worlds": [3]}}, "search.worlds: 3 does not divide devices: 8"),
+        ({"search": {"methods": ["q5"]}}, "'q5' is not one of none, q8, q4"),
+        ({"search": {"resident": [1.5]}}, "must be from 0 to 1"),
+        ({"simulation": {"day": {"rates": [1.0]}}}, "simulation.day.rates: 1 numbers, must be 24: one for each hour"),
+        ({"simulation": {"day": {"rates": [0] * 24}}}, "no request would ever come"),
+        ({"simulation": {"day": {"prompt_tokens": [0] * 24}}}, "simulation.day.prompt_tokens: 0 must be at least 1"),
+        ({"simulation": {"day": {"repeats": [2] * 24}}}, "simulation.day.repeats: 2.0 must be at most 1"),
+    ],
+)
+def test_errors_in_a_cluster_file_are_one_line(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_hardware(read_cluster(write(tmp_path, **changes)).hardware)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cpu_has_the_same_kernels_for_few_rows_and_for_many() -> None:
+    device = dataclasses.replace(HARDWARE.device, unpack_gbps=None)
+    server = dataclasses.replace(HARDWARE, platform="cpu", device=device)
+    linear = Done("linear", 1, 1, weights=1e6, macs=1e9, tokens=64)
+    parts = step_times(Work((linear,), ()), Placing(spans(1), True), server).parts
+    assert sum(parts.values()) == pytest.approx(5e-6 + 2e9 / 2e12 + 100e-6)
+    cluster = dataclasses.replace(CLUSTER, case="qwen3_30b_a3b_q4_cpu", devices=2)
+    small = make_layout(cluster, Sizes(1, 2, 2, 2, "q4", 1.0), dataclasses.replace(server, name="made"))
+    kinds = {(m.kind, m.group, m.ranks) for m in small.counted.decode(1, 10).messages}
+    assert ("all_reduce", "attn_tp", 2) in kinds
+
+
+def test_shipped_files_can_be_read() -> None:
+    for path in FOLDER.glob("*.yaml"):
+        assert read_hardware(path.stem).description
+    for path in (ROOT / "clusters").glob("*.yaml"):
+        cluster = read_cluster(path)
+        assert load_case(cluster.case).platform == read_hardware(cluster.hardware).platform

@@ -1,0 +1,279 @@
+"""Chats and completions over HTTP, in the shapes that OpenAI's clients read."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.serving.api.front import Server, serving
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+
+
+def run(scenario: Any, *arguments: Any, **options: Any) -> Any:
+    """Runs `scenario(server)` beside a server with these options."""
+
+    async def whole() -> Any:
+        async with serving(*arguments, **options) as server:
+            return await scenario(server)
+
+    return asyncio.run(whole())
+
+
+def test_a_chat_and_its_usage() -> None:
+    async def scenario(server: Server) -> None:
+        reply = await server.chat(max_completion_tokens=50)
+        assert reply.status == 200
+        body = reply.json
+        prompt = len(server.engine.submitted[0].ids)
+        assert body["choices"] == [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello!", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ]
+        assert body["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": 7,
+            "total_tokens": prompt + 7,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        assert (body["object"], body["model"]) == ("chat.completion", "demo_chat")
+        assert reply.headers["x-request-id"].startswith("req_")
+
+    run(scenario, engine={"found": 3})
+
+
+def test_a_stream_has_a_role_first_a_reason_last_and_then_usage() -> None:
+    async def scenario(server: Server) -> None:
+        reply = await server.chat(stream=True, stream_options={"include_usage": True})
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *chunks, usage, done = reply.events
+        assert done == "[DONE]"
+        assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hello!"
+        assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+        assert {c["usage"] for c in chunks} == {None}
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == 7
+        assert len({c["id"] for c in chunks}) == 1
+        each = await server.chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        counts = [chunk["usage"]["completion_tokens"] for chunk in each.events[:-1]]
+        assert counts == sorted(counts)
+        assert counts[-1] == 7
+        plain = (await server.chat(stream=True)).events
+        assert all("usage" not in chunk for chunk in plain[:-1])
+
+    run(scenario)
+
+
+def test_reasoning_is_told_apart() -> None:
+    async def scenario(server: Server) -> None:
+        message = (await server.chat()).json["choices"][0]["message"]
+        assert message["reasoning_content"] == "Hm, rain?"
+        assert message["content"] == "Yes."
+        deltas = [c["choices"][0]["delta"] for c in (await server.chat(stream=True)).events[:-1]]
+        assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm, rain?"
+        assert "".join(d.get("content", "") for d in deltas) == "Yes."
+
+    run(scenario, "Hm, rain?\n</think>\n\nYes.", family="minimax_m2")
+
+
+def test_tool_calls_are_streamed() -> None:
+    text = (
+        'I look.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Łódź \\"😀\\""}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"town": "Bath"}}\n</tool_call>'
+    )
+
+    async def scenario(server: Server) -> None:
+        choice = (await server.chat(tools=[TOOL])).json["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "I look."
+        calls = choice["message"]["tool_calls"]
+        assert [json.loads(c["function"]["arguments"]) for c in calls] == [{"town": 'Łódź "😀"'}, {"town": "Bath"}]
+        assert {c["type"] for c in calls} == {"function"}
+        assert len({c["id"] for c in calls}) == 2
+
+        streamed: dict[int, dict[str, str]] = {}
+        for chunk in (await server.chat(tools=[TOOL], stream=True)).events[:-1]:
+            for call in chunk["choices"][0]["delta"].get("tool_calls", []):
+                if "id" in call:
+                    streamed[call["index"]] = {"name": call["function"]["name"], "arguments": ""}
+                streamed[call["index"]]["arguments"] += call["function"]["arguments"]
+        assert [json.loads(streamed[i]["arguments"])["town"] for i in (0, 1)] == ['Łódź "😀"', "Bath"]
+        one = (await server.chat(tools=[TOOL], parallel_tool_calls=False)).json["choices"][0]["message"]["tool_calls"]
+        assert len(one) == 1
+        # Without tools, and with tool_choice none, marks of calls are text.
+        assert "<tool_call>" in (await server.chat()).json["choices"][0]["message"]["content"]
+        plain = (await server.chat(tools=[TOOL], tool_choice="none")).json["choices"][0]
+        assert "<tool_call>" in plain["message"]["content"]
+
+    run(scenario, text)
+
+
+def test_demanded_calls_have_a_grammar() -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"town":"Bath"}}\n</tool_call>'
+
+    async def scenario(server: Server) -> None:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            reply = (await server.chat(tools=[TOOL], tool_choice=choice)).json["choices"][0]
+            assert reply["message"]["tool_calls"][0]["function"]["name"] == "weather"
+            assert reply["message"]["content"] is None
+            grammar = server.engine.submitted[-1].sampling.grammar
+            assert grammar is not None
+            assert grammar.kind == "lark"
+        unknown = await server.chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "rain"}})
+        assert (unknown.status, unknown.error["param"]) == (400, "tool_choice")
+
+    run(scenario, call)
+
+
+def test_characters_are_whole_in_every_chunk() -> None:
+    text = "naïve 😀😀 日本"
+
+    async def scenario(server: Server) -> None:
+        for stops in (None, ["never"], ["😀😀日"]):
+            chunks = (await server.chat(stream=True, stop=stops)).events[:-1]
+            pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+            assert "".join(pieces) == text
+            assert not any("�" in piece for piece in pieces)
+
+    run(scenario, text)
+
+
+def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+    async def scenario(server: Server) -> None:
+        reply = await server.complete(max_tokens=4)
+        assert reply.json["choices"][0]["text"] == "a�"
+        assert reply.json["choices"][0]["finish_reason"] == "length"
+
+    run(scenario, "a😀")
+
+
+def test_stops_are_never_leaked() -> None:
+    async def scenario(server: Server) -> None:
+        body = (await server.complete(stop=["END", "nothing"], max_tokens=100)).json
+        assert body["choices"][0]["text"] == "one EN two "
+        assert body["choices"][0]["finish_reason"] == "stop"
+        streamed = (await server.complete(stop="END", max_tokens=100, stream=True)).events[:-1]
+        assert "".join(c["choices"][0]["text"] for c in streamed) == "one EN two "
+        assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
+        assert len(server.engine.aborted) == 2
+        assert server.engine.idle
+
+    run(scenario, "one EN two END three")
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_tokens_behind_a_stop_do_not_count(width: int) -> None:
+    """A step gives `width` tokens, as with drafts; the last one is also the last of `max_tokens`."""
+
+    async def scenario(server: Server) -> None:
+        body = (await server.complete(stop="END", max_tokens=14, logprobs=0)).json
+        assert body["usage"]["completion_tokens"] == len("one two END")
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert "".join(body["choices"][0]["logprobs"]["tokens"]) == body["choices"][0]["text"] == "one two "
+        metrics = (await server.get("/metrics")).body.decode()
+        assert 'generation_tokens_total{model_name="demo_chat"} 11.0' in metrics
+        assert 'request_success_total{finished_reason="stop",model_name="demo_chat"} 1.0' in metrics
+
+    run(scenario, "one two END three", engine={"width": width})
+
+
+def test_several_choices_share_the_prompt() -> None:
+    async def scenario(server: Server) -> None:
+        body = (await server.chat(n=3, seed=7, temperature=1.0)).json
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert [s.sampling.seed for s in server.engine.submitted] == [7, 8, 9]
+        assert body["usage"]["prompt_tokens"] == len(server.engine.submitted[0].ids)
+        assert body["usage"]["completion_tokens"] == 21
+        events = (await server.complete(["A", "B"], n=2, stream=True, max_tokens=3)).events[:-1]
+        texts = dict.fromkeys(range(4), "")
+        for chunk in events:
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert texts == dict.fromkeys(range(4), "Hel")
+
+    run(scenario)
+
+
+def test_prompts_as_texts_and_ids_echo_and_logprobs() -> None:
+    async def scenario(server: Server) -> None:
+        ids = server.tokenizer.encode("Hé", chat=False)
+        for prompt in ("Hé", ids, ["Hé"], [ids]):
+            choice = (await server.complete(prompt, max_tokens=2, echo=True, logprobs=1)).json["choices"][0]
+            assert choice["text"] == "HéHe"
+            logprobs = choice["logprobs"]
+            assert logprobs["tokens"] == ["H", "bytes:\\xc3", "bytes:\\xa9", "H", "e"]
+            assert logprobs["token_logprobs"][0] is None
+            assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 5
+            assert logprobs["text_offset"] == [0, 1, 1, 2, 3]
+        silent = (await server.complete("Hé", max_tokens=0, echo=True, logprobs=0)).json
+        assert silent["choices"][0]["text"] == "Hé"
+        assert silent["choices"][0]["logprobs"]["tokens"] == ["H", "bytes:\\xc3", "bytes:\\xa9"]
+        assert silent["usage"]["completion_tokens"] == 0
+
+    run(scenario)
+
+
+def test_logprobs_of_a_chat_have_bytes() -> None:
+    async def scenario(server: Server) -> None:
+        whole = (await server.chat(logprobs=True, top_logprobs=2)).json["choices"][0]["logprobs"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in whole).decode() == "é!<|im_end|>"
+        assert [len(entry["top_logprobs"]) for entry in whole] == [2] * 4
+        chunks = (await server.chat(logprobs=True, top_logprobs=2, stream=True)).events[:-1]
+        found = [c["choices"][0]["logprobs"] for c in chunks]
+        assert [entry for logprobs in found if logprobs for entry in logprobs["content"]] == whole
+        cut = (await server.chat(logprobs=True, stop="!")).json["choices"][0]["logprobs"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in cut).decode() == "é"
+
+    run(scenario, "é!")
+
+
+def test_settings_reach_the_engine() -> None:
+    async def scenario(server: Server) -> None:
+        fields = {
+            "temperature": 0.5, "top_p": 0.8, "top_k": 5, "min_p": 0.1, "seed": -1, "presence_penalty": 1,
+            "frequency_penalty": -1.5, "repetition_penalty": 1.2, "logit_bias": {"5": -100}, "stop_token_ids": [9],
+            "priority": 3, "max_tokens": 5, "ignore_eos": True,
+        }  # fmt: skip
+        await server.complete(**fields)
+        submit = server.engine.submitted[-1]
+        got = submit.sampling
+        assert (got.temperature, got.top_p, got.top_k, got.min_p) == (0.5, 0.8, 5, 0.1)
+        assert (got.presence_penalty, got.frequency_penalty, got.repetition_penalty) == (1, -1.5, 1.2)
+        assert (got.logit_bias, got.stop_token_ids, got.max_tokens, got.ignore_eos) == ({5: -100.0}, (9,), 5, True)
+        assert got.seed == (1 << 63) - 1
+        assert submit.priority == 3
+        await server.complete(top_k=-1)
+        assert server.engine.submitted[-1].sampling.max_tokens == 16
+        await server.chat()
+        got = server.engine.submitted[-1].sampling
+        assert (got.temperature, got.top_p) == (0.7, 0.9)  # as the case says
+        assert got.max_tokens == server.engine.longest - len(server.engine.submitted[-1].ids)
+
+    run(scenario)
+
+
+def test_tokenize_and_detokenize() -> None:
+    async def scenario(server: Server) -> None:
+        tokens = (await server.ask("/tokenize", {"prompt": "Hé"})).json
+        assert tokens["count"] == 3
+        assert tokens.keys() == {"count", "max_model_len", "tokens"}
+        named = (await server.ask("/tokenize", {"prompt": "Hé", "return_token_strs": True})).json
+        assert named == tokens | {"token_strs": ["H", "Ã", "©"]}
+        assert (await server.ask("/detokenize", {"tokens": tokens["tokens"]})).json == {"prompt": "Hé"}
+        chat = (await server.ask("/tokenize", {"messages": [{"role": "user", "content": "Hé"}]})).json
+        assert (await server.ask("/detokenize", {"tokens": chat["tokens"]})).json["prompt"].endswith("assistant\n")
+        wrong = await server.ask("/detokenize", {"tokens": [10**9]})
+        assert (wrong.status, wrong.error["param"]) == (400, "tokens")
+
+    run(scenario)

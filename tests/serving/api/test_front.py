@@ -1,0 +1,490 @@
+"""What the front refuses, how it ends requests, and what it says while ranks load, wait, hang or die."""
+
+import asyncio
+import contextlib
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.api import app, front, server, sse
+from serving.api.auth import Keys, check_address
+from serving.api.errors import ApiError
+from serving.ranks import client
+from tests.serving.api.front import PATIENCE_S, Connection, Server, until
+from tests.serving.api.test_chat import TOOL, run
+from umbra.errors import UserError
+
+LONG = "word " * 200
+BOGUS = {"type": "function", "function": {"name": "f", "parameters": {"type": "bogus"}}}
+WIDE = {str(i): True for i in range(600)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 10**6}, "n"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "x" * 257}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"priority": 1 << 70}, "priority"),
+        ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
+        ({"top_k": -5}, "top_k"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"seed": "x"}, "seed"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "", "name": 5}]}, "messages[0].name"),
+        ({"messages": [{"role": "tool", "content": "", "tool_call_id": 5}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
+        ({"audio": {}}, "audio"),
+        ({"functions": [{}]}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"store": True}, "store"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"nothing": True}}, "chat_template_kwargs"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": {"type": "text"}}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
+        ({"tools": [BOGUS], "tool_choice": "required"}, "tools"),
+        ({"guided_grammar": "start"}, "guided_grammar"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex"),
+        ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
+        ({"guided_json": {"multipleOf": 999983}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
+        ({"guided_json": {"allOf": [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]}}, "guided_json"),
+        ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
+        ({"guided_json": {"allOf": [{"type": "string", "pattern": f"(.*a)+{i}"} for i in range(40)]}}, "guided_json"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    async def scenario(server: Server) -> None:
+        reply = await server.chat(**fields)
+        assert reply.status == 400, reply.body
+        assert reply.error["param"] == param, reply.error
+        assert reply.error["type"] == "invalid_request_error"
+        assert not server.engine.submitted
+
+    run(scenario)
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    async def scenario(server: Server) -> None:
+        assert (await server.chat(top_k=1 << 70, seed=1 << 70, max_tokens=1 << 70)).status == 200
+        fields = {"store": False, "modalities": ["text"], "user": "me", "metadata": {}, "n": None, "tools": None}
+        assert (await server.chat(**fields, made_up=1)).status == 200
+        assert server.front.unknown == {"made_up": 1}
+
+    run(scenario)
+
+
+def test_what_is_no_request() -> None:
+    async def scenario(server: Server) -> None:
+        path = "/v1/completions"
+        for raw, status in [
+            (b"", 400), (b"{", 400), (b"[]", 400), (b"\xff", 400), (b'"x"', 400), (b"{}", 400),
+            (b"[" * 10**6, 400), (b'{"prompt":' + b"[" * 80 + b"]" * 80 + b"}", 400), (b"x" * (9 << 20), 413),
+        ]:  # fmt: skip
+            reply = await server.ask(path, raw=raw)
+            assert reply.status == status, raw[:20]
+            assert reply.error["type"] == "invalid_request_error"
+        assert (await server.ask("/v1/nothing", {})).error["type"] == "not_found_error"
+        assert (await server.get(path)).status == 405
+        assert (await server.complete("x", model="other")).error["code"] == "model_not_found"
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"nonsense\r\n\r\n")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert (await server.get("/health")).status == 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], "", [[]], ["a", 5], [1.5], [-1], [10**6], ["x"] * 65, "\ud800", [[1], "x", [2, "y"]]]
+)
+def test_what_is_no_prompt(prompt: Any) -> None:
+    async def scenario(server: Server) -> None:
+        reply = await server.complete(prompt)
+        assert reply.status == 400
+        if prompt != "\ud800":  # no JSON at all
+            assert reply.error["param"] == "prompt"
+
+    run(scenario)
+
+
+def test_the_description_has_all_routes_and_fields() -> None:
+    async def scenario(server: Server) -> None:
+        found = (await server.get("/openapi.json")).json
+        assert {(method.upper(), path) for path, methods in found["paths"].items() for method in methods} == {
+            (method, path.replace(":path", "")) for method, path, _ in app.ROUTES
+        }
+        fields = found["components"]["schemas"]["ChatRequest"]["properties"]
+        assert {"messages", "temperature", "response_format", "tools"} < fields.keys()
+
+    run(scenario)
+
+
+def test_a_prompt_that_is_too_long() -> None:
+    async def scenario(server: Server) -> None:
+        for reply in (
+            await server.complete("x" * 100),
+            await server.complete("x" * 10**6),
+            await server.chat("x" * 99),
+        ):
+            assert reply.status == 400
+            assert reply.error["code"] == "context_length_exceeded"
+        body = (await server.complete("x" * 90, max_tokens=500)).json
+        assert body["choices"][0]["finish_reason"] == "length"
+        assert body["usage"]["total_tokens"] == 100
+
+    run(scenario, LONG, engine={"longest": 100})
+
+
+def test_what_the_engine_refuses() -> None:
+    async def scenario(server: Server) -> None:
+        for stream in (False, True):
+            reply = await server.chat(stream=stream)
+            assert (reply.status, reply.error["message"]) == (400, "no room")
+
+    run(scenario, lambda submit: "no room")
+
+
+def test_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first\n\nsecond\n")
+    keys = Keys.read(str(tmp_path / "keys"))
+
+    async def scenario(server: Server) -> None:
+        data = {"prompt": "Hi"}
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first"}, {"x-api-key": "firs"}):
+            reply = await server.ask("/v1/completions", data, headers=headers)
+            assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+        assert (await server.get("/v1/models")).status == 401
+        assert (await server.get("/health/ready")).status == 200
+        for headers in ({"authorization": "Bearer first"}, {"x-api-key": "second"}):
+            assert (await server.ask("/v1/completions", data, headers=headers)).status == 200
+        one, other = (submit.salt for submit in server.engine.submitted)
+        assert one != other
+        assert b"first" not in one
+
+    run(scenario, keys=keys)
+    check_address("0.0.0.0", keys)
+    with pytest.raises(UserError, match="api_key_file"):
+        check_address("0.0.0.0", Keys())
+    (tmp_path / "keys").write_text("\n")
+    with pytest.raises(UserError, match="no key"):
+        Keys.read(str(tmp_path / "keys"))
+
+
+def test_pages_of_other_sites_are_refused() -> None:
+    async def scenario(server: Server) -> None:
+        for headers in (
+            {"origin": "https://evil.example"},
+            {"host": f"evil.example:{server.port}"},
+            {"origin": "null"},
+        ):
+            assert (await server.ask("/v1/completions", {"prompt": "Hi"}, headers=headers)).status == 403
+        own = {"origin": f"http://127.0.0.1:{server.port}"}
+        reply = await server.ask("/v1/completions", {"prompt": "Hi"}, headers=own)
+        assert reply.status == 200
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+        assert (await server.ask("/v1/completions", {}, "OPTIONS", headers=own)).status == 405
+
+    run(scenario)
+
+
+def test_while_loading() -> None:
+    async def scenario(server: Server) -> None:
+        await until(lambda: server.front.client.progress.share)
+        reply = await server.get("/health/ready")
+        assert (reply.status, reply.json["status"], reply.json["progress"]) == (503, "loading", 0.5)
+        assert (await server.get("/health")).status == 200
+        refused = await server.chat()
+        assert (refused.status, refused.error["code"], refused.headers["retry-after"]) == (503, "loading", "5")
+        assert "50%" in refused.error["message"]
+        server.engine.start()
+        await until(lambda: server.front.client.ready)
+        assert (await server.chat()).status == 200
+        assert (await server.get("/health/ready")).json == {"status": "serving"}
+
+    run(scenario, ready=False)
+
+
+async def ended(server: Server) -> None:
+    """Every trace of all requests is gone, in the front and in the engine."""
+    await until(lambda: server.engine.idle and not server.front.limits.open and not server.front.open)
+    assert server.front.limits.waiting_tokens == 0
+    assert server.front.client.open_requests == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["queued", "prefill", "decode"])
+def test_a_client_that_goes_ends_its_request(where: str, stream: bool) -> None:
+    async def scenario(server: Server) -> None:
+        engine = server.engine
+        others = (
+            [] if where != "queued" else [await server.open("/v1/completions", {"prompt": "x", "max_tokens": 9999})]
+        )
+        await until(lambda: len(engine.running) == len(others))
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+        connection = await server.open("/v1/chat/completions", body)
+        await until(lambda: len(engine.submitted) == len(others) + 1)
+        if where == "decode":
+            await until(lambda: engine.running and engine.running[0].tokens)
+            if stream:
+                await connection.head()
+        connection.kill()
+        await until(lambda: len(engine.aborted) == 1)
+        assert engine.aborted == [engine.submitted[-1].id]
+        for other in others:
+            other.kill()
+        await ended(server)
+
+    options = {"batch_size": 1, "step_s": 0.01, "longest": 100_000}
+    run(scenario, LONG * 10, engine=options | {"prefill_s": 60.0 if where == "prefill" else 0.0})
+
+
+def test_several_choices_end_together() -> None:
+    async def scenario(server: Server) -> None:
+        connection = await server.open("/v1/completions", {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 9999})
+        await until(lambda: len(server.engine.submitted) == 4)
+        connection.kill()
+        await ended(server)
+        assert len(server.engine.aborted) == 4
+
+    run(scenario, LONG, engine={"step_s": 0.05})
+
+
+def test_too_many_requests_are_told_when_to_come_back() -> None:
+    async def scenario(server: Server) -> None:
+        held = [await server.open("/v1/completions", {"prompt": "x" * 50, "max_tokens": 900}) for _ in range(3)]
+        await until(lambda: server.front.limits.open == 3)
+        reply = await server.complete("x", stream=True)
+        assert (reply.status, reply.error["code"], reply.error["type"]) == (429, "queue_full", "rate_limit_error")
+        assert int(reply.headers["retry-after"]) >= 1
+        for connection in held:
+            connection.kill()
+        await ended(server)
+        assert (await server.complete("x", max_tokens=2)).status == 200
+
+    run(scenario, LONG, engine={"batch_size": 1, "step_s": 0.02}, max_queue=2)
+
+
+def test_a_request_that_would_wait_too_long_by_tokens_is_refused() -> None:
+    async def scenario(server: Server) -> None:
+        held = await server.open("/v1/completions", {"prompt": "x" * 500})
+        await until(lambda: server.front.limits.waiting_tokens == 500)
+        reply = await server.complete("x")
+        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (429, "too_slow", "40")
+        held.kill()
+        await ended(server)
+
+    run(scenario, engine={"rate": 10.0, "prefill_s": 60.0}, target_ttft_s=10.0)
+
+
+def test_a_request_that_waits_too_long_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "LOOK_S", 0.05)
+
+    async def scenario(server: Server) -> None:
+        long = {"prompt": "x", "max_tokens": 900}
+        runs = await server.open("/v1/completions", long)
+        await until(lambda: server.engine.running)
+        reply = await server.complete("y", stream=True)
+        assert (reply.status, reply.error["code"]) == (503, "queue_timeout")
+        runs.kill()
+        await ended(server)
+
+    # The first request takes longer than the timeout before its first token, but it runs.
+    run(scenario, LONG, engine={"batch_size": 1, "prefill_s": 60.0}, queue_timeout_s=0.5)
+
+
+@pytest.mark.parametrize("reason", ["", "the disk is full"])
+def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
+    async def scenario(server: Server) -> None:
+        body = {"prompt": "Hi", "max_tokens": 900}
+        streaming = await server.open("/v1/completions", body | {"stream": True})
+        waiting = await server.open("/v1/completions", body)
+        await streaming.head()
+        await streaming.chunk()
+        await until(lambda: len(server.engine.running) == 2 and all(s.tokens for s in server.engine.running))
+        await server.engine.die(reason)
+        while data := await streaming.chunk():
+            last = data
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert error["message"] == (reason or "the ranks have ended")
+        assert error["code"] == "engine_gone"
+        reply = await waiting.all()
+        assert (reply.status, reply.error["message"]) == (500, error["message"])
+        assert (await server.get("/health/ready")).status == 503
+        assert (await server.complete("x")).status == 503
+
+    run(scenario, LONG, engine={"step_s": 0.01})
+
+
+class Restarting:
+    """A supervisor that starts the ranks again."""
+
+    failed, stopping, restarts = "", False, 0
+
+
+def test_requests_without_a_token_are_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "LOOK_S", 0.02)
+
+    async def scenario(server: Server) -> None:
+        server.front.supervisor = Restarting()  # type: ignore[assignment]
+        waiting = await server.open("/v1/completions", {"prompt": "Hi"})
+        await until(lambda: server.engine.running)
+        await server.engine.die()
+        await until(lambda: server.front.client.reason)
+        assert (await server.get("/health/ready")).status == 503
+        server.engine.running, server.engine.prefill_s = [], 0.0
+        await server.engine.connect()
+        assert (await waiting.all()).json["choices"][0]["text"] == "Hello!"
+        await ended(server)
+
+    run(scenario, engine={"prefill_s": 60.0})
+
+
+def test_ready_says_when_the_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FRESH_S", 0.2)
+
+    async def scenario(server: Server) -> None:
+        server.engine.hung = True
+        await asyncio.sleep(0.3)
+        reply = await server.get("/health/ready")
+        assert (reply.status, reply.json["status"]) == (503, "silent")
+        assert (await server.get("/health")).status == 200
+
+    run(scenario)
+
+
+def test_draining_refuses_new_requests_and_lets_old_ones_end() -> None:
+    async def scenario(server: Server) -> None:
+        stream = await server.open("/v1/completions", {"prompt": "x", "stream": True, "max_tokens": 50})
+        await stream.head()
+        server.front.draining = True
+        refused = await server.complete("y")
+        assert (refused.status, refused.error["code"]) == (503, "draining")
+        assert refused.headers["connection"] == "close"
+        assert (await server.get("/health/ready")).json["status"] == "draining"
+        found = b""
+        while data := await stream.chunk():
+            found += data
+        assert found.endswith(b"data: [DONE]\n\n")
+        await ended(server)
+
+    run(scenario, LONG, engine={"step_s": 0.01})
+
+
+def test_a_quiet_stream_gets_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.1)
+
+    async def scenario(server: Server) -> None:
+        reply = await server.complete("x", stream=True)
+        assert reply.body.startswith(b": ping\n\n")
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+        assert "".join(c["choices"][0]["text"] for c in reply.events[:-1]) == "Hello!"
+
+    run(scenario, engine={"prefill_s": 0.5})
+
+
+def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADER_S", 0.3)
+    monkeypatch.setattr(server, "UNREAD_S", 0.3)
+    monkeypatch.setattr("serving.api.body.BODY_S", 0.3)
+
+    async def scenario(server: Server) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x")
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(1)
+        # The same where a connection is used again.
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET /health HTTP/1.1\r\nho")
+        with contextlib.suppress(ConnectionResetError):
+            await asyncio.wait_for(reader.read(), PATIENCE_S)
+        late = await server.open("/v1/completions", raw=b"{", headers={"content-length": "100"})
+        assert (await late.all()).status == 408
+        # An endless answer that nobody reads.
+        body = {"prompt": "x", "max_tokens": 10**6, "stream": True, "ignore_eos": True}
+        unread: Connection = await server.open("/v1/completions", body, buffer=4096)
+        unread.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await until(lambda: server.engine.submitted)
+        await ended(server)
+        assert server.engine.aborted == [server.engine.submitted[0].id]
+
+    endless = {"longest": 1 << 30, "width": 64, "step_s": 0.0005}
+    run(scenario, lambda submit: [97] * 10_000_000, engine=endless)
+
+
+def test_floods_do_not_stop_health_checks() -> None:
+    async def scenario(server: Server) -> None:
+        bodies = [b'{"prompt": "' + b"x" * (1 << 20) + b'"}', b"[" * (1 << 20), b"x" * (1 << 20)]
+        bodies.append(b'{"prompt": [' + b"1," * (1 << 20) + b"1]}")
+        flood = [asyncio.create_task(server.ask("/v1/completions", raw=body)) for body in bodies * 8]
+        answered = 0
+        while not all(task.done() for task in flood):
+            assert (await server.get("/health")).status == 200
+            answered += 1
+        assert {reply.status for reply in await asyncio.gather(*flood)} == {400}
+        assert answered > 8
+
+    run(scenario, engine={"longest": 1000})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_wrong_requests_leave_no_garbage(path: str) -> None:
+    """What was read of a large one would stay until it is looked for, which halts all answers meanwhile."""
+
+    async def scenario(server: Server) -> None:
+        raw = b'{"prompt": [' + b"1," * (1 << 16) + b'1], "messages": 5}'
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await server.ask(path, raw=raw)).status == 400
+            for _ in range(500):  # the server's task may end after the client has its answer; a cycle would stay
+                if not any(type(found) is ApiError for found in gc.get_objects()):
+                    return
+                await asyncio.sleep(0.01)
+            raise AssertionError("what a wrong request left can only be found by a search for garbage")
+        finally:
+            gc.enable()
+
+    run(scenario, engine={"longest": 1000})

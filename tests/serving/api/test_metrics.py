@@ -1,0 +1,302 @@
+"""The metrics of a server: what they count, and the board that shows them."""
+
+import asyncio
+import json
+import re
+
+import msgspec
+import pytest
+
+from serving.api import metrics as module
+from serving.api.metrics import Metrics, Total, Window, memory
+from serving.ranks.messages import Group, Ready, Row, Running, State, Submit
+from tests.serving.api.front import Reply, Server, family_tokenizer, until
+from tests.serving.api.test_chat import run
+from tests.serving.clock import Clock
+from umbra.files import ROOT
+
+# Names that boards of other servers read, with another prefix.
+NAMES = """
+    num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries prefix_cache_hits prompt_tokens
+    generation_tokens num_preemptions admission_rejections request_success time_to_first_token_seconds
+    inter_token_latency_seconds request_time_per_output_token_seconds e2e_request_latency_seconds
+    request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds iteration_tokens_total
+    spec_decode_num_draft_tokens spec_decode_num_accepted_tokens
+    experts_resident expert_hits expert_misses arena_frames shadow_exposed_seconds
+"""
+STATE = State(
+    step=9, waiting=2, running=[Running(5, 40, 60, 20, 140, 0)], groups=[Group(10, 2, 30)], preemptions=1,
+    drafted=8, accepted=5, step_tokens=[1, 40, 1], experts_resident=7, experts=16, expert_hits=90, expert_misses=10,
+    arena_frames=100, expert_frames=48, free_frames=4, shadow_exposed_s=0.5,
+)  # fmt: skip
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"umbra:{name}", {"model_name": "m", **labels})
+
+
+def served(metrics: Metrics, clock: Clock) -> None:
+    """A request with two tokens that waits for 1 s, is computed for 2 s, and decodes for 4 s."""
+
+    async def request() -> None:
+        async with metrics.arrived(40) as timeline:
+            clock.now += 3
+            timeline.row(Row(1, [7], found=16, queued_s=1.0))
+            clock.now += 4
+            timeline.row(Row(1, [8], "length"))
+
+    asyncio.run(request())
+
+
+def test_a_request_is_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = Metrics("m"), Clock(monkeypatch, module)
+    served(metrics, clock)
+    for name, sum_ in {
+        "request_queue_time": 1, "request_prefill_time": 2, "time_to_first_token": 3, "request_decode_time": 4,
+        "inter_token_latency": 4, "request_time_per_output_token": 4, "request_inference_time": 6,
+        "e2e_request_latency": 7,
+    }.items():  # fmt: skip
+        assert value(metrics, f"{name}_seconds_sum") == sum_, name
+        assert value(metrics, f"{name}_seconds_count") == 1
+    assert value(metrics, "prompt_tokens_total") == value(metrics, "prefix_cache_queries_total") == 40
+    assert value(metrics, "prefix_cache_hits_total") == 16
+    assert value(metrics, "generation_tokens_total") == value(metrics, "request_generation_tokens_sum") == 2
+    assert value(metrics, "request_success_total", finished_reason="length") == 1
+    assert metrics.first_token.percentiles(0.5) == [3.0]
+
+
+def test_tokens_that_come_together_and_requests_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gap is that between two rows; the mean of a request's gaps is over its tokens, and needs two of them."""
+    metrics, clock = Metrics("m"), Clock(monkeypatch, module)
+
+    async def request(*rows: tuple[float, list[int], str | None]) -> None:
+        async with metrics.arrived(10) as timeline:
+            for seconds, tokens, finish in rows:
+                clock.now += seconds
+                timeline.row(Row(1, tokens, finish, found=4))
+
+    asyncio.run(request((1, [1, 2], None), (2, [3, 4, 5], None), (6, [6], "stop")))
+    assert value(metrics, "inter_token_latency_seconds_sum") == 8
+    assert value(metrics, "inter_token_latency_seconds_count") == 2
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == 8 / 5
+    assert metrics.between_tokens.percentiles(0.0, 0.5) == [2, 6]
+    asyncio.run(request((1, [1], "length")))
+    assert value(metrics, "request_time_per_output_token_seconds_count") == 1
+    assert value(metrics, "e2e_request_latency_seconds_count") == 2
+    assert value(metrics, "request_prompt_tokens_sum") == 20
+    assert value(metrics, "request_generation_tokens_sum") == 7
+    assert (metrics.tokens, metrics.looked_for, metrics.found) == (7, 20, 8)
+    assert {end: value(metrics, "request_success_total", finished_reason=end) for end in module.ENDS} == {
+        "stop": 1, "length": 1, "abort": 0, "error": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "reason"), [(ValueError, "error"), (asyncio.CancelledError, "abort")])
+def test_a_request_that_ends_early_is_counted_once_by_why(error: type[BaseException], reason: str) -> None:
+    metrics = Metrics("m")
+
+    async def request() -> None:
+        async with metrics.arrived(40) as timeline:
+            timeline.row(Row(1, [7]))
+            raise error
+
+    with pytest.raises(error):
+        asyncio.run(request())
+    counts = {end: value(metrics, "request_success_total", finished_reason=end) for end in module.ENDS}
+    assert counts == {end: float(end == reason) for end in module.ENDS}
+    assert value(metrics, "e2e_request_latency_seconds_count") == 0
+
+
+def test_the_state_of_the_engine() -> None:
+    metrics = Metrics("m")
+    metrics.take(Ready(416, 4, 96, 16, 50, 2, [0], 100.0))
+    metrics.take(STATE)
+    assert value(metrics, "num_requests_running") == 1
+    assert value(metrics, "num_requests_waiting") == 2
+    assert value(metrics, "kv_cache_usage_perc") == 0.1
+    assert value(metrics, "num_preemptions_total") == 1
+    assert value(metrics, "spec_decode_num_draft_tokens_total") == 8
+    assert value(metrics, "spec_decode_num_accepted_tokens_total") == 5
+    assert value(metrics, "iteration_tokens_total_sum") == 42
+    assert value(metrics, "iteration_tokens_total_bucket", le="1.0") == 2
+    assert [value(metrics, "arena_frames", tenant=tenant) for tenant in module.TENANTS] == [18, 30, 48, 4]
+    assert sum(memory(STATE).values()) == STATE.arena_frames
+    assert value(metrics, "expert_hits_total") == 90
+    assert value(metrics, "expert_misses_total") == 10
+    assert value(metrics, "experts") == 16
+    assert value(metrics, "experts_resident") == 7
+    assert value(metrics, "engine_starts_total") == 1
+    assert value(metrics, "shadow_exposed_seconds_total") == 0.5
+
+
+def test_memory_without_groups() -> None:
+    alone = msgspec.structs.replace(STATE, groups=[])
+    assert memory(alone) == {"sequences": 48, "prefixes": 0, "experts": 48, "free": 4}
+
+
+def test_a_sample_a_second_for_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the rate since the one before; what waits or runs has the time at which it was first seen."""
+    clock = Clock(monkeypatch, module)
+    metrics = Metrics("m")
+    metrics.take(Ready(416, 4, 96, 16, 50, 2, [0], 100.0))
+    state = msgspec.structs.replace(STATE, queue=[Running(6, 4, 0, 0, 9, 0)])
+    for seconds, tokens in ((0.5, 3), (0.5, 5), (0.5, 0), (1.5, 30)):
+        clock.now += seconds
+        metrics.tokens += tokens
+        metrics.take(state)
+        state = msgspec.structs.replace(state, running=[*state.running, Running(tokens + 7, 4, 0, 0, 9, 0)])
+    assert [(s.at, s.rate, s.hits, s.misses) for s in metrics.past] == [(1001.0, 8.0, 90, 10), (1003.0, 15.0, 90, 10)]
+    assert metrics.past[0].memory == memory(STATE)
+    assert metrics.since == {5: 1000.5, 6: 1000.5, 10: 1001.0, 12: 1001.5, 7: 1003.0}
+    metrics.take(STATE)
+    assert metrics.since == {5: 1000.5}
+    for _ in range(module.PAST + 5):
+        clock.now += 1
+        metrics.take(STATE)
+    assert len(metrics.past) == module.PAST == 300
+
+
+def test_rejections_are_counted_by_reason() -> None:
+    metrics = Metrics("m")
+    for counts in ({"queue_full": 2}, {"queue_full": 5, "too_slow": 1}):
+        metrics.text(counts)
+    found = {reason: value(metrics, "admission_rejections_total", reason=reason) for reason in module.REASONS}
+    assert found == {"queue_full": 5, "too_slow": 1, "timeout": 0}
+
+
+def test_bounds_of_histograms_are_those_of_other_servers() -> None:
+    """Boards draw quantiles between these bounds; those of requests, first tokens and gaps are vLLM's."""
+    text = Metrics("m").text({}).decode()
+
+    def bounds(name: str) -> list[float]:
+        found = re.findall(rf'^umbra:{name}_bucket{{le="([^"]+)"', text, re.MULTILINE)
+        return [float(bound) for bound in found[:-1]]
+
+    whole = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480]
+    first = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+    gaps = [0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10]
+    names = "e2e_request_latency request_queue_time request_prefill_time request_decode_time request_inference_time"
+    for name in names.split():
+        assert bounds(f"{name}_seconds") == whole
+    assert bounds("time_to_first_token_seconds") == first
+    assert bounds("inter_token_latency_seconds") == bounds("request_time_per_output_token_seconds") == gaps
+    tokens = bounds("request_prompt_tokens")
+    assert tokens == bounds("request_generation_tokens")
+    assert (tokens[:7], tokens[-1], len(tokens)) == ([1, 2, 5, 10, 20, 50, 100], 500_000, 18)
+    assert bounds("iteration_tokens_total") == [2.0**e for e in range(15)]
+
+
+def test_totals_go_on_when_ranks_start_again() -> None:
+    metrics = Metrics("m")
+    total = Total(metrics.generated)
+    for count in (5, 5, 8, 0, 2):
+        total.set(count)
+    assert value(metrics, "generation_tokens_total") == 10
+
+
+def test_windows_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, window = Clock(monkeypatch, module), Window()
+    for number in range(100):
+        window.add(number / 100)
+    assert window.percentiles(0.5, 0.99) == [0.5, 0.99]
+    clock.now += 30
+    window.add(9.0)
+    clock.now += 40
+    assert window.percentiles(0.5) == [9.0]
+    clock.now += 20
+    assert window.percentiles(0.0, 1.0) == [9.0, 9.0]  # just a minute old
+    clock.now += 20
+    assert window.percentiles(0.5) == [None]
+    for _ in range(2 * module.SAMPLES):
+        window.add(1.0)
+    assert len(window._values) == module.SAMPLES
+
+
+def names(metrics: Metrics) -> set[str]:
+    """The names of all series."""
+    return {
+        line.split("{")[0].split(" ")[0] for line in metrics.text({}).decode().splitlines() if not line.startswith("#")
+    }
+
+
+def test_names_are_those_of_other_servers() -> None:
+    found = names(Metrics("m"))
+    for name in NAMES.split():
+        assert found & {f"umbra:{name}{end}" for end in ("", "_total", "_count")}, name
+
+
+def test_the_board_asks_for_what_there_is() -> None:
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    found = names(Metrics("m"))
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"umbra:\w+", query)}
+    assert asked <= found, asked - found
+    bases = {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    assert bases == shown, "a metric that the board does not show"
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
+    assert len(set(places)) == len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+def test_metrics_of_requests_over_http() -> None:
+    hello, letter = (family_tokenizer("qwen3").encode(text, chat=False) for text in ("Hello", "a"))
+
+    def answer(submit: Submit) -> list[int]:
+        return letter * 1000 if submit.sampling.max_tokens == 1000 else hello
+
+    async def scenario(server: Server) -> Reply:
+        long = {"prompt": "Hi", "max_tokens": 1000}
+        assert (await server.chat()).status == 200
+        assert (await server.chat(stop="llo")).json["choices"][0]["message"]["content"] == "He"
+        connections = [await server.open("/v1/completions", long) for _ in range(2)]
+        await until(lambda: server.front.limits.open == 2)
+        assert (await server.complete(**long)).status == 429
+        for connection in connections:
+            connection.kill()
+        await until(lambda: server.front.limits.open == 0)
+        return await server.get("/metrics")
+
+    reply = run(scenario, answer, engine={"batch_size": 1, "step_s": 0.005}, max_queue=1)
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    lines = reply.body.decode().splitlines()
+    for labels, count in {
+        'admission_rejections_total{model_name="demo_chat",reason="queue_full"}': 1,
+        'request_success_total{finished_reason="stop",model_name="demo_chat"}': 2,
+        'request_success_total{finished_reason="abort",model_name="demo_chat"}': 2,
+        'request_success_total{finished_reason="error",model_name="demo_chat"}': 0,
+        'engine_starts_total{model_name="demo_chat"}': 1,
+    }.items():
+        assert f"umbra:{labels} {count:.1f}" in lines
+
+
+def test_a_cache_of_which_nothing_is_known_has_one_page() -> None:
+    metrics = Metrics("m")
+    metrics.take(STATE)
+    assert value(metrics, "kv_cache_usage_perc") == 10.0
+
+
+def test_a_request_that_ends_without_a_row_has_taken_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = Metrics("m"), Clock(monkeypatch, module)
+    timeline = metrics.arrived(40)
+    assert (timeline.tokens, timeline.queued_s, timeline.ended, timeline.arrived) == (0, 0.0, False, clock.now)
+    clock.now += 5
+    for _ in range(2):  # only the first call counts
+        timeline.end("stop")
+    for name in ("request_prefill_time", "request_decode_time", "request_inference_time", "e2e_request_latency"):
+        assert value(metrics, f"{name}_seconds_sum") == 0
+        assert value(metrics, f"{name}_seconds_count") == 1
+    assert value(metrics, "request_success_total", finished_reason="stop") == 1
+    assert value(metrics, "request_prompt_tokens_sum") == 40
+    assert value(metrics, "request_generation_tokens_count") == 1
+    assert value(metrics, "request_time_per_output_token_seconds_count") == 0
+
+
+def test_a_request_of_two_tokens_has_a_mean_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, clock = Metrics("m"), Clock(monkeypatch, module)
+    timeline = metrics.arrived(4)
+    timeline.row(Row(1, [7]))
+    clock.now += 3
+    timeline.row(Row(1, [8]))
+    timeline.end("length")
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == 3
+    assert not re.search("_created", metrics.text({}).decode())

@@ -1,0 +1,171 @@
+"""A job whose ranks serve random traffic in lockstep while each rank moves experts at random: requests come, are
+aborted, preempted, and find prefixes of others. Rank 0 writes the tokens of every request, and those that some requests
+get alone."""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import torch
+
+from cpu_offload.policy.residency import Swap
+from executor.config.env import RankEnv
+from executor.config.load import load_case
+from executor.engine.loop import Loop
+from executor.engine.scheduler import Step
+from executor.engine.shares import Shares
+from executor.launch.rank import run_rank
+from executor.model_runner import make_runner
+from serving.ranks.messages import Abort, Message, Out, Refused, Row, Sampling, Stop, Submit, Tick
+from serving.ranks.worker import Worker, request_of
+
+VOCABULARY = 96
+CROWD = 60  # steps in which many requests come, and then few
+
+
+def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) -> list[Swap]:
+    coming, leaving = (np.argwhere(which).tolist() for which in (~resident, resident))
+    if not coming or not (leaving or free_slots):
+        return []
+    layer, expert = random.choice(coming)
+    return [Swap(layer, expert, None if free_slots else tuple(random.choice(leaving)))]
+
+
+def any_share(self: Shares, prefill_s: float) -> None:
+    if random.random() < 0.1:
+        self.expert_pages = random.randrange(self.pages + 1)
+
+
+class Traffic:
+    """Stands for the front: the messages of each tick are drawn from `seed`."""
+
+    behind = False
+
+    def __init__(self, steps: int, seed: int):
+        self.random, self.steps = random.Random(seed), steps
+        self.submitted: list[Submit] = []
+        self.rows: dict[int, list[Row]] = {}
+        self.refused = 0
+        self.aborted: set[int] = set()
+
+    def receive(self, wait_s: float) -> list[Message]:
+        self.steps -= 1
+        if self.steps <= 0:
+            return [Stop()]
+        messages: list[Message] = []
+        crowd = self.steps // CROWD % 2  # in between, experts come back
+        while self.random.random() < (0.6 if crowd else 0.03):
+            messages.append(self.request())
+        if self.submitted and self.random.random() < 0.03:
+            id = self.random.choice(self.submitted[-6:]).id
+            self.aborted.add(id)
+            messages.append(Abort(id))
+        return messages
+
+    def request(self) -> Submit:
+        """Every second prompt begins as an earlier one and its answer."""
+        draw = self.random
+        start: list[int] = []
+        if self.submitted and draw.random() < 0.5:
+            earlier = draw.choice(self.submitted[-8:])
+            start = [*earlier.ids, *(t for row in self.rows.get(earlier.id, []) for t in row.tokens)]
+        ids = [*start, *(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20)))][-40:]
+        hot = draw.random() < 0.5
+        sampling = Sampling(draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True)
+        submit = Submit(len(self.submitted), ids, sampling, draw.randint(0, 1), draw.choice([b"", b"", b"other"]))
+        self.submitted.append(submit)
+        return submit
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Out):
+            for row in message.rows:
+                self.rows.setdefault(row.id, []).append(row)
+        self.refused += isinstance(message, Refused)
+
+
+def any_time(took: Callable[..., None]) -> Callable[..., None]:
+    """`took` with times of steps that differ from rank to rank, so that all must draft by those of rank 0. Further rows
+    are mostly cheap."""
+    return lambda loop, drafts, rows, seconds: took(loop, drafts, rows, random.random() / rows)
+
+
+class Watched(Worker):
+    """Counts how often an expert of this rank has come or gone."""
+
+    moved = 0
+
+    def step(self, step: Step | None) -> None:
+        assert self.engine.offload
+        before = self.engine.offload.published.copy()
+        super().step(step)
+        self.moved += int((self.engine.offload.published != before).sum())
+
+
+def alone(worker: Worker, submit: Submit) -> list[int]:
+    """The request's tokens if nothing else runs, nothing is found and nothing is drafted."""
+    loop = Loop(worker.engine, worker.stop_ids)
+    loop.scheduler.drafts = None
+    loop.submit(request_of(submit), submit.id)
+    tokens: list[int] = []
+    while not loop.idle:
+        tokens += [token for event in loop.step() for token in event.tokens]
+    return tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--alone", type=int, default=40, help="how many requests run alone afterwards (0: all)")
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    case = load_case(args.case)
+
+    def body(results: Path, ranks: RankEnv) -> None:
+        random.seed(ranks.rank)
+        runner = make_runner(case, results, ranks)
+        runner.setup()
+        if runner.engine.offload:
+            runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
+        Shares.decide = any_share  # type: ignore[method-assign]
+        Loop._took = any_time(Loop._took)  # type: ignore[method-assign]
+        traffic = Traffic(args.steps, 7)
+        worker = Watched(runner, traffic if ranks.rank == 0 else None)  # type: ignore[arg-type]
+        worker.run()
+        preemptions, steps, moved = worker.preemptions, worker.steps, worker.moved
+        drafted, accepted = worker.drafted, worker.accepted
+        for sequence in [*worker.loop.scheduler.running, *worker.loop.scheduler.waiting]:
+            worker.loop.abort(sequence.id)
+        for cache in worker.loop.scheduler.caches:
+            cache.trim(0)
+        held = [cache.held for cache in worker.loop.scheduler.caches]
+        # Rank 0 knows what was asked; the others hear of it as in a tick.
+        every = max(1, len(traffic.submitted) // args.alone) if args.alone else 1
+        some = list(traffic.submitted[::every])
+        tick = worker.control.share(Tick(0, 0, None, 0, some) if ranks.rank == 0 else None)
+        found = [(submit.id, alone(worker, submit)) for submit in tick.events if isinstance(submit, Submit)]
+        if ranks.rank == 0:
+            rows = {id: [t for row in rows for t in row.tokens] for id, rows in traffic.rows.items()}
+            ended = [id for id, rows in traffic.rows.items() if rows[-1].finish]
+            hits = sum(rows[0].found > 0 for rows in traffic.rows.values())
+            report = dict(
+                submitted=len(traffic.submitted), rows=rows, ended=ended, alone=found, held=held, hits=hits,
+                preemptions=preemptions, steps=steps, moved=moved, refused=traffic.refused,
+                aborted=sorted(traffic.aborted), drafted=drafted, accepted=accepted,
+            )  # fmt: skip
+            args.out.write_text(json.dumps(report))
+
+    with torch.inference_mode():
+        run_rank(case, args.results, body)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""A front that starts faulty ranks, gives them requests if asked to, and prints what it has reached."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
+
+from executor.config.load import load_case
+from serving.ranks.client import EngineClient
+from serving.ranks.messages import Sampling
+from serving.ranks.supervisor import Supervisor
+
+
+async def main(case: str, path: Path, phase: str) -> None:
+    client = EngineClient(path)
+    await client.listen()
+    supervisor = Supervisor(load_case(case), case, [], client)
+    supervisor.launcher = ["tests/serving/ranks/faulty_ranks.py"]
+    running = asyncio.create_task(supervisor.run())
+    while not (client.alive if phase == "load" else client.ready):
+        await asyncio.sleep(0.05)
+    if phase == "hang":
+        async for _ in client.rows([1, 2, 3], Sampling(max_tokens=200, ignore_eos=True)):
+            print("row", flush=True)
+    print("reached", flush=True)
+    await running
+
+
+asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,71 @@
+"""A worker of one rank in this process, with a script in the front's place."""
+
+from typing import Any
+
+from executor.model_runner import ModelRunner
+from serving.ranks.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
+from serving.ranks.worker import Worker
+
+
+class Script:
+    """Stands for the channel: gives the worker what `messages` has, and keeps what it sends."""
+
+    behind = False
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.sent: list[Message] = []
+
+    def receive(self, wait_s: float) -> list[Any]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def of(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def rows(self, id: int) -> list[Row]:
+        return [row for out in self.of(Out) for row in out.rows if row.id == id]
+
+    def tokens(self, id: int) -> list[int]:
+        return [token for row in self.rows(id) for token in row.tokens]
+
+    def ended(self, id: int) -> bool:
+        return any(row.finish for row in self.rows(id))
+
+
+class Server:
+    """A worker that is warm and waits for requests."""
+
+    def __init__(self, runner: ModelRunner):
+        self.script = Script()
+        self.worker = Worker(runner, self.script)  # type: ignore[arg-type]
+        self.worker.warm_up()
+        self.script.sent.clear()
+
+    def submit(self, id: int, ids: list[int], tokens: int, **fields: Any) -> None:
+        sampling = Sampling(tokens, ignore_eos=True, **fields)
+        self.script.messages.append(Submit(id, ids, sampling))
+
+    def abort(self, id: int) -> None:
+        self.script.messages.append(Abort(id))
+
+    def stop(self) -> None:
+        self.script.messages.append(Stop())
+
+    def finish(self, most: int = 5000) -> None:
+        """Runs until nothing is left to do."""
+        self.worker.turn()
+        for _ in range(most):
+            if self.worker.loop.idle:
+                return
+            self.worker.turn()
+        raise AssertionError("requests never end")
+
+    def answer(self, id: int, ids: list[int], tokens: int, **fields: Any) -> list[int]:
+        """The tokens of a request that runs alone."""
+        self.submit(id, ids, tokens, **fields)
+        self.finish()
+        return self.script.tokens(id)

@@ -1,0 +1,293 @@
+"""Ranks that die, hang, differ or are refused: the front learns why, requests are told or served again, nothing stays
+behind."""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from executor.config.load import load_case
+from executor.launch.processes import rank_of
+from serving.ranks.client import EngineClient, EngineGone
+from serving.ranks.messages import Sampling
+from serving.ranks.processes import processes_of
+from serving.ranks.supervisor import Supervisor
+from tests.ranks import free_port
+from tests.tiny import save_tiny, write_case
+from tests.variants import thorough_but
+from umbra.files import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.beside]
+
+LONG = [i % 90 for i in range(300)]  # prefilled in as many steps
+ENDLESS = 7000  # tokens of answers that no rank ends before it is killed
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("supervised")
+    unique = f"supervised{os.getpid()}"  # other processes of the tests have results as well
+    save_tiny(folder / "model", num_key_value_heads=8, max_position_embeddings=8192)
+    data = {"input_max_len": 300, "max_new_tokens": ENDLESS, "batch_size": 2, "chunked_prefill_size": 1}
+    name = write_case(folder / f"{unique}.yaml", folder / "model", world_size=2, data_config=data, threads=1)
+    yield str(name)
+    shutil.rmtree(ROOT / "results" / unique, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files; empty soon after the test: a launcher outlives its killed front a little."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    asyncio.run(until(lambda: not list(folder.iterdir()), 30))
+
+
+@asynccontextmanager
+async def served(folder: Path, case: str, *overrides: str, faulty: bool = False) -> AsyncIterator[Supervisor]:
+    """A supervisor whose ranks take requests, or have failed. Whatever happens, none of them is left."""
+    client = EngineClient(folder / "socket")
+    await client.listen()
+    supervisor = Supervisor(load_case(case, list(overrides)), case, list(overrides), client)
+    if faulty:
+        supervisor.launcher = ["tests/serving/ranks/faulty_ranks.py"]
+    running = asyncio.create_task(supervisor.run())
+    try:
+        await until(lambda: client.serving or bool(supervisor.failed), 120)
+        yield supervisor
+    finally:
+        await supervisor.stop()
+        await running
+        client.close()
+    assert not supervisor.processes()
+    assert not client.path.exists()
+
+
+async def until(condition: Callable[[], bool], within_s: float) -> None:
+    """Waits for `condition`."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < within_s
+        await asyncio.sleep(0.01)
+
+
+async def answer(client: EngineClient, ids: list[int], tokens: int) -> tuple[list[int], str]:
+    """The tokens of a request, and why it ended."""
+    found: list[int] = []
+    try:
+        async for row in client.rows(ids, Sampling(tokens, ignore_eos=True)):
+            found += row.tokens
+    except EngineGone as gone:
+        return found, str(gone)
+    return found, "whole"
+
+
+def victim(supervisor: Supervisor, rank: int | None) -> int:
+    return next(process.pid for process in supervisor.processes() if process.rank == rank)
+
+
+KILLS: dict[int, list[tuple[str, int | None]]] = {  # by ranks: when which of them is killed; None: the launcher
+    1: [("decode", 0), ("prefill", 0)],
+    2: [("decode", 1), ("decode", None)],
+}
+
+
+@pytest.mark.parametrize("world", thorough_but(KILLS, 1))
+def test_requests_when_a_process_is_killed(tmp_path: Path, temporary: Path, case: str, world: int) -> None:
+    """Two requests decode and one waits, or one is in its prefill: those without a row are answered by the next ranks,
+    the others are told why. Then the ranks leave together."""
+
+    async def run() -> None:
+        async with served(tmp_path, case, f"world_size={world}", "serve_config.restarts=2") as supervisor:
+            client = supervisor.client
+            for restarts, (phase, rank) in enumerate(KILLS[world], 1):
+                pid = victim(supervisor, rank)
+                if phase == "decode":
+                    begun = [asyncio.create_task(answer(client, [i], ENDLESS)) for i in (1, 2)]
+                    await until(lambda: [asked.begun for asked in client._asked.values()] == [True, True], 20)
+                prompt = LONG[:40] if phase == "decode" else LONG[1:]  # no prefix of what is known
+                asked = asyncio.create_task(answer(client, prompt, 3))
+                await asyncio.sleep(0.03)
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda: not client.serving, 60)  # milliseconds on a machine that is idle
+                tokens, why = await asked
+                assert (tokens, why) == await answer(client, prompt, 3)
+                assert (len(tokens), why) == (3, "whole")
+                if phase == "decode":
+                    who = "the launcher" if rank is None else f"rank {rank}"
+                    for tokens, why in [await task for task in begun]:
+                        assert 0 < len(tokens) < ENDLESS
+                        assert why == f"{who} (pid {pid}) failed: killed by SIGKILL"
+                assert supervisor.restarts == restarts
+            await supervisor.stop()
+        assert (supervisor.status, supervisor.failed) == (0, "")
+
+    asyncio.run(run())
+    if world > 1:  # nobody else knows the folders of the launcher that was killed
+        shutil.rmtree(temporary)
+        temporary.mkdir()
+
+
+FAULTS = {
+    "raise": r"rank 1 \(pid \d+\) failed: exit status 1: in a step",
+    "differ": r"rank 1 \(pid \d+\) failed: exit status 1: RuntimeError: rank 1 differs from rank 0 at step \d+: its .*",
+    "refuse": "the cup is empty",
+    "hang": r"the ranks have not answered for \d+ s",
+}
+
+
+@pytest.mark.parametrize("fault", thorough_but(FAULTS, "hang"))
+def test_the_cause_is_told(
+    tmp_path: Path, case: str, fault: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAULT", fault)
+
+    async def run() -> None:
+        options = ["serve_config.step_timeout_s=2", "serve_config.restarts=9"] if fault == "refuse" else []
+        async with served(tmp_path, case, "serve_config.step_timeout_s=2", *options, faulty=True) as supervisor:
+            if not supervisor.failed:
+                _, why = await answer(supervisor.client, [1, 2, 3], 100)
+                assert re.fullmatch(FAULTS[fault], why)
+                await until(lambda: bool(supervisor.failed), 10)
+            assert re.fullmatch(FAULTS[fault], supervisor.failed)
+            assert (await answer(supervisor.client, [1], 1))[1] == supervisor.failed
+            assert not supervisor.restarts  # a case that is refused would be refused again
+
+    asyncio.run(run())
+    shown = capfd.readouterr()
+    assert shown.out.count("error: ") == 1
+    if fault == "hang":
+        (folder,) = re.findall("the stacks of all ranks are in (.*)", shown.out)
+        assert "faulty_schedule" in Path(folder, "stacks1.log").read_text()
+        assert "all_reduce" in Path(folder, "stacks0.log").read_text()  # it waits for rank 1
+
+
+def test_a_halted_rank_is_named(tmp_path: Path, case: str) -> None:
+    async def run() -> None:
+        async with served(tmp_path, case, "serve_config.step_timeout_s=1") as supervisor:
+            pid = victim(supervisor, 1)
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: bool(supervisor.failed), 60)
+            assert supervisor.failed.endswith(f": rank 1 (pid {pid}) halted by a signal")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("phase", ["load", "idle", "hang"])
+def test_ranks_end_with_their_front(tmp_path: Path, temporary: Path, case: str, phase: str) -> None:
+    path = tmp_path / "socket"
+    front = subprocess.Popen(
+        [sys.executable, "tests/serving/ranks/lonely_front.py", case, str(path), phase],
+        cwd=ROOT, env=os.environ | {"FAULT": phase}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wanted = "row\n" if phase == "hang" else "reached\n"
+    assert front.stdout
+    try:
+        # A rank's line and its end are two writes, between which the front's line may come.
+        assert any(line.endswith(wanted) for line in front.stdout)
+        if phase == "hang":
+            time.sleep(1)
+        assert len(processes_of(path)) == 3
+    finally:
+        front.kill()
+        front.wait()
+    start = time.monotonic()
+    while processes_of(path):
+        assert time.monotonic() - start < 120
+        time.sleep(0.05)
+    front.stdout.close()
+
+
+def test_stop_while_loading(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT", "load")
+
+    async def run() -> None:
+        client = EngineClient(tmp_path / "socket")
+        await client.listen()
+        supervisor = Supervisor(load_case(case), case, [], client)
+        supervisor.launcher = ["tests/serving/ranks/faulty_ranks.py"]
+        running = asyncio.create_task(supervisor.run())
+        await until(lambda: client.alive, 60)
+        await supervisor.stop()
+        await running
+        assert not supervisor.processes()
+        with contextlib.suppress(EngineGone):
+            async for _ in client.rows([1], Sampling(1)):
+                raise AssertionError
+        client.close()
+
+    asyncio.run(run())
+
+
+RANK_DIED = r"rank 1 \(pid \d+\) on node 1 \(.*\) failed: killed by SIGKILL"
+NODES = {
+    "the server stops": (0, "the server has ended"),
+    "a rank dies": (1, rf"error: {RANK_DIED}; logs on each node: .*"),
+    "the front dies": (143, r"error: node 0 \(.*\) was told to end by SIGTERM"),
+}
+
+
+@pytest.mark.parametrize("end", thorough_but(NODES, "a rank dies"))
+def test_two_nodes(tmp_path: Path, temporary: Path, case: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launchers on this machine stand for two nodes. Requests are answered; however the server ends, both nodes'
+    ranks end, and each node says why in one line."""
+    common = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
+    second = subprocess.Popen(
+        [sys.executable, "-m", "umbra", "serve", case], cwd=ROOT, env=os.environ | common | {"NODE_RANK": "1"},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    for name, value in (common | {"NODE_RANK": "0", "FAULT": "none"}).items():
+        monkeypatch.setenv(name, value)
+
+    async def run() -> None:
+        async with served(tmp_path, case) as supervisor:
+            assert await answer(supervisor.client, [1, 2, 3], 5) == await answer(supervisor.client, [1, 2, 3], 5)
+            if end == "a rank dies":
+                asked = asyncio.create_task(answer(supervisor.client, LONG, 5))
+                await asyncio.sleep(0.1)
+                os.kill(rank_below(second.pid), signal.SIGKILL)
+                await until(lambda: bool(supervisor.failed), 20)
+                assert re.fullmatch(RANK_DIED, supervisor.failed)
+                assert await asked == ([], supervisor.failed)
+
+    try:
+        if end == "the front dies":
+            path = tmp_path / "socket"
+            lonely = [sys.executable, "tests/serving/ranks/lonely_front.py", case, str(path), "idle"]
+            front = subprocess.Popen(lonely, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            assert front.stdout
+            assert any(line == "reached\n" for line in front.stdout)
+            front.kill()
+            front.wait()
+            front.stdout.close()
+        else:
+            asyncio.run(run())
+        output = second.communicate(timeout=30)[0]
+    finally:
+        second.kill()
+    status, line = NODES[end]
+    said = [text for text in output.splitlines() if text.startswith(("error: ", "the server"))]
+    assert len(said) == 1, output
+    assert re.fullmatch(line, said[0])
+    assert "Traceback" not in output
+    assert second.returncode == status
+
+
+def rank_below(server: int) -> int:
+    """The process id of the one rank below `umbra serve` on another node than the first, which starts a launcher."""
+    return next(pid for launcher in children(server) for pid in children(launcher) if rank_of(pid) == 1)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]

@@ -1,0 +1,183 @@
+"""Conversations through chat templates: tools, reasoning, arguments, what is refused; and the way back into text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from executor.checkpoint.stop_ids import stop_ids
+from tests.text.checkpoints import TEMPLATES, write_tokenizer
+from text.chat import Chat
+from text.formats import FORMATS, choose_format
+from text.parser import Answer, Parser, ToolCall
+from text.tokenizer import Tokenizer
+from umbra.errors import UserError
+
+WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+USER = {"role": "user", "content": "hi"}
+
+
+def call(arguments: Any, name: str = "weather") -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ARGUMENTS = {"city": "Zürich", "days": 2, "more": {"a": [1, None]}}
+LOOP = [
+    USER,
+    {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": [call(json.dumps(ARGUMENTS))]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    {"role": "tool", "tool_call_id": "call_2", "content": "sun"},
+]
+CHATS = {
+    "no system": Chat([USER]),
+    "system": Chat([{"role": "system", "content": "S"}, USER]),
+    "tools": Chat([USER], TOOLS),
+    "tool loop with reasoning, two results": Chat(LOOP, TOOLS),
+    "reasoning before the last user": Chat([*LOOP, {"role": "assistant", "content": "wet"}, USER], TOOLS),
+    "arguments as a mapping": Chat([USER, {"role": "assistant", "content": "", "tool_calls": [call({"days": 1})]}]),
+    "no arguments": Chat([USER, {"role": "assistant", "tool_calls": [call("")]}]),
+}
+
+
+@pytest.fixture(params=TEMPLATES)
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    write_tokenizer(tmp_path, request.param)
+    return Tokenizer(tmp_path)
+
+
+def rendered(tokenizer: Tokenizer, chat: Chat) -> str:
+    return str(tokenizer.backend.decode(tokenizer.encode_chat(chat), skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_tokens_equal_transformers(tokenizer: Tokenizer, name: str) -> None:
+    chat = CHATS[name]
+    before = json.dumps(chat.messages)
+    messages = json.loads(before)
+    for message in messages:  # what the OpenAI client sends, as transformers' documentation wants it
+        message["content"] = message.get("content") or ""
+        for each in message.get("tool_calls", []):
+            given = each["function"]["arguments"]
+            each["function"]["arguments"] = json.loads(given or "{}") if isinstance(given, str) else given
+    hf = AutoTokenizer.from_pretrained(tokenizer.folder)
+    expected = hf.apply_chat_template(messages, tools=list(chat.tools) or None, add_generation_prompt=True)
+    assert tokenizer.encode_chat(chat) == expected["input_ids"]
+    assert json.dumps(chat.messages) == before
+
+
+def test_the_layout_of_minimax(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "minimax_m2")
+    tokenizer = Tokenizer(tmp_path)
+    assert rendered(tokenizer, CHATS["system"]) == "]~!b[]~b]system\nS[e~[\n]~b]user\nhi[e~[\n]~b]ai\n<think>\n"
+    turns = (
+        ']~b]ai\n<think>\nlook\n</think>\n\n\n<minimax:tool_call>\n<invoke name="weather">\n'
+        '<parameter name="city">Zürich</parameter>\n<parameter name="days">2</parameter>\n'
+        '<parameter name="more">{"a": [1, null]}</parameter>\n</invoke>\n</minimax:tool_call>[e~[\n'
+        "]~b]tool\n<response>rain</response>\n<response>sun</response>[e~[\n"
+    )
+    assert rendered(tokenizer, CHATS["tool loop with reasoning, two results"]).endswith(turns + "]~b]ai\n<think>\n")
+    later = rendered(tokenizer, CHATS["reasoning before the last user"])
+    assert "<think>\nlook" not in later
+    assert turns.replace("<think>\nlook\n</think>\n\n", "") in later
+    assert '<invoke name="weather">\n</invoke>\n' in rendered(tokenizer, CHATS["no arguments"])
+    with pytest.raises(UserError, match="the checkpoint's chat template failed: a tool result follows no call"):
+        tokenizer.encode_chat(Chat([USER, LOOP[2]]))
+
+
+@pytest.mark.parametrize(
+    ("chat", "complaint"),
+    [
+        ({"messages": ["hi"]}, r"messages\[0\]: 'hi' must be a mapping with a role"),
+        ({"messages": [{"content": "hi"}]}, r"messages\[0\]: .* must be a mapping with a role"),
+        ({"messages": [USER], "tools": [WEATHER]}, r"tools\[0\]: .* must be"),
+        ({"messages": [USER], "tools": ["weather"]}, r"tools\[0\]: 'weather' must be"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, r"messages\[0\].tool_calls: .* list of mappings"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "must have a function with a name"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("{")]}]}, "arguments: '{' must be a JSON object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("[1]")]}]}, "must be a JSON object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call('{"a":' * 9999)]}]}, "must be a JSON object"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call('{"a": "\\ud800"}')]}]}, "half of a surrogate pair"),
+        ({"messages": []}, "chat template failed: there are no messages"),
+    ],
+)
+def test_what_is_no_conversation_is_one_line(tmp_path: Path, chat: dict[str, Any], complaint: str) -> None:
+    write_tokenizer(tmp_path, "minimax_m2")
+    with pytest.raises(UserError, match=complaint) as raised:
+        Tokenizer(tmp_path).encode_chat(Chat(**chat))
+    assert "\n" not in str(raised.value)
+
+
+def test_settings_reach_the_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, "qwen3")
+    tokenizer = Tokenizer(tmp_path)
+    silent = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
+    assert tokenizer.decode(silent).endswith("<think>\n\n</think>\n\n")
+    assert not tokenizer.opens_reasoning(silent)
+
+
+def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
+    for family, opens in (("minimax_m2", True), ("qwen3", False)):
+        write_tokenizer(tmp_path / family, family)
+        tokenizer = Tokenizer(tmp_path / family)
+        assert tokenizer.opens_reasoning(tokenizer.encode("What does <think> mean?", chat=True)) is opens
+        assert tokenizer.opens_reasoning(tokenizer.encode("long " * 40 + "<think>", chat=False))
+        assert tokenizer.opens_reasoning(tokenizer.hf.convert_tokens_to_ids(list("<think>ĊĊ")))  # letter by letter
+        assert not tokenizer.opens_reasoning(tokenizer.encode("<think>\nSo", chat=False))
+        assert not tokenizer.opens_reasoning([])
+
+
+OUTPUTS = {
+    "minimax_m2": "look\n</think>\n\nOne moment.\n<minimax:tool_call>\n"
+    '<invoke name="weather">\n<parameter name="city">Zürich</parameter>\n<parameter name="days">2</parameter>\n'
+    '</invoke>\n<invoke name="weather">\n</invoke>\n</minimax:tool_call>',
+    "qwen3": "<think>\nlook\n</think>\n\nOne moment.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>',
+}
+
+
+@pytest.mark.parametrize("tags_are_special", [False, True])
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
+    tmp_path: Path, family: str, tags_are_special: bool
+) -> None:
+    """Whether or not its tokenizer calls the marks special; so a cache of the prompt still serves in the next turn."""
+    write_tokenizer(tmp_path, family, tags_are_special)
+    tokenizer = Tokenizer(tmp_path)
+    prompt = tokenizer.encode_chat(Chat([USER], TOOLS))
+    generated = [*tokenizer.encode(OUTPUTS[family], chat=False), tokenizer.hf.eos_token_id]
+    assert tokenizer.decode(generated) == OUTPUTS[family]
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.push([token]) for token in generated]
+    assert "".join(pieces) + detokenizer.rest() == OUTPUTS[family]
+    format = choose_format("auto", tokenizer.template)
+    assert format is FORMATS[family]
+    parser = Parser(format, TOOLS, tokenizer.opens_reasoning(prompt))
+    answer = Answer.of([part for piece in pieces for part in parser.push(piece)] + parser.finish())
+    first = ToolCall("weather", '{"city": "Zürich", "days": 2}')
+    assert answer == Answer("look", "One moment.", (first, ToolCall("weather", "{}")))
+    again = tokenizer.encode_chat(Chat([USER, answer.message(), LOOP[2]], TOOLS))
+    assert again[: len(prompt) + len(generated)] == prompt + generated
+
+
+def test_formats_are_chosen_by_the_template_or_by_name() -> None:
+    assert choose_format("auto", "{{ '<tool_call>\\n<function=' }}") is FORMATS["qwen3_coder"]
+    assert choose_format("auto", "{{ message.content }}") is None
+    assert choose_format("none", TEMPLATES["qwen3"]) is None
+    assert choose_format("qwen3", TEMPLATES["minimax_m2"]) is FORMATS["qwen3"]
+
+
+def test_the_last_source_of_stop_ids_is_the_tokenizer(tmp_path: Path) -> None:
+    assert stop_ids(tmp_path, ()) == frozenset()
+    write_tokenizer(tmp_path, "minimax_m2")
+    eos = Tokenizer(tmp_path).hf.convert_tokens_to_ids("[e~[")
+    assert stop_ids(tmp_path, ()) == {eos}
+    assert stop_ids(tmp_path, (4,)) == {4}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert stop_ids(tmp_path, ()) == {7}
+    write_tokenizer(tmp_path / "endless", "minimax_m2", eos_token=None)
+    assert stop_ids(tmp_path / "endless", ()) == frozenset()

@@ -1,0 +1,353 @@
+"""Outputs of models, split into reasoning, content and tool calls: the rules of docs/text.md, however text is cut."""
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from text import parser as parser_module
+from text.formats import FORMATS, TAGS
+from text.parser import Answer, Parser, Part, ToolCall
+
+TYPES: dict[str, Any] = {
+    "s": {"type": "string"},
+    "i": {"type": "integer"},
+    "n": {"type": "number"},
+    "b": {"type": "boolean"},
+    "o": {"type": "object"},
+    "a": {"type": "array"},
+    "maybe": {"type": ["integer", "null"]},
+    "choice": {"enum": [1, "one", None]},
+    "any": {"anyOf": [{"oneOf": [{"type": "boolean"}]}, {"allOf": [{"type": "number"}]}]},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": TYPES}}},
+    {"type": "function", "function": {"name": "g"}},
+]
+M2, QWEN3, CODER = "minimax_m2", "qwen3", "qwen3_coder"
+
+
+def answer(reasoning: str = "", content: str = "", *calls: tuple[str, dict[str, Any]]) -> Answer:
+    return Answer(reasoning, content, tuple(ToolCall(n, json.dumps(a, ensure_ascii=False)) for n, a in calls))
+
+
+def new(format: str, reasoning: bool = False, split: bool = True, tools: Sequence[Any] = TOOLS) -> Parser:
+    return Parser(FORMATS.get(format), tools, reasoning, split)
+
+
+def m2(*invokes: str) -> str:
+    return "\n<minimax:tool_call>\n" + "".join(f"{invoke}\n" for invoke in invokes) + "</minimax:tool_call>"
+
+
+def invoke(name: str, **parameters: str) -> str:
+    inner = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in parameters.items())
+    return f'<invoke name="{name}">\n{inner}</invoke>'
+
+
+def qwen(text: str) -> str:
+    return f"\n<tool_call>\n{text}\n</tool_call>"
+
+
+A = '<invoke name="f">\n<parameter name="i">1</parameter>\n'
+CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
+    # Reasoning
+    "m2 reasoning": (M2, {"reasoning": True}, "a\nb\n</think>\n\nc\n", answer("a\nb", "c\n")),
+    "never closed": (M2, {"reasoning": True}, "a\n\nb </thin\n", answer("a\n\nb </thin\n")),
+    "stray opener": (M2, {"reasoning": True}, "<think>\na <think>b\n</think>\n\nc", answer("a b", "c")),
+    "second closer": (M2, {"reasoning": True}, "a</think>b</think>c", answer("a", "bc")),
+    "opener in content": (M2, {"reasoning": True}, "a</think>say <think>", answer("a", "say <think>")),
+    "call ends reasoning": (M2, {"reasoning": True}, "a" + m2(invoke("g")) + "\nb", answer("a", "b", ("g", {}))),
+    "closed after the call": (
+        M2, {"reasoning": True}, "a" + m2(invoke("g")) + "\n</think>\n\nb", answer("a", "b", ("g", {})),
+    ),
+    "optional, there": (QWEN3, {}, "\n<think>\n\na\n\n</think>\n\nb", answer("a", "b")),
+    "optional, not there": (QWEN3, {}, "\n\nb\n", answer("", "\n\nb\n")),
+    "optional, empty": (QWEN3, {}, "<think>\n\n</think>\n\nb", answer("", "b")),
+    "optional, forced": (QWEN3, {"reasoning": True}, "a\n</think>\n\nb", answer("a", "b")),
+    "block mark in reasoning": (
+        M2, {"reasoning": True}, "a\n<minimax:tool_call>\nb</think>\n\nc", answer("a\n<minimax:tool_call>\nb", "c"),
+    ),
+    "block mark in content": (
+        M2, {}, "the `<minimax:tool_call>` of\n<minimax:tool_call> </mini" + m2(invoke("g")),
+        answer("", "the `<minimax:tool_call>` of\n<minimax:tool_call> </mini", ("g", {})),
+    ),
+    "block mark at the end": (M2, {"reasoning": True}, "a\n<minimax:tool_call>\n", answer("a")),
+    "block without a call": (CODER, {}, "a\n<tool_call>\n</tool_call>\nb", answer("", "ab")),
+    "inline": (
+        M2, {"reasoning": True, "split": False}, "a\n</think>\n\nb" + m2(invoke("g")),
+        answer("", "<think>a\n</think>\n\nb", ("g", {})),
+    ),
+    "inline, without reasoning": (M2, {"split": False}, "a<think></think>", answer("", "a<think></think>")),
+    "plain": ("none", {"reasoning": True}, "a</think>" + m2(invoke("g")), answer("", "a</think>" + m2(invoke("g")))),
+    "no tools": (M2, {"tools": []}, "a" + m2(invoke("g")), answer("", "a" + m2(invoke("g")))),
+    # Calls of MiniMax-M2
+    "two blocks, three calls": (
+        M2, {}, "x" + m2(invoke("f", i="1", s="é<b>"), invoke("g")) + m2(invoke("f", s="")) + "\n\ny",
+        answer("", "xy", ("f", {"i": 1, "s": "é<b>"}), ("g", {}), ("f", {"s": ""})),
+    ),
+    "quotes": (
+        M2, {}, m2("<invoke name='f'><parameter name=i>1</parameter><parameter name= 's' >a</parameter></invoke>"),
+        answer("", "", ("f", {"i": 1, "s": "a"})),
+    ),
+    "newlines": (
+        M2, {}, m2(invoke("f", s="\n\na\n\n"), invoke("f", s="\na"), invoke("f", s="a\n"), invoke("f", s="\n")),
+        answer("", "", ("f", {"s": "\na\n"}), ("f", {"s": "\na"}), ("f", {"s": "a\n"}), ("f", {"s": "\n"})),
+    ),
+    "missing parameter end": (
+        M2, {}, m2('<invoke name="f"><parameter name="i">1<parameter name="s">a</parameter></invoke>'),
+        answer("", "", ("f", {"i": 1, "s": "a"})),
+    ),
+    "missing call end": (M2, {}, m2(A + invoke("g")), answer("", "", ("f", {"i": 1}), ("g", {}))),
+    "end within a value": (
+        M2, {}, m2(A + '<parameter name="s">a</invoke>', invoke("g")) + "x",
+        answer("", "x", ("f", {"i": 1}), ("g", {})),
+    ),
+    "block end within a value": (
+        M2, {}, m2(A + '<parameter name="s">a') + "x", answer("", "x", ("f", {"i": 1})),
+    ),
+    "never closed block": (
+        M2, {}, "<minimax:tool_call>" + A + '<parameter name="s">a</param', answer("", "", ("f", {"i": 1})),
+    ),
+    "never closed opener": (M2, {}, "<minimax:tool_call>" + A + '<parameter name="s', answer("", "", ("f", {"i": 1}))),
+    "never closed name": (M2, {}, 'x <minimax:tool_call><invoke name="f', answer("", "x ")),
+    "unknown name": (M2, {}, "x" + m2(invoke("h", i="1"), invoke("g")), answer("", "x", ("g", {}))),
+    "bare": (M2, {}, "x\n" + invoke("f", i="1") + "\n</minimax:tool_call>\ny", answer("", "xy", ("f", {"i": 1}))),
+    "bare, unknown": (M2, {}, 'x\n<invoke name="h">y', answer("", 'x\n<invoke name="h">y')),
+    "bare, no name": (M2, {}, "x <invoke name=\ny> z", answer("", "x <invoke name=\ny> z")),
+    "bare, then a mark": (M2, {}, "x <invoke name=" + m2(invoke("g")), answer("", "x <invoke name=", ("g", {}))),
+    "bare, long": (M2, {}, "<invoke name=" + "x" * 999 + "> y", answer("", "<invoke name=" + "x" * 999 + "> y")),
+    "given twice": (M2, {}, m2(A + '<parameter name="i">2</parameter></invoke>'), answer("", "", ("f", {"i": 1}))),
+    "types": (
+        M2, {}, m2(invoke("f", s="1", i=" 1 ", n="1.5e1", b="True", o='{"a": [1]}', a="[null]", maybe="NULL")),
+        answer("", "", ("f", {"s": "1", "i": 1, "n": 15.0, "b": True, "o": {"a": [1]}, "a": [None], "maybe": None})),
+    ),
+    "types that do not fit": (
+        M2, {}, m2(invoke("f", s="null", i="1.0", n="nan", b="yes", o="[1]", a='{"a": 1}', other="1")),
+        answer("", "", ("f", {"s": "null", "i": "1.0", "n": "nan", "b": "yes", "o": "[1]", "a": '{"a": 1}',
+                              "other": "1"})),
+    ),
+    "types, alternatives": (
+        M2, {},
+        m2(invoke("f", choice="1", any="1"), invoke("f", choice="null", any="false"), invoke("f", choice="1e9")),
+        answer("", "", ("f", {"choice": 1, "any": 1}), ("f", {"choice": None, "any": False}), ("f", {"choice": "1e9"})),
+    ),
+    "hostile values": (
+        M2, {}, m2(invoke("f", i="9" * 5000, n="1e999", o='{"a":' * 9999, a="[" * 65 + "]" * 65)),
+        answer("", "", ("f", {"i": "9" * 5000, "n": "1e999", "o": '{"a":' * 9999, "a": "[" * 65 + "]" * 65})),
+    ),
+    # Calls of Qwen3-Coder
+    "coder": (
+        CODER, {},
+        "x" + qwen("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\nb\n</parameter>\n</function>"),
+        answer("", "x", ("f", {"i": 1, "s": "a\nb"})),
+    ),
+    "coder, bare": (CODER, {}, "<function=f></function>\n</tool_call>", answer("", "", ("f", {}))),
+    # Calls of Qwen3
+    "json": (
+        QWEN3, {},
+        "x" + qwen('{"name": "f", "arguments": {"a": 1.0, "s": "é\\n</tool_call>\\\\\\""}}') + qwen('{"name": "g"}'),
+        answer("", "x", ("f", {"a": 1.0, "s": 'é\n</tool_call>\\"'}), ("g", {})),
+    ),
+    "json in reasoning": (
+        QWEN3, {"reasoning": True}, "a" + qwen('{"name": "g", "arguments": {}}') + "\nb", answer("a", "b", ("g", {})),
+    ),
+    "json, arguments as a string": (
+        QWEN3, {}, qwen('{"name": "f", "arguments": "{\\"i\\": 1}"}'), answer("", "", ("f", {"i": 1})),
+    ),
+    "json, unknown name": (QWEN3, {}, "x" + qwen('{"name": "h", "arguments": {}}') + "y", answer("", "xy")),
+    "json, not closed": (QWEN3, {}, '<tool_call>{"name": "g", "arguments": {}}\n', answer("", "", ("g", {}))),
+    "json, broken": (QWEN3, {}, "x" + qwen('{"name": "f"') + "y", answer("", "x" + qwen('{"name": "f"') + "y")),
+    "json, broken in reasoning": (
+        QWEN3, {"reasoning": True}, "a <tool_call> b\n</tool_call></think>\n\nc",
+        answer("a <tool_call> b\n</tool_call>", "c"),
+    ),
+    "json, broken string": (
+        QWEN3, {}, qwen('{"name": "f", "arguments": {"s": "it"s"}}') + qwen('{"name": "g"}'),
+        answer("", qwen('{"name": "f", "arguments": {"s": "it"s"}}'), ("g", {})),
+    ),
+    "json, opened twice": (QWEN3, {}, "<tool_call><tool_call>" + '{"name": "g"}</tool_call>',
+                           answer("", "<tool_call>", ("g", {}))),
+    "json, cut off": (QWEN3, {}, 'x\n<tool_call>{"name": "f", "ar', answer("", 'x\n<tool_call>{"name": "f", "ar')),
+    "json, not an object": (QWEN3, {}, qwen("[1]"), answer("", qwen("[1]"))),
+    "json, closed reasoning": (
+        QWEN3, {"reasoning": True}, 'a <tool_call>{"a": 1</think>\n\nc', answer('a <tool_call>{"a": 1', "c"),
+    ),
+    "json, arguments no object": (QWEN3, {}, qwen('{"name": "g", "arguments": 1}'),
+                                  answer("", qwen('{"name": "g", "arguments": 1}'))),
+    "json, not finite": (QWEN3, {}, qwen('{"name": "g", "arguments": {"a": NaN}}'),
+                         answer("", qwen('{"name": "g", "arguments": {"a": NaN}}'))),
+}  # fmt: skip
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """Parts without the cuts within reasoning, content and arguments."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and part.kind == joined[-1].kind != "end":
+            joined[-1] = Part(part.kind, joined[-1].text + part.text)
+        else:
+            joined.append(part)
+    return joined
+
+
+def streamed(parser: Parser, pieces: Iterable[str]) -> list[Part]:
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    assert all(part.text or part.kind == "end" for part in parts)
+    return merged(parts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rules(name: str) -> None:
+    format, options, text, expected = CASES[name]
+    assert new(format, **options).whole(text) == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cuts_at_every_byte_change_nothing(name: str) -> None:
+    format, options, text, _ = CASES[name]
+    text = text.replace("x", "x–🙂") if len(text) < 2000 else text[:2000]
+    whole = streamed(new(format, **options), [text])
+    data = text.encode()
+    for cut in range(len(data) + 1):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        assert streamed(new(format, **options), map(decoder.decode, (data[:cut], data[cut:]))) == whole
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    assert streamed(new(format, **options), (decoder.decode(data[i : i + 1]) for i in range(len(data)))) == whole
+
+
+BITS = [
+    *sorted(TAGS), *(m for f in FORMATS.values() for m in (f.call, f.call_end, f.parameter, f.parameter_end) if m),
+    '<invoke name="f">', '<parameter name="i">', "<function=f>", "<parameter=i>", "f", "g", "i", ">", "<", "</", "<th",
+    '{"name": "g", "arguments": {', "}}", '"', "\\", '\\"', "\n", " ", "1", "null", "text", "é🙂", '"i": "',
+]  # fmt: skip
+OUTPUTS = st.lists(st.sampled_from(BITS) | st.text(max_size=3), max_size=25).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from([M2, QWEN3, CODER]), OUTPUTS, st.booleans(), st.booleans(), st.booleans(), st.data())
+def test_any_cuts_of_any_output_change_nothing(
+    format: str, text: str, reasoning: bool, split: bool, tools: bool, data: st.DataObject
+) -> None:
+    def fresh() -> Parser:
+        return new(format, reasoning, split, TOOLS if tools else [])
+
+    whole = streamed(fresh(), [text])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    assert streamed(fresh(), [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]) == whole
+    assert streamed(fresh(), text) == whole
+    # What was given after a part of the output is what any longer output begins with: no mark leaks before it is whole.
+    parser, said, final = fresh(), Answer(), Answer.of(whole)
+    given: list[Part] = []
+    for letter in text:
+        given += parser.push(letter)
+        said = Answer.of(given)
+        assert final.reasoning.startswith(said.reasoning)
+        assert final.content.startswith(said.content)
+    for call in final.tool_calls:
+        assert isinstance(json.loads(call.arguments), dict)
+        assert call.name in ("f", "g")
+    if not tools:
+        assert not final.tool_calls
+    assert merged([Part(k, t) for k, t in whole if k == "end"]) == [Part("end")] * len(final.tool_calls)
+
+
+def test_what_is_certain_is_not_held_back() -> None:
+    parser = new(M2, reasoning=True)
+    told = [
+        ("so", [Part("reasoning", "so")]),
+        (" <", [Part("reasoning", " ")]),
+        ("thin air", [Part("reasoning", "<thin air")]),
+        ("\n", []),
+        ("</think>\n\n", []),
+        ("a<b", [Part("content", "a<b")]),
+        ("\n\n", []),
+        ('<minimax:tool_call><invoke name="f"', []),
+        (">", [Part("call", "f")]),
+        ('<parameter name="i">1<', []),
+        ("/parameter>", [Part("arguments", '{"i": 1')]),
+        ('<parameter name="s">é</parameter>', [Part("arguments", ', "s": "é"')]),
+        ("</invoke>", [Part("arguments", "}"), Part("end")]),
+        ("</minimax:tool_call>", []),
+    ]
+    for piece, expected in told:
+        assert parser.push(piece) == expected, piece
+    assert parser.finish() == []
+    assert merged(new(M2).push("a <thi")) == [Part("content", "a <thi")]  # no reasoning can begin behind content
+    assert new(M2, tools=[]).push("a\n\n") == [Part("content", "a\n\n")]  # no mark can follow that makes them layout
+
+
+class Counting(Parser):
+    """Counts the characters that are looked at, those that are held back at most, and the steps."""
+
+    looked = held = steps = 0
+
+    def push(self, text: str) -> list[Part]:
+        parts = super().push(text)
+        self.held = max(self.held, len(self._buffer) - self._at, len(self._name))
+        return parts
+
+    def _step(self, text: str, mark: str) -> None:
+        self.looked += len(text) + (len(mark) or len(self._buffer) - self._at)
+        self.steps += 1
+        super()._step(text, mark)
+
+
+HOSTILE = [
+    "<think", "<think>", "</think>", "<", "\n", '"', "\\", "<tool_call>", "<tool_call>{", '<tool_call>{"\n',
+    "<tool_call>x", "</tool_call>",
+    "<minimax:tool_call>", "<invoke name=", '<invoke name="g">', A, "<parameter name=", '<parameter name="s">',
+    "<function=g>", "<parameter=s>", "[", '{"a":', "<minimax:tool_call" + "é",
+]  # fmt: skip
+STARTS = ["", "<minimax:tool_call>" + A + '<parameter name="o">', '<tool_call>{"name": "g", "arguments": {"a": "',
+          '<tool_call>{"name": "g", "arguments": ', "<tool_call><function=f><parameter=a>"]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", [M2, QWEN3, CODER])
+@pytest.mark.parametrize("bit", HOSTILE)
+def test_hostile_outputs_take_linear_work_and_bounded_memory(format: str, bit: str) -> None:
+    for start in STARTS:
+        for size, letters in ((20_000 if start else 50_000, False), (1_000, True)):
+            text = start + bit * (size // len(bit))
+            parser = Counting(FORMATS[format], TOOLS)
+            parts = [p for piece in text for p in parser.push(piece)] if letters else parser.push(text)
+            parts += parser.finish()
+            assert parser.held <= parser_module.LONGEST_NAME + 20
+            assert parser.looked <= 3 * len(text) + 20 * len(text) * letters
+            assert parser.steps <= 2 * len(text) + 2
+            assert sum(len(part.text) for part in parts) <= 3 * len(text) + 20
+
+
+def test_what_is_too_long_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser_module, "LONGEST_VALUE", 40)
+    text = m2(invoke("f", s="x" * 40, a="x" * 41, i="1"))
+    assert new(M2).whole(text) == answer("", "", ("f", {"s": "x" * 40, "i": 1}))
+    assert streamed(new(M2), text) == streamed(new(M2), [text])
+    text = "x" + qwen('{"name": "g", "arguments": {"a": "' + "x" * 20 + '"}}') + "y"
+    assert new(QWEN3).whole(text) == answer("", "xy")
+    assert streamed(new(QWEN3), text) == streamed(new(QWEN3), [text])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [None, [], "x", {"properties": []}, {"properties": {"s": 1}}, {"properties": {"s": {"type": {}, "enum": 1}}},
+     {"properties": {"s": {"type": [[], "string"], "anyOf": {"a": 1}, "oneOf": [None, []]}}}],
+)  # fmt: skip
+def test_schemas_that_are_none_make_strings(parameters: object) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert new(M2, tools=tools).whole(m2(invoke("f", s="1"))) == answer("", "", ("f", {"s": "1"}))
+
+
+def test_the_work_of_a_schema_is_bounded() -> None:
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(100_000):
+        deep = {"anyOf": [deep]}
+    wide = {"anyOf": [{"anyOf": [{"type": "string"}] * 2000}] * 2000}
+    for schema in (deep, wide):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": schema}}}}]
+        assert new(M2, tools=tools).whole(m2(invoke("f", s="1"))) == answer("", "", ("f", {"s": "1"}))

@@ -1,0 +1,285 @@
+"""`umbra quantize`: the files it writes, the search for scales, and runs that are killed and resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeForCausalLM
+
+from tests.command import umbra
+from tests.quantised import awq_meaning
+from tests.tiny import save_tiny
+from umbra.commands.quantize.awq import AwqTarget, quantise
+from umbra.commands.quantize.convert import Calibration, convert
+from umbra.commands.quantize.search import Fold, fold, search_layer
+from umbra.commands.quantize.source import FAMILIES, Source
+from umbra.errors import UserError
+from umbra.files import ROOT
+
+pytestmark = pytest.mark.slow
+
+GROUP = 32
+WIDE = dict(moe_intermediate_size=32, intermediate_size=64)  # multiples of the group
+TEXT = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 6
+
+
+def save_model(folder: Path, **options: object) -> Qwen3MoeForCausalLM:
+    """A tiny model, its second layer dense, with the demo's tokenizer and vocabulary."""
+    model = save_tiny(folder, **(WIDE | {"vocab_size": 4096, "mlp_only_layers": [1]} | options))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((ROOT / "checkpoints/austen_moe" / name).read_bytes())
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantize") / "model"
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def as_float(folder: Path, to: Path) -> Qwen3MoeForCausalLM:
+    """The quantised checkpoint as a float one, in transformers."""
+    tensors = tensors_of(folder)
+    names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    floats = {n: t for n, t in tensors.items() if n.rpartition(".")[2] in ("weight", "bias")}
+    floats |= {f"{name}.weight": awq_meaning(name, tensors).contiguous() for name in names}
+    to.mkdir()
+    save_file(floats, to / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (to / "config.json").write_text(json.dumps(config))
+    return Qwen3MoeForCausalLM.from_pretrained(to, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_bias": True}, {"max_shard_size": "100KB"}])
+def test_plain_rounding_writes_the_format(tmp_path: Path, options: dict[str, object]) -> None:
+    save_model(tmp_path / "model", **options)
+    before = tensors_of(tmp_path / "model")
+    convert(tmp_path / "out", AwqTarget(Source(tmp_path / "model"), (), GROUP))
+    after = tensors_of(tmp_path / "out")
+    linears = {n for n in before if "_proj." in n and n.endswith("weight")}
+    assert len(linears) == 2 * 4 + 8 * 3 + 3
+    expected = before.keys() - linears
+    for name in linears:
+        short, (rows, columns) = name.removesuffix(".weight"), before[name].shape
+        parts = {part: after[f"{short}.{part}"] for part in ("qweight", "qzeros", "scales")}
+        expected |= {f"{short}.{part}" for part in parts}
+        groups = columns // GROUP
+        assert [(p.dtype, tuple(p.shape)) for p in parts.values()] == [
+            (torch.int32, (columns, rows // 8)),
+            (torch.int32, (groups, rows // 8)),
+            (torch.float16, (groups, rows)),
+        ]
+        assert torch.equal(awq_meaning(short, after), quantise(before[name], GROUP).floats())
+    assert after.keys() == expected
+    assert all(torch.equal(after[n], before[n]) for n in before.keys() - linears)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config.pop("quantization_config") == {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "modules_to_not_convert": ["mlp.gate"],
+    }
+    assert config == json.loads((tmp_path / "model/config.json").read_text())
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == after.keys()
+    assert index["model.layers.1.mlp.gate_proj.qweight"] == "model-layer-00001.safetensors"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+
+def test_the_layers_in_parts_are_transformers_layers(tmp_path: Path) -> None:
+    oracle = save_model(tmp_path, attention_bias=True)
+    source, ids = Source(tmp_path), torch.arange(40).view(2, 20) * 7
+    hidden = source.rest()["model.embed_tokens.weight"][ids]
+    for index in range(source.config.num_hidden_layers):
+        hidden = source.math(index, 20).forward(source.layer(index).__getitem__, hidden)
+    with torch.no_grad():
+        expected = oracle.model(ids).last_hidden_state
+        torch.testing.assert_close(oracle.model.norm(hidden), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("layer", [0, 1])  # sparse, dense
+@torch.no_grad()
+def test_folding_keeps_the_function(tmp_path: Path, layer: int, kv_heads: int) -> None:
+    save_model(tmp_path, num_key_value_heads=kv_heads, attention_bias=True)
+    source = Source(tmp_path)
+    math = source.math(layer, 24)
+    tensors, x = source.layer(layer), torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(3))
+    x[..., 5] *= 20
+    x[..., 9] = 0
+    folds = list(search_layer(math, tensors.__getitem__, x, GROUP, lambda name: "_proj." in name))
+    assert any("self_attn.v_proj.weight" in f.divided for f in folds) == (kv_heads == 8)
+    assert any(float(f.scale.max() / f.scale.min()) > 2 for f in folds)
+    folded = dict(fold(tensors, folds))
+    exact = math.forward(tensors.__getitem__, x)
+    torch.testing.assert_close(math.forward(folded.__getitem__, x), exact, atol=1e-4, rtol=1e-4)
+
+
+def test_a_fold_stays_exact_when_its_norm_is_rounded() -> None:
+    """The columns are multiplied by what the bfloat16 norm was really divided by; a dead channel stays finite."""
+    random = torch.Generator().manual_seed(5)
+    tensors = {"input_layernorm.weight": torch.randn(64, generator=random).bfloat16()}
+    tensors["input_layernorm.weight"][4] = 0
+    tensors["self_attn.q_proj.weight"] = torch.randn(16, 64, generator=random).bfloat16()
+    scale = torch.rand(64, generator=random) + 0.3
+    folded = dict(
+        fold(tensors, [Fold(scale, frozenset({"self_attn.q_proj.weight"}), frozenset({"input_layernorm.weight"}))])
+    )
+    product, exact = (
+        t["input_layernorm.weight"].bfloat16().float() * t["self_attn.q_proj.weight"].float() for t in (folded, tensors)
+    )
+    torch.testing.assert_close(product, exact, rtol=1e-6, atol=0)
+
+
+def test_the_search_loses_less_than_plain_rounding(tmp_path: Path, text: Path) -> None:
+    oracle = save_model(tmp_path / "model", initializer_range=0.1)
+    with torch.no_grad():  # a few channels that are far larger than the rest, as real models have
+        for block in oracle.model.layers:
+            for norm in (block.input_layernorm, block.post_attention_layernorm):
+                norm.weight[[3, 17]] *= 12
+    oracle.save_pretrained(tmp_path / "model")
+    source, ids = Source(tmp_path / "model"), torch.arange(200).view(4, 50) * 13
+    error = {}
+    for way, calibration in (("plain", None), ("aware", Calibration(text, 400))):
+        convert(tmp_path / way, AwqTarget(source, (), GROUP), calibration)
+        with torch.no_grad():
+            logits = as_float(tmp_path / way, tmp_path / f"{way}_float")(ids).logits
+            error[way] = float((logits - oracle(ids).logits).square().mean())
+    assert error["aware"] < error["plain"] * 0.7, error
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("renamed", "calibrated"),
+    [
+        pytest.param(renamed, calibrated, marks=[pytest.mark.thorough] * (renamed != calibrated))
+        for renamed in (False, True)
+        for calibrated in (False, True)
+    ],
+)
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calibrated: bool, renamed: bool
+) -> None:
+    source, calibration = Source(model), Calibration(text, 40) if calibrated else None
+    convert(tmp_path / "whole", AwqTarget(source, (), GROUP), calibration)
+    expected, rename = bytes_of(tmp_path / "whole"), Path.replace
+    for kill_at in range(1, len(expected) + 1):
+        out, count = tmp_path / f"killed_{kill_at}", 0
+
+        def dying(path: Path, to: Path, kill_at: int = kill_at) -> Path:
+            nonlocal count
+            count += 1
+            if count == kill_at and not renamed:
+                path.write_bytes(path.read_bytes()[:50])  # in the middle of a write
+                raise Killed
+            moved = rename(path, to)
+            if count == kill_at:
+                raise Killed
+            return moved
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", dying)
+            with pytest.raises(Killed):
+                convert(out, AwqTarget(source, (), GROUP), calibration)
+        assert (out / "config.json").exists() == (renamed and kill_at == len(expected))
+        finished = {path: path.stat().st_mtime_ns for path in out.glob("model-layer-*.safetensors")}
+        convert(out, AwqTarget(source, (), GROUP), calibration)
+        assert bytes_of(out) == expected
+        assert finished == {path: path.stat().st_mtime_ns for path in finished}  # not computed again
+
+
+def test_other_families_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("umbra.commands.quantize.source.FAMILIES", {"another": FAMILIES["minimax_m2"]})
+    with pytest.raises(UserError, match=f"--model {model}: qwen3_moe cannot be quantised, only another"):
+        Source(model)
+
+
+def test_other_arguments_are_refused(model: Path, text: Path, tmp_path: Path) -> None:
+    source, out = Source(model), tmp_path / "out"
+    convert(out, AwqTarget(source, (), GROUP), Calibration(text, 40))
+    convert(out, AwqTarget(source, (), GROUP), Calibration(text, 40))
+    (tmp_path / "other.txt").write_text(TEXT + "!")
+    for calibration, complaint in (
+        (None, "calibrate, tokens"),
+        (Calibration(text, 41), "tokens"),
+        (Calibration(tmp_path / "other.txt", 40), "calibrate"),
+    ):
+        with pytest.raises(UserError, match=f"was begun with another {complaint}: use the same, or remove it"):
+            convert(out, AwqTarget(source, (), GROUP), calibration)
+    save_model(tmp_path / "other", rms_norm_eps=1e-5)
+    with pytest.raises(UserError, match="another source"):
+        convert(out, AwqTarget(Source(tmp_path / "other"), (), GROUP), Calibration(text, 40))
+    with pytest.raises(UserError, match=r"holds files, but no quantize_state\.json"):
+        convert(model, AwqTarget(source, (), GROUP))
+
+
+def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"q_proj\.weight: 32 columns are not a multiple of --group 64"):
+        convert(tmp_path / "out", AwqTarget(Source(model), (), 64))
+    assert not (tmp_path / "out").exists()
+    save_model(tmp_path / "odd", head_dim=2)
+    with pytest.raises(UserError, match=r"k_proj\.weight: 4 rows are not a multiple of 8"):
+        convert(tmp_path / "out", AwqTarget(Source(tmp_path / "odd"), (), GROUP))
+    tensors = load_file(model / "model.safetensors")
+    damages = {
+        "1 tensors missing: model.norm.weight": lambda t: t.pop("model.norm.weight"),
+        "1 tensors that the model does not know: extra": lambda t: t.update(extra=torch.ones(1)),
+        "model.norm.weight has shape [7], expected [32]": lambda t: t.update({"model.norm.weight": torch.ones(7)}),
+        "model.norm.weight has type I32, expected one of": lambda t: t.update(
+            {"model.norm.weight": torch.ones(32, dtype=torch.int32)}
+        ),
+    }
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    for complaint, damage in damages.items():
+        damaged = dict(tensors)
+        damage(damaged)
+        save_file(damaged, folder / "model.safetensors")
+        with pytest.raises(UserError) as caught:
+            Source(folder)
+        assert complaint in str(caught.value)
+    (folder / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:5000])
+    with pytest.raises(UserError, match="truncated or corrupt"):
+        Source(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--tokens", "100"], "--tokens 100: must be at least 2, and needs --calibrate"),
+        (["--model", "nowhere"], "--model nowhere: is not a folder"),
+        (["--calibrate", "nowhere.txt"], "--calibrate nowhere.txt: not readable"),
+        (["--format", "fp8"], "--format fp8: has neither --group nor --calibrate"),
+    ],
+)
+def test_bad_arguments_are_one_line(model: Path, tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    done = umbra("quantize", "--model", str(model), "--out", str(tmp_path / "out"), "--group", "32", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,248 @@
+"""The report about a checkpoint, made without reading weights: bytes, formats, flaws, and the part that a rank
+keeps."""
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from executor.config.load import load_case, load_model_config
+from executor.engine.batch_limits import limits_of
+from executor.engine.building import bind_caches, build_of
+from executor.model_runner import make_runner as new_runner
+from executor.run.ascend_memory_plan import kind_of, make_plan
+from models.layers.attention import PagedAttention
+from models.layers.base import layers_of
+from models.registry import model_class
+from ops import load_ops
+from ops.parallel.join import place_of
+from tests.command import umbra
+from tests.quantised import quantise_tiny
+from tests.tiny import ONE_RANK, make_runner, save_tiny, write_case
+from umbra.cli import execute
+from umbra.commands.inspect_checkpoint import encodings_of, inspect, inspect_rank
+from umbra.errors import UserError
+from umbra.files import ROOT
+
+DEMO = ROOT / "checkpoints/austen_moe"
+SIZES = dict(hidden_size=64, moe_intermediate_size=32, num_experts=4)
+GATES = {"pattern": "model.layers.*.mlp.gate", "of": 2, "modules": [f"model.layers.{i}.mlp.gate" for i in range(2)]}
+HEAD = {"pattern": "lm_head", "of": 1, "modules": ["lm_head"]}
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def data_bytes(folder: Path) -> int:
+    """Of all files, without their headers."""
+    files = [path.read_bytes() for path in folder.glob("*.safetensors")]
+    return sum(len(data) - 8 - int.from_bytes(data[:8], "little") for data in files)
+
+
+def by_name(facts: dict[str, Any]) -> dict[str, tuple[int, int, dict[str, int]]]:
+    return {c["name"]: (c["tensors"], c["nbytes"], c["types"]) for c in facts["components"]}
+
+
+def kept(model: nn.Module) -> tuple[dict[str, int], int]:
+    """(bytes of weights by component, bytes of the KV cache) of a model that is really there."""
+    weights: dict[str, int] = {}
+    for path, layer in layers_of(model):
+        kind = kind_of(model, path, layer)
+        weights[kind] = weights.get(kind, 0) + layer.nbytes
+    attention = [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
+    return weights, sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in attention)
+
+
+def counted(rank: dict[str, Any]) -> tuple[dict[str, int], int]:
+    weights = dict(rank["weights"])
+    weights["experts"] += weights.pop("experts' scales", 0)
+    del weights["rotary"]  # no layer's weight
+    return weights, rank["kv_cache_nbytes"]
+
+
+def test_the_demo_by_its_headers() -> None:
+    facts = inspect(DEMO)
+    assert facts["architecture"]["num_hidden_layers"] == 5
+    assert facts["architecture"]["parameters"] == 9_230_336
+    assert facts["quantization"] == {
+        "title": "unquantised", "encoding": "none", "bits": 0, "group_size": 0, "zero_points": False, "modules": 0,
+        "kept_by": [], "mixed_with": [], "excluded": [], "contradictions": [],
+    }  # fmt: skip
+    assert facts["problems"] == []
+    assert by_name(facts) == {
+        "embedding": (1, 4096 * 128 * 2, {"BF16": 1}),
+        "attention": (20, 5 * 2 * (512 + 128) * 128 * 2, {"BF16": 20}),
+        "router": (5, 5 * 32 * 128 * 2, {"BF16": 5}),
+        "experts": (480, 480 * 128 * 128 * 2, {"BF16": 480}),
+        "norms": (21, (5 * (2 * 128 + 2 * 64) + 128) * 2, {"BF16": 21}),
+    }
+    size = (DEMO / "model.safetensors").stat().st_size
+    assert facts["total"] == dict(tensors=527, tensor_nbytes=data_bytes(DEMO), files=1, file_nbytes=size)
+
+
+def test_the_command_prints_what_it_writes(tmp_path: Path) -> None:
+    done = umbra("inspect", str(DEMO), "--case", "demo", "--json", str(tmp_path / "facts.json"))
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    for number in (facts["total"]["tensor_nbytes"], facts["rank"]["weights_nbytes"], facts["rank"]["kv_cache_nbytes"]):
+        assert f"{number:,}" in done.stdout
+    assert "complete: every tensor is known, every weight of the model is there" in done.stdout
+    assert "cpu, 1 rank(s)\n  linear layers in q8 in groups of 32, head in q8" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("format", "bits", "group", "zeros", "kept_by"),
+    [("awq", 4, 32, True, ["cpu", "ascend"]), ("fp8", 8, 128, False, ["cpu"])],
+)
+def test_quantised_formats_and_what_they_leave_out(
+    tmp_path: Path, format: str, bits: int, group: int, zeros: bool, kept_by: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    save_tiny(tmp_path / "model", **SIZES)
+    folder = tmp_path / "quantised"
+    quantise_tiny(tmp_path / "model", folder, format)
+    case = write_case(tmp_path / "tiny.yaml", folder)
+    execute(["inspect", str(folder), "--case", str(case), "--json", str(tmp_path / "facts.json")])
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    found = facts["quantization"]
+    assert (found["bits"], found["group_size"], found["zero_points"]) == (bits, group, zeros)
+    assert found["kept_by"] == kept_by
+    assert found["excluded"] == [GATES, HEAD]
+    assert facts["problems"] == []
+    assert facts["total"]["tensor_nbytes"] == data_bytes(folder)
+    if format == "awq":
+        assert by_name(facts)["experts"][2] == {"I32": 2 * 2 * 4 * 3, "F16": 2 * 4 * 3}
+    told = capsys.readouterr().out
+    assert "not quantised: model.layers.*.mlp.gate (2 of 2)\n" in told
+    assert counted(facts["rank"]) == kept(make_runner(load_case(str(case)), tmp_path).engine.model)
+
+
+def damaged(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_flaws_are_part_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    save_tiny(folder, tie_word_embeddings=True)
+    extra = {"strange\x1b[2J": torch.zeros(2), "lm_head.weight": torch.zeros(96, 32), EXPERT: torch.zeros(16, 31)}
+    damaged(folder, lambda t: [t.pop("model.norm.weight"), t.update(extra)])
+    execute(["inspect", str(folder)])
+    told = capsys.readouterr().out
+    assert "problem: 1 tensors missing: model.norm.weight\n" in told
+    assert "problem: 1 tensors that the model does not know: 'strange\\x1b[2J'\n" in told
+    assert f"problem: 1 tensors that do not fit: {EXPERT} has shape [16, 31], expected [16, 32]\n" in told
+    assert "complete" not in told
+    facts = inspect(folder)
+    assert by_name(facts)["ignored"] == (1, 96 * 32 * 4, {"F32": 1})
+    assert by_name(facts)["unknown"] == (1, 8, {"F32": 1})
+    assert facts["total"]["tensor_nbytes"] == data_bytes(folder)
+
+
+def test_a_format_that_the_tensors_are_not_in_is_a_flaw_as_well(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", **SIZES)
+    quantise_tiny(tmp_path / "model", tmp_path / "quantised", "fp8")
+    path, odd = tmp_path / "quantised" / "config.json", "model.layers.1.self_attn.q_proj"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["modules_to_not_convert"].append(odd)
+    path.write_text(json.dumps(config))
+    facts = inspect(tmp_path / "quantised")
+    assert facts["quantization"]["excluded"] == [GATES, HEAD]
+    assert facts["quantization"]["contradictions"] == [odd]
+    assert facts["problems"] == []
+    damaged(tmp_path / "quantised", lambda t: t.pop(f"{odd}.weight_scale_inv"))
+    found = {problem["problem"]: problem["names"] for problem in inspect(tmp_path / "quantised")["problems"]}
+    assert found["tensors that do not fit"] == [f"{odd}.weight has type F8_E4M3, expected one of BF16, F16, F32"]
+
+
+def test_only_headers_are_read(tmp_path: Path) -> None:
+    folder, rows = tmp_path / "model", 1 << 24
+    save_tiny(folder, tie_word_embeddings=True, max_shard_size="20KB")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": rows, "hidden_size": 256}))
+    [index] = folder.glob("*.index.json")
+    names = list(json.loads(index.read_text())["weight_map"])
+    header, end = {}, 0
+    for name in names:
+        shape = [rows, 256] if "embed" in name else [16, 16]
+        size = prod(shape) * 2
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    facts = inspect(folder)
+    assert facts["total"]["tensor_nbytes"] == end > 8e9
+    assert time.process_time() - start < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["method=none"], ["group_size=64"], ["method=q4", "zero_points=true", "kv_dtype=int8"]],
+    ids=["none", "q8", "q4"],
+)
+def test_a_real_rank_keeps_what_was_counted(tmp_path: Path, overrides: list[str]) -> None:
+    case = load_case("demo", [*overrides, "keep_packed=false", "threads=1"])
+    runner = new_runner(case, tmp_path, ONE_RANK)
+    runner.setup()
+    assert counted(inspect_rank(case)) == kept(runner.engine.model)
+
+
+def test_one_of_many_ranks_keeps_what_was_counted() -> None:
+    case = load_case("demo_tp8", ["moe_tp_size=4"])
+    build = build_of(
+        case, load_ops("cpu"), place_of(case.parallel_sizes, 0, {}), torch.device("cpu"), quantised_head=True
+    )
+    model = cast(nn.Module, model_class(case.model_name)(load_model_config(case), build))
+    bind_caches(model, case, build, limits_of(case).pages)
+    assert counted(inspect_rank(case)) == kept(model)
+
+
+def test_on_ascend_it_is_the_plans_count() -> None:
+    case = load_case("qwen3_30b_a3b_bf16_tp8")
+    plan, rank = make_plan(case), inspect_rank(case)
+    assert rank["weights"] == {part.name: part.nbytes for part in plan.sections["weights"]}
+    assert rank["kv_cache_nbytes"] == plan.of("KV cache")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["docs"], "docs is no checkpoint: it holds no config.json"),
+        (["odd"], "model_type: ['x'] is not supported, only qwen3_moe"),
+        (["bare"], "holds neither model.safetensors nor"),
+        (["checkpoints/austen_moe", "--set", "method=q4"], "--set method=q4: there is no case to set it in"),
+        (["checkpoints/austen_moe", "--case", "demo", "--set", "method=q4", "group_size=33"], "group_size: 33 must be"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    configs = {"odd": '{"model_type": ["x"]}', "bare": (DEMO / "config.json").read_text()}
+    folder = ROOT / arguments[0]
+    if arguments[0] in configs:
+        folder = tmp_path
+        (folder / "config.json").write_text(configs[arguments[0]])
+    with pytest.raises(UserError) as raised:
+        execute(["inspect", str(folder), *arguments[1:]])
+    assert complaint in str(raised.value)
+
+
+def test_the_configs_own_encoding_is_named_even_if_no_module_has_it() -> None:
+    class Stored(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    own, used, unused = (Stored(title=title, bits=4, group=32, zeros=True, format=None) for title in "abc")
+    scheme: Any = SimpleNamespace(encodings=(own, used, unused), encoding=lambda module: used)
+    pieces: Any = [SimpleNamespace(linear=True)], [SimpleNamespace(linear=False)]
+    found = encodings_of(scheme, {"q.weight": pieces[0], "k.weight": pieces[0], "norm.weight": pieces[1]})
+    assert [(e["encoding"], e["modules"]) for e in found] == [("a", 0), ("b", 2)]

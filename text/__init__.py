@@ -1,0 +1,1 @@
+"""What a chat model reads and writes: tokenizers, chat templates, parsers of answers, and sandboxes for them."""

@@ -1,0 +1,340 @@
+"""Splits a model's output into reasoning, content and tool calls while it is generated.
+
+Text comes in pieces that may end anywhere, also within a mark; parts go out as soon as they are certain. How the text
+is cut into pieces changes only how reasoning and content are cut into parts. docs/text.md has the rules.
+
+The parser is in one state at a time, which has a few marks, all of literal text. It looks for the first of them, passes
+the text before it on, and holds back only a tail that may become a mark. So every character is looked at a bounded
+number of times, and only a tail of a mark's length, a name, or the value that is being read is kept.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+from io import StringIO
+from typing import Any, Literal, NamedTuple
+
+from text.formats import THINK, THINK_END, Format
+from text.tool_arguments import Tool, read_call, to_json, tools_by_name, unwrapped
+
+LONGEST_NAME = 256  # characters of a tool's or a parameter's name
+LONGEST_VALUE = 1 << 22  # characters of one parameter, or of one call in JSON
+
+
+class Part(NamedTuple):
+    """A certain part of an answer. A tool call is one `call`, its name; then `arguments`, pieces of one JSON object,
+    of which the first may come long after the name; then `end`, without text."""
+
+    kind: Literal["reasoning", "content", "call", "arguments", "end"]
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: str  # a JSON object
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that one output said."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> "Answer":
+        said: dict[str, list[str]] = {"reasoning": [], "content": []}
+        calls: list[tuple[str, list[str]]] = []
+        for kind, text in parts:
+            if kind == "call":
+                calls.append((text, []))
+            elif kind == "arguments":
+                calls[-1][1].append(text)
+            elif kind != "end":
+                said[kind].append(text)
+        tool_calls = tuple(ToolCall(name, "".join(pieces)) for name, pieces in calls)
+        return cls("".join(said["reasoning"]), "".join(said["content"]), tool_calls)
+
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the conversation that goes on with it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            functions = [{"name": call.name, "arguments": call.arguments} for call in self.tool_calls]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        return message
+
+
+class State(Enum):
+    REASONING = auto()
+    CONTENT = auto()
+    OPEN = auto()  # after the mark of a block, of which only white space and a call make a block
+    BLOCK = auto()  # between the calls of a block; text here is dropped
+    NAME = auto()  # after the mark of a call or a parameter, up to `>`
+    CALL = auto()  # between the parameters of a call; text here is dropped
+    VALUE = auto()
+    JSON = auto()  # a call written as JSON
+    STRING = auto()  # a string in it: marks do not count here
+
+
+class Marks:
+    """What ends the text of a state, whichever comes first. All but single characters begin with `<` or a backslash;
+    no mark is the beginning of another."""
+
+    def __init__(self, marks: tuple[str, ...]):
+        self.marks, self.longest = marks, max(map(len, marks), default=0)
+        self.pattern = re.compile("|".join(map(re.escape, marks)) or "(?!)")
+
+    def tail(self, text: str, start: int) -> int:
+        """Where in `text[start:]`, which has no mark, one may have begun."""
+        start = max(start, len(text) - self.longest + 1)
+        begin = max(text.rfind("<", start), text.rfind("\\", start))
+        return begin if begin >= 0 and any(m.startswith(text[begin:]) for m in self.marks) else len(text)
+
+
+@lru_cache
+def _marks(format: Format, tools: bool, split: bool) -> dict[State, Marks]:
+    blocks = (format.block,) if tools else ()
+    calls = (*blocks, format.block_end, format.call) if tools and format.call else blocks
+    return {
+        State.REASONING: Marks((THINK, THINK_END, *blocks)),
+        State.CONTENT: Marks((*((THINK_END,) if split else ()), *calls)),
+        State.OPEN: Marks((format.block, format.block_end, format.call or "{")),
+        State.BLOCK: Marks((format.call, format.block_end)),
+        State.NAME: Marks((">", "<", "\n")),
+        State.CALL: Marks((format.parameter, format.call_end, format.call, format.block_end)),
+        State.VALUE: Marks((format.parameter_end, format.parameter, format.call_end, format.block_end)),
+        State.JSON: Marks((format.block_end, format.block, THINK_END, '"')),
+        State.STRING: Marks(("\\\\", '\\"', '"', "\n")),  # JSON has no line break in a string, so one ends a broken one
+    }
+
+
+class Parser:
+    """Reads one output. `push` its text piece by piece, then `finish`; or `whole` of it at once."""
+
+    def __init__(
+        self,
+        format: Format | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        reasoning: bool = False,
+        split: bool = True,
+    ):
+        """`format` None makes everything content. `tools` are those of the chat; without any, marks of calls are text.
+        `reasoning` says that the prompt ended within it. Without `split`, reasoning stays in the content, behind the
+        mark that opens it."""
+        self._format = format or Format((), "", "")
+        self._tools = tools_by_name(tools) if format else {}
+        self._plain = format is None
+        self._marks = _marks(self._format, bool(self._tools), split)
+        self._first = Marks((THINK, *self._marks[State.CONTENT].marks))  # content that may still open reasoning
+        self._fresh = split and not reasoning
+        self._state = State.REASONING if reasoning and split else State.CONTENT
+        self._parts = [Part("content", THINK)] if format and reasoning and not split else []
+        self._buffer, self._at = "", 0  # the text that is held back is self._buffer[self._at:]
+        self._newlines = 0  # held back: they are layout if a mark follows
+        self._trim = self._state is State.REASONING  # newlines here are layout: a mark came before
+        self._outer = State.CONTENT  # where the text goes on after a call
+        self._opener, self._name = "", ""  # the mark and the text of state NAME
+        self._tool: Tool | None = None  # of the call that is read; None: it is dropped
+        self._given: set[str] = set()  # its parameters so far
+        self._text = StringIO()  # of states VALUE, JSON and STRING
+        self._key = ""
+
+    def push(self, text: str) -> list[Part]:
+        """What is certain after `text`, beyond what was given before."""
+        if self._plain:
+            return [Part("content", text)] if text else []
+        self._buffer, self._at = self._buffer[self._at :] + text, 0
+        while self._advance():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Part]:
+        """What is left when the output has ended. What was held back was no mark; an open call ends with the
+        parameters that it has."""
+        while self._at < len(self._buffer):
+            text, self._at = self._buffer[self._at :], len(self._buffer)
+            self._step(text, "")
+        if self._state in (State.JSON, State.STRING):
+            self._end_json("")
+        self._end_call()
+        if self._newlines and self._state in (State.REASONING, State.CONTENT):
+            self._emit(self._state, "\n" * self._newlines)
+            self._newlines = 0
+        return self._take()
+
+    def whole(self, text: str) -> Answer:
+        return Answer.of([*self.push(text), *self.finish()])
+
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _advance(self) -> bool:
+        """Pass on the text up to the next mark of this state, or all that is certain; False if more text is needed."""
+        state, fresh = self._state, self._fresh
+        marks = self._first if fresh and state is State.CONTENT else self._marks[state]
+        found = marks.pattern.search(self._buffer, self._at)
+        end = found.start() if found else marks.tail(self._buffer, self._at)
+        text, self._at = self._buffer[self._at : end], found.end() if found else end
+        self._step(text, found[0] if found else "")
+        return found is not None or (state, fresh) != (self._state, self._fresh)
+
+    def _step(self, text: str, mark: str) -> None:
+        """Take the text of the current state up to `mark`, which ends it; an empty mark is none."""
+        state, format = self._state, self._format
+        if state is State.REASONING:
+            self._say(state, text)
+            if mark == THINK_END:
+                self._turn(State.CONTENT)
+            elif mark == format.block:
+                self._open_block(state)
+        elif state is State.CONTENT:
+            self._say(state, text)
+            if mark == THINK and self._fresh:
+                self._turn(State.REASONING)
+            elif mark == THINK:  # after content it is text
+                self._say(state, mark)
+            elif mark == format.block:
+                self._open_block(state)
+            elif mark and mark == format.call:
+                self._open_name(mark, state)
+        elif state is State.OPEN:
+            if text.strip() or mark == format.block:  # it was no block but text, and so is what follows
+                self._state = self._outer
+                self._say(self._outer, format.block + self._text.getvalue())
+                self._at -= len(text) + len(mark)
+            elif mark == format.block_end:
+                self._turn(State.CONTENT)
+            elif mark and mark == format.call:
+                self._open_name(mark, State.BLOCK)
+            else:
+                self._write(text + mark)
+                self._state = State.JSON if mark else state
+        elif state is State.BLOCK:
+            if mark == format.call:
+                self._open_name(mark, state)
+            elif mark:
+                self._turn(State.CONTENT)
+        elif state is State.NAME:
+            self._name += text
+            if mark or len(self._name) > LONGEST_NAME:
+                self._end_name(mark)
+        elif state is State.CALL:
+            self._between_parameters(mark)
+        elif state is State.VALUE:
+            self._write(text)
+            if mark in (format.parameter, format.parameter_end):
+                self._end_value()
+            self._between_parameters(mark)
+        elif state is State.STRING:
+            self._write(text + mark)
+            self._state = State.JSON if mark in ('"', "\n") else state
+        else:
+            self._write(text)
+            if mark == '"':
+                self._write(mark)
+                self._state = State.STRING
+            elif mark:
+                self._end_json(mark)
+
+    def _say(self, state: State, text: str) -> None:
+        """Reasoning or content, without the newlines that are layout."""
+        if self._trim:
+            text = text.lstrip("\n")
+        if not text:
+            return
+        self._trim = False
+        if state is State.CONTENT and text.strip():
+            self._fresh = False
+        layout = state is State.REASONING or self._fresh or bool(self._tools)  # if a mark of a section may follow
+        said = text.rstrip("\n") if layout else text
+        if said:
+            self._emit(state, "\n" * self._newlines + said)
+            self._newlines = 0
+        self._newlines += len(text) - len(said)
+
+    def _emit(self, state: State, text: str) -> None:
+        self._parts.append(Part("reasoning" if state is State.REASONING else "content", text))
+
+    def _turn(self, state: State) -> None:
+        """A mark ends the text before it, and another state begins."""
+        self._state, self._newlines, self._trim, self._fresh = state, 0, True, False
+
+    def _open_block(self, outer: State) -> None:
+        self._state, self._outer, self._text = State.OPEN, outer, StringIO()
+
+    def _open_name(self, mark: str, outer: State) -> None:
+        self._state, self._outer, self._opener, self._name = State.NAME, outer, mark, ""
+
+    def _end_name(self, mark: str) -> None:
+        name, opener, outer = self._name.strip(), self._opener, self._outer
+        if len(name) > 1 and name[0] == name[-1] and name[0] in "\"'":
+            name = name[1:-1]
+        good = mark == ">" and bool(name) and len(self._name) <= LONGEST_NAME
+        if opener == self._format.parameter:
+            if good:
+                self._state, self._key, self._text = State.VALUE, name, StringIO()
+                return
+            self._state = State.CALL
+        elif good and (name in self._tools or outer is State.BLOCK):
+            self._turn(State.CALL)
+            self._tool, self._given = self._tools.get(name), set()
+            if self._tool:
+                self._parts.append(Part("call", name))
+            return
+        else:
+            self._state = outer
+            if outer is State.CONTENT:  # no call, so it is text
+                self._say(outer, opener + self._name)
+        self._at -= len(mark)  # it counts in the state after
+
+    def _between_parameters(self, mark: str) -> None:
+        """What a mark within a call does; any but those of parameters ends the call."""
+        format = self._format
+        if mark == format.parameter:
+            self._state, self._opener, self._name = State.NAME, mark, ""
+        elif mark == format.parameter_end:
+            self._state = State.CALL
+        elif mark:
+            self._end_call()
+            if mark == format.call:
+                self._open_name(mark, self._outer)
+            else:
+                self._turn(self._outer if mark == format.call_end else State.CONTENT)
+
+    def _end_value(self) -> None:
+        text = self._text.getvalue()
+        if self._tool and self._key not in self._given and len(text) <= LONGEST_VALUE:
+            value = to_json(self._tool.value(self._key, unwrapped(text)))
+            opening = ", " if self._given else "{"
+            self._given.add(self._key)
+            self._parts.append(Part("arguments", f"{opening}{to_json(self._key)}: {value}"))
+
+    def _end_call(self) -> None:
+        if self._tool:
+            self._parts += [Part("arguments", "}" if self._given else "{}"), Part("end")]
+        self._tool = None
+
+    def _write(self, text: str) -> None:
+        if self._text.tell() <= LONGEST_VALUE:  # one that is longer is dropped, so the rest of it is not needed
+            self._text.write(text)
+
+    def _end_json(self, mark: str) -> None:
+        """`mark` or the end of the output ends a call as JSON. One that is none was text."""
+        format, text = self._format, self._text.getvalue()
+        call = read_call(text) if len(text) <= LONGEST_VALUE else ("", "")
+        if call:
+            self._turn(State.CONTENT)
+            if call[0] in self._tools:
+                self._parts += [Part("call", call[0]), Part("arguments", call[1]), Part("end")]
+        else:
+            self._state = self._outer
+            self._say(self._outer, format.block + text + (mark if mark == format.block_end else ""))
+        if mark != format.block_end:
+            self._at -= len(mark)  # it counts in the state after

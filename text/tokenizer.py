@@ -1,0 +1,174 @@
+"""Text to token ids and back, with the tokenizer, chat template and end-of-sequence ids of the checkpoint."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from text.chat import Chat
+from text.formats import TAGS, THINK
+from text.template import Renderer, failed, variables_of
+from text.tokenizer_file import TOKENIZER_FILES, check_tokenizer
+from text.tokenizer_sandbox import Encoder, is_linear
+from umbra.errors import UserError
+
+CONTEXT = 6  # tokens of a prompt that decide how the text after them begins
+HALF = "\ufffd"  # stands for a part of a character
+LONGEST_HELD = 64  # tokens without a whole character at their end; text is then given as it is, to bound the work
+LONGEST_TOKEN = 4096  # characters of one
+# A tokenizer that fails should fail when it is loaded.
+TRIED = "A text, of 3 lines:\n\n  d\u00e9j\u00e0 vu \u65e5\u672c\u8a9e \U0001f642"
+TAIL = 16  # tokens in which an opening mark of reasoning and a few line breaks have room, also letter by letter
+
+
+class Tokenizer:
+    def __init__(self, folder: Path, vocabulary: int | None = None):
+        """The tokenizer in `folder`. Ids from `vocabulary` on are refused: the model has no embedding for them."""
+        self.folder, self.vocabulary = folder, vocabulary
+        # One text at a time is encoded, for which the library would start a thread for each core. If the system refuses
+        # one, it panics.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from transformers import AutoTokenizer  # a second to import: only where text is used
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        check_tokenizer(folder)
+        with self._failures("not readable"):
+            self.hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            self.backend = self.hf.backend_tokenizer
+            added = self.backend.get_added_tokens_decoder().items()
+            templates = self.hf.chat_template
+            if not all(
+                isinstance(t, str) for t in (templates.values() if isinstance(templates, dict) else [templates or ""])
+            ):
+                raise ValueError("chat_template: must be text, or texts with names")
+            self._encoder = None if is_linear(self.backend) else Encoder(self.backend)
+        self.longest_token = max(map(len, self.backend.get_vocab()), default=0)
+        if self.longest_token > LONGEST_TOKEN:
+            raise UserError(f"{folder}: a token has {self.longest_token} characters, more than {LONGEST_TOKEN}")
+        # Tokenizers differ in whether they call the marks of reasoning and tool calls special; a parser needs them.
+        self.hidden = frozenset(id for id, token in added if token.special and token.content not in TAGS)
+        self._renderer = Renderer()
+        self.decode(self.encode(TRIED, chat=False))
+
+    @property
+    def template(self) -> str:
+        """The text of the chat template; of several that have names, all. Empty: there is none."""
+        templates = self.hf.chat_template or ""
+        return "\n".join(templates.values()) if isinstance(templates, dict) else templates
+
+    @contextlib.contextmanager
+    def _failures(self, what: str = "failed") -> Iterator[None]:
+        """Makes a UserError of whatever the files provoke the library to raise."""
+        try:
+            yield
+        except BaseException as error:
+            # What Rust calls a panic is no Exception, so that it ends a program.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise UserError(f"{self.folder}: tokenizer {what}: {' '.join(str(error).split())[:300]}") from None
+
+    def encode(self, prompt: str, chat: bool, special: bool = True) -> list[int]:
+        """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn. `special`
+        says whether the tokenizer adds special tokens, such as one that begins a text, if it does."""
+        if chat:
+            return self.encode_chat(Chat([{"role": "user", "content": prompt}]))
+        return self._ids(prompt, special)
+
+    def encode_chat(self, chat: Chat) -> list[int]:
+        """A conversation through the checkpoint's chat template, up to where the next answer begins."""
+        if not self.hf.chat_template:
+            raise UserError("model_config.tokenizer_mode: chat: this checkpoint's tokenizer has no chat template")
+        if not chat.messages:
+            raise failed("there are no messages")
+        tools = list(chat.tools) or None
+        settings = {**self.hf.special_tokens_map, **chat.settings, "tools": tools}
+        try:
+            template = self.hf.get_chat_template(tools=tools)
+        except ValueError as error:  # several, none of which is for such a conversation
+            raise failed(str(error)) from None
+        text = self._renderer.render(template, variables_of(chat.for_template(), settings))
+        return self._ids(text, special=False)
+
+    def opens_reasoning(self, ids: list[int]) -> bool:
+        """Whether a prompt ends with an open mark of reasoning, so that the answer begins within it."""
+        return self.whole_text(ids[-TAIL:]).rstrip().endswith(THINK)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"the prompt {text!r:.40} has half of a surrogate pair: not text") from None
+        with self._failures():
+            if self._encoder:
+                ids = self._encoder.ids(text, special)
+            else:
+                ids = list(self.hf(text, add_special_tokens=special)["input_ids"])
+        if self.vocabulary is not None and ids and max(ids) >= self.vocabulary:
+            raise UserError(
+                f"{self.folder}: its tokenizer gives {max(ids)}, outside vocab_size {self.vocabulary}: tokenizer and "
+                "config.json are not of one checkpoint"
+            )
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, without special tokens other than the marks of reasoning and tool calls."""
+        shown = [id for id in ids if id not in self.hidden]
+        return self.whole_text(shown)
+
+    def whole_text(self, ids: list[int]) -> str:
+        """The text of `ids`, with all special tokens."""
+        with self._failures():
+            return str(self.backend.decode(ids, skip_special_tokens=False))
+
+    def detokenizer(self, prompt: Sequence[int] = ()) -> "Detokenizer":
+        """For the tokens that follow `prompt`."""
+        return Detokenizer(self, prompt)
+
+
+class Detokenizer:
+    """Text piece by piece as tokens come: a piece is given once no later token can change it.
+
+    Each token is decoded together with a few before it, which decide how its text begins, and with those since the last
+    whole character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self.tokenizer = tokenizer
+        self._pending: list[int] = []  # shown tokens since the text last ended with a whole character
+        self._given = 0  # characters of their text that were given
+        before = [id for id in prompt[-CONTEXT:] if id not in tokenizer.hidden]
+        self._start([] if tokenizer.decode(before).endswith(HALF) else before)
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that is certain after `tokens`, beyond what was given before; often empty."""
+        return "".join([self._push(token) for token in tokens if token not in self.tokenizer.hidden])
+
+    def rest(self) -> str:
+        """What is left at the end, such as half of a character."""
+        text = self._text()[self._given :]
+        self._start([])
+        return text
+
+    def _push(self, token: int) -> str:
+        self._pending.append(token)
+        text, given = self._text(), self._given
+        if not text.endswith(HALF) or len(self._pending) > LONGEST_HELD:
+            self._start([] if text.endswith(HALF) else self._pending[-CONTEXT:])
+            return text[given:]
+        self._given = max(given, len(text.rstrip(HALF)))
+        return text[given : self._given]
+
+    def _text(self) -> str:
+        return self.tokenizer.decode([*self._before, *self._pending])[self._skipped :]
+
+    def _start(self, before: list[int]) -> None:
+        """What comes next follows the tokens `before`."""
+        self._before, self._skipped, self._pending, self._given = before, len(self.tokenizer.decode(before)), [], 0
+
+
+def open_tokenizer(folder: Path, needed: bool, vocabulary: int | None = None) -> Tokenizer | None:
+    """The tokenizer of the checkpoint in `folder`; None where it has no tokenizer and none is `needed`."""
+    if needed or all((folder / name).is_file() for name in TOKENIZER_FILES):
+        return Tokenizer(folder, vocabulary)
+    return None

@@ -1,0 +1,1 @@
+"""What commands of `umbra` do, where it is more than one call."""

@@ -1,0 +1,163 @@
+"""Writes the quantised checkpoint layer by layer, so that a run that was killed can be resumed.
+
+Every file is written under a temporary name and then renamed, so a file that exists is complete. The index and
+config.json are written last: a folder without them does not load. During calibration each layer's input is the output
+of the *original* layers before it, so a resumed run recomputes the layers that are already written and produces the
+same bytes. Memory holds one weight of the source at a time, one layer as it is written and, with calibration, the
+hidden states of its tokens.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from executor.checkpoint.names import INDEX
+from text.tokenizer import Tokenizer
+from umbra.commands.quantize.awq import AwqTarget
+from umbra.commands.quantize.search import Fold, fold, search_layer
+from umbra.commands.quantize.source import CONFIG, Source
+from umbra.commands.quantize.target import Target
+from umbra.errors import UserError
+from umbra.files import read_json, write_json, write_whole
+
+STATE, REST = "quantize_state.json", "model-rest.safetensors"
+WINDOW = 256  # tokens of calibration text that attend to each other
+
+
+@dataclass(frozen=True)
+class Calibration:
+    path: Path
+    tokens: int  # most tokens, from the beginning of the text, that are used
+
+
+@torch.inference_mode()
+def convert(out: Path, target: Target, calibration: Calibration | None = None) -> None:
+    """Write the target's source to the folder `out`.
+
+    Weights are rounded to the nearest step. With calibration, which only AWQ has, they are scaled first (search.py).
+    """
+    target.check()
+    source = target.source
+    text = _read_text(calibration.path) if calibration else ""
+    state: dict[str, Any] = {"quantization": target.quantisation, "source": source.digest()}
+    if calibration:
+        state |= {"calibrate": hashlib.sha256(text.encode()).hexdigest(), "tokens": calibration.tokens}
+    _begin(out, state)
+    for path in source.companions:
+        _copy(path, out / path.name)
+    layers = [out / f"model-layer-{index:05}.safetensors" for index in range(source.config.num_hidden_layers)]
+    missing = [index for index, path in enumerate(layers) if not path.is_file()]
+    hidden = _embedded(source, _token_ids(source, text, calibration)) if calibration and missing else None
+    for index in tqdm(range(missing[-1] + 1 if missing else 0), desc="quantizing", unit="layer", disable=None):
+        folds: list[Fold] = []
+        if hidden is not None:
+            layer, weights = source.math(index, hidden.shape[1]), partial(_wide, source.layer(index))
+            if index in missing and isinstance(target, AwqTarget):
+                rounded = partial(_rounded, target, index)
+                folds = list(search_layer(layer, weights, hidden, target.group, rounded))
+            hidden = layer.forward(weights, hidden)
+        if index in missing:
+            _write_tensors(layers[index], dict(_written(target, index, folds)))
+    if not (out / REST).is_file():
+        _write_tensors(out / REST, source.rest())
+    _finish(target, out, [*layers, out / REST])
+
+
+def _begin(out: Path, state: dict[str, Any]) -> None:
+    """Create the folder, or check that it was begun with the same state."""
+    if (out / STATE).is_file():
+        before = read_json(out / STATE)
+        differ = sorted(key for key in before.keys() | state.keys() if before.get(key) != state.get(key))
+        if differ:
+            raise UserError(f"--out {out}: was begun with another {', '.join(differ)}: use the same, or remove it")
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        others = [path.name for path in out.iterdir() if path.name != f"{STATE}.tmp"]
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be created: {error.strerror}") from None
+    if others:
+        raise UserError(f"--out {out}: holds files, but no {STATE}: give a new folder")
+    write_json(out / STATE, state)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--calibrate {path}: not readable: {error}") from None
+
+
+def _token_ids(source: Source, text: str, calibration: Calibration) -> Tensor:
+    """(B, L): windows of equal length; tokens that do not fill the last window are left out."""
+    ids = Tokenizer(source.folder).encode(text, chat=False)[: calibration.tokens]
+    if len(ids) < 2:
+        raise UserError(f"--calibrate {calibration.path}: fewer than two tokens")
+    if max(ids) >= source.config.vocab_size:
+        raise UserError(
+            f"{source.folder}: its tokenizer gives {max(ids)}, outside vocab_size {source.config.vocab_size}"
+        )
+    length = min(WINDOW, len(ids), source.config.max_positions)
+    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+
+def _embedded(source: Source, ids: Tensor) -> Tensor:
+    """The tokens' rows of the embedding table, (B, L, H) float32."""
+    return source.read("model.embed_tokens.weight")[ids].float()
+
+
+def _wide(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    return tensors[name].float()
+
+
+def _rounded(target: Target, index: int, name: str) -> bool:
+    """Whether the weight `name` of a layer is quantised."""
+    return target.quantised(f"model.layers.{index}.{name}".removesuffix(".weight"))
+
+
+def _written(target: Target, index: int, folds: list[Fold]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one layer as they are written to the checkpoint."""
+    for name, tensor in fold(target.source.layer(index), folds):
+        full = f"model.layers.{index}.{name}"
+        module = full.removesuffix(".weight")
+        if target.quantised(module):
+            yield from target.tensors(module, tensor).items()
+        else:
+            yield full, tensor.to(target.source.float_type(full))
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod((path.parent / STATE).stat().st_mode)  # safetensors makes the file readable by its owner only
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written: {error}") from None
+
+
+def _copy(path: Path, to: Path) -> None:
+    data = path.read_bytes()
+    write_whole(to, lambda file: file.write(data))
+
+
+def _finish(target: Target, out: Path, paths: list[Path]) -> None:
+    """Write the index and, last, config.json, which make the folder a checkpoint."""
+    places: dict[str, str] = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), path.name)
+    total = sum(path.stat().st_size for path in paths)
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+    config = read_json(target.source.folder / CONFIG)
+    write_json(out / CONFIG, config | {"quantization_config": target.quantisation})

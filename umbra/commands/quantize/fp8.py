@@ -1,0 +1,50 @@
+"""FP8 in blocks: the layout of the official FP8 checkpoints of MiniMax-M2 and Qwen3.
+
+A weight w (out, in) becomes w = q * s: q in float8_e4m3, and for every block of 128 x 128 a float32 scale s, the
+block's largest magnitude divided by 448, the largest e4m3. The error is at most |w| / 16, or s / 1024 near zero.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.checkpoint.formats.fp8 import BLOCK
+from umbra.commands.quantize.target import Target
+from umbra.errors import UserError
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+SMALLEST = torch.finfo(torch.float32).tiny  # scales below it have lost bits
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round weights (out, in) to the nearest e4m3, ties to even. -> (e4m3 (out, in), scales (out / 128, in / 128))"""
+    blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (out / 128, 128, in / 128, 128)
+    scales = blocks.abs().amax((1, 3)) / LARGEST
+    scales = torch.where(scales < SMALLEST, 1, scales)  # all weights become zero: any scale but zero is right
+    quants = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return quants.flatten(2).flatten(0, 1), scales
+
+
+@dataclass(frozen=True)
+class Fp8Target(Target):
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "fmt": self.source.family.fp8_name,
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": self.source.family.not_fp8(self.source.config),
+        }
+
+    def check_sizes(self, rows: int, columns: int) -> str:
+        whole = rows % BLOCK == 0 and columns % BLOCK == 0
+        return "" if whole else f"{rows} x {columns} weights are no whole blocks of {BLOCK} x {BLOCK}"
+
+    def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:
+        quants, scales = quantise(weight)
+        if not scales.isfinite().all():
+            raise UserError(f"{module}.weight: holds values that are not finite: check the checkpoint")
+        return {f"{module}.weight": quants, f"{module}.weight_scale_inv": scales}

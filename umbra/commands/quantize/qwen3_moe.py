@@ -1,0 +1,21 @@
+"""What is particular to Qwen3-MoE's layers and to its official quantised files."""
+
+from torch import Tensor
+
+from models.qwen3_moe.config import Qwen3MoeConfig
+from ops.reference import route_softmax
+from umbra.commands.quantize.layer import LayerMath, Weights
+
+
+class Qwen3MoeLayer(LayerMath[Qwen3MoeConfig]):
+    matrices = ("gate_proj", "up_proj", "down_proj")
+    router = "mlp.gate"
+    fp8_name = "e4m3"
+
+    @classmethod
+    def not_fp8(cls, config: Qwen3MoeConfig) -> list[str]:
+        inside = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
+        return ["lm_head", *(f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in inside)]
+
+    def choose(self, w: Weights, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return route_softmax(logits, self.config.num_experts_per_tok, self.config.norm_topk_prob)

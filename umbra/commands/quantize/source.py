@@ -1,0 +1,120 @@
+"""The checkpoint to be quantised; its headers prove that all tensors are there before any data is read."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from executor.checkpoint.files import CheckpointFiles
+from executor.checkpoint.formats.detect import read_scheme
+from executor.checkpoint.formats.fp8 import Fp8Blocks
+from executor.checkpoint.load import problems_of, stored_as, wanted_by
+from models.build import Build, Formats
+from models.registry import family_in, model_class, read_config
+from ops import load_ops
+from ops.format import FORMATS, floats
+from ops.parallel.groups import Parallel
+from umbra.commands.quantize.layer import LayerConfig, LayerMath
+from umbra.commands.quantize.minimax_m2 import MiniMaxM2Layer
+from umbra.commands.quantize.qwen3_moe import Qwen3MoeLayer
+from umbra.errors import UserError, listed
+
+CONFIG = "config.json"
+# Files that are copied unchanged where the checkpoint has them.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+FAMILIES: dict[str, type[LayerMath[Any]]] = {"qwen3_moe": Qwen3MoeLayer, "minimax_m2": MiniMaxM2Layer}
+PLAIN = FORMATS["float32"]
+
+
+class Source:
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise UserError(f"--model {folder}: is not a folder: put the checkpoint there, or name another")
+        name = family_in(folder)
+        if name not in FAMILIES:
+            raise UserError(f"--model {folder}: {name} cannot be quantised, only {', '.join(FAMILIES)}")
+        config = read_config(folder, name)
+        self.folder, self.family, self.config = folder, FAMILIES[name], cast(LayerConfig, config)
+        scheme = read_scheme(folder)
+        build = Build(
+            load_ops("reference"), Parallel(), Formats(PLAIN, PLAIN, PLAIN), torch.float32, torch.device("meta"),
+            max_positions=1,
+        )  # fmt: skip
+        model = model_class(name)(config, build)
+        wanted = wanted_by(model)
+        self.shapes = {name: pieces[0].shape for name, pieces in wanted.items()}
+        linear = [name for name, pieces in wanted.items() if pieces[0].linear]
+        self.linear = {name.removesuffix(".weight"): self.shapes[name] for name in linear}  # (out, in) of each module
+        self.encodings = {type(encoding) for encoding in map(scheme.encoding, self.linear) if encoding}
+        if self.encodings - {Fp8Blocks}:
+            raise UserError(f"--model {folder}: is quantised already ({scheme.title}): name one in floats or FP8")
+        self.companions = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+        self.files = CheckpointFiles(folder, scheme.aliases)
+        self.stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
+        for problem, names in problems_of(self.files, self.stored, scheme, model.ignores):
+            raise UserError(f"{folder}: {len(names)} {problem}: {listed(names)}")
+
+    def layer(self, index: int) -> "LayerTensors":
+        return LayerTensors(self, f"model.layers.{index}.")
+
+    def math(self, index: int, length: int) -> LayerMath[Any]:
+        return self.family(self.config, list(self.layer(index)), length)
+
+    def rest(self) -> dict[str, Tensor]:
+        """The tensors that belong to no decoder layer."""
+        names = [name for name in self.shapes if not name.startswith("model.layers.")]
+        return {name: self.read(name).to(self.float_type(name)) for name in names}
+
+    def read(self, name: str) -> Tensor:
+        """The weight of this name: as it is stored, or in float32 if it is quantised."""
+        part = self.stored[name].read(self.files, *(slice(0, size) for size in self.shapes[name]))
+        self.files.relieve()
+        return floats(part)
+
+    def float_type(self, name: str) -> torch.dtype:
+        """The type in which the weight is written if it stays in floats: its own, or bfloat16 if it is quantised."""
+        return {"F32": torch.float32, "F16": torch.float16}.get(self.files.header(name)[1], torch.bfloat16)
+
+    def digest(self) -> str:
+        """Hash of the config, the copied files, and every tensor file's header and size.
+
+        The weights themselves are left out, because reading them takes as long as quantising them.
+        """
+        digest = hashlib.sha256()
+        for path in [self.folder / CONFIG, *self.companions]:
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+        for path in sorted(set(self.files.place.values())):
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")  # checked when the file was opened
+                digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + file.read(length))
+        return digest.hexdigest()
+
+
+class LayerTensors(Mapping[str, Tensor]):
+    """The tensors of one decoder layer, by their names without `prefix`. Each is read when it is asked for, so that a
+    layer, 7 GB of MiniMax-M2, is never in memory as a whole."""
+
+    def __init__(self, source: Source, prefix: str):
+        self.source, self.prefix = source, prefix
+        self.names = [name.removeprefix(prefix) for name in source.shapes if name.startswith(prefix)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.source.read(self.prefix + name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)

@@ -1,0 +1,60 @@
+"""The interface of a format that checkpoints are written in."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from executor.checkpoint.formats.detect import SCHEMES
+from executor.checkpoint.formats.patterns import inside
+from executor.checkpoint.formats.scheme import Scheme
+from models.hf_config import HfConfig
+from umbra.commands.quantize.source import CONFIG, Source
+from umbra.errors import UserError
+
+
+@dataclass(frozen=True)
+class Target(ABC):
+    source: Source
+    keep: tuple[str, ...]  # paths of modules that stay in floats, or whole parts of paths
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The value of `quantization_config` in config.json, without the modules in `keep`."""
+
+    @abstractmethod
+    def tensors(self, module: str, weight: Tensor) -> dict[str, Tensor]:
+        """The tensors that store the weight (out, in) of a module."""
+
+    @abstractmethod
+    def check_sizes(self, rows: int, columns: int) -> str:
+        """What is wrong with the sizes of a matrix; empty if it can be written."""
+
+    @cached_property
+    def quantisation(self) -> dict[str, Any]:
+        excluded = [*self.config["modules_to_not_convert"], *self.keep]
+        return self.config | {"modules_to_not_convert": excluded}
+
+    @cached_property
+    def scheme(self) -> Scheme:
+        """What readers make of the config: it says which modules are quantised."""
+        return SCHEMES[self.quantisation["quant_method"]](HfConfig(self.quantisation, CONFIG))
+
+    def quantised(self, module: str) -> bool:
+        return module in self.source.linear and self.scheme.said(module) is not None
+
+    def check(self) -> None:
+        """Refuse a source in this format, sizes that it cannot store, and modules to keep that the model does not
+        have."""
+        source = self.source
+        if source.encodings.intersection(map(type, self.scheme.encodings)):
+            raise UserError(f"--model {source.folder}: is quantised already ({self.scheme.title})")
+        for name in self.keep:
+            if not any(map(inside([name]), source.linear)):
+                raise UserError(f"--keep {name}: is no module of {source.folder}, and no part of one's path")
+        for module, (rows, columns) in source.linear.items():
+            if self.quantised(module) and (wrong := self.check_sizes(rows, columns)):
+                raise UserError(f"{source.folder}: {module}.weight: {wrong}")
