@@ -52,6 +52,7 @@ def main() -> None:
     import torch.multiprocessing
 
     import serving.ranks.worker  # noqa: F401 (so that no rank has to)
+    import umbra.commands.logits  # noqa: F401
 
     _, folder, world_size, *program = sys.argv
     sys.argv = [*program, "--results", folder]

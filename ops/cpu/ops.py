@@ -21,7 +21,7 @@ from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.cpu.matrix import fill_table as fill_table
 from ops.cpu.memory import table as table
 from ops.cpu.memory import zeros
-from ops.interface import Lengths
+from ops.interface import Heads, Paged
 from ops.sampling import Choice
 from umbra.errors import UserError
 
@@ -136,42 +136,25 @@ def kv_cache(pages: int, page_size: int, kv_heads: int, width: int, dtype: torch
 
 
 @traced
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, places: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     tokens, heads, width = k.shape
     dtype = k_cache.dtype
     native.write_kv(
-        _strided(k), _strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(places, INT), tokens, heads,
-        width, k_cache.shape[3], k.stride(0), v.stride(0), TYPES[dtype],
+        _strided(k), _strided(v), pointer(k_cache, dtype), pointer(v_cache, dtype), pointer(slot_mapping, INT), tokens,
+        heads, width, k_cache.shape[3], k.stride(0), v.stride(0), TYPES[dtype],
     )  # fmt: skip
 
 
 def norm_rope_write(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    kv_heads: int,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    places: Tensor,
-    out: Tensor | None,
+    qkv: Tensor, heads: Heads, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, out: Tensor | None
 ) -> Tensor:
     own: Any = sys.modules[__name__]
-    return composed.norm_rope_write(own, qkv, q_weight, k_weight, eps, cos, sin, kv_heads, k_cache, v_cache, places)
+    return composed.norm_rope_write(own, qkv, heads, k_cache, v_cache, slot_mapping)
 
 
 @traced
-def attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Lengths,
-    kv_lens: Lengths,
-    scale: float,
-) -> Tensor:
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: Paged, scale: float) -> Tensor:
+    _, block_tables, query_starts, kv_lens = paged
     if not (isinstance(query_starts, Tensor) and isinstance(kv_lens, Tensor)):
         raise TypeError("lengths must be tensors, as `paging` makes them")
     out = torch.empty(q.shape)

@@ -272,6 +272,6 @@ def test_a_cpu_has_the_same_kernels_for_few_rows_and_for_many() -> None:
 def test_shipped_files_can_be_read() -> None:
     for path in FOLDER.glob("*.yaml"):
         assert read_hardware(path.stem).description
-    for path in (ROOT / "clusters").glob("*.yaml"):
+    for path in (ROOT / "planner" / "clusters").glob("*.yaml"):
         cluster = read_cluster(path)
         assert load_case(cluster.case).platform == read_hardware(cluster.hardware).platform
