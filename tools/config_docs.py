@@ -35,8 +35,8 @@ def number(value: float) -> str:
 
 
 def table(kind: type) -> str:
-    """A row for each key of a dataclass."""
-    rows = []
+    """A row for each key of a dataclass; keys of several sections that have the same name and meaning share one."""
+    keys: dict[tuple[str, str], list[str]] = {}
     for leaf in leaves(kind):
         value = " \\| ".join(leaf.choices) if leaf.choices else leaf.type_name
         if leaf.minimum is not None:
@@ -45,8 +45,9 @@ def table(kind: type) -> str:
         default = f"`{leaf.written_default}`" if leaf.default not in ("", ()) else ""
         if isinstance(leaf.default, bool):
             default = default.lower()
-        rows.append(f"| `{leaf.path}` | {value} | {default} | {leaf.doc} |")
-    return COLUMNS + "\n".join(rows) + "\n"
+        row = f"{value} | {default} | {leaf.doc}"
+        keys.setdefault((leaf.path.rpartition(".")[2], row), []).append(f"`{leaf.path}`")
+    return COLUMNS + "".join(f"| {', '.join(paths)} | {row} |\n" for (_, row), paths in keys.items())
 
 
 def config_docs() -> dict[str, str]:
