@@ -28,7 +28,7 @@ ROUTE = "self.ops.route_softmax(self.gate(x), self.top_k, self.renormalise)"
 def project_with_a_toy(root: Path) -> None:
     shutil.copytree(ROOT / "models", root / "models", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "run.py", root)  # not a link: Python would look for modules beside the original
-    for name in ("umbra", "executor", "cpu_offload", "text", "ops"):
+    for name in ("umbra", "serving", "planner", "executor", "cpu_offload", "text", "ops"):
         (root / name).symlink_to(ROOT / name)
     (root / "models/toy_moe").mkdir()
     for name in ("__init__.py", "config.py", "model.py"):
