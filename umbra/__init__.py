@@ -1,7 +1,7 @@
 """The front door: `from umbra import LLM, SamplingParams` and `python -m umbra` (cli.py); only calls what lies below.
 
-Light, since every module of the project imports umbra.errors. Refuses to start where another's module has the name of one
-of the project's packages and is found first.
+Light, since every module of the project imports umbra.errors. Refuses to start where another's module has the name of
+one of the project's packages and is found first.
 """
 
 import sys
