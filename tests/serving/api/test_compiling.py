@@ -95,7 +95,7 @@ def test_a_helper_that_does_not_stay_alive_is_told(ends: int) -> None:
     compiler: Any = Compiler.__new__(Compiler)
     compiler.helper = Asked(ends)
     if ends == 2:
-        with pytest.raises(RuntimeError, match=r"the process of executor\.serving\.compiling does not stay alive"):
+        with pytest.raises(RuntimeError, match=r"the process of serving\.api\.compiling does not stay alive"):
             compiler.problem("regex", "a")
     else:
         assert compiler.problem("regex", "a") == "é"
