@@ -19,7 +19,15 @@ HERE = Path(__file__).parent
 OP_HOST = ROOT / "ops/ascend/vector_core/op_host"
 CACHE = ROOT / ".venv" / "umbra-twin"
 LIBRARY_WORKSPACE = 16 << 20  # bytes at the start of a workspace that belong to CANN's library
-FLAGS = ["-std=c++17", "-ftree-vectorize", "-march=native", "-ffp-contract=off", "-fPIC", "-Wall"]
+FLAGS = [
+    "-std=c++17",
+    "-ftree-vectorize",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+]
 FLAGS += ["-Werror=narrowing"]  # the real compiler, clang, refuses narrowing
 
 

@@ -20,7 +20,7 @@ ALL_AT_ONCE = 1  # the schedule mode in which all blocks run together, so that t
 
 @dataclass(frozen=True)
 class Counts:
-    """The counts of a run: `buffers` by name, and `cores[core][phase]`; a phase ends at a SyncAll.
+    """The counts of a run: `buffers` by name, and `cores[core][phase]`; a phase ends where cores wait for each other.
 
     A phase has mte2 and mte3 (count, bytes, bursts, by_move, by_burst), instructions, repeats and conflicts by op,
     barriers by pipe, flags, scalar_ub, scalar_gm, scalar_gm_bytes and ahead.
@@ -34,7 +34,7 @@ class Counts:
         return len(self.cores[0])
 
     @property
-    def sync_alls(self) -> int:
+    def waits(self) -> int:
         return self.phases - 1
 
     def per_core(self) -> list[dict[str, Any]]:
@@ -111,5 +111,8 @@ def run(
         raise RuntimeError(f"{kernel}: the twin's answer does not fit")
     counts = Counts(**json.loads(answer.value))
     if schedule_mode != ALL_AT_ONCE and any(len(phases) > 1 for phases in counts.cores):
-        raise TwinError(f"{kernel}: SyncAll needs schedule mode {ALL_AT_ONCE}, the host side set {schedule_mode}")
+        raise TwinError(
+            f"{kernel}: cores that wait for each other need schedule mode {ALL_AT_ONCE}, "
+            f"the host side set {schedule_mode}"
+        )
     return made, counts

@@ -57,6 +57,28 @@ void block() {
     swapcontext(&core.context, &run()->scheduler);
 }
 
+// To be called when no block can go on.
+void check_cross_flags(const Run& run) {
+    for (auto& core : run.cores) {
+        if (core->done) continue;
+        const int id = core->waits_for;
+        for (auto& other : run.cores)
+            if (other->cross[id].set.empty()) {
+                entry.error = text("core %d %s without the %s that core %d waits at: deadlock", other->index,
+                                   other->done ? "ended" : "waits", cross_name(id).c_str(), core->index);
+                return;
+            }
+    }
+    for (auto& core : run.cores)
+        for (int id = 0; id < kCrossFlags; ++id) {
+            const CrossFlag& flag = core->cross[id];
+            if (flag.set.empty() && flag.complete.empty()) continue;
+            entry.error = text("core %d, end: CrossCoreSetFlag(%d) %s", core->index, id,
+                               flag.complete.empty() ? "which not all cores have set" : "has no CrossCoreWaitFlag");
+            return;
+        }
+}
+
 void run_blocks(Run& run, Stacks& stacks) {
     for (auto& core : run.cores) {
         getcontext(&core->context);
@@ -64,20 +86,17 @@ void run_blocks(Run& run, Stacks& stacks) {
         core->context.uc_link = nullptr;
         makecontext(&core->context, block, 0);
     }
-    for (;; ++run.memory.phase) {
-        const Core *waits = nullptr, *done = nullptr;
+    for (bool goes_on = true; goes_on;) {
+        goes_on = false;
         for (auto& core : run.cores) {
+            if (core->done || (core->waits_for >= 0 && core->cross[core->waits_for].complete.empty())) continue;
+            goes_on = true;
             run.core = core.get();
-            core->waits = false;
-            if (!core->done) swapcontext(&run.scheduler, &core->context);
+            swapcontext(&run.scheduler, &core->context);
             if (!entry.error.empty()) return;
-            (core->waits ? waits : done) = core.get();
         }
-        if (waits && done)
-            entry.error =
-                text("core %d ended without the SyncAll that core %d waits at: deadlock", done->index, waits->index);
-        if (!waits || !entry.error.empty()) return;
     }
+    check_cross_flags(run);
 }
 
 std::string json(const Run& run) {
@@ -100,9 +119,11 @@ std::string json(const Run& run) {
 // Buffers are in the order of the kernel's arguments; a null base stands for an optional input that is absent. The
 // workspace is the last buffer, and its `base` is the start of the library's part. Returns 0, or 1 with the rule that
 // was broken in *answer.
-extern "C" int twin_run(const char* kernel, int count, const char** names, const int* roles, uint8_t** bases,
-                        const uint64_t* sizes, const uint8_t* tiling, uint64_t tiling_bytes, uint64_t key, int cores,
-                        char* answer, uint64_t answer_bytes) {
+extern "C" __attribute__((visibility("default"))) int twin_run(const char* kernel, int count, const char** names,
+                                                               const int* roles, uint8_t** bases, const uint64_t* sizes,
+                                                               const uint8_t* tiling, uint64_t tiling_bytes,
+                                                               uint64_t key, int cores, char* answer,
+                                                               uint64_t answer_bytes) {
     Run state;
     run() = &state;
     entry = Entry{};
@@ -130,6 +151,7 @@ extern "C" int twin_run(const char* kernel, int count, const char** names, const
     for (int index = 0; index < cores; ++index) {
         state.cores.push_back(std::make_unique<Core>());
         state.cores.back()->index = index;
+        state.cores.back()->seen.resize(cores);
     }
     Stacks stacks(cores);
     run_blocks(state, stacks);

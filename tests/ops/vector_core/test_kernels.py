@@ -250,7 +250,7 @@ def test_gemv_reads_each_byte_of_its_weights_once(rows: int, k: int, n: int) -> 
     own = {"w": k * n // 2, "scales": scales, "zeros": scales}
     assert {name: read[name] for name in own} == own
     assert counts.buffers["y"] == {"read": 0, "written": rows * n * 2}
-    assert counts.sync_alls == 0
+    assert counts.waits == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -264,7 +264,7 @@ def test_little_goes_between_the_fused_products(tokens: int) -> None:
     assert (read["w13"], read["w2"]) == (chosen * HIDDEN * INNER, chosen * HIDDEN * INNER // 2)
     assert (read["s13"], read["s2"]) == (read["w13"] // 8, read["w2"] // 8)  # 2 bytes for 32 nibbles
     assert counts.buffers["y"]["written"] == y.nbytes
-    assert counts.sync_alls == 1
+    assert counts.waits == 1
     work = [[core[phase]["repeats"]["Cast<half,int4b_t>"] for core in counts.cores] for phase in (0, 1)]
     assert max(work[0]) == min(work[0])  # each core has one tile of each expert
     assert max(work[1]) <= 1.06 * sum(work[1]) / 48  # 42 or 44 columns

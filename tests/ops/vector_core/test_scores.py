@@ -131,7 +131,7 @@ def test_any_number_of_cores_gives_the_same_bits() -> None:
 def test_each_core_reads_the_scores_once() -> None:
     _, _, counts = mixture(torch.randn(8, 256), torch.randn(256), 8, True, cores=5)
     assert (counts.buffers["scores"]["read"], counts.buffers["bias"]["read"]) == (5 * 8 * 256 * 4, 5 * 256 * 4)
-    assert (counts.total["scalar_gm"], counts.sync_alls) == (0, 1)
+    assert (counts.total["scalar_gm"], counts.waits) == (0, 1)
 
 
 FILE = "umbra_choice.h"

@@ -27,7 +27,12 @@ RULES = {
         "no_mask_reduction": r"mask 0 is not in 1\.\.64",
         "alignment_value": "the destination must be a multiple of 8 bytes",
         "repeats": "repeatTime 256 is above 255",
-        "repeats_reduction": r"repeatTime 256 is not in 0\.\.255",
+        "repeats_reduction": r"repeatTime 256 is not in 1\.\.255",
+        "no_repeats": "repeatTime 0: the call does nothing",
+        "no_repeats_reduction": r"repeatTime 0 is not in 1\.\.255",
+        "no_repeats_brcb": r"repeatTime 0 is not in 1\.\.255",
+        "no_blocks": "DataCopy of no bytes does nothing",
+        "brcb_short": "the source has 15 elements, fewer than 8 for each of 2 repeats",
         "block_count": "blockCount 4096 is above 4095",
         "block_count_pad": r"blockCount 4096 is not in 1\.\.4095",
         "no_block_pad": r"blockCount 0 is not in 1\.\.4095",
@@ -50,11 +55,13 @@ RULES = {
         "reduction_in_place": "a reduction of several repeats over its own source",
         "transpose_stride": "one repeat with strides other than 0",
         "transpose_in_place": "the source and the destination overlap",
-        "capacity": "180256 bytes for TBuf 4 after 16384 make more than the UB's 196608",
+        "capacity": "180000 bytes for TBuf 4 after 16384 make more than the 196352 that a kernel may use",
+        "no_bytes": "InitBuffer of 0 bytes for TBuf 4",
         "buffers": "a kernel may have 64 buffers at most",
         "beyond_buffer": "the destination is outside its buffer TBuf 1: reaches byte 4128 of 4096",
         "beyond_buffer_repeats": "the source is outside its buffer TBuf 2: reaches byte 4192 of 4096",
         "beyond_buffer_copy": "the destination is outside its buffer TBuf 1",
+        "offset_outside": "offset 2048 of a tensor of 2048 elements",
         "get_too_much": r"Get\(2049\) of TBuf 1, which has 2048",
         "to_veccalc": "not to VECCALC: TBuf 3",
         "from_veccalc": "not from VECCALC: TBuf 3",
@@ -73,6 +80,7 @@ RULES = {
         "gather_pattern": "the twin knows counter mode with pattern 1 or 2",
         "gather_in_place": "the source and the destination overlap",
         "gather_unaligned": "a UB address must be a multiple of 4 bytes: an element",
+        "gather_base": "srcBaseAddr 8192 is not that of an element of the source, which has 8192 bytes",
         "gather_outside": "an element is outside its buffer TBuf 3: reaches byte 8196 of 8192",
     },
     "protocol": {
@@ -97,12 +105,22 @@ RULES = {
         "library_workspace": "a write outside",
         "absent_input": r"a read of an absent \(null\) buffer",
         "write_input": "writes into the input x",
-        "same_output": "core 1, DataCopy out: writes what core 0 wrote without a SyncAll between: y",
+        "same_output": "core 1, DataCopy out: writes what core 0 wrote without a SyncAll or flag between: y",
         "scalar_output": "scalar reads are for inputs only",
-        "other_cores_bytes": "core 1, DataCopy in: reads what core 0 wrote without a SyncAll between: workspace",
-        "overwritten_while_read": "writes what another core read without a SyncAll between: workspace",
+        "other_cores_bytes": "core 1, DataCopy in: reads what core 0 wrote without a SyncAll or flag between",
+        "overwritten_while_read": "writes what another core read without a SyncAll or flag between: workspace",
         "missed_sync": "core 1 ended without the SyncAll that core 0 waits at: deadlock",
-        "sync_kernel_type": r"SyncAll<true>\(\) needs KERNEL_TYPE_MIX_AIV_1_0",
+        "sync_kernel_type": "SyncAll needs KERNEL_TYPE_MIX_AIV_1_0",
+        "cross_unwaited": "core 0, DataCopy in: reads global bytes never written: workspace",
+        "cross_set_before_the_store": "core 0, DataCopy in: reads what core 1 wrote without a SyncAll or flag between",
+        "cross_set_by_another_pipe": "core 0, DataCopy in: reads what core 1 wrote without a SyncAll or flag between",
+        "cross_reported_load": "core 1, DataCopy out: writes what another core read without a SyncAll or flag between",
+        "cross_missing": "core 1 waits without the cross-core flag 0 that core 0 waits at: deadlock",
+        "cross_doubled": r"core 1, end: CrossCoreSetFlag\(0\) which not all cores have set",
+        "cross_left": r"core 0, end: CrossCoreSetFlag\(0\) has no CrossCoreWaitFlag",
+        "cross_counter": "cross-core flag 0: core 0 has not waited for 16 reports, its counter ends at 15",
+        "cross_id": "cross-core flag 11: 0 to 10 and 15 are free, SyncAll takes 11 to 14",
+        "cross_kernel_type": "cross-core flag 0 needs KERNEL_TYPE_MIX_AIV_1_0",
     },
     "hazards": {
         "load_then_compute": r"Muls<half>: RAW hazard on TBuf 1, bytes 0\.\.31: V runs after an unfinished MTE2",
@@ -145,7 +163,7 @@ def test_cores_that_wait_for_each_other_are_scheduled_together() -> None:
     outputs = {"y": ((2048,), torch.half)}
     given = {"x": torch.ones(2048, dtype=torch.half)}
     kernels, workspace = probes("protocol"), LIBRARY_WORKSPACE + 4096
-    with pytest.raises(TwinError, match="SyncAll needs schedule mode 1, the host side set 0"):
+    with pytest.raises(TwinError, match="cores that wait for each other need schedule mode 1, the host side set 0"):
         run(kernels, "sync_kernel_type_kept", given, outputs, b"", workspace, cores=2, schedule_mode=0)
 
 

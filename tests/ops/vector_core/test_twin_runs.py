@@ -67,21 +67,21 @@ def test_counts() -> None:
     assert first["instructions"] == {"Duplicate<half>": 1, "Add<half>": 2}
     assert first["repeats"] == {"Duplicate<half>": 4, "Add<half>": 2}
     assert first["conflicts"] == {"Add<half>": 2}  # the sources are 2048 and 1024 bytes apart
-    assert first["barriers"] == {"V": 2}
+    assert first["barriers"] == {"V": 2, "ALL": 1}  # SyncAll begins with PIPE_ALL
     assert (first["flags"], first["scalar_ub"], first["scalar_gm"], first["scalar_gm_bytes"]) == (0, 0, 1, 2)
     assert second["mte3"] == {"count": 1, "bytes": 1024, "bursts": 1, "by_move": {"1024": 1}, "by_burst": {"1024": 1}}
     assert second["flags"] == 1
-    assert (counts.phases, counts.sync_alls) == (2, 1)
+    assert (counts.phases, counts.waits) == (2, 1)
     assert counts.total["mte2"]["by_burst"] == {"64": 12}
     assert counts.most("mte2", "bytes") == 512
     assert counts.most("mte2", "bytes", phase=1) == 0
     assert [core["instructions"]["Add<half>"] for core in counts.per_core()] == [1, 2]
 
 
-def test_loads_under_way_at_a_sync_all() -> None:
+def test_loads_go_on_over_a_cross_core_flag_and_end_before_a_sync_all() -> None:
     x, outputs = torch.ones(512, dtype=torch.half), {"y": ((512,), torch.half)}
     counts = run(probes("ops"), "loaded_ahead", {"x": x}, outputs, b"", cores=1)[1]
-    assert [phase["ahead"] for phase in counts.cores[0]] == [0, 1, 0]
+    assert [phase["ahead"] for phase in counts.cores[0]] == [0, 0, 1, 0]
 
 
 CONFLICTS = {  # cycles; the scenarios of asc-devkit's bank_conflict_ub, and the documented 8 and 4 cycles of a write

@@ -116,7 +116,8 @@ public:
 
 private:
     Room& room;
-    const GM_ADDR scoresAt, biasAt;
+    GM_ADDR scoresAt;
+    GM_ADDR biasAt;
     const UmbraGemvTiling& t;
     const uint32_t pitch, lists, all;   // of a row of scores; lists of a row; floats of all rows
     LocalTensor<float> score, good;     // (T, pitch): what is sorted; softmax or sigmoid, not yet divided

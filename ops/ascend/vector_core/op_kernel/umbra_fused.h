@@ -2,7 +2,7 @@
 //
 //   1  W13: tiles of 16 columns of gate and the same of up; SwiGLU on the sums, times the pair's weight
 //                                         -> h (rows, I) float, and the largest value of each tile (I / 16, rows)
-//      all cores wait for each other; the first blocks of W2 are loaded meanwhile
+//      all cores wait until all of h is stored; the first blocks of W2 are loaded meanwhile
 //   2  W2 times h: each core has its own columns of y, for all units, and adds up their rows -> y
 //
 // A row is a pair that is in some unit, in the order of units. The columns of W13 are stored in the order in which W2 has
@@ -17,6 +17,15 @@ namespace umbra {
 constexpr uint32_t kPairs = 16;                           // columns of gate, and of up, in a tile
 constexpr uint32_t kTile = 2 * kPairs;                    // columns of W13
 constexpr uint32_t kEntries = kOut / (4 * (kPairs + 8));  // rows of tiles that SwiGLU takes at once
+
+// The cross-core flag by which each core reports that its part of h is in memory. SyncAll would do the same after a
+// PipeBarrier<PIPE_ALL>, which ends the loads of W2 first.
+//
+// Order: a core's stores of h and the report go through MTE3 in the order of issue, so the report follows the stores. The
+// wait holds back all that a core issues later, so each load of h follows all reports; what was issued before, the
+// loads of W2, goes on. Reuse: in a launch each core sets the flag once and waits once, which leaves its counter as it
+// was, 0; launches of a stream follow each other. 11 to 14 are SyncAll's, 0 to 7 those of CANN's Matmul.
+constexpr uint16_t kStored = 8;
 
 // h, and the largest value of each tile of each row.
 struct Hidden {
@@ -210,9 +219,9 @@ __aicore__ inline void FusedMoe(const Experts& experts, GM_ADDR xAt, GM_ADDR fro
     HiddenRows rows(room, down, h.rows, units.rows, window, powers, inverses, inverses[Up(pairs, 8)]);
     Product<kFloatSums, HiddenRows> second(room, units, down, rows);
     const Route own = OwnColumns(down, units, true);
+    AscendC::CrossCoreSetFlag<0, PIPE_MTE3>(kStored);
     second.Start(own);
-    AscendC::PipeBarrier<PIPE_ALL>();
-    AscendC::SyncAll<true>();
+    AscendC::CrossCoreWaitFlag(kStored);
     TokenSums<T> tokens(room, units, y, t);
     if (units.rows) FindPowers(room, h, units.rows, powers, inverses);
     second.Run(tokens);

@@ -9,7 +9,9 @@ constexpr uint32_t kRun = 8;      // most products that are added up in half
 
 // Where a bank of matrices begins. apart: bytes from one place to the next, or 0 if the matrices lie side by side.
 struct Bank {
-    GM_ADDR w, scales, zeros;
+    GM_ADDR w;  // GM_ADDR is a macro, which makes one pointer a declaration
+    GM_ADDR scales;
+    GM_ADDR zeros;
     uint64_t apart;
 };
 

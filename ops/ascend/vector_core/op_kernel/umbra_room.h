@@ -1,4 +1,4 @@
-// The unified buffer of one vector core (192 KB), and operations that all ops share.
+// The unified buffer of one vector core (192 KB, all but 256 bytes of it), and operations that all ops share.
 //
 //   stream   2 or 3 x 16.5 KB  a block of weights: planes of a tile of columns; also rows of x and h, ids, places
 //   scales   1 to 4            of a tile, for one section; zero points after them
@@ -25,19 +25,19 @@ using AscendC::LocalTensor;
 using AscendC::RoundMode;
 using AscendC::TPosition;
 
-constexpr uint32_t kLanes = 64;              // floats in a vector
-constexpr uint32_t kUnifiedBuffer = 196608;  // bytes
-constexpr uint32_t kMoved = 16896;           // most bytes of weights in a move
-constexpr uint32_t kWords = 2 * kMoved;      // most halves of a block
-constexpr uint32_t kPlane = 4224;            // most halves or floats in `last`, `sums`
-constexpr uint32_t kGroups = 704;            // most floats in `groups`
-constexpr uint32_t kKept = 4096;             // most scales of a tile
-constexpr uint32_t kValues = 8192;           // halves in `values`, unless one row has more
-constexpr uint32_t kTask = 1024;             // floats: sums of phase 1, or of a tile of y
-constexpr uint32_t kWindow = 32;             // most rows of h in `values`
-constexpr uint32_t kLeastScaled = 512;       // floats in `scaled`
-constexpr uint32_t kOut = 2304;              // bytes
-constexpr uint32_t kScalars = kMoved / 4;    // most scalars of four bytes that are read at once
+constexpr uint32_t kLanes = 64;                    // floats in a vector
+constexpr uint32_t kUnifiedBuffer = 196608 - 256;  // bytes that the platform gives a kernel of a 910B's 192 KB
+constexpr uint32_t kMoved = 16896;                 // most bytes of weights in a move
+constexpr uint32_t kWords = 2 * kMoved;            // most halves of a block
+constexpr uint32_t kPlane = 4224;                  // most halves or floats in `last`, `sums`
+constexpr uint32_t kGroups = 704;                  // most floats in `groups`
+constexpr uint32_t kKept = 4096;                   // most scales of a tile
+constexpr uint32_t kValues = 8192;                 // halves in `values`, unless one row has more
+constexpr uint32_t kTask = 1024;                   // floats: sums of phase 1, or of a tile of y
+constexpr uint32_t kWindow = 32;                   // most rows of h in `values`
+constexpr uint32_t kLeastScaled = 512;             // floats in `scaled`
+constexpr uint32_t kOut = 2304;                    // bytes
+constexpr uint32_t kScalars = kMoved / 4;          // most scalars of four bytes that are read at once
 
 __aicore__ inline uint32_t Ceil(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 __aicore__ inline uint32_t Up(uint32_t a, uint32_t b) { return Ceil(a, b) * b; }

@@ -61,12 +61,11 @@ void move_blocks(const AscendC::LocalTensor<T>& local, const AscendC::GlobalTens
     Core& core = twin::core();
     core.op = op;
     check_copy(core, local, in);
-    if (reinterpret_cast<uintptr_t>(global.pointer) % sizeof(T))
-        core.fail("a global address must be a multiple of the element's bytes");
+    if ((uintptr_t)global.pointer % sizeof(T)) core.fail("a global address must be a multiple of the element's bytes");
     if (count > 4095) core.fail(text("blockCount %u is above 4095", count));
-    if (count && length)
-        move<in>(core, op, local.slot, local.begin, (uint8_t*)global.pointer,
-                 {count, length, length + global_gap, length + ub_gap});
+    if (!count || !length) core.fail("DataCopy of no bytes does nothing");
+    move<in>(core, op, local.slot, local.begin, (uint8_t*)global.pointer,
+             {count, length, length + global_gap, length + ub_gap});
 }
 
 template <class T> void check_extended(Core& core, const AscendC::DataCopyExtParams& params) {

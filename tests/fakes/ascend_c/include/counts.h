@@ -1,4 +1,4 @@
-// Counts of a core's work between two SyncAlls, the input of the cycle model.
+// Counts of a core's work between two waits for all cores, the input of the cycle model.
 //
 // Counts are not times: overlap of pipes, caches and instruction fetch are not modelled.
 #pragma once
@@ -28,7 +28,7 @@ struct Counts {
     std::map<std::string, Instructions> vector;
     std::map<std::string, uint64_t> barriers;
     uint64_t flags = 0, scalar_ub = 0, scalar_gm = 0, scalar_gm_bytes = 0;
-    uint64_t ahead = 0;  // loads that were under way when the SyncAll before it was reached
+    uint64_t ahead = 0;  // loads that were under way when the wait before it was reached
 };
 
 template <class Map> std::string histogram_json(const Map& map) {

@@ -61,7 +61,8 @@ inline bool begin_vector(Core& core, uint16_t op, Shape shape, const Walk& dst, 
     };
     aligned(dst);
     std::for_each(first, first + sources, aligned);
-    if (!shape.lanes || !shape.repeats) return false;
+    if (!shape.repeats) core.fail("repeatTime 0: the call does nothing");
+    if (!shape.lanes) return false;
     core.begin(PIPE_V, op);
     const Region out = dst.region(shape.lanes, shape.repeats);
     for (size_t source = 0; source < sources; ++source) {

@@ -1,8 +1,9 @@
 // Global memory: the buffers that a kernel was given, and for each byte the cores that wrote and read it, and in which
-// phase.
+// of their instructions.
 //
-// A phase ends at a SyncAll. A core may not access bytes that another core writes in the same phase; one core's own
-// moves must be ordered as in the UB. Bytes are checked one by one, so cores may write neighbouring bytes. Not
+// A core may read or overwrite what another core wrote only if it has waited for a report (SyncAll, cross-core flag)
+// that the other core made after the write had ended, and likewise overwrite what another core read. Of bytes that
+// several cores have read only the SyncAlls are known. One core's own moves must be ordered as in the UB. Bytes are checked one by one, so cores may write neighbouring bytes. Not
 // modelled: caches (so scalar reads of bytes that kernels write are refused), alignment of the buffers themselves.
 #pragma once
 #include <cstdlib>
@@ -15,10 +16,9 @@ namespace twin {
 enum class Role { INPUT, OUTPUT, WORKSPACE };
 
 struct Cell {
-    uint16_t write_core, write_phase;  // core + 1; 0: never written
-    uint32_t write;                    // number of the instruction that wrote the byte
-    uint16_t read_core, read_phase;    // core + 1; kSeveral: more than one
-    uint32_t read;
+    uint16_t write_core;             // core + 1; 0: never written
+    uint16_t read_core, read_phase;  // core + 1; kSeveral: more than one; the SyncAlls that the reader had passed
+    uint32_t write, read;            // numbers of the instructions
 };
 
 struct Buffer {
@@ -38,7 +38,6 @@ struct Buffer {
 
 struct GlobalMemory {
     std::vector<Buffer> buffers;
-    uint16_t phase = 0;
 
     Buffer& find(const Shadow& core, const uint8_t* pointer, uint64_t bytes, const char* what) {
         const auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -62,14 +61,14 @@ struct GlobalMemory {
             Cell& cell = buffer.cells[at];
             auto where = [&] { return text("%s, byte %llu", buffer.name.c_str(), (unsigned long long)at); };
             if (!cell.write_core) core.fail("reads global bytes never written: " + where());
-            if (cell.write_core != me && cell.write_phase == phase)
-                core.fail(text("reads what core %d wrote without a SyncAll between: %s", cell.write_core - 1,
+            if (cell.write_core != me && cell.write > core.seen[cell.write_core - 1][PIPE_MTE3])
+                core.fail(text("reads what core %d wrote without a SyncAll or flag between: %s", cell.write_core - 1,
                                where().c_str()));
             if (cell.write_core == me && cell.write > core.known[PIPE_MTE2][PIPE_MTE3])
                 core.fail("RAW hazard in global memory, no MTE3_MTE2 flag after the write: " + where());
-            const bool shared = cell.read_core && cell.read_phase == phase && cell.read_core != me;
+            const bool shared = cell.read_core && cell.read_phase == core.sync_alls && cell.read_core != me;
             cell.read_core = shared ? Buffer::kSeveral : me;
-            cell.read_phase = phase, cell.read = core.number[PIPE_MTE2];
+            cell.read_phase = core.sync_alls, cell.read = core.number[PIPE_MTE2];
         }
     }
 
@@ -79,17 +78,20 @@ struct GlobalMemory {
         for (uint64_t at = pointer - buffer.base, end = at + bytes; at < end; ++at) {
             Cell& cell = buffer.cells[at];
             auto where = [&] { return text("%s, byte %llu", buffer.name.c_str(), (unsigned long long)at); };
-            if (cell.write_core && cell.write_core != me && cell.write_phase == phase)
-                core.fail(text("writes what core %d wrote without a SyncAll between: %s", cell.write_core - 1,
+            if (cell.write_core && cell.write_core != me && cell.write > core.seen[cell.write_core - 1][PIPE_MTE3])
+                core.fail(text("writes what core %d wrote without a SyncAll or flag between: %s", cell.write_core - 1,
                                where().c_str()));
-            if (cell.read_core && cell.read_core != me && cell.read_phase == phase)
-                core.fail("writes what another core read without a SyncAll between: " + where());
+            const bool unseen = cell.read_core == Buffer::kSeveral
+                                    ? cell.read_phase == core.sync_alls
+                                    : cell.read_core && cell.read > core.seen[cell.read_core - 1][PIPE_MTE2];
+            if (cell.read_core != me && unseen)
+                core.fail("writes what another core read without a SyncAll or flag between: " + where());
             const uint32_t* known = core.known[PIPE_MTE3];
             if (cell.read_core == me && cell.read > known[PIPE_MTE2])
                 core.fail("WAR hazard in global memory, no MTE2_MTE3 flag after the read: " + where());
             if (cell.write_core == me && cell.write != core.number[PIPE_MTE3] && cell.write > known[PIPE_MTE3])
                 core.fail("WAW hazard in global memory, no PipeBarrier<PIPE_MTE3> between: " + where());
-            cell.write_core = me, cell.write_phase = phase, cell.write = core.number[PIPE_MTE3];
+            cell.write_core = me, cell.write = core.number[PIPE_MTE3];
         }
     }
 };

@@ -57,9 +57,11 @@ public:
 private:
     twin::Slot* take(uint32_t length, TPosition position, const std::string& name) {
         const uint32_t bytes = (length + 31) / 32 * 32;
-        if (used + bytes > twin::kUbBytes)
-            twin::core().fail(twin::text("InitBuffer: %u bytes for %s after %u make more than the UB's %u", bytes,
-                                         name.c_str(), used, twin::kUbBytes));
+        if (!length) twin::core().fail("InitBuffer of 0 bytes for " + name);
+        if (used + bytes > twin::kUbUsable)
+            twin::core().fail(
+                twin::text("InitBuffer: %u bytes for %s after %u make more than the %u that a kernel may use", bytes,
+                           name.c_str(), used, twin::kUbUsable));
         if (std::count_if(twin::core().slots.begin(), twin::core().slots.end(),
                           [](const twin::Slot& slot) { return slot.state != twin::Slot::GONE; }) == 64)
             twin::core().fail("InitBuffer: a kernel may have 64 buffers at most");
@@ -120,7 +122,7 @@ public:
         slot.state = twin::Slot::DEQUEUED;
         return {&slot, slot.begin, uint32_t((slot.end - slot.begin) * 8 / twin::bits_of<T>)};
     }
-    template <class T> void FreeTensor(const LocalTensor<T>& tensor) {
+    template <class T> void FreeTensor(LocalTensor<T>& tensor) {
         twin::Slot& slot = own(tensor, "FreeTensor");
         if (slot.state == twin::Slot::FREE || slot.state == twin::Slot::ENQUEUED)
             twin::core().fail(twin::text("FreeTensor of %s, which %s", slot.name.c_str(),

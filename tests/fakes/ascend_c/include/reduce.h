@@ -27,10 +27,9 @@ bool begin_reduction(uint16_t op, const AscendC::LocalTensor<T>& dst, const Asce
     src.valid(), dst.valid();
     if (mask < 1 || mask > int64_t(256 / sizeof(T)))
         core.fail(text("mask %lld is not in 1..%zu", (long long)mask, 256 / sizeof(T)));
-    if (repeats < 0 || repeats > 255) core.fail(text("repeatTime %lld is not in 0..255", (long long)repeats));
+    if (repeats < 1 || repeats > 255) core.fail(text("repeatTime %lld is not in 1..255", (long long)repeats));
     if (src.begin % kBlock) core.fail("a UB address must be a multiple of 32 bytes: the source");
     if (dst.begin % aligned) core.fail(text("the destination must be a multiple of %u bytes", aligned));
-    if (!repeats) return false;
     core.begin(PIPE_V, op);
     core.read(PIPE_V, {src.slot, src.begin, uint32_t(mask * sizeof(T)), block_stride, repeat_stride, uint32_t(repeats)},
               "the source");
@@ -81,9 +80,10 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, uint32_t repeatT
     core.op = op;
     src.valid(), dst.valid();
     if (src.begin % 32 || dst.begin % 32) core.fail("a UB address must be a multiple of 32 bytes");
-    if (repeatTime > 255) core.fail(twin::text("repeatTime %u is above 255", repeatTime));
+    if (repeatTime < 1 || repeatTime > 255) core.fail(twin::text("repeatTime %u is not in 1..255", repeatTime));
+    if (src.size < 8 * repeatTime)
+        core.fail(twin::text("the source has %u elements, fewer than 8 for each of %u repeats", src.size, repeatTime));
     if (!p.dstBlkStride) core.fail("dstBlkStride 0 is undefined");
-    if (!repeatTime) return;
     const uint32_t bytes = 8 * sizeof(T) * repeatTime;
     const uint32_t end = dst.begin + ((repeatTime - 1) * p.dstRepStride + 7 * p.dstBlkStride + 1) * 32;
     if (dst.slot == src.slot && src.begin < end && dst.begin < src.begin + bytes)
@@ -182,7 +182,7 @@ void TransDataTo5HD(const LocalTensor<T> (&dst)[16], const LocalTensor<T> (&src)
     twin::Core& core = twin::core();
     core.op = op;
     if (p.repeatTimes == 1 && (p.dstRepStride || p.srcRepStride)) core.fail("one repeat with strides other than 0");
-    if (!p.repeatTimes) return;
+    if (!p.repeatTimes) core.fail("repeatTimes 0: the call does nothing");
     for (uint32_t i = 0; i < 16; ++i) {
         dst[i].valid(), src[i].valid();
         if (dst[i].begin % 32 || src[i].begin % 32) core.fail("a UB address must be a multiple of 32 bytes");

@@ -8,6 +8,7 @@
 // This is coarser than the hardware: accesses to different bytes of one block count as accesses to the same place.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -20,7 +21,8 @@
 namespace twin {
 
 constexpr uint32_t kUbBytes = 192 * 1024, kBlock = 32;
-constexpr int kPipes = 4;  // the first four of pipe_t
+constexpr uint32_t kUbUsable = kUbBytes - 256;  // the platform keeps the rest for itself
+constexpr int kPipes = 4;                       // the first four of pipe_t
 inline const char* pipe_name(int pipe) {
     static const char* names[] = {"S", "V", "MTE2", "MTE3", "ALL"};
     return names[pipe];
@@ -56,6 +58,8 @@ struct Region {
     uint32_t begin, bytes, block_stride = 1, repeat_stride = 0, repeats = 1;  // strides in blocks
 };
 
+using Ended = std::array<uint32_t, kPipes>;  // for each pipe, an instruction that has ended, with all before it
+
 struct Block {
     uint32_t written = 0;  // a bit for each byte
     uint32_t write = 0;    // number of the last writing instruction
@@ -69,8 +73,10 @@ struct Shadow {
     Block blocks[kUbBytes / kBlock];
     uint32_t number[kPipes] = {};
     uint32_t known[kPipes][kPipes] = {};
-    uint16_t op = 0;  // the instruction that runs, an index into op_names()
-    int index = 0;    // index of the core
+    uint16_t op = 0;          // the instruction that runs, an index into op_names()
+    int index = 0;            // index of the core
+    std::vector<Ended> seen;  // of each core: what had ended at the last report of it that this core has waited for
+    uint16_t sync_alls = 0;   // that this core has passed
 
     static std::vector<std::string>& op_names() {
         static std::vector<std::string> names{"start"};
@@ -176,6 +182,15 @@ struct Shadow {
     void forget(uint32_t begin_, uint32_t end) {  // the bytes have no defined contents from now on
         for (uint32_t byte = begin_; byte < end; ++byte) blocks[byte / kBlock].written &= ~(1u << byte % kBlock);
         std::fill(ub + begin_, ub + end, 0xff);
+    }
+
+    // For each pipe, the last instruction that is sure to have ended when `pipe` gets to what is issued next.
+    Ended ended_before(int pipe) const {
+        Ended ended;
+        for (int other = 0; other < kPipes; ++other)
+            ended[other] = std::max(known[pipe][other], other == PIPE_S ? 0 : known[PIPE_S][other]);
+        ended[pipe] = number[pipe];
+        return ended;
     }
 
     // The number of a pipe's instructions for whose end no other pipe has waited.

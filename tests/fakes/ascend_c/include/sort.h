@@ -174,6 +174,9 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
     twin::aligned_to(core, dst.begin, 32, "the destination");
     twin::aligned_to(core, src.begin, 32, "the source");
     twin::aligned_to(core, srcOffset.begin, 32, "the offsets");
+    if (srcBaseAddr % sizeof(T) || srcBaseAddr >= src.size * sizeof(T))
+        core.fail(twin::text("srcBaseAddr %u is not that of an element of the source, which has %u bytes", srcBaseAddr,
+                             uint32_t(src.size * sizeof(T))));
     if (!count) return;
     twin::disjoint(core, dst.slot, dst.begin, 4 * count, srcOffset.slot, srcOffset.begin, 4 * count);
     core.begin(PIPE_V, op);

@@ -1,10 +1,12 @@
-// Barriers, flags, SyncAll, and the functions that return a block's index and the number of blocks.
+// Barriers, flags, what cores wait for each other with, and the functions that return a block's index and the number of
+// blocks.
 //
-// Not modelled: SyncAll in software (with a workspace), CrossCoreSetFlag, mutexes.
+// A core reports to the others with CrossCoreSetFlag, in the order of one of its pipes, and waits for all reports with
+// CrossCoreWaitFlag. SyncAll is both, after a PipeBarrier<PIPE_ALL>, as in the headers of CANN 8.5.0 to 9.1.0. Not
+// modelled: SyncAll in software (with a workspace), flags between cores of one kind alone (modes 1 and 2), mutexes.
 #pragma once
 #include "queues.h"
 
-enum KernelMetaType { KERNEL_TYPE_AIV_ONLY, KERNEL_TYPE_AIC_ONLY, KERNEL_TYPE_MIX_AIV_1_0, KERNEL_TYPE_MIX_AIC_1_2 };
 #define KERNEL_TASK_TYPE_DEFAULT(type) (twin::run()->kernel_type = (type))
 #define KERNEL_TASK_TYPE(key, type) ((void)(twin::run()->key == (key) && (twin::run()->kernel_type = (type), true)))
 
@@ -27,17 +29,28 @@ inline int64_t GetBlockNum() { return twin::run()->cores.size(); }
 
 template <bool isAIVOnly = true> void SyncAll() {
     static_assert(isAIVOnly, "SyncAll<false> would wait for cube cores, which these kernels do not start");
-    twin::Core& core = twin::core();
-    if (twin::run()->kernel_type != KERNEL_TYPE_MIX_AIV_1_0)
-        core.fail(
-            "SyncAll<true>() needs KERNEL_TYPE_MIX_AIV_1_0: with other vector types the hardware starts no "
-            "scheduler for it");
-    const uint64_t ahead = core.under_way(PIPE_MTE2);
-    core.barrier(PIPE_ALL);
-    core.waits = true;
-    swapcontext(&core.context, &twin::run()->scheduler);
-    core.phases.emplace_back();
-    core.counts().ahead = ahead;
+    PipeBarrier<PIPE_ALL>();
+    twin::set_cross(PIPE_MTE3, twin::kSyncAllFlag);
+    twin::wait_cross(twin::kSyncAllFlag);
+    twin::core().sync_alls += 1;
+}
+
+inline int own_cross_flag(uint16_t id) {
+    if (id > 15 || (id > 10 && id < 15))
+        twin::core().fail(twin::text("cross-core flag %u: 0 to 10 and 15 are free, SyncAll takes 11 to 14", id));
+    return id;
+}
+template <uint8_t modeId, pipe_t pipe> void CrossCoreSetFlag(uint16_t flagId) {
+    static_assert(modeId == 0, "the twin has vector cores only, which all wait for each other: mode 0");
+    static_assert(pipe != PIPE_S && pipe != PIPE_ALL, "a cross-core flag is set by one pipe other than the scalar one");
+    static const uint16_t op = twin::Shadow::op_id("CrossCoreSetFlag");
+    twin::core().op = op;
+    twin::set_cross(pipe, own_cross_flag(flagId));
+}
+template <uint8_t modeId = 0, pipe_t pipe = PIPE_S> void CrossCoreWaitFlag(uint16_t flagId) {
+    static const uint16_t op = twin::Shadow::op_id("CrossCoreWaitFlag");
+    twin::core().op = op;
+    twin::wait_cross(own_cross_flag(flagId));
 }
 
 // The workspace begins with memory of CANN's library; the kernel's own part follows.
@@ -53,7 +66,8 @@ using AscendC::GetUserWorkspace;
     twin::copy_tiling(&name, sizeof name, tiling)
 
 namespace twin {
-inline void copy_tiling(void* to, size_t bytes, const uint8_t* tiling) {
+inline void copy_tiling(void* to, size_t bytes, GM_ADDR at) {
+    const auto* tiling = (const uint8_t*)at;
     const auto& data = run()->tiling;
     if (tiling != data.data() || bytes > (data.size() + 7) / 8 * 8)
         core().fail(text("GET_TILING_DATA of %zu bytes, the host wrote %zu", bytes, data.size()));

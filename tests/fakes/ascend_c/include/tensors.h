@@ -16,9 +16,10 @@ public:
 
     LocalTensor operator[](uint32_t offset) const {
         valid();
+        if (offset >= size) twin::core().fail(twin::text("offset %u of a tensor of %u elements", offset, size));
         const uint64_t bits = uint64_t(offset) * twin::bits_of<T>;
         if (bits % 8) twin::core().fail("an int4b_t tensor is cut inside a byte");
-        return {slot, uint32_t(begin + bits / 8), offset <= size ? size - offset : 0};
+        return {slot, uint32_t(begin + bits / 8), size - offset};
     }
     template <class U> LocalTensor<U> ReinterpretCast() const {
         return {slot, begin, uint32_t(uint64_t(size) * twin::bits_of<T> / twin::bits_of<U>)};
@@ -63,19 +64,19 @@ private:
 template <class T> class GlobalTensor {
 public:
     using PrimType = T;
-    void SetGlobalBuffer(T* pointer_, uint64_t size_ = 0) { pointer = pointer_, size = size_; }
+    void SetGlobalBuffer(__gm__ T* pointer_, uint64_t size_ = 0) { pointer = pointer_, size = size_; }
     GlobalTensor operator[](uint64_t offset) const {
         GlobalTensor at = *this;
         at.pointer = pointer + offset;
         return at;
     }
-    const T* GetPhyAddr() const { return pointer; }
+    const __gm__ T* GetPhyAddr() const { return pointer; }
     uint64_t GetSize() const { return size; }
     T GetValue(uint64_t at) const {
         static const uint16_t op = twin::Shadow::op_id("GetValue of global memory");
         twin::Core& core = twin::core();
         core.begin(PIPE_S, op);
-        const auto* bytes = reinterpret_cast<const uint8_t*>(pointer + at);
+        const auto* bytes = (const uint8_t*)(pointer + at);
         twin::Buffer& buffer = twin::run()->memory.find(core, pointer ? bytes : nullptr, sizeof(T), "a scalar read");
         if (buffer.role != twin::Role::INPUT)
             core.fail("scalar reads are for inputs only, their cache does not see what kernels write: " + buffer.name);
@@ -86,7 +87,7 @@ public:
         return value;
     }
 
-    T* pointer = nullptr;
+    __gm__ T* pointer = nullptr;
     uint64_t size = 0;
 };
 

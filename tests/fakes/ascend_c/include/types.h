@@ -7,12 +7,20 @@
 #include <cstring>
 #include <type_traits>
 
+// Macros, as in the real headers, so that what they make of a declaration is the same: `GM_ADDR a, b;` declares a
+// pointer and a byte, and `const GM_ADDR` a pointer to const. TWIN_STRICT is for clang, which then knows the address
+// space of a pointer and which functions a core can call (build.py: check). Without __global__ a kernel is not found.
+#ifdef TWIN_STRICT
+#define __aicore__ __attribute__((device))
+#define __gm__ __attribute__((address_space(1)))
+#define __ubuf__ __attribute__((address_space(2)))
+#else
 #define __aicore__
-#define __global__
 #define __gm__
 #define __ubuf__
-#define __inline__ inline
-using GM_ADDR = uint8_t*;
+#endif
+#define __global__ __attribute__((visibility("default")))
+#define GM_ADDR __gm__ uint8_t*
 
 using half = _Float16;
 struct bfloat16_t {

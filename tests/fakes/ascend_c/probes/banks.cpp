@@ -6,9 +6,9 @@ using namespace AscendC;
 
 struct Buffer {  // all of the UB, filled with ones
     Buffer() {
-        pipe.InitBuffer(buffer, 192 * 1024);
+        pipe.InitBuffer(buffer, twin::kUbUsable);
         all = buffer.Get<float>();
-        Duplicate(all, 1.0f, 48 * 1024);
+        Duplicate(all, 1.0f, twin::kUbUsable / 4);
         PipeBarrier<PIPE_V>();
     }
     LocalTensor<float> at(uint32_t address) const { return all[address / 4]; }

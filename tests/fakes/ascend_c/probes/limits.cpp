@@ -38,6 +38,25 @@ PROBE(repeats_reduction) {
     p.ones();
     WholeReduceSum(p.f, p.f[1024], 8, broken ? 256 : 255, 1, 1, 0);
 }
+PROBE(no_repeats) {
+    p.ones();
+    Muls(p.a, p.b, half(1), 16, broken ? 0 : 1, {1, 1, 8, 8});
+}
+PROBE(no_repeats_reduction) {
+    p.ones();
+    WholeReduceSum(p.f, p.f[1024], 8, broken ? 0 : 1, 1, 1, 0);
+}
+PROBE(no_repeats_brcb) {
+    p.ones();
+    Brcb(p.b, p.a, broken ? 0 : 1, {1, 8});
+}
+PROBE(no_blocks) { DataCopy(p.a, p.x, DataCopyParams{uint16_t(broken ? 0 : 1), 1, 0, 0}); }
+PROBE(brcb_short) {
+    p.ones();
+    LocalTensor<half> few = p.a;
+    few.SetSize(broken ? 15 : 16);
+    Brcb(p.b, few, 2, {1, 8});
+}
 PROBE(block_count) {
     DataCopyParams params{uint16_t(broken ? 4096 : 128), 1, 0, 0};
     DataCopy(p.a, p.x, params);
@@ -138,7 +157,11 @@ PROBE(transpose_in_place) {
 }
 PROBE(capacity) {
     TBuf<TPosition::VECCALC> rest;
-    p.pipe.InitBuffer(rest, 192 * 1024 - 16 * 1024 + (broken ? 1 : 0));
+    p.pipe.InitBuffer(rest, 192 * 1024 - 256 - 16 * 1024 + (broken ? 1 : 0));
+}
+PROBE(no_bytes) {
+    TBuf<TPosition::VECCALC> none;
+    p.pipe.InitBuffer(none, broken ? 0 : 32);
 }
 PROBE(buffers) {
     TQue<QuePosition::VECIN, 1> many;
@@ -153,6 +176,7 @@ PROBE(beyond_buffer_repeats) {
     Muls(p.a, p.b, half(1), 128, 4, {1, 1, 8, uint8_t(broken ? 41 : 40)});
 }
 PROBE(beyond_buffer_copy) { DataCopy(p.a[broken ? 16 : 0], p.x, kHalves); }
+PROBE(offset_outside) { p.a[broken ? kHalves : kHalves - 16]; }
 PROBE(get_too_much) { p.a_buffer.template Get<half>(broken ? kHalves + 1 : kHalves); }
 PROBE(to_veccalc) {
     auto f = p.f.template ReinterpretCast<half>();

@@ -199,7 +199,7 @@ extern "C" __global__ __aicore__ void counted(GM_ADDR x_, GM_ADDR y_, GM_ADDR, G
 extern "C" __global__ __aicore__ void loaded_ahead(GM_ADDR x_, GM_ADDR y_, GM_ADDR, GM_ADDR) {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIV_1_0);
     TPipe pipe;
-    TQue<QuePosition::VECIN, 1> in;
+    TQue<QuePosition::VECIN, 2> in;
     pipe.InitBuffer(in, 2, 1024);
     GlobalTensor<half> x, y;
     x.SetGlobalBuffer((__gm__ half*)x_), y.SetGlobalBuffer((__gm__ half*)y_);
@@ -207,7 +207,12 @@ extern "C" __global__ __aicore__ void loaded_ahead(GM_ADDR x_, GM_ADDR y_, GM_AD
     DataCopy(part, x, 512);
     in.EnQue(part);
     SyncAll<true>();
-    part = in.DeQue<half>();
-    in.FreeTensor(part);
+    auto other = in.AllocTensor<half>();
+    CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    DataCopy(other, x, 512);
+    in.EnQue(other);
+    CrossCoreWaitFlag(0);
+    part = in.DeQue<half>(), other = in.DeQue<half>();
+    in.FreeTensor(part), in.FreeTensor(other);
     SyncAll<true>();
 }

@@ -29,7 +29,8 @@ PROBE(enqueue_foreign) {
     p.pipe.InitBuffer(q, 1, 256);
     auto tensor = q.template AllocTensor<half>();
     q.EnQue(broken ? p.a : tensor);
-    q.FreeTensor(q.template DeQue<half>());
+    tensor = q.template DeQue<half>();
+    q.FreeTensor(tensor);
 }
 PROBE(depth) {
     In shallow;
@@ -38,7 +39,8 @@ PROBE(depth) {
     auto twice = [](auto& q) {
         auto first = q.template AllocTensor<half>(), second = q.template AllocTensor<half>();
         q.EnQue(first), q.EnQue(second);
-        q.FreeTensor(q.template DeQue<half>()), q.FreeTensor(q.template DeQue<half>());
+        first = q.template DeQue<half>(), second = q.template DeQue<half>();
+        q.FreeTensor(first), q.FreeTensor(second);
     };
     broken ? twice(shallow) : twice(deep);
 }
@@ -47,7 +49,8 @@ PROBE(dequeue_empty) {
     p.pipe.InitBuffer(q, 1, 256);
     auto tensor = q.template AllocTensor<half>();
     if (!broken) q.EnQue(tensor);
-    q.FreeTensor(q.template DeQue<half>());
+    tensor = q.template DeQue<half>();
+    q.FreeTensor(tensor);
 }
 PROBE(used_after_free) {
     In q;
@@ -166,4 +169,70 @@ PROBE(missed_sync) {
 PROBE(sync_kernel_type) {
     if (broken) KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
     SyncAll<true>();
+}
+PROBE(cross_unwaited) {
+    p.ones();
+    pass<HardEvent::V_MTE3>(), pass<HardEvent::V_MTE2>();
+    DataCopy(p.own[16 * GetBlockIdx()], p.b, 16);
+    CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    if (!broken) CrossCoreWaitFlag(0);
+    DataCopy(p.a, p.own[16 * (1 - GetBlockIdx())], 16);
+    if (broken) CrossCoreWaitFlag(0);
+}
+PROBE(cross_set_before_the_store) {
+    p.ones();
+    pass<HardEvent::V_MTE3>();
+    if (broken) CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    DataCopy(p.own[16 * GetBlockIdx()], p.b, 16);
+    if (!broken) CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    CrossCoreWaitFlag(0);
+    DataCopy(p.a, p.own[16 * (1 - GetBlockIdx())], 16);
+}
+PROBE(cross_set_by_another_pipe) {
+    p.ones();
+    pass<HardEvent::V_MTE3>();
+    DataCopy(p.own[16 * GetBlockIdx()], p.b, 16);
+    if (broken)
+        CrossCoreSetFlag<0, PIPE_V>(0);
+    else
+        CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    CrossCoreWaitFlag(0);
+    DataCopy(p.a, p.own[16 * (1 - GetBlockIdx())], 16);
+}
+PROBE(cross_reported_load) {
+    p.ones();
+    pass<HardEvent::V_MTE3>();
+    if (GetBlockIdx() == 0) DataCopy(p.own, p.b, 16);
+    SyncAll();
+    if (GetBlockIdx() == 0) DataCopy(p.a, p.own, 16);
+    if (!broken) pass<HardEvent::MTE2_MTE3>();
+    CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    CrossCoreWaitFlag(0);
+    if (GetBlockIdx() == 1) DataCopy(p.own, p.b, 16);
+}
+PROBE(cross_missing) {
+    if (!broken || GetBlockIdx() == 0) CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    CrossCoreWaitFlag(0);
+}
+PROBE(cross_doubled) {
+    CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    if (broken && GetBlockIdx() == 1) CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    CrossCoreWaitFlag(0);
+}
+PROBE(cross_left) {
+    CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    if (!broken || GetBlockIdx() == 1) CrossCoreWaitFlag(0);
+}
+PROBE(cross_counter) {
+    for (int i = 0; i < (broken ? 16 : 15); ++i) CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    for (int i = 0; i < (broken ? 16 : 15); ++i) CrossCoreWaitFlag(0);
+}
+PROBE(cross_id) {
+    CrossCoreSetFlag<0, PIPE_MTE3>(broken ? 11 : 10);
+    CrossCoreWaitFlag(broken ? 11 : 10);
+}
+PROBE(cross_kernel_type) {
+    if (broken) KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+    CrossCoreSetFlag<0, PIPE_MTE3>(0);
+    CrossCoreWaitFlag(0);
 }

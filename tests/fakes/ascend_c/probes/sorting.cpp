@@ -57,6 +57,13 @@ PROBE(gather_unaligned) {
     PipeBarrier<PIPE_V>();
     Gather(p.f[512], p.f, offsets, 4, 16);
 }
+PROBE(gather_base) {
+    p.ones();
+    const LocalTensor<uint32_t> offsets = p.f[1024].ReinterpretCast<uint32_t>();
+    Duplicate(offsets, 0u, 16);
+    PipeBarrier<PIPE_V>();
+    Gather(p.f[512], p.f, offsets, broken ? 8192 : 8188, 16);
+}
 PROBE(gather_outside) {
     p.ones();
     const LocalTensor<uint32_t> offsets = p.f[1024].ReinterpretCast<uint32_t>();
