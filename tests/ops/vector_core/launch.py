@@ -83,7 +83,7 @@ def mutants(tmp_path: Path, kernel: str, mutations: Iterable[Mutation]) -> Libra
         (folder / file).write_text(source.replace(right, either))
     declared, defined = folder / "umbra_room.h", folder / f"umbra_{kernel}_w4a16.cpp"
     declared.write_text('extern "C" { extern int umbra_mutant; }\n' + declared.read_text())
-    defined.write_text(defined.read_text() + '\nextern "C" { int umbra_mutant = 0; }\n')
+    defined.write_text(defined.read_text() + '\nextern "C" { __global__ int umbra_mutant = 0; }\n')
     return build(defined)
 
 

@@ -139,7 +139,16 @@ macro(npu_op_package)
     add_custom_target(package COMMAND cp $ENV{ASCEND_HOME_PATH}/installer ${CMAKE_BINARY_DIR}/custom_opp_x.run
                               COMMAND rm ${CMAKE_BINARY_DIR}/kernels)
 endmacro()
-foreach(name library package_add kernel_sources kernel_library)
+macro(npu_op_kernel_sources target)
+    note(kernel_sources ${target} ${ARGN})
+    cmake_parse_arguments(SOURCE "" "OP_TYPE;KERNEL_DIR;KERNEL_FILE" "" ${ARGN})
+    file(COPY ${CMAKE_CURRENT_SOURCE_DIR}/${SOURCE_KERNEL_FILE} DESTINATION ${CMAKE_BINARY_DIR}/copied)
+    if(DEFINED SOURCE_KERNEL_DIR) # its headers, too: without it CANN's script copies the file alone
+        file(COPY ${CMAKE_CURRENT_SOURCE_DIR}/${SOURCE_KERNEL_DIR}/ DESTINATION ${CMAKE_BINARY_DIR}/copied
+             FILES_MATCHING PATTERN "*.h" PATTERN "*.cpp")
+    endif()
+endmacro()
+foreach(name library package_add kernel_library)
     cmake_language(EVAL CODE "macro(npu_op_${name})\\n note(${name} \\${ARGN})\\n endmacro()")
 endforeach()
 """
@@ -168,16 +177,21 @@ def test_a_build(copy: Path, cann: dict[str, str], socs: list[str], units: str) 
     out = copy / "ops/ascend/vector_core/build"
     assert (out / vector_core.PACKAGE.relative_to(vector_core.BUILD) / "op_api/lib/libcust_opapi.so").is_file()
     assert (out / vector_core.EXTENSION.name).is_file()
+    sources = {path.name for path in (FOLDER / "op_kernel").iterdir() if path.suffix in (".cpp", ".h")}
+    assert {path.name for path in (out / "package/copied").iterdir()} == sources  # GE compiles from these
     package, autogen, *calls = (out / "package/calls").read_text().replace(str(out), "OUT").splitlines()
-    sources = [f"op_host/{file}.cpp" for file in OPS.values()]
+    hosts = [f"op_host/{file}.cpp" for file in OPS.values()]
     assert package == f"package;umbra;TYPE;RUN;CONFIG;INSTALL_PATH;build/package;for;{units}"
-    assert autogen == ";".join(["code_gen", "SRC", *sources, "PACKAGE", "umbra", "OUT_DIR", "build/package/autogen"])
+    assert autogen == ";".join(["code_gen", "SRC", *hosts, "PACKAGE", "umbra", "OUT_DIR", "build/package/autogen"])
     assert calls == [
         "library;cust_opapi;ACLNN;build/package/autogen/aclnn_one.cpp",
-        ";".join(["library;cust_op_proto;GRAPH", *sources, "build/package/autogen/op_proto.cc"]),
-        ";".join(["library;cust_optiling;TILING", *sources]),
+        ";".join(["library;cust_op_proto;GRAPH", *hosts, "build/package/autogen/op_proto.cc"]),
+        ";".join(["library;cust_optiling;TILING", *hosts]),
         "package_add;umbra;LIBRARY;cust_opapi;cust_op_proto;cust_optiling",
-        *(f"kernel_sources;ascendc_kernels;OP_TYPE;{op};KERNEL_FILE;{file}.cpp" for op, file in OPS.items()),
+        *(
+            f"kernel_sources;ascendc_kernels;OP_TYPE;{op};KERNEL_DIR;.;KERNEL_FILE;{file}.cpp"
+            for op, file in OPS.items()
+        ),
         "kernel_library;ascendc_kernels;SRC_BASE;op_kernel;TILING_LIBRARY;cust_optiling",
         "package_add;umbra;LIBRARY;ascendc_kernels",
     ]

@@ -80,11 +80,15 @@ public:
             Barrier();
             AscendC::Brcb(blocks, sums, 1, {1, 8});
             Barrier();
-            for (uint32_t i = 0; i < t.tokens; ++i)
-                InVectors(pitch, [&](uint32_t at, uint32_t lanes, uint8_t repeats) {
-                    AscendC::Sub(good[i * pitch + at], score[i * pitch + at], blocks[i * 8], lanes, repeats,
+            const uint32_t rest = pitch % kLanes, vectors = pitch - rest;
+            for (uint32_t i = 0; i < t.tokens; ++i) {
+                const uint32_t row = i * pitch, end = row + vectors;
+                const LocalTensor<float> largest = blocks[i * 8];
+                if (vectors)
+                    AscendC::Sub(good[row], score[row], largest, kLanes, static_cast<uint8_t>(vectors / kLanes),
                                  {1, 1, 0, 8, 8, 0});
-                });
+                if (rest) AscendC::Sub(good[end], score[end], largest, rest, 1, {1, 1, 0, 8, 8, 0});
+            }
             Barrier();
             AscendC::Exp(good, good, all);
             Barrier();
@@ -126,13 +130,6 @@ private:
     LocalTensor<float> best;            // (T, kPaired): the best eight of each token come first
     LocalTensor<int32_t> order;         // (pitch): the payloads
     LocalTensor<float> small;
-
-    // Calls each(at, lanes, repeats) for all of `count` floats, a multiple of 8.
-    template <typename Each> static __aicore__ inline void InVectors(uint32_t count, Each each) {
-        const uint32_t whole = count / kLanes, rest = count % kLanes;
-        if (whole) each(0, kLanes, static_cast<uint8_t>(whole));
-        if (rest) each(whole * kLanes, rest, 1);
-    }
 
     template <typename V> static __aicore__ inline void Convert(const LocalTensor<float>& to,
                                                                 const LocalTensor<V>& from, uint32_t count) {
@@ -182,9 +179,10 @@ private:
         Barrier();
         AscendC::Adds(good, good, 1.0f, all);
         Barrier();
-        InVectors(all, [&](uint32_t at, uint32_t lanes, uint8_t repeats) {
-            AscendC::Div(good[at], room.ones, good[at], lanes, repeats, {1, 1, 1, 8, 0, 8});
-        });
+        const uint32_t rest = all % kLanes, vectors = all - rest;
+        if (vectors)
+            AscendC::Div(good, room.ones, good, kLanes, static_cast<uint8_t>(vectors / kLanes), {1, 1, 1, 8, 0, 8});
+        if (rest) AscendC::Div(good[vectors], room.ones, good[vectors], rest, 1, {1, 1, 1, 8, 0, 8});
         Barrier();
         for (uint32_t i = 0; i < t.tokens; ++i) AscendC::Add(score[i * pitch], good[i * pitch], biases, pitch);
         Barrier();

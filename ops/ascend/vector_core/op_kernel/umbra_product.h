@@ -73,9 +73,9 @@ public:
                 inGroups = m.kept > 8;
             }
         } else if (stage == Stage::kUpper) {
-            Lanes(m.kept - kLanes, [&](uint32_t, uint32_t lanes, uint8_t columns, uint8_t row) {
-                AscendC::Add(room.scaled, room.scaled, room.scaled[kLanes], lanes, columns, {1, 1, 1, row, row, row});
-            });
+            const uint8_t columns = task.columns, row = m.kept / 8;  // at most 128 groups
+            AscendC::Add(room.scaled, room.scaled, room.scaled[kLanes], m.kept - kLanes, columns,
+                         {1, 1, 1, row, row, row});
             stage = Stage::kEights;
         } else if (stage == Stage::kEights) {
             AddEights();
@@ -136,26 +136,21 @@ private:
         stage = Stage::kGroups;
     }
 
-    // Calls each(first, number, columns, row) for up to 64 of `count` floats of each column; row: blocks in room.scaled.
-    template <typename Each> __aicore__ inline void Lanes(uint32_t count, const Each& each) {
-        for (uint32_t at = 0; at < count; at += kLanes)
-            each(at, Least(count - at, kLanes), static_cast<uint8_t>(task.columns),
-                 static_cast<uint8_t>(task.matrix->kept / 8));
-    }
-
     __aicore__ inline void AddZeros(const LocalTensor<float>& from, uint32_t pitch) {
-        Lanes(task.matrix->kept, [&](uint32_t at, uint32_t lanes, uint8_t columns, uint8_t row) {
-            AscendC::MulAddDst(from[at], room.scaled[at], task.sumsOfX[at], lanes, columns,
-                               {1, 1, 1, static_cast<uint8_t>(pitch / 8), row, 0});
-        });
+        const uint32_t kept = task.matrix->kept;
+        for (uint32_t at = 0; at < kept; at += kLanes)
+            AscendC::MulAddDst(from[at], room.scaled[at], task.sumsOfX[at], Least(kept - at, kLanes),
+                               static_cast<uint8_t>(task.columns),
+                               {1, 1, 1, static_cast<uint8_t>(pitch / 8), static_cast<uint8_t>(kept / 8), 0});
         zeros = converted = false;  // the scales come next
     }
 
     __aicore__ inline void MultiplyByScales(const LocalTensor<float>& from, uint32_t pitch) {
-        Lanes(task.matrix->kept, [&](uint32_t at, uint32_t lanes, uint8_t columns, uint8_t row) {
-            AscendC::Mul(room.scaled[at], from[at], room.scaled[at], lanes, columns,
-                         {1, 1, 1, row, static_cast<uint8_t>(pitch / 8), row});
-        });
+        const uint32_t kept = task.matrix->kept;
+        const uint8_t row = kept / 8;
+        for (uint32_t at = 0; at < kept; at += kLanes)
+            AscendC::Mul(room.scaled[at], from[at], room.scaled[at], Least(kept - at, kLanes),
+                         static_cast<uint8_t>(task.columns), {1, 1, 1, row, static_cast<uint8_t>(pitch / 8), row});
     }
 
     // room.groups (columns, 8): sums of up to 64 groups of each column. Values of it that are not written stay 0.
@@ -191,7 +186,7 @@ struct Route {
 };
 
 // `Rows` gives a row of a unit as half, its power of two, and the sums of its groups:
-// Values(unit, row), Power(unit, row), SumsOfX(unit, row). Prepare(unit) makes them if the buffer Lacks(unit).
+// Values(unit, row), Power(unit, row), SumsOfX(unit, row, section). Prepare(unit) makes them if the buffer Lacks(unit).
 template <bool kFloatSums, typename Rows> class Product {
 public:
     __aicore__ inline Product(Room& room, const Units& units, const Matrix& matrix, Rows& rows)
@@ -230,12 +225,11 @@ public:
             const bool complete = work.plane + work.planes == matrix.planes;
             for (uint32_t r = 0; r < unit.rows; ++r) {
                 const bool final = r + 1 == unit.rows;
-                const Sums next{
-                    true,
-                    work.plane == 0 || !alone,
-                    complete || !alone,
-                    {&matrix, work.width, scales, complete && matrix.hasZeros, complete && final, sink.To(unit, r),
-                     rows.Power(unit, r), rows.SumsOfX(unit, r)[work.section * matrix.kept]}};
+                const Sums next{true,
+                                work.plane == 0 || !alone,
+                                complete || !alone,
+                                {&matrix, work.width, scales, complete && matrix.hasZeros, complete && final,
+                                 sink.To(unit, r), rows.Power(unit, r), rows.SumsOfX(unit, r, work.section)}};
                 const uint32_t from = (work.section * matrix.planes + work.plane) * matrix.lanes;
                 if constexpr (kFloatSums)
                     MultiplyInFloat(in, rows.Values(unit, r)[from], final, next);

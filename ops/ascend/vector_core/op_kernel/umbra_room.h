@@ -100,7 +100,7 @@ struct Room {
         scaled = scaledBuf.Get<float>();
         groups = groupsBuf.Get<float>();
         values = valuesBuf.Get<half>();
-        sumsOfX = values[valueBytes / 2].ReinterpretCast<float>();
+        if (zeros) sumsOfX = values[valueBytes / 2].ReinterpretCast<float>();
         task = taskBuf.Get<float>();
         LocalTensor<float> small = smallBuf.Get<float>();
         powers = small;

@@ -71,8 +71,9 @@ public:
     __aicore__ inline LocalTensor<float> Power(const Unit& unit, uint32_t r) const {
         return room.rowPowers[Slot(unit.pair[r] / sharing) * 8];
     }
-    __aicore__ inline LocalTensor<float> SumsOfX(const Unit& unit, uint32_t r) const {
-        return room.sumsOfX[Slot(unit.pair[r] / sharing) * sums];
+    __aicore__ inline LocalTensor<float> SumsOfX(const Unit& unit, uint32_t r, uint32_t section) const {
+        if (!m.hasZeros) return room.sumsOfX;  // no tensor, and not used
+        return room.sumsOfX[Slot(unit.pair[r] / sharing) * sums + section * m.kept];
     }
 
 private:
@@ -218,8 +219,9 @@ public:
     __aicore__ inline LocalTensor<float> Power(const Unit& unit, uint32_t r) const {
         return powersOf[(unit.first + r - begin / 8 * 8) * 8];
     }
-    __aicore__ inline LocalTensor<float> SumsOfX(const Unit& unit, uint32_t r) const {
-        return room.sumsOfX[(unit.first + r - begin) * sums];
+    __aicore__ inline LocalTensor<float> SumsOfX(const Unit& unit, uint32_t r, uint32_t section) const {
+        if (!m.hasZeros) return room.sumsOfX;  // no tensor, and not used
+        return room.sumsOfX[(unit.first + r - begin) * sums + section * m.kept];
     }
 
 private:

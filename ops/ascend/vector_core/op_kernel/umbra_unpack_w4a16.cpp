@@ -102,14 +102,14 @@ private:
 
     // to (columns, lanes) = scales or zero points `from` (columns, kept), each at all lanes of its group.
     __aicore__ inline void Spread(const LocalTensor<float>& to, const LocalTensor<T>& from) {
-        const LocalTensor<float> eights = spread[columns * m.kept];  // (columns, kept, 8), if a group has eight lanes
         AscendC::Cast(spread, from, RoundMode::CAST_NONE, columns * m.kept);
         Barrier();
-        if (m.unit > 1) {
-            AscendC::Brcb(eights, spread, static_cast<uint8_t>(columns * m.kept / 8), {1, 8});
+        LocalTensor<float> source = spread;
+        if (m.unit > 1) {  // a group has eight lanes: (columns, kept, 8)
+            source = spread[columns * m.kept];
+            AscendC::Brcb(source, spread, static_cast<uint8_t>(columns * m.kept / 8), {1, 8});
             Barrier();
         }
-        const LocalTensor<float> source = m.unit > 1 ? eights : spread;
         const uint8_t row = m.lanes / 8, sourceRow = m.kept * m.unit / 8;
         for (uint32_t at = 0; at < m.lanes; at += m.wide)
             for (uint32_t lane = 0; lane < m.wide; lane += kLanes)

@@ -79,6 +79,8 @@ template <TPosition where, int32_t depth, auto = 0> class TQue {
 public:
     static_assert(where == TPosition::VECIN || where == TPosition::VECOUT, "queues are at VECIN or VECOUT");
     static_assert(depth > 0, "a queue's depth must be positive");
+    TQue() {}
+    ~TQue() {}
     static constexpr TPosition position = where;
     static constexpr HardEvent filled = where == TPosition::VECIN ? HardEvent::MTE2_V : HardEvent::V_MTE3;
     static constexpr HardEvent emptied = where == TPosition::VECIN ? HardEvent::V_MTE2 : HardEvent::MTE3_V;
