@@ -1,10 +1,12 @@
-"""Compiles kernels, or the host side of ops, into a shared library, once for each content of the sources."""
+"""Compiles kernels, or the host side of ops, into a shared library, once for each content of the sources; and checks
+with clang what g++ cannot."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -85,6 +87,31 @@ def build(
     ]
     options = [f"-DTWIN_TILING_STRUCT={tiling_struct}"]
     return compile_shared([*sources, _runner(twin)], [*beside, *twin, tiling_header], options, search, optimise)
+
+
+def clang() -> str | None:
+    """The newest clang++ on the machine, or None."""
+    names = ("clang++", *(f"clang++-{version}" for version in range(30, 13, -1)))
+    return next(filter(shutil.which, names), None)
+
+
+def check(
+    code: str, tiling_header: Path = OP_HOST / "umbra_gemv_tiling.h", tiling_struct: str = "UmbraGemvTiling"
+) -> str:
+    """What clang says against `code`, one or more kernels; "" if nothing. Unlike g++ it knows address spaces, so a
+    pointer to global memory without __gm__ is an error, and so is a call of a function without __aicore__."""
+    compiler = clang()
+    if compiler is None:
+        raise TwinError("no clang++: install clang")
+    include = HERE / "include"
+    command = [
+        *(compiler, "-x", "cuda", "--cuda-host-only", "-nocudainc", "-nocudalib", "-fsyntax-only", "-std=c++17"),
+        *("-Wno-unknown-cuda-version", "-Wno-deprecated-declarations", "-ferror-limit=0", "-fno-caret-diagnostics"),
+        *("-D__host__=__attribute__((host))", "-D__device__=__attribute__((device))", "-DTWIN_STRICT"),
+        *(f'-DTWIN_TILING_HEADER="{tiling_header}"', f"-DTWIN_TILING_STRUCT={tiling_struct}"),
+        *(f"-I{include}", "-include", str(include / "strict.h"), "-"),
+    ]
+    return subprocess.run(command, input=code, capture_output=True, text=True).stderr
 
 
 def _runner(twin: Sequence[Path]) -> Path:
