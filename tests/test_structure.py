@@ -26,7 +26,7 @@ FLOORS = [
     ["serving.api"],
     ["planner"],
     ["umbra", "run"],
-    ["benchmarks"],
+    ["tools.benchmarks"],
     ["planner.benchmarks"],
     ["tools"],
 ]
@@ -39,7 +39,7 @@ ASCEND = [
     "ops/ascend",
     "cpu_offload/ascend.py",
 ]
-ASCEND += ["benchmarks/npu_gemv.py", "benchmarks/npu_layers.py", "tools/npu_check/stages"]
+ASCEND += ["tools/benchmarks/npu_gemv.py", "tools/benchmarks/npu_layers.py", "tools/npu_check/stages"]
 
 
 def module_of(path: Path) -> str:

@@ -16,12 +16,13 @@ from executor.config.load import list_cases, load_case, load_model_config
 from executor.launch.launch import run_case
 from executor.platform.ascend.compile_cache import clear_cache
 from ops.format import GROUP_SIZES
+from umbra import check_packages
 from umbra.errors import UserError, run_main
 from umbra.files import ROOT
 
 CASE = "a name in yaml_configs/, or a path ending in .yaml"
 QUANTIZE_TOKENS = 8192
-BENCHMARKS = ("benchmarks", "planner/benchmarks")  # their folders
+BENCHMARKS = ("tools/benchmarks", "planner/benchmarks")  # their folders
 
 
 class Help(argparse.HelpFormatter):
@@ -161,7 +162,7 @@ def make_parser() -> Parser:
     add.add_argument("--results", type=Path, metavar="FOLDER", help="folder for the ranks' logs")
 
     add = command("bench", bench, "run a benchmark; without a name, list them", "cpu decode --json rows.json")
-    add.add_argument("name", nargs="?", help="a module of benchmarks/ or planner/benchmarks/")
+    add.add_argument("name", nargs="?", help="one of those listed")
     add.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments; --help shows them")
     return parser
 
@@ -274,6 +275,7 @@ def bench(args: argparse.Namespace) -> None:
     if args.name not in found:
         close = difflib.get_close_matches(args.name, found, n=3, cutoff=0.3) or list(found)
         raise UserError(f"no benchmark {args.name!r}; nearest: {', '.join(close)}; all: umbra bench")
+    check_packages("tools")
     sys.argv[1:] = args.arguments
     # Run it as `__main__` of this process, so that the benchmark's own processes find the classes that they unpickle.
     module = ".".join(found[args.name].relative_to(ROOT).with_suffix("").parts)

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.output import Row, flags, printed, write_rows
 from executor.config.load import load_case
 from planner.benchmarks import cpu_ranks
 from planner.layouts import spans_of
 from planner.machine import read_hardware
 from planner.times import Placing, Times, step_times
 from planner.work import Counted
+from tools.benchmarks.output import Row, flags, printed, write_rows
 from umbra.errors import run_main
 
 COLUMNS = (

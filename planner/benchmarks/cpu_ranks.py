@@ -31,10 +31,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import cpu
-from benchmarks.machine import Limits, Others, seconds_of, wake_seconds
-from benchmarks.output import Row, flags, printed, write_rows
-from benchmarks.umbra_engine import Umbra
 from executor.config.env import rank_env
 from ops import load_ops
 from ops.cpu.engine import Tape
@@ -45,6 +41,10 @@ from planner.machine import Device, Hardware, Links
 from planner.plan import parts_of
 from planner.times import Placing, step_times
 from planner.work import Counted
+from tools.benchmarks import cpu
+from tools.benchmarks.machine import Limits, Others, seconds_of, wake_seconds
+from tools.benchmarks.output import Row, flags, printed, write_rows
+from tools.benchmarks.umbra_engine import Umbra
 from umbra.errors import UserError, run_main
 from umbra.files import write_json
 

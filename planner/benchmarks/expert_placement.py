@@ -27,7 +27,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.output import Columns, Row, flags, printed, write_rows
 from executor.config.case import Case
 from executor.config.load import load_case
 from executor.config.units import GB
@@ -38,6 +37,7 @@ from planner.machine import Hardware, read_hardware
 from planner.simulation.experts import uses_of
 from planner.times import Placing, step_times
 from planner.work import Counted, Work
+from tools.benchmarks.output import Columns, Row, flags, printed, write_rows
 
 CASE, HARDWARE, CACHED = "qwen3_235b_a22b_bf16_tp16", "atlas_a3", 2048
 RANKS = (16, 32, 64, 128, 256, 384)

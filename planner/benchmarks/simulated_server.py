@@ -43,11 +43,6 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks import serving_peers
-from benchmarks.machine import Others, cpu_seconds
-from benchmarks.output import Row, flags, printed, write_rows
-from benchmarks.serving_client import Answer, Call, Client, random_calls
-from benchmarks.serving_files import write_tokenizer
 from executor.config.load import CASES, load_case, load_model_config, model_folder
 from executor.config.units import GB, MB
 from executor.engine.shadows import expert_frames
@@ -59,6 +54,11 @@ from planner.machine import Device, Hardware
 from planner.simulation.run import Outcome, Simulator
 from planner.simulation.traffic import arrivals, random
 from planner.work import Counted
+from tools.benchmarks import serving_peers
+from tools.benchmarks.machine import Others, cpu_seconds
+from tools.benchmarks.output import Row, flags, printed, write_rows
+from tools.benchmarks.serving_client import Answer, Call, Client, random_calls
+from tools.benchmarks.serving_files import write_tokenizer
 from umbra.errors import UserError, run_main
 from umbra.files import write_json, write_whole
 

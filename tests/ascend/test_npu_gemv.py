@@ -1,15 +1,15 @@
-"""benchmarks/npu_gemv.py: its captures and replays on the fake NPU, which computes nothing, and its checks on the
+"""tools/benchmarks/npu_gemv.py: its captures and replays on the fake NPU, which computes nothing, and its checks on the
 CPU."""
 
 import pytest
 import torch
 
-from benchmarks import npu_gemv, npu_layers
-from benchmarks.npu_layers import Layer, Shape, check, layer, random_experts
 from ops.ascend.vector_core import calls
 from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
 from tests.ascend.extension import built, load_extension
 from tests.ascend.log import device_log
+from tools.benchmarks import npu_gemv, npu_layers
+from tools.benchmarks.npu_layers import Layer, Shape, check, layer, random_experts
 from umbra.errors import UserError
 
 SMALL = Shape(hidden=128, inner=64, experts=8, top_k=2, group=32, layers=16, dtype="bfloat16")

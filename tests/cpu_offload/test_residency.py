@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import offload_policy
-from benchmarks.cache_policies import Run, lfu, lru, lru_by_layer, optimum, residency
-from benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, save_trace
 from cpu_offload.policy.residency import Residency, Settings, Swap
 from tests.variants import thorough_but
+from tools.benchmarks import offload_policy
+from tools.benchmarks.cache_policies import Run, lfu, lru, lru_by_layer, optimum, residency
+from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, save_trace
 
 pytestmark = pytest.mark.slow
 
 DEFAULT, DEAR = Settings(), Settings(swap_cost=1.0)  # copies that are nearly free, and that cost a miss
-# .venv/bin/python -m benchmarks.offload_policy --demo-only --steps 16000 --record tests/data/demo_routing.npz
+# .venv/bin/python -m tools.benchmarks.offload_policy --demo-only --steps 16000 --record tests/data/demo_routing.npz
 DEMO = Path(__file__).parents[1] / "data" / "demo_routing.npz"
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu
-from benchmarks.machine import Limits, wake_seconds
-from benchmarks.serving_client import Answer
 from planner.benchmarks import cpu_ranks, server_steps, simulated_server
 from planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, line
 from planner.cluster import Simulation
 from planner.simulation.run import Outcome, Served, Simulator
 from tests.serving.ranks.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case, write_case
+from tools.benchmarks import cpu
+from tools.benchmarks.machine import Limits, wake_seconds
+from tools.benchmarks.serving_client import Answer
 
 FIGURES = Figures(100, [(1, 1.0), (2, 1.5)], [(1, 0.01), (2, 0.02)], [(16, 2.0), (32, 3.0)], 0.001, 0.1, [0.5, 0.25])
 

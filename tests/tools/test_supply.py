@@ -11,10 +11,10 @@ from packaging.requirements import Requirement
 from tests.ops.cpu.native.build import INCLUDES, SOURCES, run
 from umbra.files import ROOT
 
-LOCKS = ROOT / "tools" / "supply" / "locks"
+LOCKS, REQUIREMENTS = ROOT / "tools" / "supply" / "locks", ROOT / "tools" / "requirements"
 FILES = {  # those of each lock
-    "main": ("requirements.txt", "requirements-dev.txt"),
-    **{name: (f"requirements-{name}.txt",) for name in ("ascend", "compare", "fuzz", "supply")},
+    "main": ("main.txt", "dev.txt"),
+    **{name: (f"{name}.txt",) for name in ("ascend", "compare", "fuzz", "supply")},
 }
 ENVIRONMENTS = [
     {
@@ -53,13 +53,11 @@ def test_locks_have_what_the_requirements_pin(name: str) -> None:
             assert cpu["torch"].split("+")[0] == cuda["torch"]
             locked |= cuda
         for file in FILES[name]:
-            assert chosen(ROOT / file, environment).items() <= locked.items()
+            assert chosen(REQUIREMENTS / file, environment).items() <= locked.items()
 
 
 def test_every_requirement_file_has_a_lock() -> None:
-    assert {path.name for path in ROOT.glob("requirements*.txt")} == {
-        file for files in FILES.values() for file in files
-    }
+    assert {path.name for path in REQUIREMENTS.iterdir()} == {file for files in FILES.values() for file in files}
 
 
 def test_setup_installs_from_locks_alone() -> None:

@@ -85,7 +85,7 @@ def test_unknown_commands_are_refused() -> None:
 def test_requirements_are_pinned_once() -> None:
     assert 'dynamic = ["dependencies", "optional-dependencies"]' in (ROOT / "pyproject.toml").read_text()
     pins: dict[str, set[str]] = {}
-    for path in ROOT.glob("requirements*.txt"):
+    for path in (ROOT / "tools" / "requirements").iterdir():
         for line in path.read_text().splitlines():
             if found := re.match(r"([\w.-]+)==\S+( *;.*)?$", line):
                 pins.setdefault(found[1] + (found[2] or ""), set()).add(path.name)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.vector_core_machine import HIGH, LOW
+from tools.benchmarks.vector_core_machine import HIGH, LOW
 from tools.npu_check.outcome import Measured, Outcome
 
 
@@ -45,7 +45,7 @@ def constants(outcomes: Sequence[Outcome]) -> list[Constant]:
 
 def _vector_cores(place: str, rows: list[Measured]) -> list[Constant]:
     limit = max(row["limit_gbps"] for row in rows)
-    where = "benchmarks/vector_core_machine.py, Machine"
+    where = "tools/benchmarks/vector_core_machine.py, Machine"
     memory = f"{HIGH.memory:g} to {LOW.memory:g}"
     found = [Constant("memory: plain reads and copies", memory, limit, "GB/s", f"{place}; {where}.memory")]
     if len(rows) > 1:

@@ -11,7 +11,7 @@ from executor.platform.ascend.versions import read_versions
 from tools.npu_check.outcome import Outcome
 from umbra.files import ROOT, write_json
 
-SOURCES = ("umbra", "ops", "text", "models", "cpu_offload", "executor", "serving", "tools/npu_check", "benchmarks")
+SOURCES = ("umbra", "ops", "text", "models", "cpu_offload", "executor", "serving", "tools")
 NATIVE = (".cpp", ".h", ".sh", ".txt")
 
 

@@ -22,7 +22,7 @@ compile() {
 all=$(mktemp)
 trap 'rm "$all"' EXIT
 cat "$locks"/{main,torch-cuda}.lock >"$all"
-compile "$all" requirements.txt requirements-dev.txt
+compile "$all" tools/requirements/main.txt tools/requirements/dev.txt
 for name in main torch-cuda; do
     echo "$heading" >"$locks/$name.lock"
     awk -v name=$name '/^[^ ]/ { torch = /^(torch|triton|nvidia-|cuda-)/ } torch == (name == "torch-cuda")' "$all" >>"$locks/$name.lock"
@@ -30,6 +30,6 @@ done
 for name in ascend compare fuzz supply; do
     options=(--constraint "$locks/main.lock")
     [ $name != ascend ] || options+=(--no-deps) # what it needs beside is in .venv
-    compile "$locks/$name.lock" "${options[@]}" requirements-$name.txt
+    compile "$locks/$name.lock" "${options[@]}" "tools/requirements/$name.txt"
     sed -i "1i $heading" "$locks/$name.lock"
 done

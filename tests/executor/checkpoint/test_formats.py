@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.checkpoint_loading import loaded, write
 from executor.checkpoint.formats.detect import SCHEMES, read_scheme
 from executor.checkpoint.load import load_checkpoint
 from executor.config.load import load_model_config
@@ -33,6 +32,7 @@ from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import place_of
 from tests.quantised import awq_meaning, quantise_tiny
 from tests.tiny import make_runner, save_tiny, tiny_case
+from tools.benchmarks.checkpoint_loading import loaded, write
 from umbra.commands.logits import prefill_logits
 from umbra.commands.quantize.awq import AwqTarget
 from umbra.commands.quantize.convert import convert

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic import Request, serve, swings
 from executor.model_runner import ModelRunner
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
+from tools.benchmarks.elastic import Request, serve, swings
 from umbra.errors import UserError
 
 pytestmark = pytest.mark.slow

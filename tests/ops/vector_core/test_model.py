@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.vector_core_examples import WITHIN, Example, examples
-from benchmarks.vector_core_machine import HIGH, LOW, Machine, Phase, microseconds, pipes, predict
-from benchmarks.vector_core_model import BFLOAT16, Shape, bank, count, fused
 from ops.ascend.vector_core.planes import planes_of
 from tests.fakes.ascend_c import Counts
+from tools.benchmarks.vector_core_examples import WITHIN, Example, examples
+from tools.benchmarks.vector_core_machine import HIGH, LOW, Machine, Phase, microseconds, pipes, predict
+from tools.benchmarks.vector_core_model import BFLOAT16, Shape, bank, count, fused
 
 
 def gemv(columns: int, cores: int, float_sums: bool = False) -> Counts:

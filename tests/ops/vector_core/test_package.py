@@ -89,7 +89,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def build(copy: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of requirements.txt's cmake
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of tools/requirements/main.txt's cmake
     own = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND", "PYTHON"))}
     return subprocess.run(
         ["bash", str(copy / "ops/ascend/vector_core/build.sh"), *arguments],
@@ -219,13 +219,13 @@ def test_the_launcher_tells_cann_of_the_package(tmp_path: Path, monkeypatch: pyt
 
 def test_the_launcher_needs_no_torch() -> None:
     """The benchmark, too, sets CANN's variable for the package before it imports torch, which may load torch_npu."""
-    code = "import sys, executor.launch.launch, benchmarks.npu_gemv; sys.exit('torch' in sys.modules)"
+    code = "import sys, executor.launch.launch, tools.benchmarks.npu_gemv; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_the_benchmark_refuses_without_the_kernels() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.npu_gemv"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tools.benchmarks.npu_gemv"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     complaint = "error: the vector-core kernels are not built: run bash ops/ascend/vector_core/build.sh\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", complaint)

@@ -1,13 +1,13 @@
-"""The arithmetic that benchmarks/vector_core_precision.py gives a model: that of the kernels, and what it costs."""
+"""The arithmetic that benchmark vector_core_precision gives a model: that of the kernels, and what it costs."""
 
 import pytest
 import torch
 
-from benchmarks.vector_core_precision import TEXT, compare, in_runs
 from executor.config.load import load_case, model_folder
 from ops.ascend.vector_core.planes import planes_of
 from tests.ops.vector_core.launch import launch
 from text.tokenizer import Tokenizer
+from tools.benchmarks.vector_core_precision import TEXT, compare, in_runs
 
 HALF = torch.float16
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch_npu
 
-from benchmarks.npu_layers import Graph, alternate
 from ops.ascend.host_memory import pinned
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendMatrix
 from ops.format import Format
+from tools.benchmarks.npu_layers import Graph, alternate
 from tools.npu_check.environment import ascend_overrides
 from tools.npu_check.numbers import require
 from tools.npu_check.outcome import Check, Found

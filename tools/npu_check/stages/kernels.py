@@ -9,13 +9,13 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from benchmarks import npu_layers
 from ops.ascend import moe, vector_core
 from ops.ascend.tiles import TileBanks
 from ops.ascend.vector_core import calls, reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
+from tools.benchmarks import npu_layers
 from tools.npu_check.numbers import SIZES, WHOLE, Size, require
 from tools.npu_check.outcome import Check, Found
 

@@ -12,7 +12,6 @@ import torch_npu
 from torch import Tensor
 from torch_npu.npu.utils import get_cann_version
 
-from benchmarks.npu_layers import alternate
 from executor.config.env import cann_home
 from executor.platform.ascend.versions import read_versions
 from ops import reference
@@ -23,6 +22,7 @@ from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
 from ops.interface import Heads
+from tools.benchmarks.npu_layers import alternate
 from tools.npu_check.numbers import SIZES, Size, require
 from tools.npu_check.outcome import Check, Found
 

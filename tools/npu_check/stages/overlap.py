@@ -37,12 +37,12 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
     import torch
     import torch_npu
 
-    from benchmarks import npu_layers
     from executor.config.env import rank_env
     from executor.engine.building import init_parallel
     from executor.launch.platform_settings import platform_settings
     from executor.platform.ascend.device import AscendPlatform
     from ops.ascend import vector_core
+    from tools.benchmarks import npu_layers
     from tools.npu_check.numbers import require
 
     case, own = demo_case(overrides), rank_env()

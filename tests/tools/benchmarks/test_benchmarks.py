@@ -1,0 +1,204 @@
+"""The benchmarks run, write the rows they document, and give llama.cpp exactly the numbers that the engine holds."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+
+from models.layers.base import layers_of
+from ops.cpu.matrix import NativeExperts, NativeMatrix
+from ops.format import FORMATS
+from tests.tiny import make_runner, save_tiny, save_tiny_m2, tiny_case, write_case
+from tools.benchmarks import compare_llama_cpp, cpu
+from tools.benchmarks.gguf_file import TYPES, encoded, entries, write_gguf
+from tools.benchmarks.umbra_engine import Umbra
+from umbra.errors import UserError
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A case with sizes that can be quantised, and positions for the longest prompt."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    save_tiny(folder / "model", moe_intermediate_size=32, max_position_embeddings=4096)
+    return str(write_case(folder / "tiny.yaml", folder / "model", model_config={"dtype": "bfloat16"}))
+
+
+@pytest.fixture(scope="module")
+def m2_case(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("benchmarks_m2")
+    save_tiny_m2(folder / "model", max_position_embeddings=4096)
+    settings = dict(model_name="minimax_m2", model_config={"dtype": "bfloat16"})
+    return str(write_case(folder / "tiny.yaml", folder / "model", **settings))
+
+
+@pytest.mark.parametrize("format", ["q4", "q8"])
+def test_blocks_hold_exactly_the_engines_values(format: str) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(300, 96) * torch.logspace(-3, 2, 300)[:, None]
+    values[5, 32:64] = 0
+    values[6, :32] = 1.0  # many elements as large as the largest, of both signs
+    values[6, :16] = -1.0
+    matrix = NativeMatrix(300, 96, FORMATS[format], CPU)
+    matrix.fill(0, values)
+    experts = NativeExperts(2, 32, 96, FORMATS[format], CPU)
+    experts.fill(1, "up", values[:32])
+    experts.fill(1, "down", values[:96, :32])
+    for kept in (matrix.packed.dequantised(0, 300), experts.dequantised(1, "up"), experts.dequantised(1, "down")):
+        read = dequantize(encoded(kept, format), GGMLQuantizationType[TYPES[format]])
+        assert kept.abs().max() > 0
+        np.testing.assert_array_equal(read, kept.numpy())
+
+
+def test_other_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="not those of a q4 matrix"):
+        encoded(torch.linspace(-1, 1, 32)[None], "q4")
+
+
+@pytest.mark.parametrize("format", ["q4", "q8"])
+@pytest.mark.parametrize("family", ["case", "m2_case"])
+def test_gguf_file_has_every_weight(family: str, tmp_path: Path, format: str, request: pytest.FixtureRequest) -> None:
+    engine = Umbra(request.getfixturevalue(family), None, format, 1, "auto", 1, 16)
+    write_gguf(tmp_path / "tiny.gguf", engine.model, engine.config, format)
+    tensors = {t.name: t for t in GGUFReader(tmp_path / "tiny.gguf").tensors}
+    for entry in entries(engine.model, engine.config, format):
+        tensor = tensors.pop(entry.name)
+        assert tuple(reversed(tensor.shape.tolist())) == entry.shape
+        assert tensor.tensor_type.name == TYPES["q8" if entry.name == "output.weight" else entry.format]
+        kept = torch.cat(list(entry.read())).reshape(entry.shape).float().numpy()
+        np.testing.assert_array_equal(dequantize(tensor.data, tensor.tensor_type).reshape(entry.shape), kept)
+    assert not tensors
+    assert sum(int(np.prod(e.shape)) for e in entries(engine.model, engine.config, format)) == sum(
+        p.kept_elements for path, layer in layers_of(engine.model) for p in layer.pieces(path)
+    )
+
+
+def test_gguf_of_minimax_m2_is_in_the_checkpoints_order(tmp_path: Path) -> None:
+    """The engine keeps query and key heads in another order; llama.cpp rotates the first columns of a head."""
+    oracle = save_tiny_m2(tmp_path / "model", rotary_dim=8).state_dict()  # with 16 of 32 the order is its own inverse
+    runner = make_runner(tiny_case(tmp_path, tmp_path / "model", model_name="minimax_m2"), tmp_path)
+    written = {e.name: torch.cat(list(e.read())) for e in entries(runner.engine.model, runner.config, "float32")}
+    theirs = {
+        "attn_q.weight": "self_attn.q_proj.weight", "attn_k.weight": "self_attn.k_proj.weight",
+        "attn_v.weight": "self_attn.v_proj.weight", "attn_output.weight": "self_attn.o_proj.weight",
+        "attn_q_norm.weight": "self_attn.q_norm.weight", "attn_k_norm.weight": "self_attn.k_norm.weight",
+        "ffn_gate_inp.weight": "mlp.gate.weight", "exp_probs_b.bias": "mlp.e_score_correction_bias",
+        "ffn_down_exps.weight": "mlp.experts.down_proj",
+    }  # fmt: skip
+    for i in range(3):
+        layer = {name: oracle[f"model.layers.{i}.{key}"] for name, key in theirs.items()}
+        gate, up = oracle[f"model.layers.{i}.mlp.experts.gate_up_proj"].chunk(2, dim=1)
+        for name, tensor in (layer | {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}).items():
+            kept = written[f"blk.{i}.{name}"]
+            np.testing.assert_array_equal(kept.numpy(), tensor.reshape(kept.shape).numpy(), err_msg=name)
+
+
+def test_gguf_of_minimax_m2_says_how_it_routes_and_rotates(m2_case: str, tmp_path: Path) -> None:
+    engine = Umbra(m2_case, 1, "q4", 1, "auto", 1, 16)
+    write_gguf(tmp_path / "tiny.gguf", engine.model, engine.config, "q4")
+    fields = GGUFReader(tmp_path / "tiny.gguf").fields
+    expected = {
+        "general.architecture": "minimax-m2", "minimax-m2.block_count": 1, "minimax-m2.rope.dimension_count": 16,
+        "minimax-m2.rope.freq_base": 5e6, "minimax-m2.expert_gating_func": 2, "minimax-m2.expert_count": 16,
+        "minimax-m2.expert_used_count": 4, "minimax-m2.expert_feed_forward_length": 96,
+    }  # fmt: skip
+    assert {name: fields[name].contents() for name in expected} == expected
+
+
+def test_cpu_decode_of_minimax_m2(m2_case: str, tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--batches", "1", "2", "--contexts", "8", "--prompts", "70"]
+    flags = ["--seconds", "0", "--threads", "1", "--json", str(tmp_path / "rows.json")]
+    cpu.main(["decode", "--case", m2_case, *sizes, *flags])
+    data = json.loads((tmp_path / "rows.json").read_text())
+    rows = data["rows"]
+    assert data["layers"] == 1
+    assert [r["batch"] for r in rows if r["phase"] == "decode"] == [1, 2]
+    assert rows[0]["experts"] == 4
+    assert 4 < rows[1]["experts"] <= 8
+    for row in rows:
+        assert 0 < row["read_fraction"] < 1
+        assert 0 < row["int8_fraction"] < 1
+
+
+def test_dense_layers_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", mlp_only_layers=[1])
+    case = write_case(tmp_path / "tiny.yaml", tmp_path / "model", model_config={"dtype": "bfloat16"})
+    with pytest.raises(UserError, match="has dense layers"):
+        Umbra(str(case), None, "none", 1, "auto", 1, 16)
+
+
+def test_cpu_decode_writes_its_rows(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
+    sizes = ["--layers", "1", "--contexts", "8", "1100", "--prompts", "20", "130"]
+    cpu.main(["decode", "--case", case, *sizes, "--seconds", "0", "--threads", "1", *outputs])
+    data = json.loads((tmp_path / "rows.json").read_text())
+    assert data["layers"] == 1
+    assert data["format"] == "q4"
+    rows = data["rows"]
+    assert [(r["phase"], r["batch"], r["context"]) for r in rows] == [
+        *(("decode", b, c) for c in (8, 1100) for b in (1, 4, 8)),
+        *(("prefill", n, 0) for n in (20, 130)),
+    ]
+    assert rows[3]["step_gb"] - rows[0]["step_gb"] == pytest.approx(1092 * 2 * 2 * 8 * 2 / 1e9)
+    for row in rows:
+        assert row["tokens_per_s"] > 0
+        assert 0 < row["read_fraction"] < 1
+        assert 0 < row["int8_fraction"] < 1
+    experts = [r["experts"] for r in rows]
+    assert experts[0] == 3  # of one token
+    assert 3 < experts[1] <= experts[2] <= 8  # tokens of their own reach other experts
+    assert (tmp_path / "rows.png").stat().st_size > 0
+    assert capsys.readouterr().out.count("prefill") == 2
+
+
+def test_cpu_attention_writes_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "BEYOND", 1 << 20)
+    monkeypatch.setattr(cpu, "CASES", (cpu.AttentionCase(100, 1, 4, 2), cpu.AttentionCase(40, 33)))
+    outputs = ["--json", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]
+    cpu.main(["attention", "--threads", "1", "--seconds", "0", *outputs])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(r["cache"], r["heads"], r["cached"], r["new"]) for r in rows] == [
+        (cache, *sizes) for cache in ("bfloat16", "int8") for sizes in (("4/2", 100, 1), ("32/4", 40, 33))
+    ]
+    assert rows[0]["gbps"] * rows[0]["ms"] == pytest.approx(7 * 16 * 2 * 2 * 128 * 2 / 1e6)
+    assert rows[1]["gmacs"] * rows[1]["ms"] == pytest.approx(sum(range(8, 41)) * 32 * 128 * 2 / 1e6)
+    for row in rows:
+        assert row["read_fraction"] > 0
+        assert row["peak_fraction"] > 0
+    assert (tmp_path / "rows.png").stat().st_size > 0
+
+
+def test_decode_steps_repeat_one_position(case: str) -> None:
+    """Any number of steps later, the logits are those of a prefill of context and token."""
+    engine = Umbra(case, 2, "q8", 1, "auto", 2, 16)
+    contexts = engine.random_prompts(2, 9, torch.Generator().manual_seed(0))
+    expected = [engine.prefill([*context, 5]) for context in contexts]
+    engine.begin(contexts)
+    for token in (1, 2, 3):
+        engine.step([token, token])
+    logits = engine.step([5, 5])
+    assert (logits - torch.cat(expected)).norm() < 0.02 * logits.norm()
+
+
+def test_different_logits_end_the_comparison() -> None:
+    a = torch.randn(10, 1000)
+    found = compare_llama_cpp.checked((a, a * 1.01), (a, a))
+    assert found["prefill_median_error"] == pytest.approx(0.01, rel=1e-3)
+    assert found["same_top"] == 1
+    for wrong in (a.flip(1), a * 1.2, a * float("nan")):
+        with pytest.raises(UserError, match="the logits differ"):
+            compare_llama_cpp.checked((a, a), (a, wrong))
+
+
+def test_without_llama_cpp_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(UserError, match=r"pip install --require-hashes -r \S+/compare\.lock"):
+        compare_llama_cpp.main(["--layers", "1"])

@@ -1,0 +1,63 @@
+"""The load generator against a front with a fake engine, and what is made of its rows."""
+
+import asyncio
+from pathlib import Path
+
+from tests.serving.api.front import serving
+from tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls
+from tools.benchmarks.serving_report import COLUMNS, ELASTIC, LOOP, OURS, TENANTS, THEIRS, draw_rates, draw_wave, goals
+from tools.benchmarks.serving_report import markdown as tables
+
+
+def test_a_closed_and_an_open_loop() -> None:
+    async def run() -> None:
+        engine = {"found": 7}
+        async with serving(lambda submit: [65 + i % 20 for i in range(200)], engine=engine) as server:
+            client = Client(server.port)
+            assert (await client.get("/health"))[0] == 200
+            answers = await client.streams(random_calls("a", 6, 5, 12, 90), 3)
+            assert [(a.error, a.tokens, len(a.times), a.found) for a in answers] == [("", 12, 12, 7)] * 6
+            assert all(a.ttft > 0 and len(a.gaps) == 11 and min(a.gaps) >= 0 for a in answers)
+            calls = [Call([65], 4, at) for at in (0.0, 0.3)]
+            first, second = await client.arrivals(calls)
+            assert second.sent > first.sent
+            wrong = await client.arrivals([Call([], 4)])
+            assert "400" in wrong[0].error
+            row = figures([*answers, *looked_at(wrong)])
+            assert (row["sent"], row["failed"], row["tokens_per_chunk"]) == (7, 1, 1.0)
+
+    asyncio.run(run())
+    assert asyncio.run(Client(1).get("/health")) == (0, "")
+
+
+def test_what_is_said_of_a_run(tmp_path: Path) -> None:
+    rows = [
+        {"scenario": scenario, "server": server} | dict.fromkeys(columns, 2.0 if server == OURS else 1.0)
+        for scenario, columns in COLUMNS.items()
+        for server in (OURS, THEIRS, LOOP)
+        if scenario != "wave"
+    ]
+    for server, value in ((ELASTIC, 3.0), ("0 %", 4.0), ("25 %", 2.0)):
+        row = {"scenario": "wave", "server": server} | dict.fromkeys(COLUMNS["wave"], value)
+        rows += (row | {"phase": phase} for phase in "ab")
+    rows += ({"scenario": "memory", "server": ELASTIC, "seconds": t} | dict.fromkeys(TENANTS, t) for t in (0.0, 1.0))
+    found = goals(rows, pause_ms=4.0)
+    assert [(row["found"], row["met"]) for row in found] == [
+        (2.0, True), (2.0, False), (2.0, False), (2.0, False), (0.5, True), (2.0, False), (0.75, False), (0.75, False),
+    ]  # fmt: skip
+    lines = list(tables({"goals": found, "rows": rows}))
+    assert "| output tokens/s, 8 streams: of llama-server's | >= 1.8 | 2.00 |" in lines
+    assert "| 25 % | b | 2 | 2 | 2 | 2 | 2 | 2 | 2 | 2 |" in lines
+    assert len({line.count("|") for line in lines if line.startswith(("| wave", "| elastic"))}) == 1
+    draw_rates(tmp_path / "rates.png", rows)
+    draw_wave(tmp_path / "wave.png", rows)
+    assert (tmp_path / "rates.png").stat().st_size > 1000 < (tmp_path / "wave.png").stat().st_size
+
+
+def test_an_answer_that_comes_in_odd_pieces() -> None:
+    answer = Answer(1.0, [(2.0, b'data: {"choices": [{"te')])
+    answer.pieces.append((3.0, b'xt": "a"}]}\n\n: ping\n\ndata: {"choices": [{"text"'))
+    answer.pieces.append((5.0, b': "b"}], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'))
+    answer.read()
+    assert (answer.text, answer.times, answer.tokens, answer.error) == ("ab", [3.0, 5.0], 3, "")
+    assert (answer.ttft, answer.gaps, answer.tpot) == (2.0, [2.0], 1.0)

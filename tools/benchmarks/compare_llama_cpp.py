@@ -1,0 +1,303 @@
+"""Speed of Umbra, of llama.cpp and, where IK_LLAMA=DIR names a build of it, of ik_llama.cpp, with the same weights and
+tokens, measured in turns within one process.
+
+    .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--format q4|q8]
+        [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
+
+The weights are random, with the shapes of the case's model, and written as GGUF with exactly the same values
+(gguf_file.py); the file is deleted after the load. A step takes token ids and returns logits, without sampling; both
+engines use the same number of threads. llama.cpp runs with or without flash attention, whichever is faster in a short
+trial of the row. Before anything is timed, both must give the same logits. Contexts of more than 1,024 tokens are not
+computed: their keys and values are made up, as in `umbra bench cpu decode`.
+
+A row, of the table and of `rows` in the JSON file:
+  phase         decode or prefill
+  batch         decode: sequences in the step; prefill: tokens of the one prompt
+  context       decode: cached tokens of each sequence
+  ours, theirs  tokens/s, medians; ours_best, theirs_best: of the fastest turn
+  ours_fraction, theirs_fraction   of the machine's limit in the same turns: of decode the rate of plain reads, for all
+                that a step must read; of prefill the peak of int8 multiply-adds, for all products with weights
+  ratio_median, ratio_min, ratio_max   ours / theirs of each pair of neighbouring turns: above 1, Umbra is faster
+  ik, ik_best, ik_fraction, ik_ratio_median, ik_ratio_min, ik_ratio_max   the same of ik_llama.cpp, if it takes part
+  flash         whether llama.cpp's flash attention was on
+
+Only an idle machine gives a fair ratio: llama.cpp's threads spin until the others arrive after every operator, and one
+other busy process can make its step twenty times longer. Medians far below the best turns show that this happened.
+"""
+
+import functools
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from executor.config.env import ik_llama
+from tools.benchmarks.gguf_file import write_gguf
+from tools.benchmarks.ik_llama_engine import IkLlama
+from tools.benchmarks.llama_cpp_engine import LlamaCpp, library
+from tools.benchmarks.machine import Limits, ratios, seconds_of, take_turns
+from tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
+from tools.benchmarks.peer_engine import Peer
+from tools.benchmarks.umbra_engine import Routed, Umbra, step_bytes, step_macs
+from umbra.commands.logits import prefill_logits
+from umbra.errors import UserError, run_main
+
+DECODES, PROMPTS = ("1x64", "4x64", "8x64", "1x8192", "1x32768"), (128, 512, 2048, 8192)
+CHECKED = 64  # cached tokens of the sequences whose logits are compared
+COMPUTED = 1024  # cached tokens up to which a context is computed; those of longer ones are made up
+STEPS = 8  # decode steps of one turn
+LEAST = 3  # turns
+PAUSE = 0.02  # seconds; llama.cpp's OpenMP threads spin for up to 10 ms before they sleep
+COLUMNS = (
+    ("phase", "phase", 8, ""),
+    ("batch", "batch", 7, ""),
+    ("context", "context", 9, ""),
+    ("ours", "ours", 9, ".1f"),
+    ("ours_fraction", "of limit", 10, ".2f"),
+    ("theirs", "theirs", 9, ".1f"),
+    ("theirs_fraction", "of limit", 10, ".2f"),
+    ("ratio_median", "ratio", 7, ".2f"),
+    ("ratio_min", "least", 7, ".2f"),
+    ("ratio_max", "most", 7, ".2f"),
+)
+IK_COLUMNS = (
+    ("ik", "ik_llama", 10, ".1f"),
+    ("ik_fraction", "of limit", 10, ".2f"),
+    ("ik_ratio_median", "ratio", 7, ".2f"),
+    ("ik_ratio_min", "least", 7, ".2f"),
+    ("ik_ratio_max", "most", 7, ".2f"),
+)
+# Both round activations to 8 bits for every 32 columns. Of normal numbers the largest of 32 is about 2.3 sigma, so the
+# step is 2.3 / 127 sigma and the error 0.5 % of the input; two such inputs in a row in each half of a layer, and two
+# engines whose errors are independent, make 1.1 %. The squared errors of L layers add up over a residual stream that
+# grows as L, and each layer passes on the error of its input: 1.1 % * sqrt(1 + ln L), 1.9 % for 8 layers, plus that of
+# the head. A row in which the 8th and 9th expert are so close that the engines choose differently is off by about 10 %
+# more, which is why the median is compared.
+# Mistakes are larger: with one layer of two wrong, the median was 10 % for gate and up exchanged, 19 % for experts out
+# of order, 23 % for a rotation of neighbours; with another rotation base 43 %.
+MEDIAN_ERROR = 0.05
+# The two largest of 150,000 normal logits lie sigma / 5 apart on average: an error of 2 % swaps one pair in 20, one of
+# 10 % one in 4.
+SAME_TOP = 0.75
+
+
+def same_logits(ours: Umbra, theirs: Peer, batch: int) -> dict[str, float]:
+    """Compare all tokens of a prompt and one decode step of `batch` sequences; return the errors found, or raise."""
+    generator = torch.Generator().manual_seed(1)
+    (prompt,) = ours.random_prompts(1, CHECKED, generator)
+    theirs.reserve(batch, CHECKED + 1, max(CHECKED, batch))
+    prefill = prefill_logits(ours.runner, [prompt])[0], theirs.prefill_all(prompt).clone()
+    contexts = ours.random_prompts(batch, CHECKED, generator)
+    tokens = [row[0] for row in ours.random_prompts(batch, 1, generator)]
+    ours.begin(contexts)
+    theirs.begin(contexts)
+    return checked(prefill, (ours.step(tokens), theirs.step(tokens)))
+
+
+def checked(prefill: tuple[Tensor, Tensor], decode: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """The errors between (ours, theirs) in both phases, each (rows, vocabulary); raises where they are too large."""
+    found: dict[str, float] = {}
+    for phase, (a, b) in (("prefill", prefill), ("decode", decode)):
+        found[f"{phase}_error"] = float((a - b).norm() / a.norm())
+        found[f"{phase}_median_error"] = float(((a - b).norm(dim=1) / a.norm(dim=1)).median())
+    same = torch.cat([a.argmax(1) == b.argmax(1) for a, b in (prefill, decode)])
+    found["same_top"] = float(same.float().mean())
+    text = ", ".join(f"{key} {value:.3f}" for key, value in found.items())
+    errors = found["prefill_median_error"], found["decode_median_error"]
+    if not (max(errors) <= MEDIAN_ERROR and found["same_top"] >= SAME_TOP):  # a NaN fails this too
+        raise UserError(f"the logits differ: {text}; allowed: median_error {MEDIAN_ERROR}, same_top {SAME_TOP}")
+    print(f"same logits: {text}")
+    return found
+
+
+def compare(
+    ours: Umbra,
+    theirs: LlamaCpp,
+    ik: IkLlama | None,
+    decodes: Sequence[tuple[int, int]],
+    prompts: Sequence[int],
+    seconds: float,
+) -> Iterator[Row]:
+    """The rows for each (batch, context) of `decodes` and each length of `prompts`, each measured for `seconds`."""
+    generator = torch.Generator().manual_seed(2)
+    engines: dict[str, Umbra | Peer] = {"ours": ours, "theirs": theirs}
+    if ik:
+        engines["ik"] = ik
+
+    limits = Limits()
+
+    def row(
+        phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | Peer], object], flash: bool,
+        least: Callable[[dict[str, float]], float],
+    ) -> Row:  # fmt: skip
+        """`least`: the seconds that `run` takes at the machine's limits, given those of a turn of each limit."""
+        runs: dict[str, Callable[[], object]] = {"read": limits.read, "multiply": limits.multiply}
+        runs |= {name: functools.partial(run, engine) for name, engine in engines.items()}
+        times = take_turns(runs, seconds, LEAST, PAUSE)
+        took = {name: statistics.median(each) for name, each in times.items()}
+        row: Row = dict(phase=phase, batch=batch, context=context, flash=flash)
+        for name in engines:
+            row |= {name: tokens / took[name], f"{name}_best": tokens / min(times[name])}
+            row[f"{name}_fraction"] = least(took) / took[name]
+        for name, prefix in (("theirs", ""), ("ik", "ik_")):
+            if name in times:
+                found = ratios(times["ours"], times[name])
+                row |= {f"{prefix}ratio_{key}": ratio for key, ratio in found.items()}
+        return row
+
+    for batch, context in decodes:
+        contexts = ours.random_prompts(batch, context, generator)
+        steps = [[row[0] for row in ours.random_prompts(batch, 1, generator)] for _ in range(STEPS)]
+
+        def decode(engine: Umbra | Peer, steps: list[list[int]] = steps) -> None:
+            for tokens in steps:
+                engine.step(tokens)
+
+        for peer in (theirs, ik) if ik else (theirs,):
+            peer.reserve(batch, context + 1, max(batch, min(context, COMPUTED)))
+        cache(ours, contexts)
+        if ik:
+            cache(ik, contexts)
+        size = step_bytes(ours.model, batch, batch * (context + 1), experts_of(ours, steps))
+
+        def reads(took: dict[str, float], size: float = size) -> float:
+            return STEPS * size / limits.read_gbps(took["read"]) / 1e9
+
+        flash = faster_attention(theirs, contexts, decode)
+        yield row("decode", batch, context, batch * STEPS, decode, flash, reads)
+    for length in prompts:
+        (prompt,) = ours.random_prompts(1, length, generator)
+
+        def prefill(engine: Umbra | Peer, prompt: list[int] = prompt) -> None:
+            engine.prefill(prompt)
+
+        for peer in (theirs, ik) if ik else (theirs,):
+            peer.reserve(1, length, length)
+        macs = step_macs(ours.model, length, 1, ours.config.experts_per_token)
+
+        def multiplies(took: dict[str, float], macs: float = macs) -> float:
+            return macs / limits.int8_gmacs(took["multiply"]) / 1e9
+
+        yield row("prefill", length, 0, length, prefill, faster_attention(theirs, [], prefill), multiplies)
+
+
+def experts_of(ours: Umbra, steps: list[list[int]]) -> float:
+    """How many different experts of a layer these steps use on average."""
+    with Routed(ours.model) as routed:
+        ours.capture_again()
+        for tokens in steps:
+            ours.step(tokens)
+            routed.count()
+    return routed.experts
+
+
+def cache(engine: Umbra | Peer, contexts: list[list[int]]) -> None:
+    (engine.begin if len(contexts[0]) <= COMPUTED else engine.assume)(contexts)
+
+
+def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[[LlamaCpp], object]) -> bool:
+    """Set llama.cpp to its faster attention with `contexts` cached; return whether that is flash attention."""
+    times = {}
+    for flash in (False, True):
+        theirs.use(flash)
+        if contexts:
+            cache(theirs, contexts)
+        times[flash] = seconds_of(lambda: run(theirs))
+        if times[flash] < 1:  # else the first run's own work does not count
+            times[flash] = min(seconds_of(lambda: run(theirs)) for _ in range(2))
+    flash = times[True] < times[False]
+    theirs.use(flash)
+    return flash
+
+
+@contextmanager
+def same_weights(ours: Umbra, format: str, folder: Path | None, keep: bool) -> Iterator[Path]:
+    """A GGUF file in `folder` with the weights of `ours`, which stays only with `keep`."""
+    try:
+        handle, name = tempfile.mkstemp(suffix=".gguf", prefix="umbra-", dir=folder)
+    except OSError as error:
+        raise UserError(f"--folder {folder}: not writable: {error.strerror}") from None
+    os.close(handle)
+    path = Path(name)
+    try:
+        write_gguf(path, ours.model, ours.config, format)
+        if keep:
+            print(f"wrote {path}: {path.stat().st_size / 1e6:.0f} MB")
+        yield path
+    finally:
+        if not keep:
+            path.unlink()  # engines keep it mapped
+
+
+def panels(rows: list[Row]) -> dict[str, Lines]:
+    def lines(mine: list[Row], over: str) -> Lines:
+        kinds = {"": "llama.cpp", "ik_": "ik_llama.cpp"} if "ik" in rows[0] else {"": "llama.cpp"}
+        return {
+            f"{name}, {key}": ([r[over] for r in mine], [r[f"{prefix}ratio_{key}"] for r in mine])
+            for prefix, name in kinds.items()
+            for key in ("median", "min", "max")
+        }
+
+    shortest = min((r["context"] for r in rows if r["phase"] == "decode"), default=0)
+    decode = [r for r in rows if r["phase"] == "decode" and r["context"] == shortest]
+    prefill = [r for r in rows if r["phase"] == "prefill"]
+    labels = f"sequences (decode, {shortest} cached)", "tokens of the prompt (prefill)"
+    return dict(zip(labels, (lines(decode, "batch"), lines(prefill, "batch")), strict=True))
+
+
+def pair_of(text: str) -> tuple[int, int]:
+    """BATCHxCONTEXT"""
+    batch, _, context = text.partition("x")
+    if not (batch.isdecimal() and context.isdecimal() and int(batch) and int(context)):
+        raise UserError(f"--decodes {text}: must be BATCHxCONTEXT, two numbers of at least 1, such as 4x64")
+    return int(batch), int(context)
+
+
+def main(argv: list[str]) -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--case", default="bench_30b_shape_cpu", help="whose shapes")
+    parser.add_argument("--layers", type=int, help="default: the case's; the weights are in memory twice")
+    parser.add_argument("--format", choices=("q4", "q8"), default="q4", help="of the weights; the head is always q8")
+    parser.add_argument("--decodes", nargs="+", default=DECODES, help="sequences x cached tokens of each")
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="tokens of a prompt")
+    parser.add_argument(
+        "--seconds", type=float, default=10, help=f"of turns for a row; at least {LEAST} turns, after one not counted"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="for the GGUF file, as large as the weights; default: a temporary one"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the GGUF file")
+    args = parser.parse_args(argv)
+    for name, value in (("threads", args.threads), ("prompts", min(args.prompts))):
+        if value < 1:
+            raise UserError(f"--{name} {value}: must be at least 1")
+    decodes = [pair_of(text) for text in args.decodes]
+    version = library().__version__
+    batch = max(batch for batch, _ in decodes)
+    longest = max(*args.prompts, *(context + 1 for _, context in decodes), CHECKED + 1)
+    ours = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, batch, longest)
+    folder = ik_llama()
+    with same_weights(ours, args.format, args.folder, args.keep) as path:
+        theirs = LlamaCpp(path, args.threads)
+        ik = IkLlama(folder, path, args.threads) if folder else None
+    logits = same_logits(ours, theirs, batch)
+    if ik:
+        same_logits(ours, ik, batch)
+    columns = COLUMNS + (IK_COLUMNS if ik else ())
+    rows = printed(compare(ours, theirs, ik, decodes, args.prompts, args.seconds), columns)
+    theirs.close()
+    if ik:
+        ik.close()
+    settings = {key: getattr(args, key) for key in ("case", "format", "threads", "instruction_set", "seconds")}
+    layers = ours.config.num_hidden_layers
+    write_rows(args.json, rows, layers=layers, llama_cpp_python=version, logits=logits, **settings)
+    plot(args.plot, panels(rows), "Umbra's speed / theirs")
+
+
+if __name__ == "__main__":
+    run_main(main)

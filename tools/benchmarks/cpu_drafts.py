@@ -1,0 +1,175 @@
+"""What drafts gain: decoding with and without them, step by step in turns, on answers that quote their prompts and on
+others.
+
+    .venv/bin/python -m tools.benchmarks.cpu_drafts [--case bench_30b_shape_cpu] [--layers 8] [--batches 1 4]
+        [--drafts 7] [--rounds 3] [--json FILE]
+
+Weights are random, so the model cannot write such answers: the engine computes and chooses as usual, and then every
+token is replaced by that of a given answer. Prompts are 512 tokens of the demo's held-out text, answers 256:
+  copy      the prompt
+  edit      the prompt with every 20th token replaced
+  summary   every third sentence of the prompt, again and again
+  continue  the text that follows the prompt
+  random    random tokens
+
+A row, of the table and of `rows` in the JSON file:
+  batch      sequences that decode together
+  answer     their answers
+  plain      tokens a second without drafts, the median of the rounds; prefill is not counted
+  drafts     the same with them
+  ratio      the median of the rounds' ratios
+  per_step   tokens of a sequence in a step with drafts
+  accepted   accepted tokens of those that were drafted
+"""
+
+import functools
+import itertools
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.config.env import rank_env
+from executor.config.load import load_case
+from executor.engine.engine import Engine
+from executor.engine.loop import Loop
+from executor.engine.request import Request, SamplingParams
+from executor.engine.timings import Timings
+from executor.model_runner import make_runner
+from text.tokenizer import Tokenizer
+from tools.benchmarks.machine import seconds_of
+from tools.benchmarks.output import Row, flags, printed, write_rows
+from tools.benchmarks.umbra_engine import with_experts
+from umbra.errors import run_main
+from umbra.files import ROOT
+
+DEMO = ROOT / "checkpoints/austen_moe"
+PROMPT, ANSWER, EDIT = 512, 256, 20
+PARAMS = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+KINDS = ("copy", "edit", "summary", "continue", "random")
+COLUMNS = (
+    ("batch", "batch", 6, ""), ("answer", "answer", 10, ""), ("plain", "plain", 9, ".1f"),
+    ("drafts", "drafts", 9, ".1f"), ("ratio", "ratio", 7, ".2f"), ("per_step", "a step", 8, ".2f"),
+    ("accepted", "accepted", 10, ".2f"),
+)  # fmt: skip
+
+
+@functools.cache
+def text() -> tuple[list[int], set[int]]:
+    """The held-out text as token ids, and the ids that end sentences."""
+    tokenizer = Tokenizer(DEMO)
+    ids = tokenizer.encode((DEMO / "held_out.txt").read_text(), False)
+    return ids, {id for id in set(ids) if tokenizer.decode([id]).strip() in (".", "!", "?")}
+
+
+def answer_of(kind: str, prompt: list[int], start: int, generator: torch.Generator) -> list[int]:
+    ids, ends = text()
+    if kind == "random":
+        return torch.randint(4096, (ANSWER,), generator=generator).tolist()
+    if kind == "continue":
+        return ids[start + PROMPT : start + PROMPT + ANSWER]
+    if kind == "summary":
+        sentences: list[list[int]] = [[]]
+        for token in prompt:
+            sentences[-1].append(token)
+            if token in ends:
+                sentences.append([])
+        chosen = [token for sentence in sentences[::3] for token in sentence]
+        return (chosen * (ANSWER // len(chosen) + 1))[:ANSWER]
+    answer = prompt[:ANSWER]
+    if kind == "edit":
+        answer[EDIT - 1 :: EDIT] = torch.randint(4096, (len(answer[EDIT - 1 :: EDIT]),), generator=generator).tolist()
+    return answer
+
+
+class Scripted:
+    """An engine whose choices are replaced by the answers of its requests, by id."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.answers, self.ids = engine, dict[int, list[int]](), itertools.count()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def choose(self, logits: Tensor, groups: Any) -> list[int]:
+        self.engine.choose(logits, groups)
+        return [
+            (self.answers[s.id] + [0])[place]
+            for s in groups[0]
+            for place in range(len(s.ids) - s.drafted - s.prompt_len, len(s.ids) - s.prompt_len + 1)
+        ]
+
+
+def round_of(loops: dict[str, Loop], script: Scripted, kind: str, batch: int, number: int) -> dict[str, float]:
+    """Seconds in which each loop decodes the same batch of answers, which differ from number to number. The loops take
+    their steps in turns: this machine's speed changes from second to second."""
+    for loop in loops.values():
+        generator = torch.Generator().manual_seed(number)
+        for i in range(batch):
+            start = ((number * batch + i) * 997) % (len(text()[0]) - PROMPT - ANSWER)
+            prompt = text()[0][start : start + PROMPT]
+            sequence = loop.submit(Request(tuple(prompt), PARAMS), next(script.ids))
+            script.answers[sequence.id] = answer_of(kind, prompt, start, generator)
+        while loop.scheduler.waiting or not all(s.decoding for s in loop.scheduler.running):
+            loop.step()
+    seconds = dict.fromkeys(loops, 0.0)
+    while not all(loop.idle for loop in loops.values()):
+        for name, loop in loops.items():
+            if not loop.idle:
+                seconds[name] += seconds_of(loop.step)
+    return seconds
+
+
+def measure(engine: Engine, batch: int, kinds: Sequence[str], rounds: int) -> Iterator[Row]:
+    script = Scripted(engine)
+    loops = {name: Loop(script, frozenset()) for name in ("plain", "drafts")}  # type: ignore[arg-type]
+    loops["plain"].scheduler.drafts = None
+    tokens = batch * (ANSWER - 1)
+    for kind in kinds:
+        round_of(loops, script, kind, batch, 0)  # captures graphs
+        timings = loops["drafts"].timings = Timings()
+        found = [round_of(loops, script, kind, batch, number) for number in range(1, rounds + 1)]
+        yield dict(
+            batch=batch,
+            answer=kind,
+            **{name: statistics.median(tokens / seconds[name] for seconds in found) for name in loops},
+            ratio=statistics.median(seconds["plain"] / seconds["drafts"] for seconds in found),
+            per_step=rounds * (ANSWER - 1) / len(timings.pure_decode_steps),
+            accepted=timings.accepted_tokens / max(timings.drafted_tokens, 1),
+        )
+
+
+def main(argv: list[str]) -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--case", default="bench_30b_shape_cpu")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--answers", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--drafts", type=int, default=7, help="data_config.draft_tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(argv)
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+    def rows_of(batch: int) -> Iterator[Row]:
+        changes = dict(
+            with_ckpt="false", threads=args.threads, instruction_set=args.instruction_set, batch_size=2 * batch,
+            draft_tokens=args.drafts, input_max_len=PROMPT, max_new_tokens=ANSWER,
+        )  # fmt: skip
+        runner = make_runner(
+            load_case(args.case, [f"{key}={value}" for key, value in changes.items()]), Path("results"), rank_env()
+        )
+        if args.layers is not None:
+            runner.config = with_experts(runner.config, args.layers)
+        runner.setup()
+        yield from measure(runner.engine, batch, args.answers, args.rounds)
+
+    rows = printed((row for batch in args.batches for row in rows_of(batch)), COLUMNS)
+    write_rows(args.json, rows, case=args.case, layers=args.layers, threads=args.threads, drafts=args.drafts)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,100 @@
+"""Measures the bookkeeping of shadow experts between two decode steps, in microseconds.
+
+    .venv/bin/python -m tools.benchmarks.offload_overhead [--steps N] [--json FILE]
+
+No model runs: made-up Zipf routing is added to the counts as a step's ops would do, and the CPU's caches are emptied
+before each step. A quarter of the experts is resident, each of a few KB. Medians of CPU time, without the first tenth.
+Columns, keys of `rows` in the JSON file:
+  shape    layers x experts, of which `top_k` a token
+  traffic  sequences at once; swap_cost of the policy
+  begin, started, end       of Offload
+  observe, swaps            of Residency, parts of end
+  hit_rate, copies          of the whole run; a change that only makes it faster does not change them
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_offload.cpu import CpuDevice
+from cpu_offload.manager import Offload, Settings
+from cpu_offload.memory.arena import Arena
+from ops.cpu.engine import shadow_teams
+from ops.cpu.shadow import ShadowPool
+from ops.format import FORMATS
+from tools.benchmarks.output import Row, flags, printed, write_rows
+from tools.benchmarks.routing_traces import made_up
+
+SHAPES = ((5, 32, 4), (48, 128, 8), (62, 256, 8))  # the demo, Qwen3-30B-A3B, MiniMax-M2
+OTHERS = np.ones(64 << 20, np.uint8)  # read between steps, to empty the CPU's caches
+MOST_COPIES = 4  # at one decision
+PARTS = ("begin", "started", "end", "observe", "swaps")
+COLUMNS = (
+    ("shape", "shape", 10, ""), ("sequences", "sequences", 11, ""), ("swap_cost", "swap cost", 11, ""),
+    *((part, part, 9, ".0f") for part in PARTS), ("hit_rate", "hit rate", 10, ".4f"), ("copies", "copies", 8, ""),
+)  # fmt: skip
+
+
+def made(layers: int, experts: int, swap_cost: float) -> Offload:
+    slots = layers * experts // 4
+    device, pool = CpuDevice(stream_tokens=0, decode_tokens=1), ShadowPool(shadow_teams(1), 30)
+    offload = Offload(Settings("fixed", 0, slots, 1, MOST_COPIES), device, pool)
+    for layer in range(layers):
+        offload.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"])
+    arena = Arena(slots * offload.slot_bytes // 1024 + 16, 1024, offload.slot_bytes, 2 * layers)
+    offload.open(arena, torch.zeros(arena.frames * arena.frame_bytes, dtype=torch.uint8), lambda: None)
+    offload.value_copies(swap_cost, MOST_COPIES)
+    return offload
+
+
+def timed(times: dict[str, list[float]], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        start = time.thread_time()
+        result = call(*args)
+        times[name].append(time.thread_time() - start)
+        return result
+
+    return run
+
+
+def measure(layers: int, experts: int, top_k: int, sequences: int, swap_cost: float, steps: int) -> Row:
+    offload, times = made(layers, experts, swap_cost), defaultdict[str, list[float]](list)
+    policy, device = offload.residency, offload.device
+    if not isinstance(device, CpuDevice):
+        raise TypeError("not the CPU")
+    policy.observe = timed(times, "observe", policy.observe)  # type: ignore[method-assign]
+    policy.swaps = timed(times, "swaps", policy.swaps)  # type: ignore[method-assign]
+    begin, started, end = (timed(times, name, getattr(offload, name)) for name in PARTS[:3])
+    trace = made_up("Zipf", steps * sequences, layers, experts, top_k).together(sequences)
+    for keys in trace.places():
+        while not all(device.copier.native.done(copy.ticket) for copy in offload.copies.values()):
+            pass  # every copy is complete before the next step on any machine, so that runs can be compared
+        OTHERS.sum()
+        begin()
+        started((sequences,), (sequences,))
+        counts = np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
+        for layer, routed in zip(offload.layers, counts, strict=True):
+            layer.layer.counts.add_(torch.from_numpy(routed))
+        end(True)
+    report = offload.history.report()
+    medians = {part: 1e6 * statistics.median(times[part][steps // 10 :]) for part in PARTS}
+    row = {"shape": f"{layers} x {experts}", "top_k": top_k, "sequences": sequences, "swap_cost": swap_cost}
+    return row | medians | {key: report[key] for key in ("hit_rate", "copies")}
+
+
+def main() -> None:
+    parser = flags(__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    args = parser.parse_args()
+    cases = [(*shape, sequences, cost) for shape in SHAPES for sequences in (1, 4) for cost in (1.0, 0.02)]
+    rows = printed((measure(*case, args.steps) for case in cases), COLUMNS)
+    write_rows(args.json, rows, steps=args.steps)
+
+
+if __name__ == "__main__":
+    main()

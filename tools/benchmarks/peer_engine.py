@@ -1,0 +1,104 @@
+"""What engines have in common that benchmarks compare with Umbra's: token ids to logits, no sampling. The methods are
+those of tools.benchmarks.umbra_engine.Umbra, and decode repeats one position in the same way."""
+
+import math
+import struct
+from abc import ABC, abstractmethod
+
+import numpy as np
+from torch import Tensor
+
+Token = tuple[int, int, int, bool]  # sequence, position, id, whether its logits are wanted
+
+
+class Peer(ABC):
+    lengths: list[int]
+    state_start: int  # bytes of a sequence's state before the number of its tokens
+
+    @abstractmethod
+    def reserve(self, sequences: int, longest: int, at_once: int) -> None:
+        """Room for `sequences` of `longest` tokens, of which a step computes up to `at_once`. Forgets all sequences."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets all sequences."""
+
+    @abstractmethod
+    def remove(self, sequence: int, start: int) -> None:
+        """Forgets the tokens of a sequence from position `start` on."""
+
+    @abstractmethod
+    def decode(self, tokens: list[Token]) -> Tensor:
+        """One step. -> logits (wanted, vocabulary), which the next step overwrites"""
+
+    @abstractmethod
+    def state(self, sequence: int) -> bytes:
+        """The cached tokens of a sequence, as the engine saves them."""
+
+    @abstractmethod
+    def restore(self, sequence: int, state: bytes) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def prefill(self, prompt: list[int]) -> Tensor:
+        """Logits (1, vocabulary) of the last token."""
+        self.clear()
+        return self.decode([(0, i, token, i == len(prompt) - 1) for i, token in enumerate(prompt)])
+
+    def prefill_all(self, prompt: list[int]) -> Tensor:
+        """Logits (tokens, vocabulary) of all tokens."""
+        self.clear()
+        return self.decode([(0, i, token, True) for i, token in enumerate(prompt)])
+
+    def begin(self, contexts: list[list[int]]) -> None:
+        """Cache `contexts`; each following `step` decodes one token after them."""
+        self.clear()
+        for sequence, context in enumerate(contexts):
+            self.decode([(sequence, i, token, False) for i, token in enumerate(context)])
+        self.lengths = [len(context) for context in contexts]
+
+    def assume(self, contexts: list[list[int]]) -> None:
+        """`begin` for contexts of one length without computing all of it: the keys and values of up to 64 tokens are
+        repeated. Measures long contexts in short time."""
+        length = len(contexts[0])
+        self.begin([contexts[0][: math.gcd(length, 64)]])
+        state = lengthened(self.state(0), self.state_start, length)
+        self.clear()
+        for sequence in range(len(contexts)):
+            self.restore(sequence, state)
+        self.lengths = [length] * len(contexts)
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """Logits (sequences, vocabulary)."""
+        for sequence, length in enumerate(self.lengths):
+            self.remove(sequence, length)
+        return self.decode([(s, self.lengths[s], token, True) for s, token in enumerate(tokens)])
+
+
+def lengthened(state: bytes, start: int, length: int) -> bytes:
+    """The saved state of a sequence of `length` tokens, a multiple of those in `state`: their keys and values repeat.
+
+    From `start` on, llama.cpp and ik_llama.cpp save the number of tokens; of each token its position, a number of
+    sequences and their ids; whether values are transposed; the number of layers; and of each layer's keys, then of each
+    layer's values, a header of 12 bytes and the rows. The header has the type and the bytes of a token's row; or, of
+    transposed values, the type, the bytes of an element and the number of rows, each with an element of every token.
+    """
+    (tokens,) = struct.unpack_from("<I", state, start)
+    made, at = [state[:start], struct.pack("<I", length)], start + 4
+    each = 8 + 4 * struct.unpack_from("<I", state, at + 4)[0]
+    ids = state[at + 4 : at + each]
+    made += [struct.pack("<i", position) + ids for position in range(length)]
+    at += tokens * each
+    transposed, layers = struct.unpack_from("<II", state, at)
+    made.append(state[at : at + 8])
+    at += 8
+    for part in range(2 * layers):
+        if transposed and part >= layers:
+            _, element, rows = struct.unpack_from("<iII", state, at)
+        else:
+            (element,), rows = struct.unpack_from("<Q", state, at + 4), 1
+        kept = np.frombuffer(state, np.uint8, rows * tokens * element, at + 12).reshape(rows, -1)
+        made += [state[at : at + 12], np.tile(kept, (1, length // tokens)).tobytes()]
+        at += 12 + kept.size
+    return b"".join([*made, state[at:]])
