@@ -232,7 +232,7 @@ def main(argv: list[str]) -> None:
     case, socket, file, *overrides = argv
     runner = make_runner(load_case(case, overrides), Path("results"), RankEnv(0, 1, 0, 1, ""))
     runner.setup()
-    channel = Channel(Path(socket))
+    channel = Channel.connect(Path(socket))
     worker = Worker(runner, channel)
     worker.warm_up()
     gc.collect()

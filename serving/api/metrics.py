@@ -37,15 +37,16 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of creati
 class Window:
     """Values of the last minute."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
         self._values: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
 
     def add(self, value: float) -> None:
-        self._values.append((time.monotonic(), value))
+        self._values.append((self.clock(), value))
 
     def percentiles(self, *shares: float) -> list[float | None]:
         """The values below which each of these shares lies; None without values."""
-        old = time.monotonic() - WINDOW_S
+        old = self.clock() - WINDOW_S
         while self._values and self._values[0][0] < old:
             self._values.popleft()
         values = sorted(value for _, value in self._values)
@@ -84,9 +85,9 @@ class Total:
 class Metrics:
     """`model_name` is the value of the label by which vLLM's boards select."""
 
-    def __init__(self, model_name: str):
-        self.registry, self._model = CollectorRegistry(), model_name
-        self.first_token, self.between_tokens = Window(), Window()  # seconds
+    def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic):
+        self.registry, self.clock, self._model = CollectorRegistry(), clock, model_name
+        self.first_token, self.between_tokens = Window(clock), Window(clock)  # seconds
         self.past: deque[Sample] = deque(maxlen=PAST)
         self.since: dict[int, float] = {}  # id -> when a request that runs or waits was first seen
         self.tokens = self.looked_for = self.found = 0  # generated; of prompts; of those in the prefix cache
@@ -123,7 +124,7 @@ class Metrics:
         self.frames = {tenant: frames.labels(model_name, tenant) for tenant in TENANTS}
         self._rejected: dict[str, Total] = {}
         self._pages = 1  # of all groups
-        self._sampled = (time.monotonic(), 0)  # time and tokens
+        self._sampled = (clock(), 0)  # time and tokens
 
     def text(self, rejected: Mapping[str, int]) -> bytes:
         """All metrics in the format of `CONTENT_TYPE`. `rejected` has the number of requests that were not taken, by
@@ -160,7 +161,7 @@ class Metrics:
             self._sample(message)
 
     def _sample(self, state: State) -> None:
-        now, (at, tokens) = time.monotonic(), self._sampled
+        now, (at, tokens) = self.clock(), self._sampled
         self.since = {request.id: self.since.get(request.id, now) for request in (*state.running, *state.queue)}
         if now - at >= PAST_S:
             self._sampled = now, self.tokens
@@ -191,7 +192,7 @@ class Timeline:
 
     def __init__(self, metrics: Metrics, prompt_tokens: int):
         self.metrics, self.prompt_tokens = metrics, prompt_tokens
-        self.arrived = self.first = self.last = time.monotonic()
+        self.arrived = self.first = self.last = metrics.clock()
         self.tokens, self.queued_s, self.ended = 0, 0.0, False
 
     async def __aenter__(self) -> "Timeline":
@@ -202,7 +203,7 @@ class Timeline:
 
     def row(self, row: Row) -> None:
         """To be called with each row of the request."""
-        metrics, now = self.metrics, time.monotonic()
+        metrics, now = self.metrics, self.metrics.clock()
         metrics.generated.inc(len(row.tokens))
         metrics.tokens += len(row.tokens)
         if not self.tokens:

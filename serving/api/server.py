@@ -26,7 +26,7 @@ from serving.api.auth import Keys, check_address
 from serving.api.errors import ApiError
 from serving.api.front import Front
 from serving.ranks.client import EngineClient
-from serving.ranks.launcher import keep_ranks
+from serving.ranks.launcher import keep_ranks, launcher_of
 from serving.ranks.messages import Message, Ready
 from serving.ranks.supervisor import Supervisor
 from umbra.errors import UserError
@@ -52,7 +52,7 @@ def serve(case_name: str, overrides: list[str]) -> None:
     check_ready(case)
     settings = case.serve_config
     if node_env().node_rank:
-        sys.exit(keep_ranks(case_name, overrides, settings.restarts))
+        sys.exit(keep_ranks(launcher_of(case_name, overrides), settings.restarts))
     sys.setswitchinterval(SWITCH_S)
     keys = Keys.read(settings.api_key_file)
     check_address(settings.host, keys)
@@ -89,7 +89,7 @@ class Run:
         self.forced = asyncio.Event()  # at the second
         self.folder = tempfile.TemporaryDirectory(prefix="umbra-")  # only this user may enter it
         self.client = EngineClient(Path(self.folder.name) / "engine", self._changed)
-        self.supervisor = Supervisor(case, case_name, overrides, self.client)
+        self.supervisor = Supervisor(case, launcher_of(case_name, overrides), self.client)
         self.front = Front(case, keys, self.client, self.supervisor)
 
     async def run(self, listener: socket.socket) -> int:

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,10 @@ def length_of(header: bytes) -> int:
 
 class Channel:
     """Rank 0's end of the socket. One thread reads and one writes, so that the engine's thread never waits for the
-    front, unless it asks to."""
+    front, unless it asks to. `leave` ends the process with a status."""
 
-    def __init__(self, path: Path):
-        self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.connect(str(path))
-        except OSError as error:
-            raise UserError(f"{path}: the front that started these ranks does not answer: {error.strerror}") from None
+    def __init__(self, connection: socket.socket, leave: Callable[[int], object] = os._exit):
+        self._socket, self._leave = connection, leave
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -57,6 +54,16 @@ class Channel:
         threading.Thread(target=self._read, daemon=True, name="channel reader").start()
         self._writer = threading.Thread(target=self._write, daemon=True, name="channel writer")
         self._writer.start()
+
+    @classmethod
+    def connect(cls, path: Path) -> "Channel":
+        """A channel to the front that listens at `path`."""
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(path))
+        except OSError as error:
+            raise UserError(f"{path}: the front that started these ranks does not answer: {error.strerror}") from None
+        return cls(connection)
 
     def send(self, message: Message) -> None:
         self._outbox.put(message)
@@ -99,7 +106,7 @@ class Channel:
         if not self._closed:
             if self._failure:
                 os.write(2, f"error: {refusal(self._failure)}\n".encode())
-            os._exit(1)
+            self._leave(1)
 
     def _write(self) -> None:
         try:

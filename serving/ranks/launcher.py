@@ -30,6 +30,12 @@ def main(argv: list[str]) -> None:
     start_ranks(args.case, args.set)
 
 
+def launcher_of(case_name: str, overrides: list[str]) -> list[str]:
+    """The arguments of Python that run this program for a case, whose ranks end with this process."""
+    settings = [f"--set={pair}" for pair in overrides]
+    return ["-m", "serving.ranks.launcher", case_name, f"--front={os.getpid()}", *settings]
+
+
 def start_ranks(case_name: str, overrides: list[str]) -> None:
     """Returns when all ranks have left together; if they have failed, the process ends with a line that says why."""
     os.environ["CASE_NAME"] = case_name
@@ -38,11 +44,9 @@ def start_ranks(case_name: str, overrides: list[str]) -> None:
         print("the server has ended")
 
 
-def keep_ranks(case_name: str, overrides: list[str], restarts: int) -> int:
-    """On another node than the first: runs its ranks, and starts them again with those of all nodes, at most `restarts`
-    times. -> the status that this process ends with"""
-    program = [sys.executable, "-m", "serving.ranks.launcher", case_name, f"--front={os.getpid()}"]
-    program += [f"--set={pair}" for pair in overrides]
+def keep_ranks(arguments: list[str], restarts: int) -> int:
+    """On another node than the first: runs its launcher, which is Python with these `arguments`, and starts it again
+    with those of all nodes, at most `restarts` times. -> the status that this process ends with"""
     asked: list[int] = []
     launcher: subprocess.Popen[bytes] | None = None
 
@@ -56,7 +60,9 @@ def keep_ranks(case_name: str, overrides: list[str], restarts: int) -> int:
     for start in range(restarts + 1):
         if start:
             print(f"starting this node's ranks again ({start} of {restarts})", flush=True)
-        launcher = subprocess.Popen(program, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+        launcher = subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         status = launcher.wait()
         if status < 0 and not asked:
             name = signal_name(-status)

@@ -30,26 +30,18 @@ LOGS = re.compile("; (all ranks' logs|logs on each node): .*")
 
 
 class Supervisor:
-    """Of the ranks of `case`, which connect to `client`. `name` is what the user called the case: a name or a file.
+    """Of the ranks of `case`, which connect to `client`. `launcher` has the arguments with which Python starts them.
     `told` is called with each line that a person should read."""
 
-    launcher: Sequence[str] = ("-m", "serving.ranks.launcher")
-
-    def __init__(
-        self,
-        case: Case,
-        name: str,
-        overrides: list[str],
-        client: EngineClient,
-        told: Callable[[str], None] = print,
-    ):
-        self.case, self.name, self.overrides, self.client, self.told = case, name, overrides, client, told
+    def __init__(self, case: Case, launcher: Sequence[str], client: EngineClient, told: Callable[[str], None] = print):
+        self.case, self.launcher, self.client, self.told = case, launcher, client, told
         self.restarts = 0  # how often ranks were started again
         self.failed = ""  # why there are no ranks and will be none
         self.stopping = False
         self.status: int | None = None  # exit status of the last launcher
         self._process: asyncio.subprocess.Process | None = None
         self._hung = ""  # why this supervisor has ended the ranks
+        self._before = ""  # why the ranks before these have ended
         self._error = ""  # the last error line of the launcher
         self._notice = ""  # the last line in which it said that a node is slow
         client.supervised = True
@@ -58,7 +50,7 @@ class Supervisor:
         """Keeps ranks running until `stop` is called, or they have failed too often; `failed` then says why."""
         while True:
             self._hung = self._error = self._notice = ""
-            self.client.reason = self.client.reason if self.restarts else ""
+            self.client.reason = self._before = self.client.reason if self.restarts else ""
             process = self._process = await self._start()
             if self.stopping:  # called while the process was started
                 await self._end_all()
@@ -98,10 +90,8 @@ class Supervisor:
 
     async def _start(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, *self.launcher, self.name, f"--front={os.getpid()}",
-            *(f"--set={pair}" for pair in self.overrides),
-            cwd=ROOT, env=os.environ | {SOCKET: str(self.client.path)}, stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE, start_new_session=True,
+            sys.executable, *self.launcher, cwd=ROOT, env=os.environ | {SOCKET: str(self.client.path)},
+            stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
 
     async def _read_errors(self, stream: asyncio.StreamReader) -> None:
@@ -128,7 +118,8 @@ class Supervisor:
         if status < 0 or status > 128:
             return f"{who}: killed by {signal_name(-status if status < 0 else status - 128)}"
         if alone and status:
-            return f"{who}: exit status {status}" + (f": {self.client.reason}" if self.client.reason != ENDED else "")
+            said = "" if self.client.reason in (ENDED, self._before) else self.client.reason
+            return f"{who}: exit status {status}" + (f": {said}" if said else "")
         return self.client.reason or f"the ranks have ended with exit status {status}"
 
     async def _watch(self, launcher: int) -> None:

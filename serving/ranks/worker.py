@@ -397,7 +397,7 @@ def open_channel() -> Channel:
     path = env.serve_socket()
     if path is None:
         raise UserError("UMBRA_SERVE_SOCKET is not set: the server's front starts its ranks: bash serve.sh CASE")
-    return Channel(path)
+    return Channel.connect(path)
 
 
 def main(argv: list[str]) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from serving.api import app, front, server, sse
-from serving.api.auth import Keys, check_address
+from serving.api.auth import Keys
 from serving.api.errors import ApiError
 from serving.ranks import client
 from tests.serving.api.front import PATIENCE_S, Connection, Server, until
 from tests.serving.api.test_chat import TOOL, run
-from umbra.errors import UserError
 
 LONG = "word " * 200
 BOGUS = {"type": "function", "function": {"name": "f", "parameters": {"type": "bogus"}}}
@@ -203,12 +202,6 @@ def test_keys(tmp_path: Path) -> None:
         assert b"first" not in one
 
     run(scenario, keys=keys)
-    check_address("0.0.0.0", keys)
-    with pytest.raises(UserError, match="api_key_file"):
-        check_address("0.0.0.0", Keys())
-    (tmp_path / "keys").write_text("\n")
-    with pytest.raises(UserError, match="no key"):
-        Keys.read(str(tmp_path / "keys"))
 
 
 def test_pages_of_other_sites_are_refused() -> None:

@@ -3,21 +3,17 @@
 import ast
 import asyncio
 import hmac
-import socket
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
+from starlette.datastructures import Headers
 
 from serving.api import auth, server
-from serving.api.auth import Keys
+from serving.api.auth import Keys, check_address, check_origin
 from serving.api.body import LARGEST_BODY
-from serving.ranks import channel
-from serving.ranks.channel import HEADER
-from serving.ranks.messages import Ready
-from tests.serving.api.front import Connection, Server, until
-from tests.serving.api.test_chat import TOOL, run
+from serving.api.errors import ApiError
+from tests.serving.api.front import Connection, Server
+from tests.serving.api.test_chat import run
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -40,13 +36,14 @@ def test_nothing_that_comes_in_is_read_as_a_program(file: Path) -> None:
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """All keys, whichever fits, and only by digests of one length."""
     compared: list[tuple[bytes, bytes]] = []
+    equal = hmac.compare_digest
 
-    def compare(one: Any, other: Any) -> bool:
+    def compare(one: bytes, other: bytes) -> bool:
         compared.append((one, other))
-        return hmac.compare_digest(one, other)
+        return equal(one, other)
 
     async def scenario(server: Server) -> None:
-        monkeypatch.setattr(auth, "hmac", type("", (), {"compare_digest": staticmethod(compare)}))
+        monkeypatch.setattr(auth.hmac, "compare_digest", compare)
         for key, status in (("first", 200), ("second", 200), ("f", 401), ("first" * 1000, 401), ("", 401)):
             compared.clear()
             reply = await server.ask("/v1/completions", {"prompt": "Hi"}, headers={"authorization": f"Bearer {key}"})
@@ -55,6 +52,63 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
             assert {len(digest) for pair in compared for digest in pair} == {32}
 
     run(scenario, keys=Keys.of([b"first", b"second"]))
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b" first \n\n\tsecond\r\n")
+    assert Keys.read(str(file)) == Keys.of([b"first", b"second"])
+    assert Keys.read("") == Keys()
+    for content, said in ((b" \n", "has no key: write one a line"), (b"x" * (auth.LARGEST + 1), "is larger than 1 MB")):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            Keys.read(str(file))
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        Keys.read(str(tmp_path / "nothing"))
+
+
+def test_keys_of_requests() -> None:
+    keys = Keys.of([b"first", b"second"])
+    salts = [
+        keys.check(Headers(headers))
+        for headers in ({"authorization": "bearer  first "}, {"authorization": "Basic x", "x-api-key": "first"},
+                        {"x-api-key": "second"})
+    ]  # fmt: skip
+    assert salts[0] == salts[1] != salts[2]
+    for wrong in ({}, {"authorization": "first"}, {"authorization": "Bearer x", "x-api-key": "first"}):
+        with pytest.raises(ApiError) as refused:
+            keys.check(Headers(wrong))
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+
+
+def test_only_this_machine_needs_no_key() -> None:
+    for host in ("localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"):
+        check_address(host, Keys())
+    for host in ("0.0.0.0", "10.0.0.1", "example.com", "", "::"):
+        check_address(host, Keys.of([b"a"]))
+        with pytest.raises(UserError, match="api_key_file"):
+            check_address(host, Keys())
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "code"),
+    [
+        ("a", "", ""), ("a:80", "", ""), ("10.0.0.1:80", "", ""), ("[::1]:80", "", ""), ("localhost:1", "", ""),
+        ("b", "", "wrong_host"), ("b:80", "", "wrong_host"), ("a:x", "", "wrong_host"), ("a:80", "http://a:80", ""),
+        ("a", "https://a", ""), ("a:80", "http://a", "cross_origin"), ("a", "null", "cross_origin"),
+        ("a", "http://b", "cross_origin"),
+    ],
+)  # fmt: skip
+def test_pages_of_other_sites_are_told_by_their_headers(host: str, origin: str, code: str) -> None:
+    """A foreign page does not know the key, so a name of its own does not matter where one is wanted."""
+    headers = Headers({"host": host} | ({"origin": origin} if origin else {}))
+    for keys, wanted in ((Keys(), code), (Keys.of([b"a"]), code.removeprefix("wrong_host"))):
+        if wanted:
+            with pytest.raises(ApiError) as refused:
+                check_origin(headers, "a", keys)
+            assert (refused.value.status, refused.value.code) == (403, wanted)
+        else:
+            check_origin(headers, "a", keys)
 
 
 @pytest.mark.parametrize("length", [True, False])
@@ -75,30 +129,6 @@ def test_a_body_that_is_too_large_is_not_read(length: bool) -> None:
         writer.close()
 
     run(scenario)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "said"),
-    [
-        ({"messages": ASKED * 4097}, "messages", "4097"),
-        ({"tools": [TOOL] * 129}, "tools", "129"),
-        ({"n": 65}, "n", "65"),
-        ({"stop": ["x"] * 17}, "stop", "16"),
-        ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias", "4097"),
-        ({"stop_token_ids": list(range(4097))}, "stop_token_ids", "4097"),
-        ({"metadata": [[[[]]]] * 10}, None, ""),
-    ],
-)
-def test_counts_have_bounds(fields: dict[str, Any], param: str | None, said: str) -> None:
-    async def scenario(server: Server) -> None:
-        reply = await server.ask("/v1/chat/completions", {"messages": ASKED} | fields)
-        if param:
-            assert (reply.status, reply.error["param"]) == (400, param)
-            assert said in reply.error["message"]
-        else:
-            assert reply.status == 200
-
-    run(scenario, engine={"vocabulary": 1 << 16})
 
 
 def test_a_request_cannot_bring_a_template() -> None:
@@ -253,25 +283,6 @@ def test_what_nobody_foresaw_is_status_500_and_a_traceback_in_the_log_alone(
     assert "ValueError: the cup is empty" in printed
 
 
-@pytest.mark.parametrize("given", [None, True, False])
-def test_special_tokens_are_added_unless_that_is_declined(monkeypatch: pytest.MonkeyPatch, given: bool | None) -> None:
-    asked = []
-
-    async def scenario(server: Server) -> None:
-        def encode(text: str, chat: bool, special: bool = True) -> list[int]:
-            if text == "Hi":
-                asked.append((chat, special))
-            return [1, 2]
-
-        monkeypatch.setattr(server.tokenizer, "encode", encode)
-        wanted = {} if given is None else {"add_special_tokens": given}
-        assert (await server.complete("Hi", **wanted)).status == 200
-        assert (await server.ask("/tokenize", {"prompt": "Hi"} | wanted)).json["tokens"] == [1, 2]
-
-    run(scenario)
-    assert asked == 2 * [(False, given is not False)]
-
-
 def test_a_body_may_be_as_large_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.api.body.LARGEST_BODY", 64)
 
@@ -279,48 +290,5 @@ def test_a_body_may_be_as_large_as_the_limit(monkeypatch: pytest.MonkeyPatch) ->
         for size, status in ((64, 200), (65, 413)):
             raw = b'{"prompt": "Hi"}'.ljust(size)
             assert (await server.ask("/v1/completions", raw=raw)).status == status
-
-    run(scenario)
-
-
-def test_ranks_without_pages_cannot_be_read() -> None:
-    """A division by their number was a traceback, and the front went on without its ranks."""
-
-    async def scenario(server: Server) -> None:
-        body = msgspec.msgpack.encode(Ready(416, 4, 96, 16, 0, 1, [0], 100.0))
-        server.engine._writer.write(HEADER.pack(len(body)) + body)
-        await until(lambda: not server.front.client.alive)
-        assert "a message of rank 0 cannot be read: Expected `int` >= 1 - at `$.pages`" in server.front.client.reason
-
-    run(scenario)
-
-
-def test_messages_that_are_nested_too_deeply_cannot_be_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In fields that nothing reads; the other side is taken for lost."""
-
-    def framed(message: dict[str, Any]) -> bytes:
-        body = msgspec.msgpack.encode(message)[:-1] + b"\x91" * 100_000 + b"\0"
-        return HEADER.pack(len(body)) + body
-
-    monkeypatch.setattr(channel, "ORPHAN_S", 0.0)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "engine"))
-        listener.listen()
-        ours = channel.Channel(tmp_path / "engine")
-        theirs, _ = listener.accept()
-        monkeypatch.setattr(channel.os, "_exit", lambda status: None)
-        theirs.sendall(framed({"type": "Submit", "id": 1, "ids": [1], "sampling": {"max_tokens": 1, "x": 0}}))
-        assert ours.receive(30) == [None]
-        assert "the front's messages cannot be read: maximum recursion depth" in capsys.readouterr().out
-        theirs.close()
-        ours.close()
-
-    async def scenario(server: Server) -> None:
-        row = {"id": 1, "tokens": [], "x": 0}
-        server.engine._writer.write(framed({"type": "Out", "step": 1, "rows": [row]}))
-        await until(lambda: not server.front.client.alive)
-        assert "a message of rank 0 cannot be read: maximum recursion depth" in server.front.client.reason
 
     run(scenario)

@@ -9,6 +9,7 @@ from llguidance import LLMatcher
 from executor.engine.grammar import Grammars
 from executor.engine.request import Grammar as EngineGrammar
 from serving.api import structured
+from serving.api.errors import ApiError
 from serving.api.fields import Fields
 from serving.ranks.messages import Grammar
 from tests.serving.api.front import family_tokenizer
@@ -35,35 +36,97 @@ def marks(family: str) -> structured.Marks:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
-    ("fields", "good", "bad"),
-    [
-        ({"response_format": {"type": "json_object"}}, '{"x":[1]}', "[]"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, '{"a":1}', '{"a":"1"}'),
-        ({"response_format": {"type": "regex", "pattern": "a+/b"}}, "aa/b", "b"),
-        ({"guided_json": SCHEMA}, '{"a":1}', '{"b":1}'),
-        ({"guided_json": '{"type": "boolean"}'}, "true", "1"),
-        ({"guided_regex": "[0-9]{2}"}, "12", "1"),
-        ({"guided_choice": ["a.b", "c"]}, "a.b", "aXb"),
-        ({"guided_grammar": 'start: "x" "y"'}, "xy", "x"),
-        ({"structured_outputs": {"regex": "a|b"}}, "b", "c"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("opened", [None, False, True])
-def test_what_a_request_asks_for(fields: dict[str, Any], good: str, bad: str, opened: bool | None) -> None:
-    grammar = structured.wanted_grammar(msgspec.convert(fields, Fields))
+def asked(**fields: Any) -> Grammar | None:
+    return structured.wanted_grammar(msgspec.convert(fields, Fields))
+
+
+WAYS: list[tuple[str, Any, str, str]] = [  # fields, their values, and texts that follow them or do not
+    ("response_format", {"type": "json_object"}, '{"x":[1]}', "[]"),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, '{"a":1}', '{"a":"1"}'),
+    ("response_format", {"type": "regex", "pattern": "a+/b"}, "aa/b", "b"),
+    ("response_format", {"type": "grammar", "grammar": 'start: "x"'}, "x", "y"),
+    ("guided_json", SCHEMA, '{"a":1}', '{"b":1}'),
+    ("guided_json", '{"type": "boolean"}', "true", "1"),
+    ("guided_regex", "[0-9]{2}\\\\", "12\\", "1"),
+    ("guided_choice", ["a.b", "c"], "a.b", "aXb"),
+    ("guided_grammar", 'start: "x" "y"', "xy", "x"),
+    ("structured_outputs.json", SCHEMA, '{"a":1}', '{"b":1}'),
+    ("structured_outputs.regex", "a|b", "b", "c"),
+    ("structured_outputs.choice", ["a.b"], "a.b", "aXb"),
+    ("structured_outputs.grammar", 'start: "x"', "x", "y"),
+    ("structured_outputs.json_object", True, "{}", "[]"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "good", "bad"), WAYS)
+def test_what_a_request_asks_for(field: str, value: Any, good: str, bad: str) -> None:
+    """With and without reasoning before it; a Lark grammar describes the whole answer."""
+    first, _, second = field.partition(".")
+    fields = {first: {second: value} if second else value}
+    grammar = asked(**fields)
     assert grammar is not None
-    if opened is not None and grammar.kind == "lark":
-        pytest.skip("a Lark grammar describes the whole answer")
-    if opened is None:
-        assert follows(grammar, good)
-        assert not follows(grammar, bad)
-        return
-    grammar = structured.after_reasoning(grammar, opened, marks("qwen3"))
-    thoughts = "I think.\nSo.</think>\n\n" if opened else "<think>I think.</think>\n\n"
-    assert follows(grammar, thoughts + good)
-    assert not follows(grammar, thoughts + bad)
-    assert follows(grammar, good) == (not opened)
+    assert structured.grammar_field(msgspec.convert(fields, Fields)) == field
+    assert follows(grammar, good)
+    assert not follows(grammar, bad)
+    for opened in (False, True) if grammar.kind != "lark" else ():
+        reasoned = structured.after_reasoning(grammar, opened, marks("qwen3"))
+        thoughts = "I think.\nSo.</think>\n\n" if opened else "<think>I think.</think>\n\n"
+        assert follows(reasoned, thoughts + good)
+        assert not follows(reasoned, thoughts + bad)
+        assert follows(reasoned, good) == (not opened)
+    if field != "guided_regex":
+        with pytest.raises(ApiError, match="is given as well: give one of them"):
+            asked(**fields, guided_regex="x")
+
+
+NONE: list[dict[str, Any]] = [
+    {}, {"response_format": {}}, {"response_format": {"type": "text", "pattern": "a"}}, {"structured_outputs": {}},
+    {"structured_outputs": {"json_object": False}},
+]  # fmt: skip
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"guided_json": "{"}, "guided_json: is no JSON"),
+    ({"guided_json": "[]"}, "guided_json: must be a JSON schema: an object or a boolean"),
+    ({"guided_regex": "ab\\"}, "guided_regex: ends with a backslash that escapes nothing"),
+    ({"guided_regex": ""}, "guided_regex: must have 1 to 65536 bytes"),
+    ({"guided_regex": "é" * (structured.LARGEST // 2 + 1)}, "guided_regex: must have 1 to 65536 bytes"),
+    *(({"response_format": format}, f"response_format.{error}") for format, error in [
+        ({"pattern": "a"}, "type: None is none of text, json_object, json_schema, regex, grammar"),
+        ({"type": ["regex"]}, "type: ['regex'] is none of"),
+        ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "json_schema.schema: must be a JSON schema"),
+        ({"type": "regex", "grammar": "a"}, "pattern: must be a string"),
+        ({"type": "grammar", "grammar": 5}, "grammar: must be a string"),
+    ]),
+]  # fmt: skip
+
+
+def test_what_is_no_grammar_is_named() -> None:
+    for fields in NONE:
+        assert asked(**fields) is None
+    for fields, error in WRONG:
+        with pytest.raises(ApiError) as refused:
+            asked(**fields)
+        assert str(refused.value).startswith(error)
+        assert (refused.value.status, refused.value.param) == (400, error.partition(": ")[0])
+    assert asked(guided_regex="a" * structured.LARGEST) == Grammar("regex", "a" * structured.LARGEST)
+
+
+def nested(levels: int) -> Any:
+    return {"not": nested(levels - 1)} if levels > 1 else True
+
+
+def test_schemas_up_to_the_limits() -> None:
+    many = {f"p{number}": True for number in range(structured.MOST_PROPERTIES)}
+    half = dict([*many.items()][: structured.MOST_PROPERTIES // 2])
+    for schema in (nested(structured.DEEPEST), {"properties": many}, {"properties": half, "not": {"properties": half}}):
+        structured.check_schema("p", schema)
+    for schema, error in (
+        (nested(structured.DEEPEST + 1), f"p: is nested more than {structured.DEEPEST} levels deep"),
+        ({"anyOf": [nested(structured.DEEPEST - 1)]}, f"p: is nested more than {structured.DEEPEST} levels deep"),
+        ({"properties": {**many, "q": True}}, f"p: has more than {structured.MOST_PROPERTIES} properties"),
+        ({"properties": {**half, "q": True}, "not": {"properties": half}}, "p: has more than"),
+    ):
+        with pytest.raises(ApiError, match=error):
+            structured.check_schema("p", schema)
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -108,3 +171,13 @@ def test_marks_that_are_plain_text() -> None:
     assert '"<tool_call>"' in text
     assert '[suffix="</think>"]' in text
     assert "<[" not in text
+
+
+def test_tools_whose_grammar_is_too_large() -> None:
+    wide = {f"p{number}": {"enum": ["x" * 90]} for number in range(structured.MOST_PROPERTIES)}
+    for tools, error in (
+        ([tool("a"), tool("b", x=nested(structured.DEEPEST))], r"tools\[1\].function.parameters: is nested more"),
+        ([tool("a", **wide), tool("b", **wide)], "tools: their schemas make a grammar of more than 65536 characters"),
+    ):
+        with pytest.raises(ApiError, match=error):
+            structured.calls_grammar(tools, None, False, None, structured.Marks({}))

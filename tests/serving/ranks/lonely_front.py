@@ -8,6 +8,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 from executor.config.load import load_case
 from serving.ranks.client import EngineClient
+from serving.ranks.launcher import launcher_of
 from serving.ranks.messages import Sampling
 from serving.ranks.supervisor import Supervisor
 
@@ -15,8 +16,9 @@ from serving.ranks.supervisor import Supervisor
 async def main(case: str, path: Path, phase: str) -> None:
     client = EngineClient(path)
     await client.listen()
-    supervisor = Supervisor(load_case(case), case, [], client)
-    supervisor.launcher = ["tests/serving/ranks/faulty_ranks.py"]
+    supervisor = Supervisor(
+        load_case(case), ["tests/serving/ranks/faulty_ranks.py", *launcher_of(case, [])[2:]], client
+    )
     running = asyncio.create_task(supervisor.run())
     while not (client.alive if phase == "load" else client.ready):
         await asyncio.sleep(0.05)

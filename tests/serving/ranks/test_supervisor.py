@@ -19,12 +19,14 @@ import pytest
 from executor.config.load import load_case
 from executor.launch.processes import rank_of
 from serving.ranks.client import EngineClient, EngineGone
+from serving.ranks.launcher import launcher_of
 from serving.ranks.messages import Sampling
 from serving.ranks.processes import processes_of
 from serving.ranks.supervisor import Supervisor
 from tests.ranks import free_port
 from tests.tiny import save_tiny, write_case
 from tests.variants import thorough_but
+from umbra.errors import EXIT_STATUS
 from umbra.files import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
@@ -54,14 +56,17 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     asyncio.run(until(lambda: not list(folder.iterdir()), 30))
 
 
+def launcher(case: str, *overrides: str, faulty: bool) -> list[str]:
+    usual = launcher_of(case, [*overrides])
+    return ["tests/serving/ranks/faulty_ranks.py", *usual[2:]] if faulty else usual
+
+
 @asynccontextmanager
 async def served(folder: Path, case: str, *overrides: str, faulty: bool = False) -> AsyncIterator[Supervisor]:
     """A supervisor whose ranks take requests, or have failed. Whatever happens, none of them is left."""
     client = EngineClient(folder / "socket")
     await client.listen()
-    supervisor = Supervisor(load_case(case, list(overrides)), case, list(overrides), client)
-    if faulty:
-        supervisor.launcher = ["tests/serving/ranks/faulty_ranks.py"]
+    supervisor = Supervisor(load_case(case, [*overrides]), launcher(case, *overrides, faulty=faulty), client)
     running = asyncio.create_task(supervisor.run())
     try:
         await until(lambda: client.serving or bool(supervisor.failed), 120)
@@ -82,9 +87,11 @@ async def until(condition: Callable[[], bool], within_s: float) -> None:
         await asyncio.sleep(0.01)
 
 
-async def answer(client: EngineClient, ids: list[int], tokens: int) -> tuple[list[int], str]:
-    """The tokens of a request, and why it ended."""
-    found: list[int] = []
+async def answer(
+    client: EngineClient, ids: list[int], tokens: int, found: list[int] | None = None
+) -> tuple[list[int], str]:
+    """The tokens of a request, which are put into `found` as they come, and why it ended."""
+    found = [] if found is None else found
     try:
         async for row in client.rows(ids, Sampling(tokens, ignore_eos=True)):
             found += row.tokens
@@ -114,8 +121,9 @@ def test_requests_when_a_process_is_killed(tmp_path: Path, temporary: Path, case
             for restarts, (phase, rank) in enumerate(KILLS[world], 1):
                 pid = victim(supervisor, rank)
                 if phase == "decode":
-                    begun = [asyncio.create_task(answer(client, [i], ENDLESS)) for i in (1, 2)]
-                    await until(lambda: [asked.begun for asked in client._asked.values()] == [True, True], 20)
+                    rows: tuple[list[int], list[int]] = ([], [])
+                    begun = [asyncio.create_task(answer(client, [i], ENDLESS, own)) for i, own in enumerate(rows)]
+                    await until(lambda: all(rows), 20)  # noqa: B023
                 prompt = LONG[:40] if phase == "decode" else LONG[1:]  # no prefix of what is known
                 asked = asyncio.create_task(answer(client, prompt, 3))
                 await asyncio.sleep(0.03)
@@ -137,6 +145,51 @@ def test_requests_when_a_process_is_killed(tmp_path: Path, temporary: Path, case
     if world > 1:  # nobody else knows the folders of the launcher that was killed
         shutil.rmtree(temporary)
         temporary.mkdir()
+
+
+def fail(tmp_path: Path, program: str, world_size: int = 2) -> tuple[Supervisor, list[str]]:
+    """Supervises a launcher that runs `program` in place of any ranks; it is started twice. -> what a person is told"""
+    told: list[str] = []
+    case = load_case("demo", [f"world_size={world_size}", "serve_config.restarts=1"])
+    source = f"import os, sys, time; {program}"
+    supervisor = Supervisor(case, ["-c", source], EngineClient(tmp_path / "socket"), told.append)
+    asyncio.run(supervisor.run())
+    return supervisor, told
+
+
+WRITES = "os.write(2, {}); sys.exit({})"
+ENDS = [  # what a launcher does, of how many ranks, and why they have failed
+    (WRITES.format(b"error: rank 1 failed; all ranks' logs: /results/x\n", 1), 2, "rank 1 failed"),
+    ("os.kill(os.getpid(), 9)", 1, r"rank 0 \(pid \d+\) failed: killed by SIGKILL"),
+    ("os.kill(os.getpid(), 9)", 2, r"the launcher \(pid \d+\) failed: killed by SIGKILL"),
+    ("sys.exit(139)", 2, r"the launcher \(pid \d+\) failed: killed by SIGSEGV"),
+    ("sys.exit(3)", 1, r"rank 0 \(pid \d+\) failed: exit status 3"),
+    ("sys.exit(3)", 2, "the ranks have ended with exit status 3"),
+]
+
+
+@pytest.mark.parametrize(("program", "world_size", "reason"), ENDS)
+def test_ranks_are_started_again_as_often_as_the_case_says(
+    tmp_path: Path, program: str, world_size: int, reason: str
+) -> None:
+    """A person is told where logs are; requests are not."""
+    supervisor, told = fail(tmp_path, program, world_size)
+    logs = "; all ranks' logs: /results/x" if "logs" in program else ""
+    assert re.fullmatch(reason, supervisor.failed)
+    assert supervisor.restarts == 1
+    first, last = told
+    assert re.fullmatch(f"{reason}{logs}; starting the ranks again \\(1 of 1\\)", first)
+    assert last == f"error: {supervisor.failed}{logs}"
+
+
+def test_a_launcher_s_lines_are_passed_on_except_its_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Lines of any length; a case that is refused is not started again."""
+    lines = b"a line\nerror: the \xff cup\n" + b"x" * 10_000 + b"\nrest\n"
+    supervisor, told = fail(tmp_path, WRITES.format(lines, EXIT_STATUS))
+    assert told == ["error: the \N{REPLACEMENT CHARACTER} cup"]
+    assert supervisor.restarts == 0
+    shown = capfd.readouterr().err.splitlines()
+    assert (shown[0], "".join(shown[1:])) == ("a line", "x" * 10_000 + "rest")
 
 
 FAULTS = {
@@ -173,6 +226,7 @@ def test_the_cause_is_told(
         assert "all_reduce" in Path(folder, "stacks0.log").read_text()  # it waits for rank 1
 
 
+@pytest.mark.thorough
 def test_a_halted_rank_is_named(tmp_path: Path, case: str) -> None:
     async def run() -> None:
         async with served(tmp_path, case, "serve_config.step_timeout_s=1") as supervisor:
@@ -184,7 +238,7 @@ def test_a_halted_rank_is_named(tmp_path: Path, case: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("phase", ["load", "idle", "hang"])
+@pytest.mark.parametrize("phase", thorough_but(["load", "idle", "hang"], "idle"))
 def test_ranks_end_with_their_front(tmp_path: Path, temporary: Path, case: str, phase: str) -> None:
     path = tmp_path / "socket"
     front = subprocess.Popen(
@@ -215,8 +269,7 @@ def test_stop_while_loading(tmp_path: Path, case: str, monkeypatch: pytest.Monke
     async def run() -> None:
         client = EngineClient(tmp_path / "socket")
         await client.listen()
-        supervisor = Supervisor(load_case(case), case, [], client)
-        supervisor.launcher = ["tests/serving/ranks/faulty_ranks.py"]
+        supervisor = Supervisor(load_case(case), launcher(case, faulty=True), client)
         running = asyncio.create_task(supervisor.run())
         await until(lambda: client.alive, 60)
         await supervisor.stop()
