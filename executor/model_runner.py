@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from cpu_offload.planner.planned_run import WARM_UP_TOKENS
 from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.stop_ids import stop_ids
 from executor.config.case import Case
@@ -28,9 +29,9 @@ from executor.platform import load_platform
 from executor.platform.base import Platform
 from executor.platform.settings import PlatformSettings
 from executor.run.host_memory import check_host_memory
-from executor.run.planned_run import WARM_UP_TOKENS, PlannedRun
 from executor.run.prompts import encode_prompts
 from executor.run.report import Completion, make_report
+from executor.run.shadow_plan import plan_run
 from executor.run.shadow_report import write_offload
 from ops.parallel.groups import Parallel
 from text.tokenizer import open_tokenizer
@@ -65,7 +66,7 @@ class ModelRunner:
             check_host_memory(case, ranks.local_world_size)
         self.planned = None
         if case.offload_config.mode != "none":
-            self.planned = PlannedRun(case, ranks, parallel.world, platform)
+            self.planned = plan_run(case, ranks, parallel.world, platform)
         choices = self.planned.choices if self.planned else None
         self.engine = Engine(case, platform, parallel, self.config, self.define_profiler(), choices, self.packed_cache)
         self.engine.decode_step = self.graph_compile()
@@ -144,11 +145,10 @@ class ModelRunner:
 
 
 class Qwen3MoeRunner(ModelRunner):
-    """Qwen3-MoE runs as any family does."""
-
-
-RUNNERS = {"qwen3_moe": Qwen3MoeRunner}  # families with a runner of their own
+    """Qwen3-MoE's runner: its decode step becomes a graph as any family's does. One that needs more than that overrides
+    `graph_compile`."""
 
 
 def make_runner(case: Case, results: Path, ranks: RankEnv) -> ModelRunner:
-    return RUNNERS.get(case.model_name, ModelRunner)(case, results, ranks)
+    runner = Qwen3MoeRunner if case.model_name == "qwen3_moe" else ModelRunner
+    return runner(case, results, ranks)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -18,11 +19,25 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from executor.run.parts import Part, product
 from models.batch import Batch
 from models.layers.base import layers_of
 from ops.interface import Ops, Paged
 from ops.parallel.groups import Group, Parallel
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of a memory plan: what takes memory, and how much. `how` is the arithmetic behind `nbytes`."""
+
+    name: str
+    nbytes: int
+    how: str = ""
+
+
+def product(name: str, **factors: int) -> Part:
+    """A part whose bytes are the product of `factors`, which are printed by their names."""
+    how = " x ".join(f"{value:,} {factor.replace('_', ' ')}" for factor, value in factors.items())
+    return Part(name, prod(factors.values()), how)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Counts the memory that one rank of a case needs, for `--plan`. No device is needed: the model is built on PyTorch's
-meta device, whose tensors have shapes but no memory, in the layouts of the platform's ops.
+"""Counts the memory that one rank of an Ascend case needs, for `--plan`. No device is needed: the model is built on
+PyTorch's meta device, whose tensors have shapes but no memory, in the layouts of the platform's ops.
 
 Every split of a model is even (`check_parallel`), so all ranks hold the same amount, and rank 0 is counted.
 """
@@ -10,64 +10,37 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from executor.config.case import Case
 from executor.config.load import load_model_config
-from executor.config.platforms import PLATFORMS
 from executor.config.units import GB, MB
 from executor.engine.batch_limits import limits_of
-from executor.engine.building import bind_caches, build_of
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import check_slots, most_rows, why_gathered, window_mb
 from executor.platform.ascend.hccl import buffer_mb
 from executor.platform.base import graph_rows
-from executor.run.activations import Ledger, batch_of, counted, sampling, shorten
-from executor.run.parts import Part, product
+from executor.run.activations import Ledger, Part, batch_of, product, sampling, shorten
+from executor.run.model_sketch import EXPERTS, ROWS, Sketch, cache_of, sketch_of, weights_of
 from models.batch import Batch
-from models.build import Build, Shadows
-from models.causal_lm import CausalLM
 from models.config import ModelConfig
-from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
-from models.layers.embedding import LMHead, VocabEmbedding
 from models.layers.experts import Experts
-from models.layers.norm import RMSNorm, SplitRMSNorm
-from models.layers.rotary import RotaryTable
-from models.layers.router import Router, SelectionBias
-from models.registry import load, model_class
 from ops.ascend.layout import CAUSAL_MASK, AscendLayout
 from ops.ascend.weights import NIBBLES, AscendExperts
 from ops.counted import CountedExchange, CountedOps
 from ops.interface import Exchange, Ops
-from ops.parallel.join import place_of
 from ops.parallel.partitions import ParallelSizes, partitions
 from umbra.errors import UserError
 
 WEIGHTS, CACHE, PREFILL, GRAPHS, HCCL, REST = (
     "weights", "KV cache", "prefill step", "decode graphs", "HCCL buffers", "allowance",
 )  # fmt: skip
-EXPERTS = ("experts", "experts' scales")
-KINDS: dict[type[nn.Module], str] = {
-    VocabEmbedding: "embedding", LMHead: "head", RMSNorm: "norms", SplitRMSNorm: "norms", Experts: "experts",
-    Router: "router", SelectionBias: "router",
-}  # fmt: skip
-ROWS = ("embedding", "rotary")  # tables of which a step reads one row for each token
 # A tenth of 64 GB, rounded down: serving engines usually leave as much free.
 ALLOWANCE = Part(
     "CANN, operators, tiles", 6 * GB, "an allowance, not measured: driver, runtime, operators' workspaces, compiled "
     "code, padding of tiles, fragmentation",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """Rank 0's model with its caches, on meta."""
-
-    config: ModelConfig
-    build: Build
-    model: CausalLM
-    pages: int  # KV pages that sequences may hold
 
 
 @dataclass(frozen=True)
@@ -129,55 +102,6 @@ def counted_ops(case: Case, config: ModelConfig, ledger: Ledger) -> CountedOps:
     experts, routing = case.parallel_sizes.physical(config.expert_count), case.ascend_config.moe_routing
     page_size = case.cache_config.page_size
     return CountedOps(AscendLayout(dtype), dtype, page_size, experts, routing=routing, name=ledger.note)
-
-
-def sketch_of(
-    case: Case, offload: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None
-) -> Sketch:
-    """The model and its caches on meta. By default, `ops` only has the platform's layouts: enough to build a model, but
-    not to run a step."""
-    config = load_model_config(case)
-    ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
-    quantised_head = PLATFORMS[case.platform].quantised_head
-    parallel = counted(place_of(case.parallel_sizes, 0, {}))
-    build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, offload, exchange)
-    model = model_class(case.model_name)(config, build)
-    pages = limits_of(case).pages
-    bind_caches(model, case, build, pages)
-    return Sketch(config, build, model, pages)
-
-
-def weights_of(model: nn.Module) -> list[Part]:
-    """The memory of all weights, by kinds of layers."""
-    names = ("embedding", "attention", "router", "experts", "experts' scales", "dense MLP", "norms", "head", "rotary")
-    sizes = dict.fromkeys(names, 0)
-    for path, layer in layers_of(model):
-        name = kind_of(model, path, layer)
-        tensors = list(layer.storages())
-        quantised = any(not t.is_floating_point() for t in tensors)
-        for tensor in tensors:
-            scales = name == "experts" and quantised and tensor.is_floating_point()
-            sizes["experts' scales" if scales else name] += tensor.nbytes
-    tables = [module for module in model.modules() if isinstance(module, RotaryTable)]
-    sizes["rotary"] = sum(table.cos.nbytes + table.sin.nbytes for table in tables)
-    return [Part(name, size) for name, size in sizes.items() if size]
-
-
-def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
-    """The kind of a layer as the plan names it: by its class or, for a plain matrix, by the modules beside it."""
-    if type(layer) in KINDS:
-        return KINDS[type(layer)]
-    around = {type(child) for child in model.get_submodule(path.rpartition(".")[0]).children()}
-    return "attention" if PagedAttention in around else "dense MLP"
-
-
-def cache_of(model: nn.Module, page_size: int) -> Part:
-    """The memory of the KV cache that is bound to `model`."""
-    layers = [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
-    caches: list[Tensor] = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
-    pages, values = len(caches[0]), caches[0][0].numel() // page_size
-    how = f"{len(caches)} tensors x {pages:,} pages x {page_size} tokens x {values} values x {caches[0].itemsize} B"
-    return Part("pages", sum(cache.nbytes for cache in caches), how)
 
 
 def _prefill(case: Case, sketch: Sketch, ledger: Ledger) -> list[Part]:

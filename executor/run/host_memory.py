@@ -8,7 +8,7 @@ from pathlib import Path
 
 from executor.config.case import Case
 from executor.config.units import GB, MB
-from executor.run.ascend_memory_plan import cache_of, sketch_of, weights_of
+from executor.run.model_sketch import cache_of, sketch_of, weights_of
 from umbra.errors import UserError
 
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

@@ -2,8 +2,8 @@
 
 from executor.config.case import Case
 from executor.config.units import GB
+from executor.run.activations import Part
 from executor.run.ascend_memory_plan import CACHE, GRAPHS, HCCL, PREFILL, REST, WEIGHTS, Plan, make_plan
-from executor.run.parts import Part
 from umbra.errors import UserError
 
 REMEDIES = {
@@ -19,7 +19,7 @@ REMEDIES = {
 def show_plan(case: Case) -> None:
     """Prints what the case needs, for `--plan`; raises UserError if that is more than a device has."""
     if case.offload_config.mode != "none":
-        from executor.run.planned_run import show_offload_plan
+        from executor.run.shadow_plan import show_offload_plan
 
         return show_offload_plan(case)
     plan = make_plan(case)

@@ -12,7 +12,7 @@ from cpu_offload.ascend import AscendDevice
 from cpu_offload.manager import Offload
 from executor.model_runner import ModelRunner
 from executor.platform.ascend.device import AscendPlatform
-from executor.run.planned_run import show_offload_plan
+from executor.run.shadow_plan import show_offload_plan
 from ops.ascend import vector_core
 from ops.ascend.bridge import BridgeError
 from ops.ascend.ops import AscendOps

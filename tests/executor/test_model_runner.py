@@ -238,7 +238,7 @@ def test_a_rank_is_set_up_part_by_part(
     monkeypatch.setattr(module, "platform_settings", lambda case: "settings")
     monkeypatch.setattr(module, "init_parallel", lambda *given: (done.append(given), parallel)[1])
     monkeypatch.setattr(module, "check_host_memory", lambda *given: done.append(given))
-    monkeypatch.setattr(module, "PlannedRun", lambda *given: (done.append(given), planned)[1])
+    monkeypatch.setattr(module, "plan_run", lambda *given: (done.append(given), planned)[1])
     monkeypatch.setattr(module, "Engine", lambda *given: (done.append(given), engine)[1])
     monkeypatch.setattr(module, "stop_ids", lambda *given: given)
     monkeypatch.setattr(module, "Loop", lambda *given: given)

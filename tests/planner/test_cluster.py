@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from executor.config.load import load_case
-from executor.run.ascend_memory_plan import make_plan, sketch_of, weights_of
+from executor.run.ascend_memory_plan import make_plan
+from executor.run.model_sketch import sketch_of, weights_of
 from models.layers.attention import PagedAttention
 from ops.counted import Done, Message
 from planner.cluster import Cluster, Load, Search, Targets, read_cluster

@@ -62,9 +62,9 @@ def _vector_cores(place: str, rows: list[Measured]) -> list[Constant]:
 
 
 def _copies(place: str, values: dict[str, Any]) -> list[Constant]:
-    from executor.run.shadow_choices import LINK
+    from cpu_offload.planner.choosing import LINK
 
-    where = "executor/run/shadow_choices.py, LINK"
+    where = "cpu_offload/planner/choosing.py, LINK"
     copies = values["copies"]
     assumed = f"{LINK / 1e6:g}"
     return [

@@ -29,7 +29,7 @@ from executor.config.case import CacheSettings, Case, DataSettings, ParallelSett
 from executor.config.load import load_case
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
-from executor.run.ascend_memory_plan import cache_of, kind_of, sketch_of, weights_of
+from executor.run.model_sketch import cache_of, kind_of, sketch_of, weights_of
 from models.layers.base import Piece, layers_of
 from models.registry import family_in
 from ops.format import Format

@@ -17,8 +17,9 @@ from executor.config.units import GB
 from executor.engine.batch_limits import limits_of
 from executor.engine.building import attentions, bind_caches, build_of
 from executor.run.activations import Ledger, batch_of, sampling, shorten
-from executor.run.ascend_memory_plan import make_plan, sketch_of
+from executor.run.ascend_memory_plan import make_plan
 from executor.run.memory_report import check_fits, print_plan
+from executor.run.model_sketch import sketch_of
 from models.build import Build, Formats
 from models.layers.base import layers_of
 from models.qwen3_moe.config import Qwen3MoeConfig

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from cpu_offload.planner import choosing
+from cpu_offload.planner.choosing import Sizes, choose
 from cpu_offload.planner.model import Costs, Line
 from executor.config.case import Case
-from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.run import shadow_choices as choices
 from executor.run.ascend_memory_plan import make_plan
 from executor.run.memory_report import check_fits, show_plan
-from executor.run.shadow_choices import Sizes, choose, sizes_of
+from executor.run.shadow_plan import sizes_of, wanted_of
 from tests.variants import thorough_but
 from umbra.errors import UserError
 from umbra.files import ROOT
@@ -178,10 +178,9 @@ def test_choices_at_the_true_sizes(monkeypatch: pytest.MonkeyPatch, mode: str) -
     beside a step, and only long prefills are streamed."""
     case = load_case(OFFLOAD, [f"offload_config.mode={mode}"])
     sizes = sizes_of(case)
-    monkeypatch.setattr(choices, "made_up", lambda *_: None)
-    monkeypatch.setattr(choices, "measure", lambda *_: made_up_costs(sizes))
-    ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=2, error_file="")
-    planner, chosen = choose(case, sizes, ranks)
+    monkeypatch.setattr(choosing, "made_up", lambda *_: None)
+    monkeypatch.setattr(choosing, "measure", lambda *_: made_up_costs(sizes))
+    planner, chosen = choose(wanted_of(case), sizes, (0, 2))
     assert planner.costs.copy == pytest.approx(sizes.slot_bytes / 20e6)  # a device: 20 GB/s
     assert planner.step_ms(4, 1.0) < planner.step_ms(4, 0.7) < planner.step_ms(4, 0.0)
     # Two sequences at once, then the other two, are a little faster than all four with fewer experts.

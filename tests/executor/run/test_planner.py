@@ -13,10 +13,10 @@ import pytest
 
 from cpu_offload.history import History, Step
 from cpu_offload.planner.model import LEAST_COST, MOST_COST, RATES, Costs, Line, Planner, Sample, Shape, fit, slip_of
+from cpu_offload.planner.planned_run import steps_of
 from executor.config.case import Case
 from executor.model_runner import ModelRunner, make_runner
 from executor.run.memory_report import show_plan
-from executor.run.planned_run import steps_of
 from tests.tiny import ONE_RANK, TINY_AS_M2, save_tiny, save_tiny_m2, tiny_case
 from umbra.errors import UserError
 

@@ -19,7 +19,8 @@ from executor.config.load import load_case, load_model_config
 from executor.engine.batch_limits import limits_of
 from executor.engine.building import bind_caches, build_of
 from executor.model_runner import make_runner as new_runner
-from executor.run.ascend_memory_plan import kind_of, make_plan
+from executor.run.ascend_memory_plan import make_plan
+from executor.run.model_sketch import kind_of
 from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from models.registry import model_class

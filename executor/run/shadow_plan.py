@@ -1,0 +1,127 @@
+"""The planner of shadow experts for a case: it gets the case's sizes and wishes, and `--plan` prints its predictions.
+
+Sizes come from a model on PyTorch's meta device, so only the checkpoint's `config.json` is read.
+"""
+
+from cpu_offload.manager import the_one
+from cpu_offload.memory.arena import Arena, extent_of
+from cpu_offload.planner.choices import Split
+from cpu_offload.planner.choosing import ShadowedLayers, Sizes, Wanted, choose
+from cpu_offload.planner.model import Shape
+from cpu_offload.planner.planned_run import PlannedRun
+from executor.config.case import Case
+from executor.config.env import RankEnv
+from executor.config.platforms import PLATFORMS
+from executor.config.units import GB
+from executor.engine.building import frame_of
+from executor.engine.shadows import expert_frames, frames_of, make_arena
+from executor.launch.platform_settings import platform_settings
+from executor.platform import load_platform
+from executor.platform.base import Platform
+from executor.run.model_sketch import EXPERTS, ROWS, sketch_of, weights_of
+from models.registry import load
+from ops.cpu.shadow import ExpertBlocks
+from ops.parallel.groups import Group
+from umbra.errors import UserError
+
+
+def plan_run(case: Case, ranks: RankEnv, world: Group, platform: Platform) -> PlannedRun:
+    """Measures and chooses for a run of `case` on `platform`, before weights are loaded."""
+    local = (ranks.local_rank, ranks.local_world_size)
+    return PlannedRun(wanted_of(case), sizes_of(case), local, world, platform.device, platform.copy_ms)
+
+
+def wanted_of(case: Case) -> Wanted:
+    offload, data = case.offload_config, case.data_config
+    return Wanted(
+        mode=offload.mode,
+        slots=offload.slots,
+        arena_mb=offload.arena_mb,
+        shadow_threads=offload.shadow_threads,
+        max_swaps=offload.max_swaps,
+        stream_tokens=offload.stream_tokens,
+        interval=offload.interval,
+        measure_s=offload.measure_s,
+        timeout_s=offload.timeout_s,
+        batch=data.batch_size,
+        longest=min(data.batch_size * data.input_max_len, data.chunked_prefill_size or 1 << 62),
+        on_host=PLATFORMS[case.platform].is_host,
+        threads_given=case.threads is not None,
+        instruction_set=case.instruction_set,
+    )
+
+
+def sizes_of(case: Case) -> Sizes:
+    found = ShadowedLayers(case.offload_config.start_layer)
+    sketch = sketch_of(case, found)
+    count, inner, hidden, format = the_one(set(found.layers), found.start_layer)
+    blocks = ExpertBlocks(inner, hidden, format)
+    config = sketch.config
+    # This rank has `count` of a layer's experts, and so on average the same share of the experts of a token.
+    top_k = max(1, round(config.experts_per_token * count / config.expert_count))
+    shape = Shape(len(found.layers), count, top_k)
+    frame, batch = frame_of(sketch.model, case, sketch.build), case.data_config.batch_size
+    slot_bytes, alignment = load(PLATFORMS[case.platform].expert_slot)(inner, hidden, format, sketch.build.dtype)
+    experts = shape.layers * count
+    split = Split(
+        frames_of(case, frame[1], expert_frames(frame[1], slot_bytes, experts), sketch.pages) - 1,
+        *extent_of(frame[1], slot_bytes), sketch.pages // batch, batch, experts,
+    )  # fmt: skip
+    weights = weights_of(sketch.model)
+    unshadowed = sum(part.nbytes for part in weights if part.name in EXPERTS) * found.others
+    unshadowed //= found.others + shape.layers
+    rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
+    rest += round(unshadowed * shape.used(batch) / count)
+    fixed = sum(part.nbytes for part in weights if part.name not in EXPERTS) + unshadowed
+    return Sizes(shape, blocks, slot_bytes, alignment, frame, split, sketch.pages, rest, fixed)
+
+
+def show_offload_plan(case: Case) -> None:
+    """Prints how memory would be divided and how long steps would take. It counts memory and measures made-up experts,
+    but loads no weights."""
+    sizes, platform = sizes_of(case), PLATFORMS[case.platform]
+    ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
+    if platform.is_host:  # measured with the platform's own engine
+        load_platform(case.platform)(platform_settings(case), ranks)
+    planner, choices = choose(wanted_of(case), sizes, (ranks.local_rank, ranks.local_world_size))
+    longest, experts, most_slots = sizes.pages, sizes.split.experts, choices.slots.value
+    arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)
+    print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
+    print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
+    beside = sizes.fixed_bytes + arena.frames * arena.frame_bytes
+    print(f"beside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {beside / 1e9:.2f} GB together")
+    pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
+    print(
+        f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows"
+        + ("" if platform.is_host else pinned_gb)
+    )
+    if platform.plans_memory and beside > case.ascend_config.memory_gb * GB:
+        raise UserError(
+            f"case {case.name}: {beside / GB:.2f} GB of weights and arena are more than ascend_config.memory_gb: "
+            f"{case.ascend_config.memory_gb}: lower offload_config.arena_mb, or raise world_size"
+        )
+    print("\n".join(planner.table(case.data_config.batch_size) + choices.table()))
+    print("Hit rates depend on the text; even traffic hits as often as its share of experts is resident.")
+
+
+def memory_split(case: Case, arena: Arena, pinned: int, longest: int, most_slots: int, experts: int) -> list[str]:
+    """The lines that `--plan` prints about the arena. `pinned` is the number of frames of experts that may not be
+    evicted, `longest` the number of pages of all sequences at their longest, `experts` the number of experts in all
+    layers with shadows."""
+    frames, each = arena.frames - 1, arena.extent_frames  # without the frame of the padding page
+    pages = frames - pinned
+    lines = [
+        f"arena: {arena.frames * arena.frame_bytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes, "
+        f"each a page of {case.cache_config.page_size} tokens or part of {arena.extent_slots} slots in {each} frames",
+        f"experts: {experts} with shadows, {arena.slot_bytes} bytes each; {most_slots} may be resident at once",
+        f"KV pages: {longest} for {case.data_config.batch_size} sequence(s) at their longest, {pages} can be had"
+        + ("" if pages >= longest else ": not all sequences run at once"),
+    ]
+    for name, held in (
+        ("no sequence", 0),
+        ("half as long", min(longest // 2, pages)),
+        ("the longest", min(longest, pages)),
+    ):
+        slots = min(most_slots, (arena.frames - 1 - held) // each * arena.extent_slots)
+        lines.append(f"  {name:<14} {held:>6} pages, {slots:>6} slots: {slots / experts:4.0%} of the experts fit")
+    return lines
