@@ -5,19 +5,27 @@ Every import counts: at the top of a file, inside a function, and under TYPE_CHE
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from umbra.files import ROOT
 
-# From the ground up: a room imports from the floors below its own, never from one beside it.
+FAMILIES = sorted(f"models.{path.parent.name}" for path in (ROOT / "models").glob("*/config.py"))
+# From the ground up: a room imports from the floors below its own, never from one beside it. A module is in the room of
+# the longest name that fits.
 FLOORS = [
     ["umbra.errors"],
     ["umbra.files"],
     ["ops", "text"],
-    ["models", "cpu_offload"],
+    ["ops.parallel", "ops.cpu"],
+    ["ops.ascend"],
+    ["models", "cpu_offload.memory", "cpu_offload.policy"],
+    [*FAMILIES, "cpu_offload"],
+    ["cpu_offload.planner"],
     ["executor.config"],
     ["executor.checkpoint"],
     ["executor.platform"],
+    ["executor.platform.ascend"],
     ["executor.engine"],
     ["executor.launch"],
     ["executor.run"],
@@ -25,11 +33,14 @@ FLOORS = [
     ["serving.ranks"],
     ["serving.api"],
     ["planner"],
+    ["planner.simulation"],
+    ["umbra.commands"],
     ["umbra", "run"],
     ["tools.benchmarks"],
     ["planner.benchmarks"],
     ["tools"],
 ]
+STRANGERS = [("models", "cpu_offload"), ("ops", "text")]  # neither imports anything of the other
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 WHOLE_CASE = FLOOR["executor.engine"]  # rooms below this one take what they need of a case, never all of it
 # Only these files and folders import Ascend's libraries, so that everything else can be imported on a laptop.
@@ -51,9 +62,14 @@ FILES = [p for top in TOPS for p in [ROOT / f"{top}.py", *(ROOT / top).rglob("*.
 SOURCES = {module_of(path): path for path in sorted(FILES)}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """The names of all modules that the file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,8 +82,11 @@ def imports(path: Path) -> Iterator[str]:
 
 def room_of(module: str) -> str | None:
     """The room of FLOORS with the longest name that the module is in; None: another's library, or `executor` itself."""
-    rooms = [room for room in FLOOR if f"{module}.".startswith(f"{room}.")]
-    return max(rooms, key=len, default=None)
+    return max((room for room in FLOOR if is_in(module, room)), key=len, default=None)
+
+
+def is_in(module: str, room: str) -> bool:
+    return f"{module}.".startswith(f"{room}.")
 
 
 def test_imports_run_one_way() -> None:
@@ -79,6 +98,31 @@ def test_imports_run_one_way() -> None:
         if own and room and room != own and FLOOR[room] >= FLOOR[own]
     }
     assert not wrong
+
+
+def test_some_rooms_know_nothing_of_each_other() -> None:
+    for one, other in [pair for two in STRANGERS for pair in (two, two[::-1])]:
+        for module in SOURCES:
+            assert not is_in(module, one) or not [name for name in imports(SOURCES[module]) if is_in(name, other)]
+
+
+def test_only_the_command_line_imports_the_planner() -> None:
+    for module, path in SOURCES.items():
+        if any(is_in(name, "planner") for name in imports(path)):
+            assert is_in(module, "planner") or module in ("umbra.cli", "tools.config_docs"), module
+
+
+def test_names_in_strings_are_there() -> None:
+    """Registries name what is imported late as `module:name`."""
+    found = 0
+    for path in SOURCES.values():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                module, colon, name = node.value.partition(":")
+                if colon and name.isidentifier() and "." in module and module.split(".")[0] in TOPS:
+                    assert name in {getattr(part, "name", "") for part in tree_of(SOURCES[module]).body}, node.value
+                    found += 1
+    assert found >= 10
 
 
 def test_no_import_goes_in_a_circle() -> None:
@@ -104,7 +148,7 @@ LOWER = [m for m in SOURCES if FLOOR.get(room_of(m) or "", 99) < WHOLE_CASE and 
 
 def test_only_the_engine_and_above_take_a_whole_case() -> None:
     for module in LOWER:
-        for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        for node in ast.walk(tree_of(SOURCES[module])):
             if isinstance(node, ast.ImportFrom) and node.module == "executor.config.case":
                 assert "Case" not in {alias.name for alias in node.names}, module
 

@@ -466,7 +466,7 @@ def name_of(pid: int) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return ""
-    parts = {b"serving.worker": "rank", b"serving.compiling": "compiler", b"umbra\0serve": "front"}
+    parts = {b"serving.ranks.worker": "rank", b"serving.api.compiling": "compiler", b"umbra\0serve": "front"}
     return next((name for part, name in parts.items() if part in command), "other" if command else "")
 
 
