@@ -54,13 +54,6 @@ def no_device() -> None:
     torch_npu.npu.device_count = lambda: 0
 
 
-def old_cann() -> None:
-    from executor.platform.ascend.versions import Versions
-    from tools.npu_check.stages import versions
-
-    versions.read_versions = lambda *_: Versions("2.9.0", "2.9.0", "8.0.0", "25.2")  # type: ignore[assignment]
-
-
 def not_built() -> None:
     """CANN's compiler is not there."""
     vector_core.built = lambda *_: 0  # type: ignore[assignment]
@@ -101,43 +94,12 @@ def wrong_kernel() -> None:
     spoil("fused_moe_w4a16")
 
 
-def wrong_tiles() -> None:
-    """A bank with wrong values."""
-    from tests.ascend import computing
-    from tools.npu_check.stages import kernels
-
-    def wrong(work: Any) -> None:
-        work.compute()
-        computing.on_cpu(work.args[-1]).mul_(1.5)
-
-    keep(kernels, "unpack_w4a16, small")
-    computing.SPECIAL["unpack_tiles_w4a16"] = wrong
-
-
-def capture_refused() -> None:
-    """A wait inside the capture."""
-    from tools.npu_check.stages import graphs
-
-    real = graphs.AscendOps.silu_mul
-    graphs.AscendOps.silu_mul = lambda self, x: real(self, x.cpu().npu())  # type: ignore[method-assign]
-    keep(graphs, "captured graph", "copies")
-
-
 def stale_replay() -> None:
     from tests.ascend import computing
     from tools.npu_check.stages import graphs
 
     computing.Computing.flush = lambda self: self.pending.clear()  # type: ignore[method-assign]
     keep(graphs, "captured graph")
-
-
-def wrong_graph() -> None:
-    """An op that is wrong in replays only."""
-    from tests.ascend import computing
-    from tools.npu_check.stages import graphs
-
-    spoil("npu_swiglu", lambda: computing.MODE.replaying)
-    keep(graphs, "npugraph_ex")
 
 
 def killed_rank() -> None:
@@ -150,14 +112,6 @@ def killed_rank() -> None:
 
     collectives.rank_body = body
     keep(collectives, "2 ranks")
-
-
-def wrong_sum() -> None:
-    from tests.ascend import computing
-    from tools.npu_check.stages import collectives
-
-    computing.summed = lambda parts: parts[0]
-    keep(collectives, "2 ranks, AIV")
 
 
 def no_callback() -> None:
@@ -186,10 +140,3 @@ def lost_shadows() -> None:
 
     computing.SPECIAL["shadow_join"] = lambda work: computing.put(work.outs[0], computing.on_cpu(work.args[1]))
     keep(shadows, "eager")
-
-
-def wrong_model() -> None:
-    from tools.npu_check.stages import model
-
-    spoil("npu_swiglu")
-    keep(model, "1 rank, npugraph_ex")

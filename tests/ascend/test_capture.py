@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.ascend.engine import (
-    CAPTURE_MODES,
     M2,
     SECOND_THOROUGH,
     Family,
@@ -63,18 +62,6 @@ def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str) -
         # Nothing waits before the tokens are read.
         assert after == ["aclnnArgMax (3,96)bfloat16 (3)int64", "synchronize stream", "memcpy D2H 24"]
     assert runner.engine.decode_step.compiles == 1  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("mode", CAPTURE_MODES)
-def test_inputs_without_fixed_addresses_are_copied_again(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mutation that the test above detects."""
-    monkeypatch.setattr(torch._dynamo, "mark_static_address", lambda tensor: None)
-    runner = ascend_runner(ascend_case(tmp_path, f"exe_mode={mode}"), tmp_path)
-    running = prefilled(runner)
-    step_log(runner, running)
-    assert not step_log(runner, running)[5].startswith("replay graph")
 
 
 def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> tuple[list[str], int]:

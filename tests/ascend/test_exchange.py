@@ -15,7 +15,6 @@ import torch_npu
 
 from executor.platform.ascend import device
 from executor.platform.ascend.exchange import window_mb
-from ops.ascend import exchange as exchanges
 from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.ascend.weights import AscendExperts
@@ -161,27 +160,6 @@ def test_a_ge_graph_has_no_collective(tmp_path: Path, family: Family) -> None:
         assert graph.exchanges == {("group_name_2", 2, rank)}
 
 
-@pytest.mark.thorough
-def test_the_next_start_finds_the_graph(tmp_path: Path) -> None:
-    """torchair keeps the communicator's name as it was, so the manifest has it."""
-    ascend_case(tmp_path, hidden_size=1024)
-    for wanted, body in (("miss (no cache yet)", in_ge), ("hit", in_ge), ("communicator was", named_otherwise)):
-        for graph in run_ranks(body, 2, tmp_path, "enable_cache_compile=true"):
-            assert wanted in graph.cache[0]
-
-
-def named_otherwise(rank: int, folder: Path, *overrides: str) -> Graph:
-    """As if one more group had been made before."""
-    new_group = dist.new_group
-
-    def one_more(ranks: list[int], **options: Any) -> Any:
-        new_group(ranks)
-        return new_group(ranks, **options)
-
-    device.dist.new_group = one_more
-    return in_ge(rank, folder, *overrides)
-
-
 def gathered(rank: int, folder: Path, kind: str) -> tuple[list[str], str]:
     """(kernels and collectives of a decode step, what the report says)"""
     overrides = {"off": ("ascend_config.exchange=false",)}.get(kind, ())
@@ -300,35 +278,3 @@ def test_few_rows_are_left_to_the_vector_cores(tokens: int, taken: bool) -> None
     ops = AscendOps(BF16, npu, "fusion_v2", gemv_tokens=8)
     experts = ops.expert_matrices(2, 64, 128, Format("q4", 32), npu)
     assert AscendExchange(ops, "", 0, 2, 4, 32).takes(tokens, experts) == taken
-
-
-def unconverted(rank: int, folder: Path) -> str:
-    """A mutation: the weights stay as the router gives them."""
-    combine = torch_npu.npu_moe_distribute_combine_v2
-
-    def given_halves(**given: Any) -> torch.Tensor:
-        return combine(**given | {"expert_scales": given["expert_scales"].bfloat16()})
-
-    torch_npu.npu_moe_distribute_combine_v2 = given_halves
-    with pytest.raises(Exception, match="weights float32") as raised:
-        in_ge(rank, folder)
-    return str(raised.value)
-
-
-def test_weights_of_another_type_are_seen_in_ge(tmp_path: Path) -> None:
-    ascend_case(tmp_path, hidden_size=1024)
-    for told in run_ranks(unconverted, 2, tmp_path):
-        assert "MoeDistributeCombineV2" in told
-
-
-def unlike_ranks(rank: int, folder: Path) -> list[str]:
-    """A mutation: the operators get another communicator, that of the collectives."""
-    init = AscendExchange.__init__
-    exchanges.AscendExchange.__init__ = lambda self, ops, group, *rest: init(self, ops, "group_name_1", *rest)  # type: ignore[method-assign]
-    return decoded(rank, folder, 1, 2, "exe_mode=eager").steps[0]
-
-
-def test_another_communicator_is_seen(tmp_path: Path) -> None:
-    ascend_case(tmp_path, hidden_size=1024)
-    for lines in run_ranks(unlike_ranks, 2, tmp_path):
-        assert [plain(line) for line in mixture(lines)] != MIXTURE

@@ -19,11 +19,7 @@ from executor.engine.building import init_parallel
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment
-from models import batch
-from ops.parallel.groups import Group
-from ops.parallel.rows import GroupRows
 from tests.ascend.engine import (
-    CAPTURE_MODES,
     FAMILIES,
     M2,
     QWEN3,
@@ -101,11 +97,6 @@ def maker(program: GeProgram, node: Node) -> str:
         node = by_name[node.inputs[0].partition(":")[0]]
         if node.type not in ("Reshape", "Squeeze", "Unsqueeze"):
             return node.type
-
-
-def decode_without_sums(rank: int, folder: Path) -> Seen:
-    Group.all_reduce = lambda self, x: x  # type: ignore[method-assign]
-    return decode(rank, folder)
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +218,6 @@ def prefill_step(rank: int, folder: Path, *overrides: str) -> list[str]:
     return log.lines
 
 
-def prefill_step_with_whole_rows(rank: int, folder: Path, *overrides: str) -> list[str]:
-    batch.RowShares = GroupRows  # type: ignore[misc, assignment]
-    return prefill_step(rank, folder, *overrides)
-
-
 def collectives(lines: list[str]) -> list[str]:
     """The collectives, each with its elements (of one rank's part, if there are parts) and type."""
     return [" ".join(line.split()[1:4]) for line in lines if line.startswith("hccl") and " open " not in line]
@@ -254,45 +240,6 @@ def test_a_sequence_parallel_prefill(tmp_path: Path, family: Family) -> None:
         assert collectives(lines) == shared_prefill(family)
         added = [line for line in lines if line.startswith("aclnnAddRmsNorm")]
         assert [line.split()[1].partition(")")[0] for line in added] == ["(14,128"] * 4
-
-
-def test_whole_rows_are_seen(tmp_path: Path) -> None:
-    ascend_case(tmp_path)
-    for lines in run_ranks(prefill_step_with_whole_rows, 2, tmp_path, "sequence_parallel_tokens=27"):
-        assert collectives(lines) == ["AllReduce 3584 bfloat16"] * 5 + ["AllGather 192 bfloat16"]
-
-
-def captured_steps(rank: int, folder: Path, mode: str) -> list[list[str]]:
-    """The calls of the first two decode steps to the device."""
-    case, ranks = started(rank, 2, folder, f"exe_mode={mode}")
-    runner = ascend_runner(case, folder, ranks)
-    prefilled(runner)
-    steps = []
-    for _ in range(2):
-        with device_log() as log:
-            runner.loop.step()
-        steps.append(log.lines)
-    return steps
-
-
-@pytest.mark.parametrize("mode", CAPTURE_MODES)
-def test_the_split_norm_is_captured(tmp_path: Path, mode: str) -> None:
-    """The same kernels as op by op, some of them in place, and the sum between them; a replay calls none again."""
-    ascend_case(tmp_path, family=M2)
-    for first, second in run_ranks(captured_steps, 2, tmp_path, mode):
-        lines = [line.removeprefix("captured ") for line in first if line.startswith(("captured", "hccl"))]
-        begins = [i for i, line in enumerate(lines) if "aclnnRmsNorm" in line and "strides" in line][::2]
-        wanted = [line.split()[0] for line in EAGER_NORM]
-        names = [line.split()[0].replace("Inplace", "") for line in lines]
-        assert [names[i : i + len(wanted)] for i in begins] == [wanted] * 2
-        assert len([line for line in second if line.startswith("replay graph")]) == 1
-        assert not [line for line in second if "RmsNorm" in line or "Routing" in line]
-
-
-def test_a_sum_left_out_is_seen(tmp_path: Path) -> None:
-    ascend_case(tmp_path)
-    for seen in run_ranks(decode_without_sums, 2, tmp_path):
-        assert seen.collectives == [(GATHER, "MatMul")]
 
 
 def communicators(rank: int, folder: Path, *overrides: str) -> tuple[dict[str, str], str]:

@@ -29,7 +29,7 @@ from ops.ascend import moe
 from ops.ascend.exchange import AscendExchange
 from ops.ascend.ops import AscendOps
 from ops.format import FORMATS, Format
-from ops.interface import Paged, Scores
+from ops.interface import Paged
 from ops.parallel.groups import Parallel, Shard
 from tests.ascend.engine import FAMILIES, M2, QWEN3, Family
 from umbra.errors import UserError
@@ -179,38 +179,6 @@ def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], family: F
             logits = model.module(model.batch(lengths))
         assert (logits.shape, logits.dtype, logits.device) == ((len(lengths), 96), BF16, NPU)
         assert seen.calls == calls
-
-
-@pytest.mark.parametrize(("family", "op"), [(QWEN3, "route_softmax"), (M2, "route_sigmoid")], ids=str)
-def test_scores_of_another_type_are_seen(
-    make: Callable[..., Model], family: Family, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mutation that the Meta functions must detect in the model's own step."""
-    model = make(format=Format("q4", 32), gemv_tokens=4, family=family)
-    real = getattr(AscendOps, op)
-
-    def other(*given: Any, **named: Any) -> Scores:
-        routed = real(*given, **named)
-        return dataclasses.replace(routed, values=routed.values.half())
-
-    monkeypatch.setattr(AscendOps, op, other)
-    with pytest.raises(TypeError, match=r"scores: torch\.float16: must be torch\.bfloat16"), torch.inference_mode():
-        model.module(model.batch([1, 1]))
-
-
-def test_a_wrong_layout_is_seen_by_the_meta_function(
-    make: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mutation that the real meta functions must detect."""
-    real = torch_npu.npu_fused_infer_attention_score
-
-    def mistaken(**arguments: Any) -> Any:
-        return real(**arguments | {"input_layout": "BNSX"})
-
-    monkeypatch.setattr(torch_npu, "npu_fused_infer_attention_score", mistaken)
-    model = make()
-    with pytest.raises(RuntimeError, match="Layout BNSX"), torch.inference_mode():
-        model.module(model.batch([1, 1]))
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -1,7 +1,6 @@
 """Experts in slots on two ranks over the real hccl backend: what is launched, what moves, and that graphs stay."""
 
 import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 
 from executor.engine import rebalancing
-from tests.ascend.engine import CAPTURE_MODES, QWEN3, ascend_case, ascend_runner, generate, prefilled
-from tests.ascend.ge import ge_programs
+from tests.ascend.engine import CAPTURE_MODES, ascend_case, ascend_runner, prefilled
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
-from tests.ascend.test_exchange import FUSED, MIXTURE, PROMPTS, SPLIT, plain
+from tests.ascend.test_exchange import MIXTURE, PROMPTS, SPLIT, plain
 from tests.ascend.test_hccl import started
 
 LOOK_UP, COUNT = "aclnnIndexSelect (8)int32 (3)int32 (3)int32", "aclnnInplaceAdd (5)int64 (5)int64 scalar:int64"
@@ -80,24 +78,3 @@ def test_experts_move_between_steps(tmp_path: Path, mode: str) -> None:
 def after(lines: list[str]) -> list[str]:
     """The calls behind the step itself, which ends with its tokens."""
     return lines[lines.index("memcpy D2H 16") + 1 :]
-
-
-def program_in_ge(rank: int, folder: Path) -> tuple[Counter[str], list[str]]:
-    """(nodes, the nodes whose outputs are written into tensors of the model)"""
-    case, ranks = started(rank, 2, folder, "exe_mode=ge_graph", *SPLIT, "expert_slots=5")
-    with ge_programs() as programs:
-        generate(ascend_runner(case, folder, ranks))
-    (program,) = programs
-    types = {node.name: node.type for node in program.nodes}
-    return program.count(), [types[out.source.partition(":")[0]] for out in program.outputs() if out.shape == (5,)]
-
-
-@pytest.mark.thorough
-def test_a_ge_graph_looks_up_and_counts(tmp_path: Path) -> None:
-    """What a layer adds to the graphs of test_exchange.py; sums are written where they were read."""
-    ascend_case(tmp_path, hidden_size=1024)
-    for nodes, written in run_ranks(program_in_ge, 2, tmp_path):
-        around = {"RmsNorm": 1, "MatMul": 1, "GatherV2": 3}  # the first norm, the head, the embedding and the angles
-        wanted = FUSED[QWEN3] + Counter(GatherV2=1, Add=1)
-        assert {name: nodes[name] for name in wanted} == {n: 2 * c + around.get(n, 0) for n, c in wanted.items()}
-        assert written == ["Add", "Add"]

@@ -124,16 +124,6 @@ def test_real_sizes_break_no_rule(cann: str, monkeypatch: pytest.MonkeyPatch) ->
     assert ("161002" in of_heads) == ("not in CANN before 9.0" in of_heads) == (cann < "9")
 
 
-@pytest.mark.thorough
-def test_a_cann_that_is_not_supported_refuses_the_routing_of_30b(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_npu then calls an older kernel for 128 experts of 2,048 columns, with counts of a type that it refuses."""
-    found, _ = on("8.3.RC1", ["30b_tp8", "235b_tp8"], monkeypatch)
-    key = ("30b_tp8", "bf16", "fusion_v2")
-    assert key in found
-    assert any("expert ids and counts are int32" in rule for rule in found[key])
-    assert {name for name, format, _ in found if format == "bf16"} == {"30b_tp8"}
-
-
 def made(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="npu")
 

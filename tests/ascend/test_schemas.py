@@ -9,7 +9,7 @@ import torch
 import torch_npu
 
 from executor.platform.ascend.versions import ROWS
-from tests.ascend.calls import Call, all_calls, calls_in
+from tests.ascend.calls import Call, all_calls
 from tests.ascend.record_schemas import RECORD, schemas_in
 
 RECORDED: dict[str, list[str]] = json.loads(RECORD.read_text())  # schema -> the releases that have it
@@ -77,33 +77,3 @@ def test_the_record_is_what_the_installed_release_registers() -> None:
     packets = [getattr(torch.ops.npu, op) for op in ops]
     loaded = [getattr(packet, name)._schema for packet in packets for name in packet.overloads()]
     assert {str(schema).removeprefix("npu::") for schema in loaded} == recorded
-
-
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [
-        ("torch_npu.npu_swiglu(input=x, axis=-1)", r"unknown \['axis'\]"),
-        ("torch_npu.npu_rms_norm(input=x, epsilon=1)", r"missing \['gamma'\]"),
-        ("torch_npu.npu_swish_glu(input=x)", "has no npu_swish_glu"),
-        # newer than the oldest supported release
-        ("torch_npu.npu_format_cast(input=x, acl_format=29, input_dtype=None)", r"2\.9\.0: .*unknown"),
-    ],
-)
-def test_a_call_that_does_not_bind_is_seen(source: str, complaint: str) -> None:
-    (call,) = calls_in(source, "file.py")
-    with pytest.raises(TypeError, match=complaint):
-        left_to_defaults(call)
-
-
-def test_an_argument_left_to_its_default_is_seen() -> None:
-    """A mutation that was once a real bug: `layout` of the rotary op was BSH until 2.10 and is BSND since."""
-    (call,) = calls_in("torch_npu.npu_apply_rotary_pos_emb(query=q, key=k, cos=c, sin=s, rotary_mode='half')", "f.py")
-    assert left_to_defaults(call) == {"layout"}
-
-
-@pytest.mark.parametrize(
-    "source", ["torch_npu.npu_swiglu(x, dim=-1)", "torch_npu.npu_swiglu(**x)", "f = torch_npu.npu_swiglu"]
-)
-def test_a_call_that_cannot_be_read_is_refused(source: str) -> None:
-    with pytest.raises(ValueError, match="npu_swiglu"):
-        calls_in(source, "file.py")

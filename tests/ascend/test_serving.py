@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.engine.drafts import Drafts
 from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
 from executor.model_runner import make_runner
@@ -113,30 +112,6 @@ def check_graphs(server: Server, captured: bool) -> None:
     assert not [line for line in log.lines if line.startswith(("captured", "capture begin"))]
     assert (sum(line.startswith("replay graph") for line in log.lines) > NEW) == captured
     assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["acl_graph", "ge_graph"])
-def test_drafts_run_in_graphs_of_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """An answer that repeats its prompt takes fewer steps, and no step captures another graph."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(f"{__name__}.next_token", lambda ids: ids[-min(7, len(ids))])
-    monkeypatch.setattr(Engine, "choose", choose)
-    monkeypatch.setattr(Drafts, "_cost", lambda drafts, rows: 1.0)
-    settings = (f"exe_mode={mode}", *LENGTHS, "draft_tokens=3")
-    case = ascend_case(tmp_path, *settings, max_position_embeddings=512)
-    with ge_programs() if mode == "ge_graph" else nullcontext():
-        server = Server(ascend_runner(case, tmp_path))
-        graphs: Any = server.worker.engine.decode_step
-        assert sorted(graphs.graphs) == [1, 2, 4, 8, 16]
-        for id in range(3):
-            server.submit(id, list(range(7 * id, 7 * id + 7)) * 2, 60)
-        server.finish()
-        assert graphs.compiles == 5
-    for id in range(3):
-        assert server.script.tokens(id) == (list(range(7 * id, 7 * id + 7)) * 9)[:60]
-    assert server.worker.accepted > 100
-    assert server.worker.steps < 30
 
 
 class Later(Script):

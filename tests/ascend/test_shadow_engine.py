@@ -1,24 +1,23 @@
 """Cases with shadow experts on the fake device: the calls of a step, experts that move between steps, and faults."""
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from executor.run.planned_run import show_offload_plan
 
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.manager import Offload
 from executor.model_runner import ModelRunner
-from executor.platform.ascend.device import AscendPlatform
 from executor.run.shadow_plan import show_offload_plan
 from ops.ascend import vector_core
 from ops.ascend.bridge import BridgeError
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import CAPTURE_MODES, ascend_case, ascend_runner, generate, prefilled
 from tests.ascend.extension import load_extension
-from tests.ascend.log import device_log, most_pinned, violations
+from tests.ascend.log import device_log, violations
 from tests.ascend.test_eager import ATTENTION, EXPERTS, FINALIZE, MOE, ROUTER
 from tests.ascend.workers import close_nodes
 from tests.tiny import TINY_AS_M2, save_tiny_m2, write_case
@@ -92,13 +91,6 @@ def test_a_layer(tmp_path: Path) -> None:
     own = [*bank(8, 1920), MOE["fusion_v2"][0], *map(untiled, EXPERTS), FINALIZE]
     expected = [*FORK, *own, JOIN, ATTENTION[-1]]
     assert lines[start : start + len(expected)] == expected
-
-
-def test_few_pairs_are_a_bank_each(tmp_path: Path) -> None:
-    runner = runner_of(tmp_path, "exe_mode=eager", "slots=5")
-    lines = step_log(runner, prefilled(runner, [[5, 17, 3]]))
-    (start,) = (i for i, line in enumerate(lines[:40]) if line == "host function")
-    assert lines[start + 2 : start + 6] == ["aclnnIndexSelect (8)int32 (3)int32 (3)int32", *bank(3, 1920)]
 
 
 def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
@@ -195,20 +187,6 @@ def test_a_stopped_pool_is_an_error_that_names_layer_and_step(tmp_path: Path, mo
     offload.pool.stop()
     with pytest.raises(BridgeError, match=f"layer 0, step {int(offload.pool.step) + 1}: the shadow pool failed"):
         runner.loop.step()
-
-
-def test_no_pinned_memory_for_shadows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses a size that no other test has, because torch_npu caches the failed allocation and returns it again."""
-    case = ascend_case(tmp_path, "offload_config.mode=resident", "exe_mode=eager", moe_intermediate_size=192)
-    monkeypatch.setattr(AscendPlatform, "copy_ms", lambda self, nbytes: 0.1)
-    most_pinned(1 << 16)
-    try:
-        with pytest.raises(
-            UserError, match=r"layer 0: no pinned memory on the host for torch.bfloat16 \(8, 128, 384\)"
-        ):
-            ascend_runner(case, tmp_path)
-    finally:
-        most_pinned(ctypes.c_size_t(-1).value)
 
 
 def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,14 @@
 """L2: RMS norms of vectors that are split over ranks, computed rank by rank in one process over the `npu::` schemas."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from executor.config.env import RankEnv
 from ops import reference
 from ops.ascend.ops import AscendOps
-from ops.parallel.groups import Group
 from tests.ascend import npu_on_cpu  # noqa: F401 (registers)
-from tests.ascend.engine import M2
-from tests.ascend.on_cpu import ReferenceOnCpu, ascend_on_cpu
-from tests.ascend.ranks import run_gloo_ranks
-from tests.ascend.test_numerics import assert_same, logits, save
 
 CPU, EPS = torch.device("cpu"), 1e-6
 TOKENS, DIM = 5, 128
@@ -97,38 +88,3 @@ def test_elements_of_a_token_have_no_error_in_common() -> None:
     found = worst(torch.bfloat16), worst(torch.bfloat16, torch.bfloat16)
     assert found[0] < 2**-11 < 2**-10 < found[1] < 2**-8
     assert worst(torch.float16) < 2**-11  # scales of float16 rows are float16
-
-
-@pytest.mark.parametrize(
-    "heard", [lambda local: local, lambda local: local * 8 * 8], ids=["no sum", "a sum in place of a mean"]
-)
-def test_a_mistaken_sum_is_seen(heard: Total) -> None:
-    pairs = zip(*normalised(torch.float32, 8, heard=heard), strict=True)
-    assert max((mine[0] - expected[0]).abs().max() for mine, expected in pairs) > 0.5
-
-
-def unsummed(rank: int, port: int, folder: Path) -> None:
-    import os
-
-    real: Any = AscendOps.split_rms_norm
-    AscendOps.split_rms_norm = lambda *given: real(*given[:-1], lambda local: local * 2)  # type: ignore[method-assign]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
-    np.savez(folder / f"rank{rank}.npz", **logits(folder, ascend_on_cpu("fusion_v2"), ranks, world_size=2))
-    torch.distributed.destroy_process_group()
-
-
-def test_norms_by_each_ranks_own_heads_are_seen(tmp_path: Path) -> None:
-    save(M2, tmp_path)
-    run_gloo_ranks(unsummed, 2, tmp_path)
-    expected = logits(tmp_path, ReferenceOnCpu)
-    with np.load(tmp_path / "rank0.npz") as arrays, pytest.raises(AssertionError):
-        assert_same(dict(arrays), expected, 1e-2)
-
-
-def test_one_rank_needs_no_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(M2, tmp_path)
-    monkeypatch.setattr(AscendOps, "split_rms_norm", None)
-    monkeypatch.setattr(Group, "all_reduce", lambda self, x: x)
-    assert_same(logits(tmp_path, ascend_on_cpu("fusion_v2")), logits(tmp_path, ReferenceOnCpu), 1e-4)

@@ -2,10 +2,9 @@
 whom."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from ops.ascend import vector_core
 from ops.ascend.ops import AscendOps
-from ops.ascend.tiles import TileBank
 from ops.ascend.weights import FRACTAL_NZ, AscendExperts
 from ops.format import Format
 from tests.ascend.engine import ascend_case, ascend_runner, prefilled
@@ -141,41 +139,6 @@ def test_products_wait_for_their_values_and_attention_does_not() -> None:
 
 def test_a_bank_is_not_overwritten_before_the_product_that_reads_it() -> None:
     assert while_the_main_stream_stalls() == []
-
-
-class NoEvent(torch_npu.npu.Event):
-    def wait(self, stream: torch_npu.npu.Stream | None = None) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("event", "run", "right"),
-    [("ready", while_the_side_stalls, ["attention"]), ("free", while_the_main_stream_stalls, [])],
-)
-def test_without_a_wait_the_order_is_wrong(
-    event: str, run: Callable[[], list[str]], right: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = TileBank.__init__
-
-    def without(bank: TileBank, *given: Any) -> None:
-        made(bank, *given)
-        setattr(bank, event, NoEvent())
-
-    monkeypatch.setattr(TileBank, "__init__", without)
-    assert run() != right
-
-
-def test_a_bank_that_is_released_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = TileBank.take
-
-    def early(bank: TileBank, experts: Any) -> Tensor:
-        values = taken(bank, experts)
-        bank.release(experts)
-        return values
-
-    monkeypatch.setattr(TileBank, "take", early)
-    ops, model = layers()
-    assert launched(model, ops) != [*FIRST, *NEXT, *LAST]
 
 
 def bank_op(bank: Tensor) -> None:
