@@ -47,15 +47,20 @@ def test_only_the_newer_backend_is_told_of_kernels(wanted: str) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_graph_that_is_made_again_is_said(tmp_path: Path, strict: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dynamo guards a compiled step by the number of threads, among others."""
     torch._dynamo.reset()
     runner = ascend_runner(ascend_case(tmp_path, "exe_mode=acl_graph", f"strict={strict}"), tmp_path)
     prefilled(runner)
     runner.loop.step()
-    torch._dynamo.reset()
-    if strict:
-        with pytest.raises(UserError, match="strict: true: the graph of 4 sequences was compiled again"):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        if strict:
+            with pytest.raises(UserError, match="strict: true: the graph of 4 sequences was compiled again"):
+                runner.loop.step()
+        else:
             runner.loop.step()
-    else:
-        runner.loop.step()
-        said = "WARNING: the graph of 4 sequences was compiled again (--set strict=true makes this an error)\n"
-        assert said in capsys.readouterr().out
+            said = "WARNING: the graph of 4 sequences was compiled again (--set strict=true makes this an error)\n"
+            assert said in capsys.readouterr().out
+    finally:
+        torch.set_num_threads(threads)

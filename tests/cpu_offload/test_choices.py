@@ -164,61 +164,6 @@ def test_long_steps_are_compared_with_both_predictions() -> None:
     }
 
 
-class Known:
-    """A planner that says how long a layer takes, and notes for how many tokens it was asked."""
-
-    def __init__(self, streamed: float, computed: float):
-        self.streamed, self.computed = streamed, computed
-        self.asked: list[int] = []
-
-    def stream_ms(self, tokens: int, hit: float) -> float:
-        self.asked.append(tokens)
-        return self.streamed / tokens + hit
-
-    def layer_ms(self, tokens: int, hit: float) -> float:
-        return self.computed + hit
-
-
-@pytest.mark.parametrize(
-    ("decode", "longest", "sizes"),
-    [
-        (4, 100, [100, 64, 32, 16, 8, 5]), (4, 17, [17, 16, 8, 5]), (4, 16, [16, 8, 5]), (3, 9, [9, 8, 4]), (7, 8, [8]),
-        (3, 5, [5, 4]), (4, 10, [10, 5]), (4, 11, [11, 8, 5]), (1, 7, [7, 4, 2]),
-    ],
-)  # fmt: skip
-def test_streaming_is_tried_with_powers_of_two_and_the_ends(decode: int, longest: int, sizes: list[int]) -> None:
-    always, never, some = Known(0.0, 1.0), Known(9e9, 1.0), Known(16.0, 1.0)
-    assert [choose_streaming(one, 0.0, decode, longest).value for one in (always, never)] == [decode + 1, 0]  # type: ignore[arg-type]
-    assert always.asked == [*sizes, decode + 1]  # the last one to be shown
-    assert never.asked == [longest, longest]
-    # as long as computed at 16 tokens, which is not faster
-    faster = [size for size in sizes if size > 16]
-    assert choose_streaming(some, 0.0, decode, longest).value == (min(faster) if faster else 0)  # type: ignore[arg-type]
-
-
-def test_reasons_name_the_times() -> None:
-    found = choose_streaming(Known(8.0, 2.0), 0.25, 4, 16)  # type: ignore[arg-type]
-    why = "a layer of 5 tokens at 25% hits takes 1.850 ms streamed, 2.250 computed by both"
-    assert found == Choice(5, why)
-    found = choose_streaming(Known(80.0, 2.0), 0.25, 4, 16)  # type: ignore[arg-type]
-    assert found == Choice(0, "a layer of 16 tokens at 25% hits takes 5.250 ms streamed, 2.250 computed by both")
-    assert choose_streaming(planner(), 0.5, 9, 8).value == 0
-    free = Planner(SHAPE, dataclasses.replace(COSTS, base=0, device=Line(0, 0, 0), shadow=Line(0, 0, 0)), rest=6.0)
-    swaps = choose_swaps(free, 4, 0.5, 2)
-    assert swaps == Choice(32, "copies of 0.052 ms may take 1 part in 4 of 12.000 ms, 2 step(s); at most 32")
-    slow = dataclasses.replace(free, costs=dataclasses.replace(free.costs, copy=1.0))
-    assert choose_swaps(slow, 4, 0.5, 2) == Choice(3, "copies of 1.000 ms may take 1 part in 4 of 12.000 ms, 2 step(s)")
-    other = dataclasses.replace(free, rest=7.5)
-    chosen = choose_threads({(8, 8): other, (12, 4): free, (4, 4): dataclasses.replace(free, rest=9.0)}, 1, 0.25)
-    assert chosen == Choice((12, 4), "device + shadow pool; 6.000 ms a step at 25% hits; 8 + 8: 7.500, 4 + 4: 9.000")
-    assert choose_slots(free, dataclasses.replace(SPLIT, sequences=3)).why == (
-        "280 of 640: 2.000 ms a token of even traffic with 3 sequence(s) at once; with 1: 6.000"
-    )
-    assert choose_slots(free, dataclasses.replace(SPLIT, sequences=4, frames=65)).why.startswith(
-        "48 of 640: 3.000 ms a token of even traffic with 2 sequence(s) at once; with 1: 6.000, 3: 3.000"
-    )
-
-
 def test_measured_steps_are_compared_with_what_was_predicted() -> None:
     one = planner()
     found = one.compare([(0.0, 1.0, 5.0), (4.0, 0.5, 1.0), (2.0, 0.25, 4.0)])

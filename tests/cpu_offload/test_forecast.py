@@ -99,25 +99,3 @@ def test_a_slope_is_of_least_squares_within_0_and_1() -> None:
     for factor, limit in ((100, 1.0), (-1e6, 0.0)):
         slope.learn(factor * one, one)
         assert slope.value == limit
-
-
-def test_few_layers_are_all_sources_and_a_large_layer_adds_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [Forecast(layers, 3)._sources.tolist() for layers in (1, 2, 4, 5)] == [[0], [0, 1], [*range(4)], [*range(5)]]
-    assert Forecast(2, 3)._weights.shape == (6, 6)
-    for weights, rows in ((1, 1), (6, 1), (12, 2), (17, 2), (18, 3)):
-        monkeypatch.setattr(forecast, "WEIGHTS", weights)
-        assert Forecast(2, 3)._most_rows == rows
-
-
-def test_frequencies_forget_half_in_their_half_lives() -> None:
-    """After one interval with two uses of each expert none is used again. The first intervals weigh more."""
-    found, slow, fast = Forecast(1, 2), 2.0, 2.0
-    found.learn(np.array([[2, 2]]))
-    for interval in range(2, 802):
-        found.learn(np.array([[0, 0]]))
-        slow *= 1 - max(1 - 0.5 ** (1 / 512), 1 / (interval + 16))
-        fast *= 1 - max(1 - 0.5 ** (1 / 32), 1 / (interval + 16))
-        if interval in (10, 40, 801):
-            assert found._slow.tolist() == pytest.approx([slow] * 2, rel=1e-3)
-            assert found._fast.tolist() == pytest.approx([fast] * 2, rel=1e-3)
-    assert found.intervals == 801

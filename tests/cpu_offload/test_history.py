@@ -29,14 +29,6 @@ def test_more_exposed_than_computed_is_explained(exposed: float | None, said: st
     assert said in summary({**REPORT, "exposed_ms": exposed})
 
 
-def test_copies_and_streams_are_said() -> None:
-    line = summary({**REPORT, "hit_rate": None, "exposed_ms": 1.9, "streamed": {"bytes": 2_500_000}})
-    assert line == (
-        "shadow experts: hit rate -, 1.9 ms on the CPU, of which 1.9 exposed, 3 copies, 2 evictions (1 for the cache), "
-        "2.5 MB streamed"
-    )
-
-
 def step(start: int, hits: list[int], misses: list[int], times: list[list[int]], kv: int, experts: int) -> Step:
     packed = np.packbits(np.array([[True, False, True], [False, False, True]]), axis=1)
     return Step(start, start + 9000, np.array(hits), np.array(misses), np.array(times), packed, 3, kv, experts, 1)
@@ -101,21 +93,3 @@ def test_a_trace_has_a_span_for_each_thing_that_took_time() -> None:
         ("copies", "layer 0, expert 1", 13.0, 1.0),
     ]
     assert all((event["ph"], event["pid"]) == ("X", 1) for event in events[3:])
-
-
-def test_what_has_no_beginning_or_no_length_has_no_span() -> None:
-    shown = History(steps=[step(0, [1, 1], [0, 0], [[5, 5, 6, 5], [0, 7, 1, 2]], 1, 1)], copies=[(9, 9, 1, 1)])
-    events = shown.trace()["traceEvents"][3:]
-    assert [(event["name"], event["ts"], event["dur"]) for event in events] == [("wait, layer 1", 0.001, 0.001)]
-
-
-def test_a_history_begins_empty() -> None:
-    empty = History()
-    assert (empty.for_cache, empty.frames, empty.routed.shape, empty.routed.dtype) == (0, 0, (0, 0), np.dtype(np.int64))
-    assert empty.trace()["traceEvents"][3:] == []
-    assert empty.report() | {"layers": []} == {
-        "steps": 0, "hit_rate": None, "exposed_ms": 0.0, "shadow_ms": 0.0, "copies": 0, "evictions": 0,
-        "evictions_for_cache": 0, "arena_frames": 0, "most_kv_frames": 0, "kv_frames_gained": 0,
-        "streamed": {"steps": 0, "layers": 0, "bytes": 0}, "layers": [],
-    }  # fmt: skip
-    assert [LongLayer(1, 2, hits, misses, 0, 1.0).hit_rate for hits, misses in ((0, 0), (1, 0), (0, 1))] == [0, 1, 0]

@@ -1,19 +1,15 @@
 """The manager of resident experts with a made-up device: what is copied, published, evicted, counted, and when."""
 
-import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cpu_offload import manager as module
 from cpu_offload.history import LongLayer
 from cpu_offload.manager import Offload, Settings, layer_number, the_one
 from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
-from cpu_offload.policy.residency import Settings as Policy
 from cpu_offload.policy.residency import Swap
 from ops.format import FORMATS
 from umbra.errors import UserError
@@ -91,15 +87,21 @@ class Policies:
         return self.cold
 
 
+class Pool:
+    """A shadow pool that only counts steps."""
+
+    steps = 0
+
+    def count_step(self) -> int:
+        self.steps += 1
+        return self.steps
+
+
 def opened(
-    monkeypatch: pytest.MonkeyPatch, mode: str = "fixed", slots: int = 3, frames: int = 40, interval: int = 2,
+    mode: str = "fixed", slots: int = 3, frames: int = 40, interval: int = 2,
     max_swaps: int = 5, layers: int = LAYERS,
 ) -> Any:  # fmt: skip
-    clock = iter(range(1000, 9000, 10))
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
-    numbers = itertools.count(1)
-    pool = SimpleNamespace(count_step=lambda: next(numbers))
-    given: Any = Settings(mode, 1, slots, interval, max_swaps), Device(), pool
+    given: Any = Settings(mode, 1, slots, interval, max_swaps), Device(), Pool()
     made: Any = Offload(*given)
     made.layers = [Layer() for _ in range(layers)]
     made.open(Arena(frames, FRAME, SLOT, 4), "memory", "gather")
@@ -144,8 +146,8 @@ def test_layers_from_the_first_one_on_have_shadows() -> None:
             the_one(wrong, 9)
 
 
-def test_the_first_experts_of_each_layer_are_placed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = opened(monkeypatch)
+def test_the_first_experts_of_each_layer_are_placed_at_once() -> None:
+    offload = opened()
     assert list(offload.slots) == [(0, 0), (1, 0), (0, 1)]
     assert offload.here.tolist() == offload.published.tolist() == [[True, True, False, False], [True] + [False] * 3]
     starts = [offload.arena.slot_offset(slot) for slot in offload.slots.values()]
@@ -165,41 +167,8 @@ def test_the_first_experts_of_each_layer_are_placed_at_once(monkeypatch: pytest.
     assert offload.history.long == [long]
 
 
-def test_as_many_experts_are_placed_as_fit_beside_what_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An extent has two frames and one slot. Of elastic frames three stay free, so that they are above the mark."""
-    for frames, elastic, fixed in ((16, 6, 8), (15, 6, 7), (17, 7, 8), (19, 8, 8), (4, 0, 2), (5, 1, 2)):
-        offload = opened(monkeypatch, "elastic", frames=frames)
-        assert (offload.arena.extent_frames, offload.arena.extent_slots) == (2, 1)
-        assert (offload.balance.low, offload.balance.high, offload.balance.patience) == (1, 3, 8)
-        assert (len(offload.slots), offload.most_slots) == (elastic, 8)
-        assert len(opened(monkeypatch, "resident", frames=frames).slots) == fixed
-    assert opened(monkeypatch, slots=0).slots == {}
-
-
-def test_one_layer_has_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = opened(monkeypatch, layers=1)
-    assert list(offload.slots) == [(0, 0), (0, 1), (0, 2)]
-    assert offload.here.shape == offload.published.shape == (1, EXPERTS)
-    assert decoded(offload, [[1, 2, 3, 4]]).misses.tolist() == [4]
-
-
-def test_steps_are_counted_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = opened(monkeypatch)
-    told(offload)
-    assert (offload.step, offload.step_number) == (0, 0)
-    offload.begin()
-    offload.started((8, 8), (3, 5))
-    assert offload.step == 1
-    assert told(offload) == [("begin", 1, (8, 8), (3, 5))]
-    offload.layers[1].counts += torch.tensor([1, 2, 3, 4])  # what steps write to
-    offload.end(False)
-    assert told(offload) == ["finish"]
-    assert (offload.step_number, offload.history.steps, offload.residency.seen) == (0, [], [])
-    assert offload.seen.tolist() == [[0] * 4, [1, 2, 3, 4]]
-
-
-def test_a_decode_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = opened(monkeypatch)  # (0, 0), (0, 1) and (1, 0) are resident
+def test_a_decode_step_is_recorded() -> None:
+    offload = opened()  # (0, 0), (0, 1) and (1, 0) are resident
     offload.begin()
     offload.counts += 5  # of a prefill
     offload.end(False)
@@ -211,7 +180,7 @@ def test_a_decode_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.times.tolist() == [[0] * 4, [1, 2, 3, 4]]
     assert step.resident.tolist() == offload.published.tolist()
     assert (step.experts, step.kv_frames, step.expert_frames, step.free_frames) == (4, 1, 6, 33)
-    assert step.end == step.start + 10
+    assert step.end > step.start
     offload.layers[1].times += 1
     assert step.times[1].tolist() == [1, 2, 3, 4]
     offload.arena.give_page(page)
@@ -222,21 +191,21 @@ def test_a_decode_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (offload.history.steps, offload.history.frames, int(offload.history.routed.sum())) == ([], 40, 0)
 
 
-def test_the_policy_is_asked_after_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = opened(monkeypatch, slots=3)
+def test_the_policy_is_asked_after_each_interval() -> None:
+    offload = opened(slots=3)
     offload.evict((0, 1))
     for counts in ([[1, 0, 0, 0], [0] * 4], [[1, 2, 0, 0], [0] * 4], [[0, 0, 3, 0], [0] * 4], None):
         decoded(offload, counts)
     assert offload.residency.seen == [
         [[2, 2, 0, 0], [0] * 4], (2, 1), [[0, 0, 3, 0], [0] * 4], (2, 1),
     ]  # fmt: skip
-    resident = opened(monkeypatch, "resident", interval=1)
+    resident = opened("resident", interval=1)
     decoded(resident)
     assert resident.residency.seen == []
 
 
-def test_swaps_evict_and_then_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = opened(monkeypatch, interval=1)
+def test_swaps_evict_and_then_fetch() -> None:
+    offload = opened(interval=1)
     told(offload)
     gone = offload.slots[0, 1]
     offload.residency.next = [
@@ -273,15 +242,8 @@ def test_swaps_evict_and_then_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert offload.history.evicted == [0, 1]
 
 
-def test_nothing_is_fetched_without_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = opened(monkeypatch, "resident", frames=4)
-    told(offload)
-    offload.fetch((1, 3))
-    assert (told(offload), (1, 3) in offload.slots, offload.here[1, 3]) == ([], False, False)
-
-
-def test_the_coldest_make_room_for_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    offload = opened(monkeypatch, "resident", frames=16)
+def test_the_coldest_make_room_for_the_cache() -> None:
+    offload = opened("resident", frames=16)
     offload.residency.cold = [(1, 3), (0, 2), (0, 0)]
     offload.make_room(3)
     assert offload.residency.seen == [(8, 8)]
@@ -290,30 +252,6 @@ def test_the_coldest_make_room_for_the_cache(monkeypatch: pytest.MonkeyPatch) ->
     ]  # fmt: skip
     assert (offload.history.for_cache, offload.history.evicted) == (2, [1, 0])
     assert offload.arena.free_frames == 4
-
-
-def test_elastic_slots_are_those_beyond_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    stepped: list[int] = []
-    for mode, wanted in (("elastic", 7), ("fixed", 3 - 3), ("resident", 8 - 8)):
-        offload = opened(monkeypatch, mode)
-        offload.balance = SimpleNamespace(step=lambda: stepped.append(1), room=lambda: 7)
-        assert offload._free_slots() == wanted
-        offload.begin()
-    assert stepped == [1]
-
-
-def test_what_a_copy_costs_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for mode in ("fixed", "elastic"):
-        made = opened(monkeypatch, mode, max_swaps=6)
-        made.value_copies(0.5, 7)
-        assert made.residency.settings == Policy(max_swaps=7, swap_cost=0.5)
-    given: Any = Settings("fixed", 1, 3, 2, 6), Device(), SimpleNamespace()
-    plain = Offload(*given)
-    layers: Any = [Layer(), Layer()]
-    plain.layers = layers
-    plain.open(Arena(40, FRAME, SLOT, 4), torch.empty(0), lambda: None)
-    assert plain.residency.settings == Policy(max_swaps=6)
-    assert (len(plain.residency.forecast.lasting), plain.residency.experts) == (LAYERS * EXPERTS, EXPERTS)
 
 
 class Memory:

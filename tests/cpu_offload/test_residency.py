@@ -176,62 +176,6 @@ def test_the_best_come_for_the_worst_if_their_gain_counts() -> None:
     assert known(1.0).swaps(three, 0) == [first]  # as many as come
 
 
-def test_one_batch_at_a_time_is_judged_by_what_came() -> None:
-    """The uses of those that come minus those of the ones that go, less two standard errors, over the gains."""
-    policy = known(0.0)
-    policy.observe(np.array([[9, 9], [9, 8]]))
-    assert policy.swaps(LAST, 0) == []
-    paper = policy._paper
-    assert paper
-    assert paper.due == 3
-    assert (paper.come.tolist(), paper.go.tolist(), paper.gains.tolist()) == ([0, 1], [3, 2], [3.5, 2.0])
-    assert paper.uses_before.tolist() == [1, 0]
-    policy.observe(np.array([[5, 3], [1, 2]]))
-    policy.swaps(LAST, 0)
-    assert policy._paper is paper
-    policy.observe(np.array([[6, 4], [0, 1]]))  # 11 and 7 came, 3 and 1 went
-    assert policy._paper is None
-    error = 2 * (8**2 + 6**2) ** 0.5
-    assert policy.trust == 0  # 14 less 20
-    policy._seen += error  # as if more had been seen
-    policy.swaps(LAST, 0)
-    policy.observe(np.zeros((2, 2), int))
-    policy.observe(np.array([[7, 5], [5, 3]]))  # 4 and 0 more
-    decay = 0.5 ** (1 / 64)
-    seen, predicted = decay * 34 + 4, decay * 5.5 + 5.5
-    assert policy.trust == 1.0 == min(1.0, (seen - 2 * (decay * 100 + 16) ** 0.5) / predicted)
-    policy._predicted *= 100
-    policy._judge(paper.__class__(0, paper.come, paper.go, paper.gains, policy._uses[[0, 1]] - policy._uses[[3, 2]]))
-    predicted = decay * 100 * predicted + 5.5
-    assert policy.trust == pytest.approx((decay * seen - 2 * (decay * (decay * 100 + 16)) ** 0.5) / predicted)
-
-
-def test_only_gains_beyond_the_cost_are_kept_on_paper() -> None:
-    policy = known(1.0)
-    policy.forecast.lasting[:] = 0  # worth 3, 2, 1, 0
-    here = np.array([[True, False], [True, False]])
-    policy.forecast.next = np.array([2.0, 2.1, 1.0, 0.5])  # type: ignore[misc]
-    assert policy.swaps(here, 0) == [Swap(0, 1, (1, 0))]
-    assert policy._paper
-    assert policy._paper.come.tolist() == [1]
-    policy = known(1.0)
-    policy.forecast.next = np.array([1.0, 1.05, 1.0, 1.05])  # type: ignore[misc]
-    policy.forecast.lasting[:] = 0
-    assert policy.swaps(LAST, 0) == []
-    assert policy._paper is None
-
-
-def test_a_gain_that_is_just_the_cost_counts_for_nothing() -> None:
-    """Gains are 2.5 and 0.5."""
-    for trust, done in ((1.0, [Swap(0, 0, (1, 0))]), (0.2, [])):
-        policy = Residency(2, 2, Settings(2, swap_cost=0.5))
-        policy.forecast = Known([3.5, 2.0, 1.0, 1.5], [0.0, 0.0, 0.0, 0.0])  # type: ignore[assignment]
-        policy.trust = trust
-        assert policy.swaps(LAST, 0) == done
-        assert policy._paper
-        assert policy._paper.come.tolist() == [0]
-
-
 def test_free_slots_stay_free_for_experts_of_no_worth() -> None:
     policy = known(1.0)
     policy.forecast.next, policy.forecast.lasting[:] = np.array([0.0, 0.25, -1.0, 0.0]), 0  # type: ignore[misc]

@@ -1,14 +1,12 @@
 """Long steps whose missing experts are streamed to the device: the same bits, the same counts, and the records."""
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cpu_offload import cpu as offload_cpu
 from cpu_offload.cpu import CpuDevice, CpuExperts
 from cpu_offload.history import History, LongLayer
 from cpu_offload.streaming import CHUNK, RING, Streaming
@@ -116,50 +114,8 @@ def test_streaming_needs_no_shadow_pool_and_never_has_no_ring() -> None:
         never.shadowed.mixture(x, weights, ids, None)
 
 
-def test_what_was_streamed_is_counted_by_steps_and_layers() -> None:
-    history = History(long=[LongLayer(step, 9, 1, 3, size, 1.0) for step, size in ((1, 5), (1, 6), (2, 0), (3, 7))])
-    assert history.report()["streamed"] == {"steps": 2, "layers": 3, "bytes": 18}
-    assert history.long[0].hit_rate == 0.25
-
-
 def test_a_ring_is_made_only_where_steps_are_streamed() -> None:
     assert [Streaming(tokens, 64).ring.shape for tokens in (-1, 0, 1, 9)] == [(0, 64), (0, 64), (RING, 64), (RING, 64)]
-
-
-@pytest.mark.parametrize("threshold", [4, 1, 0])
-def test_long_layers_are_noted_with_their_step_and_time(monkeypatch: pytest.MonkeyPatch, threshold: int) -> None:
-    layer = Layer(FORMATS["float32"], threshold)
-    layer.place([0, 1])
-    now = iter([10.0, 10.25])
-    monkeypatch.setattr(offload_cpu, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    for _ in range(3):
-        layer.pool.count_step()
-    ids = torch.tensor([[0, 5], [0, 1], [7, 5], [-1, COUNT]])
-    layer.shadowed.mixture(torch.randn(4, HIDDEN), torch.rand(4, 2), ids, None)
-    streamed = 2 * layer.shadowed.blocks.block_bytes if threshold else 0
-    assert layer.history.long == [LongLayer(3, 4, 3, 3, streamed, 250.0)]
-
-
-def test_experts_begin_without_a_place_on_the_device() -> None:
-    pool = shadow.ShadowPool([native.Team(-1, 1, [])])
-    experts = CpuExperts(pool, 7, slice(3, 8), INNER, HIDDEN, FORMATS["q8"])
-    layer = experts.layer
-    assert (experts.count, layer.number, layer.first_expert) == (5, 7, 3)
-    assert (layer.device.tolist(), layer.counts.tolist(), layer.times.tolist()) == ([0] * 5, [0] * 5, [0] * 4)
-    assert layer.store.tolist() == experts.store.addresses.tolist()
-    assert experts.nbytes == sum(part.nbytes for part in experts.store.storages) > 0
-    assert experts.slot_bytes == experts.blocks.block_bytes
-    assert offload_cpu.expert_slot(INNER, HIDDEN, FORMATS["q8"], torch.float32) == (experts.slot_bytes, 64)
-    wide = shadow.ExpertBlocks(40, 256, FORMATS["float32"]).block_bytes  # an inner size is padded, a hidden one is not
-    assert wide != shadow.ExpertBlocks(256, 40, FORMATS["float32"]).block_bytes
-    assert offload_cpu.expert_slot(40, 256, FORMATS["float32"], torch.float32)[0] == wide
-    counts, times = torch.zeros(5, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    experts.share(counts, times)
-    assert experts.layer.counts is counts
-    assert experts.layer.times is times
-    experts.place(2, 77)
-    assert experts.layer.device.tolist() == [0, 0, 77, 0, 0]
-    pool.stop()
 
 
 def test_the_cpu_copies_into_slots_and_publishes_their_addresses() -> None:
