@@ -205,22 +205,6 @@ def test_float_sums_arrive_in_the_ge_graph(tmp_path: Path) -> None:
         check(program, False)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ["gemv_max_tokens=3"],
-        *(pytest.param([key], marks=pytest.mark.thorough) for key in ("batch_size=16", "decode_gemv=off")),
-    ],
-)
-def test_the_ge_graph_of_more_tokens_is_the_other_one(tmp_path: Path, case: list[str], loaded: list[str]) -> None:
-    prompts = [[9, i] for i in range(16 if "batch_size=16" in case else 4)]
-    count = decode_program(tmp_path, "method=q4", "strict=true", *case, prompts=prompts).count()
-    planes = case != ["decode_gemv=off"]  # two linear layers and two products of experts in each of two layers
-    assert (count["GroupedMatmul"], count["WeightQuantBatchMatmulV2"]) == (4, 0 if planes else 4)
-    assert (count["MoeInitRoutingV3"], count["UmbraUnpackW4a16"]) == (2, 8 if planes else 0)
-    assert not count.keys() & OWN.keys()
-
-
 LAYER = [
     "aclnnUmbraGemvW4a16 (4,128)bfloat16 (1,512,64)uint8 (1,512,8)bfloat16 32 (4,512)bfloat16",
     "aclnnUmbraGemvW4a16 (4,256)bfloat16 (2,128,64)uint8 (1,128,8)bfloat16 32 (4,128)bfloat16",
@@ -282,8 +266,3 @@ def test_on_without_the_package_is_refused(tmp_path: Path, loaded: list[str], mo
         ascend_runner(ascend_case(tmp_path, "method=q4", "decode_gemv=on"), tmp_path)
     ascend_runner(ascend_case(tmp_path, "method=q4"), tmp_path)
     assert not loaded
-
-
-def test_on_with_other_weights_is_refused(tmp_path: Path, loaded: list[str]) -> None:
-    with pytest.raises(UserError, match=r"on: model\.layers\.0\.self_attn\.qkv_proj: the weights do not have 4 bits"):
-        ascend_runner(ascend_case(tmp_path, "decode_gemv=on"), tmp_path)

@@ -1,22 +1,17 @@
 """If something runs in another way than the case says, a warning names the op; in a strict case it is an error."""
 
 import contextlib
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from executor.launch.platform_settings import platform_settings
-from executor.platform.ascend.environment import ascend_environment
 from executor.platform.ascend.fallbacks import loud_fallbacks
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import ascend_case, ascend_runner, generate
 from tests.ascend.ge import ge_programs
-from tests.ascend.ranks import run_ranks
 from umbra.errors import UserError
 
 
@@ -45,29 +40,6 @@ def test_an_op_without_converter(
         with pytest.raises(UserError, match=r"strict: true: decode runs op by op.*strange\.doubled"):
             generate(strict)
     assert not programs
-
-
-def on_the_cpu(rank: int, folder: Path, strict: bool) -> str:
-    """The error of a model with an op that has no NPU kernel."""
-    case = ascend_case(folder, "exe_mode=eager", f"strict={str(strict).lower()}")
-    os.environ.update(ascend_environment(platform_settings(case), {}))
-    real: Any = AscendOps.linear
-    AscendOps.linear = lambda *args: real(*args) + torch.lgamma(args[1])[:, :1] * 0  # type: ignore[method-assign]
-    try:
-        assert [len(s.generated) for s in generate(ascend_runner(case, folder))] == [6, 6, 6]
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.thorough
-def test_an_op_without_kernel(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    ascend_case(tmp_path)
-    assert run_ranks(on_the_cpu, 1, tmp_path, False, fresh=True) == [""]  # its stderr is read
-    assert "The operator 'aten::lgamma.out' is not currently supported on the NPU backend" in capfd.readouterr().err
-    assert run_ranks(on_the_cpu, 1, tmp_path, True) == [
-        "strict: true: aten::lgamma.out has no NPU kernel and would run on the CPU"
-    ]
 
 
 def test_what_torchair_warns_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torchair.core import _backend
 
-from executor.platform.ascend import device
 from ops.ascend import lowering
 from ops.ascend.ops import AscendOps
 from tests.ascend.engine import (
@@ -103,14 +102,6 @@ def check(program: GeProgram, family: Family = QWEN3, layers: int = 2, fused: di
 @pytest.mark.parametrize("family", SECOND_THOROUGH, ids=str)
 def test_a_decode_step_is_fused_and_copies_nothing(family: Family) -> None:
     check(two_layers(family), family)
-
-
-@pytest.mark.thorough
-def test_a_decode_step_on_an_earlier_cann(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "get_cann_version", lambda: "8.5.0")
-    program = decode_program(tmp_path)
-    check(program, fused=EARLIER)
-    assert not program.of("QkvRmsNormRopeCache", "MoeGatingTopK", "ScatterPaKvCache")
 
 
 def test_experts_in_a_super_kernel(tmp_path: Path) -> None:

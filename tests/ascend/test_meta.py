@@ -169,18 +169,6 @@ class Umbra(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("format", [Format("q4", 32), Format("q4", 64, zeros=True)], ids=["q4", "zeros"])
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_a_decode_step_on_the_vector_cores(make: Callable[..., Model], family: Family, format: Format) -> None:
-    """The Meta functions accept what the layers pass; steps of more tokens unpack the weights."""
-    model = make(format=format, gemv_tokens=2, family=family)
-    for lengths, calls in (([1, 1], {"gemv_w4a16": 4, "fused_moe_scores_w4a16": 2}), ([1, 1, 1], UNPACKED)):
-        with torch.inference_mode(), Umbra() as seen:
-            logits = model.module(model.batch(lengths))
-        assert (logits.shape, logits.dtype, logits.device) == ((len(lengths), 96), BF16, NPU)
-        assert seen.calls == calls
-
-
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device=NPU)
 

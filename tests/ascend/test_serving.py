@@ -14,14 +14,11 @@ from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
 from executor.model_runner import make_runner
 from ops.ascend.shadow import ShadowNodes
-from serving.ranks.messages import Abort, Message, Out, Row, Sampling, Stop, Submit
-from serving.ranks.worker import Worker
+from serving.ranks.messages import Out
 from tests.ascend.engine import CAPTURE_MODES, SIZES, ascend_case, ascend_runner, node
 from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.on_cpu import ascend_on_cpu
-from tests.ascend.ranks import run_ranks
-from tests.ascend.test_hccl import started
 from tests.ascend.workers import close_nodes
 from tests.serving.ranks.scripted import Script, Server
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
@@ -112,53 +109,6 @@ def check_graphs(server: Server, captured: bool) -> None:
     assert not [line for line in log.lines if line.startswith(("captured", "capture begin"))]
     assert (sum(line.startswith("replay graph") for line in log.lines) > NEW) == captured
     assert all(cache.held == 0 for cache in worker.loop.scheduler.caches)
-
-
-class Later(Script):
-    """Gives one of `ticks` with each tick, and lets the ranks leave when all that was asked has ended."""
-
-    def __init__(self, ticks: list[list[Any]]):
-        super().__init__()
-        self.ticks = ticks
-
-    def receive(self, wait_s: float) -> list[Any]:
-        if self.ticks:
-            return self.ticks.pop(0)
-        return [Stop()] if all(map(self.ended, ASKED)) else []
-
-
-def serve_rank(rank: int, folder: Path, mode: str) -> tuple[list[Row], int, int, int, list[str]]:
-    """-> (rows; graphs made in the warm-up and in all; preemptions; communicators) of a rank"""
-    Engine.choose = choose  # type: ignore[method-assign,assignment]
-    case, ranks = started(rank, 2, folder, f"exe_mode={mode}", *ELASTIC)
-    requests: list[Message] = [Submit(id, ids, Sampling(NEW, ignore_eos=True)) for id, ids in ASKED.items()]
-    gone: list[Message] = [Submit(9, [1, 2, 3], Sampling(99, ignore_eos=True))]
-    script = Later([requests, *([[]] * 5), gone, *([[]] * 5), [Abort(9)]])
-    with device_log() as log:
-        worker = Worker(ascend_runner(case, folder, ranks), script if rank == 0 else None)  # type: ignore[arg-type]
-        worker.warm_up()
-        graphs: Any = worker.engine.decode_step
-        made = graphs.compiles
-        while not worker.stopping:
-            worker.turn()
-    rows = [row for out in script.of(Out) for row in out.rows]
-    return rows, made, graphs.compiles, worker.preemptions, log.find("hccl open")
-
-
-def test_two_ranks_over_hccl(tmp_path: Path) -> None:
-    """Ticks go over gloo beside hccl; every rank preempts the same requests and makes no graph again."""
-    ascend_case(tmp_path, max_position_embeddings=512)  # written before both ranks read it
-    (rows, *first), (none, *second) = run_ranks(serve_rank, 2, tmp_path, "acl_graph")
-    assert not none
-    for made, graphs, preemptions, opened in (first, second):
-        assert made == graphs == 3
-        assert preemptions > 0
-        assert len(opened) == 1
-    script = Script()
-    script.sent = [Out(0, rows)]
-    check_answers(script, NEW)
-    assert 0 < len(script.rows(9)) < 10
-    assert not script.ended(9)
 
 
 def test_answers_are_those_of_each_request_alone(tmp_path: Path) -> None:

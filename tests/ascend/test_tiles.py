@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch_npu
-from torch import Tensor
 
 from ops.ascend import vector_core
 from ops.ascend.ops import AscendOps
-from ops.ascend.weights import FRACTAL_NZ, AscendExperts
+from ops.ascend.weights import AscendExperts
 from ops.format import Format
 from tests.ascend.engine import ascend_case, ascend_runner, prefilled
 from tests.ascend.extension import load_extension
@@ -21,7 +20,6 @@ from tests.ascend.log import device_log, ran, violations
 
 BF16, NPU, Q4 = torch.bfloat16, torch.device("npu"), Format("q4", 32)
 TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 9, 2, 4, 128, 64
-W13, W2 = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)  # the shapes of the banks
 
 
 @pytest.fixture(autouse=True)
@@ -80,16 +78,6 @@ def test_a_layer_is_unpacked_before_the_attention_that_precedes_it() -> None:
     assert not violations()
 
 
-def test_a_bank_belongs_to_all_layers() -> None:
-    ops, model = layers()
-    assert ops.tiles is not None
-    banks = [bank.bank for bank in ops.tiles.banks.values()]
-    assert [(bank.shape, bank.dtype) for bank in banks] == [(W13, BF16), (W2, BF16)]
-    assert [torch_npu.get_npu_format(bank) for bank in banks] == [FRACTAL_NZ] * 2
-    assert [bank.untyped_storage().nbytes() for bank in banks] == [2 * bank.numel() for bank in banks]
-    assert all(experts.w13.values is model[0].w13.values for experts in model)
-
-
 @contextmanager
 def stalled(stream: torch_npu.npu.Stream) -> Iterator[None]:
     """What follows on `stream` waits until the block ends."""
@@ -139,26 +127,6 @@ def test_products_wait_for_their_values_and_attention_does_not() -> None:
 
 def test_a_bank_is_not_overwritten_before_the_product_that_reads_it() -> None:
     assert while_the_main_stream_stalls() == []
-
-
-def bank_op(bank: Tensor) -> None:
-    _, model = layers(1)
-    w13 = model[0].w13
-    torch.ops.umbra.unpack_tiles_w4a16(w13.data, w13.scales, None, 32, False, True, bank)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "format", "complaint"),
-    [
-        (W13, BF16, 2, "bank: format 2: must be FRACTAL_NZ"),
-        (W2, BF16, FRACTAL_NZ, r"bank: \[4, 128, 64\]: must be \[4, 128, 128\]"),
-        (W13, torch.float16, FRACTAL_NZ, "bank: Half: must be BFloat16"),
-    ],
-)
-def test_another_bank_is_refused(shape: tuple[int, ...], dtype: torch.dtype, format: int, complaint: str) -> None:
-    bank = torch_npu.empty_with_format(shape, dtype=dtype, device=NPU, acl_format=format)
-    with pytest.raises((RuntimeError, TypeError), match=complaint):
-        bank_op(bank)
 
 
 def test_a_prefill_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

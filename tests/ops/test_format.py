@@ -1,30 +1,16 @@
 """Quantised weights as checkpoints store them: levels, groups, zero points, and levels in words."""
 
-from array import array
 from typing import Any
 
 import pytest
 import torch
 
-from ops.format import F8, FORMATS, GROUP_SIZES, LARGEST_F8, Format, Quantised, floats, in_order
-from ops.interface import tensor_of
+from ops.format import Format, Quantised, floats, in_order
 from ops.words import Words
 
 LEVELS = torch.tensor([[0, 1, 8, 15], [9, 7, 3, 2]], dtype=torch.uint8)
 SCALES = torch.tensor([[0.5, 2.0], [1.0, 4.0]])
 ZEROS = torch.tensor([[1, 15], [0, 2]], dtype=torch.uint8)
-
-
-def test_formats_say_how_a_matrix_is_kept() -> None:
-    assert {name: (one.kind, one.group, one.quantised) for name, one in FORMATS.items()} == {
-        "float32": ("float32", 0, False), "bfloat16": ("bfloat16", 0, False), "float16": ("float16", 0, False),
-        "q8": ("q8", 32, True), "q4": ("q4", 32, True),
-    }  # fmt: skip
-    assert (F8.group, F8.quantised) == (128, True)
-    assert Format("q4") == Format("q4", 0, False, False)
-    assert Format("q4", 1).quantised
-    assert torch.finfo(torch.float8_e4m3fn).max == LARGEST_F8
-    assert {one.group for one in (*FORMATS.values(), F8) if one.quantised} <= {*GROUP_SIZES} == {32, 64, 128}
 
 
 def test_weights_are_levels_less_their_zero_times_the_scale() -> None:
@@ -131,9 +117,3 @@ def test_a_part_of_words_is_unpacked_only_where_it_is_less_than_all() -> None:
     for part in (slice(0, 7), slice(1, 8), slice(2, 5)):
         columns: Any = words.columns(part)
         assert columns.tolist() == words.unpacked()[:, part].tolist()
-
-
-def test_numbers_on_the_host_become_a_tensor() -> None:
-    assert tensor_of(array("q", [3, -1])).tolist() == [3, -1]
-    none = tensor_of(array("q"))
-    assert (none.shape, none.dtype) == ((0,), torch.int64)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from executor.engine.request import Grammar, SamplingParams
-from ops import sampling
-from ops.sampling import Choice, adjust, draw, filtered_probabilities, sample, uniform
+from ops.sampling import Choice, adjust, draw, filtered_probabilities
 
 V = 5
 
@@ -17,15 +16,6 @@ V = 5
 def choice(ids: tuple[int, ...] = (), prompt: int = 0, seed: int = 0, **settings: Any) -> Choice:
     allowed = settings.pop("allowed", None)
     return Choice(SamplingParams(**settings), seed, array("q", ids), prompt, len(ids), allowed)
-
-
-def test_random_numbers_are_those_of_splitmix() -> None:
-    """The mixer's first outputs from 0 and 1234567 are published; a number uses it twice, and its upper 53 bits."""
-    assert sampling._mixed(0) == 0xE220A8397B1DCDAF
-    assert sampling._mixed(1234567) == 6457827717110365317
-    for seed, position in ((0, 0), (5, 7), ((1 << 63) - 1, 12), (3, (1 << 63) - 1)):
-        bits = sampling._mixed((sampling._mixed(seed) + position) % (1 << 64))
-        assert uniform(seed, position) == (bits >> 11) / 2.0**53
 
 
 def test_a_draw_is_the_first_token_whose_sum_exceeds_the_number() -> None:
@@ -137,27 +127,6 @@ def test_a_grammar_allows_tokens_from_the_lowest_bit_on() -> None:
     assert adjusted([1.0] * 10, allowed=bytes([0b1])) == [1.0] + [infinite] * 9  # none behind the bits
     assert adjusted([1.0] * 2, allowed=bytes([0b1111_1101])) == [1.0, infinite]
     assert adjusted([1.0] * 2, allowed=b"") == [infinite] * 2
-
-
-def test_each_row_is_chosen_as_its_request_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-
-    def half(seed: int, position: int) -> float:
-        drawn.append((seed, position))
-        return 0.5
-
-    monkeypatch.setattr(sampling, "uniform", half)
-    logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 0.0, 9.0], [0.4, 0.3, 0.3]], dtype=torch.float16)
-    logits[2] = logits[2].log()
-    choices = [
-        choice(seed=3), choice((2,), 0, seed=4, logit_bias={2: -50.0}), choice((1, 1), 1, seed=5, temperature=1.0),
-    ]  # fmt: skip
-    assert sample(logits, choices).tolist() == [1, 0, 1]
-    assert drawn == [(5, 2)]
-    assert logits[1].tolist() == [0.0, 0.0, 9.0]  # the caller's own stay
-    del drawn[:]
-    assert sample(logits, [choice(), choice(), choice()]).tolist() == [1, 2, 0]
-    assert drawn == []
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tools.npu_check import processes, report, session, state
+from tools.npu_check import processes, report, session
 from tools.npu_check.__main__ import check, chosen, parser
-from tools.npu_check.constants import constants, fit_line
+from tools.npu_check.constants import constants
 from tools.npu_check.hints import hint
 from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
-from tools.npu_check.stage import STAGES, Stage, find
-from tools.npu_check.worker import AGAIN, cause
+from tools.npu_check.stage import STAGES, Stage
+from tools.npu_check.worker import cause
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -91,12 +91,6 @@ def test_a_stage_in_which_everything_hangs_is_given_up(tmp_path: Path, scripts: 
     assert len(started) == 2
 
 
-def test_what_a_stage_leaves_behind_is_ended(tmp_path: Path, scripts: Scripts) -> None:
-    scripts(f"sleep 60 & echo $! >{tmp_path}/pid;" + begin("a") + end("a"))
-    assert run(tmp_path) == [("a", PASS)]
-    wait_for_end(int((tmp_path / "pid").read_text()))
-
-
 def test_a_stage_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     stage = (
@@ -121,32 +115,12 @@ def test_a_process_that_dies_fails_its_case(tmp_path: Path, scripts: Scripts) ->
     assert "HCCL_SOCKET_IFNAME" in died.hint
 
 
-def test_a_process_that_cannot_start_fails_the_stage(tmp_path: Path, scripts: Scripts) -> None:
-    started = scripts("echo 'ImportError: libascendcl.so: no such file'; exit 1")
-    (failed,) = session.run_stage(STAGE, (), tmp_path)
-    assert (failed.case, failed.result) == ("start", FAIL)
-    assert "set_env.sh" in failed.hint
-    assert len(started) == 1
-
-
-def test_after_an_error_of_the_device_another_process_goes_on(tmp_path: Path, scripts: Scripts) -> None:
-    started = scripts(begin("a") + end("a", FAIL, "507015") + f"exit {AGAIN}", begin("b") + end("b"))
-    assert run(tmp_path) == [("a", FAIL), ("b", PASS)]
-    assert len(started) == 2
-
-
 @pytest.mark.parametrize("result", [FAIL, SKIPPED])
 def test_a_stage_waits_for_what_it_needs(tmp_path: Path, scripts: Scripts, result: str) -> None:
     started = scripts()
     (skipped,) = session.run_stage(STAGE, (Outcome("versions", "device", result),), tmp_path)
     assert (skipped.result, skipped.text, started) == (SKIPPED, "needs stage 1, device", [])
     assert run(tmp_path, (Outcome("versions", "versions", FAIL),)) == [("a", PASS)]  # of no use to this stage
-
-
-def test_every_need_is_a_case_of_an_earlier_stage() -> None:
-    for stage in STAGES:
-        for need in stage.needs:
-            assert find(need.partition("/")[0]).number < stage.number
 
 
 @pytest.fixture
@@ -178,36 +152,9 @@ def test_a_run_goes_on_where_another_stopped(tmp_path: Path, scripts: Scripts, k
     assert started == names
 
 
-def test_a_run_that_was_killed_goes_on(
-    tmp_path: Path, scripts: Scripts, known_facts: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started = scripts()
-    keep = state.State.keep
-
-    def killed(self: state.State, stage: str, outcomes: list[Outcome]) -> None:
-        if stage == "kernels":
-            raise KeyboardInterrupt
-        keep(self, stage, outcomes)
-
-    monkeypatch.setattr(state.State, "keep", killed)
-    with pytest.raises(KeyboardInterrupt):
-        check(None, tmp_path / "report.md")
-    monkeypatch.setattr(state.State, "keep", keep)
-    assert "Not run: kernels, graphs" in (tmp_path / "report.md").read_text()
-    started.clear()
-    assert check(None, tmp_path / "report.md") == 0
-    assert started == [stage.name for stage in STAGES[3:]]
-
-
 def test_a_skipped_case_is_no_pass(tmp_path: Path, scripts: Scripts, known_facts: dict[str, str]) -> None:
     scripts(*["pass"] * 9, begin("8 ranks") + end("8 ranks", SKIPPED, "needs 8 dies", "model"))
     assert check(None, tmp_path / "report.md") == 1
-
-
-def test_a_change_of_a_source_is_a_fact() -> None:
-    facts = state.facts()
-    assert {"commit", "sources", "torch", "torch_npu", "cann", "driver"} == set(facts)
-    assert facts["sources"] != state.source_digest(state.ROOT, [])[:16]
 
 
 @pytest.mark.parametrize(
@@ -238,12 +185,6 @@ def test_a_cause_is_one_line_with_its_code() -> None:
     assert cause(error) == (
         "The Inner error is reported / ERR01100 call failed, error code is 507015 / libascendcl.so: no"
     )
-
-
-def test_lines_are_fitted() -> None:
-    fixed, rate = fit_line([1e3, 1e5, 1e7], [20 + size / 5e4 for size in (1e3, 1e5, 1e7)])
-    assert (fixed, rate) == (pytest.approx(20), pytest.approx(5e4))
-    assert fit_line([1, 2], [5, 5])[1] > 1e9
 
 
 def outcomes() -> list[Outcome]:

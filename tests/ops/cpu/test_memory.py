@@ -79,16 +79,6 @@ def test_files_that_are_too_short_or_absent_are_errors(tmp_path: Path, how: obje
     assert not storage.any()
 
 
-def test_memory_is_forgotten_with_its_buffer() -> None:
-    buffer = memory.allocate(100, 0)
-    storage = torch.frombuffer(buffer, dtype=torch.uint8)
-    address = storage.data_ptr()
-    del buffer
-    assert memory.is_allocated(storage)  # the tensor keeps it
-    del storage
-    assert address not in memory._buffers
-
-
 @pytest.mark.parametrize(
     ("thrown", "status", "said"),
     [

@@ -121,10 +121,6 @@ def test_what_makes_no_sense_is_one_node(tmp_path: Path, file: str, text: str) -
     assert read(tmp_path, 4) == [(-1, [[0], [1], [2], [3]])]
 
 
-def test_no_numa_information(tmp_path: Path) -> None:
-    assert read(tmp_path / "nothing", 2) == [(-1, [[0], [1]])]
-
-
 def test_any_bytes_are_survived(tmp_path: Path) -> None:
     numbers = random.Random(1)
     for _ in range(60):
@@ -168,13 +164,6 @@ def test_threads_worth_having(cores: int, gbps: dict[int, float], best: int) -> 
 
     assert worth_having(cores, seconds) == best
     assert measured == list(gbps)
-
-
-def test_measuring_leaves_a_working_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nodes = module.read_nodes(str(make_tree(tmp_path, {0: "0-3"})), list(range(4)))  # twice the cores that may be here
-    monkeypatch.setattr(engine, "_nodes", lambda: nodes)
-    engine.start(0, "auto")
-    assert engine.placement() in ["1 thread", "2 threads", "3 threads", "4 threads"]
 
 
 def test_mbind_here() -> None:

@@ -16,7 +16,7 @@ from executor.engine.request import SamplingParams
 from ops import IMPLEMENTATIONS, load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts, NativeMatrix
-from ops.format import FORMATS, GROUP_SIZES, Format, Quantised
+from ops.format import FORMATS, GROUP_SIZES, Format
 from ops.interface import Ops, Paged
 from ops.reference import DenseExperts, DenseMatrix
 from ops.sampling import Choice, adjust, filtered_probabilities, uniform
@@ -79,48 +79,6 @@ def guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [k for k, f in KINDS.items() if f.quantised])
-@pytest.mark.parametrize("group", [32, 128])
-def test_levels_are_kept(kind: str, group: int) -> None:
-    """What is quantised already stays so, bit for bit, in groups as large as its own or smaller."""
-    torch.manual_seed(2)
-    format = KINDS[kind]
-    bits = {"q4": 4, "q8": 8, "f8": 8}[format.kind]
-    levels = torch.randint(1 << bits, (45, 256), dtype=torch.uint8)
-    if format.kind == "f8":
-        levels = torch.where(levels & 127 == 127, 0, levels).view(torch.float8_e4m3fn)  # 127 is NaN
-    zeros = torch.randint(1 << bits, (45, 256 // group), dtype=torch.uint8) if format.zeros else None
-    scales = torch.randn(45, 256 // group)
-    part = Quantised(bits, levels, scales if format.kind == "f8" else scales.half(), zeros)
-    assert part.fits(format) == (group % format.group == 0)
-    if not part.fits(format):
-        return
-    matrix = NativeMatrix(50, 256, format, CPU)
-    matrix.fill(3, part)
-    assert torch.equal(matrix.packed.dequantised(0, 45, row=3), part.floats())
-
-
-def test_quantisation_is_to_nearest() -> None:
-    """q4 keeps within half a step, but for the element opposite to the largest, which may be clipped by one level."""
-    torch.manual_seed(1)
-    w = torch.randn(40, 256)
-    for format in KINDS.values():
-        if format.kind not in ("q8", "q4"):
-            continue
-        matrix = NativeMatrix(40, 256, format, CPU)
-        matrix.fill(0, w)
-        groups = w.unflatten(1, (-1, format.group))
-        if format.zeros:  # rounding the zero point moves the ends by half a step at most
-            step, slack = (groups.amax(-1).clamp(min=0) - groups.amin(-1).clamp(max=0)) / 15, 1.0
-        else:
-            step, slack = groups.abs().amax(-1) / (127 if format.kind == "q8" else 8), 0.5
-        error = (matrix.packed.dequantised(0, 40) - w).unflatten(1, (-1, format.group)).abs()
-        within = error <= step[..., None] * (slack + 0.01)
-        opposite = (groups.abs() > 7.49 * step[..., None]) if format.kind == "q4" else torch.zeros_like(within)
-        assert (within | opposite & (error <= step[..., None] * 1.01)).all()
-        assert float(error.mean()) < 0.26 * float(step.mean())
 
 
 @pytest.mark.parametrize("group", GROUP_SIZES)

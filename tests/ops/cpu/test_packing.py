@@ -144,17 +144,6 @@ def test_levels_are_taken_as_they_are_stored(way: str, group: int, zeros: str | 
                 assert torch.equal(filled(format, (row, given)), filled(format, (row, expected)))
 
 
-def test_kept_levels_come_back() -> None:
-    torch.manual_seed(3)
-    levels = torch.randint(16, (48, COLUMNS), dtype=torch.uint8)
-    part = Quantised(4, packed_in_words(levels, 4, ORDER), torch.rand(48, 2).half(), None)
-    matrix = NativeMatrix(48, COLUMNS, Format("q4", 128), CPU)
-    matrix.fill(0, part)
-    assert torch.equal(
-        matrix.packed.dequantised(0, 48), (levels.float() - 8) * part.scales.float().repeat_interleave(128, 1)
-    )
-
-
 @pytest.mark.parametrize("group", [32, 128])
 def test_e4m3_floats(group: int) -> None:
     torch.manual_seed(4)

@@ -5,7 +5,6 @@ import struct
 import numpy as np
 import pytest
 
-from tools.benchmarks import machine
 from tools.benchmarks.peer_engine import lengthened
 
 pytestmark = pytest.mark.slow
@@ -32,15 +31,3 @@ def test_a_saved_sequence_is_made_longer(start: bytes, ids: tuple[int, ...], tra
     longer = lengthened(saved(start, ids, keys, values, transposed), len(start), 12)
     expected = saved(start, ids, np.tile(keys, (1, 3, 1)), np.tile(values, (1, 3, 1)), transposed)
     assert longer == expected
-
-
-def test_ratios_are_of_neighbouring_turns() -> None:
-    assert machine.ratios([1.0, 2.0, 4.0], [2.0, 3.0, 16.0]) == {"median": 2.0, "min": 1.5, "max": 4.0}
-
-
-def test_rounds_that_others_disturb_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    others, calls = iter([0.0, 9.0, 9.0, 9.0, 9.0, 9.0]), list[int]()  # before and after each round: busy in the first
-    monkeypatch.setattr(machine, "others_seconds", lambda: next(others))
-    times = machine.take_turns({"a": lambda: calls.append(len(calls))}, seconds=1e-9, least=2)
-    assert len(calls) == 1 + 1 + 2
-    assert len(times["a"]) == 2

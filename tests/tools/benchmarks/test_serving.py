@@ -1,12 +1,9 @@
 """The load generator against a front with a fake engine, and what is made of its rows."""
 
 import asyncio
-from pathlib import Path
 
 from tests.serving.api.front import serving
 from tools.benchmarks.serving_client import Answer, Call, Client, figures, looked_at, random_calls
-from tools.benchmarks.serving_report import COLUMNS, ELASTIC, LOOP, OURS, TENANTS, THEIRS, draw_rates, draw_wave, goals
-from tools.benchmarks.serving_report import markdown as tables
 
 
 def test_a_closed_and_an_open_loop() -> None:
@@ -28,30 +25,6 @@ def test_a_closed_and_an_open_loop() -> None:
 
     asyncio.run(run())
     assert asyncio.run(Client(1).get("/health")) == (0, "")
-
-
-def test_what_is_said_of_a_run(tmp_path: Path) -> None:
-    rows = [
-        {"scenario": scenario, "server": server} | dict.fromkeys(columns, 2.0 if server == OURS else 1.0)
-        for scenario, columns in COLUMNS.items()
-        for server in (OURS, THEIRS, LOOP)
-        if scenario != "wave"
-    ]
-    for server, value in ((ELASTIC, 3.0), ("0 %", 4.0), ("25 %", 2.0)):
-        row = {"scenario": "wave", "server": server} | dict.fromkeys(COLUMNS["wave"], value)
-        rows += (row | {"phase": phase} for phase in "ab")
-    rows += ({"scenario": "memory", "server": ELASTIC, "seconds": t} | dict.fromkeys(TENANTS, t) for t in (0.0, 1.0))
-    found = goals(rows, pause_ms=4.0)
-    assert [(row["found"], row["met"]) for row in found] == [
-        (2.0, True), (2.0, False), (2.0, False), (2.0, False), (0.5, True), (2.0, False), (0.75, False), (0.75, False),
-    ]  # fmt: skip
-    lines = list(tables({"goals": found, "rows": rows}))
-    assert "| output tokens/s, 8 streams: of llama-server's | >= 1.8 | 2.00 |" in lines
-    assert "| 25 % | b | 2 | 2 | 2 | 2 | 2 | 2 | 2 | 2 |" in lines
-    assert len({line.count("|") for line in lines if line.startswith(("| wave", "| elastic"))}) == 1
-    draw_rates(tmp_path / "rates.png", rows)
-    draw_wave(tmp_path / "wave.png", rows)
-    assert (tmp_path / "rates.png").stat().st_size > 1000 < (tmp_path / "wave.png").stat().st_size
 
 
 def test_an_answer_that_comes_in_odd_pieces() -> None:
