@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from cpu_offload.history import LongLayer
 from cpu_offload.planner.choices import (  # fmt: skip
     COPYING,
     MOST_SWAPS,
@@ -148,33 +147,6 @@ def test_the_table_has_a_line_for_each_choice() -> None:
         "  stream_tokens     never: c",
     ]
     assert "128: d" in dataclasses.replace(chosen, stream_tokens=Choice(128, "d")).table()[-1]
-
-
-def test_long_steps_are_compared_with_both_predictions() -> None:
-    one = planner()
-    sizes = [(100, 300, 100, 0, 2.0), (50, 100, 100, 9, 3.0), (100, 300, 100, 9, 900.0)]
-    found = one.compare_long([LongLayer(1, *size) for size in sizes])
-    assert found == {
-        "layers": 3,
-        "streamed_layers": 2,
-        "tokens": 100,
-        "streamed_ms": pytest.approx(one.stream_ms(100, 0.75)),
-        "computed_ms": pytest.approx(one.layer_ms(100, 0.75)),
-        "measured_ms": 3.0,
-    }
-
-
-def test_measured_steps_are_compared_with_what_was_predicted() -> None:
-    one = planner()
-    found = one.compare([(0.0, 1.0, 5.0), (4.0, 0.5, 1.0), (2.0, 0.25, 4.0)])
-    predicted = sorted(one.step_ms(tokens, hit) for tokens, hit in ((0.0, 1.0), (4.0, 0.5), (2.0, 0.25)))[1]
-    assert found == {
-        "hit_rate": pytest.approx((4 * 0.5 + 2 * 0.25) / 6),
-        "tokens": 2.0,
-        "predicted_ms": pytest.approx(predicted),
-        "measured_ms": 4.0,
-        "ratio": pytest.approx(predicted / 4.0),
-    }
 
 
 def test_the_table_of_costs_word_for_word() -> None:

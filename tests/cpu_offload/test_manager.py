@@ -9,7 +9,6 @@ import torch
 from cpu_offload.history import LongLayer
 from cpu_offload.manager import Offload, Settings, layer_number, the_one
 from cpu_offload.memory.arena import Arena
-from cpu_offload.memory.balance import Balance
 from cpu_offload.policy.residency import Swap
 from ops.format import FORMATS
 from umbra.errors import UserError
@@ -252,67 +251,3 @@ def test_the_coldest_make_room_for_the_cache() -> None:
     ]  # fmt: skip
     assert (offload.history.for_cache, offload.history.evicted) == (2, [1, 0])
     assert offload.arena.free_frames == 4
-
-
-class Memory:
-    """An arena that says how much of it is free."""
-
-    extent_slots = 3
-
-    def __init__(self, free_frames: int, slot_frames: int = 8, free_extents: int = 9, free_slots: int = 0):
-        self.free_frames, self.slot_frames, self.free_slots = free_frames, slot_frames, free_slots
-        self.free_extents, self.extent_frames = list(range(free_extents)), 4
-
-
-def balance_of(arena: Any, low: int = 2, high: int = 5, patience: int = 1) -> tuple[Balance, list[Any]]:
-    done: list[Any] = []
-    return Balance(arena, low, high, patience, done.append, lambda: done.append("gather")), done
-
-
-@pytest.mark.parametrize(("free", "slots", "room"), [(0, 8, [2]), (1, 4, [1]), (2, 8, []), (1, 0, [])])
-def test_experts_leave_before_frames_run_out(free: int, slots: int, room: list[int]) -> None:
-    balance, done = balance_of(Memory(free, slots))
-    assert balance.step() == 0
-    assert done == room
-
-
-def test_experts_return_after_calm_steps_into_frames_beyond_the_mark() -> None:
-    """Beyond five frames, in whole extents of four frames and three slots."""
-    for free, found in ((8, [0, 0, 0]), (9, [0, 3, 3]), (12, [0, 3, 3]), (13, [0, 6, 6])):
-        balance, done = balance_of(Memory(free))
-        assert [balance.step() for _ in range(3)] == found
-        assert done == []
-    small = Memory(5)
-    small.extent_frames = 1
-    balance, _ = balance_of(small)
-    assert [balance.step() for _ in range(3)] == [0, 0, 0]
-    small.free_frames = 6
-    assert [balance.step() for _ in range(3)] == [0, 3, 3]
-    balance, _ = balance_of(Memory(13, free_extents=1, free_slots=2))
-    assert [balance.step() for _ in range(3)] == [2, 5, 5]
-    memory = Memory(13)
-    balance, _ = balance_of(memory)
-    assert (balance.calm, balance.step(), balance.step(), balance.calm) == (0, 0, 6, 2)
-    memory.free_frames = 8
-    assert (balance.room(), balance.step(), balance.calm) == (0, 0, 0)
-    memory.free_frames = 13
-    assert [balance.step() for _ in range(2)] == [0, 6]
-
-
-@pytest.mark.parametrize(
-    ("free", "extents", "slots", "gathered"), [(9, 0, 0, 2), (8, 0, 0, 0), (9, 1, 0, 0), (9, 0, 1, 0)]
-)
-def test_scattered_pages_are_moved_together_where_experts_wait(
-    free: int, extents: int, slots: int, gathered: int
-) -> None:
-    balance, done = balance_of(Memory(free, free_extents=extents, free_slots=slots))
-    for _ in range(3):
-        balance.step()
-    assert done == ["gather"] * gathered
-
-
-def test_marks_must_be_in_order() -> None:
-    assert balance_of(Memory(0), 0, 1)[0].low == 0
-    for low, high in ((-1, 1), (2, 2), (3, 2)):
-        with pytest.raises(ValueError, match=f"low {low} must be below high {high}"):
-            balance_of(Memory(0), low, high)

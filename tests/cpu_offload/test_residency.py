@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cpu_offload.policy.residency import Residency, Settings, Swap
 from tests.variants import thorough_but
 from tools.benchmarks import offload_policy
-from tools.benchmarks.cache_policies import Run, lfu, lru, lru_by_layer, optimum, residency
+from tools.benchmarks.cache_policies import Run, lru, lru_by_layer, optimum, residency
 from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, save_trace
 
 pytestmark = pytest.mark.slow
@@ -215,23 +215,6 @@ def test_optimum_is_the_best_there_is(ids: list[int], slots: int) -> None:
     run = optimum(trace, slots)
     assert run.hits.sum() == max(best.values())
     assert run.copies.sum() + run.hits.sum() <= len(ids)
-
-
-def test_lru_and_lfu_by_hand() -> None:
-    trace = Trace("", np.array([0, 0, 1, 2, 0, 1, 2], np.uint8)[:, None, None], 3)
-    assert lru(trace, 2).hits.tolist() == [0, 1, 0, 0, 0, 0, 0]
-    assert lfu(trace, 2).hits.tolist() == [0, 1, 0, 0, 1, 0, 0]
-    both = Trace("", np.array([[0, 0], [1, 0], [0, 1]], np.uint8)[:, :, None], 2)
-    assert lru(both, 2).hits.tolist() == [0, 1, 0]
-    assert lru_by_layer(both, 2).hits.tolist() == [0, 1, 0]
-
-
-def test_experts_of_a_batch_count_once_a_step() -> None:
-    trace = Trace("", np.array([[[0, 1]], [[1, 2]], [[1, 0]], [[3, 1]]], np.uint8), 4).together(2)
-    assert trace.places().tolist() == [[0, 1, 1, 0], [1, 2, 3, 1]]
-    keys, starts = trace.uses()
-    assert keys.tolist() == [0, 1, 1, 2, 3]
-    assert starts.tolist() == [0, 2]
 
 
 def test_the_benchmark_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
