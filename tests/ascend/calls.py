@@ -40,4 +40,4 @@ def all_calls() -> list[Call]:
 
 def _is_op(node: ast.AST) -> bool:
     of_module = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return of_module and node.attr.startswith("npu_")  # type: ignore[attr-defined]
+    return of_module and node.attr.startswith("npu_")

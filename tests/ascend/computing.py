@@ -75,7 +75,7 @@ def start() -> None:
 
     ShadowNodes.finish = compute_and_finish  # type: ignore[method-assign]
     mode.lowering.__enter__()
-    mode.__enter__()
+    mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def run_as_well(get_backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def run_as_well(get_backend: Callable[..., Any]) -> Callable[..., Any]:
 
 class Computing(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.lowering = ge_programs()
         self.recording: list[Any] | None = None  # jobs of the capture under way
         self.pending: list[Any] = []  # jobs of the last replay, until another op needs what they compute
@@ -161,7 +161,8 @@ class Computing(TorchDispatchMode):
 
     def exchanged(self, group: dist.ProcessGroup, x: Tensor) -> list[Tensor]:
         """`x` of each rank of the group, in order."""
-        name, store = group.group_name, dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
+        name = group.group_name
         turn = self.turns[name] = self.turns.get(name, 0) + 1
         mine = on_cpu(x).contiguous()
         store.set(f"{name}/{turn}/{dist.get_rank()}", mine.view(-1).view(torch.uint8).numpy().tobytes())

@@ -72,8 +72,8 @@ def turn(folder: Path, overrides: list[str], most: int | None, only: int | None 
 
 def generate(folder: Path, overrides: list[str], n: int) -> None:
     """What run.py does, but for the settings of the environment, which the fake device has not."""
-    results.ROOT = folder  # type: ignore[attr-defined]
-    ShadowNodes._node = node  # type: ignore[method-assign]
+    setattr(results, "ROOT", folder)  # noqa: B010
+    setattr(ShadowNodes, "_node", node)  # noqa: B010
 
     def main(_: list[str]) -> None:
         case = load_case(str(folder / f"{folder.name}.yaml"), ["ignore_eos=true", *overrides])

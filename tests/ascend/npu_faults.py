@@ -19,18 +19,23 @@ def small(case: str) -> None:
     place."""
     environment.CASE = case
     torch_npu.npu.device_count = lambda: 2
-    numbers.EIGHTH = numbers.WHOLE = numbers.Size("30B", 256, 96, 8, 4, 1, 128, 2)
-    numbers.SIZES = (numbers.SMALL, numbers.WHOLE)
-    vector_core.built = lambda *_: NEW  # type: ignore[assignment]
-    vector_core.load = lambda *_: load_extension()  # type: ignore[assignment]
+    size = numbers.Size("30B", 256, 96, 8, 4, 1, 128, 2)
+    put(numbers, EIGHTH=size, WHOLE=size, SIZES=(numbers.SMALL, size))
+    put(vector_core, built=lambda *_: NEW, load=lambda *_: load_extension())
     from tools.npu_check.stages import bridge, collectives, graphs, kernels, model, operators, overlap, shadows
 
     operators.ROUNDS = kernels.ROUNDS = graphs.ROUNDS = collectives.ROUNDS = overlap.ROUNDS = 1
-    kernels.LAYERS, kernels.READ_BYTES, kernels.BATCHES = 2, 1 << 16, (1, 8)
+    put(kernels, LAYERS=2, READ_BYTES=1 << 16, BATCHES=(1, 8))
     graphs.LAUNCHES, graphs.COPIED = 4, 1 << 16
-    collectives.BYTES, collectives.LOOPS, overlap.LOOPS, overlap.COUNT = (256, 4096), 2, 2, 64
+    put(collectives, BYTES=(256, 4096), LOOPS=2)
+    put(overlap, LOOPS=2, COUNT=64)
     model.STEPS, model.WIDE, shadows.SLOTS = 3, 2, 3
     bridge.LIMIT_S, bridge.LATE_S = 2.0, 0.1
+
+
+def put(module: object, **values: object) -> None:
+    for name, value in values.items():
+        setattr(module, name, value)
 
 
 def keep(module: Any, *names: str) -> None:
@@ -56,7 +61,7 @@ def no_device() -> None:
 
 def not_built() -> None:
     """CANN's compiler is not there."""
-    vector_core.built = lambda *_: 0  # type: ignore[assignment]
+    put(vector_core, built=lambda *_: 0)
     os.environ.pop("ASCEND_HOME_PATH", None)
 
 
@@ -110,7 +115,7 @@ def killed_rank() -> None:
             os.kill(os.getpid(), 9)
         time.sleep(60)
 
-    collectives.rank_body = body
+    put(collectives, rank_body=body)
     keep(collectives, "2 ranks")
 
 
@@ -121,8 +126,8 @@ def no_callback() -> None:
     from tests.ascend import computing
     from tools.npu_check.stages import bridge
 
-    bridge.read_versions = lambda *_: Versions(None, None, "8.3", None)  # type: ignore[assignment]
-    Bridge.subscribe = lambda self, stream: None  # type: ignore[method-assign]
+    put(bridge, read_versions=lambda *_: Versions(None, None, "8.3", None))
+    put(Bridge, subscribe=lambda self, stream: None)
     bridge.LIMIT_S, computing.SYNC_MS = 0.2, 50
     keep(bridge, "eager")
 
@@ -130,7 +135,7 @@ def no_callback() -> None:
 def hang() -> None:
     from tools.npu_check.stages import overlap
 
-    overlap.rank_body = lambda **given: time.sleep(600)  # type: ignore[assignment, return-value]
+    put(overlap, rank_body=lambda **given: time.sleep(600))
 
 
 def lost_shadows() -> None:

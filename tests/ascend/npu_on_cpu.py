@@ -5,6 +5,7 @@ op leaves undefined are NaN here, so that nothing can depend on them.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -305,7 +306,8 @@ def npu_moe_distribute_combine_v2(
 
 
 def of_all_ranks(x: Tensor, group: str) -> list[Tensor]:
-    handle = dist.distributed_c10d._resolve_process_group(group)
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    handle = resolve(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(handle.size())]
     dist.all_gather(parts, x.contiguous(), group=handle)
     return parts

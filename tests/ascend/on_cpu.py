@@ -46,11 +46,9 @@ class ReferenceOnCpu(OnCpu):
 
 def ascend_on_cpu(routing: str, gemv_tokens: int = 0, can: Abilities = ALL_ABILITIES) -> type[Platform]:
     class AscendOnCpu(OnCpu):
-        ops: AscendOps
-
         def __init__(self, settings: PlatformSettings, ranks: RankEnv):
             super().__init__(settings, ranks)
-            self.ops = AscendOps(getattr(torch, settings.dtype), self.device, routing, gemv_tokens, can=can)
+            self.ops: Any = AscendOps(getattr(torch, settings.dtype), self.device, routing, gemv_tokens, can=can)
             self.settings = settings
 
         def exchange(self, config: ModelConfig) -> Exchange | None:

@@ -74,7 +74,8 @@ def run_ranks(body: Callable[..., Any], ranks: int, *args: Any, limit_s: float =
 def run_gloo_ranks(body: Callable[..., None], ranks: int, *args: Any) -> None:
     """Calls body(rank, port, *args) on each rank, without a device; a rank that raises fails the test."""
     arguments = body, free_port(), args
-    torch.multiprocessing.start_processes(run_gloo_rank, arguments, nprocs=ranks, start_method="forkserver")
+    start_processes: Any = torch.multiprocessing.start_processes
+    start_processes(run_gloo_rank, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def run_gloo_rank(rank: int, body: Callable[..., None], port: int, args: Any) -> None:

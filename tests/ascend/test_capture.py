@@ -61,7 +61,7 @@ def test_captured_once_and_replayed(tmp_path: Path, family: Family, mode: str) -
         assert all(f"ints({lengths},2)" in line for line in updates if line.startswith("update"))
         # Nothing waits before the tokens are read.
         assert after == ["aclnnArgMax (3,96)bfloat16 (3)int64", "synchronize stream", "memcpy D2H 24"]
-    assert runner.engine.decode_step.compiles == 1  # type: ignore[attr-defined]
+    assert runner.engine.decode_step.compiles == 1
 
 
 def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> tuple[list[str], int]:
@@ -75,7 +75,7 @@ def started(rank: int, folder: Path, mode: str, overrides: tuple[str, ...]) -> t
         runner = ascend_runner(case, folder)
         generate(runner)
     lines = [line for line in said.getvalue().splitlines() if line.startswith("compile cache")]
-    return lines, runner.engine.decode_step.compiles  # type: ignore[attr-defined]
+    return lines, runner.engine.decode_step.compiles
 
 
 @pytest.mark.parametrize("mode", thorough_but(["ge_graph", *CAPTURES], "ge_graph"))

@@ -9,6 +9,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from models.layers.experts import chosen
 from ops import reference
 from ops.ascend.cann import ALL_ABILITIES, Abilities, abilities
 from ops.ascend.ops import AscendOps
@@ -29,10 +30,10 @@ def ops(can: Abilities = ALL_ABILITIES) -> AscendOps:
 def test_as_the_reference_chooses(experts: int, biased: bool, renormalise: bool) -> None:
     torch.manual_seed(5)
     scores, bias = torch.randn(7, experts) * 2, 7 + 0.25 * torch.randn(experts) if biased else None
-    weights, ids = ops().route_sigmoid(scores, bias, 8, renormalise)
-    expected, chosen = reference.route_sigmoid(scores, bias, 8, renormalise)
+    weights, ids = chosen(ops().route_sigmoid(scores, bias, 8, renormalise))
+    expected, best = reference.route_sigmoid(scores, bias, 8, renormalise)
     assert (weights.dtype, ids.dtype) == (torch.bfloat16, torch.int32)
-    assert torch.equal(ids.long(), chosen)
+    assert torch.equal(ids.long(), best)
     torch.testing.assert_close(weights.float(), expected, atol=0, rtol=2**-8)
 
 
@@ -41,9 +42,9 @@ def test_as_the_reference_chooses(experts: int, biased: bool, renormalise: bool)
 def test_as_the_reference_chooses_by_softmax(can: Abilities, renormalise: bool) -> None:
     torch.manual_seed(5)
     scores = torch.randn(7, 128) * 2
-    weights, ids = ops(can).route_softmax(scores, 8, renormalise)
-    expected, chosen = reference.route_softmax(scores, 8, renormalise)
-    assert torch.equal(ids.long(), chosen)
+    weights, ids = chosen(ops(can).route_softmax(scores, 8, renormalise))
+    expected, best = reference.route_softmax(scores, 8, renormalise)
+    assert torch.equal(ids.long(), best)
     assert bool((weights.sum(-1) > 0.999).all()) == renormalise
     torch.testing.assert_close(weights.float(), expected, atol=0, rtol=1e-5)
 
@@ -51,14 +52,27 @@ def test_as_the_reference_chooses_by_softmax(can: Abilities, renormalise: bool) 
 def test_a_group_without_tokens_chooses_nothing() -> None:
     """In a prefill, a data-parallel group may have no prompt."""
     none = torch.randn(0, 128)
-    for weights, ids in (ops().route_softmax(none, 8, True), ops().route_sigmoid(none, None, 8, True)):
+    for routed in (ops().route_softmax(none, 8, True), ops().route_sigmoid(none, None, 8, True)):
+        weights, ids = chosen(routed)
         assert weights.shape == (0, 8)
         assert (ids.shape, ids.dtype) == ((0, 8), torch.int32)
 
 
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The calls of the fused op from here on."""
+    real: Any = torch_npu.npu_moe_gating_top_k
+    calls: list[dict[str, Any]] = []
+
+    def called(**given: Any) -> Any:
+        calls.append(given)
+        return real(**given)
+
+    monkeypatch.setattr(torch_npu, "npu_moe_gating_top_k", called)
+    return calls
+
+
 def test_a_softmax_is_renormalised_by_the_fused_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = torch_npu.npu_moe_gating_top_k, []
-    monkeypatch.setattr(torch_npu, "npu_moe_gating_top_k", lambda **given: calls.append(given) or real(**given))
+    calls = noted(monkeypatch)
     scores = torch.randn(3, 128)
     for can, renormalise in ((PLAIN, True), (abilities("8.5.0"), True), (ALL_ABILITIES, False)):
         ops(can).route_softmax(scores, 4, renormalise)
@@ -70,8 +84,7 @@ def test_a_softmax_is_renormalised_by_the_fused_op(monkeypatch: pytest.MonkeyPat
 
 def test_which_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused op renormalises always, and takes 2048 experts at most."""
-    real, calls = torch_npu.npu_moe_gating_top_k, []
-    monkeypatch.setattr(torch_npu, "npu_moe_gating_top_k", lambda **given: calls.append(given) or real(**given))
+    calls = noted(monkeypatch)
     for experts, renormalise in ((256, False), (2049, True)):
         ops().route_sigmoid(torch.randn(3, experts), None, 4, renormalise)
     assert not calls

@@ -165,7 +165,7 @@ def test_options_that_reach_ge() -> None:
     assert "0" not in options["frozenInput"].split(",")[4:11]  # a layer's weights and caches
 
 
-REAL = AscendOps.norm_rope_write
+REAL: Any = AscendOps.norm_rope_write
 
 
 def narrow_places(self: AscendOps, *given: Any) -> Tensor:

@@ -24,7 +24,7 @@ from tests.ascend.engine import (
     generate,
     prefilled,
 )
-from tests.ascend.ge import GeProgram, Node, ge_programs
+from tests.ascend.ge import GeProgram, Node, Shape, ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.ranks import run_ranks
 from tests.ascend.test_ge import casts
@@ -107,7 +107,7 @@ def test_collectives_of_a_decode_step(tmp_path: Path, family: Family, split: str
         assert f"rank={rank} buffer=200 expansion={2 if split == 'dp' else 3} " in line
 
 
-def prefetched(rank: int, folder: Path) -> list[tuple[str, tuple[int, ...]]]:
+def prefetched(rank: int, folder: Path) -> list[tuple[str, Shape | None]]:
     """(the node that a prefetch waits for, the shape of what it reads) of each prefetch in a decode step's graph"""
     case, ranks = started(rank, 2, folder, "exe_mode=ge_graph", "ascend_config.prefetch=true")
     runner = ascend_runner(case, folder, ranks)

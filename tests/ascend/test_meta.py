@@ -49,7 +49,7 @@ class Model:
     """A model on fake tensors: without values, without computation."""
 
     module: CausalLM
-    ops: AscendOps
+    ops: Any  # AscendOps
     pool: PagePool
 
     def batch(self, lengths: list[int]) -> Batch:
@@ -159,7 +159,7 @@ class Umbra(TorchDispatchMode):
     """Counts the ops of the vector cores, or of another namespace."""
 
     def __init__(self, namespace: str = "umbra") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.namespace = namespace
         self.calls: Counter[str] = Counter()
 

@@ -97,7 +97,7 @@ def test_counts_of_older_releases_are_converted(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_bfloat16_stays_close(tmp_path: Path, family: Family) -> None:
     save(family, tmp_path, initializer_range=0.1)
-    low = {"model_config": {"dtype": "bfloat16"}}
+    low: dict[str, Any] = {"model_config": {"dtype": "bfloat16"}}
     ours, expected = logits(tmp_path, ascend_on_cpu("fusion_v2"), **low), logits(tmp_path, ReferenceOnCpu)
     for name in ("prefill_0", "prefill_2"):
         error = np.abs(ours[name] - expected[name]).mean() / np.abs(expected[name]).mean()
@@ -110,7 +110,7 @@ def rank_logits(rank: int, port: int, folder: Path, world_size: int, split: dict
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     ranks = RankEnv(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, error_file="")
-    arrays = logits(folder, ascend_on_cpu(routing), ranks, world_size=world_size, parallel_config=split)
+    arrays: dict[str, Any] = logits(folder, ascend_on_cpu(routing), ranks, world_size=world_size, parallel_config=split)
     np.savez(folder / f"rank{rank}.npz", **arrays)
     torch.distributed.destroy_process_group()
 
@@ -141,7 +141,7 @@ def test_exchanged_rows_equal_the_reference(tmp_path: Path, family: Family) -> N
 def placing_rank(rank: int, port: int, folder: Path, still: bool) -> None:
     """As above, with experts in slots; `still`: weights are not moved."""
     if still:
-        Rebalancing._move = lambda *_: 0  # type: ignore[assignment,method-assign]
+        Rebalancing._move = lambda *_: 0  # type: ignore[method-assign]
     split = {"attn_tp_size": 1, "moe_tp_size": 1, "expert_slots": 5, "rebalance_steps": 1}
     rank_logits(rank, port, folder, 2, split, "fusion_v2")
 
@@ -206,7 +206,7 @@ def test_a_quantised_checkpoint_equals_its_floats(
     floats, as `auto` means on Ascend; the platform that this case names, the CPU, would keep it."""
     save(family, tmp_path, inner=64)
     quantise_tiny(tmp_path / "model", tmp_path / "quantised", format, group, 4, symmetric)
-    method = {"quantization": {"method": "none" if format == "fp8" else "auto"}}
+    method: dict[str, Any] = {"quantization": {"method": "none" if format == "fp8" else "auto"}}
     ours = logits(tmp_path, ascend_on_cpu("fusion_v2"), model="quantised", **method)
     assert_same(ours, logits(tmp_path, ReferenceOnCpu, model="quantised-floats"), 1e-4)
 

@@ -1,6 +1,5 @@
 """What the platform checks when it starts, how graphs are asked for, and what is said when one is made again."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,9 @@ def test_graphs_are_asked_for_with_weights_that_stay(mode: str, name: str) -> No
 @pytest.mark.parametrize("wanted", ["super_kernel", "static_kernels"])
 def test_only_the_newer_backend_is_told_of_kernels(wanted: str) -> None:
     for mode in ("acl_graph", "npugraph_ex"):
-        options = compiler_config(mode, dataclasses.replace(AscendSettings(), **{wanted: True}))
+        options = compiler_config(
+            mode, AscendSettings(super_kernel=wanted == "super_kernel", static_kernels=wanted == "static_kernels")
+        )
         graph = options.experimental_config.aclgraph
         newer = mode == "npugraph_ex"
         assert bool(graph._super_kernel_optimize) == (newer and wanted == "super_kernel")

@@ -9,6 +9,7 @@ import torch
 import torch_npu
 
 from executor.platform.ascend.versions import ROWS
+from models.layers.experts import chosen
 from ops.ascend.cann import abilities
 from ops.ascend.moe import BY_ROW, ROUTINGS, weighted_sum
 from ops.ascend.ops import AscendOps
@@ -55,7 +56,7 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
         tiled(plane)
     weight = torch.empty(size.head_dim, dtype=BF16, device=device)
     angles = torch.empty(tokens, size.head_dim, dtype=BF16, device=device)
-    caches = [ops.kv_cache(PAGES, PAGE, size.kv_heads, size.head_dim, BF16, device) for _ in range(2)]
+    k_cache, v_cache = (ops.kv_cache(PAGES, PAGE, size.kv_heads, size.head_dim, BF16, device) for _ in range(2))
     sequences = tokens if decode else 2
     none = array("q")
     numbers = array("q", range(tokens)), torch.empty(0, 0, dtype=torch.int64), none, none
@@ -64,20 +65,21 @@ def layer(size: Size, format: Format, routing: str, tokens: int, decode: bool, c
     if size is SIGMOID:  # the norms are of whole rows
         q, k, v = (part.unflatten(1, (-1, size.head_dim)) for part in heads.split([width, kv, kv], -1))
         q, k = ops.rope(q.contiguous(), k.contiguous(), angles, angles)
-        ops.write_kv(k, v, caches[0], caches[1], slots)
+        ops.write_kv(k, v, k_cache, v_cache, slots)
     else:
         of_heads = Heads(size.kv_heads, 1e-6, weight, weight, angles, angles)
-        q = ops.norm_rope_write(heads, of_heads, caches[0], caches[1], slots, None)
+        q = ops.norm_rope_write(heads, of_heads, k_cache, v_cache, slots, None)
     tables = torch.zeros(sequences, 4, dtype=torch.int32, device=device)
     starts = tuple(range(tokens + 1)) if decode else (0, 7, tokens)
     lengths = (300,) * tokens if decode else (7, tokens - 7)
-    x = ops.linear(ops.attention(q, *caches, Paged(slots, tables, starts, lengths), 1.0).flatten(1), out, None)
+    attended = ops.attention(q, k_cache, v_cache, Paged(slots, tables, starts, lengths), 1.0)
+    x = ops.linear(attended.flatten(1), out, None)
     if size is SIGMOID:
         scores = torch.empty(tokens, size.experts, dtype=torch.float32, device=device)
-        weights, ids = ops.route_sigmoid(scores, scores[0], size.top_k, True)
+        weights, ids = chosen(ops.route_sigmoid(scores, scores[0], size.top_k, True))
     else:
         router = torch.empty(tokens, max(size.experts, 128), dtype=BF16, device=device)
-        weights, ids = ops.route_softmax(router, size.top_k, True)
+        weights, ids = chosen(ops.route_softmax(router, size.top_k, True))
     ops.moe(x, weights, ids, experts, None if size.experts >= 128 else 0)
 
 
@@ -110,7 +112,7 @@ def on(cann: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Br
     """torch_npu asks for the version once, when it is imported; the newest is the fake's own."""
     monkeypatch.setenv("FAKE_CANN_VERSION", cann)
     (found,) = run_ranks(broken, 1, cann, names, fresh=cann != CANN[-1])
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 @pytest.mark.parametrize("cann", thorough_but(CANN, CANN[-1]))

@@ -127,7 +127,7 @@ def test_residents_change_under_one_capture(folder: Path, mode: str) -> None:
     assert step_log(runner, running)[0] == table
     assert [line.split()[0] for line in step_log(runner, running)] == usual
     assert offload.published[0].sum() == len(here)
-    assert runner.engine.decode_step.compiles == 1  # type: ignore[attr-defined]
+    assert runner.engine.decode_step.compiles == 1
 
 
 def test_four_bits_are_read_out_of_their_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_experts_leave_for_the_cache_and_return(folder: Path, monkeypatch: pytes
     assert report["most_kv_frames"] + min(step.expert_frames for step in offload.history.steps) <= 14
     generate(runner, [[5]])
     assert len(offload.slots) > at_first - report["evictions_for_cache"]
-    assert runner.engine.decode_step.compiles == len(runner.engine.decode_step.graphs)  # type: ignore[attr-defined]
+    assert runner.engine.decode_step.compiles == len(runner.engine.decode_step.graphs)
 
 
 def everyone_to_expert_0(

@@ -130,7 +130,7 @@ def rank_logits(rank: int, port: int, folder: Path, split: dict[str, int], gemv_
     ranks = RankEnv(rank=rank, world_size=2, local_rank=rank, local_world_size=2, error_file="")
     sections = dict(world_size=2, parallel_config=split, offload_config={"mode": "fixed", "slots": 5})
     runner = runner_of(folder, "quantised" if gemv_tokens else "model", gemv_tokens, ranks, **sections)
-    arrays = collect_logits(runner, IDS, steps=5)
+    arrays: dict[str, Any] = collect_logits(runner, IDS, steps=5)
     np.savez(folder / f"rank{rank}.npz", used=used(runner), calls=CALLS["fused_moe_slots_w4a16"], **arrays)
     torch.distributed.destroy_process_group()
 

@@ -46,7 +46,8 @@ class Step:
         torch.manual_seed(seed)
         x, weights, ids = self.here
         x.copy_(torch.randn(x.shape))
-        for to, value in zip((weights, ids), routing(*ids.shape, E), strict=True):
+        tokens, top_k = ids.shape
+        for to, value in zip((weights, ids), routing(tokens, top_k, E), strict=True):
             to.copy_(value)
         for there, value in zip((self.x, self.weights, self.ids), self.here, strict=True):
             there.copy_(value)

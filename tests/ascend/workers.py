@@ -25,7 +25,8 @@ class Workers:
     """A shadow pool of one thread, which waits for `gate`. A token's sum: x * weight + id + slot, of each id."""
 
     def __init__(self) -> None:
-        self.gate, self.seen = threading.Event(), []
+        self.gate = threading.Event()
+        self.seen: list[tuple[int, int, float]] = []  # layer, step and first value of each job
         self.refuse = self.fails = self.hangs = False
         self.jobs: queue.Queue[Any] = queue.Queue()
         self.function = SUBMIT(self._submit)

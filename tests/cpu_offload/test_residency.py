@@ -185,7 +185,7 @@ def test_free_slots_stay_free_for_experts_of_no_worth() -> None:
 def test_negative_settings_are_refused() -> None:
     for wrong in ({"max_swaps": -1}, {"swap_cost": -0.5}):
         with pytest.raises(ValueError, match="negative"):
-            Settings(**wrong)  # type: ignore[arg-type]
+            Settings(**wrong)
 
 
 @pytest.mark.parametrize("budget", thorough_but(offload_policy.BUDGETS, 12.5, 50))

@@ -159,7 +159,7 @@ def kill_writers(writer: Writer, times: int, generator: random.Random) -> Counte
         assert writer.check() == "whole"
 
     begun = time.monotonic()
-    assert not forked(lambda: [writer.write(version) for version in range(4)], log).status  # type: ignore[func-returns-value]
+    assert not forked(lambda: [writer.write(version) for version in range(4)], log).status
     longest = (time.monotonic() - begun) / 2
     for _ in range(times):
         if generator.random() < 0.5:

@@ -117,7 +117,7 @@ class Scenario(ABC):
     def _counted(self) -> None:
         os.environ |= {"CASE_NAME": str(self.case), "TMPDIR": str(self.root / "tmp"), "TQDM_DISABLE": "1"}
         results.ROOT = self.root  # type: ignore[attr-defined]
-        runner.PackedCache = functools.partial(PackedCache, root=self.root / CACHE)  # type: ignore[misc,assignment]
+        setattr(runner, "PackedCache", functools.partial(PackedCache, root=self.root / CACHE))  # noqa: B010
         sys.argv = [self.name, *self.arguments]
         self.faults.count(self.environment.get("RANK") != "0")
         self.program()

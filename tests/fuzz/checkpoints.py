@@ -79,8 +79,20 @@ def config(folder: Path) -> Target:
         _ = (found.max_positions, found.eos_token_ids, found.expert_count, found.experts_per_token)
 
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "mscale": 1.0}
-    common = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
-    common |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    common: dict[str, object] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "head_dim": 8,
+    }
+    common |= {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+    }
     common |= {"intermediate_size": 16, "max_position_embeddings": 256, "tie_word_embeddings": False}
     qwen = {
         "num_experts": 8,

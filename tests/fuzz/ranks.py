@@ -64,7 +64,7 @@ def to_front(folder: Path) -> Target:
     metrics = Metrics("m")  # of all inputs: it takes ten times as long to make as to use
 
     async def serve(data: bytes) -> None:
-        taken = []
+        taken: list[Message] = []
 
         def take(message: Message) -> None:
             metrics.take(message)

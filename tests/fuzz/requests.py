@@ -21,7 +21,7 @@ from tests.fuzz.texts import MESSAGES, TOOLS
 from text.sandbox import limit_memory
 
 USER = [{"role": "user", "content": "Hi"}]
-SAMPLING = {
+SAMPLING: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
     "repetition_penalty": 1.1, "logit_bias": {"5": 1.0}, "seed": 7, "stop": ["x"], "stop_token_ids": [3], "n": 2,
     "priority": 1, "cache_salt": "s", "ignore_eos": False, "max_tokens": 4,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tests.fuzz.target import Target
 from tests.text.checkpoints import TEMPLATES, write_tokenizer
@@ -14,7 +15,7 @@ TEXT = "Hello aaaa, 123!\n\n  \u65e5\u672c \U0001f642<think>"
 WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": WEATHER}]
 CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "x", "days": 2}}}
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "S"},
     {"role": "user", "content": TEXT},
     {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": [CALL]},

@@ -14,7 +14,11 @@ from umbra.commands.logits import collect_logits, sized_for
 from umbra.errors import UserError
 from umbra.files import ROOT
 
-LAYERS = {"sparse": {}, "dense_first": {"mlp_only_layers": [0]}, "every_second": {"decoder_sparse_step": 2}}
+LAYERS: dict[str, dict[str, Any]] = {
+    "sparse": {},
+    "dense_first": {"mlp_only_layers": [0]},
+    "every_second": {"decoder_sparse_step": 2},
+}
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "yarn": {"yarn": {"factor": 4.0, "original_max_position_embeddings": 16}},

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+import torch.multiprocessing.spawn as multiprocessing
 from torch import Tensor
 
 from ops import exchange as ops_exchange
@@ -61,14 +62,15 @@ def body(rank: int, port: int, ranks: int, tokens: int, mutated: bool) -> None:
 @pytest.mark.parametrize(("ranks", "tokens", "mutated"), [(2, 5, False), (4, 1, False), (2, 5, True)])
 def test_exchanged_rows_give_the_same_sums(ranks: int, tokens: int, mutated: bool) -> None:
     arguments = free_port(), ranks, tokens, mutated
-    torch.multiprocessing.start_processes(body, arguments, nprocs=ranks, start_method="fork")
+    multiprocessing.start_processes(body, arguments, nprocs=ranks, start_method="fork")
 
 
 class Wires:
     """torch.distributed's all-to-all between threads of this process, each of which is a rank."""
 
     def __init__(self, ranks: int):
-        self.ranks, self.barrier, self.sent = ranks, threading.Barrier(ranks), [Any] * ranks
+        self.ranks, self.barrier = ranks, threading.Barrier(ranks)
+        self.sent: list[tuple[Tensor, ...]] = [()] * ranks
         self.here = threading.local()
 
     def get_world_size(self, group: object) -> int:

@@ -10,7 +10,9 @@ from tests.ops.cpu.test_numa import make_tree, module, one_thread_afterwards
 __all__ = ["one_thread_afterwards"]  # a fixture that is used here too
 
 
-def divided(root: Path, nodes: dict[int, str], device: int, shadow: int, rank: int = 0, ranks: int = 1) -> list[list]:
+def divided(
+    root: Path, nodes: dict[int, str], device: int, shadow: int, rank: int = 0, ranks: int = 1
+) -> list[list[tuple[int, ...]]]:
     """(memory, threads, first and last CPU) of the teams of both pools."""
     cpus = 1 + max(int(text.rpartition("-")[2]) for text in nodes.values())
     mine = module.share(module.read_nodes(str(make_tree(root, nodes)), list(range(cpus))), rank, ranks)

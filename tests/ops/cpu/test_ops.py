@@ -13,8 +13,9 @@ from torch import Tensor
 from executor.config.case import Case
 from executor.config.schema import leaves
 from executor.engine.request import SamplingParams
-from ops import IMPLEMENTATIONS, load_ops
+from ops import IMPLEMENTATIONS, load_ops, reference
 from ops.cpu import engine
+from ops.cpu import ops as cpu
 from ops.cpu.matrix import NativeExperts, NativeMatrix
 from ops.format import FORMATS, GROUP_SIZES, Format
 from ops.interface import Ops, Paged
@@ -24,7 +25,6 @@ from umbra.errors import UserError
 
 CPU = torch.device("cpu")
 NONE = torch.empty(0, dtype=torch.int64)
-reference, cpu = load_ops("reference"), load_ops("cpu")
 NAMES = [name for name, _ in inspect.getmembers(Ops, inspect.isfunction) if not name.startswith("_")]
 SETS = engine.module.instruction_sets()
 KINDS = {
@@ -248,8 +248,8 @@ def test_heads_inside_a_wider_row() -> None:
         assert torch.equal(mine, expected)
 
 
-def caches_of(ops: Ops, shape: tuple[int, int, int, int], dtype: torch.dtype) -> list[Tensor]:
-    return [ops.kv_cache(*shape, dtype, CPU) for _ in "kv"]
+def caches_of(ops: Any, shape: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return ops.kv_cache(*shape, dtype, CPU), ops.kv_cache(*shape, dtype, CPU)
 
 
 def cached(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,7 +285,7 @@ def test_write_kv_touches_its_slots_only_and_rounds_to_nearest(dtype: torch.dtyp
 
 def paged(
     lens: list[int], kv_heads: int, dim: int, page_size: int, dtype: torch.dtype
-) -> tuple[list[Tensor], Tensor, Tensor]:
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """Caches of random keys and values of sequences with `lens` tokens, on pages in random order, the block tables, and
     the values."""
     pages = [-(-n // page_size) for n in lens]
@@ -473,7 +473,7 @@ def test_sample(settings: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_sample_of_equal_and_of_strange_logits() -> None:
-    settings = [{"top_p": 0.5}, {"top_k": 2}, {"top_k": 3, "top_p": 0.25}, {"min_p": 1.0}]
+    settings: list[dict[str, Any]] = [{"top_p": 0.5}, {"top_k": 2}, {"top_k": 3, "top_p": 0.25}, {"min_p": 1.0}]
     choices = [
         Choice(SamplingParams(temperature=1.0, **s), seed, array("q"), 0, 0) for s in settings for seed in range(100)
     ]

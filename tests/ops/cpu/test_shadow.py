@@ -29,7 +29,7 @@ cpu = load_ops("cpu")
 KINDS = {k: FORMATS[k] for k in ("float32", "bfloat16", "q8", "q4")} | {"q4 zeros": Format("q4", 64, zeros=True)}
 
 
-def teams(*threads: int) -> list[object]:
+def teams(*threads: int) -> list[native.Team]:
     return [native.Team(-1, count, []) for count in threads]
 
 

@@ -50,7 +50,8 @@ class Caller:
     def fill(self, seed: int) -> None:
         random = torch.manual_seed(seed)
         self.x.copy_(torch.randn(self.x.shape, generator=random))
-        weights, ids = routing(*self.ids.shape, len(self.slots))
+        tokens, top_k = self.ids.shape
+        weights, ids = routing(tokens, top_k, len(self.slots))
         self.weights.copy_(weights)
         self.ids.copy_(ids)
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.ops.cpu.native.build import CACHE, SOURCES, TESTS, core_sources, module_under, project_with, run
 
@@ -28,7 +29,11 @@ def traffic(folder: Path, exe_mode: str, offload: str, drafts: int, steps: int, 
     from executor.engine.request import Request, SamplingParams
     from tests.tiny import make_runner, tiny_case
 
-    shadow = {"none": {}, "fixed": {"slots": 5, "stream_tokens": 8}, "elastic": {"arena_mb": 40 / 1024, "max_swaps": 8}}
+    shadow: dict[str, dict[str, Any]] = {
+        "none": {},
+        "fixed": {"slots": 5, "stream_tokens": 8},
+        "elastic": {"arena_mb": 40 / 1024, "max_swaps": 8},
+    }
     case = tiny_case(
         folder, folder / "model", exe_mode=exe_mode, threads=2,
         data_config={"batch_size": 5, "max_new_tokens": 24, "draft_tokens": drafts, "chunked_prefill_size": 16},
@@ -50,7 +55,7 @@ def traffic(folder: Path, exe_mode: str, offload: str, drafts: int, steps: int, 
                 top_p=choose.choice([1.0, 0.8]), top_k=choose.choice([None, 5]), ignore_eos=True,
                 frequency_penalty=choose.choice([0.0, 0.3]), logprobs=choose.choice([None, 2]),
             )  # fmt: skip
-            running.add(loop.submit(Request(prompt, sampling, priority=choose.randrange(2))))
+            running.add(loop.submit(Request(prompt, sampling, priority=choose.randrange(2))).id)
         if running and choose.random() < 0.1:
             loop.abort(choose.choice(sorted(running)))
             aborted += 1

@@ -64,9 +64,9 @@ def main() -> None:
     for name, mistake in ROW_MISTAKES.items():
         with pytest.MonkeyPatch.context() as patch:
             mistake(patch)
-            found = torch.tensor(wrong(everywhere[-1], (5 * world,), torch.float32))
-        dist.all_reduce(found)
-        assert found, f"{name} was not found"
+            noticed = torch.tensor(wrong(everywhere[-1], (5 * world,), torch.float32))
+        dist.all_reduce(noticed)
+        assert noticed, f"{name} was not found"
     if rank == 0:
         print(f"{compared} comparisons, {len(ROW_MISTAKES)} mistakes")
 

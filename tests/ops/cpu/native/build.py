@@ -39,7 +39,7 @@ SHADOW = [f"shadow/{name}" for name in ("shadow", "worker", "copier")]
 def run(*command: str, **options: object) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
-    return done  # type: ignore[no-any-return]
+    return done
 
 
 @functools.cache
