@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from executor.run.planned_run import show_offload_plan
 
 from cpu_offload.ascend import AscendDevice
 from cpu_offload.manager import Offload
