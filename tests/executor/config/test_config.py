@@ -2,18 +2,16 @@
 
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from executor.config.case import Case
 from executor.config.load import CASES, list_cases, load_case, load_model_config
 from executor.config.schema import key, leaves, override, section
-from tests.tiny import save_tiny, tiny_case, write_case
+from tests.tiny import save_tiny, write_case
 from tools.config_docs import config_docs
 from umbra.errors import UserError
 from umbra.files import ROOT
@@ -38,24 +36,17 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
         (["max_new_tokens"], "--set max_new_tokens: write key=value"),
         (["max_new_tokens=0"], "data_config.max_new_tokens: 0 must be at least 1"),
         (["max_new_tokens=many"], "data_config.max_new_tokens: 'many' is not an integer"),
-        (["max_new_tokens=true"], "data_config.max_new_tokens: True is not an integer"),
-        (["max_new_tokens=1.5"], "data_config.max_new_tokens: 1.5 is not an integer"),
         (["top_p=1.5"], "sampling_config.top_p: 1.5 must be at most 1"),
         (["temperature=.nan"], "sampling_config.temperature: nan must be at least 0"),
         (["dtype=float31"], "'float31' is not one of bfloat16, float16, float32, did you mean 'float32'?"),
-        (["warm_up=perhaps"], "data_config.warm_up: 'perhaps' is not true or false"),
         (["platform=tpu"], "platform: 'tpu' is not one of cpu, ascend"),
         (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of cpu's: eager, graph"),
-        (["exe_mode=ge_grap"], "exe_mode: 'ge_grap' is not one of eager, graph, ge_graph, acl_graph, npugraph_ex, did"),
         (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep on platform: cpu"),
         (["prompts=[]"], "data_config.prompts is empty: give at least one prompt"),
         (["prompts=hello"], "data_config.prompts: 'hello' is not a list, each a string"),
-        (["prompts=[1]"], "data_config.prompts: [1] is not a list, each a string"),
-        (["data_config=5"], "--set data_config: unknown key"),
         (["prompts=[\"\\ud800\"]"], "data_config.prompts: ['\\ud800'] has half of a surrogate pair: not text"),
         (["temperature=1e-320"], "temperature: 1e-320 must be 0 or at least 1e-06: logits divided by less overflow"),
         (["prompts=[a"], "--set prompts=[a: line 1, column 3 not valid YAML"),
-        (["model_path="], "model_path"),
         (["model_path=''"], "demo.yaml: model_path is missing: name the folder of the checkpoint"),
         (["page_size=15"], "cache_config.page_size: 15 must be even on platform: cpu"),
         (["method=q8", "zero_points=true"], "quantization.zero_points: true needs quantization.method: q4, not q8"),
@@ -69,12 +60,9 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
         ),
         ([*RANKS_8, "expert_slots=5", "moe_tp_size=1"], "parallel_config.expert_slots: 5 needs several ranks with rows "
          "and whole experts of their own: set attn_tp_size: 1 and moe_tp_size: 1 (they are 8 and 1, world_size is 8)"),
-        (["expert_slots=5"], "set attn_tp_size: 1 and moe_tp_size: 1 (they are 1 and 1, world_size is 1)"),
         ([*APART_8, "expert_slots=3"], "expert_slots: 3 must be from 4 to 32: 8 ranks hold the model's 32 experts"),
-        ([*APART_8, "expert_slots=33"], "expert_slots: 33 must be from 4 to 32"),
         ([*APART_8, "expert_slots=5", "mode=elastic"], "expert_slots: 5 and offload_config.mode: elastic exclude each"),
         (["rebalance_steps=5"], "parallel_config.rebalance_steps: has no meaning with parallel_config.expert_slots: 0"),
-        (["exe_mode=eager", "world_size=3"], "attn_tp_size: 3 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=16"], "attn_tp_size: 16 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],
          "world_size / moe_tp_size: 64 does not divide num_experts: 32"),
@@ -91,27 +79,20 @@ def test_impossible_values_are_named(overrides: list[str], complaint: str) -> No
     ("text", "complaint"),
     [
         ("", "bad.yaml: a case is a mapping of keys to values, not None"),
-        ("- a\n- b\n", "bad.yaml: a case is a mapping"),
         ("model_path: [x\n", "bad.yaml: line 2, column 1 not valid YAML"),
         ("world_size: 1\nworld_size: 2\n", "bad.yaml: line 2, column 1 not valid YAML: key 'world_size' stands twice"),
         ("modelpath: x\n", "bad.yaml: unknown key 'modelpath', did you mean 'model_path'?"),
         ("data_config: {promts: [x]}\n", "bad.yaml: unknown key 'data_config.promts', did you mean 'prompts'?"),
-        ("name: other\n", "bad.yaml: unknown key 'name'"),
         ("model_path: !!python/object/apply:os.system ['true']\n", "bad.yaml: line 1, column 13 not valid YAML"),
         ("data_config: 5\n", "bad.yaml: key data_config must be a mapping of keys to values, not 5"),
         ("? [a]\n: 1\n", "bad.yaml: line 1, column 3 not valid YAML: found unhashable key"),
-        ("? {a: 1}\n: 1\n", "bad.yaml: line 1"),
         ("\x00\x01", "not valid YAML"),
         ("a: &a [*a]\n", "bad.yaml: unknown key 'a'"),
         ("world_size: !!int x\n", "bad.yaml: line 1, column 13 not valid YAML: 'x' cannot be read as int"),
         (f"world_size: {'9' * 5000}\n", "cannot be read as int"),
-        ("world_size: 0b_\n", "'0b_' cannot be read as int"),
-        ("world_size: !!bool x\n", "'x' cannot be read as bool"),
         (f"world_size: 1{':1' * 1000}.5\n", "cannot be read as float"),
         ("description: 2001-99-99\n", "'2001-99-99' cannot be read as timestamp"),
-        ("description: !!timestamp x\n", "'x' cannot be read as timestamp"),
         ("cache_config: !!map [x]\n", "expected a mapping"),
-        ("cache_config: !!set [x]\n", "expected a mapping"),
     ],
 )
 def test_bad_yaml_is_one_line(tmp_path: Path, text: str, complaint: str) -> None:
@@ -131,29 +112,21 @@ DEEP = 100_000
             f"a0: &a0 {{k: x}}\n{BOMB.replace('[', '{<<: [').replace(']', ']}')}",
             "not valid YAML: more than 20,000 values",
         ),
-        ("data_config: {prompts: [" + "x, " * 20_001 + "]}\n", "not valid YAML: more than 20,000 values"),
         ("a: &a\n  <<: *a\n", "bad.yaml: "),
-        (
-            "data_config: {prompts: &a [*a, *a]}\n",
-            "is not a list, each a string",
-        ),
-        (f"a: {'[' * DEEP}", "bad.yaml: not valid YAML: values are nested too deeply"),
+        ("data_config: {prompts: &a [*a, *a]}\n", "is not a list, each a string"),
         (f"a: {'{a: ' * DEEP}", "bad.yaml: not valid YAML: values are nested too deeply"),
         (f"description: {'[' * 3000}{']' * 3000}", "bad.yaml: not valid YAML: values are nested too deeply"),
         (f"description: {'[' * 200}{']' * 200}", "bad.yaml: description: [[[[[[[...]]]]]]] is not a string"),
-        (f"{{{', '.join(f'key{i}: 1' for i in range(40_000))}}}", "not valid YAML: more than 20,000 values"),
         (f"a: [{'[],' * 500_000}", "not valid YAML: more than 20,000 values"),
         ("? " + "k" * (1 << 20) + "\n: 1", "bad.yaml: unknown key 'kkkkk"),
         ("description: " + "x" * (3 << 20), "bad.yaml: 3.0 MB; a case file may have at most 2 MB"),
     ],
 )
-def test_hostile_yaml_is_one_line_in_seconds(tmp_path: Path, text: str, complaint: str) -> None:
+def test_hostile_yaml_is_one_line(tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
-    start = time.process_time()
     said = error_of(str(tmp_path / "bad.yaml"))
     assert complaint in said
     assert len(said) < 1000
-    assert time.process_time() - start < 2
 
 
 @dataclass(frozen=True)
@@ -186,17 +159,6 @@ def test_overrides_take_bare_and_full_names_and_yaml_numbers() -> None:
     assert case.model_config.dtype == "float32"
     assert case.sampling_config.temperature == 1e-3
     assert case.sampling_config.top_p == 1.0
-
-
-def test_sizes_default_to_the_world_and_to_attention() -> None:
-    sizes = load_case("demo", [*RANKS_8, "attn_tp_size=4"]).parallel_config
-    assert (sizes.attn_tp_size, sizes.moe_tp_size, sizes.embed_tp_size, sizes.lmhead_tp_size) == (4, 8, 4, 4)
-
-
-def test_the_page_size_defaults_to_the_platforms() -> None:
-    assert load_case("demo").cache_config.page_size == 16
-    assert load_case("demo", ["platform=ascend", "exe_mode=eager", "method=none"]).cache_config.page_size == 128
-    assert load_case("demo", ["page_size=32"]).cache_config.page_size == 32
 
 
 def test_numbers_with_a_meaning_become_none_or_zero() -> None:
@@ -243,20 +205,6 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("sections", "complaint"),
-    [
-        ({"world_size": 16, "parallel_config": {"attn_tp_size": 8, "moe_tp_size": 16},
-          "data_config": {"batch_size": 4}}, None),
-        ({"world_size": 4, "parallel_config": {"moe_tp_size": 4}}, None),
-        ({"world_size": 8, "parallel_config": {"moe_tp_size": 1}}, None),
-    ],
-)  # fmt: skip
-def test_possible_splits_are_accepted(tmp_path: Path, sections: dict[str, Any], complaint: None) -> None:
-    save_tiny(tmp_path / "model")
-    load_model_config(tiny_case(tmp_path, tmp_path / "model", **sections))
-
-
 def test_kv_heads_and_ranks_must_divide_one_another(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", num_attention_heads=12, num_key_value_heads=3, hidden_size=96)
     case = write_case(tmp_path / "c.yaml", tmp_path / "model", world_size=4, parallel_config={"moe_tp_size": 1})
@@ -267,8 +215,3 @@ def test_dense_layers_must_divide_too(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", mlp_only_layers=[0], intermediate_size=50)
     case = write_case(tmp_path / "c.yaml", tmp_path / "model", world_size=4)
     assert "attn_tp_size: 4 does not divide intermediate_size of dense layers: 50" in error_of(str(case))
-
-
-def test_cases_are_plain_yaml() -> None:
-    for path in CASES.glob("*.yaml"):
-        assert isinstance(yaml.safe_load(path.read_text()), dict)

@@ -1,8 +1,6 @@
 """Environment variables are checked as they are read: an error names the variable and its value."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -57,31 +55,16 @@ def test_impossible_variables_are_named(
         _ = rank_env(), node_env()
 
 
-PATHS: list[tuple[str, Callable[[], object]]] = [
-    ("UMBRA_SERVE_SOCKET", env.serve_socket), ("IK_LLAMA", env.ik_llama), ("ASCEND_HOME_PATH", env.cann_home),
-    ("ASCEND_TOOLKIT_HOME", env.cann_home),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "read"), PATHS)
-def test_paths_are_none_where_nothing_is_set(
-    monkeypatch: pytest.MonkeyPatch, name: str, read: Callable[[], object]
-) -> None:
-    for each, _ in PATHS:
-        monkeypatch.delenv(each, raising=False)
-    assert read() is None
-    monkeypatch.setenv(name, "")
-    assert read() is None
-    monkeypatch.setenv(name, "/a/folder")
-    assert read() == Path("/a/folder")
-    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", "/first")
-    assert env.cann_home() == Path("/first")
-
-
-def test_names_that_are_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CASE_NAME", "ASCEND_CUSTOM_OPP_PATH"):
+def test_folders_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("UMBRA_SERVE_SOCKET", "IK_LLAMA", "ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_CUSTOM_OPP_PATH")
+    for name in (*names, "CASE_NAME"):
         monkeypatch.delenv(name, raising=False)
-    assert (env.case_name(), env.custom_operators()) == (None, "")
-    monkeypatch.setenv("CASE_NAME", "demo")
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", "/a:/b")
-    assert (env.case_name(), env.custom_operators()) == ("demo", "/a:/b")
+    assert (env.serve_socket(), env.ik_llama(), env.cann_home(), env.custom_operators()) == (None, None, None, "")
+    assert env.case_name() is None
+    for name in (*names, "CASE_NAME"):
+        monkeypatch.setenv(name, f"/{name}")
+    assert (str(env.serve_socket()), str(env.ik_llama())) == ("/UMBRA_SERVE_SOCKET", "/IK_LLAMA")
+    assert str(env.cann_home()) == "/ASCEND_TOOLKIT_HOME"
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", "")
+    assert str(env.cann_home()) == "/ASCEND_HOME_PATH"
+    assert (env.custom_operators(), env.case_name()) == ("/ASCEND_CUSTOM_OPP_PATH", "/CASE_NAME")

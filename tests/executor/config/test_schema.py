@@ -48,19 +48,14 @@ def test_every_key_is_a_leaf_in_order() -> None:
     ("data", "found"),
     [
         ({}, Outer()),
-        ({"inner": None}, Outer()),
         ({"title": "x", "flag": True}, Outer(title="x", flag=True)),
         ({"mode": True}, Outer(mode="on")),
         ({"mode": False}, Outer(mode="off")),
         ({"inner": {"size": 0}}, Outer(inner=Inner(size=None))),
         ({"inner": {"size": -1}}, Outer(inner=Inner(size=0))),
-        ({"inner": {"size": 9}}, Outer(inner=Inner(size=9))),
-        ({"inner": {"size": None}}, Outer(inner=Inner(size=None))),
         ({"inner": {"names": ["a", "b"]}}, Outer(inner=Inner(names=("a", "b")))),
-        ({"inner": {"names": ("a",)}}, Outer(inner=Inner(names=("a",)))),
         ({"inner": {"rate": 1}}, Outer(inner=Inner(rate=1.0))),
         ({"inner": {"rate": "1e3"}}, Outer(inner=Inner(rate=1000.0))),
-        ({"inner": {"rate": 0.25}}, Outer(inner=Inner(rate=0.25))),
         ({"inner": {"rate": None}}, Outer(inner=Inner(rate=None))),
     ],
 )
@@ -79,23 +74,16 @@ def test_values_that_are_read(data: dict[str, Any], found: Outer) -> None:
         ({"titel": ""}, "file: unknown key 'titel', did you mean 'title'?; all keys: docs/config.md"),
         ({"iner": {}}, "file: unknown key 'iner', did you mean 'inner'?; all keys: docs/config.md"),
         ({"inner": {"sise": 1}}, "file: unknown key 'inner.sise', did you mean 'size'?; all keys: docs/config.md"),
-        ({"inner": {"title": 1}}, "file: unknown key 'inner.title'; all keys: docs/config.md"),
-        ({"rate": 1}, "file: unknown key 'rate'; all keys: docs/config.md"),
         ({"mode": "of"}, "file: mode: 'of' is not one of auto, on, off, did you mean 'off'?"),
-        ({"mode": "xyz"}, "file: mode: 'xyz' is not one of auto, on, off"),
         ({"flag": 1}, "file: flag: 1 is not true or false"),
-        ({"title": 1}, "file: title: 1 is not a string"),
         ({"title": None}, "file: title: None is not a string"),
         ({"inner": {"size": -2}}, "file: inner.size: -2 must be at least -1"),
         ({"inner": {"size": 10}}, "file: inner.size: 10 must be at most 9"),
-        ({"inner": {"size": 1.0}}, "file: inner.size: 1.0 is not an integer"),
         ({"inner": {"size": True}}, "file: inner.size: True is not an integer"),
         ({"inner": {"rate": 0.2}}, "file: inner.rate: 0.2 must be at least 0.25"),
         ({"inner": {"rate": float("nan")}}, "file: inner.rate: nan must be at least 0.25"),
-        ({"inner": {"rate": True}}, "file: inner.rate: True is not a number or null"),
         ({"inner": {"rate": "x"}}, "file: inner.rate: 'x' is not a number or null"),
         ({"inner": {"names": "ab"}}, "file: inner.names: 'ab' is not a list, each a string"),
-        ({"inner": {"names": [1]}}, "file: inner.names: [1] is not a list, each a string"),
         ({"title": "\ud800"}, "file: title: '\\ud800' has half of a surrogate pair: not text"),
     ],
 )
@@ -126,10 +114,3 @@ def test_keys_are_set_by_full_and_by_bare_names() -> None:
     new: dict[str, Any] = {}
     override(Outer, new, "size", 4)
     assert new == {"inner": {"size": 4}}
-
-
-def test_other_documents_of_keys_are_named() -> None:
-    with pytest.raises(UserError, match=r"all keys: docs/other\.md$"):
-        read(Outer, {"q": 1}, "file", "docs/other.md")
-    with pytest.raises(UserError, match=r"all keys: docs/other\.md$"):
-        read(Outer, {"inner": {"q": 1}}, "file", "docs/other.md")
