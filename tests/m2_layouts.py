@@ -85,7 +85,6 @@ class Layout:
     config: dict[str, Any] | None  # quantization_config
     parts: Mapping[str, str] = field(default_factory=dict)  # parts of names that the files spell otherwise
     more: Mapping[str, Tensor] = field(default_factory=dict)  # tensors that no weight is read from
-    changed: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor  # of what stays in floats
 
     def write(self, model: Path, to: Path) -> Path:
         """Writes `to` from the floats in `model`, in shards numbered from zero, with a file that the index does not
@@ -99,7 +98,7 @@ class Layout:
                 tensors |= {name.removesuffix("weight") + last: tensor for last, tensor in written.items()}
             else:
                 kept = w if "gate" in name or "bias" in name else w.bfloat16()
-                tensors[name] = means[name] = self.changed(name, kept)
+                tensors[name] = means[name] = kept
         tensors |= self.more
         config = json.loads((model / "config.json").read_text())
         floats = to.with_name(f"{to.name}-floats")
@@ -151,10 +150,6 @@ LAYOUTS = {
     "QuantTrio M2.1": Layout(experts(AWQ), awq_config("gate", "self_attn")),
     "QuantTrio M2.5": Layout(experts(AWQ, (1,)), awq_config("gate", "self_attn", "model.layers.0.")),
     "cyankiwi": Layout(both(experts(PACKED), attention(PACKED)), compressed(NO_GATE, all=four_bit("Linear"))),
-    "experts only": Layout(
-        experts(PACKED), compressed(["lm_head", r"re:.*self_attn\.(q|k|v|o)_proj$", r"re:.*(?:gate|e_score).*"],
-                                    all=four_bit(r"re:.*block_sparse_moe\.experts\.\d+\.(w1|w2|w3)$", "Linear")),
-    ),
     "mratsim FP8 and INT4": Layout(
         both(experts(PACKED), attention(("fp8-ct", 128, True))),
         compressed(["lm_head", r"re:.*\.gate\b"], group_0=fp8_blocks("Linear"),
@@ -167,22 +162,16 @@ LAYOUTS = {
     "transformers' names": Layout(
         experts(AWQ), awq_config("mlp.gate", "self_attn"), parts={"block_sparse_moe": "mlp"}
     ),
-    "floats under transformers' names": Layout(lambda name: None, None, parts={"block_sparse_moe": "mlp"}),
     "GPTQ": Layout(
         both(experts(("gptq", 128, True)), attention(("gptq", 128, True))),
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
          "dynamic": {r"-:.*(gate|lm_head)$": {}}},
-    ),
-    "a gate in bfloat16": Layout(
-        experts(AWQ), awq_config("gate", "self_attn"),
-        changed=lambda name, tensor: tensor.bfloat16() if "gate" in name else tensor,
     ),
     "a gate in 4 bits": Layout(both(experts(AWQ), gate(AWQ)), awq_config("self_attn")),
 }  # fmt: skip
 # What a config does not say; the files decide, and one warning counts the modules.
 CONTRADICTIONS = {
     "AWQ that is silent about layer 0": (Layout(experts(AWQ, (1,)), awq_config("gate", "self_attn")), 24),
-    "AWQ that is silent about attention": (Layout(experts(AWQ), awq_config("gate")), 8),
     "AWQ that excludes too much": (
         Layout(both(experts(AWQ), attention(AWQ)), awq_config("gate", "self_attn", "block_sparse_moe")), 56,
     ),
@@ -191,16 +180,10 @@ CONTRADICTIONS = {
         Layout(lambda name: AWQ if ".experts." in name and "experts.2" not in name else None,
                awq_config("gate", "self_attn")), 6,
     ),
-    "a gate in 4 bits that is excluded": (
-        Layout(both(experts(AWQ), gate(AWQ)), awq_config("gate", "self_attn")), 2,
-    ),
     "EliasOenal, AWQ beside FP8 attention": (
         Layout(both(experts(AWQ), attention(FP8)), awq_config("gate", "self_attn"), more=KV_SCALES), 8,
     ),
     "FP8 with attention in floats": (Layout(experts(FP8), official()), 8),
-    "compressed-tensors with one layer in floats": (
-        Layout(experts(PACKED, (1,)), compressed([*NO_GATE, "re:.*self_attn"], all=four_bit("Linear"))), 24,
-    ),
     "GPTQ with a value matrix in floats": (
         Layout(both(experts(("gptq", 128, True)), attention(("gptq", 128, True), "qko")),
                {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}), 2,

@@ -91,13 +91,10 @@ def test_the_layout_of_minimax(tmp_path: Path) -> None:
     ("chat", "complaint"),
     [
         ({"messages": ["hi"]}, r"messages\[0\]: 'hi' must be a mapping with a role"),
-        ({"messages": [{"content": "hi"}]}, r"messages\[0\]: .* must be a mapping with a role"),
         ({"messages": [USER], "tools": [WEATHER]}, r"tools\[0\]: .* must be"),
-        ({"messages": [USER], "tools": ["weather"]}, r"tools\[0\]: 'weather' must be"),
         ({"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, r"messages\[0\].tool_calls: .* list of mappings"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "must have a function with a name"),
         ({"messages": [{"role": "assistant", "tool_calls": [call("{")]}]}, "arguments: '{' must be a JSON object"),
-        ({"messages": [{"role": "assistant", "tool_calls": [call("[1]")]}]}, "must be a JSON object"),
         ({"messages": [{"role": "assistant", "tool_calls": [call('{"a":' * 9999)]}]}, "must be a JSON object"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
         ({"messages": [{"role": "assistant", "tool_calls": [call('{"a": "\\ud800"}')]}]}, "half of a surrogate pair"),
@@ -111,14 +108,6 @@ def test_what_is_no_conversation_is_one_line(tmp_path: Path, chat: dict[str, Any
     assert "\n" not in str(raised.value)
 
 
-def test_settings_reach_the_template(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, "qwen3")
-    tokenizer = Tokenizer(tmp_path)
-    silent = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
-    assert tokenizer.decode(silent).endswith("<think>\n\n</think>\n\n")
-    assert not tokenizer.opens_reasoning(silent)
-
-
 def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
     for family, opens in (("minimax_m2", True), ("qwen3", False)):
         write_tokenizer(tmp_path / family, family)
@@ -128,6 +117,9 @@ def test_reasoning_is_open_where_the_prompt_says_so(tmp_path: Path) -> None:
         assert tokenizer.opens_reasoning(tokenizer.hf.convert_tokens_to_ids(list("<think>ĊĊ")))  # letter by letter
         assert not tokenizer.opens_reasoning(tokenizer.encode("<think>\nSo", chat=False))
         assert not tokenizer.opens_reasoning([])
+    silent = tokenizer.encode_chat(Chat([USER], settings={"enable_thinking": False}))
+    assert tokenizer.decode(silent).endswith("<think>\n\n</think>\n\n")
+    assert not tokenizer.opens_reasoning(silent)
 
 
 OUTPUTS = {
@@ -177,7 +169,8 @@ def test_the_last_source_of_stop_ids_is_the_tokenizer(tmp_path: Path) -> None:
     eos = Tokenizer(tmp_path).hf.convert_tokens_to_ids("[e~[")
     assert stop_ids(tmp_path, ()) == {eos}
     assert stop_ids(tmp_path, (4,)) == {4}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert stop_ids(tmp_path, ()) == {7}
+    for text, found in (('{"eos_token_id": 7}', {7}), ('{"eos_token_id": [7, 8]}', {7, 8}), ("{}", {4})):
+        (tmp_path / "generation_config.json").write_text(text)
+        assert stop_ids(tmp_path, (4,)) == found
     write_tokenizer(tmp_path / "endless", "minimax_m2", eos_token=None)
     assert stop_ids(tmp_path / "endless", ()) == frozenset()

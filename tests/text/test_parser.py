@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from text import parser as parser_module
 from text.formats import FORMATS, TAGS
 from text.parser import Answer, Parser, Part, ToolCall
 
@@ -57,18 +57,11 @@ A = '<invoke name="f">\n<parameter name="i">1</parameter>\n'
 CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
     # Reasoning
     "m2 reasoning": (M2, {"reasoning": True}, "a\nb\n</think>\n\nc\n", answer("a\nb", "c\n")),
-    "never closed": (M2, {"reasoning": True}, "a\n\nb </thin\n", answer("a\n\nb </thin\n")),
     "stray opener": (M2, {"reasoning": True}, "<think>\na <think>b\n</think>\n\nc", answer("a b", "c")),
-    "second closer": (M2, {"reasoning": True}, "a</think>b</think>c", answer("a", "bc")),
-    "opener in content": (M2, {"reasoning": True}, "a</think>say <think>", answer("a", "say <think>")),
     "call ends reasoning": (M2, {"reasoning": True}, "a" + m2(invoke("g")) + "\nb", answer("a", "b", ("g", {}))),
-    "closed after the call": (
-        M2, {"reasoning": True}, "a" + m2(invoke("g")) + "\n</think>\n\nb", answer("a", "b", ("g", {})),
-    ),
     "optional, there": (QWEN3, {}, "\n<think>\n\na\n\n</think>\n\nb", answer("a", "b")),
     "optional, not there": (QWEN3, {}, "\n\nb\n", answer("", "\n\nb\n")),
     "optional, empty": (QWEN3, {}, "<think>\n\n</think>\n\nb", answer("", "b")),
-    "optional, forced": (QWEN3, {"reasoning": True}, "a\n</think>\n\nb", answer("a", "b")),
     "block mark in reasoning": (
         M2, {"reasoning": True}, "a\n<minimax:tool_call>\nb</think>\n\nc", answer("a\n<minimax:tool_call>\nb", "c"),
     ),
@@ -82,8 +75,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         M2, {"reasoning": True, "split": False}, "a\n</think>\n\nb" + m2(invoke("g")),
         answer("", "<think>a\n</think>\n\nb", ("g", {})),
     ),
-    "inline, without reasoning": (M2, {"split": False}, "a<think></think>", answer("", "a<think></think>")),
-    "plain": ("none", {"reasoning": True}, "a</think>" + m2(invoke("g")), answer("", "a</think>" + m2(invoke("g")))),
     "no tools": (M2, {"tools": []}, "a" + m2(invoke("g")), answer("", "a" + m2(invoke("g")))),
     # Calls of MiniMax-M2
     "two blocks, three calls": (
@@ -107,21 +98,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         M2, {}, m2(A + '<parameter name="s">a</invoke>', invoke("g")) + "x",
         answer("", "x", ("f", {"i": 1}), ("g", {})),
     ),
-    "block end within a value": (
-        M2, {}, m2(A + '<parameter name="s">a') + "x", answer("", "x", ("f", {"i": 1})),
-    ),
     "never closed block": (
         M2, {}, "<minimax:tool_call>" + A + '<parameter name="s">a</param', answer("", "", ("f", {"i": 1})),
     ),
-    "never closed opener": (M2, {}, "<minimax:tool_call>" + A + '<parameter name="s', answer("", "", ("f", {"i": 1}))),
     "never closed name": (M2, {}, 'x <minimax:tool_call><invoke name="f', answer("", "x ")),
     "unknown name": (M2, {}, "x" + m2(invoke("h", i="1"), invoke("g")), answer("", "x", ("g", {}))),
     "bare": (M2, {}, "x\n" + invoke("f", i="1") + "\n</minimax:tool_call>\ny", answer("", "xy", ("f", {"i": 1}))),
-    "bare, unknown": (M2, {}, 'x\n<invoke name="h">y', answer("", 'x\n<invoke name="h">y')),
-    "bare, no name": (M2, {}, "x <invoke name=\ny> z", answer("", "x <invoke name=\ny> z")),
-    "bare, then a mark": (M2, {}, "x <invoke name=" + m2(invoke("g")), answer("", "x <invoke name=", ("g", {}))),
     "bare, long": (M2, {}, "<invoke name=" + "x" * 999 + "> y", answer("", "<invoke name=" + "x" * 999 + "> y")),
-    "given twice": (M2, {}, m2(A + '<parameter name="i">2</parameter></invoke>'), answer("", "", ("f", {"i": 1}))),
     "types": (
         M2, {}, m2(invoke("f", s="1", i=" 1 ", n="1.5e1", b="True", o='{"a": [1]}', a="[null]", maybe="NULL")),
         answer("", "", ("f", {"s": "1", "i": 1, "n": 15.0, "b": True, "o": {"a": [1]}, "a": [None], "maybe": None})),
@@ -146,7 +129,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
         "x" + qwen("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\na\nb\n</parameter>\n</function>"),
         answer("", "x", ("f", {"i": 1, "s": "a\nb"})),
     ),
-    "coder, bare": (CODER, {}, "<function=f></function>\n</tool_call>", answer("", "", ("f", {}))),
     # Calls of Qwen3
     "json": (
         QWEN3, {},
@@ -155,9 +137,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
     ),
     "json in reasoning": (
         QWEN3, {"reasoning": True}, "a" + qwen('{"name": "g", "arguments": {}}') + "\nb", answer("a", "b", ("g", {})),
-    ),
-    "json, arguments as a string": (
-        QWEN3, {}, qwen('{"name": "f", "arguments": "{\\"i\\": 1}"}'), answer("", "", ("f", {"i": 1})),
     ),
     "json, unknown name": (QWEN3, {}, "x" + qwen('{"name": "h", "arguments": {}}') + "y", answer("", "xy")),
     "json, not closed": (QWEN3, {}, '<tool_call>{"name": "g", "arguments": {}}\n', answer("", "", ("g", {}))),
@@ -172,15 +151,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Answer]] = {
     ),
     "json, opened twice": (QWEN3, {}, "<tool_call><tool_call>" + '{"name": "g"}</tool_call>',
                            answer("", "<tool_call>", ("g", {}))),
-    "json, cut off": (QWEN3, {}, 'x\n<tool_call>{"name": "f", "ar', answer("", 'x\n<tool_call>{"name": "f", "ar')),
-    "json, not an object": (QWEN3, {}, qwen("[1]"), answer("", qwen("[1]"))),
-    "json, closed reasoning": (
-        QWEN3, {"reasoning": True}, 'a <tool_call>{"a": 1</think>\n\nc', answer('a <tool_call>{"a": 1', "c"),
-    ),
     "json, arguments no object": (QWEN3, {}, qwen('{"name": "g", "arguments": 1}'),
                                   answer("", qwen('{"name": "g", "arguments": 1}'))),
-    "json, not finite": (QWEN3, {}, qwen('{"name": "g", "arguments": {"a": NaN}}'),
-                         answer("", qwen('{"name": "g", "arguments": {"a": NaN}}'))),
 }  # fmt: skip
 
 
@@ -281,22 +253,6 @@ def test_what_is_certain_is_not_held_back() -> None:
     assert new(M2, tools=[]).push("a\n\n") == [Part("content", "a\n\n")]  # no mark can follow that makes them layout
 
 
-class Counting(Parser):
-    """Counts the characters that are looked at, those that are held back at most, and the steps."""
-
-    looked = held = steps = 0
-
-    def push(self, text: str) -> list[Part]:
-        parts = super().push(text)
-        self.held = max(self.held, len(self._buffer) - self._at, len(self._name))
-        return parts
-
-    def _step(self, text: str, mark: str) -> None:
-        self.looked += len(text) + (len(mark) or len(self._buffer) - self._at)
-        self.steps += 1
-        super()._step(text, mark)
-
-
 HOSTILE = [
     "<think", "<think>", "</think>", "<", "\n", '"', "\\", "<tool_call>", "<tool_call>{", '<tool_call>{"\n',
     "<tool_call>x", "</tool_call>",
@@ -310,27 +266,15 @@ STARTS = ["", "<minimax:tool_call>" + A + '<parameter name="o">', '<tool_call>{"
 @pytest.mark.slow
 @pytest.mark.parametrize("format", [M2, QWEN3, CODER])
 @pytest.mark.parametrize("bit", HOSTILE)
-def test_hostile_outputs_take_linear_work_and_bounded_memory(format: str, bit: str) -> None:
+def test_hostile_outputs_take_linear_work(format: str, bit: str) -> None:
     for start in STARTS:
-        for size, letters in ((20_000 if start else 50_000, False), (1_000, True)):
+        for size, letters in ((200_000, False), (1_000, True)):
             text = start + bit * (size // len(bit))
-            parser = Counting(FORMATS[format], TOOLS)
+            parser, begin = new(format), time.process_time()
             parts = [p for piece in text for p in parser.push(piece)] if letters else parser.push(text)
             parts += parser.finish()
-            assert parser.held <= parser_module.LONGEST_NAME + 20
-            assert parser.looked <= 3 * len(text) + 20 * len(text) * letters
-            assert parser.steps <= 2 * len(text) + 2
             assert sum(len(part.text) for part in parts) <= 3 * len(text) + 20
-
-
-def test_what_is_too_long_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser_module, "LONGEST_VALUE", 40)
-    text = m2(invoke("f", s="x" * 40, a="x" * 41, i="1"))
-    assert new(M2).whole(text) == answer("", "", ("f", {"s": "x" * 40, "i": 1}))
-    assert streamed(new(M2), text) == streamed(new(M2), [text])
-    text = "x" + qwen('{"name": "g", "arguments": {"a": "' + "x" * 20 + '"}}') + "y"
-    assert new(QWEN3).whole(text) == answer("", "xy")
-    assert streamed(new(QWEN3), text) == streamed(new(QWEN3), [text])
+            assert time.process_time() - begin < 2  # quadratic work takes minutes
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Chat templates are programs of strangers: whatever they do takes a second and half a gigabyte at most."""
 
 import os
-import signal
 import time
 
 import pytest
@@ -13,23 +12,16 @@ from umbra.errors import UserError
 HOSTILE = {
     "loops": ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", TOO_MUCH),
     "multiplied": ("{{ 'a' * 10 ** 11 }}", TOO_MUCH),
-    "doubled": (
-        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        TOO_MUCH,
-    ),
-    "padded": ("{{ 'a' | center(10 ** 10) }}", TOO_MUCH),
     "formatted": ("{{ '%999999999d' % 1 }}", TOO_MUCH),
     "longer than its input": ("{{ 'a' * 10 ** 7 }}", "it makes 10000000 characters of"),
     "endless recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
     "nested statements": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "maximum recursion depth exceeded"),
     "classes": ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
     "globals": ("{{ raise_exception.__globals__.os }}", "access to attribute '__globals__' of"),
-    "globals of a lambda": ("{{ dict.__globals__.os }}", "access to attribute '__globals__' of"),
     "classes by a filter": ("{{ ('' | attr('__class__')).__mro__ }}", "access to attribute '__class__'"),
     "a namespace's class": ("{% set n = namespace() %}{% set n.__class__ = 1 %}", "the attribute '__class__'"),
     "a list that changes": ("{{ messages.append(1) }}", "access to attribute 'append' of 'list'"),
     "other files": ("{% include '/etc/passwd' %}", "no loader for this environment"),
-    "imports": ("{% import 'os' as os %}", "no loader for this environment"),
     "half of a statement": ("{% if", "unexpected 'end of template'"),
 }
 
@@ -51,25 +43,11 @@ def test_hostile_templates_are_one_line(renderer: Renderer, name: str) -> None:
 
 
 def test_the_next_conversation_is_rendered(renderer: Renderer) -> None:
-    """Also after one that has ended the process, or after somebody has killed it."""
+    """Also after one that has ended the process."""
     assert renderer.render("{{ a }}", {"a": "b\ud800"}) == "b\ud800"
     with pytest.raises(UserError):
         renderer.render(*HOSTILE["loops"][:1], {})
     assert renderer.render("{{ a }}", {"a": 1}) == "1"
-    process = renderer._helper.process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert renderer.render("{{ a }}", {"a": 2}) == "2"
-
-
-def test_the_process_ends_with_its_renderer() -> None:
-    renderer = Renderer()
-    renderer.render("", {})
-    process = renderer._helper.process
-    assert process is not None
-    del renderer
-    assert process.returncode is not None
 
 
 def test_templates_see_what_transformers_shows_them(renderer: Renderer) -> None:
@@ -84,6 +62,11 @@ def test_templates_see_what_transformers_shows_them(renderer: Renderer) -> None:
         '"reasoning_content": "r"}{\'a\': 1}TrueTrue<e>'
     )
     assert renderer.render("{{ strftime_now('%Y') }}", {}) == time.strftime("%Y")
+    assert renderer.render("{% set n = namespace(a=1, b=2) %}{% set n.a = 5 %}{{ n.a + n.b }}", {}) == "7"
+    ascii = "{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':')) }}"
+    assert renderer.render(ascii, {}) == '{"a":"\\u00e9","b":1}'
+    with pytest.raises(UserError, match="failed: no system message"):
+        renderer.render("{{ raise_exception('no system message') }}", {})
 
 
 def test_values_that_are_no_json_are_refused_or_written(renderer: Renderer) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from executor.checkpoint.formats.detect import SCHEMES
+from executor.checkpoint.formats.scheme import Scheme
 from models.hf_config import HfConfig
-from ops.format import Format
 from umbra.errors import UserError
 
 INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -49,18 +49,13 @@ REFUSED: dict[str, dict[str, list[Any]]] = {
 ROWS = [(name, key, value) for name, keys in REFUSED.items() for key, values in keys.items() for value in values]
 
 
-def scheme(name: str, key: str | None = None, value: Any = None) -> Any:
+def scheme(name: str, key: str | None = None, value: object = None) -> Scheme:
     """The scheme of the config, with one key changed, which may be one of a group's weights."""
     data = deepcopy(CONFIGS[name])
     inner = data["config_groups"]["group_0"]["weights"] if "config_groups" in data else data
     if key:
         inner[key] = value
     return SCHEMES["compressed-tensors" if inner is not data else name](HfConfig(data, "config.json"))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_what_each_format_writes_is_taken(name: str) -> None:
-    assert scheme(name).encodings
 
 
 @pytest.mark.parametrize(("name", "key", "value"), ROWS)
@@ -117,62 +112,7 @@ def test_each_group_of_mixed_precision_has_a_format_of_its_own() -> None:
         SCHEMES["compressed-tensors"](HfConfig(data, "config.json"))
 
 
-def of(name: str, key: str | None = None, value: Any = None) -> Any:
-    return scheme(name, key, value).encodings[0]
-
-
-F, I = ("BF16", "F16", "F32"), ("I32",)  # noqa: E741
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value", "tensors"),
-    [
-        ("awq", None, None, {"qweight": ((96, 2), I), "qzeros": ((3, 2), I), "scales": ((3, 16), F)}),
-        (
-            "gptq", None, None,
-            {"qweight": ((12, 16), I), "qzeros": ((3, 2), I), "scales": ((3, 16), F), "g_idx": ((96,), I)},
-        ),
-        (
-            "gptq", "bits", 8,
-            {"qweight": ((24, 16), I), "qzeros": ((3, 4), I), "scales": ((3, 16), F), "g_idx": ((96,), I)},
-        ),
-        (
-            "gptq", "group_size", -1,
-            {"qweight": ((12, 16), I), "qzeros": ((1, 2), I), "scales": ((1, 16), F), "g_idx": ((96,), I)},
-        ),
-        ("fp8", None, None, {"weight": ((16, 96), ("F8_E4M3",)), "weight_scale_inv": ((1, 1), F)}),
-        (
-            "pack-quantized", None, None,
-            {"weight_scale": ((16, 3), F), "weight_packed": ((16, 12), I), "weight_shape": ((2,), ("I64", "I32"))},
-        ),
-        (
-            "pack-quantized", "symmetric", False,
-            {"weight_scale": ((16, 3), F), "weight_packed": ((16, 12), I), "weight_shape": ((2,), ("I64", "I32")),
-             "weight_zero_point": ((2, 3), I)},
-        ),
-        (
-            "pack-quantized", "strategy", "channel",
-            {"weight_scale": ((16, 1), F), "weight_packed": ((16, 12), I), "weight_shape": ((2,), ("I64", "I32"))},
-        ),
-        ("int-quantized", None, None, {"weight_scale": ((16, 3), F), "weight": ((16, 96), ("I8",))}),
-        (
-            "int-quantized", "symmetric", False,
-            {"weight_scale": ((16, 3), F), "weight": ((16, 96), ("I8",)), "weight_zero_point": ((16, 3), ("I8",))},
-        ),
-        ("float-quantized", None, None, {"weight": ((16, 96), ("F8_E4M3",)), "weight_scale": ((1, 1), F)}),
-    ],
-)  # fmt: skip
-def test_the_tensors_of_a_matrix(name: str, key: str | None, value: Any, tensors: dict[str, Any]) -> None:
-    needed = of(name, key, value).stored("m", 16, 96).tensors
-    assert {tensor.removeprefix("m."): (need.shape, need.types) for tensor, need in needed.items()} == tensors
-    assert [tensor for tensor, need in needed.items() if need.optional] == ["m.g_idx"] * ("g_idx" in tensors)
-
-
 def test_sizes_that_are_no_whole_blocks_or_words() -> None:
-    needed = of("fp8").stored("m", 129, 256).tensors
-    assert needed["m.weight_scale_inv"].shape == (2, 2)
-    packed = of("pack-quantized", "symmetric", False).stored("m", 9, 32).tensors
-    assert (packed["m.weight_zero_point"].shape, packed["m.weight_packed"].shape) == ((2, 1), (9, 4))
     for name, rows, columns, error in (
         ("awq", 16, 33, "m: 33 columns are no multiple of group_size: 32"),
         ("awq", 9, 32, "m: 9 rows are no multiple of a word's: 8"),
@@ -180,31 +120,8 @@ def test_sizes_that_are_no_whole_blocks_or_words() -> None:
         ("gptq", 8, 48, "m: 48 columns are no multiple of group_size: 32"),
         ("pack-quantized", 8, 48, "m: 48 columns are no multiple of group_size: 32"),
     ):
-        with pytest.raises(UserError) as caught:
-            of(name).stored("m", rows, columns)
-        assert str(caught.value) == error
-    with pytest.raises(UserError, match=r"^m: 9 columns are no multiple of a word's: 8$"):
-        of("gptq", "group_size", -1).stored("m", 8, 9)
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value", "title", "format", "bits"),
-    [
-        ("awq", None, None, "AWQ, 4 bits in groups of 32 with zero points", Format("q4", 32, True), 4),
-        ("gptq", None, None, "GPTQ, 4 bits in groups of 32, symmetric", Format("q4", 32), 4),
-        ("gptq", "sym", False, "GPTQ, 4 bits in groups of 32, with zero points", Format("q4", 32, True), 4),
-        ("gptq", "group_size", -1, "GPTQ, 4 bits in one group a row, symmetric", Format("q4", 128), 4),
-        ("gptq", "bits", 8, "GPTQ, 8 bits in groups of 32, symmetric", Format("q8", 32), 8),
-        ("pack-quantized", None, None, "pack-quantized, 4 bits in groups of 32, symmetric", Format("q4", 32), 4),
-        ("int-quantized", "symmetric", False, "int-quantized, 8 bits in groups of 32, with zero points", None, 8),
-        ("float-quantized", None, None, "FP8 e4m3 in blocks of 128 x 128", Format("f8", 128), 8),
-    ],
-)
-def test_formats_that_keep_every_bit(
-    name: str, key: str | None, value: Any, title: str, format: Format | None, bits: int
-) -> None:
-    found = of(name, key, value)
-    assert (found.title, found.format, found.bits) == (title, format, bits)
+        with pytest.raises(UserError, match=f"^{error}$"):
+            scheme(name).encodings[0].stored("m", rows, columns)
 
 
 def test_modules_that_a_config_leaves_in_floats() -> None:
@@ -221,24 +138,3 @@ def test_modules_that_a_config_leaves_in_floats() -> None:
         scheme("gptq", "dynamic", {"+:.*gate": {}})
     fp8 = scheme("fp8", "modules_to_not_convert", ["gate"])
     assert [fp8.said(m) is not None for m in ("a.gate", "a.up", "lm_head", "a.lm_head")] == [False, True, False, True]
-
-
-def test_the_names_of_the_files_decide() -> None:
-    gptq = scheme("gptq")
-    own = gptq.encodings[0]
-    module = "model.layers.0.up"
-    assert gptq.encoding(module) is own
-    assert not gptq.contradicts(module)
-    assert gptq.kept(module) == own.format
-    assert gptq.kept("lm_head") is None
-    gptq.names = {f"{module}.weight": f"{module}.weight"}
-    assert gptq.encoding(module) is None
-    assert gptq.contradicts(module)
-    gptq.names = {"lm_head.qweight": "lm_head.qweight"}
-    assert gptq.encoding("lm_head") is own
-    assert gptq.contradicts("lm_head")
-    assert gptq.encoding(module) is own  # which no file has
-    gptq.names = {"lm_head.qweight": "theirs.layers.0.head.qweight"}
-    assert not gptq.contradicts("lm_head")  # by the name in the files, it is one of the decoder's
-    gptq.names = {}
-    assert gptq.encoding(module) is own

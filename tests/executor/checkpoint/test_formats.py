@@ -48,18 +48,14 @@ SIZES = dict(
 # format, group, bits, symmetric; whether the CPU keeps it bit for bit
 FORMATS = [
     ("awq", 32, 4, False, True),
-    ("awq", 64, 4, False, True),
     ("awq", 128, 4, False, True),
     ("gptq", 128, 4, True, True),
-    ("gptq", 32, 4, False, True),
     ("gptq", -1, 4, True, True),
     ("gptq_v2", 64, 4, False, True),
     ("gptq", 128, 8, True, True),
     ("gptq", 64, 8, False, False),
-    ("pack-quantized", 128, 4, True, True),
     ("pack-quantized", 32, 4, False, True),
     ("pack-quantized", -1, 4, True, True),
-    ("pack-quantized", 128, 8, True, True),
     ("pack-quantized", 128, 8, False, False),
     ("int-quantized", -1, 8, True, True),
     ("int-quantized", -1, 8, False, False),
@@ -136,9 +132,7 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
         ("int-quantized", -1, 8, "auto", 0.025),
         ("fp8", 0, 8, "auto", 0.025),
         ("fp8", 0, 8, "none", 0.025),  # to bfloat16
-        ("fp8", 0, 8, "q8", 0.025),
         ("fp8", 0, 8, "q4", 0.25),
-        ("awq", 128, 4, "q8", 0.025),
         ("awq", 128, 4, "q4", 0.025),  # has 4 bits already: kept
         ("gptq", 64, 8, "q8", 0.025),
     ],
@@ -156,14 +150,13 @@ def test_native_kernels_stay_close(
 
 
 @pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "int-quantized", "fp8"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str, ranks: int) -> None:
+def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None:
     """Also where the columns of a rank begin inside a quantisation group of 128, or its rows inside a packed word."""
     bits, group = (8, -1) if format == "int-quantized" else (4, 128)
     floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
     means = load_file(floats / "model.safetensors")
-    for rank in range(ranks):
-        assert_kept(built(tmp_path / "quantised", rank, world_size=ranks), means, kept=True)
+    for rank in range(4):
+        assert_kept(built(tmp_path / "quantised", rank, world_size=4), means, kept=True)
 
 
 def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
@@ -204,16 +197,6 @@ def test_a_router_in_floats_needs_no_mention(tmp_path: Path, model: Path, format
     built(edited(model, tmp_path, format, lambda tensors, config: config.update(silent)))
 
 
-def test_a_group_that_does_not_divide_is_named(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", **SIZES | dict(moe_intermediate_size=96))
-    quantise_tiny(tmp_path / "model", tmp_path / "quantised", "awq", 32)
-    config = json.loads((tmp_path / "quantised/config.json").read_text())
-    config["quantization_config"]["group_size"] = 64
-    (tmp_path / "quantised/config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"experts\.0\.down_proj: 96 columns are no multiple of group_size: 64"):
-        built(tmp_path / "quantised")
-
-
 def edited(model: Path, folder: Path, format: str, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
     """A broken checkpoint: `edit` changes its tensors and its quantization_config."""
     to = folder / "quantised"
@@ -245,31 +228,19 @@ def bad_scale(value: float) -> Callable[[Tensor], Tensor]:
         ("awq", lambda t, c: t.pop(f"{Q}.scales"), rf"1 tensors missing: {Q}\.scales"),
         ("awq", lambda t, c: t.update({"model.layers.9.x": torch.ones(1)}), "1 tensors that the model does not know"),
         ("awq", put(f"{Q}.scales", bad_scale(float("nan"))), rf"{Q}\.scales: scales are not all finite"),
-        ("awq", put(f"{Q}.scales", bad_scale(float("inf"))), rf"{Q}\.scales: scales are not all finite"),
         ("awq", put(f"{Q}.qweight", lambda x: x.long()), rf"{Q}\.qweight has type I64, expected one of I32"),
         ("awq", put(f"{Q}.qzeros", lambda x: x[:4]), rf"{Q}\.qzeros has shape \[4, 16\], expected \[8, 16\]"),
-        ("awq", lambda t, c: c.update(group_size=48), r"group_size: 48 must be one of 32, 64, 128"),
-        ("awq", lambda t, c: c.update(group_size=1 << 70), r"group_size: 1180591620717411303424 must be one of"),
-        ("awq", lambda t, c: c.update(group_size=True), r"group_size: True must be one of"),
         ("awq", lambda t, c: c.update(group_size=128), r"qzeros has shape \[8, 16\], expected \[2, 16\]"),
-        ("awq", lambda t, c: c.update(bits=3), r"bits: 3 is not implemented"),
-        ("awq", lambda t, c: c.update(version="gemv"), r"version: 'gemv' is not implemented"),
         ("awq", lambda t, c: c.update(quant_method="exl2"), r"quant_method: 'exl2' must be one of awq, gptq"),
-        ("awq", lambda t, c: c.update(modules_to_not_convert=7), "modules_to_not_convert: 7 must be a list of names"),
-        ("gptq", lambda t, c: c.update(desc_act=True), "desc_act: True is not supported: it scatters"),
         ("gptq", put(f"{Q}.g_idx", lambda x: x.flip(0)), rf"{Q}\.g_idx: inputs are not in the order of their groups"),
         ("gptq", lambda t, c: c.update(sym=True), r"qzeros: sym is true, but zero points are not all 8"),
-        ("gptq", lambda t, c: c.update(dynamic={"+:.*": {"bits": 8}}), "gives modules settings of their own"),
         ("gptq", lambda t, c: c.update(dynamic={"-:(a+)+$": {}}), r"pattern '\(a\+\)\+\$' is too intricate"),
         ("gptq", lambda t, c: c.update(quant_method="awq", modules_to_not_convert=["gate"]), r"g_idx, GPTQ's"),
         ("pack-quantized", put(f"{Q}.weight_shape", lambda x: x + 1), rf"{Q}\.weight_shape: \[129, 257\] is not the"),
         ("pack-quantized", lambda t, c: c.update(ignore=["re:" + ".*" * 9]), "is too intricate"),
-        ("pack-quantized", lambda t, c: c.update(config_groups={}), "must be one group"),
-        ("pack-quantized", lambda t, c: c.update(format="marlin-24"), "format: marlin-24|'marlin-24' must be one of"),
         ("pack-quantized", lambda t, c: (c.clear(), c.update(quant_method="awq", group_size=32)),
          r"weight_packed, compressed-tensors' pack-quantized"),
         ("fp8", put(f"{Q}.weight_scale_inv", lambda x: x * float("nan")), r"scales are not all finite"),
-        ("fp8", lambda t, c: c.update(weight_block_size=[64, 64]), r"weight_block_size: \[64, 64\] must be \[128"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, model: Path, format: str, edit: Any, complaint: str) -> None:

@@ -78,51 +78,23 @@ FILES = {
     "cut in its header": (with_header({"a": tensor()})[:40], "its header should have "),
     "cut in its tensors": (with_header({"tail": tensor()})[:-1], "tensor tail ends at byte 64 of 63"),
     "header of terabytes": (with_header({}, length=1 << 42), "its header should have 4398046511104 bytes"),
-    "header of 2^64": (with_header({}, length=(1 << 64) - 1), "its header should have 18446744073709551615 bytes"),
     "header beyond the file": (with_header({}, length=67), "its header should have 67 bytes, the file has 74"),
     "not JSON": (with_header(b"{nope}"), "Expecting property name"),
     "not UTF-8": (with_header(b'{"\xff": ' + ENTRY + b"}"), "codec can't decode"),
     "a list": (with_header([]), "its header must be a JSON object"),
     "deep lists": (with_header(b"[" * DEEP + b"]" * DEEP), ""),
-    "deep objects": (with_header(b'{"a":' * DEEP + b"1" + b"}" * DEEP), ""),
-    "deep metadata": (with_header(b'{"__metadata__":' + b"[" * DEEP + b"]" * DEEP + b"}"), ""),
     "metadata of numbers": (with_header({"__metadata__": {"a": 1}, "w": tensor()}), "invalid type: integer `1`"),
     "NaN for an entry": (with_header({"bad": math.nan}), "tensor bad must have dtype, shape and data_offsets, not nan"),
-    "NaN in a shape": (with_header({"bad": tensor(shape=[math.nan])}), "tensor bad has shape [nan]"),
-    "an entry too few": (
-        with_header({"bad": {"dtype": "F32", "shape": [16]}}),
-        "tensor bad must have dtype, shape and",
-    ),
-    "overlap": (
-        with_header(HALF | {"b": tensor(shape=[12], data_offsets=[16, 64])}),
-        "b begins at byte 16, where 32 was",
-    ),
+    "overlap": (with_header(HALF | {"b": tensor(shape=[12], data_offsets=[16, 64])}), "b begins at byte 16, where 32"),
     "the same bytes twice": (with_header({"a": tensor(), "b": tensor()}), "tensor b begins at byte 0, where 64"),
-    "a gap": (
-        with_header(HALF | {"b": tensor(shape=[4], data_offsets=[48, 64])}),
-        "tensor b begins at byte 48, where 32",
-    ),
     "bytes of no tensor": (with_header(HALF), "64 bytes of tensors, but the header tells of 32"),
     "offsets beyond": (with_header({"far": tensor(shape=[32], data_offsets=[0, 128])}), "far ends at byte 128 of 64"),
     "offsets unlike the shape": (with_header({"bad": tensor(shape=[15])}), "F32 and shape [15], but offsets [0, 64]"),
-    "offsets backwards": (with_header({"bad": tensor(data_offsets=[64, 0])}), "tensor bad has type F32 and shape [16]"),
     "negative offsets": (with_header({"bad": tensor(data_offsets=[-64, 0])}), "tensor bad has data_offsets [-64, 0]"),
-    "one offset": (with_header({"bad": tensor(data_offsets=[0])}), "tensor bad has type F32 and shape [16], but"),
-    "offsets of text": (with_header({"bad": tensor(data_offsets="0:64")}), "tensor bad has data_offsets '0:64'"),
     "negative shape": (with_header({"bad": tensor(shape=[-4, -4])}), "tensor bad has shape [-4, -4]"),
-    "shape of true": (with_header({"bad": tensor(shape=[True])}), "tensor bad has shape [True]"),
-    "shape over 64 bits": (
-        with_header({"bad": tensor(shape=[1 << 70])}),
-        "tensor bad has shape [1180591620717411303424]",
-    ),
     "product over 64 bits": (with_header({"bad": tensor(shape=[1 << 62, 4, 16])}), "tensor bad has type F32 and shape"),
-    "a million dimensions": (with_header({"bad": tensor(shape=[1] * 1_000_000)}), "tensor bad has type F32 and shape"),
     "unknown type": (with_header({"bad": tensor(dtype="F31")}), "tensor bad has type 'F31', which is none"),
     "type of another kind": (with_header({"bad": tensor(dtype=["F32"])}), "tensor bad has type ['F32'], which is none"),
-    "type that does not fit": (
-        with_header({"bad": tensor(dtype="F16")}),
-        "tensor bad has type F16 and shape [16], but",
-    ),
     "a name twice": (with_header(b'{"twin":' + ENTRY + b',"twin":' + ENTRY + b"}"), "twin stands twice in the header"),
 }
 
@@ -136,33 +108,12 @@ def test_bad_file_is_one_line(model: CausalLM, tmp_path: Path, name: str) -> Non
     assert complaint in said
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "told"),
-    [("huge", [0, 1 << 62], "huge"), ("n" * (1 << 22), [0], "n" * 200), ("\x1b[2J\nclean", [0], " [2J clean")],
-)
-def test_strange_extra_tensor_is_one_line(
-    model: CausalLM, valid: Path, tmp_path: Path, name: str, shape: list[int], told: str
-) -> None:
-    data = (valid / SINGLE).read_bytes()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    end = len(data) - begin
-    extra = {name: tensor(shape=shape, data_offsets=[end, end])}
-    (tmp_path / SINGLE).write_bytes(with_header(json.loads(data[8:begin]) | extra, data[begin:]))
-    assert complaint_of(model, tmp_path) == f"{tmp_path}: 1 tensors that the model does not know: {told}"
-
-
 INDEXES: dict[str, tuple[object, str]] = {
     "a list": ([], "must hold a JSON object"),
     "no map": ({}, "weight_map must map tensor names to file names"),
-    "a list for a map": ({"weight_map": ["a"]}, "weight_map must map tensor names to file names"),
-    "an empty map": ({"weight_map": {}}, "weight_map must map tensor names to file names"),
     "a number for a file": ({"weight_map": {"a": 1}}, "weight_map must map tensor names to file names"),
-    "null for a file": ({"weight_map": {"a": None}}, "weight_map must map tensor names to file names"),
     "the folder above": ({"weight_map": {"a": "../x.safetensors"}}, "'../x.safetensors' is not the name of a"),
     "an absolute path": ({"weight_map": {"a": "/x.safetensors"}}, "'/x.safetensors' is not the name of a"),
-    "a folder below": ({"weight_map": {"a": "x/x.safetensors"}}, "'x/x.safetensors' is not the name of a"),
-    "another kind": ({"weight_map": {"a": "config.json"}}, "'config.json' is not the name of a .safetensors file"),
-    "a name of megabytes": ({"weight_map": {"a": "x" * (1 << 22)}}, " is not the name of a .safetensors file"),
     "a file of megabytes": (
         {"weight_map": {"a": "x" * (1 << 22) + ".safetensors"}},
         f"'{'x' * 79} is not the name of a .safetensors file",
@@ -172,7 +123,6 @@ SHARDS = {
     "absent": "gone.safetensors",
     "a zero byte": "\0.safetensors",
     "half a character": "\ud800.safetensors",
-    "too long": "\U0001f642" * 100 + ".safetensors",
     "a folder": "folder.safetensors",
 }
 
@@ -182,22 +132,6 @@ def test_bad_index_is_one_line(model: CausalLM, tmp_path: Path, name: str) -> No
     content, complaint = INDEXES[name]
     (tmp_path / INDEX).write_text(json.dumps(content))
     said = complaint_of(model, tmp_path)
-    assert said.startswith(f"{tmp_path / INDEX}: ")
-    assert complaint in said
-
-
-@pytest.mark.parametrize("name", INDEXES)
-def test_bad_index_is_one_line_before_the_model_is_built(valid: Path, tmp_path: Path, name: str) -> None:
-    """A quantised checkpoint's index decides how modules are stored."""
-    content, complaint = INDEXES[name]
-    config = json.loads((valid / "config.json").read_text()) | {
-        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / INDEX).write_text(json.dumps(content))
-    with pytest.raises(UserError) as raised:
-        read_scheme(tmp_path)
-    said = one_line(raised.value)
     assert said.startswith(f"{tmp_path / INDEX}: ")
     assert complaint in said
 
@@ -215,11 +149,8 @@ def test_bad_file_is_one_line_before_the_model_is_built(valid: Path, tmp_path: P
     assert complaint in one_line(raised.value)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["a.mlp.w", "a.block_sparse_moe.w"], ["a.mlp.\x1b[2J" + "x" * 5000, "a.block_sparse_moe.\x1b[2J" + "x" * 5000]],
-)
-def test_two_spellings_of_one_tensor_are_one_line(tmp_path: Path, names: list[str]) -> None:
+def test_two_spellings_of_one_tensor_are_one_line(tmp_path: Path) -> None:
+    names = ["a.mlp.\x1b[2J" + "x" * 5000, "a.block_sparse_moe.\x1b[2J" + "x" * 5000]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "minimax_m2"}))
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "x.safetensors")}))
     with pytest.raises(UserError, match="are two names of one tensor of the model") as raised:
@@ -282,12 +213,6 @@ def test_json_that_is_not_a_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("/dev/zero")
     with pytest.raises(UserError, match=r"config\.json: not a file"):
         read_json(tmp_path / "config.json")
-
-
-def test_links_to_files_are_followed(model: CausalLM, valid: Path, tmp_path: Path) -> None:
-    """A download cache keeps the files elsewhere."""
-    (tmp_path / SINGLE).symlink_to(valid / SINGLE)
-    load_checkpoint(model, tmp_path, Unquantised(), model.ignores, progress=False)
 
 
 @settings(max_examples=200, deadline=None)
@@ -374,14 +299,3 @@ def test_large_values_stay_cheap(tmp_path: Path) -> None:
     assert "num_hidden_layers: 16777216 must be an integer from 1 to 4096" in str(parse(tmp_path, config))
     assert isinstance(parse(tmp_path, config | {"num_hidden_layers": 4096}), Qwen3MoeConfig)
     assert "eos_token_id: [0, 1, 2" in str(parse(tmp_path, {"eos_token_id": [*many, -1]}))
-
-
-@pytest.mark.parametrize("key", ["hidden_act", "model_type", "attn_type_list"])
-def test_values_near_the_depth_that_json_reads(tmp_path: Path, key: str) -> None:
-    """Values nested as deeply as the JSON reader allows can still be printed in an error."""
-    for depth in range(500, 1000, 3):
-        text = json.dumps({"model_type": "minimax_m2"})[:-1] + f', "{key}": ' + "[" * depth + "]" * depth + "}"
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError) as raised:
-            read_config(tmp_path, "minimax_m2")
-        one_line(raised.value)

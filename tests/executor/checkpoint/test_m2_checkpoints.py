@@ -28,14 +28,13 @@ from tests.m2_layouts import (
     LAYOUTS,
     MOE,
     Layout,
-    four_bit,
     official,
     rewrite,
     save_m2,
 )  # fmt: skip
 from tests.tiny import make_runner, tiny_case
 from umbra.cli import execute
-from umbra.commands.inspect_checkpoint import inspect, inspect_rank
+from umbra.commands.inspect_checkpoint import inspect
 from umbra.commands.logits import prefill_logits
 from umbra.errors import UserError
 
@@ -112,15 +111,9 @@ Q4, F8, F32 = "q4", "f8", "float32"
         ("official", [(F8, F8, F8)] * 2),
         ("mratsim FP8 and INT4", [(Q4, F8, F8)] * 2),
         ("EliasOenal, AWQ beside FP8 attention", [(Q4, F8, F8)] * 2),
-        ("FP8 with attention in floats", [(F8, F32, F32)] * 2),
         ("QuantTrio M2", [(Q4, Q4, Q4)] * 2),
-        ("QuantTrio M2.1", [(Q4, F32, F32)] * 2),
         ("QuantTrio M2.5", [(F32, F32, F32), (Q4, F32, F32)]),
-        ("cyankiwi", [(Q4, Q4, Q4)] * 2),
-        ("GPTQ", [(Q4, Q4, Q4)] * 2),
         ("last layer's experts in floats", [(Q4, F32, F32), (F32, F32, F32)]),
-        ("transformers' names", [(Q4, F32, F32)] * 2),
-        ("a gate in 4 bits", [(Q4, F32, F32)] * 2),
         ("AWQ of one value matrix", [(Q4, F32, F32)] * 2),
         ("AWQ of some experts of a layer", [(F32, F32, F32)] * 2),
     ],
@@ -133,12 +126,6 @@ def test_what_is_kept_is_decided_by_layer_and_module(
     ours = built(tmp_path / "published")
     assert kinds(ours) == expected
     check_values(ours, load_file(floats / "model.safetensors"))
-
-
-def test_a_rank_of_a_mixed_checkpoint_is_told_in_all_its_formats(tmp_path: Path, model: Path) -> None:
-    LAYOUTS["mratsim FP8 and INT4"].write(model, tmp_path / "published")
-    facts = inspect_rank(case_for(tmp_path / "published"))
-    assert facts["linear_format"] == "f8 in groups of 128, q4 in groups of 32"
 
 
 def check_values(model: nn.Module, means: dict[str, Tensor]) -> None:
@@ -156,7 +143,7 @@ def check_values(model: nn.Module, means: dict[str, Tensor]) -> None:
             assert torch.equal(mine, means[f"{path}.weight"].float()[:, layer.part])
 
 
-@pytest.mark.parametrize("name", ["official", "QuantTrio M2", "cyankiwi", "mratsim FP8 and INT4"])
+@pytest.mark.parametrize("name", ["official", "mratsim FP8 and INT4"])
 def test_two_ranks_split_inside_blocks_and_groups(tmp_path: Path, model: Path, name: str) -> None:
     """192 of an expert's 384 columns or rows: one and a half blocks or groups of 128."""
     means = load_file(LAYOUTS[name].write(model, tmp_path / "published") / "model.safetensors")
@@ -216,11 +203,8 @@ def test_without_files_the_config_decides(tmp_path: Path, model: Path, capsys: p
     [
         (LAYOUTS["official"], lambda c, t: t.pop(f"{EXPERT}.weight_scale_inv"),
          rf"{EXPERT}\.weight has type F8_E4M3, expected one of BF16, F16, F32"),
-        (LAYOUTS["official"], lambda c, t: c.update(fmt="e5m2"), "fmt: 'e5m2' is not implemented"),
         (LAYOUTS["official"], lambda c, t: t.update({f"{EXPERT}.weight_scale_inv": torch.ones(3, 3)}),
          rf"{EXPERT}\.weight_scale_inv has shape \[3, 3\], expected \[3, 2\]"),
-        (LAYOUTS["official"], lambda c, t: t.update({"model.layers.5.norm.weight": torch.ones(3)}),
-         r"that the model does not know: model\.layers\.5\.norm\.weight"),
         (LAYOUTS["official"], lambda c, t: t.pop(f"{MOE}.e_score_correction_bias"),
          rf"1 tensors missing: {MOE}\.e_score_correction_bias"),
         (LAYOUTS["QuantTrio M2.5"], lambda c, t: t.update({f"{EXPERT}.scales": torch.ones(3)}),
@@ -230,18 +214,11 @@ def test_without_files_the_config_decides(tmp_path: Path, model: Path, capsys: p
         (LAYOUTS["transformers' names"], lambda c, t: t.update({f"{MOE}.gate.weight": torch.ones(8, 256)}),
          r"mlp\.gate\.weight and model\.layers\.0\.block_sparse_moe\.gate\.weight are two names of one|"
          r"block_sparse_moe\.gate\.weight and model\.layers\.0\.mlp\.gate\.weight are two names of one"),
-        (LAYOUTS["GPTQ"], lambda c, t: c.update(desc_act=True), "desc_act: True is not supported"),
         (LAYOUTS["GPTQ"], lambda c, t: t.update(
             {"model.layers.0.self_attn.k_proj.g_idx": t["model.layers.0.self_attn.k_proj.g_idx"].flip(0)}),
          r"self_attn\.k_proj\.g_idx: inputs are not in the order of their groups: desc_act is not supported"),
         (LAYOUTS["mratsim FP8 and INT4"], lambda c, t: c["config_groups"]["group_0"].update(format="nvfp4"),
          r"group_0: format: 'nvfp4' must be one of pack-quantized, int-quantized, float-quantized"),
-        (LAYOUTS["mratsim FP8 and INT4"], lambda c, t: c["config_groups"]["group_0"]["weights"].update(
-            strategy="channel"), r"group_0: weights: strategy: 'channel' must be one of block"),
-        (LAYOUTS["mratsim FP8 and INT4"], lambda c, t: c["config_groups"]["group_0"]["weights"].update(
-            block_structure=[64, 128]), r"block_structure: \[64, 128\] must be \[128, 128\]"),
-        (LAYOUTS["mratsim FP8 and INT4"], lambda c, t: c["config_groups"].update(
-            {str(i): four_bit("Linear") for i in range(15)}), "config_groups: .* must be one group or up to 16"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(tmp_path: Path, model: Path, layout: Layout, change: Any, complaint: str) -> None:

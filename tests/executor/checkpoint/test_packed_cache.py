@@ -1,6 +1,5 @@
 """Quantised weights kept on disk: used if nothing has changed, replaced if anything has, never incomplete."""
 
-import fcntl
 import itertools
 import os
 import shutil
@@ -62,16 +61,6 @@ def test_second_start_takes_what_the_first_kept(case: Case, tmp_path: Path, caps
     assert_equal(first, second)
 
 
-def test_files_are_read_where_mapping_does_not_pay(
-    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, first = start(case, tmp_path, capsys)
-    monkeypatch.setattr(memory, "HUGE", 1)  # as if the files were large, and none in huge pages
-    said, second = start(case, tmp_path, capsys)
-    assert said.startswith("packed weights: read from ")
-    assert_equal(first, second)
-
-
 def test_weights_that_will_be_written_are_read(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A process that writes to a mapped file ends."""
     _, first = start(case, tmp_path, capsys)
@@ -84,22 +73,19 @@ def test_weights_that_will_be_written_are_read(case: Case, tmp_path: Path, capsy
     assert_equal(first, collect_logits(runner, IDS, steps=2))
 
 
-@pytest.mark.parametrize("how", ["map_file", "read_file"])
 def test_a_file_that_fails_leaves_nothing_behind(
-    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was mapped before is no longer: the weights are written there."""
     _, first = start(case, tmp_path, capsys)
-    usual, calls = getattr(memory, how), itertools.count()
+    usual, calls = memory.map_file, itertools.count()
 
     def fails(storage: Tensor, path: Path) -> object:
         if next(calls) == 3:
             raise OSError("no luck")
         return usual(storage, path)
 
-    if how == "read_file":
-        monkeypatch.setattr(memory, "HUGE", 1)
-    monkeypatch.setattr(memory, how, fails)
+    monkeypatch.setattr(memory, "map_file", fails)
     said, again = start(case, tmp_path, capsys)
     assert said.startswith("packed weights: made anew (unreadable: no luck); ")
     assert_equal(first, again)
@@ -166,28 +152,3 @@ def test_what_others_put_there_stays(case: Case, tmp_path: Path, capsys: pytest.
     assert said.startswith("packed weights: made anew (none kept yet); packed weights: not kept in")
     assert [p.name for p in folder.iterdir()] == ["notes.txt"]
     assert list((tmp_path / "kept").iterdir()) == [folder]  # and the files of a killed writer are removed
-
-
-def test_what_killed_writers_left_is_removed_at_the_next_start(
-    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also if a process has their number, such as this one; what a living writer has locked stays."""
-    start(case, tmp_path, capsys)
-    (folder,) = (tmp_path / "kept").iterdir()
-    killed = folder.with_name(f"{folder.name}.{os.getpid()}.old.tmp")
-    living = folder.with_name(f"{folder.name}.1.new.tmp")
-    killed.mkdir()
-    living.mkdir()
-    lock = os.open(living, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "mapped from" in start(case, tmp_path, capsys)[0]
-        assert set((tmp_path / "kept").iterdir()) == {folder, living}
-    finally:
-        os.close(lock)
-
-
-def test_not_asked_for_nothing_is_kept(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start(case_of(tmp_path, keep_packed=False), tmp_path, capsys)[0] == ""
-    assert start(case_of(tmp_path, method="none"), tmp_path, capsys)[0] == ""
-    assert not (tmp_path / "kept").exists()
