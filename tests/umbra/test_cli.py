@@ -61,7 +61,7 @@ def test_chat_gets_the_case_and_its_overrides(monkeypatch: pytest.MonkeyPatch) -
         ["run", "--chat"],
     ):
         assert umbra(*command, "--set", "threads=1", "seed=3").returncode == 0
-    assert calls == [(case, ["threads=1", "seed=3"]) for case in ("demo", "demo", "demo", "demo_chat")]
+    assert calls == [(case, ["threads=1", "seed=3"]) for case in ("demo", "demo", "demo", "demo_chat", "demo_chat")]
 
 
 def test_bench_lists_what_can_run_and_passes_arguments_on() -> None:

@@ -41,8 +41,9 @@ from ops.cpu.layout import CpuLayout
 from ops.interface import Ops
 from ops.parallel.groups import Parallel
 from umbra.errors import UserError, run_main
+from umbra.files import ROOT
 
-SHAPE = Path(__file__).parent.parent / "checkpoints/qwen3_30b_a3b_8_layers/config.json"
+SHAPE = ROOT / "checkpoints/qwen3_30b_a3b_8_layers/config.json"
 COMPRESSED = {"quant_method": "compressed-tensors", "ignore": ["lm_head", r"re:.*mlp\.gate$"]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["mlp.gate"]}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["gate"]}
