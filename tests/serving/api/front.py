@@ -4,12 +4,12 @@ import asyncio
 import json
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from executor.config.load import load_case
 from serving.api.auth import Keys
@@ -22,6 +22,7 @@ from tests.text.checkpoints import write_tokenizer
 from text.tokenizer import Tokenizer
 
 PATIENCE_S = 30.0  # machines are busy
+Result = TypeVar("Result")
 
 
 @lru_cache
@@ -194,3 +195,13 @@ async def serving(
             front.close()
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
+
+
+def run(scenario: Callable[[Server], Coroutine[Any, Any, Result]], *arguments: Any, **options: Any) -> Result:
+    """Runs `scenario` beside a server that is made as `serving` makes it."""
+
+    async def whole() -> Result:
+        async with serving(*arguments, **options) as server:
+            return await scenario(server)
+
+    return asyncio.run(whole())

@@ -1,30 +1,19 @@
 """Chats and completions over HTTP, in the shapes that OpenAI's clients read."""
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from tests.serving.api.front import Server, serving
+from tests.serving.api.front import Server, run
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
         "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
     },
 }
-
-
-def run(scenario: Any, *arguments: Any, **options: Any) -> Any:
-    """Runs `scenario(server)` beside a server with these options."""
-
-    async def whole() -> Any:
-        async with serving(*arguments, **options) as server:
-            return await scenario(server)
-
-    return asyncio.run(whole())
 
 
 def test_a_chat_and_its_usage() -> None:

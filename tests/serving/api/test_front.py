@@ -13,8 +13,8 @@ from serving.api import app, front, server, sse
 from serving.api.auth import Keys
 from serving.api.errors import ApiError
 from serving.ranks import client
-from tests.serving.api.front import PATIENCE_S, Connection, Server, until
-from tests.serving.api.test_chat import TOOL, run
+from tests.serving.api.front import PATIENCE_S, Connection, Server, run, until
+from tests.serving.api.test_chat import TOOL
 
 LONG = "word " * 200
 BOGUS = {"type": "function", "function": {"name": "f", "parameters": {"type": "bogus"}}}

@@ -14,8 +14,7 @@ import pytest
 from serving.api import live
 from serving.api.auth import Keys
 from serving.ranks.messages import Group, Residency, Running, State
-from tests.serving.api.front import Connection, Reply, Server, until
-from tests.serving.api.test_chat import run
+from tests.serving.api.front import Connection, Reply, Server, run, until
 
 TEXT = live.PAGE.read_text()
 SCRIPT = re.findall(r"<script.*?>(.*)</script>", TEXT, re.DOTALL)[0]

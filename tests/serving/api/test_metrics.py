@@ -11,8 +11,7 @@ from serving.api import metrics as module
 from serving.api.metrics import Metrics, Total, Window, memory
 from serving.ranks.messages import Group, Ready, Row, Running, State, Submit
 from tests.fakes.clock import Clock
-from tests.serving.api.front import Reply, Server, family_tokenizer, until
-from tests.serving.api.test_chat import run
+from tests.serving.api.front import Reply, Server, family_tokenizer, run, until
 from umbra.files import ROOT
 
 # Names that boards of other servers read, with another prefix.

@@ -12,8 +12,7 @@ from serving.api import auth, server
 from serving.api.auth import Keys, check_address, check_origin
 from serving.api.body import LARGEST_BODY
 from serving.api.errors import ApiError
-from tests.serving.api.front import Connection, Server
-from tests.serving.api.test_chat import run
+from tests.serving.api.front import Connection, Server, run
 from umbra.errors import UserError
 from umbra.files import ROOT
 
