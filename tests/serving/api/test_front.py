@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,81 +22,52 @@ BOGUS = {"type": "function", "function": {"name": "f", "parameters": {"type": "b
 WIDE = {str(i): True for i in range(600)}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 2}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
-        ({"n": 0}, "n"),
-        ({"n": 10**6}, "n"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": ""}, "stop"),
-        ({"stop": "x" * 257}, "stop"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"1": 101}}, "logit_bias"),
-        ({"logit_bias": {"99999": 1}}, "logit_bias"),
-        ({"priority": 1 << 70}, "priority"),
-        ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
-        ({"top_k": -5}, "top_k"),
-        ({"top_logprobs": 1}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"seed": "x"}, "seed"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
-        ({"tools": [TOOL] * 129}, "tools"),
-        ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
-        ({"messages": "Hi"}, "messages"),
-        ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": "", "name": 5}]}, "messages[0].name"),
-        ({"messages": [{"role": "tool", "content": "", "tool_call_id": 5}]}, "messages[0].tool_call_id"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
-        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
-        ({"audio": {}}, "audio"),
-        ({"functions": [{}]}, "functions"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"store": True}, "store"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"nothing": True}}, "chat_template_kwargs"),
-        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
-        ({"response_format": {"type": "yaml"}}, "response_format.type"),
-        ({"response_format": {"type": {"type": "text"}}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_regex": "a\\"}, "guided_regex"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
-        ({"tools": [BOGUS], "tool_choice": "required"}, "tools"),
-        ({"guided_grammar": "start"}, "guided_grammar"),
-        ({"guided_regex": "a" * 70_000}, "guided_regex"),
-        ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
-        ({"guided_json": {"multipleOf": 999983}}, "guided_json"),
-        ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
-        ({"guided_json": {"allOf": [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]}}, "guided_json"),
-        ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
-        ({"guided_json": {"allOf": [{"type": "string", "pattern": f"(.*a)+{i}"} for i in range(40)]}}, "guided_json"),
-    ],
-)  # fmt: skip
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+ALL_OF = [{"type": "string", "pattern": f"(.*a)+{i}"} for i in range(40)]
+ANY_OF = [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]
+
+
+def said(**message: Any) -> dict[str, Any]:
+    return {"messages": [message]}
+
+
+# What the fields of messages, tools, sampling and grammars may be is in test_fields and test_structured.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 2}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+    ({"n": 0}, "n"), ({"n": 65}, "n"), ({"stop": ["x"] * 17}, "stop"), ({"stop": ""}, "stop"),
+    ({"stop": "x" * 257}, "stop"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
+    ({"priority": (1 << 31) + 1}, "priority"), ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 4097}, "stop_token_ids"), ({"top_k": -5}, "top_k"), ({"top_logprobs": 1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"seed": "x"}, "seed"), ({"min_p": -0.5}, "min_p"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"), ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"), ({"messages": "Hi"}, "messages"),
+    ({"tools": [TOOL] * 129}, "tools"), (said(role="king", content=""), "messages[0].role"),
+    (said(role="user", content=[{"type": "image_url"}]), "messages[0].content[0]"),
+    (said(role="assistant", tool_calls=[{}]), "messages[0].tool_calls[0]"),
+    (said(role="assistant", tool_calls=5), "messages[0].tool_calls"), ({"store": True}, "store"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"nothing": True}}, "chat_template_kwargs"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type"), ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"), ({"guided_regex": "("}, "guided_regex"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
+    ({"tools": [BOGUS], "tool_choice": "required"}, "tools"), ({"guided_grammar": "start"}, "guided_grammar"),
+    ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
+    ({"guided_json": {"multipleOf": 999983}}, "guided_json"), ({"guided_json": {"allOf": ANY_OF}}, "guided_json"),
+    ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
+    ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
+    ({"guided_json": {"allOf": ALL_OF}}, "guided_json"),
+]  # fmt: skip
+
+
+def test_a_wrong_field_is_named() -> None:
     async def scenario(server: Server) -> None:
-        reply = await server.chat(**fields)
-        assert reply.status == 400, reply.body
-        assert reply.error["param"] == param, reply.error
-        assert reply.error["type"] == "invalid_request_error"
+        for fields, param in WRONG:
+            reply = await server.chat(**fields)
+            assert (reply.status, reply.error["param"]) == (400, param), reply.body
+            assert reply.error["type"] == "invalid_request_error"
         assert not server.engine.submitted
 
     run(scenario)
@@ -134,27 +106,58 @@ def test_what_is_no_request() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    "prompt", [None, [], "", [[]], ["a", 5], [1.5], [-1], [10**6], ["x"] * 65, "\ud800", [[1], "x", [2, "y"]]]
-)
-def test_what_is_no_prompt(prompt: Any) -> None:
+def test_what_is_no_prompt() -> None:
     async def scenario(server: Server) -> None:
-        reply = await server.complete(prompt)
-        assert reply.status == 400
-        if prompt != "\ud800":  # no JSON at all
-            assert reply.error["param"] == "prompt"
+        for prompt in (None, [], "", [[]], ["a", 5], [1.5], [-1], [True], [10**6], ["x"] * 65, [[1], "x", [2, "y"]]):
+            reply = await server.complete(prompt)
+            assert (reply.status, reply.error["param"]) == (400, "prompt")
+        assert (await server.complete("\ud800")).status == 400  # no JSON at all
 
     run(scenario)
 
 
-def test_the_description_has_all_routes_and_fields() -> None:
+def test_the_description_has_all_routes_and_its_examples_are_answered() -> None:
     async def scenario(server: Server) -> None:
-        found = (await server.get("/openapi.json")).json
-        assert {(method.upper(), path) for path, methods in found["paths"].items() for method in methods} == {
-            (method, path.replace(":path", "")) for method, path, _ in app.ROUTES
-        }
-        fields = found["components"]["schemas"]["ChatRequest"]["properties"]
-        assert {"messages", "temperature", "response_format", "tools"} < fields.keys()
+        paths = (await server.get("/openapi.json")).json["paths"]
+        described = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+        assert described == {(method, path.replace(":path", "")) for method, path, _ in app.ROUTES}
+        examples = [
+            (path, example["value"])
+            for path, methods in paths.items() if "requestBody" in methods.get("post", {})
+            for example in methods["post"]["requestBody"]["content"]["application/json"]["examples"].values()
+        ]  # fmt: skip
+        assert len(examples) > 10
+        for path, body in examples:
+            assert (await server.ask(path, body)).status == 200
+
+    run(scenario)
+
+
+def test_requests_and_models_have_names() -> None:
+    async def scenario(server: Server) -> None:
+        for given in ("a b", "x" * 128):
+            assert (await server.get("/health", headers={"x-request-id": given})).headers["x-request-id"] == given
+        for given in ("x" * 129, "a\x01b"):
+            reply = await server.get("/v1/models", headers={"x-request-id": given})
+            assert reply.status == 400 or reply.headers["x-request-id"].startswith("req_")
+        assert (await server.get("/v1/models")).json["data"][0]["id"] == "gpt"
+        assert (await server.get("/v1/models/demo_chat")).json["max_model_len"] == 2000
+        for name, status in (("gpt", 200), ("demo_chat", 200), ("", 200), ("other", 404)):
+            assert (await server.chat(model=name)).status == status
+
+    run(scenario, served_model_name="gpt")
+
+
+def test_work_that_waits_for_threads_is_bounded() -> None:
+    async def scenario(server: Server) -> None:
+        go = threading.Event()
+        work = [asyncio.create_task(server.front.work(go.wait)) for _ in range(front.MOST_JOBS)]
+        await asyncio.sleep(0)
+        reply = await server.complete()
+        assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (429, "queue_full", "1")
+        go.set()
+        await asyncio.gather(*work)
+        assert (await server.complete()).status == 200
 
     run(scenario)
 
@@ -204,23 +207,6 @@ def test_keys(tmp_path: Path) -> None:
     run(scenario, keys=keys)
 
 
-def test_pages_of_other_sites_are_refused() -> None:
-    async def scenario(server: Server) -> None:
-        for headers in (
-            {"origin": "https://evil.example"},
-            {"host": f"evil.example:{server.port}"},
-            {"origin": "null"},
-        ):
-            assert (await server.ask("/v1/completions", {"prompt": "Hi"}, headers=headers)).status == 403
-        own = {"origin": f"http://127.0.0.1:{server.port}"}
-        reply = await server.ask("/v1/completions", {"prompt": "Hi"}, headers=own)
-        assert reply.status == 200
-        assert not [name for name in reply.headers if name.startswith("access-control")]
-        assert (await server.ask("/v1/completions", {}, "OPTIONS", headers=own)).status == 405
-
-    run(scenario)
-
-
 def test_while_loading() -> None:
     async def scenario(server: Server) -> None:
         await until(lambda: server.front.client.progress.share)
@@ -245,8 +231,9 @@ async def ended(server: Server) -> None:
     assert server.front.client.open_requests == 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("where", ["queued", "prefill", "decode"])
+@pytest.mark.parametrize(
+    ("where", "stream"), [("queued", False), ("prefill", True), ("decode", False), ("decode", True)]
+)
 def test_a_client_that_goes_ends_its_request(where: str, stream: bool) -> None:
     async def scenario(server: Server) -> None:
         engine = server.engine
