@@ -20,7 +20,7 @@ from tests.ascend.ge import ge_programs
 from tests.ascend.log import device_log
 from tests.ascend.on_cpu import ascend_on_cpu
 from tests.ascend.workers import close_nodes
-from tests.serving.ranks.scripted import Script, Server
+from tests.fakes.scripted import Script, Server
 from tests.tiny import ONE_RANK, save_tiny, tiny_case
 from tests.variants import thorough_but
 

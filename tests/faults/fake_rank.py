@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
-from tests.serving.api.fake_engine import FakeEngine
+from tests.fakes.serving_engine import FakeEngine
 
 sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (what it finds when the front is gone is no error of the front)
 

@@ -17,8 +17,8 @@ from serving.ranks.channel import framed
 from serving.ranks.client import EngineClient
 from serving.ranks.messages import Message, Ready, Row, Sampling, Submit, ToEngine
 from serving.ranks.worker import request_of
+from tests.fakes.serving_engine import logprob
 from tests.fuzz.target import Violation
-from tests.serving.api.fake_engine import logprob
 from tests.text.checkpoints import write_tokenizer
 from text.tokenizer import Tokenizer
 from umbra.errors import LONGEST

@@ -12,7 +12,7 @@ from planner.benchmarks import cpu_ranks, server_steps, simulated_server
 from planner.benchmarks.server_steps import Figures, Kind, MeasuredTimes, line
 from planner.cluster import Simulation
 from planner.simulation.run import Outcome, Served, Simulator
-from tests.serving.ranks.scripted import Server
+from tests.fakes.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case, write_case
 from tools.benchmarks import cpu
 from tools.benchmarks.machine import Limits, wake_seconds

@@ -384,7 +384,7 @@ class Soak:
 
         async def pairs() -> None:
             for question in itertools.islice(itertools.cycle(self.questions), WARM_UP):
-                await new._ask(PATHS[question.apis[0]], question.body)
+                await new.reply(PATHS[question.apis[0]], question.body)
             for number in range(PAIRS):
                 for kind in YARDSTICKS:
                     for name, running in (("old", self.running), ("new", new)):
@@ -403,7 +403,7 @@ class Soak:
         body["cache_salt"] = salt
         probes = [probe()]
         before, start = cpu_of(running), time.monotonic()
-        reply = await running._ask("/v1/completions", body)
+        reply = await running.reply("/v1/completions", body)
         assert reply.status == 200, reply
         assert reply.events[-1] == "[DONE]"
         took, after = time.monotonic() - start, cpu_of(running)
@@ -442,7 +442,7 @@ class Soak:
     async def _until_ready(self, ready: bool) -> float | None:
         """-> seconds until /health/ready says that the server is, or is not, ready; None: it does not"""
         start = time.monotonic()
-        while ((await self.running._ask("/health/ready", None)).status == 200) != ready:
+        while ((await self.running.reply("/health/ready", None)).status == 200) != ready:
             if time.monotonic() > start + LOST_S:
                 return None
             await asyncio.sleep(0.02)

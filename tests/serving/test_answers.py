@@ -18,6 +18,9 @@ BODIES = {
 }
 
 
+pytestmark = pytest.mark.thorough
+
+
 @pytest.fixture(scope="module")
 def bodies() -> dict[str, bytes]:
     """What the server answers, as streams and whole."""
@@ -77,17 +80,6 @@ def changes(stream: bytes) -> dict[str, bytes]:
 def test_blocks_that_are_lost_or_out_of_order(bodies: dict[str, bytes], api: str) -> None:
     for name, data in changes(bodies[api]).items():
         assert read(api, data).faults or read(api, data).texts != {0: "Hello!"}, name
-
-
-def renamed(data: bytes) -> bytes:
-    """Another answer's identity in the second chunk."""
-    start = data.index(b'"id":"', data.index(b"\n\n")) + len(b'"id":"')
-    return data[:start] + b"x" + data[start + 1 :]
-
-
-@pytest.mark.parametrize("api", ["completions", "chat"])
-def test_a_stream_with_two_identities(bodies: dict[str, bytes], api: str) -> None:
-    assert len(read(api, renamed(bodies[api])).ids) == 2
 
 
 SPOILT: dict[str, Callable[[bytes], bytes]] = {

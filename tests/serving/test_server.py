@@ -46,9 +46,9 @@ class Process:
 
     def ask(self, path: str, data: Any = None) -> Reply:
         """Status 0: nobody listens."""
-        return asyncio.run(self._ask(path, data))
+        return asyncio.run(self.reply(path, data))
 
-    async def _ask(self, path: str, data: Any) -> Reply:
+    async def reply(self, path: str, data: Any) -> Reply:
         try:
             return await (await self.open(path, data)).all()
         except (OSError, asyncio.IncompleteReadError):
@@ -131,9 +131,9 @@ def test_answers_and_an_orderly_end(tmp_path: Path) -> None:
             stream = await running.open("/v1/completions", body)
             await stream.head()
             running.process.send_signal(signal.SIGTERM)
-            while (await running._ask("/health/ready", None)).json["status"] != "draining":
+            while (await running.reply("/health/ready", None)).json["status"] != "draining":
                 await asyncio.sleep(0.01)
-            assert (await running._ask("/v1/completions", body)).error["code"] == "draining"
+            assert (await running.reply("/v1/completions", body)).error["code"] == "draining"
             while data := await stream.chunk():
                 stream.reply.body += data
             return stream.reply
@@ -156,7 +156,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             stream = await running.open("/v1/completions", body)
             await stream.head()
             running.process.send_signal(signal.SIGINT)
-            while (await running._ask("/health/ready", None)).json["status"] != "draining":
+            while (await running.reply("/health/ready", None)).json["status"] != "draining":
                 await asyncio.sleep(0.01)
             running.process.send_signal(signal.SIGTERM)
 
@@ -176,17 +176,6 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
         running.check_nothing_is_left()
 
 
-def test_ranks_end_with_a_front_that_is_killed(tmp_path: Path) -> None:
-    with server(tmp_path) as running:
-        running.wait_until_ready()
-        assert running.ranks()
-        running.process.kill()
-        end = time.monotonic() + 60
-        while running.ranks():
-            assert time.monotonic() < end
-            time.sleep(0.1)
-
-
 def test_ranks_are_started_again_once(tmp_path: Path) -> None:
     with server(tmp_path, "--restarts", "1") as running:
         running.wait_until_ready()
@@ -200,7 +189,7 @@ def test_ranks_are_started_again_once(tmp_path: Path) -> None:
             found = b""
             while data := await stream.chunk():
                 found += data
-            while (await running._ask("/health/ready", None)).status == 200:
+            while (await running.reply("/health/ready", None)).status == 200:
                 await asyncio.sleep(0.01)
             return json.loads(found.split(b"data: ")[-1])
 

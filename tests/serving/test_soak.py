@@ -7,7 +7,7 @@ import pytest
 from tests.serving.history import Checker, read_history
 from tests.serving.soak import History, Soak
 
-pytestmark = [pytest.mark.slow, pytest.mark.beside]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.beside]
 SECONDS, RATE = 180, 4  # about 35 seconds of CPU, of which half are the starts of processes
 
 

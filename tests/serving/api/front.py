@@ -17,7 +17,7 @@ from serving.api.front import Front, Text
 from serving.api.server import listening, make_server
 from serving.ranks.client import EngineClient
 from serving.ranks.messages import Submit
-from tests.serving.api.fake_engine import FakeEngine
+from tests.fakes.serving_engine import FakeEngine
 from tests.text.checkpoints import write_tokenizer
 from text.tokenizer import Tokenizer
 

@@ -1,11 +1,12 @@
 """Chats and completions over HTTP, in the shapes that OpenAI's clients read."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from tests.serving.api.front import Server, run
+from tests.serving.api.front import Server, run, until
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -156,6 +157,8 @@ def test_stops_are_never_leaked() -> None:
         streamed = (await server.complete(stop="END", max_tokens=100, stream=True)).events[:-1]
         assert "".join(c["choices"][0]["text"] for c in streamed) == "one EN two "
         assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
+        held = (await server.complete(stop="EN two END", max_tokens=8)).json["choices"][0]
+        assert (held["text"], held["finish_reason"]) == ("one EN t", "length")  # what was held back
         assert len(server.engine.aborted) == 2
         assert server.engine.idle
 
@@ -176,6 +179,31 @@ def test_tokens_behind_a_stop_do_not_count(width: int) -> None:
         assert 'request_success_total{finished_reason="stop",model_name="demo_chat"} 1.0' in metrics
 
     run(scenario, "one two END three", engine={"width": width})
+
+
+def test_a_stop_token_is_no_text_where_it_ends_the_answer() -> None:
+    async def scenario(server: Server) -> None:
+        (id,) = server.tokenizer.encode("b", chat=False)
+        for fields, text in (({}, "bab"), ({"stop_token_ids": [id]}, "ba")):
+            choice = (await server.complete(ignore_eos=True, **fields)).json["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+
+    run(scenario, "bab")
+
+
+def test_later_choices_wait_for_the_first_of_their_prompt() -> None:
+    """They find the prompt in the cache then."""
+
+    async def scenario(server: Server) -> None:
+        asked = asyncio.create_task(server.complete(n=3))
+        await until(lambda: server.engine.running)
+        await asyncio.sleep(0.02)
+        assert len(server.engine.submitted) == 1
+        server.engine.running[0].done = 0  # its prefill has ended
+        server.engine.prefill_s = 0.0
+        assert [choice["text"] for choice in (await asked).json["choices"]] == ["Hello!"] * 3
+
+    run(scenario, engine={"prefill_s": 60.0})
 
 
 def test_several_choices_share_the_prompt() -> None:
@@ -228,21 +256,15 @@ def test_logprobs_of_a_chat_have_bytes() -> None:
 
 
 def test_settings_reach_the_engine() -> None:
+    """Or those of the case; a completion has 16 tokens if it does not say, a chat as many as fit."""
+
     async def scenario(server: Server) -> None:
-        fields = {
-            "temperature": 0.5, "top_p": 0.8, "top_k": 5, "min_p": 0.1, "seed": -1, "presence_penalty": 1,
-            "frequency_penalty": -1.5, "repetition_penalty": 1.2, "logit_bias": {"5": -100}, "stop_token_ids": [9],
-            "priority": 3, "max_tokens": 5, "ignore_eos": True,
-        }  # fmt: skip
-        await server.complete(**fields)
+        await server.complete(temperature=0.5, logit_bias={"5": -100}, stop_token_ids=[9], priority=3, max_tokens=5)
         submit = server.engine.submitted[-1]
         got = submit.sampling
-        assert (got.temperature, got.top_p, got.top_k, got.min_p) == (0.5, 0.8, 5, 0.1)
-        assert (got.presence_penalty, got.frequency_penalty, got.repetition_penalty) == (1, -1.5, 1.2)
-        assert (got.logit_bias, got.stop_token_ids, got.max_tokens, got.ignore_eos) == ({5: -100.0}, (9,), 5, True)
-        assert got.seed == (1 << 63) - 1
-        assert submit.priority == 3
-        await server.complete(top_k=-1)
+        assert (submit.priority, got.temperature, got.max_tokens) == (3, 0.5, 5)
+        assert (got.logit_bias, got.stop_token_ids) == ({5: -100.0}, (9,))
+        await server.complete()
         assert server.engine.submitted[-1].sampling.max_tokens == 16
         await server.chat()
         got = server.engine.submitted[-1].sampling

@@ -280,14 +280,3 @@ def test_what_nobody_foresaw_is_status_500_and_a_traceback_in_the_log_alone(
     printed = capsys.readouterr().err
     assert "Traceback" in printed
     assert "ValueError: the cup is empty" in printed
-
-
-def test_a_body_may_be_as_large_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.api.body.LARGEST_BODY", 64)
-
-    async def scenario(server: Server) -> None:
-        for size, status in ((64, 200), (65, 413)):
-            raw = b'{"prompt": "Hi"}'.ljust(size)
-            assert (await server.ask("/v1/completions", raw=raw)).status == status
-
-    run(scenario)

@@ -27,6 +27,7 @@ from serving.ranks.messages import Abort, Message, Out, Refused, Row, Sampling, 
 from serving.ranks.worker import Worker, request_of
 
 VOCABULARY = 96
+LONG = b"other" * 1000  # a salt that makes a tick longer than the broadcast that every step makes
 CROWD = 60  # steps in which many requests come, and then few
 
 
@@ -79,7 +80,7 @@ class Traffic:
         ids = [*start, *(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 20)))][-40:]
         hot = draw.random() < 0.5
         sampling = Sampling(draw.randint(1, 16), 0.8 if hot else 0.0, seed=draw.randrange(1 << 40), ignore_eos=True)
-        submit = Submit(len(self.submitted), ids, sampling, draw.randint(0, 1), draw.choice([b"", b"", b"other"]))
+        submit = Submit(len(self.submitted), ids, sampling, draw.randint(0, 1), draw.choice([b"", b"", LONG]))
         self.submitted.append(submit)
         return submit
 

@@ -10,7 +10,7 @@ from torch import Tensor, equal
 
 from executor.engine.engine import Engine
 from executor.engine.sequence import Sequence
-from tests.serving.ranks.scripted import Server
+from tests.fakes.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case
 from tests.variants import thorough_but
 

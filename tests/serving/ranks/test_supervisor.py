@@ -2,7 +2,6 @@
 behind."""
 
 import asyncio
-import contextlib
 import os
 import re
 import shutil
@@ -261,26 +260,6 @@ def test_ranks_end_with_their_front(tmp_path: Path, temporary: Path, case: str, 
         assert time.monotonic() - start < 120
         time.sleep(0.05)
     front.stdout.close()
-
-
-def test_stop_while_loading(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT", "load")
-
-    async def run() -> None:
-        client = EngineClient(tmp_path / "socket")
-        await client.listen()
-        supervisor = Supervisor(load_case(case), launcher(case, faulty=True), client)
-        running = asyncio.create_task(supervisor.run())
-        await until(lambda: client.alive, 60)
-        await supervisor.stop()
-        await running
-        assert not supervisor.processes()
-        with contextlib.suppress(EngineGone):
-            async for _ in client.rows([1], Sampling(1)):
-                raise AssertionError
-        client.close()
-
-    asyncio.run(run())
 
 
 RANK_DIED = r"rank 1 \(pid \d+\) on node 1 \(.*\) failed: killed by SIGKILL"

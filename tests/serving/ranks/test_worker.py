@@ -1,18 +1,20 @@
 """The loop of a server's rank: what gives way when memory ends, in which order, and what the front is told."""
 
+import itertools
 import random
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from executor.engine import shares
 from executor.engine.expert_totals import ExpertTotals
-from executor.engine.shares import CLEARLY
 from executor.model_runner import ModelRunner
+from serving.ranks import worker as worker_module
 from serving.ranks.messages import Grammar, Ping, Pong, Refused, Residency, Sampling, State, Submit, Watch
-from tests.serving.ranks.scripted import Server
+from tests.fakes.scripted import Server
 from tests.tiny import make_runner, save_tiny, tiny_case
 
 
@@ -99,41 +101,6 @@ def test_every_mode_serves_without_preemption(model: Path, mode: str | None) -> 
     assert all(server.script.tokens(id) == server.answer(50 + id, ids, 120) for id, ids in asked.items())
 
 
-def test_the_share_moves_to_where_a_page_is_worth_more(model: Path) -> None:
-    server = Server(runner_of(model, ELASTIC))
-    share = server.worker.shares
-    assert share
-    middle = share.expert_pages
-    assert middle == share.pages // 2
-    worth = (1.0, 1.0, 1.0, 1.0)
-    for _ in range(9):
-        share.move(*worth)
-        share.move(1.0, CLEARLY, CLEARLY, 1.0)
-    assert share.expert_pages == middle  # as long as neither is worth clearly more
-    share.move(1.0, 0.0, 1.6, 2.0)
-    assert share.expert_pages == middle + share.margin
-    for _ in range(99):
-        share.move(0.0, 0.0, 1.0, 1.0)
-    assert share.expert_pages == share.pages
-    for _ in range(99):
-        share.move(1.0, 1.0, 0.0, 0.0)
-    assert share.expert_pages == 0
-
-
-def test_steps_with_prompts_make_experts_worth_more(model: Path) -> None:
-    """Such a step uses all experts: each that is missing makes it longer, by what the planner expects."""
-    share = Server(runner_of(model, ELASTIC)).worker.shares
-    assert share
-    for tokens in (16.0, 48.0):
-        assert share.prompt_step_s(tokens, 0.0) > 0
-    share.prompt_step_s = lambda tokens, resident: tokens * (1 - resident)
-    come, go = share.prompts_at_margin(10.0)
-    assert come == pytest.approx(10.0 * share.margin_experts / 256)
-    assert go == pytest.approx(come)
-    share.prompt_step_s = lambda tokens, resident: tokens * resident  # a shadow pool that is quicker than the device
-    assert share.prompts_at_margin(10.0) == (0.0, 0.0)
-
-
 def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine prompts of ten pages go round; half of the arena cannot keep them. Steps hardly wait for experts here, so
     the share falls until all prompts are found, and rises once they come no more and experts are worth a little."""
@@ -158,24 +125,54 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
     assert share.expert_pages > low
 
 
-def test_what_the_front_is_told(model: Path) -> None:
+@pytest.fixture
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front is told of every step."""
+    monkeypatch.setattr(worker_module, "STATE_S", 0.0)
+    monkeypatch.setattr(worker_module, "RESIDENCY_S", 0.0)
+
+
+def test_what_the_front_is_told(model: Path, every_step: None) -> None:
+    """Where experts and memory are, how much they are used, and how long requests have waited."""
     server = Server(runner_of(model, ELASTIC))
-    script, worker = server.script, server.worker
+    script, worker, offload = server.script, server.worker, server.worker.engine.offload
     ready = worker.ready()
     assert (ready.batch_size, ready.page_size, ready.vocabulary, ready.longest) == (4, 4, 96, 448)
     assert ready.prefill_rate > 0
-    worker._reported = 0.0
+    assert offload
     script.messages = [Ping(7), Watch(True)]
-    server.answer(0, [1, 2, 3], 3)
+    asked = dict(enumerate(ids * (2 + n % 4) for n, ids in enumerate(prompts(8, 4))))
+    for id, ids in asked.items():
+        server.submit(id, ids, 20)
+    server.finish()
+    worker.turn()
     assert script.of(Pong) == [Pong(7, 0)]
-    (state, *_) = script.of(State)
-    assert state.experts == 256
-    assert 0 < state.experts_resident < 256
-    assert state.expert_frames + state.free_frames < state.arena_frames
-    residency = script.of(Residency)
-    if residency:  # at most once a second
-        assert len(residency[0].resident) == 32
-        assert len(residency[0].heat) == 256
+    states: list[State] = script.of(State)
+    for state in states:
+        kept = state.groups[0].held + state.groups[0].kept
+        assert kept + state.expert_frames + state.free_frames == state.arena_frames - 1  # one page is padding
+        assert 0 < state.experts_resident <= state.experts == 256
+    assert max(state.waiting for state in states) == len(max((s.queue for s in states), key=len)) == 4
+    # Steps that decode only: each of their tokens has three experts in each of four layers.
+    decoded = sum(tokens for state in states for tokens in state.step_tokens if tokens <= 4)
+    assert states[-1].expert_hits + states[-1].expert_misses == decoded * 3 * 4
+    computed = sum(tokens for state in states for tokens in state.step_tokens)
+    assert computed == sum(len(ids) + 19 for ids in asked.values())
+    waited = [script.rows(id)[0].queued_s for id in asked]
+    assert 0 < max(waited[:4]) < min(waited[4:])
+    found = script.of(Residency)
+    assert all(first != second for first, second in itertools.pairwise(found))
+    bits = np.unpackbits(np.frombuffer(found[-1].resident, np.uint8), bitorder="little")
+    assert (bits.reshape(4, 64) == offload.published).all()
+    assert {max(residency.heat) for residency in found[1:]} == {255}
+    script.messages, before = [Watch(False)], len(found)
+    server.answer(9, [1, 2], 9)
+    assert len(script.of(Residency)) == before  # nobody watches
+
+
+def test_requests_that_cannot_run_are_refused(model: Path) -> None:
+    server = Server(runner_of(model))
+    script = server.script
     bad = {"logit_bias": {96: 1.0}}, {"temperature": -1.0}, {"grammar": Grammar("lark", "start: [")}
     for id, fields in enumerate(bad, 1):
         script.messages.append(Submit(id, [1], Sampling(2, **fields)))
