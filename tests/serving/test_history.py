@@ -178,7 +178,7 @@ FAULTS: dict[str, Callable[[History], object]] = TIMES | {
     "num_requests_running is 1.0": lambda h: count(h, 0.5, {"num_requests_running": 1.0}),
     "front 10: files may grow by 4": lambda h: grow(h, "quiet", 0, "files", lambda t: t // 900),
     # Of a process that is not seen for long enough to have a slope.
-    "rank 11 has 12 more files": lambda h: grow(h, "quiet", 1, "files", lambda t: t // 40 if t < 1000 else 0),
+    "rank 11 has 12 more files": lambda h: grow(h, "quiet", 1, "files", lambda t: int(t // 40) * (t < 1000)),
     "front 10: threads may grow by 2": lambda h: grow(h, "quiet", 0, "threads", lambda t: t // 1800),
     "front 10: mb may grow by ": lambda h: grow(h, "look", 0, "mb", lambda t: 8 * t / 3600),  # below a noise of 3 MB
     "counts 5 ended by length, its clients 6 to 12": lambda h: count(h, 0.0, {"request_success_total:length": -1}),
