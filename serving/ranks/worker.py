@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Sequence as ListOf
 from pathlib import Path
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -38,6 +39,7 @@ from serving.ranks.messages import (
     Abort,
     Fatal,
     Group,
+    Message,
     Out,
     Ping,
     Pong,
@@ -67,10 +69,21 @@ MOST_STEP_TOKENS = 1024  # steps of which a snapshot gives the tokens
 QUEUE_SHOWN = 16  # waiting requests in a snapshot
 
 
+class FrontEnd(Protocol):
+    """What a worker asks of its connection to the front; `Channel` is one."""
+
+    @property
+    def behind(self) -> bool: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def receive(self, wait_s: float) -> ListOf[Any]: ...
+
+
 class Worker:
     """`channel` is rank 0's connection to the front; the other ranks have None."""
 
-    def __init__(self, runner: ModelRunner, channel: Channel | None):
+    def __init__(self, runner: ModelRunner, channel: FrontEnd | None):
         self.runner, self.channel = runner, channel
         case, engine = runner.case, runner.engine
         self.case, self.engine = case, engine
@@ -127,7 +140,7 @@ class Worker:
         if self.steps % FORGET_STEPS == 0:
             self.forget()
 
-    def next_tick(self, channel: Channel) -> Tick:
+    def next_tick(self, channel: FrontEnd) -> Tick:
         """Rank 0's tick: the messages that have come from the front, and what it has measured."""
         events: list[Submit | Abort | Stop] = []
         for message in channel.receive(0 if not self.loop.idle else IDLE_S):
@@ -199,7 +212,7 @@ class Worker:
         if self.channel:
             self.tell(self.channel, events, start)
 
-    def tell(self, channel: Channel, events: ListOf[Event], start: float) -> None:
+    def tell(self, channel: FrontEnd, events: ListOf[Event], start: float) -> None:
         """Sends the front the rows of a step that began at `start`."""
         for id in (*(s.id for s in self.loop.scheduler.running), *(event.id for event in events)):
             if (arrived := self._arrived.pop(id, None)) is not None:
@@ -297,7 +310,7 @@ class Worker:
             results=str(self.runner.results),
         )
 
-    def report(self, channel: Channel) -> None:
+    def report(self, channel: FrontEnd) -> None:
         """Sends the front a snapshot, a few times a second, and where experts are, if somebody watches."""
         now = time.perf_counter()
         if now - self._reported < STATE_S or channel.behind:

@@ -41,7 +41,7 @@ class Server:
 
     def __init__(self, runner: ModelRunner):
         self.script = Script()
-        self.worker = Worker(runner, self.script)  # type: ignore[arg-type]
+        self.worker = Worker(runner, self.script)
         self.worker.warm_up()
         self.script.sent.clear()
 

@@ -139,7 +139,7 @@ def main() -> None:
         Shares.decide = any_share  # type: ignore[method-assign]
         Loop._took = any_time(Loop._took)  # type: ignore[method-assign]
         traffic = Traffic(args.steps, 7)
-        worker = Watched(runner, traffic if ranks.rank == 0 else None)  # type: ignore[arg-type]
+        worker = Watched(runner, traffic if ranks.rank == 0 else None)
         worker.run()
         preemptions, steps, moved = worker.preemptions, worker.steps, worker.moved
         drafted, accepted = worker.drafted, worker.accepted
