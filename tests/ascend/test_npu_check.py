@@ -75,6 +75,7 @@ def test_everything_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert constant in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "stage", "case", "text", "advice"),
     [
@@ -86,7 +87,7 @@ def test_everything_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("stale_replay", "graphs", "captured graph", "replay 0 differs", "wrong numbers"),
         ("killed_rank", "collectives", "2 ranks", "rank 1 was killed by SIGKILL", "the log of that rank"),
         ("no_callback", "bridge", "eager", "its callback has not come", "never fired"),
-        pytest.param("hang", "overlap", "2 ranks", "did not end within 2 s", "cut off", marks=pytest.mark.thorough),
+        ("hang", "overlap", "2 ranks", "did not end within 2 s", "cut off"),
         ("lost_shadows", "shadows", "eager", "logits differ", "wrong numbers"),
     ],
 )
@@ -97,6 +98,7 @@ def test_a_fault_is_found_and_named(run: Run, fault: str, stage: str, case: str,
     assert advice in found[case].hint
 
 
+@pytest.mark.thorough
 def test_after_an_error_of_the_device_the_other_operators_are_checked(run: Run) -> None:
     found = run("operators", "broken_device")
     assert {name: o.result for name, o in found.items()} == {

@@ -13,11 +13,13 @@ pytestmark = pytest.mark.slow
 SEED = "5"  # of the run in docs/reliability.md; another one fails other calls
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [("offline", "kept"), ("rank", "front", "ranks")])
 def test_calls_that_fail(tmp_path: Path, names: tuple[str, ...]) -> None:
     run(tmp_path, "tests.faults", "--only", *names, "--most", "1", "--seed", SEED)
 
 
+@pytest.mark.thorough
 def test_kills(tmp_path: Path) -> None:
     run(tmp_path, "tests.faults.kills", "--times", "30")
 

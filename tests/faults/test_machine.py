@@ -9,7 +9,7 @@ import pytest
 from tests.faults.preload import with_faults
 from umbra.files import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 def test_what_a_machine_refuses(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def test_the_corpus_and_its_changes(name: str, tmp_path: Path, monkeypatch: pyte
             break
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*AROUND, "case"])
 def test_the_largest_inputs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = bounds_of(name, monkeypatch, tmp_path)
@@ -93,6 +94,7 @@ def test_the_largest_inputs(name: str, tmp_path: Path, monkeypatch: pytest.Monke
             raise Violation(f"{what}: {error}") from None
 
 
+@pytest.mark.thorough
 def test_the_largest_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One character beyond the others makes all of a text take four bytes."""
     bounds = bounds_of("config", monkeypatch, tmp_path)

@@ -8,13 +8,10 @@ from tests.ops.cpu.native.fuzzing import TARGETS, compiler, fuzz
 
 RUNS = {"dispatch": 400, "jobs": 4000, "pack": 2500, "sampling": 1500, "tape": 1200, "tiling": 20000}  # 3 s each
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
-# What `dispatch` reads is all kernels, which take half a minute to compile for it.
-@pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "dispatch")) for name in TARGETS]
-)
+@pytest.mark.parametrize("target", TARGETS)
 def test_hostile_input(tmp_path: Path, target: str) -> None:
     if compiler() is None:
         pytest.skip("no Clang with libFuzzer: apt-get install clang-19 libclang-rt-19-dev")

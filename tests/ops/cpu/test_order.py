@@ -6,7 +6,7 @@ import pytest
 
 from tests.ops.cpu.native.ordering import PROGRAMS, explore, weakened
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 SCENARIO = re.compile(r"^(.*): (\d+) executions, (\d+) cut short(.*)$", re.MULTILINE)
 OUTCOMES = {  # of the machine itself; what C++ forbids is missing
@@ -36,10 +36,7 @@ def test_reduction_loses_no_outcome() -> None:
     assert explore("litmus", "--random", "40") == "40 programs\n"
 
 
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name == "shadow")) for name in PROGRAMS if name != "litmus"],
-)
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "litmus"])
 def test_every_order_is_right(program: str) -> None:
     printed = explore(program)
     assert "not all" not in printed

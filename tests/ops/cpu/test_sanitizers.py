@@ -23,16 +23,16 @@ from tests.ops.cpu.native.build import (
     sanitized,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.mark.parametrize(
     ("stress", "sanitizer", "parts"),
     [
         ("pool", "thread", ["runtime/pool"]),
-        pytest.param("tape", "thread", PRODUCTS, marks=pytest.mark.thorough),
-        pytest.param("shadow", "thread", PRODUCTS + SHADOW, marks=pytest.mark.thorough),
-        pytest.param("shadow", "address,undefined", PRODUCTS + SHADOW, marks=pytest.mark.thorough),
+        ("tape", "thread", PRODUCTS),
+        ("shadow", "thread", PRODUCTS + SHADOW),
+        ("shadow", "address,undefined", PRODUCTS + SHADOW),
         ("bridge", "thread", []),
     ],
 )
@@ -47,7 +47,6 @@ def test_threads_under_stress(stress: str, sanitizer: str, parts: list[str]) -> 
     assert "runtime error" not in first.stderr
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "files",
     [

@@ -15,6 +15,7 @@ from tests.ops.cpu.test_arm import OF_MACHINE, WARNINGS, parity
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(platform.machine() != "x86_64", reason="these kernels are for x86-64"),
 ]
 
