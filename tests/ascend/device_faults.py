@@ -25,8 +25,7 @@ from executor.model_runner import make_runner
 from ops.ascend.shadow import ShadowNodes
 from tests.ascend.engine import ascend_case, node
 from tests.ascend.log import device_calls, fail_call
-from tests.faults.forks import Ended, forked, share_what_is_imported
-from tests.faults.points import sample
+from tests.faults.forks import Ended, forked, sample, share_what_is_imported
 from umbra.errors import run_main
 from umbra.files import ROOT, write_json
 

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 from ops.cpu.engine import module
-from tests.faults.points import sample
+from tests.faults.forks import sample
 from tests.faults.preload import LIBRARY, Faults, with_faults
 from tests.faults.scenarios import CACHE, SCENARIOS, Outcome, Scenario
 

@@ -108,3 +108,8 @@ def share_what_is_imported(body: Body, log: Path) -> Ended:
     gc.collect()
     gc.freeze()
     return ended
+
+
+def sample(count: int, most: int, seed: int) -> list[int]:
+    """At most so many of the numbers from 1 to `count`, at the same distance from each other."""
+    return sorted({1 + (seed + i * count // most) % count for i in range(most)}) if count else []

@@ -27,8 +27,7 @@ from models.layers.base import Layer
 from ops.cpu.engine import start
 from ops.cpu.memory import allocate, clear, is_allocated
 from tests.faults.forks import Fork, forked
-from tests.faults.order import unsynced
-from tests.faults.preload import LIBRARY, Faults, with_faults
+from tests.faults.preload import LIBRARY, Faults, unsynced, with_faults
 from umbra.files import write_json
 
 SIZES = (1 << 20, 300_000, 70)  # bytes of the packed storages; the last one is small

@@ -1,4 +1,4 @@
-"""Runs on machines that refuse something from the beginning to the end; started by test_machine.py, without HOME."""
+"""Runs on machines that refuse something from the beginning to the end; started by test_faults.py, without HOME."""
 
 import errno
 import sys

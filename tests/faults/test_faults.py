@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.order import unsynced
-from tests.faults.preload import with_faults
+from tests.faults.preload import unsynced, with_faults
 from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
@@ -24,8 +23,16 @@ def test_kills(tmp_path: Path) -> None:
     run(tmp_path, "tests.faults.kills", "--times", "30")
 
 
-def run(folder: Path, *module: str) -> None:
+@pytest.mark.thorough
+def test_what_a_machine_refuses_for_a_whole_run(tmp_path: Path) -> None:
+    """In one process with the library, from which all runs are forked."""
+    run(tmp_path, "tests.faults.machine", str(tmp_path / "runs"), home=False)
+
+
+def run(folder: Path, *module: str, home: bool = True) -> None:
     command, environment = with_faults(["-m", *module], folder)
+    if not home:
+        del environment["HOME"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
