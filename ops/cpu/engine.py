@@ -72,7 +72,7 @@ def start(threads: int, instruction_set: str, rank: int = 0, ranks: int = 1, sha
     """Starts the engine of rank `rank` of `ranks` on this machine, replacing a running one, and returns the instruction
     set it uses. With `threads` 0 a single rank gets as many threads as are worth having; each of several ranks gets its
     share of the cores. `shadow` threads of a second pool (`shadow_teams`) get their own cores if there are enough."""
-    _share[:] = nodes = module.share(nodes=_nodes(), rank=rank, ranks=ranks)
+    _share[:] = nodes = module.share(nodes=own_nodes(), rank=rank, ranks=ranks)
     cores = sum(len(node.cores) for node in nodes)
     cores = cores - shadow if cores - shadow > 1 else cores
 
@@ -111,17 +111,17 @@ def start_teams(teams: "list[module.Team]", instruction_set: str) -> str:
 def shadow_teams(threads: int) -> "list[module.Team]":
     """Teams for a second pool of so many threads, on the cores that `start` left for it."""
     device = sum(team.threads for team in native.teams())
-    return module.divide(nodes=_share or _nodes(), device=device, shadow=threads)[1]
+    return module.divide(nodes=_share or own_nodes(), device=device, shadow=threads)[1]
 
 
 def own_cpus() -> list[int]:
     """Every CPU that this rank may use; the calling thread may be pinned to only some of them."""
-    return [cpu for node in _share or _nodes() for core in node.cores for cpu in core]
+    return [cpu for node in _share or own_nodes() for core in node.cores for cpu in core]
 
 
 def cores_of(rank: int = 0, ranks: int = 1) -> int:
     """Number of cores in rank `rank`'s share of this machine."""
-    return sum(len(node.cores) for node in module.share(nodes=_nodes(), rank=rank, ranks=ranks))
+    return sum(len(node.cores) for node in module.share(nodes=own_nodes(), rank=rank, ranks=ranks))
 
 
 def placement() -> str:
@@ -140,7 +140,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 @functools.cache
-def _nodes() -> "list[module.Node]":
+def own_nodes() -> "list[module.Node]":
     """The NUMA nodes of this machine. Read once, before a pool pins this thread to some of its CPUs."""
     return module.read_nodes(root=SYSFS, allowed=module.allowed_cpus())
 

@@ -47,7 +47,7 @@ def test_two_pools_divide_the_cores(tmp_path: Path) -> None:
 def test_the_engine_leaves_cores_to_the_shadow_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`threads: 0` takes what shadows leave; with as many the shadow pool gets just those, and a copier may use all."""
     nodes = module.read_nodes(str(make_tree(tmp_path, {0: "0-7", 1: "8-15"})), list(range(16)))
-    monkeypatch.setattr(engine, "_nodes", lambda: nodes)
+    monkeypatch.setattr(engine, "own_nodes", lambda: nodes)
     engine.start(0, "auto", rank=1, ranks=2, shadow=3)
     (device,), (shadow,) = module.teams(), engine.shadow_teams(3)
     assert (device.memory, device.threads, device.cpus) == (1, 5, [8, 9, 10, 11, 12])

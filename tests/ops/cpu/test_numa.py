@@ -209,7 +209,7 @@ def test_a_model_over_two_nodes_gives_the_same_logits(
     arrays = []
     for machine, line in (({0: "0-1"}, "2 threads\n"), ({0: "0", 1: "1"}, "2 threads on 2 NUMA nodes")):
         nodes = module.read_nodes(str(make_tree(tmp_path / f"{len(machine)}", machine)), [0, 1])
-        monkeypatch.setattr(engine, "_nodes", lambda nodes=nodes: nodes)
+        monkeypatch.setattr(engine, "own_nodes", lambda nodes=nodes: nodes)
         case = tiny_case(tmp_path, tmp_path / "model", threads=2, exe_mode="graph", quantization={"method": "q8"})
         arrays.append(collect_logits(make_runner(case, tmp_path), [[5, 17, 3], [7]], steps=6))
         assert line in capsys.readouterr().out
