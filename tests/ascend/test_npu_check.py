@@ -62,6 +62,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
+def test_the_operators_pass(run: Run) -> None:
+    found = run("operators")
+    assert len(found) > 20
+    assert {outcome.result for outcome in found.values()} == {PASS}, found
+
+
+@pytest.mark.thorough
 def test_everything_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "start", forks.forked(""))
     path = tmp_path / "report.md"
