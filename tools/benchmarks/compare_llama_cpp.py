@@ -1,5 +1,5 @@
 """Speed of Umbra, of llama.cpp and, where IK_LLAMA=DIR names a build of it, of ik_llama.cpp, with the same weights and
-tokens, measured in turns within one process.
+tokens, measured in turns. A peer has a process of its own; one that dies is a line of the output, and the rest goes on.
 
     .venv/bin/python -m tools.benchmarks.compare_llama_cpp [--case bench_30b_shape_cpu] [--layers N] [--format q4|q8]
         [--decodes 1x64 4x64 8x64 1x8192 1x32768] [--prompts 128 512 2048 8192] [--json FILE] [--plot FILE]
@@ -29,20 +29,23 @@ import functools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from executor.config.env import ik_llama
+from ops.cpu.engine import own_cpus
 from tools.benchmarks.gguf_file import write_gguf
 from tools.benchmarks.ik_llama_engine import IkLlama
 from tools.benchmarks.llama_cpp_engine import LlamaCpp, library
 from tools.benchmarks.machine import Limits, ratios, seconds_of, take_turns
 from tools.benchmarks.output import Lines, Row, flags, plot, printed, write_rows
 from tools.benchmarks.peer_engine import Peer
+from tools.benchmarks.peer_process import PeerDied, PeerProcess
 from tools.benchmarks.umbra_engine import Routed, Umbra, step_bytes, step_macs
 from umbra.commands.logits import prefill_logits
 from umbra.errors import UserError, run_main
@@ -53,12 +56,16 @@ COMPUTED = 1024  # cached tokens up to which a context is computed; those of lon
 STEPS = 8  # decode steps of one turn
 LEAST = 3  # turns
 PAUSE = 0.02  # seconds; llama.cpp's OpenMP threads spin for up to 10 ms before they sleep
+PEERS = {"theirs": "llama.cpp", "ik": "ik_llama.cpp"}  # names in rows and in words
+T = TypeVar("T")
 COLUMNS = (
     ("phase", "phase", 8, ""),
     ("batch", "batch", 7, ""),
     ("context", "context", 9, ""),
     ("ours", "ours", 9, ".1f"),
     ("ours_fraction", "of limit", 10, ".2f"),
+)
+THEIR_COLUMNS = (
     ("theirs", "theirs", 9, ".1f"),
     ("theirs_fraction", "of limit", 10, ".2f"),
     ("ratio_median", "ratio", 7, ".2f"),
@@ -86,12 +93,12 @@ MEDIAN_ERROR = 0.05
 SAME_TOP = 0.75
 
 
-def same_logits(ours: Umbra, theirs: Peer, batch: int) -> dict[str, float]:
+def same_logits(ours: Umbra, theirs: PeerProcess, batch: int) -> dict[str, float]:
     """Compare all tokens of a prompt and one decode step of `batch` sequences; return the errors found, or raise."""
     generator = torch.Generator().manual_seed(1)
     (prompt,) = ours.random_prompts(1, CHECKED, generator)
     theirs.reserve(batch, CHECKED + 1, max(CHECKED, batch))
-    prefill = prefill_logits(ours.runner, [prompt])[0], theirs.prefill_all(prompt).clone()
+    prefill = prefill_logits(ours.runner, [prompt])[0], theirs.prefill_all(prompt)
     contexts = ours.random_prompts(batch, CHECKED, generator)
     tokens = [row[0] for row in ours.random_prompts(batch, 1, generator)]
     ours.begin(contexts)
@@ -115,75 +122,83 @@ def checked(prefill: tuple[Tensor, Tensor], decode: tuple[Tensor, Tensor]) -> di
     return found
 
 
+def without_the_dead(peers: dict[str, PeerProcess], work: Callable[[], T]) -> T:
+    """What `work` returns with those of `peers` that live through it; of the others a line is printed."""
+    while True:
+        try:
+            return work()
+        except PeerDied as died:
+            print(died, flush=True)
+            for key in [key for key, peer in peers.items() if peer.name == died.name]:
+                peers.pop(key).close()
+
+
 def compare(
     ours: Umbra,
-    theirs: LlamaCpp,
-    ik: IkLlama | None,
+    peers: dict[str, PeerProcess],
     decodes: Sequence[tuple[int, int]],
     prompts: Sequence[int],
     seconds: float,
 ) -> Iterator[Row]:
     """The rows for each (batch, context) of `decodes` and each length of `prompts`, each measured for `seconds`."""
     generator = torch.Generator().manual_seed(2)
-    engines: dict[str, Umbra | Peer] = {"ours": ours, "theirs": theirs}
-    if ik:
-        engines["ik"] = ik
-
     limits = Limits()
 
     def row(
-        phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | Peer], object], flash: bool,
-        least: Callable[[dict[str, float]], float],
+        phase: str, batch: int, context: int, tokens: int, run: Callable[[Umbra | PeerProcess], object], flash: bool,
+        least: Callable[[Mapping[str, float]], float],
     ) -> Row:  # fmt: skip
         """`least`: the seconds that `run` takes at the machine's limits, given those of a turn of each limit."""
+        engines: dict[str, Umbra | PeerProcess] = {"ours": ours, **peers}
         runs: dict[str, Callable[[], object]] = {"read": limits.read, "multiply": limits.multiply}
         runs |= {name: functools.partial(run, engine) for name, engine in engines.items()}
-        times = take_turns(runs, seconds, LEAST, PAUSE)
+        times = take_turns(runs, seconds, LEAST, PAUSE, [peer.pid for peer in peers.values()])
         took = {name: statistics.median(each) for name, each in times.items()}
         row: Row = dict(phase=phase, batch=batch, context=context, flash=flash)
         for name in engines:
             row |= {name: tokens / took[name], f"{name}_best": tokens / min(times[name])}
             row[f"{name}_fraction"] = least(took) / took[name]
-        for name, prefix in (("theirs", ""), ("ik", "ik_")):
-            if name in times:
-                found = ratios(times["ours"], times[name])
-                row |= {f"{prefix}ratio_{key}": ratio for key, ratio in found.items()}
+        for name in peers:
+            found = ratios(times["ours"], times[name])
+            row |= {f"{'ik_' if name == 'ik' else ''}ratio_{key}": ratio for key, ratio in found.items()}
         return row
+
+    def decoded(batch: int, context: int, contexts: list[list[int]], steps: list[list[int]]) -> Row:
+        def decode(engine: Umbra | PeerProcess) -> None:
+            engine.steps(steps)
+
+        def reads(took: Mapping[str, float]) -> float:
+            return STEPS * size / limits.read_gbps(took["read"]) / 1e9
+
+        for peer in peers.values():
+            peer.reserve(batch, context + 1, max(batch, min(context, COMPUTED)))
+        cache(ours, contexts)
+        if "ik" in peers:
+            cache(peers["ik"], contexts)
+        size = step_bytes(ours.model, batch, batch * (context + 1), experts_of(ours, steps))
+        flash = "theirs" in peers and faster_attention(peers["theirs"], contexts, decode)
+        return row("decode", batch, context, batch * STEPS, decode, flash, reads)
+
+    def prefilled(prompt: list[int]) -> Row:
+        def prefill(engine: Umbra | PeerProcess) -> None:
+            engine.prefill(prompt)
+
+        def multiplies(took: Mapping[str, float]) -> float:
+            return macs / limits.int8_gmacs(took["multiply"]) / 1e9
+
+        for peer in peers.values():
+            peer.reserve(1, len(prompt), len(prompt))
+        macs = step_macs(ours.model, len(prompt), 1, ours.config.experts_per_token)
+        flash = "theirs" in peers and faster_attention(peers["theirs"], [], prefill)
+        return row("prefill", len(prompt), 0, len(prompt), prefill, flash, multiplies)
 
     for batch, context in decodes:
         contexts = ours.random_prompts(batch, context, generator)
         steps = [[row[0] for row in ours.random_prompts(batch, 1, generator)] for _ in range(STEPS)]
-
-        def decode(engine: Umbra | Peer, steps: list[list[int]] = steps) -> None:
-            for tokens in steps:
-                engine.step(tokens)
-
-        for peer in (theirs, ik) if ik else (theirs,):
-            peer.reserve(batch, context + 1, max(batch, min(context, COMPUTED)))
-        cache(ours, contexts)
-        if ik:
-            cache(ik, contexts)
-        size = step_bytes(ours.model, batch, batch * (context + 1), experts_of(ours, steps))
-
-        def reads(took: dict[str, float], size: float = size) -> float:
-            return STEPS * size / limits.read_gbps(took["read"]) / 1e9
-
-        flash = faster_attention(theirs, contexts, decode)
-        yield row("decode", batch, context, batch * STEPS, decode, flash, reads)
+        yield without_the_dead(peers, functools.partial(decoded, batch, context, contexts, steps))
     for length in prompts:
         (prompt,) = ours.random_prompts(1, length, generator)
-
-        def prefill(engine: Umbra | Peer, prompt: list[int] = prompt) -> None:
-            engine.prefill(prompt)
-
-        for peer in (theirs, ik) if ik else (theirs,):
-            peer.reserve(1, length, length)
-        macs = step_macs(ours.model, length, 1, ours.config.experts_per_token)
-
-        def multiplies(took: dict[str, float], macs: float = macs) -> float:
-            return macs / limits.int8_gmacs(took["multiply"]) / 1e9
-
-        yield row("prefill", length, 0, length, prefill, faster_attention(theirs, [], prefill), multiplies)
+        yield without_the_dead(peers, functools.partial(prefilled, prompt))
 
 
 def experts_of(ours: Umbra, steps: list[list[int]]) -> float:
@@ -196,11 +211,11 @@ def experts_of(ours: Umbra, steps: list[list[int]]) -> float:
     return routed.experts
 
 
-def cache(engine: Umbra | Peer, contexts: list[list[int]]) -> None:
+def cache(engine: Umbra | PeerProcess, contexts: list[list[int]]) -> None:
     (engine.begin if len(contexts[0]) <= COMPUTED else engine.assume)(contexts)
 
 
-def faster_attention(theirs: LlamaCpp, contexts: list[list[int]], run: Callable[[LlamaCpp], object]) -> bool:
+def faster_attention(theirs: PeerProcess, contexts: list[list[int]], run: Callable[[PeerProcess], object]) -> bool:
     """Set llama.cpp to its faster attention with `contexts` cached; return whether that is flash attention."""
     times = {}
     for flash in (False, True):
@@ -236,12 +251,13 @@ def same_weights(ours: Umbra, format: str, folder: Path | None, keep: bool) -> I
 
 def panels(rows: list[Row]) -> dict[str, Lines]:
     def lines(mine: list[Row], over: str) -> Lines:
-        kinds = {"": "llama.cpp", "ik_": "ik_llama.cpp"} if "ik" in rows[0] else {"": "llama.cpp"}
-        return {
-            f"{name}, {key}": ([r[over] for r in mine], [r[f"{prefix}ratio_{key}"] for r in mine])
-            for prefix, name in kinds.items()
-            for key in ("median", "min", "max")
-        }
+        drawn: dict[str, tuple[list[float], list[float]]] = {}
+        for peer, name in PEERS.items():
+            compared = [r for r in mine if peer in r]
+            for key in ("median", "min", "max") if compared else ():
+                ratio = f"ik_ratio_{key}" if peer == "ik" else f"ratio_{key}"
+                drawn[f"{name}, {key}"] = [r[over] for r in compared], [r[ratio] for r in compared]
+        return drawn
 
     shortest = min((r["context"] for r in rows if r["phase"] == "decode"), default=0)
     decode = [r for r in rows if r["phase"] == "decode" and r["context"] == shortest]
@@ -281,18 +297,23 @@ def main(argv: list[str]) -> None:
     batch = max(batch for batch, _ in decodes)
     longest = max(*args.prompts, *(context + 1 for _, context in decodes), CHECKED + 1)
     ours = Umbra(args.case, args.layers, args.format, args.threads, args.instruction_set, batch, longest)
-    folder = ik_llama()
+    folder, cpus = ik_llama(), set(own_cpus())
+    peers: dict[str, PeerProcess] = {}
     with same_weights(ours, args.format, args.folder, args.keep) as path:
-        theirs = LlamaCpp(path, args.threads)
-        ik = IkLlama(folder, path, args.threads) if folder else None
-    logits = same_logits(ours, theirs, batch)
-    if ik:
-        same_logits(ours, ik, batch)
-    columns = COLUMNS + (IK_COLUMNS if ik else ())
-    rows = printed(compare(ours, theirs, ik, decodes, args.prompts, args.seconds), columns)
-    theirs.close()
-    if ik:
-        ik.close()
+        makers: dict[str, Callable[[], Peer]] = {"theirs": functools.partial(LlamaCpp, path, args.threads)}
+        if folder:
+            makers["ik"] = functools.partial(IkLlama, folder, path, args.threads)
+        for key, make in makers.items():
+            try:
+                peers[key] = PeerProcess(PEERS[key], make, cpus)
+            except PeerDied as died:
+                print(died)
+    checks = without_the_dead(peers, lambda: {key: same_logits(ours, peer, batch) for key, peer in peers.items()})
+    columns = COLUMNS + (THEIR_COLUMNS if "theirs" in peers else ()) + (IK_COLUMNS if "ik" in peers else ())
+    rows = printed(compare(ours, peers, decodes, args.prompts, args.seconds), columns)
+    for peer in peers.values():
+        peer.close()
+    logits = checks.get("theirs", {})
     settings = {key: getattr(args, key) for key in ("case", "format", "threads", "instruction_set", "seconds")}
     layers = ours.config.num_hidden_layers
     write_rows(args.json, rows, layers=layers, llama_cpp_python=version, logits=logits, **settings)

@@ -5,7 +5,6 @@ cmake -B build -DGGML_NATIVE=ON -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF && c
 """
 
 import ctypes
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -76,19 +75,11 @@ def _compiled(folder: Path) -> ctypes.CDLL:
         done = subprocess.run([*command, "-lllama", "-lggml"], capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"IK_LLAMA: {SHIM.name} does not compile with {folder}: {done.stderr.splitlines()[0]}")
-        api = _loaded_apart(out)
+        try:
+            api = ctypes.CDLL(out)
+        except OSError as error:
+            raise UserError(f"IK_LLAMA: {error}") from None
     api.ik_open.restype = ctypes.c_void_p
     api.ik_state_size.restype = ctypes.c_size_t
     api.ik_logits.restype = ctypes.POINTER(ctypes.c_float)
     return api
-
-
-def _loaded_apart(path: str) -> ctypes.CDLL:
-    """The library and all that it needs, beside libraries of the same names: llama.cpp's is also called libllama.so."""
-    new_namespace, now = -1, os.RTLD_NOW
-    libc = ctypes.CDLL(None)
-    libc.dlmopen.restype, libc.dlerror.restype = ctypes.c_void_p, ctypes.c_char_p
-    handle = libc.dlmopen(ctypes.c_long(new_namespace), path.encode(), now)
-    if not handle:
-        raise UserError(f"IK_LLAMA: {(libc.dlerror() or b'').decode(errors='replace')}")
-    return ctypes.CDLL(path, handle=handle)

@@ -17,9 +17,9 @@ from torch import Tensor
 from tools.benchmarks.peer_engine import Peer, Token
 from umbra.errors import UserError
 
-INSTALL = (
-    "CMAKE_ARGS=-DGGML_NATIVE=ON .venv/bin/python -m pip install --require-hashes -r tools/supply/locks/compare.lock"
-)
+INSTALL = ".venv/bin/python -m pip install --require-hashes -r tools/supply/locks/compare.lock"
+NATIVE = "-DGGML_NATIVE=ON"
+WITHOUT_AMX = "-DGGML_NATIVE=OFF -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"  # its AMX code crashes
 MOST_AT_ONCE = 2048  # tokens that are computed together; scores of more take gigabytes without flash attention
 ERROR = 4  # llama.cpp's log level for errors
 
@@ -28,7 +28,10 @@ def library() -> Any:
     try:
         import llama_cpp
     except ImportError:
-        raise UserError(f"llama-cpp-python is missing; once, for some minutes: {INSTALL}") from None
+        flags = WITHOUT_AMX if "amx_tile" in Path("/proc/cpuinfo").read_text() else NATIVE
+        raise UserError(
+            f"llama-cpp-python is missing; once, for some minutes: CMAKE_ARGS='{flags}' {INSTALL}"
+        ) from None
     return llama_cpp
 
 

@@ -33,24 +33,29 @@ def others_seconds() -> float:
 
 
 def take_turns(
-    runs: Mapping[str, Callable[[], object]], seconds: float, least: int, pause: float = 0.0
+    runs: Mapping[str, Callable[[], object]], seconds: float, least: int, pause: float = 0.0, pids: Sequence[int] = ()
 ) -> dict[str, list[float]]:
     """Seconds of each of `runs` in every round: in `least` rounds and for `seconds`, after a round that is not counted.
 
     A pause of `pause` seconds before each run lets the threads of the previous run go to sleep. Rounds in which other
-    processes use more than MOST_OTHERS of a core do not count either, until they have taken PATIENCE times `seconds`.
+    processes use more than MOST_OTHERS of a core do not count either, until they have taken PATIENCE times `seconds`;
+    those of `pids` belong to the runs.
     """
+
+    def others() -> float:
+        return others_seconds() - sum(map(cpu_seconds, pids))
+
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     counted, disturbed = 0.0, 0.0  # seconds
     while counted < seconds or len(next(iter(times.values()))) < least:
-        start, others, found = time.perf_counter(), others_seconds(), {}
+        start, before, found = time.perf_counter(), others(), {}
         for name, run in runs.items():
             time.sleep(pause)
             found[name] = seconds_of(run)
         took = time.perf_counter() - start
-        if others_seconds() - others > MOST_OTHERS * took + TICKS and disturbed < PATIENCE * seconds:
+        if others() - before > MOST_OTHERS * took + TICKS and disturbed < PATIENCE * seconds:
             disturbed += took
             continue
         counted += took

@@ -34,12 +34,13 @@ def _file(text: str) -> Path:
 
 
 def printed(rows: Iterable[Row], columns: Columns) -> list[Row]:
-    """Print each row as soon as it is measured; return all of them."""
+    """Print each row as soon as it is measured, a dash for what it does not have; return all of them."""
     print("".join(f"{heading:>{width}}" for _, heading, width, _ in columns))
     done = []
     for row in rows:
         done.append(row)
-        print("".join(f"{row[key]:>{width}{form}}" for key, _, width, form in columns), flush=True)
+        cells = (f"{row[key]:>{width}{form}}" if key in row else f"{'-':>{width}}" for key, _, width, form in columns)
+        print("".join(cells), flush=True)
     return done
 
 

@@ -75,6 +75,11 @@ class Peer(ABC):
             self.remove(sequence, length)
         return self.decode([(s, self.lengths[s], token, True) for s, token in enumerate(tokens)])
 
+    def steps(self, tokens: list[list[int]]) -> None:
+        """A step for each of `tokens`."""
+        for each in tokens:
+            self.step(each)
+
 
 def lengthened(state: bytes, start: int, length: int) -> bytes:
     """The saved state of a sequence of `length` tokens, a multiple of those in `state`: their keys and values repeat.

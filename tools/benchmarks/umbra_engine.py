@@ -90,6 +90,11 @@ class Umbra:
         self.forced.replace(tokens)
         return self.forced.decode_in_place()
 
+    def steps(self, tokens: list[list[int]]) -> None:
+        """A step for each of `tokens`."""
+        for each in tokens:
+            self.step(each)
+
     def _fill_caches(self) -> None:
         for layer in self.model.modules():
             if isinstance(layer, PagedAttention):
