@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools.npu_check import processes, report, session
 from tools.npu_check.__main__ import check, chosen, parser
 from tools.npu_check.constants import constants
 from tools.npu_check.hints import hint
+from tools.npu_check.numbers import Differs, fused_values
 from tools.npu_check.outcome import FAIL, PASS, SKIPPED, Outcome
 from tools.npu_check.stage import STAGES, Stage
 from tools.npu_check.worker import cause
@@ -243,3 +245,19 @@ def test_arguments() -> None:
     text = parser().format_help()
     assert all(f"{stage.number} {stage.name}" in text for stage in STAGES)
     assert "--stage" not in text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bits_may_differ_by_what_a_fused_product_changes_and_no_more(dtype: torch.dtype) -> None:
+    twin = torch.tensor([-1.0, 0.0, 1.0, 3.5, float("nan")]).to(dtype)
+    assert fused_values("y", twin, twin.clone()) == 0
+    near = twin.clone()
+    near.view(torch.int16)[[0, 2]] += 1  # the neighbours away from zero
+    assert fused_values("y", near, twin) == 2
+    near.view(torch.int16)[1] = -32767  # the least negative value
+    with pytest.raises(Differs, match="3 values differ"):
+        fused_values("y", near, twin)
+    far = twin.clone()
+    far.view(torch.int16)[3] += 2
+    with pytest.raises(Differs, match="1 values differ from the twin's, by up to 2 units"):
+        fused_values("y", far, twin)

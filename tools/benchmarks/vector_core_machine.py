@@ -1,9 +1,10 @@
 """The machine that the cycle model of the vector-core kernels assumes: constants with their sources, and what they make
 of counted work. A model, not a measurement.
 
-A phase (up to a SyncAll) lasts as long as the slowest pipe of its slowest core, but no less than all its bytes take
-from memory; pipes overlap, and the first load is waited for. Where published sources differ, or there is none, LOW and
-HIGH have two values. tools.benchmarks.vector_core_examples compares the model with published times.
+A phase (up to where cores wait for each other) lasts as long as the slowest pipe of its slowest core, but no less than
+all its bytes take from memory; pipes overlap, and the first load is waited for. Where published sources differ, or
+there is none, LOW and HIGH have two values. tools.benchmarks.vector_core_examples compares the model with published
+times.
 
 Sources, all public: [asc] the repository cann/asc-devkit, master of July 2026; [mskpp] Ascend/mskpp,
 csrc/prof_data/resource910b.cpp, instructions and moves measured on one core of a 910B1 (and 910B3, where named so).
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-Phase = Mapping[str, Any]  # counts of one core between two SyncAlls, see tests/fakes/ascend_c/README.md
+Phase = Mapping[str, Any]  # counts of one core between two waits for all cores, see tests/fakes/ascend_c/README.md
 PIPES = ("memory", "mte2", "mte3", "vector", "scalar")
 GIB = 1.073741824  # [mskpp] divides by 2^30 where it says GB
 
@@ -101,7 +102,7 @@ class Machine:
     # From a phase's first load to its first bytes. A move of 1 KB alone [mskpp]. High: two of 8 KB, when all cores ask
     # [asc] add_high_performance, case 2.
     latency: float = 131
-    sync_all: float = 700  # a guess
+    wait: float = 700  # from a core's report to its wait's end: a guess
     # A task's time outside of the cores' own: [asc] add_high_performance, case 5. High: data_copy, scenario 5.
     launch: float = 2500
 
@@ -128,7 +129,7 @@ class Machine:
 LOW = Machine()
 HIGH = replace(
     LOW, ghz=1.8, memory=1370, l2=5200, alone=True, piece=4.5, barrier=29, rate=1, issue=5, read=11, latency=630,
-    sync_all=3000, launch=12000,
+    wait=3000, launch=12000,
 )  # fmt: skip
 
 
@@ -175,8 +176,9 @@ class Predicted:
 
 
 def predict(cores: Sequence[Sequence[Phase]], machine: Machine) -> list[Predicted]:
-    """Phases in turn, from counts by core and phase; `launch` is not in them. Loads that are issued before a SyncAll
-    count in the phase before it; a phase that begins with such loads does not wait for its first bytes again."""
+    """Phases in turn, from counts by core and phase; `launch` is not in them. Loads that are issued before
+    a wait for all cores count in the phase before it; a phase that begins while they are under way (over a cross-core
+    flag they are, over a SyncAll not) does not wait for its first bytes again."""
     phases = []
     for number in range(len(cores[0])):
         counts = [phases_of_core[number] for phases_of_core in cores]
@@ -186,7 +188,7 @@ def predict(cores: Sequence[Sequence[Phase]], machine: Machine) -> list[Predicte
         busy["memory"] = machine.memory_time(read, written)
         overhead = 0 if any(count["ahead"] for count in counts) else machine.latency
         last = number + 1 == len(cores[0])
-        phases.append(Predicted(busy, overhead + (0 if last else machine.sync_all)))
+        phases.append(Predicted(busy, overhead + (0 if last else machine.wait)))
     return phases
 
 

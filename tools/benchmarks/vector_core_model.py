@@ -12,19 +12,17 @@ tools.benchmarks.vector_core_machine has the constants, tools.benchmarks.vector_
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from ops.ascend.vector_core.planes import Planes, planes_of
-from tests.fakes.ascend_c import Counts, Library, build, host, run
+from tests.fakes.ascend_c import Counts
+from tests.fakes.ascend_c.launch import launch
 from tools.benchmarks.vector_core_examples import launched, print_examples, seed_fused
 from tools.benchmarks.vector_core_machine import HIGH, LOW, microseconds, predict
-from umbra.files import ROOT
 
-KERNELS = ROOT / "ops/ascend/vector_core/op_kernel"
 BFLOAT16 = torch.bfloat16
 SEED_US = {1: (43.42, 199.43), 2: (60.49, 266.82), 4: (96.18, 515.69), 8: (174.35, 936.17)}  # kernel, grouped matmul
 RATED = 1600  # GB/s
@@ -53,18 +51,9 @@ class Shape:
         return 128, torch.stack([torch.randperm(128, generator=random)[: self.top_k] for _ in range(self.batch)]).int()
 
 
-@cache
-def library(name: str) -> Library:
-    return build(KERNELS / f"{name}.cpp")
-
-
-def count(op: str, inputs: dict[str, torch.Tensor | None], attributes: Sequence[int], cores: int = 48) -> Counts:
-    """Counts of one launch of umbra_`op`, as its host side tiles it; they do not depend on values."""
-    given = [None if tensor is None else (tuple(tensor.shape), tensor.dtype) for tensor in inputs.values()]
-    name = f"umbra_{op}"
-    launch = host("".join(part.capitalize() for part in name.split("_")), given, cores, attributes=attributes)
-    sized = launch.outputs, launch.tiling, launch.workspace, launch.blocks, launch.key, launch.schedule_mode
-    return run(library(name), name, inputs, *sized)[1]
+def count(op: str, inputs: dict[str, torch.Tensor | None], attributes: tuple[int, ...], cores: int = 48) -> Counts:
+    """Counts of one launch of `op`, as its host side tiles it; they do not depend on values."""
+    return launch(op, *inputs.values(), attributes=attributes, cores=cores)[1]
 
 
 def bank(planes: Planes, *sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,19 +70,19 @@ def fused(shape: Shape, routed: bool = False, float_sums: bool = False) -> Count
     w2, s2 = bank(planes_of(shape.inner, shape.group, ordered=True), experts, shape.hidden)
     x, weights = torch.ones(shape.batch, shape.hidden, dtype=BFLOAT16), torch.ones(ids.shape, dtype=BFLOAT16)
     inputs = dict(x=x, w13=w13, s13=s13, z13=None, w2=w2, s2=s2, z2=None, ids=ids, weights=weights)
-    return count("fused_moe_w4a16", inputs, (shape.group, shape.group, float_sums), shape.cores)
+    return count("fused_moe", inputs, (shape.group, shape.group, float_sums), shape.cores)
 
 
 def unpacked(rows: int, columns: int, experts: int, down: bool, tiles: bool) -> Counts:
     w, scales = bank(planes_of(rows, 32, ordered=down), experts, columns)
     pairs = not down and experts > 1
-    return count("unpack_w4a16", dict(w=w, scales=scales, zeros=None), (32, down, pairs, tiles))
+    return count("unpack", dict(w=w, scales=scales, zeros=None), (32, down, pairs, tiles))
 
 
 def gemv(tokens: int, rows: int, columns: int) -> Counts:
     w, scales = bank(planes_of(rows, 32), columns)
     x = torch.ones(tokens, rows, dtype=BFLOAT16)
-    return count("gemv_w4a16", dict(x=x, w=w, scales=scales, zeros=None), (32, False))
+    return count("gemv", dict(x=x, w=w, scales=scales, zeros=None), (32, False))
 
 
 def chosen(shape: Shape, scored: int, sigmoid: bool) -> Counts:
@@ -106,7 +95,7 @@ def chosen(shape: Shape, scored: int, sigmoid: bool) -> Counts:
     scores.scatter_(1, ids.long(), 1.0)
     inputs = dict(x=x, w13=w13, s13=s13, z13=None, w2=w2, s2=s2, z2=None, scores=scores, bias=bias)
     attributes = (shape.top_k, sigmoid, 0, shape.group, shape.group, False)
-    return count("fused_moe_scores_w4a16", inputs, attributes, shape.cores)
+    return count("fused_moe_scores", inputs, attributes, shape.cores)
 
 
 def weight_bytes(counts: Counts) -> int:

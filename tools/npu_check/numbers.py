@@ -44,3 +44,28 @@ def require(what: str, result: Tensor, expected: Tensor, tolerance: float) -> fl
     if found > tolerance:
         raise Differs(f"{what} differs by {found:.3g} of its norm, more than {tolerance:g}")
     return found
+
+
+MOST_FUSED = 2  # values of a launch
+
+
+def fused_values(what: str, result: Tensor, expected: Tensor) -> int:
+    """How many values differ from what the kernel's arithmetic gives with every product of MulAddDst rounded before it
+    is added: none, or, on a device that fuses MulAddDst of floats, up to MOST_FUSED by one unit in the last place.
+    Raises if there are more or larger differences. NaN equals NaN."""
+    ours, theirs = result.detach().cpu(), expected.detach().cpu()
+    units = (_ordered(ours) - _ordered(theirs)).abs()
+    units[ours.isnan() & theirs.isnan()] = 0
+    count = int(units.count_nonzero())
+    if count > MOST_FUSED or units.max() > 1:
+        raise Differs(
+            f"{what}: {count} values differ from the twin's, by up to {int(units.max())} units in the last place; "
+            f"a fused MulAddDst changes {MOST_FUSED} at most, by one"
+        )
+    return count
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """The bits of 16-bit floats as integers that grow with the values, so that neighbours differ by one."""
+    bits = values.view(torch.int16).int()
+    return torch.where(bits < 0, -32768 - bits, bits)

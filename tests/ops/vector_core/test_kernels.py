@@ -10,7 +10,8 @@ from torch import Tensor
 from ops.ascend.vector_core import reference
 from ops.ascend.vector_core.planes import planes_of
 from tests.fakes.ascend_c import Library, TwinError
-from tests.ops.vector_core.launch import Mutation, Weight, choose, distinct, launch, mutants, random_weight
+from tests.fakes.ascend_c.launch import launch
+from tests.ops.vector_core.weights import Mutation, Weight, choose, distinct, mutants, random_weight
 from tests.variants import thorough_but
 
 pytestmark = pytest.mark.slow

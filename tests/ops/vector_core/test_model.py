@@ -94,7 +94,7 @@ def test_an_instruction_takes_its_repeats_and_conflicts_but_three_cycles_at_leas
     assert pipes(core, LOW)["conflicts"] == pytest.approx(25 / LOW.ghz)
 
 
-def test_loads_under_way_at_a_sync_all_hide_the_latency_of_the_next_phase() -> None:
+def test_loads_under_way_at_a_wait_hide_the_latency_of_the_next_phase() -> None:
     core = tiny().cores[0][0]
     assert time([core, core]) - time([core, {**core, "ahead": 1}]) == pytest.approx(LOW.latency)
 

@@ -5,7 +5,7 @@ import torch
 
 from executor.config.load import load_case, model_folder
 from ops.ascend.vector_core.planes import planes_of
-from tests.ops.vector_core.launch import launch
+from tests.fakes.ascend_c.launch import launch
 from text.tokenizer import Tokenizer
 from tools.benchmarks.vector_core_precision import TEXT, compare, in_runs
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from ops import reference as interface
 from ops.ascend.vector_core import reference
 from tests.fakes.ascend_c import Counts, Library, TwinError
-from tests.ops.vector_core.launch import choose, launch, mutants, random_weight
+from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.test_kernels import BOUND, worst_row
+from tests.ops.vector_core.weights import choose, mutants, random_weight
 
 pytestmark = pytest.mark.slow
 

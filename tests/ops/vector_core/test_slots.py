@@ -16,9 +16,10 @@ from ops.ascend.vector_core.blocks import PLACE, BlockLayout, expert_slot
 from ops.ascend.vector_core.planes import planes_of
 from ops.format import Format
 from tests.fakes.ascend_c import Counts, Library, TwinError, host
-from tests.ops.vector_core.launch import Mutation, choose, distinct, launch, mutants, random_weight
+from tests.fakes.ascend_c.launch import launch
 from tests.ops.vector_core.test_host import FIELDS, laid
 from tests.ops.vector_core.test_kernels import BFLOAT, BOUND, HALF, worst_row
+from tests.ops.vector_core.weights import Mutation, choose, distinct, mutants, random_weight
 
 pytestmark = pytest.mark.slow
 

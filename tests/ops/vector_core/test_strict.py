@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.fakes.ascend_c import check, clang
-from tests.ops.vector_core.launch import KERNELS
+from tests.fakes.ascend_c.launch import KERNELS
 
 pytestmark = pytest.mark.skipif(not clang(), reason="needs clang++, which test.sh installs")
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -15,9 +16,11 @@ from ops.ascend.vector_core import calls, reference
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, AscendMatrix, Matrices
 from ops.format import Format
+from tests.fakes.ascend_c import TwinError
+from tests.fakes.ascend_c.launch import launch
 from tools.benchmarks import npu_layers
-from tools.npu_check.numbers import SIZES, WHOLE, Size, require
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.numbers import SIZES, SMALL, WHOLE, Size, fused_values, require
+from tools.npu_check.outcome import Check, Found, Skipped
 
 NPU = torch.device("npu")
 TOLERANCE = {True: 0.01, False: 0.02}  # with float sums and with sums in half, relative to the result's norm
@@ -35,6 +38,7 @@ def checks(logs: Path) -> list[Check]:
                 sums = "float sums" if float_sums else "sums in half"
                 found.append(Check(f"{name}, {size.name}, {sums}", partial(run, make, size, float_sums)))
     found += [Check(f"unpack_w4a16, {size.name}", partial(unpacked, size)) for size in SIZES]
+    found.append(Check("fused_moe_w4a16, small, bits of the twin", as_twin))
     return [*found, Check("times beside npu_grouped_matmul, 30B", times)]
 
 
@@ -48,6 +52,24 @@ def run(make: Callable[[Size, int, bool, bool], tuple[Tensor, Tensor]], size: Si
         for zeros in (False, True)
     ]
     return Found(f"error {max(errors):.2g}", {"error": max(errors)})
+
+
+def as_twin() -> Found:
+    """The kernel's bits are those of its twin on the host, but for what a fused MulAddDst changes."""
+    torch.manual_seed(0)
+    npu_layers.start(vector_core.EXTENSION)
+    changed = 0
+    for batch, zeros, float_sums in product((1, 8), (False, True), (False, True)):
+        experts, (x, ids, weights) = experts_of(SMALL, zeros), tokens_of(SMALL, batch)
+        result = calls.moe(x.to(NPU), weights.to(NPU), ids.to(NPU), experts, None, float_sums)
+        planes = *on_host(experts.w13), *on_host(experts.w2)
+        try:
+            twin, _ = launch("fused_moe", x, *planes, ids, weights, attributes=(32, 32, float_sums))
+        except TwinError as error:
+            raise Skipped(f"the twin does not run here: {str(error).splitlines()[0]}") from None
+        changed += fused_values(f"{batch} tokens, zero points {zeros}, float sums {float_sums}", result, twin)
+    told = "equal" if not changed else f"equal but for {changed} values: this device fuses MulAddDst of floats"
+    return Found(told, {"fused_values": changed})
 
 
 def times() -> Found:
