@@ -20,7 +20,7 @@ from tools.benchmarks.vector_core_model import BFLOAT16, Shape, bank, count, fus
 def gemv(columns: int, cores: int, float_sums: bool = False) -> Counts:
     w, scales = bank(planes_of(128, 32), columns)
     inputs = dict(x=torch.ones(1, 128, dtype=BFLOAT16), w=w, scales=scales, zeros=None)
-    return count("gemv_w4a16", inputs, (32, float_sums), cores)
+    return count("gemv", inputs, (32, float_sums), cores)
 
 
 @cache
@@ -75,7 +75,7 @@ def test_every_cost_counts() -> None:
     core = tiny().cores[0][0]
     for cost in ("barrier", "latency"):
         assert time([core], **{cost: 2 * getattr(LOW, cost)}) > time([core]), cost
-    assert time([core, core], sync_all=9e5) - time([core, core], sync_all=0) == pytest.approx(9e5)  # one between two
+    assert time([core, core], wait=9e5) - time([core, core], wait=0) == pytest.approx(9e5)  # one between two
     changes = (("mte2", "move"), ("mte2", "piece"), ("scalar", "issue"), ("vector", "least"))
     for pipe, cost in changes:
         assert pipes(core, changed(**{cost: 1e4}))[pipe] > pipes(core, LOW)[pipe], cost
