@@ -388,12 +388,12 @@ class Checker:
             rows.append((f"{name} of {process} {pid}", f"{level}, {growth}, over {found.seconds / 60:.0f} minutes"))
         rows.append(("violations", f"{len(self.violations)}"))
         lines = ["| what | found |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)]
-        for compared, names in (
+        for both, names in (
             (self.quarters, ("first quarter", "last quarter")),
             (self.pairs, ("a new server", "this one")),
         ):
             lines += ["", f"| p10, p50, p90, p99 | {names[0]} | {names[1]} | change, % |", "|---|---|---|---|"]
-            for name, (first, last) in compared.items():
+            for name, (first, last) in both.items():
                 if first and last:
                     cells = [
                         f"{', '.join(f'{part(v, share):.3g}' for share in SHARES)} (of {len(v):,})"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.serving import answers
 from tests.serving.answers import PATHS, Answer
 from tests.serving.api.front import serving
 
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "Hi", "logprobs": 1, "n": 2, "seed": 1},
     "chat": {"messages": [{"role": "user", "content": "Hi"}]},
     "responses": {"input": "Hi", "store": False},

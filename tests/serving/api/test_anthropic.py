@@ -188,7 +188,7 @@ def test_what_is_refused_has_a_name() -> None:
 
 def test_errors_are_in_the_shape_of_the_path() -> None:
     async def scenario(server: Server) -> None:
-        key = {"headers": {"x-api-key": "secret"}}
+        key: dict[str, Any] = {"headers": {"x-api-key": "secret"}}
         assert refused(await server.ask(PATH, ASKED))[:2] == (401, "authentication_error")
         assert (await server.ask(PATH, ASKED, **key)).status == 200
         assert refused(await server.ask(PATH, ASKED | {"model": "x"}, **key))[:2] == (404, "not_found_error")

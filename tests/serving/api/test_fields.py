@@ -23,8 +23,8 @@ def named(name: Any, **function: Any) -> dict[str, Any]:
 
 
 def test_messages_become_texts_under_the_templates_names() -> None:
-    parts = [{"type": "text", "text": "a"}, {"text": "b"}, {"type": "refusal", "refusal": "c"}]
-    given = [
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "a"}, {"text": "b"}, {"type": "refusal", "refusal": "c"}]
+    given: list[dict[str, Any]] = [
         {"role": "developer", "content": parts, "name": "n", "strange": 1},
         {"role": "assistant", "content": None, "tool_calls": [], "reasoning": "r"},
         {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "kept"},
@@ -64,7 +64,7 @@ def test_tools_are_bounded_and_named_once() -> None:
     assert tools_of(ChatRequest()) == []
     longest = named("a" * 64)
     assert tools_of(ChatRequest(tools=[longest])) == [longest]
-    for wrong, param in (
+    refused: list[tuple[list[Any], str]] = [
         ([*many, named("more")], "tools"),
         ([TOOL, {"type": "custom"}], "tools[1].type"),
         ([{"type": "function"}], "tools[0].function.name"),
@@ -74,10 +74,11 @@ def test_tools_are_bounded_and_named_once() -> None:
         ([named(5)], "tools[0].function.name"),
         ([TOOL, named("other"), TOOL], "tools[2].function.name"),
         ([named("a", parameters=["x"])], "tools[0].function.parameters"),
-    ):
-        with pytest.raises(ApiError) as refused:
+    ]
+    for wrong, param in refused:
+        with pytest.raises(ApiError) as raised:
             tools_of(ChatRequest(tools=wrong))
-        assert refused.value.param == param
+        assert raised.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,8 @@ def test_unsupported_fields_may_ask_for_nothing(
         with pytest.raises(ApiError, match=rf"^{name}: ") as raised:
             fields.converted(kind, asked | {name: ["something"]}, unsupported)
         assert (raised.value.status, raised.value.param, raised.value.code) == (400, name, "unsupported_parameter")
-    for data in ([], "x", None):
+    wrong: list[Any] = [[], "x", None]
+    for data in wrong:
         with pytest.raises(ApiError, match="the request's body must be a JSON object"):
             fields.converted(kind, data, unsupported)
 

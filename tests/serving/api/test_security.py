@@ -42,7 +42,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         return equal(one, other)
 
     async def scenario(server: Server) -> None:
-        monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+        monkeypatch.setattr(hmac, "compare_digest", compare)
         for key, status in (("first", 200), ("second", 200), ("f", 401), ("first" * 1000, 401), ("", 401)):
             compared.clear()
             reply = await server.ask("/v1/completions", {"prompt": "Hi"}, headers={"authorization": f"Bearer {key}"})
@@ -171,8 +171,8 @@ def test_many_connections_without_a_request_keep_nobody_away(monkeypatch: pytest
         assert all(gone)
         assert await ended(kept.reader)
         assert await stream.chunk()
-        for connection in (*(writer for _, writer in flood), stream.writer):
-            connection.transport.abort()
+        for writer in (*(writer for _, writer in flood), stream.writer):
+            writer.transport.abort()
 
     run(scenario, "word " * 500, engine={"step_s": 0.02})
 

@@ -36,7 +36,10 @@ def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) ->
     if not coming or not (leaving or free_slots):
         return []
     layer, expert = random.choice(coming)
-    return [Swap(layer, expert, None if free_slots else tuple(random.choice(leaving)))]
+    if free_slots:
+        return [Swap(layer, expert, None)]
+    other_layer, other = random.choice(leaving)
+    return [Swap(layer, expert, (other_layer, other))]
 
 
 def any_share(self: Shares, prefill_s: float) -> None:
@@ -135,7 +138,7 @@ def main() -> None:
         runner = make_runner(case, results, ranks)
         runner.setup()
         if runner.engine.offload:
-            runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
+            runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign]
         Shares.decide = any_share  # type: ignore[method-assign]
         Loop._took = any_time(Loop._took)  # type: ignore[method-assign]
         traffic = Traffic(args.steps, 7)
@@ -150,7 +153,7 @@ def main() -> None:
         held = [cache.held for cache in worker.loop.scheduler.caches]
         # Rank 0 knows what was asked; the others hear of it as in a tick.
         every = max(1, len(traffic.submitted) // args.alone) if args.alone else 1
-        some = list(traffic.submitted[::every])
+        some: list[Submit | Abort | Stop] = list(traffic.submitted[::every])
         tick = worker.control.share(Tick(0, 0, None, 0, some) if ranks.rank == 0 else None)
         found = [(submit.id, alone(worker, submit)) for submit in tick.events if isinstance(submit, Submit)]
         if ranks.rank == 0:

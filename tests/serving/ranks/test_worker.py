@@ -173,7 +173,11 @@ def test_what_the_front_is_told(model: Path, every_step: None) -> None:
 def test_requests_that_cannot_run_are_refused(model: Path) -> None:
     server = Server(runner_of(model))
     script = server.script
-    bad = {"logit_bias": {96: 1.0}}, {"temperature": -1.0}, {"grammar": Grammar("lark", "start: [")}
+    bad: list[dict[str, Any]] = [
+        {"logit_bias": {96: 1.0}},
+        {"temperature": -1.0},
+        {"grammar": Grammar("lark", "start: [")},
+    ]
     for id, fields in enumerate(bad, 1):
         script.messages.append(Submit(id, [1], Sampling(2, **fields)))
     script.messages += [Submit(8, [1] * 40, Sampling(9999)), Submit(9, [96], Sampling(1))]
