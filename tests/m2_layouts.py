@@ -15,7 +15,7 @@ from tests.quantised import WRITERS, Written, fp8
 from tests.tiny import save_tiny_m2
 
 # Multiples of a block of 128; half of an expert's columns is one and a half blocks, as an eighth of the original's.
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=64, rotary_dim=32, num_attention_heads=6, num_key_value_heads=2, intermediate_size=384,
     num_local_experts=8, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=320, initializer_range=0.05,
 )  # fmt: skip

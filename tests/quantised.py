@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

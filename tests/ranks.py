@@ -49,7 +49,7 @@ def run_rank(rank: int) -> None:
 
 def main() -> None:
     collect_seldom()
-    import torch.multiprocessing
+    from torch.multiprocessing.spawn import start_processes
 
     import serving.ranks.worker  # noqa: F401 (so that no rank has to)
     import umbra.commands.logits  # noqa: F401
@@ -59,7 +59,7 @@ def main() -> None:
     os.environ |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     gc.freeze()  # ranks neither look through what they share nor copy its pages
-    torch.multiprocessing.start_processes(run_rank, nprocs=int(world_size), start_method="fork")
+    start_processes(run_rank, nprocs=int(world_size), start_method="fork")
 
 
 if __name__ == "__main__":

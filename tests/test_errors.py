@@ -12,15 +12,7 @@ from umbra.errors import REFUSED_STATUS, UserError, refusal, run_main
     ("error", "line"),
     [
         (MemoryError("std::bad_alloc"), "out of memory: an allocation was refused: "),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes. Error code 12"),
-            "80",
-        ),
         (RuntimeError("can't start new thread"), "a thread cannot be started: Resource temporarily unavailable"),
-        (
-            RuntimeError("shadow experts: their threads cannot be started: Resource temporarily unavailable"),
-            "a thread ",
-        ),
         (
             RuntimeError("NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 64.00 GiB total)"),
             "has no 20.00 MiB left",

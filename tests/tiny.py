@@ -15,7 +15,7 @@ from executor.config.load import load_case
 from executor.model_runner import ModelRunner
 from executor.model_runner import make_runner as new_runner
 
-TINY = dict(
+TINY: dict[str, Any] = dict(
     vocab_size=96,
     hidden_size=32,
     intermediate_size=48,
@@ -32,7 +32,7 @@ TINY = dict(
     eos_token_id=0,
     initializer_range=0.3,  # larger than usual: routing and attention are far from uniform
 )
-TINY_M2 = dict(  # twelve heads of 32 are not the hidden size; half of a head rotates
+TINY_M2: dict[str, Any] = dict(  # twelve heads of 32 are not the hidden size; half of a head rotates
     vocab_size=320,
     hidden_size=192,
     intermediate_size=96,
@@ -47,7 +47,7 @@ TINY_M2 = dict(  # twelve heads of 32 are not the hidden size; half of a head ro
     max_position_embeddings=256,
     initializer_range=0.08,
 )
-TINY_AS_M2 = dict(  # a MiniMax-M2 of the sizes in TINY
+TINY_AS_M2: dict[str, Any] = dict(  # a MiniMax-M2 of the sizes in TINY
     vocab_size=96,
     hidden_size=32,
     intermediate_size=16,

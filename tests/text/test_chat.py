@@ -25,7 +25,7 @@ def call(arguments: Any, name: str = "weather") -> dict[str, Any]:
 
 
 ARGUMENTS = {"city": "Zürich", "days": 2, "more": {"a": [1, None]}}
-LOOP = [
+LOOP: list[dict[str, Any]] = [
     USER,
     {"role": "assistant", "content": None, "reasoning_content": "look", "tool_calls": [call(json.dumps(ARGUMENTS))]},
     {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
@@ -154,13 +154,6 @@ def test_an_answer_that_is_sent_back_has_the_tokens_that_were_generated(
     assert answer == Answer("look", "One moment.", (first, ToolCall("weather", "{}")))
     again = tokenizer.encode_chat(Chat([USER, answer.message(), LOOP[2]], TOOLS))
     assert again[: len(prompt) + len(generated)] == prompt + generated
-
-
-def test_formats_are_chosen_by_the_template_or_by_name() -> None:
-    assert choose_format("auto", "{{ '<tool_call>\\n<function=' }}") is FORMATS["qwen3_coder"]
-    assert choose_format("auto", "{{ message.content }}") is None
-    assert choose_format("none", TEMPLATES["qwen3"]) is None
-    assert choose_format("qwen3", TEMPLATES["minimax_m2"]) is FORMATS["qwen3"]
 
 
 def test_the_last_source_of_stop_ids_is_the_tokenizer(tmp_path: Path) -> None:

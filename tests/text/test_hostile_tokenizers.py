@@ -10,7 +10,6 @@ import pytest
 
 from tests.text.checkpoints import write_tokenizer
 from text.tokenizer import Tokenizer
-from text.tokenizer_sandbox import LINEAR, Encoder
 from umbra.errors import UserError
 
 
@@ -40,22 +39,13 @@ STRANGE: dict[str, tuple[dict[str, Any], str]] = {
     "much between letters": ({"normalizer": replace("b" * 1000, Regex="")}, "normalizer: .* 32 times as long"),
     "an expression for answers": ({"decoder": replace("b", Regex="a+")}, "decoder: a regular expression"),
     "many parts": ({"normalizer": sequence(*[{"type": "NFC"}] * 100)}, "normalizer: has 101 parts, more than 64"),
-    "a long token": (
-        {"model": {"type": "BPE", "vocab": {"x" * 5000: 0}, "merges": []}}, "a token has 5000 characters",
-    ),
-    "much before": ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, "normalizer: .* times as long"),
     "a table": (
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}}, "Precompiled is not supported",
     ),
-    "many special tokens": ({"post_processor": template([1], times=1000)}, "adds 1000 ids to each text"),
     "a special token of many ids": ({"post_processor": template([1] * 1000)}, "adds 1000 ids to each text"),
     "a special token that is not there": ({"post_processor": template([1], known="Y")}, "tokenizer"),
     "ids beyond the vocabulary": ({"post_processor": template([4_000_000_000])}, "outside vocab_size"),
     "no expression": ({"pre_tokenizer": split("(")}, "tokenizer not readable"),
-    "pieces of no length": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "tokenizer failed"),
-    "no unknown token": (
-        {"model": {"type": "Unigram", "unk_id": None, "vocab": [["z", 0.0]], "byte_fallback": False}}, "unk_id",
-    ),
     "a long end of words": (
         {"model": {"type": "BPE", "vocab": {}, "merges": [], "end_of_word_suffix": "x" * 1000}}, "longer than 64",
     ),
@@ -126,16 +116,6 @@ def test_what_takes_long_is_ended(tmp_path: Path, name: str) -> None:
     assert tokenizer.encode("aab", chat=False) == short == list(tokenizer.hf("aab")["input_ids"])
 
 
-def test_published_kinds_are_encoded_here(tmp_path: Path) -> None:
-    """Those of others in another process, to the same ids."""
-    text = "It's 1234 times\n\n  aab, d\u00e9j\u00e0 vu \U0001f642 " * 20
-    for expression in (*LINEAR, r"\w+|\W+"):
-        tokenizer = Tokenizer(tmp_path, change(tmp_path, pre_tokenizer=split(expression)))
-        assert (tokenizer._encoder is None) == (expression in LINEAR)
-        ids = list(tokenizer.hf(text)["input_ids"])
-        assert Encoder(tokenizer.backend).ids(text, special=True) == tokenizer.encode(text, chat=False) == ids
-
-
 def test_a_template_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "qwen3", chat_template=None)
     path = tmp_path / "tokenizer_config.json"
@@ -143,12 +123,3 @@ def test_a_template_that_is_no_text_is_one_line(tmp_path: Path) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": wrong}))
         with pytest.raises(UserError, match="tokenizer not readable"):
             Tokenizer(tmp_path)
-
-
-def test_files_beside_it_are_small(tmp_path: Path) -> None:
-    """The library takes seconds and ten times the memory for what it does not know."""
-    write_tokenizer(tmp_path, "qwen3")
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"more": [[]] * 500_000}))
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: tokenizer not readable: larger than 1 MB"):
-        Tokenizer(tmp_path)

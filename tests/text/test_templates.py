@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,9 @@ def test_the_next_conversation_is_rendered(renderer: Renderer) -> None:
 
 
 def test_templates_see_what_transformers_shows_them(renderer: Renderer) -> None:
-    messages = [{"role": "user", "content": "x", "name": None}, {"role": "assistant", "reasoning": "r", "content": "y"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x", "name": None}, {"role": "assistant", "reasoning": "r", "content": "y"},
+    ]  # fmt: skip
     variables = variables_of(messages, {"eos_token": "<e>", "tools": None})
     source = (
         "{%- for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% if loop.last %}{% break %}"

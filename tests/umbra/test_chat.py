@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from umbra import chat as chat_module
+from text.chat import Message
 from umbra.errors import UserError
 from umbra.files import ROOT
+from umbra.session import Session
 
 pytestmark = pytest.mark.slow
 
@@ -72,8 +73,8 @@ def test_answers_come_piece_by_piece_with_history_and_ctrl_c_stops_one() -> None
 
 
 def test_the_conversation_so_far_is_given_and_shortened(capsys: pytest.CaptureFixture[str]) -> None:
-    session = chat_module.Session.open("demo_chat", {"input_max_len": 60, "max_new_tokens": 20, "keep_packed": False})
-    history: list[dict[str, str]] = []
+    session = Session.open("demo_chat", {"input_max_len": 60, "max_new_tokens": 20, "keep_packed": False})
+    history: list[Message] = []
     lengths = []
     for _ in range(6):
         history = session.shortened([*history, {"role": "user", "content": "Who is Emma Woodhouse?"}])
@@ -93,6 +94,6 @@ def test_a_model_without_a_chat_template_is_refused_before_the_first_line(tmp_pa
             (tmp_path / path.name).write_text(json.dumps(settings))
         elif path.name != "chat_template.jinja":
             (tmp_path / path.name).symlink_to(path)
-    session = chat_module.Session.open(str(tmp_path), {})
+    session = Session.open(str(tmp_path), {})
     with pytest.raises(UserError, match="this checkpoint's tokenizer has no chat template"):
         session.check_chat()

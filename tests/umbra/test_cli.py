@@ -40,14 +40,6 @@ sys.exit("torch" in sys.modules or "numpy" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_list_and_run_list_are_one() -> None:
-    shown = umbra("list")
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == sorted(
-        path.stem for path in (ROOT / "yaml_configs").glob("*.yaml")
-    )
-    assert umbra("run", "--list").stdout == shown.stdout
-
-
 def test_chat_gets_the_case_and_its_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[str]]] = []
     module = ModuleType("umbra.chat")

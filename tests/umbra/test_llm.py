@@ -33,13 +33,6 @@ def test_generate_answers_in_order_and_again_the_same(llm: LLM) -> None:
     assert llm.generate([], DRAWN) == []
 
 
-def test_what_the_case_says_holds_where_nothing_else_is_said(llm: LLM) -> None:
-    (out,) = llm.generate(PROMPTS[:1])
-    assert len(out.tokens) == 40 or out.finish_reason == "stop"
-    each = llm.generate(PROMPTS, [SamplingParams(max_tokens=n) for n in (1, 2, 3)])
-    assert [len(out.tokens) for out in each] == [1, 2, 3]
-
-
 def test_a_stream_is_the_same_text_in_pieces(llm: LLM) -> None:
     for prompt in PROMPTS:
         pieces = list(llm.stream(prompt, DRAWN))

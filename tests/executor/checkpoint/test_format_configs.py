@@ -78,24 +78,6 @@ def test_other_names_of_the_same_are_taken(name: str, key: str, value: Any) -> N
     assert scheme(name, key, value).encodings
 
 
-@pytest.mark.parametrize(
-    ("format", "less"), [(None, 1), ("gptq", 1), ("gptq_v2", 0)], ids=["unnamed", "gptq", "gptq_v2"]
-)
-def test_the_first_version_of_gptq_stores_zero_points_less_one(format: str | None, less: int) -> None:
-    assert scheme("gptq", "checkpoint_format", format).less == less
-
-
-@pytest.mark.parametrize(("groups", "taken"), [(0, False), (1, True), (16, True), (17, False)])
-def test_groups_are_bounded(groups: int, taken: bool) -> None:
-    data = compressed("pack-quantized", INTEGERS)
-    data["config_groups"] = {str(n): data["config_groups"]["group_0"] for n in range(groups)}
-    if taken:
-        assert len(SCHEMES["compressed-tensors"](HfConfig(data, "config.json")).encodings) == groups
-    else:
-        with pytest.raises(UserError, match=r"config_groups: .* must be one group or up to 16"):
-            SCHEMES["compressed-tensors"](HfConfig(data, "config.json"))
-
-
 def test_each_group_of_mixed_precision_has_a_format_of_its_own() -> None:
     groups = {
         "experts": {"format": "pack-quantized", "weights": INTEGERS, "targets": [r"re:.*experts.*"]},
@@ -110,31 +92,3 @@ def test_each_group_of_mixed_precision_has_a_format_of_its_own() -> None:
     del groups["others"]["format"]
     with pytest.raises(UserError, match=r"format: 'mixed-precision' must be one of pack-quantized"):
         SCHEMES["compressed-tensors"](HfConfig(data, "config.json"))
-
-
-def test_sizes_that_are_no_whole_blocks_or_words() -> None:
-    for name, rows, columns, error in (
-        ("awq", 16, 33, "m: 33 columns are no multiple of group_size: 32"),
-        ("awq", 9, 32, "m: 9 rows are no multiple of a word's: 8"),
-        ("gptq", 9, 32, "m: 9 rows are no multiple of a word's: 8"),
-        ("gptq", 8, 48, "m: 48 columns are no multiple of group_size: 32"),
-        ("pack-quantized", 8, 48, "m: 48 columns are no multiple of group_size: 32"),
-    ):
-        with pytest.raises(UserError, match=f"^{error}$"):
-            scheme(name).encodings[0].stored("m", rows, columns)
-
-
-def test_modules_that_a_config_leaves_in_floats() -> None:
-    awq = scheme("awq", "modules_to_not_convert", ["gate"])
-    said = [awq.said(m) is not None for m in ("model.layers.0.mlp.up", "model.layers.0.mlp.gate", "lm_head")]
-    assert said == [True, False, False]
-    gptq, headed = scheme("gptq"), scheme("gptq", "lm_head", True)
-    assert [s.said(m) is not None for s in (gptq, headed) for m in ("a.layers.0", "lm_head", "head")] == [
-        True, False, False, True, True, False,
-    ]  # fmt: skip
-    dynamic = scheme("gptq", "dynamic", {"-:.*gate": {}})
-    assert [dynamic.said(m) is not None for m in ("a.layers.0.gate", "a.layers.0.up")] == [False, True]
-    with pytest.raises(UserError, match="gives modules settings of their own, which is not implemented"):
-        scheme("gptq", "dynamic", {"+:.*gate": {}})
-    fp8 = scheme("fp8", "modules_to_not_convert", ["gate"])
-    assert [fp8.said(m) is not None for m in ("a.gate", "a.up", "lm_head", "a.lm_head")] == [False, True, False, True]

@@ -30,18 +30,15 @@ from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
 from ops.parallel.join import place_of
-from tests.quantised import awq_meaning, quantise_tiny
+from tests.quantised import quantise_tiny
 from tests.tiny import make_runner, save_tiny, tiny_case
 from tools.benchmarks.checkpoint_loading import loaded, write
 from umbra.commands.logits import prefill_logits
-from umbra.commands.quantize.awq import AwqTarget
-from umbra.commands.quantize.convert import convert
-from umbra.commands.quantize.source import Source
 from umbra.errors import UserError
 
 pytestmark = pytest.mark.slow
 
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     hidden_size=256, head_dim=32, num_attention_heads=8, num_key_value_heads=4, moe_intermediate_size=128,
     intermediate_size=128, num_experts=8, num_experts_per_tok=2, initializer_range=0.05,
 )  # fmt: skip
@@ -125,30 +122,6 @@ def check_matrix(matrix: Any, mean: Tensor, kept: bool) -> bool:
     return torch.equal(matrix.packed.dequantised(0, matrix.rows), mean)
 
 
-@pytest.mark.parametrize(
-    ("format", "group", "bits", "method", "error"),
-    [
-        ("awq", 128, 4, "auto", 0.025),  # the error of activations in 8 bits
-        ("int-quantized", -1, 8, "auto", 0.025),
-        ("fp8", 0, 8, "auto", 0.025),
-        ("fp8", 0, 8, "none", 0.025),  # to bfloat16
-        ("fp8", 0, 8, "q4", 0.25),
-        ("awq", 128, 4, "q4", 0.025),  # has 4 bits already: kept
-        ("gptq", 64, 8, "q8", 0.025),
-    ],
-)
-def test_native_kernels_stay_close(
-    tmp_path: Path, model: Path, format: str, group: int, bits: int, method: str, error: float
-) -> None:
-    """The error of a token's logits relative to their spread, with the kernels and activations of a run. The median of
-    all tokens counts: where two experts are nearly tied, rounding may choose the other."""
-    floats = quantise_tiny(model, tmp_path / "quantised", format, group, bits, symmetric=format == "int-quantized")
-    settings = {"quantization": {"method": method}, "model_config": {"dtype": "bfloat16"}}
-    ours = torch.cat(logits(tmp_path, tmp_path / "quantised", **settings))
-    theirs = torch.cat(logits(tmp_path, floats, quantization={"method": "none"}))
-    assert 1e-4 < float(((ours - theirs).abs().mean(-1) / theirs.std(-1)).median()) < error
-
-
 @pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "int-quantized", "fp8"])
 def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None:
     """Also where the columns of a rank begin inside a quantisation group of 128, or its rows inside a packed word."""
@@ -157,16 +130,6 @@ def test_splits_keep_every_bit(tmp_path: Path, model: Path, format: str) -> None
     means = load_file(floats / "model.safetensors")
     for rank in range(4):
         assert_kept(built(tmp_path / "quantised", rank, world_size=4), means, kept=True)
-
-
-def test_what_quantize_writes_is_kept(tmp_path: Path, model: Path) -> None:
-    convert(tmp_path / "quantised", AwqTarget(Source(model), (), 64))
-    means = {name: t for path in (tmp_path / "quantised").glob("*.safetensors") for name, t in load_file(path).items()}
-    for name in [name.removesuffix(".qweight") for name in means if name.endswith(".qweight")]:
-        means[f"{name}.weight"] = awq_meaning(name, means)
-    assert_kept(built(tmp_path / "quantised"), means, kept=True)
-    with pytest.raises(UserError, match="is quantised already"):
-        Source(tmp_path / "quantised")
 
 
 @pytest.mark.thorough
@@ -189,12 +152,6 @@ def test_a_split_that_leaves_too_little_is_refused(tmp_path: Path, model: Path) 
     )
     with pytest.raises(UserError, match=complaint + " over 1, 2, 4"):
         built(tmp_path / "quantised", world_size=8)
-
-
-@pytest.mark.parametrize("format", ["awq", "gptq", "pack-quantized", "fp8"])
-def test_a_router_in_floats_needs_no_mention(tmp_path: Path, model: Path, format: str) -> None:
-    silent = {"modules_to_not_convert": [], "dynamic": None, "ignore": ["lm_head"]}
-    built(edited(model, tmp_path, format, lambda tensors, config: config.update(silent)))
 
 
 def edited(model: Path, folder: Path, format: str, edit: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:

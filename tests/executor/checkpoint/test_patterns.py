@@ -70,11 +70,3 @@ def test_names_are_whole_parts_of_a_path() -> None:
     for other in ("gate_proj", "agate", "gate2.x", "model.layers.00.x", "model.layers.10"):
         assert not gate(f"model.layers.7.mlp.{other}")
     assert not inside([])("lm_head")
-
-
-def test_long_lists_of_names_cost_little() -> None:
-    """Some configs list every expert of a layer; a model has tens of thousands of modules."""
-    excluded = inside([f"model.layers.0.block_sparse_moe.experts.{i}.w1" for i in range(100_000)])
-    start = time.process_time()
-    assert sum(excluded(f"model.layers.{i % 62}.block_sparse_moe.experts.{i}.w1") for i in range(20_000)) > 300
-    assert time.process_time() - start < 3

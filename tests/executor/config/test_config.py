@@ -11,7 +11,6 @@ import pytest
 from executor.config.case import Case
 from executor.config.load import CASES, list_cases, load_case, load_model_config
 from executor.config.schema import key, leaves, override, section
-from tests.tiny import save_tiny, write_case
 from tools.config_docs import config_docs
 from umbra.errors import UserError
 from umbra.files import ROOT
@@ -43,16 +42,13 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
         (["exe_mode=ge_graph"], "exe_mode: 'ge_graph' is not one of cpu's: eager, graph"),
         (["enable_cache_compile=true"], "enable_cache_compile: true has nothing to keep on platform: cpu"),
         (["prompts=[]"], "data_config.prompts is empty: give at least one prompt"),
-        (["prompts=hello"], "data_config.prompts: 'hello' is not a list, each a string"),
         (["prompts=[\"\\ud800\"]"], "data_config.prompts: ['\\ud800'] has half of a surrogate pair: not text"),
         (["temperature=1e-320"], "temperature: 1e-320 must be 0 or at least 1e-06: logits divided by less overflow"),
         (["prompts=[a"], "--set prompts=[a: line 1, column 3 not valid YAML"),
         (["model_path=''"], "demo.yaml: model_path is missing: name the folder of the checkpoint"),
         (["page_size=15"], "cache_config.page_size: 15 must be even on platform: cpu"),
-        (["method=q8", "zero_points=true"], "quantization.zero_points: true needs quantization.method: q4, not q8"),
         (["model_path=nowhere"], "nowhere is not a folder"),
         ([*RANKS_8, "attn_tp_size=3"], "attn_tp_size: 3 does not divide world_size: 8"),
-        ([*RANKS_8, "moe_tp_size=16"], "moe_tp_size: 16 does not divide world_size: 8"),
         (["sequence_parallel_tokens=9"], "sequence_parallel_tokens: 9 needs a world_size above 1"),
         (
             [*RANKS_8, "sequence_parallel_tokens=65", "chunked_prefill_size=64"],
@@ -63,7 +59,6 @@ APART_8 = [*RANKS_8, "attn_tp_size=1", "moe_tp_size=1", "batch_size=8"]
         ([*APART_8, "expert_slots=3"], "expert_slots: 3 must be from 4 to 32: 8 ranks hold the model's 32 experts"),
         ([*APART_8, "expert_slots=5", "mode=elastic"], "expert_slots: 5 and offload_config.mode: elastic exclude each"),
         (["rebalance_steps=5"], "parallel_config.rebalance_steps: has no meaning with parallel_config.expert_slots: 0"),
-        (["exe_mode=eager", "world_size=16"], "attn_tp_size: 16 does not divide num_attention_heads: 8"),
         (["exe_mode=eager", "world_size=64", "attn_tp_size=8", "batch_size=8", "moe_tp_size=1"],
          "world_size / moe_tp_size: 64 does not divide num_experts: 32"),
         ([*RANKS_8, "attn_tp_size=4", "embed_tp_size=8"], "embed_tp_size: 8 does not divide attn_tp_size: 4"),
@@ -81,7 +76,6 @@ def test_impossible_values_are_named(overrides: list[str], complaint: str) -> No
         ("", "bad.yaml: a case is a mapping of keys to values, not None"),
         ("model_path: [x\n", "bad.yaml: line 2, column 1 not valid YAML"),
         ("world_size: 1\nworld_size: 2\n", "bad.yaml: line 2, column 1 not valid YAML: key 'world_size' stands twice"),
-        ("modelpath: x\n", "bad.yaml: unknown key 'modelpath', did you mean 'model_path'?"),
         ("data_config: {promts: [x]}\n", "bad.yaml: unknown key 'data_config.promts', did you mean 'prompts'?"),
         ("model_path: !!python/object/apply:os.system ['true']\n", "bad.yaml: line 1, column 13 not valid YAML"),
         ("data_config: 5\n", "bad.yaml: key data_config must be a mapping of keys to values, not 5"),
@@ -90,9 +84,7 @@ def test_impossible_values_are_named(overrides: list[str], complaint: str) -> No
         ("a: &a [*a]\n", "bad.yaml: unknown key 'a'"),
         ("world_size: !!int x\n", "bad.yaml: line 1, column 13 not valid YAML: 'x' cannot be read as int"),
         (f"world_size: {'9' * 5000}\n", "cannot be read as int"),
-        (f"world_size: 1{':1' * 1000}.5\n", "cannot be read as float"),
         ("description: 2001-99-99\n", "'2001-99-99' cannot be read as timestamp"),
-        ("cache_config: !!map [x]\n", "expected a mapping"),
     ],
 )
 def test_bad_yaml_is_one_line(tmp_path: Path, text: str, complaint: str) -> None:
@@ -203,15 +195,3 @@ launch.load_model_config(launch.load_case("demo"))
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_kv_heads_and_ranks_must_divide_one_another(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", num_attention_heads=12, num_key_value_heads=3, hidden_size=96)
-    case = write_case(tmp_path / "c.yaml", tmp_path / "model", world_size=4, parallel_config={"moe_tp_size": 1})
-    assert "attn_tp_size: 4 and num_key_value_heads: 3: one must divide the other" in error_of(str(case))
-
-
-def test_dense_layers_must_divide_too(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", mlp_only_layers=[0], intermediate_size=50)
-    case = write_case(tmp_path / "c.yaml", tmp_path / "model", world_size=4)
-    assert "attn_tp_size: 4 does not divide intermediate_size of dense layers: 50" in error_of(str(case))

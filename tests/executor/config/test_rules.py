@@ -6,7 +6,6 @@ import pytest
 
 from executor.config.case import Case, ParallelSettings
 from executor.config.load import load_case, make_case, model_folder, set_keys
-from ops.parallel.partitions import ParallelSizes
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -78,25 +77,6 @@ def test_the_rows_of_a_decode_step() -> None:
     assert rows("batch_size=20", "draft_tokens=1") == 32  # only so many sequences get drafts
     assert rows("batch_size=100", "draft_tokens=3") == 100
     assert rows("batch_size=8", "draft_tokens=1", "world_size=4", "attn_tp_size=2") == 16
-
-
-def test_the_sizes_and_tokens_of_a_case() -> None:
-    case = load_case(
-        "demo", [*EAGER_8, "attn_tp_size=4", "moe_tp_size=2", "embed_tp_size=2", "lmhead_tp_size=1", "input_max_len=10"]
-    )
-    assert case.parallel_sizes == ParallelSizes(8, 4, 2, 2, 1, 0)
-    assert case.attn_dp_size == 2
-    assert case.max_sequence_length == 10 + 64
-    assert case.prefill_tokens == 4 * 10
-    data = case.data_config
-    for size, tokens in ((None, 40), (39, 39), (41, 40)):
-        chunked = dataclasses.replace(case, data_config=dataclasses.replace(data, chunked_prefill_size=size))
-        assert chunked.prefill_tokens == tokens
-
-
-def test_steps_of_so_many_tokens_are_sequence_parallel() -> None:
-    assert not ParallelSettings().sequence_parallel(1 << 30)
-    assert [ParallelSettings(sequence_parallel_tokens=8).sequence_parallel(n) for n in (7, 8, 9)] == [False, True, True]
 
 
 def test_settings_come_before_overrides_and_sizes_are_filled_in() -> None:

@@ -4,7 +4,6 @@ from collections import deque
 from itertools import pairwise
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
 
 from cpu_offload.memory.arena import Arena
@@ -14,7 +13,6 @@ from executor.engine.pages import Block, ElasticPages
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
-from umbra.errors import UserError
 
 FRAME, PAGE = 256, 4  # bytes, tokens
 
@@ -154,87 +152,3 @@ def test_moves_are_bounded_by_swings_of_demand(wanted: list[int], low: int, gap:
             host.pages.give(held[change:])
             del held[change:]
     assert host.turns() * (gap + 1) <= variation
-
-
-def test_a_small_wave_within_the_watermarks_moves_nothing() -> None:
-    host = Host(40, 2 * FRAME, low=2, high=10, patience=3)
-    for _ in range(5):
-        host.step()
-    assert (host.returns, host.arena.free_frames) == (14, 11)  # of 39 frames the most that leave 10 free
-    held: list[Block] = []
-    for _ in range(100):
-        host.pages.extend(held, 8 * PAGE)
-        host.step()
-        host.pages.give(held)
-        held.clear()
-        host.step()
-    assert (host.returns, host.departures) == (14, 0)
-    host.pages.extend(held, 10 * PAGE)
-    host.step()
-    assert (host.departures, host.arena.free_frames) == (1, 3)  # below the low mark, one leaves ahead of demand
-    host.pages.extend(held, 39 * PAGE)
-    assert (host.departures, len(host.experts)) == (14, 0)  # and all of them, if necessary
-
-
-def test_experts_wait_for_lasting_room() -> None:
-    host = Host(40, 2 * FRAME, low=2, high=10, patience=3)
-    for _ in range(20):  # in every fourth step sequences hold all pages
-        held: list[Block] = []
-        host.pages.extend(held, 39 * PAGE)
-        host.step()
-        host.pages.give(held)
-        for _ in range(3):
-            host.step()
-    assert host.returns == 0
-
-
-def test_experts_return_where_pages_lie_scattered() -> None:
-    """Half of the pages of every extent are given back. The others are moved together, a few in a step, and experts
-    take the freed extents."""
-    host = Host(41, 2 * FRAME, low=1, high=5, patience=3)  # extents of 2 frames, a slot each
-    stay, go = list[Block](), list[Block]()
-    for pages in range(1, 21):
-        host.pages.extend(stay, pages * PAGE)
-        host.pages.extend(go, pages * PAGE)
-    host.pages.give(go)
-    before, moved = {block.page for block in stay}, list[int]()
-    for _ in range(30):
-        now = {block.page for block in stay}
-        host.written = {block.page: (0, i) for i, block in enumerate(stay)}
-        host.step()
-        moved.append(len({block.page for block in stay} - now))
-        assert host.written == {block.page: (0, i) for i, block in enumerate(stay)}
-    assert host.returns == 7  # of 20 free frames the most that leave 5
-    assert max(moved) == 1
-    assert sum(moved) == len({block.page for block in stay} - before) == 7
-
-
-def test_a_fixed_split_waits_or_says_what_is_missing() -> None:
-    """Experts that may not be evicted: sequences share the rest, and one that is too long for it is refused by name."""
-    host = Host(40, 2 * FRAME, low=0, high=1, patience=0, pinned_slots=12)
-    assert host.pages.pages == 40 - 24 - 1
-    scheduler = Scheduler(Limits(8, 64, PAGE), (), host.pages)
-    most = 0
-    for i in range(6):
-        scheduler.add(sequence_of(i, 20, 8))  # 7 pages at its longest: two at once
-    while scheduler.waiting or scheduler.running:
-        scheduler.admit()
-        most = max(most, len(scheduler.running))
-        scheduler.reserve(scheduler.running)
-        for s in scheduler.running:
-            s.ids.append(0)
-            s.cached = len(s.ids) - 1
-            s.finish_reason = "length" if len(s.generated) == s.request.sampling.max_tokens else ""
-        scheduler.retire()
-    assert most == 2
-    with pytest.raises(UserError, match="prompt 9 needs up to 16 KV pages of 4 tokens, the cache has 15: lower"):
-        scheduler.add(sequence_of(9, 50, 14))
-    held: list[Block] = []
-    with pytest.raises(UserError, match="KV cache: 16 more pages of 4 tokens needed, 15 free"):
-        host.pages.extend(held, 16 * PAGE)
-    assert held == []
-
-
-def test_watermarks_must_leave_a_gap() -> None:
-    with pytest.raises(ValueError, match="low 4 must be below high 4"):
-        Host(40, 64, low=4, high=4, patience=1)

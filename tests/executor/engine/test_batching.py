@@ -4,7 +4,6 @@ from array import array
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given, settings
 
@@ -14,7 +13,6 @@ from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence, new_sequence
 from models.batch import Batch
 from ops import load_ops
-from umbra.errors import UserError
 
 OPS, SIZE = load_ops("reference"), 4
 
@@ -55,12 +53,6 @@ def test_prompts_are_packed_one_after_another() -> None:
     batch, _ = packed(one, two, all_logits=True, sequence_parallel=True, wanted_per_group=(1, 2))
     assert batch.logit_rows is None
     assert (batch.sequence_parallel, batch.wanted_per_group) == (True, (1, 2))
-
-
-def test_scored_prompts_have_logits_of_all_their_rows() -> None:
-    batch, _ = packed(sequence(3, 0, [1]), sequence(4, 0, [2], prompt_logprobs=0))
-    assert batch.logit_rows is not None
-    assert batch.logit_rows.tolist() == [2, 3, 4, 5, 6]
 
 
 def test_drafted_tokens_are_rows_of_their_own() -> None:
@@ -108,29 +100,6 @@ def test_page_numbers_are_read_again_after_pages_have_moved() -> None:
     batch = pack(OPS, [one], pool, (4,), 3)
     assert (one.table.tolist(), one.table_version) == ([11, 3, 6], 2)
     assert torch.as_tensor(batch.paged.block_tables).tolist() == [[11, 3, 6]]
-
-
-@given(st.data(), st.integers(1, 30), st.integers(1, 7))
-def test_no_page_has_two_holders_and_none_is_lost(data: st.DataObject, pages: int, page_size: int) -> None:
-    pool, holders = PagePool(pages, page_size), [list[Block]() for _ in range(4)]
-    for _ in range(data.draw(st.integers(1, 30))):
-        held = holders[data.draw(st.integers(0, 3))]
-        if data.draw(st.booleans()):
-            pool.give(held)
-            held.clear()
-        else:
-            tokens, before, free = data.draw(st.integers(0, 60)), list(held), len(pool.free)
-            missing = pool.pages_for(tokens) - len(held)
-            if missing > free:
-                with pytest.raises(UserError, match="KV cache"):
-                    pool.extend(held, tokens)
-                assert (held, len(pool.free)) == (before, free)  # all or nothing
-            else:
-                pool.extend(held, tokens)
-                assert len(held) * page_size >= tokens
-                assert held[: len(before)] == before  # what is cached stays where it is
-        everywhere = [block.page for held in holders for block in held] + pool.free
-        assert sorted(everywhere) == list(range(pages))
 
 
 @settings(deadline=None)

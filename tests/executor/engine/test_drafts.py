@@ -101,16 +101,6 @@ def test_a_draft_is_what_followed_the_last_tokens_when_they_were_last_there(text
         assert draft == repeated[places[-1] : places[-1] + most]
 
 
-def test_drafts_that_were_not_tried_are_learned_from_as_well() -> None:
-    right, wrong = Matches(), Matches()
-    for matches, text in ((right, [1, 2, 3, 4] * 9), (wrong, [1, 2, 3, 4, 1, 2, 3, 5] * 9)):
-        ids = array("q")
-        for token in text:
-            ids.append(token)
-            matches.look_up(ids, 4)
-    assert right.rate > 0.9 > wrong.rate
-
-
 def sequences_of(count: int, rate: float) -> list[Sequence]:
     made = []
     for number in range(count):

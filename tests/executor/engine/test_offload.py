@@ -68,35 +68,6 @@ def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mo
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 
 
-def test_residency_learns_what_the_router_chose(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The routing of decode steps is counted, that of prefills is not."""
-    runner = runner_of(model, tmp_path, "eager", mode="fixed", slots=5, stream_tokens=4)
-    offload, ops = runner.engine.offload, runner.engine.model.lm_head.ops
-    assert offload is not None
-    name = "route_sigmoid" if model.name == "minimax_m2" else "route_softmax"
-    route, end = getattr(ops, name), offload.end
-    step: list[torch.Tensor] = []  # the ids that each layer's router chose
-    decoded: list[list[torch.Tensor]] = []
-
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        weights, ids = route(*args, **kwargs)
-        step.append(ids.flatten().clone())
-        return weights, ids
-
-    def ended(decode: bool) -> None:
-        decoded.extend([list(step)] * decode)
-        step.clear()
-        end(decode)
-
-    monkeypatch.setattr(ops, name, routed)
-    monkeypatch.setattr(offload, "end", ended)
-    runner.model_generate(PROMPTS)
-    assert len(decoded) == len(offload.history.steps) > 23
-    for layer, counted in enumerate(offload.history.routed):
-        chosen = torch.cat([ids[layer] for ids in decoded])
-        assert counted.tolist() == chosen.bincount(minlength=8).tolist()
-
-
 def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_path: Path) -> None:
     runner = runner_of(model, tmp_path, mode="elastic", arena_mb=MB, max_swaps=8)
     for _ in range(4):

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from executor.engine.pace import Pace, amounts, amounts_of, first_prompt, next_prompt
+from executor.engine.pace import Pace, first_prompt, next_prompt
 from executor.engine.request import Request
 from executor.engine.sequence import Sequence, new_sequence
 
@@ -66,15 +66,6 @@ def test_no_step_of_a_long_prompt_takes_twice_the_pause(kind: str, noise: float)
     assert used > 0.5 * PAUSE_S  # and the pause is made use of
 
 
-def test_costs_follow_a_machine_that_slows_down() -> None:
-    machine = Machine(COSTS["both"], 0.0)
-    machine.warm_up()
-    machine.prompt()
-    machine.costs *= 3
-    machine.prompt()
-    assert max(machine.prompt()) < 1.5 * PAUSE_S
-
-
 def test_each_prompt_of_the_warm_up_has_twice_the_tokens_until_it_takes_long_or_many_pages() -> None:
     """The last two arguments of both are sizes in tokens: of a page, of the longest sequence."""
     assert [first_prompt(page, 1000) for page in (16, 64, 128)] == [64, 64, 128]
@@ -91,14 +82,6 @@ def known(step: float, token: float, pair: float) -> Pace:
     return pace
 
 
-def test_tokens_are_as_many_as_take_the_seconds() -> None:
-    """step + (token + pair * context) n + pair / 2 n^2 = seconds"""
-    pace = known(0.1, 0.01, 0.002)
-    assert [pace.tokens(context, 0.5) for context in (0, 5, 100)] == [15, 12, 1]
-    assert [pace.tokens(0, seconds) for seconds in (0.0, 0.05, 0.1, 0.112, 0.1239, 0.1241)] == [0, 0, 0, 1, 1, 2]
-    assert known(0.0, 0.25, 1e-12).tokens(0, 2.6) == 10
-
-
 def prompt_of(length: int, cached: int) -> Sequence:
     made = new_sequence(0, Request((1,) * length))
     made.cached = cached
@@ -113,11 +96,3 @@ def test_a_chunk_is_of_whole_pages_behind_what_the_first_prompt_has_cached() -> 
     assert [pace.chunk(running, page, 0.5, None) for page in (1, 4, 5, 16)] == [12, 12, 10, 16]
     assert [pace.chunk(running, 4, 0.5, most) for most in (8, 12, 13, None)] == [8, 12, 12, 12]
     assert pace.chunk([decoding], 1, 0.5, None) == pace.chunk([], 1, 0.5, None) == 15
-
-
-def test_the_amounts_of_a_step_are_those_of_its_prompts() -> None:
-    assert amounts([]).tolist() == [1.0, 0.0, 0.0]
-    assert amounts([(3, 10), (4, 0)]).tolist() == [1.0, 7.0, 3 * 11.5 + 4 * 2.0]
-    decoding = prompt_of(90, 90)
-    decoding.ids.append(7)
-    assert amounts_of([prompt_of(13, 10), decoding, prompt_of(4, 0)]).tolist() == [1.0, 7.0, 42.5]

@@ -3,6 +3,7 @@ the tokens it is found by, and copies of the scheduler stay equal."""
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,9 +11,9 @@ from hypothesis import given, settings
 
 from executor.engine.batch_limits import Limits
 from executor.engine.pages import Block, PagePool
-from executor.engine.prefixes import MARGIN, PageCache, extend_keys
+from executor.engine.prefixes import PageCache, extend_keys
 from executor.engine.request import Request, SamplingParams
-from executor.engine.scheduler import MOST_PREEMPTIONS, Scheduler, Step
+from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
 
 LONGEST = 40
@@ -136,7 +137,7 @@ def advance(ranks: list[Rank], number: int, got: Counter[int], token: int) -> No
         got[event.id] += len(event.tokens)
 
 
-def run_alone(scheduler: Scheduler, id: int, ids: list[int], most: int, salt: bytes = b"") -> Sequence:
+def run_alone(scheduler: Scheduler, id: int, ids: Iterable[int], most: int, salt: bytes = b"") -> Sequence:
     sequence = new_sequence(id, Request(tuple(ids), SamplingParams(max_tokens=most), salt=salt))
     scheduler.add(sequence)
     while not scheduler.idle:
@@ -189,33 +190,6 @@ def kept(pages: int, count: int) -> tuple[PageCache, list[Block]]:
     return cache, blocks
 
 
-def test_a_key_depends_on_all_tokens_before() -> None:
-    ids, keys, other = array("q", range(11)), list[bytes](), list[bytes]()
-    extend_keys(keys, ids[:7], 4, b"salt")
-    assert len(keys) == 1
-    extend_keys(keys, ids, 4, b"salt")
-    extend_keys(other, array("q", [9, *range(1, 8)]), 4, b"salt")
-    assert len(keys) == len(other) == 2
-    assert not {*keys} & {*other}
-
-
-def test_hits_at_the_margin_and_misses_of_what_was_dropped() -> None:
-    """What the worth of the kept pages is measured by: a margin of two pages of 32."""
-    cache, blocks = kept(2 * MARGIN, 4)
-    cache.hold(blocks[:2])  # 3 and 2 would be dropped next
-    assert cache.last_hits == 0
-    cache.hold(blocks[:3])  # of these only 2 is kept without a holder
-    assert cache.last_hits == 1
-    cache.release(blocks[:3])
-    cache.release(blocks[:2])
-    cache.hold(blocks)
-    assert cache.last_hits == 3
-    cache.release(blocks)
-    cache.trim(2)
-    cache.count_missed([key(2), key(3), key(0), key(2)])
-    assert cache.missed_hits == 2
-
-
 def test_a_page_that_another_sequence_has_published_is_given_back() -> None:
     cache, blocks = kept(8, 1)
     own: list[Block] = []
@@ -227,38 +201,3 @@ def test_a_page_that_another_sequence_has_published_is_given_back() -> None:
     assert cache.pool.version == version + 1  # block tables that were packed name the page that was given back
     cache.release(own)
     assert cache.held == 0
-
-
-def test_the_youngest_is_preempted_and_its_prefix_is_found_when_it_returns() -> None:
-    scheduler = Scheduler(Limits(2, 40, 4, reserve=0, prefixes=True), (), PagePool(10, 4))
-    old, young = (
-        new_sequence(i, Request(tuple(range(100 * i, 100 * i + 16)), SamplingParams(max_tokens=24))) for i in range(2)
-    )
-    scheduler.add(old)
-    scheduler.add(young)
-    seen = []
-    while not scheduler.idle:
-        step = scheduler.schedule()
-        assert step
-        seen += [(s.id, len(s.ids)) for s in scheduler.preempted]
-        scheduler.reserve(step.sequences)
-        scheduler.commit(step, [7] * len(step.finished_prompts))
-        assert young.preemptions <= MOST_PREEMPTIONS
-    assert seen[0][0] == 1
-    assert not old.preemptions
-    assert [len(s.generated) for s in (old, young)] == [24, 24]
-    assert young.found == 0  # counts what was found at its first admission
-
-
-def test_a_higher_priority_runs_first_and_is_preempted_last() -> None:
-    scheduler = Scheduler(Limits(1, 40, 4, reserve=0), (), PagePool(10, 4))
-    for id, priority in ((0, 5), (1, 0), (2, 5)):
-        scheduler.add(new_sequence(id, Request((1, 2), SamplingParams(max_tokens=2), priority)))
-    order = []
-    while not scheduler.idle:
-        step = scheduler.schedule()
-        assert step
-        order += [s.id for s in step.sequences if s.id not in order]
-        scheduler.reserve(step.sequences)
-        scheduler.commit(step, [7] * len(step.finished_prompts))
-    assert order == [1, 0, 2]

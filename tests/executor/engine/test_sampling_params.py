@@ -92,11 +92,6 @@ def test_settings_have_bounds(name: str, taken: list[Any], refused: list[Any]) -
             SamplingParams(**{name: value})
 
 
-def test_an_answer_with_a_grammar_ends_with_it() -> None:
-    with pytest.raises(UserError, match="ignore_eos: an answer that follows a grammar ends with it"):
-        SamplingParams(grammar=Grammar("regex", "a"), ignore_eos=True)
-
-
 def drain(loop: Loop) -> dict[int, list[Event]]:
     found: dict[int, list[Event]] = {}
     while not loop.idle:
@@ -168,14 +163,3 @@ def test_an_answer_follows_a_json_schema(demo: ModelRunner, seed: int) -> None:
     assert set(value) == {"name", "age"}
     assert 1 <= value["age"] <= 99
     assert reason == "stop"
-
-
-def test_a_bias_forces_tokens_and_a_penalty_makes_them_take_turns(demo: ModelRunner) -> None:
-    assert tokens_of(demo, logit_bias={77: 100.0}) == [77] * 6
-    assert sorted(tokens_of(demo, logit_bias={77: 100.0, 78: 99.9})) in ([77] * 6, [78] * 6)
-    assert sorted(tokens_of(demo, logit_bias={77: 100.0, 78: 99.9}, frequency_penalty=2.0))[2:4] == [77, 78]
-
-
-def tokens_of(demo: ModelRunner, **options: Any) -> list[int]:
-    id = demo.loop.submit(Request((5, 6), SamplingParams(max_tokens=6, ignore_eos=True, **options))).id
-    return [t for e in drain(demo.loop)[id] for t in e.tokens]

@@ -8,7 +8,7 @@ import pytest
 from executor.engine.batch_limits import Limits
 from executor.engine.pages import PagePool
 from executor.engine.request import Event, Request, SamplingParams, TokenLogprob
-from executor.engine.scheduler import MOST_PREEMPTIONS, MOST_SCORED, Scheduler
+from executor.engine.scheduler import MOST_PREEMPTIONS, Scheduler
 from executor.engine.sequence import FAILED, Sequence, new_sequence
 from tests.fakes.drafts import FreeDrafts
 from umbra.errors import UserError
@@ -146,12 +146,6 @@ def test_kept_prefixes_leave_pages_to_experts(experts: int, floor: int, kept: in
     assert len(scheduler.caches[0].idle) == kept
 
 
-def test_kept_prefixes_give_way_to_sequences() -> None:
-    scheduler = added(with_kept_pages(prefix_floor=9), sequence(1, [7] * 20, most=8))  # promised seven of ten pages
-    scheduler.admit()
-    assert len(scheduler.caches[0].idle) == 3
-
-
 def test_steps_take_as_many_prompt_tokens_as_they_may() -> None:
     scheduler = scheduler_of(pages=30, prefill_tokens=6, mixed_tokens=3)
     added(scheduler, sequence(0, 5, most=3), sequence(1, 9, most=3))
@@ -168,32 +162,6 @@ def test_steps_take_as_many_prompt_tokens_as_they_may() -> None:
         ([(0, 1), (1, 3)], [0]),  # the first one has all its tokens now
         ([(1, 2)], [1]),
     ]
-
-
-def test_prompts_may_have_to_wait_for_those_that_decode() -> None:
-    scheduler = added(scheduler_of(mixed_tokens=0), sequence(0, 5, most=3))
-    run(scheduler)
-    step = added(scheduler, sequence(1, 5, most=3)).schedule()
-    assert step
-    assert ([s.id for s in step.sequences], step.decode) == ([0], True)
-
-
-def test_chunks_share_the_limit_of_their_group() -> None:
-    scheduler = scheduler_of(groups=2, batch=6)
-
-    def chunks(limit: int | None, *prompts: Sequence) -> list[tuple[int, int]]:
-        for one in prompts:
-            one.limit = None
-        return [(s.id, s.new_tokens) for s in scheduler.chunk(prompts, limit)]
-
-    a, b, c = (sequence(id, 5) for id in range(3))
-    c.group = 1
-    assert chunks(None, a, b, c) == [(0, 5), (1, 5), (2, 5)]
-    assert chunks(7, a, b, c) == [(0, 5), (1, 2), (2, 5)]
-    assert chunks(5, a, b, c) == [(0, 5), (2, 5)]
-    scored, after = sequence(3, MOST_SCORED + 44, prompt_logprobs=1), sequence(4, 200)
-    assert chunks(MOST_SCORED + 50, scored, after) == [(3, MOST_SCORED), (4, 50)]
-    assert chunks(100, scored, after) == [(3, 100)]
 
 
 @pytest.mark.parametrize(
@@ -297,46 +265,6 @@ def test_a_step_publishes_full_pages_and_tells_what_was_found() -> None:
     assert [block.key for block in part.blocks] == [*part.keys, b""]
     again = added(scheduler, sequence(2, range(20, 31), most=1))
     assert [event for event in run(again) if event.id == 2] == [Event(2, (1,), "length", 8)]
-
-
-def test_digests_differ_wherever_ranks_could() -> None:
-    def digest(change: str = "") -> int:
-        scheduler, one = scheduler_of(groups=2, batch=4), sequence(3, 5, most=5)
-        scheduler.running, one.cached = [one], 2
-        if change == "last":
-            one.ids[-1] = 77
-        elif change == "earlier":
-            one.ids[-2] = 77
-        elif change == "ids":
-            one.ids.insert(0, 1)
-        elif change == "waiting":
-            scheduler.waiting = [sequence(4, 1)]
-        elif change == "held":
-            scheduler.caches[1].held = 1
-        elif change == "step":
-            return scheduler.digest(scheduler.schedule())
-        elif change:
-            setattr(one, change, getattr(one, change) + 1)
-        return scheduler.digest()
-
-    changes = ("", "id", "group", "cached", "ids", "last", "step", "waiting", "held")
-    found = {change: digest(change) for change in changes}
-    assert len(set(found.values())) == len(changes)
-    assert all(0 <= one < 1 << 64 for one in found.values())
-    assert digest() == digest("earlier") == found[""]  # which tokens came before is not compared again
-
-
-def test_a_sequence_knows_what_its_next_step_takes() -> None:
-    one = sequence(3, 10, most=5, prompt_logprobs=1)
-    assert (one.new_tokens, one.complete, one.scored, one.logit_rows) == (10, True, True, 10)
-    one.limit = 4
-    assert (one.end, one.new_tokens, one.complete, one.logit_rows) == (4, 4, False, 4)
-    one.cached, one.limit = 9, None  # only its last token is left, behind which no token of the prompt comes
-    assert (one.scored, one.logit_rows, one.decoding) == (False, 1, False)
-    one.ids.extend([4, 5])
-    assert (one.generated, one.decoding) == ([4, 5], False)
-    one.cached, one.drafted = 10, 1
-    assert (one.decoding, one.new_tokens) == (True, 2)
 
 
 @pytest.mark.parametrize("ids", [("a",), (1.5,), (1 << 63,)])

@@ -72,13 +72,6 @@ def test_the_share_moves_once_a_second_and_stays_within_all_pages() -> None:
     assert [rank.second(missed=5) for _ in range(10)][-2:] == [0] * 2
 
 
-def test_experts_at_the_margin_are_the_most_used_outside_and_the_least_used_inside() -> None:
-    shares = Rank().shares
-    assert shares.margin_experts == 2  # 4 * 3 / 5, of which a part is of no use
-    assert shares.experts_at_margin() == ((5.0 + 7.0) / 2, (2.0 + 4.0) / 2)
-    assert shares.prompts_at_margin(50.0) == pytest.approx((0.625**2 - 0.375**2, 0.875**2 - 0.625**2))
-
-
 def test_totals_are_sums_of_steps_that_are_forgotten_then() -> None:
     def step(hits: list[int], misses: list[int], times: list[list[int]]) -> Step:
         none = np.zeros((2, 1), np.uint8)

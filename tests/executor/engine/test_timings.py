@@ -2,7 +2,7 @@
 
 import pytest
 
-from executor.engine.timings import PrefillRate, Timings
+from executor.engine.timings import Timings
 
 
 def test_a_step_counts_as_what_it_computed() -> None:
@@ -18,13 +18,3 @@ def test_a_step_counts_as_what_it_computed() -> None:
     assert (timings.decode_tokens, timings.decode_seconds, timings.pure_decode_steps) == (7, 1.25, [1.0])
     assert timings.per_token == pytest.approx([0.25, 0.4])
     assert (timings.drafted_tokens, timings.accepted_tokens) == (6, 3)
-
-
-def test_the_rate_of_prefills_follows_steps_with_many_tokens() -> None:
-    rate = PrefillRate(least=10)
-    rate.learn(9, 1.0)
-    assert rate.value == 0.0
-    rate.learn(10, 0.1)
-    assert rate.value == pytest.approx(100.0)
-    rate.learn(20, 0.1)
-    assert rate.value == pytest.approx(120.0)
