@@ -48,11 +48,13 @@ class Batch:
             return x, residual, self
         return x[rows], residual[rows], dataclasses.replace(self, tokens_per_group=counts)
 
+    def fields(self) -> dict[str, Any]:
+        """All fields by name, also those of `paged`."""
+        return vars(self) | self.paged._asdict()
+
     def tensors(self) -> dict[str, Tensor]:
-        """The fields, also those of `paged`, that are tensors: the inputs of a captured graph that differ from step to
-        step."""
-        fields = vars(self) | self.paged._asdict()
-        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+        """The fields that are tensors, which are the inputs of a captured graph that differ from step to step."""
+        return {name: value for name, value in self.fields().items() if isinstance(value, Tensor)}
 
     def having(self, tensors: Mapping[str, Tensor]) -> "Batch":
         """The batch with other `tensors`, under the names that `tensors()` gives them."""

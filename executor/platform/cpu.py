@@ -87,8 +87,9 @@ class DecodeGraph:
             self.logits = step(fixed)
 
     def replay(self, batch: Batch) -> Tensor:
-        for name, tensor in batch.tensors().items():
-            self.inputs[name].copy_(tensor)
+        fields = batch.fields()
+        for name, tensor in self.inputs.items():
+            tensor.copy_(fields[name])
         self.tape.replay()
         return self.logits
 
