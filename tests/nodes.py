@@ -87,19 +87,6 @@ class Node:
         """Packets to and from this node are lost from now on. No connection is reset, and the link seems to be up."""
         self.cluster.switch("ip", "link", "set", f"port{self.rank}", "nomaster")
 
-    def restore(self) -> None:
-        """The opposite of `cut`."""
-        self.cluster.switch("ip", "link", "set", f"port{self.rank}", "master", "bridge")
-
-    def unplug(self) -> None:
-        """The link is down."""
-        self.cluster.switch("ip", "link", "set", f"port{self.rank}", "down")
-
-    def throttle(self, rate: str) -> None:
-        """What this node sends waits in a queue, of which `rate` leaves."""
-        bucket = ["tbf", "rate", rate, "burst", "2kb", "limit", "4mb"]
-        run(*self.inside("tc", "qdisc", "replace", "dev", "eth0", "root", *bucket))
-
     def die(self) -> None:
         """Ends every process of the node and its link at once."""
         os.kill(self.first, signal.SIGKILL)
@@ -194,3 +181,7 @@ def until(condition: Callable[[], Found], within_s: float = 120.0) -> Found:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

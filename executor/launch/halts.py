@@ -17,7 +17,8 @@ class Halts:
     `reasons` then has its process id. The time is counted in looks, so that a halt of this process as well, as by
     Ctrl-Z, is none of its ranks'."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = HALTED_S, look_s: float = LOOK_S):
+        self.limit_s, self.look_s = limit_s, look_s
         self.reasons: dict[int, str] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True, name="halts")
@@ -32,10 +33,10 @@ class Halts:
 
     def _look(self) -> None:
         looks: Counter[int] = Counter()
-        while not self._ended.wait(LOOK_S):
+        while not self._ended.wait(self.look_s):
             for pid in children():
                 looks[pid] = looks[pid] + 1 if state(pid) == "T" else 0
-                if looks[pid] * LOOK_S >= HALTED_S:
-                    self.reasons[pid] = f"halted by a signal for {HALTED_S:g} s"
+                if looks[pid] * self.look_s >= self.limit_s:
+                    self.reasons[pid] = f"halted by a signal for {self.limit_s:g} s"
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

@@ -47,16 +47,6 @@ def children() -> list[int]:
     return found
 
 
-def ranks_below() -> dict[int, int]:
-    """The ranks that this process has started and that run: rank -> process id."""
-    found = {}
-    for child in children():
-        rank = rank_of(child)
-        if rank is not None and is_running(child):
-            found[rank] = child
-    return dict(sorted(found.items()))
-
-
 def end_with(parent: int, signal_number: int = signal.SIGTERM) -> None:
     """Let this process get the signal as soon as its parent, whose id is `parent`, ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)

@@ -1,7 +1,7 @@
 """A job that writes the logits of several cases, one after another, so that its ranks import torch only once.
 
 The argument is a JSON file, [[name, case, overrides, ids, mistake], ...]; rank 0 writes `name`.npz beside it. `mistake`
-is null, or names a patch of tests/models/minimax_m2_mistakes.py or tests/ops/parallel/*_mistakes.py. Where experts
+is null, or names a patch of tests/models/minimax_m2_mistakes.py or tests/ops/parallel/row_mistakes.py. Where experts
 were placed anew, `name`.json says what became of it.
 """
 
@@ -23,7 +23,6 @@ from executor.engine.forced import ForcedRun
 from executor.launch.rank import run_rank
 from executor.model_runner import make_runner
 from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES
-from tests.ops.parallel.placement_mistakes import PLACEMENT_MISTAKES
 from tests.ops.parallel.row_mistakes import ROW_MISTAKES
 from umbra.commands.logits import collect_logits, sized_for
 
@@ -47,7 +46,7 @@ def main() -> None:
             case = sized_for(load_case(case_name, overrides), ids, args.steps)
             with pytest.MonkeyPatch.context() as patch:
                 if mistake:
-                    (SPLIT_MISTAKES | ROW_MISTAKES | PLACEMENT_MISTAKES)[mistake](patch)
+                    (SPLIT_MISTAKES | ROW_MISTAKES)[mistake](patch)
                 runner = make_runner(case, results, ranks)
                 runner.setup()
                 arrays = collect_logits(runner, ids, args.steps)

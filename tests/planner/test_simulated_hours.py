@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib import pyplot
 
 from planner.cluster import Day, Load, Simulation, Targets
 from planner.layouts import Layout, Sizes, make_layout
-from planner.simulation import replica, report
-from planner.simulation.report import Simulated, Variant, draw, printed, table
+from planner.simulation import replica
 from planner.simulation.run import Outcome, Simulator
 from planner.simulation.summary import BUCKETS, Summary, summary_of
 from tests.planner.test_cluster import CLUSTER, HARDWARE
@@ -68,87 +66,3 @@ def test_figures_are_those_of_the_last_look(name: str, monkeypatch: pytest.Monke
         known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
         write_json(EXPECTED, known | {name: {key: float(f"{value:.9g}") for key, value in found.items()}})
     assert found == pytest.approx(json.loads(EXPECTED.read_text())[name], rel=1e-6, abs=1e-9, nan_ok=True)
-
-
-def variant(name: str, memory: str, resident: float) -> Simulated:
-    sizes, _, settings = SCENARIOS[name]
-    simulation = Simulation(**COMMON | settings | {"memory": memory})
-    found = Variant(CLUSTER, dataclasses.replace(sizes, resident=resident), HARDWARE, simulation)
-    return Simulated(found, simulated(name)[1], 1.5)
-
-
-@pytest.fixture(scope="module")
-def two() -> list[Simulated]:
-    return [variant("a day", "fixed", 0.5), variant("half of the experts", "elastic", 1.0)]
-
-
-def test_the_table_has_a_column_for_each_variant(two: list[Simulated]) -> None:
-    assert [one.variant.name for one in two] == ["50%", "elastic"]
-    lines = table(two)
-    assert lines[0] == f"{'resident experts':<28}{'50%':>12}{'elastic':>12}"
-    rows = {line[:28].strip(): line[28:].split() for line in lines[1:]}
-    assert list(rows) == list(two[-1].summary.facts)
-    assert rows["requests"] == ["156", "200"]
-    assert rows["in time"][0] == "100.0%"
-    assert rows["experts hit"] == ["-", f"{two[1].summary.facts['experts hit']:.1%}"]
-    assert rows["seconds"] == [f"{one.summary.facts['seconds']:,.2f}" for one in two]
-    assert table(two[:1]) == [f"{name:<28}{columns[0]:>12}" for name, columns in rows.items() if columns[0] != "-"]
-    assert printed({"busy": 0.5, "steps": 1234.0, "seconds": 1234.5}) == {
-        "busy": "50.0%", "steps": "1,234", "seconds": "1,234.50",
-    }  # fmt: skip
-
-
-def test_the_drawing_has_the_last_variant_in_black(
-    two: list[Simulated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
-    real = pyplot.subplots
-    monkeypatch.setattr(pyplot, "subplots", lambda *given, **more: drawn.append(real(*given, **more)) or drawn[-1])
-    for found in (two, two[1:]):
-        draw(found, tmp_path / "plot.png")
-        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-        _, (rate, memory, *panels) = drawn[-1]
-        last = found[-1].summary
-        [line] = rate.lines
-        np.testing.assert_array_equal(line.get_xdata(), last.hours)
-        np.testing.assert_array_equal(line.get_ydata(), last.lines["requests/s"])
-        assert memory.get_ylabel() == ("memory, %: elastic" if found[1:] else "memory, %")
-        assert memory.get_ylim() == (0, 100)
-        tops = [area.get_paths()[0].vertices[:, 1].max() for area in memory.collections]
-        np.testing.assert_allclose(tops, 100 * last.memory.cumsum(1).max(0))
-        for axes, name in zip(panels, ("TTFT", "TPOT", ""), strict=True):
-            for number, one in enumerate(found):
-                lines = axes.lines[2 * number : 2 * number + 2] if name else axes.lines[number : number + 1]
-                wanted = [one.summary.lines[f"{name} p{p}, ms"] for p in (50, 99)] if name else []
-                wanted = wanted or [100 * one.summary.lines["in time"]]
-                for drawing, values in zip(lines, wanted, strict=True):
-                    np.testing.assert_array_equal(drawing.get_ydata(), values)
-                    assert drawing.get_color() == ("black" if one is found[-1] else f"C{number}")
-                    assert drawing.get_linewidth() == 1
-            assert axes.get_yscale() == ("log" if name else "linear")
-        assert (panels[0].get_legend() is not None) == bool(found[1:])
-
-
-def test_variants_run_in_as_many_processes_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Pool:
-        def __init__(self, processes: int, context: Any):
-            made.append((processes, context.get_start_method()))
-
-        def __enter__(self) -> "Pool":
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-        def map(self, does: Any, variants: Any) -> Any:
-            return map(does, variants)
-
-    monkeypatch.setattr(report, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(report, "simulate", lambda variant: f"of {variant}")
-    found: list[Any] = []
-    for cores, variants in (({0, 1}, "abc"), ({0, 1, 2, 3}, "abc"), ({0}, "ab"), ({0, 1}, "a")):
-        monkeypatch.setattr(report.os, "sched_getaffinity", lambda pid, cores=cores: cores)
-        found.append(report.simulate_all([*variants]))  # type: ignore[arg-type]
-    assert found == [["of a", "of b", "of c"]] * 2 + [["of a", "of b"], ["of a"]]
-    assert made == [(2, "spawn"), (3, "spawn")]

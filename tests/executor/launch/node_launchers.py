@@ -1,20 +1,21 @@
 """Launchers of many nodes in one program: it imports torch once and forks one process into each node's namespaces.
 
-A launcher here has ranks that sleep, and does what lines on its node's standard input say: `fail TEXT`, `follow TEXT`
-(it has only lost another rank) or `leave`. Its output is in the file `output` of the node's folder.
+A rank here waits for a line from the pipe `orders<rank>` in its node's folder and runs it in a shell. What a launcher
+says is in the file `output` there.
 """
 
 import ctypes
+import logging
 import os
-import subprocess
 import sys
-import threading
+import tempfile
 from pathlib import Path
 
 import torch.distributed  # noqa: F401 (so that no launcher has to)
 
 from executor.config.env import node_env
-from executor.launch.nodes import Cause, Nodes
+from executor.launch.launch import run_ranks
+from executor.launch.nodes import Nodes
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 RANKS = 2  # of each node
@@ -33,25 +34,15 @@ def launcher(rank: int, folder: Path, limit_s: float) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ["NODE_RANK"] = str(rank)
+    logging.disable(logging.ERROR)
     nodes = Nodes(node_env(), limit_s, 60)
     print(nodes.join(f"folder of {nodes.own.host}"), flush=True)
-    ranks = []
     for local in range(RANKS):
-        place = os.environ | {"RANK": str(RANKS * rank + local)}
-        ranks.append(subprocess.Popen(["sleep", "600"], env=place, start_new_session=True))
-        threading.Thread(target=ranks[-1].wait, daemon=True).start()
-    nodes.watch(lambda status: print("clean", status, flush=True))
-    os.mkfifo(folder / "orders")
-    with open(folder / "orders") as orders:
-        order, _, text = orders.readline().strip().partition(" ")
-    if order != "leave":
-        nodes.fail(Cause(text, follows=order == "follow"))
-    for process in ranks:
-        process.kill()
-        process.wait()
-    nodes.leave()
-    print("left", flush=True)
-    os._exit(0)
+        os.mkfifo(folder / f"orders{RANKS * rank + local}")
+    with tempfile.TemporaryDirectory() as words:
+        cause = run_ranks(["sh", "-c", f"read order <{folder}/orders$RANK; eval $order"], RANKS, words, folder, nodes)
+    print(cause.text if cause else "left", flush=True)
+    os._exit(cause.status if cause else 0)
 
 
 def main() -> None:

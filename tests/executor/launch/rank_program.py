@@ -19,7 +19,7 @@ from umbra.errors import UserError
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case")
-    parser.add_argument("how", choices=("raise", "kill", "halt", "user_error"))
+    parser.add_argument("how", choices=("raise", "kill", "user_error"))
     parser.add_argument("--results", type=Path)
     args = parser.parse_args()
     case = load_case(args.case, ["world_size=2", "exe_mode=eager"])
@@ -31,8 +31,6 @@ def main() -> None:
         if ranks.rank == 1:
             if args.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if args.how == "halt":
-                os.kill(os.getpid(), signal.SIGSTOP)
             if args.how == "user_error":
                 raise UserError("the cup is empty")
             raise RuntimeError("boom on rank 1")

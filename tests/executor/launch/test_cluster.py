@@ -1,24 +1,18 @@
-"""Whole jobs over nodes in namespaces, as users start them: no host name is known, and each node has its own results.
+"""Whole jobs over nodes in namespaces, as users start them: no host name is known, and each has its own results."""
 
-`python -m tests.executor.launch.test_cluster` measures what happens at faults; docs/cluster.md has what it found.
-"""
-
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.nodes import Cluster, Job, Node, cluster, until
+from tests.nodes import Cluster, Job, Node, cluster, parent, until
 from tests.tiny import save_tiny, write_case
 from umbra.files import ROOT
 
@@ -71,7 +65,7 @@ def test_a_job_answers_and_ends_without_its_launcher(tmp_path: Path) -> None:
         jobs = started(made, "infer.sh", case)
         decoding(made, "endless", 2)
         node = made.nodes[1]
-        os.kill(launcher_of(node), signal.SIGKILL)
+        os.kill(parent(max(node.ranks().values())), signal.SIGKILL)
         assert jobs[0].end() == 1
         (line,) = jobs[0].said()
         assert re.fullmatch(r"error: node 1 \(host-b\) has not answered node 0 \(host-a\) for 5 s: .*", line)
@@ -115,59 +109,3 @@ def ask(node: Node, path: str, **body: Any) -> Any:
     code += "print(f.read().decode())"
     command = node.inside(sys.executable, "-c", code, f"http://127.0.0.1:8000{path}", json.dumps(body) if body else "")
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-# Faults of the last node of a job, or of a rank there.
-FAULTS: dict[str, Callable[[Node], object]] = {
-    "a rank is killed": lambda node: os.kill(max(node.ranks().values()), signal.SIGKILL),
-    "all ranks of the node are killed": lambda node: [os.kill(pid, signal.SIGKILL) for pid in node.ranks().values()],
-    "its launcher is killed": lambda node: os.kill(launcher_of(node), signal.SIGKILL),
-    "its launcher is halted": lambda node: os.kill(launcher_of(node), signal.SIGSTOP),
-    "the node dies": Node.die,
-    "its link is down": Node.unplug,
-    "its link loses everything": Node.cut,
-}
-
-
-def launcher_of(node: Node) -> int:
-    return parent(max(node.ranks().values()))
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def measure(count: int, script: str, fault: str) -> str:
-    """A row of docs/cluster.md: after how long each node's part of a job ends, and the lines that say why."""
-    with tempfile.TemporaryDirectory() as name, cluster(count, Path(name)) as made:
-        jobs = started(made, script, write_job(Path(name), "faulty", count, ENDLESS))
-        if script == "serve.sh":
-            until(lambda: "\nready: " in jobs[0].output)
-        else:
-            decoding(made, "faulty", count)
-        last = made.nodes[-1]
-        launcher = launcher_of(last)
-        FAULTS[fault](last)
-        start, ends = time.monotonic(), {}
-        while len(ends) < count and time.monotonic() - start < 100:
-            for rank, job in enumerate(jobs):
-                if rank not in ends and job.process.poll() is not None:
-                    ends[rank] = time.monotonic() - start
-            if fault == "its launcher is halted" and ends.keys() == set(range(count - 1)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(launcher, signal.SIGCONT)
-                    os.kill(jobs[-1].process.pid, signal.SIGCONT)  # nsenter halts with what it has started
-            time.sleep(0.05)
-        until(lambda: not any(node.processes() for node in made.nodes if node.holder.poll() is None))
-        said = [line.removeprefix("error: ") for job in jobs for line in job.said()]
-        others = " ".join(f"{seconds:.1f}" for rank, seconds in sorted(ends.items()) if rank < count - 1)
-        own, reasons = f"{ends.get(count - 1, -1):.1f}", "; ".join(dict.fromkeys(said))
-        return f"| {count}, `{script}` | {fault} | {others} | {own} | {reasons} |"
-
-
-if __name__ == "__main__":
-    wanted = sys.argv[1:]  # a part of a fault's name
-    for count, script in ((2, "infer.sh"), (2, "serve.sh"), (4, "infer.sh"), (4, "serve.sh")):
-        for fault in FAULTS:
-            if not wanted or wanted[0] in f"{count} {script} {fault}":
-                print(measure(count, script, fault), flush=True)

@@ -12,42 +12,21 @@ import struct
 import subprocess
 import sys
 import termios
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from executor.config.load import load_case
-from executor.launch.launch import _cause
-from executor.launch.processes import is_running
-from executor.model_runner import make_runner
+from executor.launch.halts import Halts
+from executor.launch.processes import is_running, rank_of
 from tests.nodes import until
-from tests.ranks import free_port, launch_ranks
-from tests.tiny import ONE_RANK, save_tiny, write_case
+from tests.ranks import launch_ranks
+from tests.tiny import save_tiny, write_case
 from tests.variants import thorough_but
 from umbra.files import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.beside]
-
-
-@pytest.mark.parametrize(
-    ("left", "status", "said"),
-    [
-        ({"message": {"message": "a\nb", "extraInfo": {"timestamp": "1", "py_callstack": "x"}}}, 2, "a b"),
-        ({"message": "why", "timestamp": 1}, 2, "rank 0 (pid 5) failed: exit status 2; all ranks' logs: "),
-        ({"message": {"extraInfo": {"timestamp": 1}}}, 1, "rank 0 (pid 5) failed: exit status 1; all ranks'"),
-    ],
-)
-def test_whatever_a_rank_leaves_is_one_line(tmp_path: Path, left: object, status: int, said: str) -> None:
-    (tmp_path / "error.json").write_text(json.dumps(left))
-    failure = ProcessFailure(0, 5, status, str(tmp_path / "error.json"))
-    cause = _cause(ChildFailedError("rank", {0: failure}), tmp_path, None, {})
-    assert cause.text.startswith(said)
-    assert "\n" not in cause.text
-    assert cause.status in (1, 2)
 
 
 RESULTS = ROOT / "results"
@@ -120,22 +99,6 @@ def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
         assert words in done.stdout
 
 
-@pytest.mark.thorough
-def test_data_parallel_chunked_prefill_answers_as_one_rank(demo: str, tmp_path: Path) -> None:
-    greedy = ["exe_mode=eager", "method=none", "dtype=float32", "temperature=0", "max_new_tokens=12"]
-    split = ["world_size=2", "attn_tp_size=1", "moe_tp_size=1", "chunked_prefill_size=3"]
-    before = folders(demo)
-    done = infer(demo, "--set", *greedy, *split)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = folders(demo) - before
-    reports = (
-        json.loads((folder / "report.json").read_text()),
-        make_runner(load_case(demo, greedy), tmp_path, ONE_RANK).run(),
-    )
-    split_answers, answers = ([(c["tokens"], c["finish_reason"]) for c in report["completions"]] for report in reports)
-    assert split_answers == answers
-
-
 def test_progress_bars_on_a_terminal() -> None:
     terminal, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
@@ -153,13 +116,6 @@ def test_progress_bars_on_a_terminal() -> None:
     assert {b"loading", b"generating"} <= set(bars)
 
 
-def test_list_shows_every_case() -> None:
-    done = infer("--list")
-    assert done.returncode == 0
-    names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names == sorted(p.stem for p in (ROOT / "yaml_configs").glob("*"))
-
-
 def test_bad_case_and_bad_key_leave_nothing_behind(demo: str, demo_tp8: str) -> None:
     before = folders(demo), folders(demo_tp8)
     assert_one_error_line(infer("demmo"), "no case 'demmo'")
@@ -172,16 +128,6 @@ def test_bad_case_and_bad_key_leave_nothing_behind(demo: str, demo_tp8: str) -> 
     assert_one_error_line(infer(demo, NNODES="2", **where), "NNODES=2 does not divide world_size: 1")
     assert (folders(demo), folders(demo_tp8)) == before
     assert not (RESULTS / "demmo").exists()
-
-
-def test_run_py_alone_says_what_it_needs() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "CASE_NAME"}
-    command = [sys.executable, "run.py"]
-    alone = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert_one_error_line(alone, "CASE_NAME is not set")
-    environment["CASE_NAME"] = "demo_tp8"
-    alone = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert_one_error_line(alone, "world_size: 8, but this process is one of 1")
 
 
 @pytest.mark.parametrize("ranks", thorough_but([1, 2], 2))
@@ -215,29 +161,6 @@ def test_full_disk_is_one_line(demo: str, length: int, file: str) -> None:
     assert folders(demo) == before
 
 
-@pytest.mark.parametrize("room", [0, 1, 15, 16, 17, 30])  # each line has 16 bytes
-def test_complaints_reach_the_terminal_when_the_log_fills_up(tmp_path: Path, room: int) -> None:
-    """Errors are printed however many bytes of a line still fit; other output fails once."""
-    code = f"""
-    import resource, sys
-    from pathlib import Path
-    from executor.launch.results import open_log
-    open_log(Path({str(tmp_path)!r}), 0)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, {room}))
-    print("error: the disk", file=sys.stderr)
-    try:
-        print("a line of print")
-    except Exception as error:
-        print(type(error).__name__, file=sys.stderr)
-    print("more")
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr, done.stdout) == (0, "error: the disk\nUserError\n", "more\n")
-    assert (tmp_path / "rank0.log").stat().st_size <= room
-
-
 @pytest.mark.parametrize("how", thorough_but(["raise", "kill", "user_error"], "raise"))
 def test_failing_rank_ends_the_job_and_is_named(demo: str, how: str) -> None:
     program = ["tests/executor/launch/rank_program.py", demo, how]
@@ -258,30 +181,6 @@ def test_failing_rank_ends_the_job_and_is_named(demo: str, how: str) -> None:
         assert "killed by SIGKILL" in done.stderr
 
 
-def test_killing_a_rank_ends_the_job(demo: str) -> None:
-    before = folders(demo)
-    job = subprocess.Popen(
-        ["bash", "infer.sh", demo, "--set", "world_size=2", "max_new_tokens=1500", "ignore_eos=true"],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        victim = next(pid for pid in wait_for_ranks(job, 2) if rank_of(pid) == "1")
-        (folder,) = folders(demo) - before
-        deadline = time.monotonic() + 120
-        log = folder / "rank1.log"
-        while not (log.exists() and "model ready" in log.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        time.sleep(1)
-        os.kill(victim, signal.SIGKILL)
-        _, errors = job.communicate(timeout=120)
-    finally:
-        job.kill()
-    assert job.returncode not in (0, None)
-    assert f"error: rank 1 (pid {victim}) failed: killed by SIGKILL" in errors
-    assert not any(rank_of(pid) for pid in descendants(job.pid))
-
-
 def test_ranks_end_with_their_launcher(demo: str) -> None:
     before = folders(demo)
     job = subprocess.Popen(
@@ -297,32 +196,38 @@ def test_ranks_end_with_their_launcher(demo: str) -> None:
     until(lambda: not any(is_running(pid) for pid in ranks), 20)
 
 
-@pytest.mark.thorough
-def test_two_nodes_make_one_job(demo: str) -> None:
-    """Two launchers on this machine stand for two nodes."""
-    before = folders(demo)
-    common = dict(NNODES="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), GLOO_SOCKET_IFNAME="lo")
-    command = ["bash", "infer.sh", demo, "--set", "world_size=2", "exe_mode=eager"]
-    command += ["max_new_tokens=3", "ignore_eos=true"]
-    nodes = [
-        subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | common | {"NODE_RANK": str(i)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    logs = sorted(p.name for folder in folders(demo) - before for p in folder.glob("rank*.log"))
-    assert logs == [f"rank{i}.log" for i in range(2)]
-    assert "2 rank(s)" in outputs[0]
-    assert "rank(s)" not in outputs[1]  # only rank 0 reports
+def test_a_process_that_stays_halted_is_killed_with_a_reason() -> None:
+    with Halts(0.4, 0.02) as watch, subprocess.Popen(["sleep", "9"]) as brief, subprocess.Popen(["sleep", "9"]) as long:
+        for each in (brief, long):
+            each.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        brief.send_signal(signal.SIGCONT)
+        assert long.wait(30) == -signal.SIGKILL
+        assert watch.reasons == {long.pid: "halted by a signal for 0.4 s"}
+        assert brief.poll() is None
+        brief.kill()
+
+
+def test_a_halted_rank_ends_its_job_and_is_named(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from executor.launch.halts import Halts
+from executor.launch.launch import run_ranks
+command = ["sh", "-c", "test $RANK = 0 || kill -STOP $$$$; exec sleep 600"]
+print(run_ranks(command, 2, sys.argv[1], Path("results"), halts=Halts(0.5, 0.1)).text)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    line = r"rank 1 \(pid \d+\) failed: halted by a signal for 0\.5 s; all ranks' logs: results\n"
+    assert re.fullmatch(line, done.stdout), done.stderr
 
 
 def wait_for_ranks(job: "subprocess.Popen[str]", count: int) -> list[int]:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        ranks = [pid for pid in descendants(job.pid) if rank_of(pid)]
+        ranks = [pid for pid in descendants(job.pid) if rank_of(pid) is not None]
         if len({rank_of(pid) for pid in ranks}) == count:
             return ranks
         assert job.poll() is None
@@ -339,12 +244,3 @@ def descendants(pid: int) -> Iterator[int]:
         for child in children:
             yield int(child)
             yield from descendants(int(child))
-
-
-def rank_of(pid: int) -> str:
-    """The RANK in a process's environment, or nothing."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return ""
-    return next((e[5:].decode() for e in entries if e.startswith(b"RANK=")), "")

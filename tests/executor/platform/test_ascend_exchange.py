@@ -8,15 +8,10 @@ import pytest
 from executor.config.load import load_case
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import (
-    LIMITS,
-    check_slots,
-    most_rows,
     why_gathered,
     why_refused,
-    window_mb,
 )
 from executor.platform.settings import PlatformSettings
-from umbra.errors import UserError
 
 QWEN3_235B = dict(hidden_size=4096, expert_count=128, experts_per_token=8)
 SPLIT = ("world_size=8", *(f"{name}_tp_size=1" for name in ("attn", "moe", "embed", "lmhead")), "batch_size=64")
@@ -62,26 +57,3 @@ def test_cases(overrides: list[str], sizes: dict[str, int], reason: str) -> None
 )
 def test_devices(soc: str, cann: str | None, reason: str) -> None:
     assert why_refused(soc, cann) == reason
-
-
-def test_a_step_is_a_ranks_batch_as_far_as_the_operators_take_it() -> None:
-    assert most_rows(settings()) == 8
-    assert most_rows(settings("world_size=4", "batch_size=4096")) == 512
-
-
-def test_the_window_grows_with_the_rows() -> None:
-    """Two halves of 128 x 8704 and 8 x 8192 bytes for each row, in whole megabytes, and one more."""
-    assert [window_mb(rows, config()) for rows in (1, 8, 512)] == [4, 19, 1153]
-    assert list(LIMITS) == ["ranks", "experts", "experts a token", "columns"]
-
-
-def test_copies_of_experts_count_like_experts() -> None:
-    """17 slots on each of 8 ranks are 136 experts; slots are refused where rows are gathered."""
-    placed = settings("expert_slots=17")
-    assert window_mb(8, config(), placed.sizes) == 21
-    assert why_gathered(settings("expert_slots=128"), config()) == ""
-    assert why_gathered(settings("expert_slots=129"), config()) == "1032 experts, not 1 to 1024"
-    check_slots(placed, "")
-    check_slots(settings(), "Ascend910B3 is no Atlas A3")
-    with pytest.raises(UserError, match=r"expert_slots: 17 needs rows .* gathered \(Ascend910B3 is no Atlas A3\)"):
-        check_slots(placed, "Ascend910B3 is no Atlas A3")

@@ -1,7 +1,5 @@
 """The choice of kernels for a case on ascend, its report and its refusals, without an NPU or torch_npu."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -9,12 +7,10 @@ from executor.config.case import Case
 from executor.config.load import load_case
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.kernels import cache_line, check_offsets, chosen_kernels, gemv_tokens
-from executor.run.ascend_memory_plan import make_plan
-from executor.run.model_sketch import sketch_of
+from executor.run.ascend_memory_plan import sketch_of
 from ops.ascend import vector_core
-from ops.ascend.cann import Abilities, abilities
-from ops.ascend.vector_core.calls import unfit
-from ops.ascend.weights import AscendExperts, AscendMatrix
+from ops.ascend.cann import Abilities
+from ops.ascend.weights import AscendExperts
 from ops.format import Format
 from umbra.errors import UserError
 
@@ -75,37 +71,6 @@ def test_on_with_other_weights_names_the_first() -> None:
         kernels(ascend("decode_gemv=on", "method=none"))
 
 
-@pytest.mark.parametrize(("wanted", "tokens"), [("auto", 8), ("on", 8), ("off", 0)])
-def test_off_is_off_although_they_are_built(wanted: str, tokens: int) -> None:
-    assert gemv_tokens(platform_settings(ascend(f"decode_gemv={wanted}")), built=True) == tokens
-
-
-def test_layers_that_differ_have_lines_of_their_own() -> None:
-    """For example in a checkpoint that leaves some modules unquantised."""
-    case = ascend()
-    model = sketch_of(case).model
-    experts = model.get_submodule("model.layers.1.mlp.experts")
-    meta, bf16 = torch.device("meta"), torch.bfloat16
-    experts.weights = AscendExperts(4, 64, 128, Format("bfloat16"), bf16, meta)  # type: ignore[assignment]
-    lines = chosen_kernels(model, platform_settings(case), built=True)
-    assert lines["mlp.experts of layers 0, 2-4, 1 to 8 tokens"] == "fused_moe[_scores]_w4a16 on the vector cores"
-    assert lines["mlp.experts of layers 1"] == "npu_grouped_matmul (the weights do not have 4 bits)"
-
-
-ALL = tuple(field.name for field in dataclasses.fields(Abilities))
-
-
-@pytest.mark.parametrize(
-    ("cann", "can"),
-    [
-        (None, ()), ("8.5.0", ()), ("9.0.0", ALL), ("10.0", ALL), ("unknown", ()),
-    ],
-)  # fmt: skip
-def test_what_a_version_can_do(cann: str | None, can: tuple[str, ...]) -> None:
-    assert abilities(cann) == Abilities(**{name: name in can for name in ALL})
-    assert not abilities(cann, tiled_ops=False).tiled_cache
-
-
 @pytest.mark.parametrize("offload", [[], ["offload_config.mode=fixed", "slots=2", "exe_mode=acl_graph"]])
 def test_four_bits_without_zero_points_need_a_newer_cann(offload: list[str]) -> None:
     case, zeros, floats = (ascend(*more, *offload) for more in ([], ["zero_points=true"], ["method=none"]))
@@ -126,18 +91,6 @@ def test_four_bits_without_zero_points_need_a_newer_cann(offload: list[str]) -> 
     check_offsets(model, platform_settings(case), "8.5.0")  # these are unpacked before
     for other in (zeros, floats):
         check_offsets(sketch_of(other).model, platform_settings(other), "8.5.0")
-
-
-def test_weights_that_the_kernels_cannot_read() -> None:
-    meta, bf16 = torch.device("meta"), torch.bfloat16
-    assert unfit(AscendMatrix(64, 96, Format("q4", 16), bf16, meta)) == "groups of 16, not of 32, 64 or 128"
-    assert unfit(AscendExperts(2, 64, 128, Format("q4", 64), bf16, meta)) == ""
-    assert unfit(AscendMatrix(64, 8224, Format("q4", 32), bf16, meta)) == "8224 inputs, more than 8192"
-    assert unfit(AscendExperts(2, 4128, 128, Format("q4", 32), bf16, meta)) == "4128 inputs, more than 4096"
-
-
-def test_a_memory_plan_needs_no_package() -> None:
-    assert make_plan(ascend("decode_gemv=on")).total == make_plan(ascend("decode_gemv=off")).total
 
 
 def test_an_extension_that_cannot_be_loaded_is_one_line(

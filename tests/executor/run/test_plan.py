@@ -14,22 +14,13 @@ import torch
 from executor.config.case import AscendSettings, Case
 from executor.config.load import load_case, load_model_config
 from executor.config.units import GB
-from executor.engine.batch_limits import limits_of
-from executor.engine.building import attentions, bind_caches, build_of
-from executor.run.activations import Ledger, batch_of, sampling, shorten
+from executor.engine.building import bind_caches, build_of
+from executor.engine.scheduler import limits_of
 from executor.run.ascend_memory_plan import make_plan
 from executor.run.memory_report import check_fits, print_plan
-from executor.run.model_sketch import sketch_of
-from models.build import Build, Formats
 from models.layers.base import layers_of
-from models.qwen3_moe.config import Qwen3MoeConfig
-from models.qwen3_moe.model import Qwen3MoeForCausalLM
 from models.registry import model_class
-from models.rope import RopeConfig
 from ops.ascend.layout import AscendLayout
-from ops.counted import CountedOps
-from ops.format import FORMATS
-from ops.parallel.groups import Parallel
 from ops.parallel.join import place_of
 from tests.command import umbra
 from tests.tiny import save_tiny, tiny_case
@@ -112,21 +103,6 @@ def test_the_shipped_cases_are_as_counted_by_hand_and_fit(name: str) -> None:
     assert [part.nbytes for part in plan.decode] == [others, hit, BATCH * LONGEST * token]
 
 
-def test_a_sequence_parallel_prefill_keeps_a_share_of_the_rows() -> None:
-    """Of what lies between attention and experts. Experts get all rows, with weights and ids, in tensors of their own;
-    of the last layer's sums only the share is left."""
-    name, ranks = "qwen3_235b_a22b_bf16_tp16", 16
-    whole, shared = (
-        {part.name: part.nbytes for part in make_plan(load_case(name, overrides)).sections["prefill step"]}
-        for overrides in ([], ["sequence_parallel_tokens=2048"])
-    )
-    rows, chosen, sums = CHUNK * 4096 * 2, CHUNK * TOP_K * (2 + 4), "mlp.experts: sums over experts"
-    names = ("a layer: residual sum", "a layer: normalised", "mlp: weights", "mlp: ids")
-    fewer = {part: whole[part] // ranks for part in names}
-    other = {sums: rows, "mlp.experts: new_empty": rows + rows // ranks + chosen}
-    assert shared == whole | fewer | other
-
-
 def test_the_whole_models_are_as_large_as_they_are_called() -> None:
     parameters = {"qwen3_30b_a3b_bf16_tp8": 30_532_122_624, "qwen3_235b_a22b_bf16_tp16": 235_093_634_560}
     for name, count in parameters.items():
@@ -172,30 +148,6 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
     assert {"attention", "dense MLP", "experts"} <= {part.name for part in plan.sections["weights"]}
 
 
-def test_groups_of_different_ranks_have_buffers_of_their_own(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", hidden_size=64, moe_intermediate_size=128)
-    sizes, buffers = {"attn_tp_size": 2, "embed_tp_size": 1}, {"buffer_mb": 100, "attn_tp_buffer_mb": 30}
-    plan = make_plan(tiny(tmp_path, world_size=4, parallel_config=sizes, hccl_config=buffers))
-    found = {part.name: part.nbytes for part in plan.sections["HCCL buffers"]}
-    assert found == {"world": 200 * MIB, "attn_tp, lmhead_tp": 60 * MIB, "attn_dp": 200 * MIB}
-    assert make_plan(tiny(tmp_path)).sections["HCCL buffers"] == []
-    assert make_plan(tiny(tmp_path, exe_mode="eager")).sections["decode graphs"] == []
-
-
-def test_exchanged_rows_have_a_window(tmp_path: Path) -> None:
-    """Of two rows on each rank, for each of eight experts, and for the results of three, all twice, and 1 MB more."""
-    split = {"attn_tp_size": 1, "moe_tp_size": 1}
-    save_tiny(tmp_path / "model", hidden_size=1024, moe_intermediate_size=128)
-    case = tiny(tmp_path, world_size=2, parallel_config=split)
-    plan, gathered = make_plan(case), make_plan(dataclasses.replace(case, ascend_config=AscendSettings(exchange=False)))
-    window = -(-2 * 2 * (8 * 2560 + 3 * 2048) // MIB) + 1
-    found = {part.name: part.nbytes for part in plan.sections["HCCL buffers"]}
-    assert found == {"world, attn_dp": 400 * MIB, "exchange of rows (A3)": 2 * window * MIB}
-    assert len(gathered.sections["HCCL buffers"]) == 1
-    graphs = [made.sections["decode graphs"][-1].nbytes for made in (plan, gathered)]
-    assert graphs[0] != graphs[1]
-
-
 def test_copies_of_experts_are_counted(tmp_path: Path) -> None:
     """Five of a layer's eight experts on each of two ranks in place of four, and room to move them."""
     save_tiny(tmp_path / "model", hidden_size=1024, moe_intermediate_size=128)
@@ -211,47 +163,6 @@ def test_copies_of_experts_are_counted(tmp_path: Path) -> None:
     assert placed.sections["HCCL buffers"][-1].nbytes == 2 * window * MIB
     with pytest.raises(UserError, match=r"expert_slots: 5 needs rows .* gathered \(ascend_config.exchange: false\)"):
         make_plan(dataclasses.replace(placed.case, ascend_config=AscendSettings(exchange=False)))
-
-
-def test_the_fullest_moment_depends_on_the_shape() -> None:
-    ledger, bf16, meta = Ledger(), torch.bfloat16, torch.device("meta")
-    shapes: Any = CountedOps(AscendLayout(bf16), bf16, 128, 8, name=ledger.note)
-    plain = FORMATS["bfloat16"]
-    build = Build(shapes, Parallel(), Formats(plain, plain, plain), bf16, meta, max_positions=128)
-
-    def moment(heads: int = 1, vocabulary: int = 100, top_k: int = 2, inner: int = 16, dense_inner: int = 0) -> str:
-        config = Qwen3MoeConfig(
-            vocab_size=vocabulary, hidden_size=64, intermediate_size=dense_inner, num_hidden_layers=3,
-            num_attention_heads=heads, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6,
-            rope=RopeConfig(10000.0, 16, None), max_position_embeddings=128, attention_bias=False,
-            tie_word_embeddings=False, num_experts=8, num_experts_per_tok=top_k, moe_intermediate_size=inner,
-            norm_topk_prob=True, sparse_layers=(inner > 0,) * 3, eos_token_ids=(),
-        )  # fmt: skip
-        model = Qwen3MoeForCausalLM(config, build)
-        for attention in attentions(model):
-            attention.bind(*(shapes.kv_cache(1, 128, 1, 16, bf16, meta) for _ in "kv"))
-        batch = batch_of(shapes, tokens=10, sequences=2, table_width=1, page_size=128, groups=1)
-        moments = ledger.fullest(model, model.forward, batch), sampling(vocabulary, 2, itemsize=2)
-        return max(moments, key=lambda moment: moment.nbytes).name
-
-    assert moment() == "mlp.experts: sums over experts"
-    assert moment(inner=31, top_k=4) == "mlp.experts: down's result"
-    assert moment(inner=300) == "mlp.experts: silu(gate) * up"
-    assert moment(heads=64) == "self_attn: attention"
-    assert moment(inner=0, dense_inner=1000) == "mlp: silu(gate) * up"
-    assert moment(vocabulary=100_000) == "the choice of tokens"
-
-
-def test_a_shortened_model_has_the_same_fullest_moment(tmp_path: Path) -> None:
-    config = dict(num_hidden_layers=6, mlp_only_layers=[0, 3], intermediate_size=64)
-    case, ledger = tiny(tmp_path, config=config), Ledger()
-    shapes: Any = CountedOps(AscendLayout(torch.bfloat16), torch.bfloat16, 128, 8, name=ledger.note)
-    model = sketch_of(case, ops=shapes).model
-    batch = batch_of(shapes, tokens=100, sequences=4, table_width=2, page_size=128, groups=1)
-    whole = ledger.fullest(model, model.forward, batch)
-    shorten(model)
-    assert len(attentions(model)) == 4  # two dense layers, two with experts
-    assert ledger.fullest(model, model.forward, batch).parts == whole.parts
 
 
 def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,8 +189,8 @@ def start(command: list[str], **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_command_prints_the_plan_and_starts_no_rank(name: str) -> None:
+def test_the_command_prints_the_plan_and_starts_no_rank() -> None:
+    name = "qwen3_235b_a22b_bf16_tp16"
     planned = umbra("run", name, "--plan")
     assert planned.returncode == 0, planned.stderr
     assert f"{CASES[name]['tp']} rank(s)" in planned.stdout

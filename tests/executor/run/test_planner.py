@@ -4,16 +4,12 @@ measurements are run, but no test depends on how long anything takes."""
 import dataclasses
 import json
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from cpu_offload.history import History, Step
-from cpu_offload.planner.model import LEAST_COST, MOST_COST, RATES, Costs, Line, Planner, Sample, Shape, fit, slip_of
-from cpu_offload.planner.planned_run import steps_of
+from cpu_offload.planner.model import LEAST_COST, MOST_COST, Costs, Line, Planner, Sample, Shape, fit
 from executor.config.case import Case
 from executor.model_runner import ModelRunner, make_runner
 from executor.run.memory_report import show_plan
@@ -57,27 +53,6 @@ def test_a_layer_is_the_longer_side_and_what_is_not_hidden() -> None:
     assert dataclasses.replace(planner, rest=3.0).step_ms(1, 0.5) == pytest.approx(3 + 10 * (0.01 + shadow))
 
 
-@pytest.mark.parametrize("slip", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("tokens", [1, 4, 32])
-def test_more_hits_are_faster_where_the_device_is(tokens: int, slip: float) -> None:
-    planner = Planner(SHAPE, dataclasses.replace(COSTS, slip=slip))
-    times = [planner.step_ms(tokens, hit) for hit in np.linspace(0, 0.9, 19)]
-    assert all(before > after for before, after in pairwise(times))
-    assert planner.step_ms(tokens, 0.9) > planner.step_ms(tokens, 1.0)
-
-
-def test_two_equal_sides_are_fastest_when_both_work() -> None:
-    even = Planner(SHAPE, dataclasses.replace(COSTS, device=Line(0, 0.02, 0), shadow=Line(0, 0.02, 0)))
-    assert even.step_ms(1, 0.5) < min(even.step_ms(1, 0.0), even.step_ms(1, 1.0))
-
-
-def test_slip_is_what_was_not_hidden() -> None:
-    assert slip_of(2.0, 4.0, 4.0) == 0
-    assert slip_of(2.0, 4.0, 5.0) == 0.5
-    assert slip_of(2.0, 4.0, 9.0) == 1
-    assert slip_of(0.0, 4.0, 3.0) == 0
-
-
 def test_a_swap_must_save_what_its_copy_costs() -> None:
     miss = 0.04 / 8 + 0.02 + 0.001  # a share of the hand-over, the expert, its pair
     assert Planner(SHAPE, COSTS).swap_cost == LEAST_COST  # all of it hides
@@ -86,40 +61,6 @@ def test_a_swap_must_save_what_its_copy_costs() -> None:
     assert Planner(SHAPE, dataclasses.replace(half, copy=0.0)).swap_cost == LEAST_COST
     assert Planner(SHAPE, dataclasses.replace(half, copy=100.0)).swap_cost == MOST_COST
     assert Planner(SHAPE, dataclasses.replace(half, shadow=Line(0, 0, 0))).swap_cost == MOST_COST
-
-
-def test_the_rest_is_what_the_model_does_not_explain_and_comparison_uses_it() -> None:
-    planner = Planner(SHAPE, COSTS)
-    steps = [(1.0, hit, 5 + planner.step_ms(1, hit)) for hit in (0.2, 0.5, 0.8)]
-    assert planner.rest_of([*steps, (1.0, 0.5, 900.0)]) == pytest.approx(5)
-    assert planner.rest_of([(1.0, 0.5, 0.0)]) == 0
-    planner = dataclasses.replace(planner, rest=5.0)
-    assert planner.rest_of(steps) == pytest.approx(5)
-    found = planner.compare([(t, hit, 2 * ms) for t, hit, ms in steps])
-    assert found["ratio"] == pytest.approx(0.5)
-    assert found["predicted_ms"] == pytest.approx(planner.step_ms(1, 0.5))
-    assert planner.compare([(1, 0.0, 1.0), (3, 1.0, 1.0)])["hit_rate"] == 0.75
-    assert planner.compare([(0, 1.0, 1.0), (0, 1.0, 1.0)])["hit_rate"] == 1.0  # a rank whose experts nobody chose
-
-
-def test_steps_are_read_from_the_history() -> None:
-    zeros = np.zeros((2, 4), np.int64)
-    seen = [([3, 5], [5, 3]), ([8, 8], [0, 0])]
-    steps = [Step(0, 1, np.array(h), np.array(m), zeros, np.zeros((2, 2), np.uint8), 16, 0, 0, 0) for h, m in seen]
-    assert steps_of(History(steps), [0.002, 0.001], Shape(2, 16, 4)) == [(2.0, 0.5, 2.0), (2.0, 1.0, 1.0)]
-
-
-def test_the_table() -> None:
-    lines = Planner(SHAPE, COSTS, 2.5, "made up").table(4)
-    assert lines[0].startswith("planner: 10 layers with shadows, 8 of 64 experts a token, 4.20 MB each")
-    assert any("0.040 ms + 0.0200 an expert + 0.0010 a token of it   2 threads" in line for line in lines)
-    assert any("80.8 GB/s; a miss costs 0.026 ms: a swap must save 0.02 misses" in line for line in lines)
-    assert "2.500 ms: made up" in "\n".join(lines)
-    rates, times = lines[-2].split()[2:], lines[-1].split()[3:9]
-    assert rates == ["0%", "25%", "50%", "75%", "90%", "100%"]
-    planner = Planner(SHAPE, COSTS, 2.5)
-    assert [float(time) for time in times] == pytest.approx([planner.step_ms(4, hit) for hit in RATES], abs=6e-4)
-    assert 5 <= len(lines) <= 12
 
 
 @pytest.fixture(scope="module")
@@ -247,12 +188,3 @@ def test_a_run_values_copies_and_compares(
     assert "planner: a layer of a prefill: " in out
     assert "(medians of 2 layers with 24 tokens, " in out
     assert "  threads           " in out
-
-
-def test_a_run_of_one_token_or_without_warm_up(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, report = run(model, tmp_path, monkeypatch, max_new_tokens=1)
-    assert report["offload"]["plan"] is None
-    runner, report = run(model, tmp_path, monkeypatch, warm_up=False)
-    assert runner.planned is not None
-    assert report["offload"]["plan"]["rest_ms"] == runner.planned.planner.rest > 0
-    assert runner.planned.planner.rest_from.startswith("the time to read")

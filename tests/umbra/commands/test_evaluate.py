@@ -19,10 +19,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
+from executor.config.load import load_case
 from tests.command import umbra
 from tests.tiny import save_tiny, write_case
 from umbra.cli import execute
 from umbra.commands import evaluate
+from umbra.errors import UserError
 from umbra.files import ROOT
 
 pytestmark = pytest.mark.slow
@@ -83,6 +85,34 @@ def test_bad_arguments_are_one_line(arguments: list[str], complaint: str) -> Non
     assert done.returncode == 2
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "steps", "complaint"),
+    [
+        ("1,2", "-1", "--steps -1: must not be negative"),
+        ("1,2", "5000", "input_max_len + max_new_tokens: 5003 exceed the model's"),
+        ("1,99999", "1", "99999"),
+    ],
+)
+def test_logits_that_cannot_be_asked_for_are_one_line(tmp_path: Path, ids: str, steps: str, complaint: str) -> None:
+    command = ["logits", "--case", "demo", "--set", "world_size=2", "--ids", ids, f"--steps={steps}"]
+    done = umbra(*command, "--out", str(tmp_path / "out.npz"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert complaint in done.stderr
+
+
+def test_a_text_is_read_in_windows(tmp_path: Path) -> None:
+    case, path = load_case("demo"), tmp_path / "text"
+    path.write_text("Emma was quite obliged to hear, and was obliged to add.")
+    [ids] = evaluate.read_windows(case, path, 1000)
+    assert evaluate.read_windows(case, path, 3) == [ids[i : i + 3] for i in range(0, len(ids) - 1, 3)]
+    whole = len(ids) - 1
+    assert evaluate.read_windows(case, path, whole) == [ids[:whole]]  # nothing can be counted of a single token
+    for data, complaint in ((b"a", "fewer than two tokens"), (b"\xff", "not readable: ")):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=complaint):
+            evaluate.read_windows(case, path, 3)
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.\n"
@@ -162,38 +192,12 @@ def test_divergence_equals_float64(tiny: str, tmp_path: Path) -> None:
     assert said.splitlines()[-1].split()[-2:] == [f"{kl:.6f}", f"{agreement:.2f}"]
 
 
-@pytest.mark.thorough
-def test_divergence_of_two_ranks_is_that_of_one(tiny: str, tmp_path: Path) -> None:
-    with passes_here():
-        one_rank, _ = figures_against(tmp_path, tiny, ["method=q4"], tiny, "--against-set", "method=none")
-    two_ranks = ["method=q4", "world_size=2", "attn_tp_size=1", "moe_tp_size=1"]
-    split, _ = figures_against(tmp_path, tiny, two_ranks, tiny)
-    assert split["kl_divergence"] == pytest.approx(one_rank["kl_divergence"], rel=0.02)
-    assert split["against"]["loss"] == pytest.approx(one_rank["against"]["loss"], rel=1e-5)
-
-
 def test_nothing_diverges_from_itself(tiny: str, tmp_path: Path) -> None:
     with passes_here():
         figures, _ = figures_against(tmp_path, tiny, ["method=q8"], tiny, "--against-set", "method=q8")
     assert abs(figures["kl_divergence"]) <= 1e-6
     assert figures["top1_agreement"] == 100
     assert figures["loss"] == figures["against"]["loss"]
-
-
-@pytest.mark.thorough
-def test_failing_pass_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path / "broken")
-    save_letters(tmp_path / "broken", LETTERS)
-    weights = tmp_path / "broken" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    broken = str(write_case(tmp_path / "broken.yaml", tmp_path / "broken"))
-    for case, against in ((tiny, broken), (broken, tiny)):  # the first pass fails, the second does
-        done = run_against(tmp_path, case, ["method=none"], against)
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"error: {weights}: truncated or corrupt")
-        assert done.stderr.count("\n") == 1
-        assert not list((tmp_path / "scratch").iterdir())
-        assert not (tmp_path / "figures.json").exists()
 
 
 def test_ended_from_outside_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:

@@ -2,35 +2,25 @@
 keeps."""
 
 import json
-import resource
-import time
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from executor.config.load import load_case, load_model_config
-from executor.engine.batch_limits import limits_of
-from executor.engine.building import bind_caches, build_of
+from executor.config.load import load_case
 from executor.model_runner import make_runner as new_runner
-from executor.run.ascend_memory_plan import make_plan
-from executor.run.model_sketch import kind_of
+from executor.run.ascend_memory_plan import kind_of
 from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
-from models.registry import model_class
-from ops import load_ops
-from ops.parallel.join import place_of
 from tests.command import umbra
 from tests.quantised import quantise_tiny
 from tests.tiny import ONE_RANK, make_runner, save_tiny, write_case
 from umbra.cli import execute
-from umbra.commands.inspect_checkpoint import encodings_of, inspect, inspect_rank
+from umbra.commands.inspect_checkpoint import inspect, inspect_rank
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -148,46 +138,6 @@ def test_flaws_are_part_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixt
     assert facts["total"]["tensor_nbytes"] == data_bytes(folder)
 
 
-def test_a_format_that_the_tensors_are_not_in_is_a_flaw_as_well(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", **SIZES)
-    quantise_tiny(tmp_path / "model", tmp_path / "quantised", "fp8")
-    path, odd = tmp_path / "quantised" / "config.json", "model.layers.1.self_attn.q_proj"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["modules_to_not_convert"].append(odd)
-    path.write_text(json.dumps(config))
-    facts = inspect(tmp_path / "quantised")
-    assert facts["quantization"]["excluded"] == [GATES, HEAD]
-    assert facts["quantization"]["contradictions"] == [odd]
-    assert facts["problems"] == []
-    damaged(tmp_path / "quantised", lambda t: t.pop(f"{odd}.weight_scale_inv"))
-    found = {problem["problem"]: problem["names"] for problem in inspect(tmp_path / "quantised")["problems"]}
-    assert found["tensors that do not fit"] == [f"{odd}.weight has type F8_E4M3, expected one of BF16, F16, F32"]
-
-
-def test_only_headers_are_read(tmp_path: Path) -> None:
-    folder, rows = tmp_path / "model", 1 << 24
-    save_tiny(folder, tie_word_embeddings=True, max_shard_size="20KB")
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": rows, "hidden_size": 256}))
-    [index] = folder.glob("*.index.json")
-    names = list(json.loads(index.read_text())["weight_map"])
-    header, end = {}, 0
-    for name in names:
-        shape = [rows, 256] if "embed" in name else [16, 16]
-        size = prod(shape) * 2
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    with open(folder / "model.safetensors", "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    facts = inspect(folder)
-    assert facts["total"]["tensor_nbytes"] == end > 8e9
-    assert time.process_time() - start < 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # KB
-
-
 @pytest.mark.parametrize(
     "overrides",
     [["method=none"], ["group_size=64"], ["method=q4", "zero_points=true", "kv_dtype=int8"]],
@@ -198,23 +148,6 @@ def test_a_real_rank_keeps_what_was_counted(tmp_path: Path, overrides: list[str]
     runner = new_runner(case, tmp_path, ONE_RANK)
     runner.setup()
     assert counted(inspect_rank(case)) == kept(runner.engine.model)
-
-
-def test_one_of_many_ranks_keeps_what_was_counted() -> None:
-    case = load_case("demo_tp8", ["moe_tp_size=4"])
-    build = build_of(
-        case, load_ops("cpu"), place_of(case.parallel_sizes, 0, {}), torch.device("cpu"), quantised_head=True
-    )
-    model = cast(nn.Module, model_class(case.model_name)(load_model_config(case), build))
-    bind_caches(model, case, build, limits_of(case).pages)
-    assert counted(inspect_rank(case)) == kept(model)
-
-
-def test_on_ascend_it_is_the_plans_count() -> None:
-    case = load_case("qwen3_30b_a3b_bf16_tp8")
-    plan, rank = make_plan(case), inspect_rank(case)
-    assert rank["weights"] == {part.name: part.nbytes for part in plan.sections["weights"]}
-    assert rank["kv_cache_nbytes"] == plan.of("KV cache")
 
 
 @pytest.mark.parametrize(
@@ -236,14 +169,3 @@ def test_bad_arguments_are_one_line(tmp_path: Path, arguments: list[str], compla
     with pytest.raises(UserError) as raised:
         execute(["inspect", str(folder), *arguments[1:]])
     assert complaint in str(raised.value)
-
-
-def test_the_configs_own_encoding_is_named_even_if_no_module_has_it() -> None:
-    class Stored(SimpleNamespace):
-        __hash__ = object.__hash__
-
-    own, used, unused = (Stored(title=title, bits=4, group=32, zeros=True, format=None) for title in "abc")
-    scheme: Any = SimpleNamespace(encodings=(own, used, unused), encoding=lambda module: used)
-    pieces: Any = [SimpleNamespace(linear=True)], [SimpleNamespace(linear=False)]
-    found = encodings_of(scheme, {"q.weight": pieces[0], "k.weight": pieces[0], "norm.weight": pieces[1]})
-    assert [(e["encoding"], e["modules"]) for e in found] == [("a", 0), ("b", 2)]

@@ -2,18 +2,12 @@
 
 import hashlib
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from executor.config.load import load_case
-from models.layers.base import layers_of
-from models.layers.experts import Experts
-from ops.cpu.matrix import NativeExperts
-from tests.quantised import awq_meaning
 from tests.tiny import make_runner
 from text.tokenizer import Tokenizer
 from umbra.commands.logits import prefill_logits, sized_for
@@ -62,19 +56,3 @@ def test_the_folders_stay_close_to_the_demo(tmp_path: Path) -> None:
     for case, most in (("demo_minimax_fp8", 0.01), ("demo_minimax_awq", 0.05)):
         ours = logits(tmp_path, case)
         assert 0 < float((exact.exp() * (exact - ours)).sum(-1).mean()) < most
-
-
-def test_the_cpu_keeps_every_bit_of_the_awq_folder(tmp_path: Path) -> None:
-    tensors = {name: t for path in AWQ.glob("*.safetensors") for name, t in load_file(path).items()}
-    runner = make_runner(load_case("demo_minimax_awq", ["keep_packed=false"]), tmp_path)
-    checked = 0
-    for path, layer in layers_of(runner.engine.model):
-        if isinstance(layer, Experts):
-            native = cast(NativeExperts, layer.weights)
-            assert native.w13.format.quantised
-            for expert in range(layer.experts):
-                for which, name in layer.names.items():
-                    expected = awq_meaning(f"{path}.{expert}.{name}", tensors)
-                    assert torch.equal(native.dequantised(expert, which), expected)
-                    checked += 1
-    assert checked == 2 * 32 * 3
