@@ -56,7 +56,7 @@ def main() -> None:
                         arrays[f"prefill_{i}"][-1:] = logits
                     forced.close()
             if ranks.rank == 0:
-                np.savez(args.jobs.with_name(f"{name}.npz"), **arrays)
+                np.savez(args.jobs.with_name(f"{name}.npz"), allow_pickle=False, **arrays)
                 if placed := runner.engine.rebalancing:
                     graphs = getattr(runner.engine.decode_step, "graphs", ())
                     facts = {"placements": placed.report(), "graphs": len(graphs)}

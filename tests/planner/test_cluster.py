@@ -15,12 +15,13 @@ from executor.config.load import load_case
 from executor.run.ascend_memory_plan import make_plan
 from executor.run.model_sketch import sketch_of, weights_of
 from models.layers.attention import PagedAttention
+from ops.counted import Done, Message
 from planner.cluster import Cluster, Load, Search, Targets, read_cluster
 from planner.layouts import Layout, Sizes, divisors, make_layout, sizes_of
 from planner.machine import FOLDER, Device, Hardware, Host, Links, read_hardware
-from planner.plan import PARTS, make_cluster_plan, row_of, show_cluster_plan
-from planner.times import GIGA, Placing, collective_seconds, step_times
-from planner.work import Counted, Done, Message, Work
+from planner.plan import make_cluster_plan, row_of, show_cluster_plan
+from planner.times import GIGA, PARTS, Placing, collective_seconds, step_times
+from planner.work import Counted, Work
 from umbra.errors import UserError
 from umbra.files import ROOT
 
@@ -95,7 +96,7 @@ def spans(span: int) -> dict[str, int]:
 
 
 def test_the_formulas_of_collectives() -> None:
-    def seconds(kind: str, nbytes: int, ranks: int = 8, span: int = 8) -> tuple[float, str]:
+    def seconds(kind: str, nbytes: int, ranks: int = 8, span: int = 8) -> tuple[object, str]:
         return collective_seconds(Message(kind, "world", ranks, nbytes, 1), span, HARDWARE)
 
     fixed = 16e-6  # 10 + 6 peers more

@@ -118,19 +118,6 @@ def test_a_node_takes_all_its_replicas_with_it(layout: Layout) -> None:
     assert all(served.at < served.first <= served.last for served in outcome.served.values())
 
 
-def test_all_divisions_of_memory_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})  # in this process
-    path = write(tmp_path, search={"worlds": [8], "resident": [0.9, 0.5, 1.0]}, load={"rate": 1.0, "output_tokens": 16})
-    sets = ["simulation.requests=40", "simulation.longest=1024", "simulation.memory=all"]
-    show_simulation(path, sets, tmp_path / "facts.json", tmp_path / "plot.png")
-    out = capsys.readouterr().out
-    assert out.splitlines()[1].split() == ["resident", "experts", "50%", "90%", "100%", "elastic"]
-    assert "experts hit" in out
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_server_takes_time_outside_its_steps(layout: Layout, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text('{"at": 5, "prompt": 128, "output": 3}\n')
     (alone,), (later,) = (

@@ -1,17 +1,12 @@
 """Starting jobs as a user does, and what happens when a rank fails or the input is bad."""
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,23 +92,6 @@ def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
         assert "model ready" in (folder / f"rank{rank}.log").read_text()
     for words in ("time to first token", "time per token", "tokens/s", "peak memory", str(folder / "report.json")):
         assert words in done.stdout
-
-
-def test_progress_bars_on_a_terminal() -> None:
-    terminal, inside = pty.openpty()
-    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    job = subprocess.Popen(
-        ["bash", "infer.sh", "demo", "--set", "max_new_tokens=20"], cwd=ROOT, stdout=inside, stderr=inside
-    )
-    os.close(inside)
-    shown = b""
-    with contextlib.suppress(OSError):  # the terminal hangs up when the job ends
-        while data := os.read(terminal, 65536):
-            shown += data
-    os.close(terminal)
-    assert job.wait(timeout=120) == 0, shown
-    bars = [line.split(b":")[0] for line in shown.split(b"\r") if b"%|" in line]
-    assert {b"loading", b"generating"} <= set(bars)
 
 
 def test_bad_case_and_bad_key_leave_nothing_behind(demo: str, demo_tp8: str) -> None:

@@ -140,14 +140,6 @@ def test_what_is_not_as_we_left_it_is_refused_and_kept(
     refused(tmp_path, why)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-@pytest.mark.parametrize("name", ["graph/graph.om", "graph", "manifest.json", ".", "..", "../tokens4.lock"])
-def test_what_belongs_to_someone_else_is_refused(tmp_path: Path, name: str) -> None:
-    compile_once(tmp_path)
-    os.chown(home(tmp_path) / name, 12345, -1)
-    refused(tmp_path, "belongs to user 12345")
-
-
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(UserError, match=r"compile cache: .*cache: not used, since .*Not a directory"):

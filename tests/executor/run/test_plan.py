@@ -1,6 +1,5 @@
 """`--plan`: every number compared with one worked out by hand and with a real model; and cases that do not fit."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -11,11 +10,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from executor.config.case import AscendSettings, Case
+from executor.config.case import Case
 from executor.config.load import load_case, load_model_config
 from executor.config.units import GB
+from executor.engine.batch_limits import limits_of
 from executor.engine.building import bind_caches, build_of
-from executor.engine.scheduler import limits_of
 from executor.run.ascend_memory_plan import make_plan
 from executor.run.memory_report import check_fits, print_plan
 from models.layers.base import layers_of
@@ -146,23 +145,6 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
     plan = make_plan(case)
     assert sum(storages.values()) == plan.of("weights") + plan.of("KV cache")
     assert {"attention", "dense MLP", "experts"} <= {part.name for part in plan.sections["weights"]}
-
-
-def test_copies_of_experts_are_counted(tmp_path: Path) -> None:
-    """Five of a layer's eight experts on each of two ranks in place of four, and room to move them."""
-    save_tiny(tmp_path / "model", hidden_size=1024, moe_intermediate_size=128)
-    split = {"attn_tp_size": 1, "moe_tp_size": 1}
-    plain = make_plan(tiny(tmp_path, world_size=2, parallel_config=split))
-    placed = make_plan(tiny(tmp_path, world_size=2, parallel_config=split | {"expert_slots": 5}))
-    still = make_plan(tiny(tmp_path, world_size=2, parallel_config=split | {"expert_slots": 5, "rebalance_steps": 0}))
-    expert = 3 * 1024 * 128 * 2
-    sizes = [next(p.nbytes for p in plan.sections["weights"] if p.name == "experts") for plan in (plain, placed, still)]
-    assert sizes == [2 * 4 * expert, 2 * 5 * expert, 2 * 5 * expert]
-    assert [plan.of("allowance") - plain.of("allowance") for plan in (placed, still)] == [4 * 5 * expert, 0]
-    window = -(-2 * 2 * (10 * 2560 + 3 * 2048) // MIB) + 1
-    assert placed.sections["HCCL buffers"][-1].nbytes == 2 * window * MIB
-    with pytest.raises(UserError, match=r"expert_slots: 5 needs rows .* gathered \(ascend_config.exchange: false\)"):
-        make_plan(dataclasses.replace(placed.case, ascend_config=AscendSettings(exchange=False)))
 
 
 def test_what_does_not_fit_is_named_and_still_printed(capsys: pytest.CaptureFixture[str]) -> None:

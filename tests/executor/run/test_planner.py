@@ -160,8 +160,8 @@ def test_plan_refusals(model: Path, tmp_path: Path, offload: dict[str, Any], com
 
 def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **data: Any) -> tuple[ModelRunner, dict[str, Any]]:
     case = case_of(model, folder, mode="fixed", slots=5)
-    data = {"prompts": [], "input_max_len": 6, "max_new_tokens": 12} | data
-    case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, **data))
+    settings: dict[str, Any] = {"prompts": [], "input_max_len": 6, "max_new_tokens": 12} | data
+    case = dataclasses.replace(case, data_config=dataclasses.replace(case.data_config, **settings))
     runner = make_runner(case, folder, ONE_RANK)
     return runner, runner.run()
 

@@ -192,14 +192,6 @@ def test_divergence_equals_float64(tiny: str, tmp_path: Path) -> None:
     assert said.splitlines()[-1].split()[-2:] == [f"{kl:.6f}", f"{agreement:.2f}"]
 
 
-def test_nothing_diverges_from_itself(tiny: str, tmp_path: Path) -> None:
-    with passes_here():
-        figures, _ = figures_against(tmp_path, tiny, ["method=q8"], tiny, "--against-set", "method=q8")
-    assert abs(figures["kl_divergence"]) <= 1e-6
-    assert figures["top1_agreement"] == 100
-    assert figures["loss"] == figures["against"]["loss"]
-
-
 def test_ended_from_outside_leaves_nothing_behind(tiny: str, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     command = [sys.executable, "-m", "umbra", *command_against(tmp_path, tiny, ["method=none"], tiny)]

@@ -1,6 +1,7 @@
 """`umbra quantize`: the files it writes, the search for scales, and runs that are killed and resumed."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -224,7 +225,7 @@ def test_bad_checkpoints_are_one_line(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"k_proj\.weight: 4 rows are not a multiple of 8"):
         convert(tmp_path / "out", AwqTarget(Source(tmp_path / "odd"), (), GROUP))
     tensors = load_file(model / "model.safetensors")
-    damages = {
+    damages: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
         "1 tensors missing: model.norm.weight": lambda t: t.pop("model.norm.weight"),
         "1 tensors that the model does not know: extra": lambda t: t.update(extra=torch.ones(1)),
         "model.norm.weight has shape [7], expected [32]": lambda t: t.update({"model.norm.weight": torch.ones(7)}),

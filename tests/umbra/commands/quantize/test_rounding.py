@@ -37,6 +37,7 @@ def test_no_weight_moves_by_more_than_half_a_step(seed: int, size: float, shift:
     q = awq.quantise(weight, GROUP)
     assert q.scales.dtype == torch.float16
     assert (q.scales > 0).all()
+    assert isinstance(q.levels, torch.Tensor)
     assert q.levels.max() <= 15
     half = q.scales.float().repeat_interleave(GROUP, dim=1) / 2
     assert ((q.floats() - weight).abs() <= half * (1 + 1e-5)).all()

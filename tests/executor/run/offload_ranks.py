@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 import torch
@@ -49,7 +49,10 @@ def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) ->
     if not coming or not (leaving or free_slots):
         return []
     layer, expert = random.choice(coming)
-    return [Swap(layer, expert, None if free_slots else tuple(random.choice(leaving)))]
+    if free_slots:
+        return [Swap(layer, expert, None)]
+    gone_layer, gone = random.choice(leaving)
+    return [Swap(layer, expert, (gone_layer, gone))]
 
 
 def done_by(offload: Offload) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     case = load_case(args.case, args.overrides)
     # Where the pool is stopped nothing is streamed, so that the first step needs it.
-    common = {"measure_s": 0.05, "stream_tokens": 0 if args.stop else None}
+    common: dict[str, Any] = {"measure_s": 0.05, "stream_tokens": 0 if args.stop else None}
     modes = (
         OffloadSettings(mode="elastic", arena_mb=args.arena_kb / 1024, **common),
         OffloadSettings(mode="fixed", slots=3, **common),
@@ -89,8 +92,8 @@ def main() -> None:
             if runner.engine.offload and stop:
                 runner.engine.offload.pool.stop()
             if runner.engine.offload:
-                runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign,assignment]
-            tokens = [s.ids for s in runner.model_generate(PROMPTS)]
+                runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign]
+            tokens = [s.ids.tolist() for s in runner.model_generate(PROMPTS)]
             together = [ids for _, ids in PROMPTS[: case.data_config.batch_size]]
             return runner, tokens, collect_logits(runner, together, 2)
 

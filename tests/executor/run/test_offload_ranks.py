@@ -29,7 +29,7 @@ def program(folder: Path, split: str, *options: str, family: str = "qwen3_moe") 
     case = write_case(folder / "tiny.yaml", folder / "model", model_name=family, threads=1, data_config=data)
     overrides = [f"{name}={size}" for name, size in sizes.items()]
     arguments = [str(case), str(arena), str(folder), *overrides, *options]
-    return str(case), ["tests/executor/offload_ranks.py", *arguments]
+    return str(case), ["tests/executor/run/offload_ranks.py", *arguments]
 
 
 @pytest.mark.parametrize(
