@@ -7,7 +7,7 @@ from executor.config.case import Case
 from executor.config.load import load_case
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.kernels import cache_line, check_offsets, chosen_kernels, gemv_tokens
-from executor.run.ascend_memory_plan import sketch_of
+from executor.run.model_sketch import sketch_of
 from ops.ascend import vector_core
 from ops.ascend.cann import Abilities
 from ops.ascend.weights import AscendExperts

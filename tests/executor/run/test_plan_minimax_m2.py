@@ -10,7 +10,7 @@ from executor.config.case import Case
 from executor.config.load import load_case
 from executor.run.ascend_memory_plan import make_plan
 from executor.run.memory_report import check_fits
-from executor.run.shadow_choices import sizes_of
+from executor.run.shadow_plan import sizes_of
 from umbra.errors import UserError
 from umbra.files import ROOT
 

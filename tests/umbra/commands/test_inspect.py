@@ -13,7 +13,7 @@ from torch import nn
 
 from executor.config.load import load_case
 from executor.model_runner import make_runner as new_runner
-from executor.run.ascend_memory_plan import kind_of
+from executor.run.model_sketch import kind_of
 from models.layers.attention import PagedAttention
 from models.layers.base import layers_of
 from tests.command import umbra
