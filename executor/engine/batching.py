@@ -42,12 +42,12 @@ def pack(
     rows_wanted: array[int] = array("q")
     size, unused = pool.page_size, array("q", bytes(8 * table_width))
     for s in sequences:
-        table, cached, end = _table(s, pool), s.cached, s.end
-        ids += s.ids[cached:end]
-        for position in range(cached, end):
+        table, computed, end = _table(s, pool), s.num_computed, s.end
+        ids += s.ids[computed:end]
+        for position in range(computed, end):
             positions.append(position)
             slots.append(table[position // size] * size + position % size)
-        for last in range(cached + 1, end + 1) if decode else (end,):
+        for last in range(computed + 1, end + 1) if decode else (end,):
             tables += table
             tables += unused[len(table) :]
             lengths.append(last)

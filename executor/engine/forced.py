@@ -38,7 +38,7 @@ class ForcedRun:
     def assume(self, prompts: ListOf[ListOf[int]], room: int) -> None:
         """Takes `prompts` for cached, whatever their pages hold: for measurements with long contexts."""
         for sequence in self._admit(prompts, room):
-            sequence.cached = len(sequence.ids)
+            sequence.num_computed = len(sequence.ids)
 
     def extend(self, tokens: ListOf[int]) -> None:
         """Append a token to each sequence; the next `decode` computes it."""
@@ -49,7 +49,7 @@ class ForcedRun:
         """Put a token in place of each sequence's last one; a decode step then computes that position again."""
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.ids[-1] = token
-            sequence.cached = len(sequence.ids) - 1
+            sequence.num_computed = len(sequence.ids) - 1
 
     def decode(self) -> list[Tensor]:
         """One decode step of all sequences. -> the logits (1, vocabulary) of each; every rank gets all of them."""
@@ -99,5 +99,5 @@ class ForcedRun:
             batch = self.engine.pack(self.scheduler.by_group(running), decode, all_logits)
             logits = self.engine.forward(batch, decode)
         for sequence in running:
-            sequence.cached, sequence.limit = sequence.end, None
+            sequence.num_computed, sequence.limit = sequence.end, None
         return logits

@@ -74,7 +74,7 @@ class Loop:
         prompts = [] if decode else [s for s in step.sequences if not s.decoding]
         prompt_tokens = sum(s.new_tokens for s in prompts)
         for sequence in prompts:
-            if not sequence.cached:
+            if not sequence.num_computed:
                 self._admitted[sequence.id] = start
         with self.engine.step(decode):
             self.scheduler.reserve(step.sequences)
@@ -136,7 +136,12 @@ class Loop:
         """Keeps the log-probabilities of prompt tokens that are computed in this step, for those who want them.
         `logits` has `logit_rows` rows for each of this rank's `sequences`."""
         asked = [
-            Asked(s, first, s.ids[s.cached + 1 : s.cached + 1 + _scores(s)], s.request.sampling.prompt_logprobs or 0)
+            Asked(
+                s,
+                first,
+                s.ids[s.num_computed + 1 : s.num_computed + 1 + _scores(s)],
+                s.request.sampling.prompt_logprobs or 0,
+            )
             for s, first in zip(sequences, self._first_rows(sequences, [s.logit_rows for s in sequences]), strict=True)
             if s.scored
         ]
@@ -174,7 +179,7 @@ class Asked(NamedTuple):
 
 def _scores(sequence: Sequence) -> int:
     """Number of prompt tokens whose log-probabilities the next step gives: those after each token that it takes."""
-    return min(sequence.end, sequence.prompt_len - 1) - sequence.cached
+    return min(sequence.end, sequence.prompt_len - 1) - sequence.num_computed
 
 
 def _last_rows(logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:

@@ -59,14 +59,14 @@ class Pace:
     def chunk(self, running: Iterable[Sequence], page: int, seconds: float, most: int | None) -> int:
         """Most prompt tokens of a step in which some of the `running` sequences decode: as many as take `seconds`, in
         whole pages of `page` tokens, at least one of them; `most` is the most of any step."""
-        context = next((s.cached for s in running if not s.decoding), 0)
+        context = next((s.num_computed for s in running if not s.decoding), 0)
         wanted = max(page, self.tokens(context, seconds) // page * page)
         return min(wanted, most) if most else wanted
 
 
 def amounts_of(sequences: Iterable[Sequence]) -> NDArray[np.float64]:
     """(step, tokens, pairs of a token and one before it) of the prompts in a step that is about to run."""
-    return amounts((s.new_tokens, s.cached) for s in sequences if not s.decoding)
+    return amounts((s.new_tokens, s.num_computed) for s in sequences if not s.decoding)
 
 
 def amounts(prompts: Iterable[tuple[int, int]]) -> NDArray[np.float64]:

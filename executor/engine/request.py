@@ -111,6 +111,6 @@ class Event(NamedTuple):
     id: int
     tokens: tuple[int, ...]  # the new tokens, including one that ends the request
     finish_reason: str  # "stop", "length", "abort" or "error"; empty while the request runs
-    found: int = 0  # prompt tokens that were in the prefix cache
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache
     logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, if they are wanted
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first token, if they are wanted

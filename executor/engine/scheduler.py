@@ -122,18 +122,18 @@ class Scheduler:
             if self.limits.prefixes:
                 extend_keys(sequence.keys, sequence.ids, self.limits.page_size, sequence.request.salt)
             keys = [] if sequence.scored else sequence.keys
-            found = cache.find(keys, len(sequence.ids))
+            hits = cache.find(keys, len(sequence.ids))
             promised = self._promise(sequence)
-            shared = sum(block.holders > 0 for block in found)
+            shared = sum(block.holders > 0 for block in hits)
             if self.committed(group) + promised - shared > self.pools[group].pages:
                 break  # first come, first served: all later sequences wait as well
             self.waiting.pop(0)
-            cache.count_missed(keys[len(found) :])
-            cache.hold(found)
-            sequence.group, sequence.blocks, sequence.promised = group, found, promised
-            sequence.published, sequence.cached = len(found), len(found) * self.limits.page_size
+            cache.count_missed(keys[len(hits) :])
+            cache.hold(hits)
+            sequence.group, sequence.blocks, sequence.promised = group, hits, promised
+            sequence.published, sequence.num_computed = len(hits), len(hits) * self.limits.page_size
             if not sequence.preemptions:
-                sequence.found = sequence.cached
+                sequence.cached_tokens = sequence.num_computed
             load[group] += 1
             admitted.append(sequence)
             bisect.insort(self.running, sequence, key=lambda s: s.group)
@@ -227,7 +227,7 @@ class Scheduler:
         """Take back the pages of a running sequence, which waits until it is admitted again and computes them anew."""
         self.caches[sequence.group].release(sequence.blocks)
         self.running.remove(sequence)
-        sequence.blocks, sequence.promised, sequence.cached, sequence.limit = [], 0, 0, None
+        sequence.blocks, sequence.promised, sequence.num_computed, sequence.limit = [], 0, 0, None
         del sequence.table[:]
         sequence.preemptions += 1
         if not sequence.generated:
@@ -268,7 +268,7 @@ class Scheduler:
         any further."""
         finished, size, events, at = step.finished_prompts, self.limits.page_size, [], 0
         for sequence in step.sequences:
-            sequence.cached, sequence.limit = sequence.end, None
+            sequence.num_computed, sequence.limit = sequence.end, None
         for sequence in finished:
             new: ListOf[int] = tokens[at : at + 1 + sequence.drafted]
             at += len(new)
@@ -276,11 +276,11 @@ class Scheduler:
                 new = self.drafts.accept(sequence, new)
             new = self._append(sequence, new)
             if new:
-                sequence.cached = len(sequence.ids) - 1
-            events.append(Event(sequence.id, tuple(new), sequence.finish_reason, sequence.found))
+                sequence.num_computed = len(sequence.ids) - 1
+            events.append(Event(sequence.id, tuple(new), sequence.finish_reason, sequence.cached_tokens))
         if self.limits.prefixes:
             for sequence in step.sequences:
-                if sequence.cached >= (sequence.published + 1) * size:
+                if sequence.num_computed >= (sequence.published + 1) * size:
                     self._publish(sequence)
         self.retire()
         return events
@@ -310,10 +310,10 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Let later prompts find the pages of `sequence` that are full."""
         size = self.limits.page_size
-        extend_keys(sequence.keys, sequence.ids[: sequence.cached], size, sequence.request.salt)
-        for page in range(sequence.published, sequence.cached // size):
+        extend_keys(sequence.keys, sequence.ids[: sequence.num_computed], size, sequence.request.salt)
+        for page in range(sequence.published, sequence.num_computed // size):
             self.caches[sequence.group].publish(sequence.blocks, page, sequence.keys[page])
-        sequence.published = sequence.cached // size
+        sequence.published = sequence.num_computed // size
 
     def retire(self) -> list[Sequence]:
         """Remove the sequences that have finished, take back their pages, and return those sequences."""
@@ -331,7 +331,9 @@ class Scheduler:
     def digest(self, step: Step | None = None) -> int:
         """A number of 64 bits that differs, with near certainty, between ranks whose sequences differ, or whose next
         `step` does."""
-        facts = array("q", (fact for s in self.running for fact in (s.id, s.group, s.cached, len(s.ids), s.ids[-1])))
+        facts = array(
+            "q", (fact for s in self.running for fact in (s.id, s.group, s.num_computed, len(s.ids), s.ids[-1]))
+        )
         facts.extend(fact for s in (step.sequences if step else ()) for fact in (s.id, s.end))
         facts.extend((len(self.waiting), *(count for c in self.caches for count in (c.held, len(c.idle)))))
         return int.from_bytes(hashlib.blake2b(facts.tobytes(), digest_size=8).digest(), "little")

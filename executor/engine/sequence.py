@@ -22,15 +22,15 @@ class Sequence:
     ids: "array[int]"  # prompt and generated tokens, int64
     arrival: int = 0  # orders the sequences of a scheduler
     group: int = 0  # the data-parallel group that runs it
-    cached: int = 0  # number of `ids` whose keys and values are in the KV cache
-    limit: int | None = None  # most tokens of the next step; None: all that are not cached yet
+    num_computed: int = 0  # number of `ids` whose keys and values are in the KV cache
+    limit: int | None = None  # most tokens of the next step; None: all that are not computed yet
     blocks: list[Block] = field(default_factory=list)  # its pages
     table: "array[int]" = field(default_factory=lambda: array("q"))  # the numbers of `blocks`, as far as packed before
     table_version: int = 0  # `Pages.version` when `table` was made
     promised: int = 0  # number of pages that it may have at least, those in `blocks` included
     keys: list[bytes] = field(default_factory=list)  # keys of the full pages of `ids`, as far as they are computed
     published: int = 0  # number of its first pages that later prompts can find
-    found: int = 0  # prompt tokens whose pages were found when it was first admitted
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache when it was first admitted
     preemptions: int = 0
     matcher: "Matcher | None" = None  # of its grammar
     drafted: int = 0  # number of the last `ids` that are only guessed, while a step checks them
@@ -50,22 +50,22 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether all but the newest generated token is cached, so that its next step takes one token, and drafted
+        """Whether all but the newest generated token is computed, so that its next step takes one token, and drafted
         ones."""
         count = len(self.ids) - self.drafted
-        return count > self.prompt_len and self.cached == count - 1
+        return count > self.prompt_len and self.num_computed == count - 1
 
     @property
     def new_tokens(self) -> int:
         """Number of tokens that the next step takes: one and drafted ones while decoding, else the prompt or a chunk of
         it."""
-        return self.end - self.cached
+        return self.end - self.num_computed
 
     @property
     def end(self) -> int:
-        """Number of `ids` that are cached after the next step."""
+        """Number of `ids` that are computed after the next step."""
         count, limit = len(self.ids), self.limit
-        return count if limit is None else min(self.cached + limit, count)
+        return count if limit is None else min(self.num_computed + limit, count)
 
     @property
     def logit_rows(self) -> int:
@@ -76,11 +76,11 @@ class Sequence:
     def scored(self) -> bool:
         """Whether the next step computes prompt tokens whose log-probabilities are wanted."""
         wanted = self.request.sampling.prompt_logprobs is not None and len(self.ids) == self.prompt_len
-        return wanted and self.cached < self.prompt_len - 1
+        return wanted and self.num_computed < self.prompt_len - 1
 
     @property
     def complete(self) -> bool:
-        """Whether all of `ids` are cached after the next step, so that the step chooses another token."""
+        """Whether all of `ids` are computed after the next step, so that the step chooses another token."""
         return self.end == len(self.ids)
 
 

@@ -52,7 +52,7 @@ class Kind:
 def kind_of(step: Step) -> Kind:
     decoding = [s for s in step.sequences if s.decoding]
     _, tokens, pairs = amounts_of(step.sequences).tolist()
-    return Kind(len(decoding), sum(s.cached for s in decoding), int(tokens), pairs)
+    return Kind(len(decoding), sum(s.num_computed for s in decoding), int(tokens), pairs)
 
 
 @dataclasses.dataclass(frozen=True)

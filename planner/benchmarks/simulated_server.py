@@ -222,7 +222,9 @@ def served(answers: list[Answer], preemptions: int) -> dict[str, float]:
     whole = np.array([answer.times[-1] - answer.sent for answer in answers])
     seconds = max(answer.times[-1] for answer in answers) - start
     tokens = sum(answer.tokens for answer in answers)
-    return figures_of(first, each, whole, tokens / seconds, preemptions, sum(answer.found for answer in answers))
+    return figures_of(
+        first, each, whole, tokens / seconds, preemptions, sum(answer.cached_tokens for answer in answers)
+    )
 
 
 def simulated(outcome: Outcome) -> dict[str, float]:
@@ -234,18 +236,18 @@ def simulated(outcome: Outcome) -> dict[str, float]:
     seconds = max(s.last for s in ended) - min(s.at for s in ended)
     (replica,) = outcome.replicas
     tokens = sum(s.output for s in ended)
-    return figures_of(first, each, whole, tokens / seconds, replica.preemptions, replica.found)
+    return figures_of(first, each, whole, tokens / seconds, replica.preemptions, replica.cached_tokens)
 
 
 def figures_of(
-    first: Any, each: Any, whole: Any, tokens_per_s: float, preemptions: int, found: int
+    first: Any, each: Any, whole: Any, tokens_per_s: float, preemptions: int, cached_tokens: int
 ) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, values in (("a token", each), ("first token", first), ("whole answer", whole)):
         figures[f"{name}, mean"] = 1e3 * float(values.mean())
         for percent in PERCENTILES:
             figures[f"{name}, p{percent}"] = 1e3 * float(np.percentile(values, percent))
-    return figures | {"tokens/s": tokens_per_s, "preemptions": preemptions, "tokens found": found}
+    return figures | {"tokens/s": tokens_per_s, "preemptions": preemptions, "tokens found": cached_tokens}
 
 
 def front_seconds(client: Client, vocabulary: int, step: float) -> float:

@@ -83,7 +83,7 @@ class Replica:
         self.number, self.limits, self.pages, self.times, self.shadowed = number, limits, pages, times, shadowed
         self.pause_s = pause_s
         self.samples: list[Sample] = []
-        self.preemptions = self.steps = self.found = 0
+        self.preemptions = self.steps = self.cached_tokens = 0
         self.busy = 0.0  # seconds of steps so far
         self.now = self._sampled = self._collected = 0.0
         self._certain = Certain(0)
@@ -168,7 +168,7 @@ class Replica:
                 left = min(left, 1 + max(least, spare // len(sequences) * size))
         if self.experts and left > 1:
             left = min(left, self.experts.alike())
-            taken = sum(max(0, -(-(s.cached + left) // size) - len(s.blocks)) for s in step.sequences)
+            taken = sum(max(0, -(-(s.num_computed + left) // size) - len(s.blocks)) for s in step.sequences)
             if taken >= self.experts.offload.arena.free_frames:
                 return 1  # a step in between may evict experts
         return left
@@ -212,7 +212,7 @@ class Replica:
             self._sample()
         for event in events:
             if event.finish_reason:
-                self.found += event.found
+                self.cached_tokens += event.cached_tokens
                 del self.sequences[event.id]
         return [(event.id, bool(event.finish_reason)) for event in events]
 

@@ -32,9 +32,9 @@ class StepTimes:
         for s in step.sequences:
             tokens[s.group] += s.new_tokens
             if s.decoding:
-                decoding[s.group] += s.cached
+                decoding[s.group] += s.num_computed
             else:
-                seen[s.group] = max(seen[s.group], s.cached)
+                seen[s.group] = max(seen[s.group], s.num_computed)
         busiest = max(range(groups), key=lambda group: tokens[group])
         # Those that decode read what they have cached.
         extra = self.decode(1, decoding[busiest], share) - self.decode(1, 0, share)
@@ -47,7 +47,7 @@ class StepTimes:
         rows, cached = [0] * groups, [0] * groups
         for s in step.sequences:
             rows[s.group] += 1
-            cached[s.group] += s.cached
+            cached[s.group] += s.num_computed
         most = max(rows)
         first = max(cached) / most
         start = self.decode(most, first, share)

@@ -71,7 +71,8 @@ def facts_of(outcome: Outcome, ended: Sequence[Served], good: float) -> dict[str
         "seconds": span, "busy": sum(r.busy for r in replicas) / span / len(replicas),
         "preemptions": sum(r.preemptions for r in replicas), "failures": outcome.failures,
         "restarted requests": sum(s.restarts > 0 for s in ended),
-        "prompt tokens found": sum(r.found for r in replicas) / prompts, "steps": sum(r.steps for r in replicas),
+        "prompt tokens found": sum(r.cached_tokens for r in replicas) / prompts,
+        "steps": sum(r.steps for r in replicas),
     }  # fmt: skip
     if all(totals := [r.totals for r in replicas]):
         hits, misses = (sum(getattr(t, name) for t in totals) for name in ("hits", "misses"))

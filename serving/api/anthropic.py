@@ -117,9 +117,9 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         usage = self.chat.usage
         return {
-            "input_tokens": usage.prompt - usage.cached,
+            "input_tokens": usage.prompt - usage.cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.cached,
+            "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion,
             "output_tokens_details": {"thinking_tokens": self.blocks.reasoning_tokens},
         }

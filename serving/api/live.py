@@ -105,7 +105,7 @@ class Live:
         body: dict[str, Any] = {
             "ttft": metrics.first_token.percentiles(*SHARES),
             "itl": metrics.between_tokens.percentiles(*SHARES),
-            "prompts": [metrics.looked_for, metrics.found],
+            "prompts": [metrics.looked_for, metrics.cached_tokens],
             "sample": _row(metrics.past[-1]) if metrics.past else None,
         }
         if state is None:
@@ -123,7 +123,7 @@ class Live:
 
     def _request(self, request: Running, now: float) -> list[float]:
         since = self.metrics.since.get(request.id, now)
-        sizes = (request.prompt, request.cached, request.generated, request.longest, request.preemptions)
+        sizes = (request.prompt, request.num_computed, request.generated, request.longest, request.preemptions)
         return [request.id, *sizes, round(now - since, 1)]
 
 

@@ -90,7 +90,7 @@ class Metrics:
         self.first_token, self.between_tokens = Window(clock), Window(clock)  # seconds
         self.past: deque[Sample] = deque(maxlen=PAST)
         self.since: dict[int, float] = {}  # id -> when a request that runs or waits was first seen
-        self.tokens = self.looked_for = self.found = 0  # generated; of prompts; of those in the prefix cache
+        self.tokens = self.looked_for = self.cached_tokens = 0  # generated; of prompts; of those in the prefix cache
         self.running = self._gauge("num_requests_running", "Requests in the batch.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait for a place.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Part of the KV cache that sequences hold; 1: all.")
@@ -210,9 +210,9 @@ class Timeline:
             self.first, self.queued_s = now, row.queued_s
             metrics.prompt.inc(self.prompt_tokens)
             metrics.prefix_queries.inc(self.prompt_tokens)
-            metrics.prefix_hits.inc(row.found)
+            metrics.prefix_hits.inc(row.cached_tokens)
             metrics.looked_for += self.prompt_tokens
-            metrics.found += row.found
+            metrics.cached_tokens += row.cached_tokens
             metrics.queue_s.observe(row.queued_s)
             metrics.ttft_s.observe(now - self.arrived)
             metrics.first_token.add(now - self.arrived)

@@ -131,7 +131,7 @@ class Answer:
         }
         if status not in ("completed", "incomplete"):
             return body
-        details = {"cached_tokens": usage.cached, "cache_write_tokens": 0}
+        details = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0}
         body["usage"] = {
             "input_tokens": usage.prompt,
             "input_tokens_details": details,

@@ -37,7 +37,7 @@ class Usage:
     """Tokens of one request so far."""
 
     prompt: int = 0
-    cached: int = 0  # of the prompts, in the prefix cache
+    cached_tokens: int = 0  # of the prompts, in the prefix cache
     completion: int = 0
 
     def body(self) -> dict[str, object]:
@@ -45,7 +45,7 @@ class Usage:
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -91,7 +91,7 @@ class Stream:
                 self.usage.completion += len(row.tokens)
                 if first:
                     first, self.prompt_logprobs = False, row.prompt_logprobs
-                    self.usage.cached += row.found
+                    self.usage.cached_tokens += row.cached_tokens
                 given += len(text)
                 finish = row.finish
                 tokens = [token for token in held if token.start < given or (row.finish and not stops.found)]

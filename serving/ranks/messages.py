@@ -108,7 +108,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     id: int
     tokens: list[int]
     finish: str = ""  # "stop", "length"; empty while it runs
-    found: int = 0  # prompt tokens that were in the prefix cache; in the first row of a request
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache; in the first row of a request
     logprobs: list[TokenLogprob] = []  # one for each of `tokens`, if wanted
     prompt_logprobs: list[TokenLogprob] = []  # of the prompt's tokens from the second on, in the first row, if wanted
     queued_s: float = 0.0  # how long it waited until its first step; in the first row of a request
@@ -139,7 +139,7 @@ class Group(msgspec.Struct, frozen=True):
 class Running(msgspec.Struct, frozen=True):
     id: int
     prompt: int  # tokens
-    cached: int  # of prompt and answer
+    num_computed: int  # of prompt and answer
     generated: int
     longest: int
     preemptions: int

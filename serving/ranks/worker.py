@@ -360,7 +360,7 @@ def row_of(event: Event, queued_s: float = 0.0) -> Row:
         id=event.id,
         tokens=list(event.tokens),
         finish=event.finish_reason,
-        found=event.found,
+        cached_tokens=event.cached_tokens,
         queued_s=queued_s,
         logprobs=[logprob_of(found) for found in event.logprobs],
         prompt_logprobs=[logprob_of(found) for found in event.prompt_logprobs],
@@ -375,7 +375,7 @@ def running_of(sequence: Sequence) -> Running:
     return Running(
         id=sequence.id,
         prompt=sequence.prompt_len,
-        cached=sequence.cached,
+        num_computed=sequence.num_computed,
         generated=len(sequence.generated),
         longest=sequence.longest,
         preemptions=sequence.preemptions,

@@ -104,7 +104,7 @@ def check_graphs(server: Server, captured: bool) -> None:
     server.abort(10)
     again = server.answer(12, [*ASKED[2], *script.tokens(2)[:50]], 5)
     assert again == script.tokens(2)[50:55]
-    assert script.rows(12)[0].found == 128
+    assert script.rows(12)[0].cached_tokens == 128
     assert graphs.compiles == made
     assert not [line for line in log.lines if line.startswith(("captured", "capture begin"))]
     assert (sum(line.startswith("replay graph") for line in log.lines) > NEW) == captured
@@ -136,13 +136,13 @@ def test_answers_are_those_of_each_request_alone(tmp_path: Path) -> None:
     server.abort(11)
     server.finish()
     assert worker.preemptions > 0
-    assert sum(script.rows(id)[0].found > 0 for id in range(11)) > 2
+    assert sum(script.rows(id)[0].cached_tokens > 0 for id in range(11)) > 2
     assert not script.ended(11)
     for id, (ids, tokens, sampling) in asked.items():
         for cache in worker.loop.scheduler.caches:
             cache.trim(0)
         alone = server.answer(100 + id, ids, tokens, **sampling)
-        assert script.rows(100 + id)[0].found == 0
+        assert script.rows(100 + id)[0].cached_tokens == 0
         got = script.tokens(id)
         assert got == (alone if id != 11 else alone[: len(got)])
     assert not any(cache.held for cache in worker.loop.scheduler.caches)

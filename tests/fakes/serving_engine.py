@@ -59,7 +59,7 @@ class FakeEngine:
         self.prefill_s: float = options.get("prefill_s", 0.0)
         self.rate: float = options.get("rate", 1e6)
         self.width: int = options.get("width", 1)
-        self.found: int = options.get("found", 0)
+        self.cached_tokens: int = options.get("cached_tokens", 0)
         self.submitted: list[Submit] = []
         self.aborted: list[int] = []
         self.watched: list[bool] = []  # what the front said about whether somebody watches
@@ -173,7 +173,7 @@ class FakeEngine:
             finish = "stop"
         prompt = s.submit.ids[1:] if first and sampling.prompt_logprobs is not None else []
         return Row(
-            s.submit.id, new, finish, self.found if first else 0,
+            s.submit.id, new, finish, self.cached_tokens if first else 0,
             [logprob(t, sampling.logprobs) for t in new] if sampling.logprobs is not None else [],
             [logprob(t, sampling.prompt_logprobs or 0) for t in prompt],
         )  # fmt: skip

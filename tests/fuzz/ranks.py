@@ -40,7 +40,7 @@ from serving.ranks.worker import request_of
 from tests.fuzz.target import Target
 
 READY = Ready(longest=9, batch_size=1, vocabulary=300, page_size=16, pages=1, groups=1, stop_ids=[0], prefill_rate=1.0)
-RUNNING = Running(id=1, prompt=2, cached=3, generated=4, longest=9, preemptions=0)
+RUNNING = Running(id=1, prompt=2, num_computed=3, generated=4, longest=9, preemptions=0)
 ROW = Row(1, [5, 6], "stop", logprobs=[TokenLogprob(-1.0, [TopToken(5, -1.0)])])
 STATE = State(1, 1, [RUNNING], [Group(1, 2, 3)], 0, drafted=5, expert_hits=7, queue=[RUNNING], step_tokens=[4, 5])
 

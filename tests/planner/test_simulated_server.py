@@ -70,9 +70,9 @@ def test_measured_steps_of_a_tiny_server_are_simulated(tmp_path: Path, monkeypat
 def test_both_sides_have_the_same_figures() -> None:
     answers, outcome = [], Outcome()
     for number, (at, first, last, tokens) in enumerate([(0.0, 0.5, 2.5, 5), (1.0, 1.2, 3.2, 11)]):
-        answers.append(Answer(10 + at, times=[10 + first, 10 + last], tokens=tokens, found=16))
+        answers.append(Answer(10 + at, times=[10 + first, 10 + last], tokens=tokens, cached_tokens=16))
         outcome.served[number] = Served(at, 20, tokens, first, last)
-    outcome.replicas = [argparse.Namespace(preemptions=3, found=32)]  # type: ignore[list-item]
+    outcome.replicas = [argparse.Namespace(preemptions=3, cached_tokens=32)]  # type: ignore[list-item]
     real, made = simulated_server.served(answers, 3), simulated_server.simulated(outcome)
     assert real == pytest.approx(made)
     assert real["a token, mean"] == pytest.approx((500 + 200) / 2)

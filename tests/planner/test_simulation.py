@@ -72,7 +72,7 @@ def test_kept_prefixes_are_found_and_the_router_knows_where(layout: Layout) -> N
     settings = dict(prefixes=20, prefix_tokens=256, requests=400)
 
     def found(**more: Any) -> int:
-        return sum(replica.found for replica in simulate(layout, **settings, **more).replicas)
+        return sum(replica.cached_tokens for replica in simulate(layout, **settings, **more).replicas)
 
     assert found(prefix_cache=False) == 0
     assert 0 < found() <= found(router="prefix_aware")

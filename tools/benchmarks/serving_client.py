@@ -38,7 +38,7 @@ class Answer:
     error: str = ""
     times: list[float] = field(default_factory=list)  # of the chunks with tokens
     tokens: int = 0
-    found: int = 0  # prompt tokens that the server had in its cache
+    cached_tokens: int = 0  # prompt tokens that the server had in its cache
     text: str = ""
 
     def read(self) -> None:
@@ -59,7 +59,7 @@ class Answer:
             self.error = str(event["error"])
         if usage := event.get("usage"):
             self.tokens = usage["completion_tokens"]
-            self.found = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         for choice in event.get("choices", ()):
             if choice["text"]:
                 self.times.append(at)

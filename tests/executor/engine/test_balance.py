@@ -93,7 +93,7 @@ def run(host: Host, scheduler: Scheduler, arrivals: list[tuple[int, int, int]]) 
         scheduler.reserve(scheduler.running)
         host.write(scheduler.running)
         for s in scheduler.running:
-            s.cached = len(s.ids)
+            s.num_computed = len(s.ids)
             s.ids.append(0)
             s.finish_reason = "length" if len(s.generated) == s.request.sampling.max_tokens else ""
         done += scheduler.retire()

@@ -22,7 +22,7 @@ def sequence(ids: int, cached: int, pages: list[int], prompt: int | None = None,
     given = tuple(range(100, 100 + ids))
     made = new_sequence(7, Request(given[:prompt], SamplingParams(**sampling)))
     made.ids = array("q", given)
-    made.cached, made.blocks = cached, [Block(page) for page in pages]
+    made.num_computed, made.blocks = cached, [Block(page) for page in pages]
     return made
 
 
@@ -114,20 +114,20 @@ def test_packed_paged_attention_equals_plain_attention(data: st.DataObject, lens
     sequences = [new_sequence(i, Request((0,) * n)) for i, n in enumerate(lens)]
     whole = [[torch.randn(n, h, dim) for h in (heads, kv_heads, kv_heads)] for n in lens]
     got: list[list[torch.Tensor]] = [[] for _ in lens]
-    while any(s.cached < n for s, n in zip(sequences, lens, strict=True)):
-        active = [s for s in sequences if s.cached < lens[s.id]]
+    while any(s.num_computed < n for s, n in zip(sequences, lens, strict=True)):
+        active = [s for s in sequences if s.num_computed < lens[s.id]]
         for s in active:
-            s.ids = array("q", range(data.draw(st.integers(s.cached + 1, lens[s.id]))))
+            s.ids = array("q", range(data.draw(st.integers(s.num_computed + 1, lens[s.id]))))
             pool.extend(s.blocks, len(s.ids))
         batch = pack(OPS, active, pool, (sum(s.new_tokens for s in active),), 12, all_logits=True)
-        q, k, v = (torch.cat([whole[s.id][t][s.cached : len(s.ids)] for s in active]) for t in range(3))
-        assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.cached :]]
+        q, k, v = (torch.cat([whole[s.id][t][s.num_computed : len(s.ids)] for s in active]) for t in range(3))
+        assert batch.token_ids.tolist() == [i for s in active for i in s.ids[s.num_computed :]]
         assert batch.positions.tolist() == batch.token_ids.tolist()  # ids were chosen to be positions
         OPS.write_kv(k, v, caches[0], caches[1], batch.paged.slot_mapping)
         out = OPS.attention(q, caches[0], caches[1], batch.paged, dim**-0.5)
         for s, part in zip(active, out.split([s.new_tokens for s in active]), strict=True):
             got[s.id].append(part)
-            s.cached = len(s.ids)
+            s.num_computed = len(s.ids)
     for (q, k, v), parts in zip(whole, got, strict=True):
         plain = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, enable_gqa=True

@@ -57,7 +57,7 @@ def test_chunked_prefill_changes_nothing(tmp_path: Path, chunk: int, mode: str) 
     most: list[int] = []
 
     def spy(sequences: list[Sequence]) -> None:
-        prompt_tokens = sum(s.new_tokens for s in sequences if s.cached < s.prompt_len)
+        prompt_tokens = sum(s.new_tokens for s in sequences if s.num_computed < s.prompt_len)
         if prompt_tokens:
             most.append(prompt_tokens)
 

@@ -82,9 +82,9 @@ def known(step: float, token: float, pair: float) -> Pace:
     return pace
 
 
-def prompt_of(length: int, cached: int) -> Sequence:
+def prompt_of(length: int, num_computed: int) -> Sequence:
     made = new_sequence(0, Request((1,) * length))
-    made.cached = cached
+    made.num_computed = num_computed
     return made
 
 

@@ -41,15 +41,17 @@ class Rank:
             places = [s.blocks[i // pool.page_size].page * pool.page_size + i % pool.page_size for i in range(s.end)]
             for position, place in enumerate(places):
                 content = salt, tuple(s.ids[: position + 1])
-                if position < s.cached:
+                if position < s.num_computed:
                     assert self.written[s.group, place] == content  # also what another sequence computed
                 else:
                     self.written[s.group, place] = content
             shared = [b for b in s.blocks if b.holders > 1]
-            assert all(b in s.blocks[: s.cached // pool.page_size] for b in shared)  # nobody writes into a shared page
+            assert all(
+                b in s.blocks[: s.num_computed // pool.page_size] for b in shared
+            )  # nobody writes into a shared page
         chosen = [tokens[s.id] for s in step.finished_prompts for _ in range(1 + s.drafted)]
         events = scheduler.commit(step, chosen)
-        return [(s.id, s.group, s.cached, s.preemptions) for s in step.sequences], events
+        return [(s.id, s.group, s.num_computed, s.preemptions) for s in step.sequences], events
 
     def check(self) -> None:
         scheduler = self.scheduler
@@ -64,7 +66,7 @@ class Rank:
             assert all(cache.index[key] is b and b.key == key and not b.holders for key, b in cache.idle.items())
             room = pool.pages - scheduler.committed(group)
             assert len(kept) <= max(scheduler.limits.prefix_floor, room - scheduler.expert_pages)
-        assert not any(s.blocks or s.cached for s in scheduler.waiting)
+        assert not any(s.blocks or s.num_computed for s in scheduler.waiting)
 
 
 def check_step(scheduler: Scheduler, step: Step) -> None:
@@ -151,12 +153,12 @@ def run_alone(scheduler: Scheduler, id: int, ids: Iterable[int], most: int, salt
 def test_a_conversation_is_found_again_and_other_salts_find_nothing() -> None:
     scheduler = Scheduler(Limits(2, 100, 4, prefixes=True))
     first = run_alone(scheduler, 0, list(range(10)), 7)
-    assert first.found == 0
+    assert first.cached_tokens == 0
     again = run_alone(scheduler, 1, first.ids, 3)  # 17 tokens, of which the last was never computed
-    assert again.found == 16
-    assert run_alone(scheduler, 2, list(range(8)), 3).found == 4  # the last token is always computed
-    assert run_alone(scheduler, 3, first.ids, 3, salt=b"other").found == 0
-    assert run_alone(scheduler, 4, [9, *range(1, 10)], 3).found == 0
+    assert again.cached_tokens == 16
+    assert run_alone(scheduler, 2, list(range(8)), 3).cached_tokens == 4  # the last token is always computed
+    assert run_alone(scheduler, 3, first.ids, 3, salt=b"other").cached_tokens == 0
+    assert run_alone(scheduler, 4, [9, *range(1, 10)], 3).cached_tokens == 0
 
 
 def test_what_was_used_last_is_kept_and_a_page_goes_before_its_predecessor() -> None:
@@ -172,7 +174,7 @@ def test_what_was_used_last_is_kept_and_a_page_goes_before_its_predecessor() -> 
     assert list(cache.idle) == [keys[1], keys[0]]
     cache.trim(1)
     assert list(cache.idle) == [keys[0]]
-    assert run_alone(scheduler, 3, list(range(12)), 1).found == 4
+    assert run_alone(scheduler, 3, list(range(12)), 1).cached_tokens == 4
     assert cache.missed_hits == 1  # the last page was dropped too long ago
 
 

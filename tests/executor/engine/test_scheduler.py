@@ -105,7 +105,7 @@ def test_pages_that_others_hold_count_once_and_nobody_overtakes(pages: int, admi
     found = scheduler.admit()
     assert [s.id for s in found] == admitted
     assert [s.id for s in scheduler.waiting] == [2, 3][len(admitted) - 1 :]
-    assert {(s.cached, s.published, s.found, len(s.blocks)) for s in found} == {(16, 4, 16, 4)}
+    assert {(s.num_computed, s.published, s.cached_tokens, len(s.blocks)) for s in found} == {(16, 4, 16, 4)}
     assert [block.holders for block in found[0].blocks] == [len(admitted)] * 4
     assert scheduler.committed(0) == (10 if len(admitted) == 2 else 5)
 
@@ -113,7 +113,7 @@ def test_pages_that_others_hold_count_once_and_nobody_overtakes(pages: int, admi
 def test_prompts_that_are_scored_are_computed_again() -> None:
     scored = sequence(1, 17, prompt_logprobs=0)
     added(with_kept_pages(), scored).admit()
-    assert (scored.cached, scored.found, scored.blocks) == (0, 0, [])
+    assert (scored.num_computed, scored.cached_tokens, scored.blocks) == (0, 0, [])
 
 
 def test_the_emptiest_group_gets_the_next_sequence() -> None:
@@ -205,7 +205,7 @@ def test_the_youngest_gives_back_its_pages_and_waits() -> None:
     assert step
     assert [s.id for s in step.sequences] == [0]
     assert (scheduler.running, scheduler.waiting, scheduler.preempted) == ([old], [young], [young])
-    assert (young.blocks, young.promised, young.cached, young.preemptions) == ([], 0, 0, 1)
+    assert (young.blocks, young.promised, young.num_computed, young.preemptions) == ([], 0, 0, 1)
     assert young.prompt_logprobs is scores  # its answer has begun: they are not computed again
     assert scheduler.committed(0) == old.promised == 3
     scheduler.reserve(step.sequences)
@@ -260,7 +260,7 @@ def test_a_step_publishes_full_pages_and_tells_what_was_found() -> None:
     whole, part = sequence(0, 7, most=5), sequence(1, range(20, 31), most=5)
     added(scheduler, whole, part)
     assert run(scheduler) == [Event(0, (1,), "", 0)]
-    assert [(s.cached, s.limit, s.published) for s in (whole, part)] == [(7, None, 1), (6, None, 1)]
+    assert [(s.num_computed, s.limit, s.published) for s in (whole, part)] == [(7, None, 1), (6, None, 1)]
     assert run(scheduler) == [Event(0, (1,), "", 0), Event(1, (1,), "", 0)]
     assert [block.key for block in part.blocks] == [*part.keys, b""]
     again = added(scheduler, sequence(2, range(20, 31), most=1))

@@ -61,7 +61,7 @@ def test_a_message_and_its_usage() -> None:
         assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
         assert events[-2]["usage"] == whole["usage"]
 
-    run(scenario, THINKS, family="minimax_m2", engine={"found": 3})
+    run(scenario, THINKS, family="minimax_m2", engine={"cached_tokens": 3})
 
 
 def test_why_a_message_ends() -> None:

@@ -40,7 +40,7 @@ def test_a_chat_and_its_usage() -> None:
         assert (body["object"], body["model"]) == ("chat.completion", "demo_chat")
         assert reply.headers["x-request-id"].startswith("req_")
 
-    run(scenario, engine={"found": 3})
+    run(scenario, engine={"cached_tokens": 3})
 
 
 def test_a_stream_has_a_role_first_a_reason_last_and_then_usage() -> None:

@@ -31,7 +31,7 @@ def served(metrics: Metrics, clock: Clock) -> None:
     async def request() -> None:
         async with metrics.arrived(40) as timeline:
             clock.now += 3
-            timeline.row(Row(1, [7], found=16, queued_s=1.0))
+            timeline.row(Row(1, [7], cached_tokens=16, queued_s=1.0))
             clock.now += 4
             timeline.row(Row(1, [8], "length"))
 

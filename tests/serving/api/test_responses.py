@@ -53,7 +53,7 @@ def test_a_response_and_its_usage() -> None:
             "total_tokens": prompt + tokens,
         }  # fmt: skip
 
-    run(scenario, THINKS, family="minimax_m2", engine={"found": 3})
+    run(scenario, THINKS, family="minimax_m2", engine={"cached_tokens": 3})
 
 
 def unrepeated(events: list[dict[str, Any]]) -> list[str]:

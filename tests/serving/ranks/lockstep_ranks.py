@@ -159,7 +159,7 @@ def main() -> None:
         if ranks.rank == 0:
             rows = {id: [t for row in rows for t in row.tokens] for id, rows in traffic.rows.items()}
             ended = [id for id, rows in traffic.rows.items() if rows[-1].finish]
-            hits = sum(rows[0].found > 0 for rows in traffic.rows.values())
+            hits = sum(rows[0].cached_tokens > 0 for rows in traffic.rows.values())
             report = dict(
                 submitted=len(traffic.submitted), rows=rows, ended=ended, alone=found, held=held, hits=hits,
                 preemptions=preemptions, steps=steps, moved=moved, refused=traffic.refused,

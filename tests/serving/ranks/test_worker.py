@@ -117,7 +117,7 @@ def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.Monk
             server.answer(next(ids), prompt, 2)
     last = list(range(next(ids) - 9, next(ids) - 1))
     assert share.expert_pages < before
-    assert sum(server.script.rows(id)[0].found == 40 for id in last) > 5
+    assert sum(server.script.rows(id)[0].cached_tokens == 40 for id in last) > 5
     monkeypatch.setattr(ExpertTotals, "miss_s", 1.0)
     low = share.expert_pages
     for prompt in prompts(40, 9, seed=5):

@@ -8,12 +8,12 @@ from tools.benchmarks.serving_client import Answer, Call, Client, figures, looke
 
 def test_a_closed_and_an_open_loop() -> None:
     async def run() -> None:
-        engine = {"found": 7}
+        engine = {"cached_tokens": 7}
         async with serving(lambda submit: [65 + i % 20 for i in range(200)], engine=engine) as server:
             client = Client(server.port)
             assert (await client.get("/health"))[0] == 200
             answers = await client.streams(random_calls("a", 6, 5, 12, 90), 3)
-            assert [(a.error, a.tokens, len(a.times), a.found) for a in answers] == [("", 12, 12, 7)] * 6
+            assert [(a.error, a.tokens, len(a.times), a.cached_tokens) for a in answers] == [("", 12, 12, 7)] * 6
             assert all(a.ttft > 0 and len(a.gaps) == 11 and min(a.gaps) >= 0 for a in answers)
             calls = [Call([65], 4, at) for at in (0.0, 0.3)]
             first, second = await client.arrivals(calls)
