@@ -58,7 +58,7 @@ umbra_install() {
         -r "$umbra_locks/$2.lock"
 }
 
-# .venv/NAME: what requirements-NAME.txt adds to .venv for tests/NAME, with everything else taken from .venv.
+# .venv/NAME: what tools/requirements/NAME.txt adds to .venv for tests/NAME, with everything else taken from .venv.
 umbra_setup_beside() {
     local name=$1 venv=.venv/$1 requirements
     requirements=$(sha256sum "$umbra_locks/$name.lock" .venv/umbra-setup tools/setup.sh)
@@ -68,7 +68,7 @@ umbra_setup_beside() {
         echo "setting up $venv (once) ..." >&2
         .venv/bin/python -m venv --clear "$venv"
         umbra_install "$venv" "$name" || {
-            echo "error: tests/$name cannot run: requirements-$name.txt has nothing for $(.venv/bin/python -V) on" \
+            echo "error: tests/$name cannot run: tools/requirements/$name.txt has nothing for $(.venv/bin/python -V) on" \
                 "$(uname -m), see above" >&2
             exit 2
         }
