@@ -68,7 +68,7 @@ OFFICIAL_M2 = {  # keys of the official config.json that transformers does not u
 ONE_RANK = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1, error_file="")
 
 
-def save_tiny(folder: Path, hub_names: bool = True, **options: Any) -> Qwen3MoeForCausalLM:
+def save_tiny(folder: Path, hub_names: bool = True, /, **options: Any) -> Qwen3MoeForCausalLM:
     """A random model saved to `folder` in float32; returned in evaluation mode as the oracle."""
     torch.manual_seed(7)
     settings = TINY | options
@@ -92,7 +92,7 @@ def save_tiny(folder: Path, hub_names: bool = True, **options: Any) -> Qwen3MoeF
     return model
 
 
-def save_tiny_m2(folder: Path, official: bool = True, **options: Any) -> MiniMaxM2ForCausalLM:
+def save_tiny_m2(folder: Path, official: bool = True, /, **options: Any) -> MiniMaxM2ForCausalLM:
     """A random MiniMax-M2 saved to `folder` in float32, with the keys of official files or those of transformers 5;
     returned in evaluation mode as the oracle. Everything that transformers starts at zero or one is random."""
     torch.manual_seed(11)

@@ -126,7 +126,7 @@ def test_answers_are_those_of_each_request_alone(tmp_path: Path) -> None:
     server, draw = Server(runner), random.Random(3)
     worker, script = server.worker, server.script
     start = [draw.randrange(96) for _ in range(40)]
-    asked = {}
+    asked: dict[int, tuple[list[int], int, dict[str, Any]]] = {}
     for id in range(12):
         ids = [*start[: draw.choice((0, 20, 40))], *(draw.randrange(96) for _ in range(20))]
         asked[id] = (ids, draw.randint(20, 60), {"temperature": draw.choice((0.0, 1.0)), "seed": id})

@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from cpu_offload.streaming import CHUNK
 from tests.executor.run.test_planner import COSTS, SHAPE
 
 
-def planner(**costs: object) -> Planner:
+def planner(**costs: Any) -> Planner:
     return Planner(SHAPE, dataclasses.replace(COSTS, **costs))
 
 
@@ -67,7 +68,7 @@ def test_threads_are_tried_within_the_cores() -> None:
 
 def costs_of(device: int, shadow: int, device_ms: float, shadow_ms: float) -> Costs:
     """Each side's time divided by its threads."""
-    sides = {"device": Line(0, device_ms / device, 0), "shadow": Line(0, shadow_ms / shadow, 0)}
+    sides: dict[str, Any] = {"device": Line(0, device_ms / device, 0), "shadow": Line(0, shadow_ms / shadow, 0)}
     return dataclasses.replace(COSTS, threads=(device, shadow), **sides)
 
 

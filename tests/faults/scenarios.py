@@ -26,7 +26,7 @@ import run
 from executor import model_runner as runner
 from executor.checkpoint.packed import PackedCache
 from executor.launch import results
-from executor.launch.launch import _cause
+from executor.launch.causes import cause_of
 from serving.api.server import serve
 from serving.ranks import worker
 from serving.ranks.channel import HEADER, framed, length_of
@@ -260,7 +260,7 @@ class Ranks(Scenario):
         error = ChildFailedError("ranks", failures)
 
         def told() -> None:
-            cause = _cause(error, folder, None, {})
+            cause = cause_of(error.failures, folder, {})
             print(f"error: {cause.text}", file=sys.stderr)
             sys.exit(cause.status)
 

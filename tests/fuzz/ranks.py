@@ -12,7 +12,7 @@ import msgspec
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from executor.engine.request import SamplingParams
-from executor.launch.launch import _cause
+from executor.launch.causes import cause_of
 from serving.api.live import Live
 from serving.api.metrics import Metrics
 from serving.ranks.channel import framed
@@ -132,7 +132,7 @@ def failure(folder: Path) -> Target:
             finally:
                 logging.disable(logging.NOTSET)
             with contextlib.redirect_stderr(io.StringIO()):
-                text = _cause(error, folder, None, {}).text
+                text = cause_of(error.failures, folder, {}).text
             assert text
             assert "\n" not in text
 

@@ -166,7 +166,7 @@ def test_both_equal_the_formulas(tmp_path: Path, config: str) -> None:
 
 def test_rope_keys_of_transformers_alone(tmp_path: Path) -> None:
     """Files saved by transformers 5 may lack `rotary_dim`."""
-    oracle = save_tiny_m2(tmp_path / "model", official=False)
+    oracle = save_tiny_m2(tmp_path / "model", False)
     edit_config(tmp_path / "model", rotary_dim=None)
     assert_equal(logits_of(tmp_path / "model"), oracle)
 

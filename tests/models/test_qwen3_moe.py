@@ -39,7 +39,7 @@ def test_logits_equal_transformers(
 ) -> None:
     """A packed prefill of three lengths, then decoding one by one, equals one full forward of each sequence."""
     options = dict(attention_bias=bias, tie_word_embeddings=tied, norm_topk_prob=renormalise)
-    oracle = save_tiny(tmp_path / "model", hub_names=bias != tied, **options, **LAYERS[layers], **ROPES[rope])
+    oracle = save_tiny(tmp_path / "model", bias != tied, **options, **LAYERS[layers], **ROPES[rope])
     case = tiny_case(tmp_path, tmp_path / "model")
     arrays = collect_logits(make_runner(case, tmp_path), PROMPTS, steps=5)
     for i, prompt in enumerate(PROMPTS):

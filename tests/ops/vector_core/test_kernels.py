@@ -351,7 +351,7 @@ def caught(library: Library) -> bool:
     for float_sums, (hidden, inner, ids, zeros, largest) in product((False, True), CASES):
         try:
             y, expected = fused(
-                *ids.shape, 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
+                len(ids), ids.shape[1], 3, hidden, inner, (32, 32), BFLOAT, zeros, ids, cores=6, library=library,
                 float_sums=float_sums, largest=largest,
             )  # fmt: skip
         except TwinError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -30,7 +31,7 @@ def tiny(float_sums: bool = False) -> Counts:
 
 
 @cache
-def idle() -> list[Phase]:
+def idle() -> Sequence[Phase]:
     """Core 0 of five that have four pairs of columns."""
     return gemv(8, 5).cores[0]
 
@@ -39,7 +40,7 @@ def changed(**costs: Any) -> Machine:
     return replace(LOW, **costs)
 
 
-def time(phases: list[Phase], **costs: Any) -> float:
+def time(phases: Sequence[Phase], **costs: Any) -> float:
     return sum(phase.time for phase in predict([phases], changed(**costs)))
 
 

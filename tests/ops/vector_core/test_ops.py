@@ -35,14 +35,16 @@ def good(op: str) -> dict[str, Any]:
     if op == "gemv_w4a16":
         return dict(x=empty(T, K), w=words(K, N), scales=kept(K, N), zeros=None, group=32)
     if op in ("unpack_w4a16", TILES):
-        bank = dict(bank=empty(E, N, K)) if op == TILES else {}
-        return dict(w=words(K, N, E), scales=kept(K, N, E), zeros=None, group=32, ordered=False, pairs=True) | bank
+        tiled = dict(bank=empty(E, N, K)) if op == TILES else {}
+        return dict(w=words(K, N, E), scales=kept(K, N, E), zeros=None, group=32, ordered=False, pairs=True) | tiled
     if op == SLOTS:
         arena, places = empty(9999, dtype=torch.uint8), empty(E, dtype=torch.int32)
         sizes = dict(inner=N, group=64, group2=32, zeros=True)
         return dict(x=empty(T, K), arena=arena, places=places, ids=ids, weights=weights, **sizes)
     w2, s2 = words(N, K, E, ordered=True), kept(N, K, E, ordered=True)
-    bank = dict(x=empty(T, K), w13=words(K, 2 * N, E), s13=kept(K, 2 * N, E), z13=None, w2=w2, s2=s2, z2=s2)
+    bank: dict[str, Tensor | None] = dict(
+        x=empty(T, K), w13=words(K, 2 * N, E), s13=kept(K, 2 * N, E), z13=None, w2=w2, s2=s2, z2=s2
+    )
     if op == SCORES:
         scores, bias = empty(T, 40, dtype=torch.float32), empty(40, dtype=torch.float32)
         choice = dict(scores=scores, bias=bias, top_k=TOP, sigmoid=True, first_expert=36)

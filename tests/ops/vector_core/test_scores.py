@@ -174,7 +174,7 @@ CASES = [  # tokens, k, experts, sigmoid, bias, scores' type, experts here
 
 @pytest.fixture(scope="module")
 def mistaken(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    mistakes = [(FILE, *mistake.split("|")) for mistake in MISTAKES.values()]
+    mistakes = [(FILE, right, wrong) for right, wrong in (mistake.split("|") for mistake in MISTAKES.values())]
     return mutants(tmp_path_factory.mktemp("mistaken"), "fused_moe_scores", mistakes)
 
 

@@ -2,8 +2,9 @@
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ class Mixture:
         return BlockLayout(self.inner, self.hidden, self.dtype, *self.groups, self.zeros, in_planes=True)
 
     @cached_property
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         layout, arena = self.layout, self.arena
         if arena is None:
             arena = torch.full((max(*self.places, 0) * PLACE + layout.block_bytes,), 0xFF, dtype=BYTE)
@@ -163,7 +164,7 @@ class Mixture:
         return self.x, arena, torch.tensor(self.places, dtype=INT), self.ids.int(), self.weights
 
     @property
-    def attributes(self) -> tuple[int, ...]:
+    def attributes(self) -> tuple[Any, ...]:
         return self.inner, *self.groups, self.zeros
 
     def run(self, library: Library | None = None) -> tuple[Tensor, Counts]:
@@ -199,7 +200,8 @@ def test_numbers(dtype: torch.dtype, zeros: bool, float_sums: bool) -> None:
         places, ids = scattered(layout, 12, missing=4), distinct(tokens, top_k, 12)
         mixture = Mixture(places, ids, hidden, inner, groups, dtype, zeros, float_sums)
         assert mixture.error() < BOUND[dtype], (hidden, inner)
-        own = reference.fused_moe_slots_w4a16(*mixture.inputs, *mixture.attributes, precise=True)
+        given: Any = (*mixture.inputs, *mixture.attributes)
+        own = partial(reference.fused_moe_slots_w4a16, precise=True)(*given)
         assert torch.equal(own, mixture.expected())
 
 
