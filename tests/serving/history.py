@@ -5,44 +5,76 @@ of an answer before it left; streams are well-formed; what is refused had to be;
 clients'; nothing is held while no request is open; nothing grows; a server that ran for hours is as fast as a new one.
 """
 
+import itertools
 import json
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from serving.ranks.client import FRESH_S
-from tests.serving.drift import JUDGED_S, Slope, change, part, slope
 
 LOST_S = 180.0  # a request that takes longer is lost
 BEHIND_S = 2.0  # after the ranks are back, in which answers may still tell of their end
 DEAD_S, STUCK_S, ALIVE_S = 1.0, 5.0, 1.0  # until /health/ready tells of a death, or of a halt; until /health answers
 SILENT = 1e-3  # part of the time in which it may take longer: clients also halt at times, on a busy machine
-DRIFT = 0.1  # most that the times of a server that has run for hours may differ from those of a new one
-SHARES = 0.1, 0.5, 0.9, 0.99
+DRIFT = 0.1  # most that the CPU time of a server that has run for hours may differ from that of a new one
+LONG_S = 1200.0  # a soak that takes so long has all faults, its times are judged, and a new server is its yardstick
+BLOCKS = 12  # of samples that follow each other: what a process needs for a while alone is not in the least of a block
+ERRORS = 2.23  # of a slope: 95 % of the estimates of 12 points lie within so many standard errors (Student's t, 10)
+WARM = 0.25  # part of the time in which a process may still grow: until it has met everything that there is
+JUDGED_S = 1800.0  # only what was seen for so long has a slope
 HOURLY = {"mb": 0.02, "threads": 0.5, "files": 0.5, "pages": 0.5}  # growth allowed; of memory, as a part of it
-SHORT = {"threads": 4, "files": 2}  # growth allowed between the quiet times of a process that was not seen for long
 ASKS = ("whole", "slow", "vanishes")
 REASONS = ("stop", "length", "abort", "error")
 Event = dict[str, Any]
 Span = tuple[float, float]
 
 
-def read_history(path: Path) -> Iterator[Event]:
-    """The events of a history; its last line may not be complete."""
-    with open(path) as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+@dataclass(frozen=True)
+class Slope:
+    """A line through the least values of blocks of samples."""
+
+    seconds: float  # that it was fitted over
+    level: float  # mean of the least values
+    hourly: float  # growth in an hour
+    error: float  # half of the 95 % interval of that
+
+    @property
+    def most(self) -> float:
+        """The growth in an hour that the samples do not rule out."""
+        return self.hourly + self.error
+
+
+def slope(samples: Sequence[tuple[float, float]]) -> Slope | None:
+    """Of (time in seconds, value), without the first part of the time. None: there are too few samples."""
+    if not samples:
+        return None
+    begin = samples[0][0] + WARM * (samples[-1][0] - samples[0][0])
+    kept = [sample for sample in samples if sample[0] >= begin]
+    if len(kept) < BLOCKS:
+        return None
+    bounds = [len(kept) * i // BLOCKS for i in range(BLOCKS + 1)]
+    blocks = [kept[a:b] for a, b in itertools.pairwise(bounds)]
+    times = [statistics.fmean(t for t, _ in block) / 3600 for block in blocks]
+    values = [min(value for _, value in block) for block in blocks]
+    mean_t, mean_v = statistics.fmean(times), statistics.fmean(values)
+    spread = sum((t - mean_t) ** 2 for t in times)
+    if not spread:
+        return None
+    hourly = sum((t - mean_t) * (v - mean_v) for t, v in zip(times, values, strict=True)) / spread
+    rest = sum((v - mean_v - hourly * (t - mean_t)) ** 2 for t, v in zip(times, values, strict=True))
+    error = ERRORS * (rest / (BLOCKS - 2) / spread) ** 0.5
+    return Slope(kept[-1][0] - kept[0][0], mean_v, hourly, error)
 
 
 class Checker:
-    """`times` says whether to judge what a busy machine makes slow."""
+    """Judges the history of a soak that has ended."""
 
-    def __init__(self, events: Iterable[Event], times: bool = True):
+    def __init__(self, events: Iterable[Event]):
         self.events = list(events)
-        self.times = times
         self.violations: list[str] = []
         self.of: dict[str, list[Event]] = defaultdict(list)
         for event in self.events:
@@ -51,9 +83,8 @@ class Checker:
         self.owner = {tuple(event["texts"]): event["key"] for event in self.of["question"]}
         self.sent = {event["id"]: event for event in self.of["send"]}
         self.ended = {event["id"]: event for event in self.of["end"]}
-        self.until = self.events[-1]["t"] if self.events else 0.0
-        self.begin = self.of["start"][0]["t"] if self.of["start"] else self.until
-        self.whole = bool(self.of["over"])
+        self.begin, self.until = self.of["start"][0]["t"], self.events[-1]["t"]
+        self.long = self.until - self.begin >= LONG_S
         for check in (
             self._once, self._ids, self._answers, self._refusals, self._counters, self._quiet, self._growth,
             self._faults, self._exits, self._drift, self._features,
@@ -70,8 +101,7 @@ class Checker:
         ended = Counter(event["id"] for event in self.of["end"])
         for id, count in sent.items():
             self.expect(count == 1, f"request {id} was sent {count} times")
-            open_ = not self.whole and self.until - self.sent[id]["t"] < LOST_S
-            self.expect(ended[id] > 0 or open_, f"request {id} was never answered: {self._told(id)}")
+            self.expect(ended[id] > 0, f"request {id} was never answered: {self._told(id)}")
         for id, count in ended.items():
             self.expect(count == 1, f"request {id} was answered {count} times")
             self.expect(id in sent, f"request {id} was answered, but never sent")
@@ -160,9 +190,6 @@ class Checker:
     def _asked(self, life: int, until: float) -> tuple[Counter[str], Counter[str]]:
         """What the server must have counted of a life until then, and what it may have counted beyond it."""
         known, perhaps = Counter[str](), Counter[str]()
-        for event in self.of["yardstick"]:
-            if event["life"] == life and event["t"] < until:
-                known.update(length=1, requests=1, tokens=event["tokens"], prompt=event["prompt"])
         for id, sent in self.sent.items():
             end = self.ended.get(id)
             if sent["life"] != life or sent["client"] not in ASKS or not end or end["t"] > until:
@@ -219,30 +246,21 @@ class Checker:
                 f"{process} {pid}: {what} may grow by {found.most:.3g} an hour ({found.hourly:+.3g} ± "
                 f"{found.error:.3g}), more than {allowed:.3g}",
             )
-        firsts: dict[int, Event] = {}
-        for quiet in self.of["quiet"]:
-            for process in quiet["processes"]:
-                first = firsts.setdefault(process["pid"], process)
-                for what, allowed in SHORT.items():
-                    grown = process[what] - first[what]
-                    who = f"{self._at(quiet)}: {process['name']} {process['pid']}"
-                    self.expect(grown <= allowed, f"{who} has {grown} more {what} than at first")
 
     def _faults(self) -> None:
         """Ranks that were killed came back, and the server told of it."""
         faults = [event for event in self.of["fault"] if event["kind"] != "drain"]
         mended = self.of["mended"]
-        late = self.whole or (bool(faults) and self.until - faults[-1]["t"] > 2 * LOST_S)
-        self.expect(len(faults) - len(mended) <= (0 if late else 1), "a fault was not mended")
+        self.expect(len(faults) == len(mended), "a fault was not mended")
         for event in mended:
             limit = DEAD_S if event["kind"] == "kill" else FRESH_S + STUCK_S
             back = event["told"] is not None and event["took"] is not None
             self.expect(back, f"{self._at(event)}: the server did not tell of a {event['kind']}, or did not come back")
-            slow = self.times and event["told"] is not None and event["told"] > limit
+            slow = self.long and event["told"] is not None and event["told"] > limit
             self.expect(not slow, f"{self._at(event)}: /health/ready told of a {event['kind']} after {event['told']} s")
         took = [event["seconds"] for event in self.of["health"]]
         silent = sum(seconds for seconds in took if seconds > ALIVE_S)
-        good = not self.times or silent <= SILENT * (self.until - self.begin)
+        good = not self.long or silent <= SILENT * (self.until - self.begin)
         self.expect(
             good, f"for {silent:.1f} s /health was not answered within {ALIVE_S:g} s, once for {max([0, *took])} s"
         )
@@ -250,7 +268,7 @@ class Checker:
     def _exits(self) -> None:
         lives = {event["life"] for event in self.of["ready"]}
         ended = {event["life"] for event in self.of["exit"]}
-        self.expect(lives == ended or not self.whole, f"servers {sorted(lives - ended)} have not ended")
+        self.expect(lives == ended, f"servers {sorted(lives - ended)} have not ended")
         for event in self.of["exit"]:
             where = f"server {event['life']}"
             self.expect(event["status"] == 0, f"{where} ended with status {event['status']}")
@@ -258,57 +276,10 @@ class Checker:
             self.expect(not event["left"] and not event["files"], f"{where} left {left}")
             self.expect(not event["traceback"], f"{where} wrote a traceback: {event['traceback'][-500:]}")
 
-    @cached_property
-    def quarters(self) -> dict[str, tuple[list[float], list[float]]]:
-        """Times of the first and of the last quarter of the soak: of the same questions in traffic, and of requests of
-        one size that had the server to themselves, also as multiples of those of a piece of work beside them. They are
-        those of a whole request for one token, or of a token of a longer answer."""
-        length = self.of["start"][0]["seconds"] if self.whole else self.until - self.begin
-        found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-
-        def add(t: float, **values: float) -> None:
-            place = (t - self.begin) / length
-            for name, value in values.items():
-                if not 0.25 <= place < 0.75:
-                    found[name][place >= 0.75].append(value)
-
-        for event in self.of["yardstick"]:
-            if event.get("of"):
-                continue
-            cpu, each = event["cpu"].get("front", 0.0) + event["cpu"].get("rank", 0.0), event["tokens"]
-            times = {
-                "CPU of front and rank, of the probe's": cpu / each / event["probe_cpu"],
-                "CPU of front and rank, ms": 1e3 * cpu / each,
-                "latency, of the probe's": event["took"] / each / event["probe"],
-                "latency, ms": 1e3 * event["took"] / each,
-            }
-            add(event["t"], **{f"{event['kind']}: {name}": value for name, value in times.items()})
-        for id, end in self.ended.items():
-            sent = self.sent.get(id)
-            if sent and sent["client"] == "whole" and sent["stream"] and end["how"] == "answered" and "ends" in end:
-                tokens = self.questions[sent["key"]]["tokens"]
-                if "error" not in end and tokens > 1:
-                    add(sent["t"], **{"first token in traffic: latency, ms": 1e3 * (end["first"] - sent["t"])})
-                    each = (end["last"] - end["first"]) / (tokens - 1)
-                    add(sent["t"], **{"token in traffic: latency, ms": 1e3 * each})
-        return found
-
-    @cached_property
-    def pairs(self) -> dict[str, tuple[list[float], list[float]]]:
-        """Times of the same requests to a new server, and to the one that ran until the end, in turns."""
-        found: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-        for event in self.of["yardstick"]:
-            if of := event.get("of"):
-                cpu = event["cpu"].get("front", 0.0) + event["cpu"].get("rank", 0.0)
-                found[f"{event['kind']}: CPU of front and rank, ms"][of == "old"].append(1e3 * cpu / event["tokens"])
-                found[f"{event['kind']}: latency, ms"][of == "old"].append(1e3 * event["took"] / event["tokens"])
-        return found
-
     def _drift(self) -> None:
-        for name, (new, old) in self.pairs.items():
-            drift = part(old, 0.5) / part(new, 0.5) - 1
-            good = abs(drift) <= DRIFT or "CPU" not in name or not self.times
-            self.expect(good, f"{name}: the median differs from that of a new server by {drift:+.1%}")
+        for event in self.of["compared"]:
+            drift = event["old"] / event["new"] - 1
+            self.expect(abs(drift) <= DRIFT, f"CPU time differs from that of a new server by {drift:+.1%}")
 
     @cached_property
     def totals(self) -> dict[str, float]:
@@ -319,11 +290,10 @@ class Checker:
     def _features(self) -> None:
         """A soak that did not use what it is to test says nothing about it."""
         names = {"prefix_cache_hits_total", "spec_decode_num_accepted_tokens_total", "request_success_total:abort"}
-        if self.whole and self.until - self.begin > JUDGED_S:
+        if self.long:
             names |= {"num_preemptions_total", "expert_misses_total", "admission_rejections_total:queue_full"}
-        if self.whole and self.until - self.begin > 60:
-            for name in sorted(names):
-                self.expect(self.totals.get(name, 0) > 0, f"nothing happened of {name}")
+        for name in sorted(names):
+            self.expect(self.totals.get(name, 0) > 0, f"nothing happened of {name}")
 
     @cached_property
     def deaths(self) -> list[Span]:
@@ -355,59 +325,21 @@ class Checker:
 
     def table(self) -> str:
         """What was found, as Markdown."""
-        hours = (self.until - self.begin) / 3600
-        ends = Counter(self._end(event) for event in self.of["end"])
-        rows = [("length", f"{60 * hours:.1f} minutes" + ("" if self.whole else ", not finished"))]
-        rows += [("requests", f"{len(self.sent):,}: " + ", ".join(f"{n:,} {end}" for end, n in ends.most_common()))]
-        apis = Counter(f"{e['api']}{', streamed' if e['stream'] else ''}" for e in self.sent.values() if "api" in e)
-        rows += [("by API", "; ".join(f"{name}: {n:,}" for name, n in sorted(apis.items())))]
+        ends = Counter(f"{e.get('status', '')} {e.get('error', e['how'])}".strip() for e in self.of["end"])
         compared = [e for e in self.ended.values() if e.get("texts") and "error" not in e and e["id"] in self.sent]
-        rows += [("compared with the answer alone", f"{len(compared):,} to {len(self.questions)} questions")]
-        faults = Counter(event["kind"] for event in self.of["fault"])
-        rows += [("faults", ", ".join(f"{n} {kind}" for kind, n in faults.items()))]
-        for kind in ("kill", "halt"):
-            if mended := [e for e in self.of["mended"] if e["kind"] == kind and e["told"] and e["took"]]:
-                told, took = (max(e[name] for e in mended) for name in ("told", "took"))
-                rows += [(f"/health/ready tells of a {kind}; serves again", f"{told:.2f} s; {took:.1f} s at most")]
-        if health := [1e3 * event["seconds"] for event in self.of["health"]]:
-            rows += [("/health, ms: median, longest", f"{part(health, 0.5):.1f}, {max(health):.0f}")]
-        rows += [("quiet times", f"{len(self.of['quiet'])}")]
-        for name, text in (
-            ("prefix_cache_hits_total", "prompt tokens found as prefixes"),
-            ("spec_decode_num_accepted_tokens_total", "drafted tokens that were right"),
-            ("num_preemptions_total", "preemptions"),
-            ("request_success_total:abort", "aborted"),
-            ("expert_misses_total", "pairs of a token and a shadow expert"),
-            ("generation_tokens_total", "generated tokens"),
-        ):
-            rows.append((text, f"{self.totals.get(name, 0):,.0f}"))
+        rows = {
+            "minutes": f"{(self.until - self.begin) / 60:.1f}",
+            "requests": f"{len(self.sent):,}: " + ", ".join(f"{n:,} {end}" for end, n in ends.most_common()),
+            "compared with the answer alone": f"{len(compared):,} to {len(self.questions)} questions",
+            "faults": ", ".join(f"{n} {kind}" for kind, n in Counter(e["kind"] for e in self.of["fault"]).items()),
+        }
+        for event in self.of["mended"]:
+            rows[f"/health/ready tells of a {event['kind']} at {self._at(event)}"] = f"after {event['told']} s"
+        for event in self.of["compared"]:
+            rows["CPU time, of that of a new server"] = f"{event['old'] / event['new']:.3f}"
+        rows |= {name: f"{value:,.0f}" for name, value in sorted(self.totals.items()) if name.endswith("_total")}
         for (process, pid, what), found in sorted(self.slopes.items()):
-            level = f"{found.level:.4g}{' MB' if what == 'mb' else ''}"
-            name = {"mb": "memory", "files": "descriptors"}.get(what, what)
-            growth = f"{found.hourly:+.3g} ± {found.error:.2g} an hour"
-            rows.append((f"{name} of {process} {pid}", f"{level}, {growth}, over {found.seconds / 60:.0f} minutes"))
-        rows.append(("violations", f"{len(self.violations)}"))
-        lines = ["| what | found |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)]
-        for both, names in (
-            (self.quarters, ("first quarter", "last quarter")),
-            (self.pairs, ("a new server", "this one")),
-        ):
-            lines += ["", f"| p10, p50, p90, p99 | {names[0]} | {names[1]} | change, % |", "|---|---|---|---|"]
-            for name, (first, last) in both.items():
-                if first and last:
-                    cells = [
-                        f"{', '.join(f'{part(v, share):.3g}' for share in SHARES)} (of {len(v):,})"
-                        for v in (first, last)
-                    ]
-                    changes = [change(first, last, share) for share in SHARES]
-                    shown = ", ".join(f"{100 * value:+.1f} ± {100 * error:.1f}" for value, error in changes)
-                    lines.append(f"| {name} | {cells[0]} | {cells[1]} | {shown} |")
-        return "\n".join(lines)
-
-    def _end(self, event: Event) -> str:
-        status = event.get("status")
-        if event["how"] == "answered" and status == 200 and "error" not in event:
-            return "answered"
-        shown = "" if status in (200, None) else f"{status} "
-        told = f"{shown}{event['error']}" if "error" in event else event["how"]
-        return told or "answered"
+            growth = f"{found.level:.4g}, {found.hourly:+.3g} ± {found.error:.2g} an hour"
+            rows[f"{what} of {process} {pid}"] = f"{growth}, over {found.seconds / 60:.0f} minutes"
+        rows["violations"] = f"{len(self.violations)}"
+        return "\n".join(["| what | found |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])
