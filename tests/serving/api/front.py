@@ -66,15 +66,6 @@ class Connection:
     writer: asyncio.StreamWriter
     reply: Reply = field(default_factory=lambda: Reply(0, {}))
 
-    def send(
-        self, port: int, path: str, data: Any = None, method: str = "POST", headers: dict[str, str] | None = None,
-        raw: bytes | None = None,
-    ) -> None:  # fmt: skip
-        body = raw if raw is not None else b"" if data is None else json.dumps(data).encode()
-        lines = {"host": f"127.0.0.1:{port}", "content-length": str(len(body))} | (headers or {})
-        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-        self.writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
-
     async def head(self) -> Reply:
         lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
@@ -118,9 +109,11 @@ async def connect(
         connection.close()
         raise
     reader, writer = await asyncio.open_connection(sock=connection)
-    made = Connection(reader, writer)
-    made.send(port, path, data, method, headers, raw)
-    return made
+    body = raw if raw is not None else b"" if data is None else json.dumps(data).encode()
+    lines = {"host": f"127.0.0.1:{port}", "content-length": str(len(body))} | (headers or {})
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+    return Connection(reader, writer)
 
 
 @dataclass

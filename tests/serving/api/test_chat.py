@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from serving.ranks.messages import Sampling
 from tests.serving.api.front import Server, run, until
 
 TOOL: dict[str, Any] = {
@@ -110,45 +111,6 @@ def test_tool_calls_are_streamed() -> None:
     run(scenario, text)
 
 
-def test_demanded_calls_have_a_grammar() -> None:
-    call = '<tool_call>\n{"name": "weather", "arguments": {"town":"Bath"}}\n</tool_call>'
-
-    async def scenario(server: Server) -> None:
-        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-            reply = (await server.chat(tools=[TOOL], tool_choice=choice)).json["choices"][0]
-            assert reply["message"]["tool_calls"][0]["function"]["name"] == "weather"
-            assert reply["message"]["content"] is None
-            grammar = server.engine.submitted[-1].sampling.grammar
-            assert grammar is not None
-            assert grammar.kind == "lark"
-        unknown = await server.chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "rain"}})
-        assert (unknown.status, unknown.error["param"]) == (400, "tool_choice")
-
-    run(scenario, call)
-
-
-def test_characters_are_whole_in_every_chunk() -> None:
-    text = "naïve 😀😀 日本"
-
-    async def scenario(server: Server) -> None:
-        for stops in (None, ["never"], ["😀😀日"]):
-            chunks = (await server.chat(stream=True, stop=stops)).events[:-1]
-            pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
-            assert "".join(pieces) == text
-            assert not any("�" in piece for piece in pieces)
-
-    run(scenario, text)
-
-
-def test_half_a_character_at_the_end_is_shown_as_such() -> None:
-    async def scenario(server: Server) -> None:
-        reply = await server.complete(max_tokens=4)
-        assert reply.json["choices"][0]["text"] == "a�"
-        assert reply.json["choices"][0]["finish_reason"] == "length"
-
-    run(scenario, "a😀")
-
-
 def test_stops_are_never_leaked() -> None:
     async def scenario(server: Server) -> None:
         body = (await server.complete(stop=["END", "nothing"], max_tokens=100)).json
@@ -165,7 +127,7 @@ def test_stops_are_never_leaked() -> None:
     run(scenario, "one EN two END three")
 
 
-@pytest.mark.parametrize("width", [1, 4, 7])
+@pytest.mark.parametrize("width", [1, 7])
 def test_tokens_behind_a_stop_do_not_count(width: int) -> None:
     """A step gives `width` tokens, as with drafts; the last one is also the last of `max_tokens`."""
 
@@ -259,17 +221,35 @@ def test_settings_reach_the_engine() -> None:
     """Or those of the case; a completion has 16 tokens if it does not say, a chat as many as fit."""
 
     async def scenario(server: Server) -> None:
-        await server.complete(temperature=0.5, logit_bias={"5": -100}, stop_token_ids=[9], priority=3, max_tokens=5)
+        given: dict[str, Any] = {
+            "temperature": 0.5, "top_p": 0.0, "top_k": 3, "min_p": 0.5, "presence_penalty": 1.0, "seed": 3,
+            "frequency_penalty": -1.0, "repetition_penalty": 1.5, "ignore_eos": True, "max_tokens": 5,
+        }  # fmt: skip
+        await server.complete(**given, logit_bias={"5": -100}, stop_token_ids=[9], priority=3, cache_salt="a")
         submit = server.engine.submitted[-1]
-        got = submit.sampling
-        assert (submit.priority, got.temperature, got.max_tokens) == (3, 0.5, 5)
-        assert (got.logit_bias, got.stop_token_ids) == ({5: -100.0}, (9,))
-        await server.complete()
-        assert server.engine.submitted[-1].sampling.max_tokens == 16
-        await server.chat()
+        assert submit.sampling == Sampling(**given, stop_token_ids=(9,), logit_bias={5: -100.0})
+        assert (submit.priority, submit.salt) == (3, b"a")
+        await server.complete(top_k=-1)
         got = server.engine.submitted[-1].sampling
-        assert (got.temperature, got.top_p) == (0.7, 0.9)  # as the case says
-        assert got.max_tokens == server.engine.longest - len(server.engine.submitted[-1].ids)
+        assert (got.max_tokens, got.top_k) == (16, None)
+        await server.chat()
+        chat = server.engine.submitted[-1]
+        assert (chat.sampling.temperature, chat.sampling.top_p) == (0.7, 0.9)  # as the case says
+        assert chat.sampling.max_tokens == server.engine.longest - len(chat.ids)
+        assert chat.sampling.seed != got.seed
+
+    run(scenario)
+
+
+def test_messages_become_texts_under_the_templates_names() -> None:
+    parts = [{"type": "text", "text": "a"}, {"text": "b"}, {"type": "refusal", "refusal": "c"}]
+
+    async def scenario(server: Server) -> None:
+        for role, content, strange in (("developer", parts, {"strange": 1}), ("system", "a\nb\nc", {})):
+            said = [{"role": role, "content": content, **strange}, {"role": "user", "content": "Hi"}]
+            assert (await server.ask("/v1/chat/completions", {"messages": said})).status == 200
+        first, second = (submit.ids for submit in server.engine.submitted)
+        assert first == second
 
     run(scenario)
 

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any
 
 import anthropic
 import openai
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent, TextBlock, ThinkingBlock, ToolUseBlock
-from openai.types import Completion, Model
+from anthropic.types import Message, RawMessageStreamEvent
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
@@ -48,8 +48,8 @@ def anthropics(
 
 
 CHATS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3", {}), ("minimax_m2", {"n": 2, "logprobs": True, "top_logprobs": 2}), ("qwen3", {"stop": ["l"]}),
-    ("qwen3", {"max_tokens": 2}), ("qwen3", {"tools": TOOLS}), ("qwen3", {"tools": TOOLS, "tool_choice": "required"}),
+    ("minimax_m2", {"n": 2, "logprobs": True, "top_logprobs": 2}), ("qwen3", {"max_tokens": 2}),
+    ("qwen3", {"tools": TOOLS, "tool_choice": "required"}),
 ]  # fmt: skip
 
 
@@ -92,10 +92,9 @@ def test_completions_have_the_types_of_the_client(fields: dict[str, Any]) -> Non
 
 
 RESPONSES: list[tuple[str, dict[str, Any]]] = [
-    ("minimax_m2", {}), ("qwen3", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
-    ("qwen3", {"max_output_tokens": 2}), ("qwen3", {"tools": RESPONSE_TOOLS, "instructions": "Be brief."}),
+    ("minimax_m2", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+    ("qwen3", {"max_output_tokens": 2}), ("qwen3", {"text": {"format": {"type": "json_object"}}}),
     ("qwen3", {"tools": RESPONSE_TOOLS, "tool_choice": {"type": "function", "name": "weather"}}),
-    ("qwen3", {"text": {"format": {"type": "json_object"}}}),
 ]  # fmt: skip
 
 
@@ -123,7 +122,6 @@ def test_responses_have_the_types_of_the_client(fields: dict[str, Any], family: 
 
 
 MESSAGES: list[tuple[str, str, dict[str, Any]]] = [
-    ("qwen3", SAID, {"system": [{"type": "text", "text": "Be brief."}]}),
     ("qwen3", SAID, {"max_tokens": 2, "metadata": {"user_id": "x"}}),
     ("qwen3", CALL, {"tools": MESSAGES_TOOLS, "tool_choice": {"type": "any"}}),
     ("minimax_m2", THINKS, {"tools": MESSAGES_TOOLS, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
@@ -158,53 +156,19 @@ def without_id(block: Any) -> dict[str, Any]:
     return {key: value for key, value in shown.items() if key != "id" and value is not None}
 
 
-def test_conversations_go_on_from_their_own_items() -> None:
-    """As agents do: what was answered is sent back, and the result of the tool behind it."""
-
-    async def responses(server: Server, client: openai.AsyncOpenAI) -> None:
-        first = await client.responses.create(model="demo_chat", input="Rain?", tools=RESPONSE_TOOLS)
-        calls = [item for item in first.output if item.type == "function_call"]
-        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
-        items = [item.model_dump(exclude_none=True) for item in first.output]
-        history: list[Any] = [{"role": "user", "content": "Rain?"}, *items, *results]
-        assert (await client.responses.create(model="demo_chat", input=history, tools=RESPONSE_TOOLS)).output
-        asked = server.tokenizer.decode(server.engine.submitted[-1].ids)
-        assert '"arguments": {"town": "Bath"}' in asked
-        assert "rain" in asked
-
-    async def blocks(server: Server, client: anthropic.AsyncAnthropic) -> None:
-        asked: dict[str, Any] = {"model": "demo_chat", "max_tokens": 200, "tools": MESSAGES_TOOLS}
-        first = await client.messages.create(messages=ASKED, **asked)
-        assert [type(block) for block in first.content] == [ThinkingBlock, TextBlock, ToolUseBlock]
-        result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "sunny"}
-        said: list[Any] = [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-        await client.messages.create(messages=[*ASKED, *said], **asked)
-        prompt = server.tokenizer.decode(server.engine.submitted[-1].ids)
-        for text in ("Hm, rain?", "I look.", '<parameter name="town">', "Łódź", "sunny"):
-            assert text in prompt
-
-    openais(responses, CALL)
-    anthropics(blocks, THINKS, family="minimax_m2")
-
-
 def test_models_and_parsed_answers() -> None:
     class Weather(BaseModel):
         rain: bool
-        wind: Literal["low", "high"]
 
     async def scenario(server: Server, client: openai.AsyncOpenAI) -> None:
-        models = [model async for model in client.models.list()]
-        assert models == [await client.models.retrieve("demo_chat")]
-        assert isinstance(models[0], Model)
+        assert [model async for model in client.models.list()] == [await client.models.retrieve("demo_chat")]
         answer = await client.chat.completions.parse(model="demo_chat", messages=ASKED, response_format=Weather)
-        assert answer.choices[0].message.parsed == Weather(rain=True, wind="low")
+        assert answer.choices[0].message.parsed == Weather(rain=True)
 
-    openais(scenario, '{"rain":true,"wind":"low"}')
+    openais(scenario, '{"rain":true}')
 
 
 def test_errors_are_the_clients_classes() -> None:
-    long: dict[str, Any] = {"keys": Keys.of([b"key"]), "engine": {"step_s": 0.01}}
-
     async def chats(server: Server, client: openai.AsyncOpenAI) -> None:
         asked: dict[str, Any] = {"model": "demo_chat", "messages": ASKED}
         with pytest.raises(openai.BadRequestError) as wrong:
@@ -217,14 +181,8 @@ def test_errors_are_the_clients_classes() -> None:
                 pass
 
     async def turns(server: Server, client: anthropic.AsyncAnthropic) -> None:
-        asked: dict[str, Any] = {"model": "demo_chat", "messages": ASKED, "max_tokens": 900}
         with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
-            await client.messages.create(**asked, stop_sequences=[""])
-        stream = await client.messages.create(**asked, stream=True)
-        await server.engine.die("the disk is full")
-        with pytest.raises(anthropic.APIStatusError, match="the disk is full"):
-            async for _ in stream:
-                pass
+            await client.messages.create(model="demo_chat", messages=ASKED, max_tokens=9, stop_sequences=[""])
 
-    openais(chats, "word " * 200, **long)
-    anthropics(turns, "word " * 200, **long)
+    openais(chats, "word " * 200, keys=Keys.of([b"key"]), engine={"step_s": 0.01})
+    anthropics(turns)

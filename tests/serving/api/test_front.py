@@ -1,7 +1,6 @@
 """What the front refuses, how it ends requests, and what it says while ranks load, wait, hang or die."""
 
 import asyncio
-import contextlib
 import gc
 import json
 import threading
@@ -9,61 +8,58 @@ from typing import Any
 
 import pytest
 
-from serving.api import app, front, server, sse
+from serving.api import app, body, compiling, fields, front, openai_completions, server, sse, structured
 from serving.api.errors import ApiError
 from serving.ranks import client
-from tests.serving.api.front import PATIENCE_S, Connection, Server, run, until
+from tests.serving.api.front import Connection, Server, run, until
 from tests.serving.api.test_chat import TOOL
+from umbra.files import ROOT
 
 LONG = "word " * 200
-BOGUS = {"type": "function", "function": {"name": "f", "parameters": {"type": "bogus"}}}
-WIDE = {str(i): True for i in range(600)}
-
-
-ALL_OF = [{"type": "string", "pattern": f"(.*a)+{i}"} for i in range(40)]
-ANY_OF = [{"anyOf": [{"required": [str(i)]}] * 2} for i in range(20)]
 
 
 def said(**message: Any) -> dict[str, Any]:
     return {"messages": [message]}
 
 
-# What the fields of messages, tools, sampling and grammars may be is in test_fields and test_structured.
+def named(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+# What grammars may be is in test_structured.
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": "hot"}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 2}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
     ({"n": 0}, "n"), ({"n": 65}, "n"), ({"stop": ["x"] * 17}, "stop"), ({"stop": ""}, "stop"),
-    ({"stop": "x" * 257}, "stop"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
-    ({"priority": (1 << 31) + 1}, "priority"), ({"stop_token_ids": [1 << 70]}, "stop_token_ids"),
-    ({"stop_token_ids": [1] * 4097}, "stop_token_ids"), ({"top_k": -5}, "top_k"), ({"top_logprobs": 1}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"seed": "x"}, "seed"), ({"min_p": -0.5}, "min_p"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"priority": (1 << 31) + 1}, "priority"),
+    ({"stop_token_ids": [1 << 70]}, "stop_token_ids"), ({"top_k": -5}, "top_k"), ({"top_logprobs": 1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"min_p": -0.5}, "min_p"),
     ({"stream_options": {"include_usage": True}}, "stream_options"), ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": ""}] * 4097}, "messages"), ({"messages": "Hi"}, "messages"),
-    ({"tools": [TOOL] * 129}, "tools"), (said(role="king", content=""), "messages[0].role"),
+    (said(role="king", content=""), "messages[0].role"), (said(role="user", content=5), "messages[0].content"),
     (said(role="user", content=[{"type": "image_url"}]), "messages[0].content[0]"),
+    (said(role="user", content=[{"text": ""}, {"type": "text", "text": 5}]), "messages[0].content[1].text"),
+    (said(role="user", content="", name=5), "messages[0].name"),
+    (said(role="tool", content="", tool_call_id=5), "messages[0].tool_call_id"),
+    (said(role="assistant", reasoning_content=5), "messages[0].reasoning_content"),
     (said(role="assistant", tool_calls=[{}]), "messages[0].tool_calls[0]"),
-    (said(role="assistant", tool_calls=5), "messages[0].tool_calls"), ({"store": True}, "store"),
-    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"nothing": True}}, "chat_template_kwargs"),
-    ({"tools": [{"type": "custom"}]}, "tools[0].type"), ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tools": [TOOL] * 129}, "tools"), ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"), ({"tools": [named("a b")]}, "tools[0].function.name"),
+    ({"tools": [named("a", parameters=["x"])]}, "tools[0].function.parameters"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ({"tools": [named("a", parameters={"type": "bogus"})], "tool_choice": "required"}, "tools"),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"), ({"guided_regex": "("}, "guided_regex"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
-    ({"tools": [BOGUS], "tool_choice": "required"}, "tools"), ({"guided_grammar": "start"}, "guided_grammar"),
-    ({"structured_outputs": {"json": {"properties": WIDE}}}, "structured_outputs.json"),
-    ({"guided_json": {"multipleOf": 999983}}, "guided_json"), ({"guided_json": {"allOf": ANY_OF}}, "guided_json"),
-    ({"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}}, "guided_json"),
-    ({"guided_grammar": 'start: %json {"multipleOf": 999983}'}, "guided_grammar"),
-    ({"guided_json": {"allOf": ALL_OF}}, "guided_json"),
 ]  # fmt: skip
 
 
 def test_a_wrong_field_is_named() -> None:
     async def scenario(server: Server) -> None:
-        for fields, param in WRONG:
-            reply = await server.chat(**fields)
+        for given, param in WRONG:
+            reply = await server.chat(**given)
             assert (reply.status, reply.error["param"]) == (400, param), reply.body
             assert reply.error["type"] == "invalid_request_error"
         assert not server.engine.submitted
@@ -73,17 +69,13 @@ def test_a_wrong_field_is_named() -> None:
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
     async def scenario(server: Server) -> None:
-        assert (await server.chat(top_k=1 << 70, seed=1 << 70, max_tokens=1 << 70)).status == 200
-        fields: dict[str, Any] = {
-            "store": False,
-            "modalities": ["text"],
-            "user": "me",
-            "metadata": {},
-            "n": None,
-            "tools": None,
-        }
-        assert (await server.chat(**fields, made_up=1)).status == 200
+        assert (await server.chat(top_k=1 << 70, seed=1 << 70, max_tokens=1 << 70, made_up=1)).status == 200
         assert server.front.unknown == {"made_up": 1}
+        for name, idle in fields.UNSUPPORTED.items():
+            for value in [None, *idle]:
+                assert (await server.chat(**{name: value})).status == 200
+            error = (await server.chat(**{name: ["something"]})).error
+            assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
     run(scenario)
 
@@ -98,6 +90,10 @@ def test_what_is_no_request() -> None:
             reply = await server.ask(path, raw=raw)
             assert reply.status == status, raw[:20]
             assert reply.error["type"] == "invalid_request_error"
+        prompts: list[Any] = [None, [], "", [[]], ["a", 5], [1.5], [True], [10**6], ["x"] * 65]
+        for prompt in prompts:
+            reply = await server.complete(prompt)
+            assert (reply.status, reply.error["param"]) == (400, "prompt")
         assert (await server.ask("/v1/nothing", {})).error["type"] == "not_found_error"
         assert (await server.get(path)).status == 405
         assert (await server.complete("x", model="other")).error["code"] == "model_not_found"
@@ -107,29 +103,6 @@ def test_what_is_no_request() -> None:
         assert answer.startswith(b"HTTP/1.1 400")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
         assert (await server.get("/health")).status == 200
-
-    run(scenario)
-
-
-def test_what_is_no_prompt() -> None:
-    async def scenario(server: Server) -> None:
-        wrong: list[Any] = [
-            None,
-            [],
-            "",
-            [[]],
-            ["a", 5],
-            [1.5],
-            [-1],
-            [True],
-            [10**6],
-            ["x"] * 65,
-            [[1], "x", [2, "y"]],
-        ]
-        for prompt in wrong:
-            reply = await server.complete(prompt)
-            assert (reply.status, reply.error["param"]) == (400, "prompt")
-        assert (await server.complete("\ud800")).status == 400  # no JSON at all
 
     run(scenario)
 
@@ -145,10 +118,32 @@ def test_the_description_has_all_routes_and_its_examples_are_answered() -> None:
             for example in methods["post"]["requestBody"]["content"]["application/json"]["examples"].values()
         ]  # fmt: skip
         assert len(examples) > 10
-        for path, body in examples:
-            assert (await server.ask(path, body)).status == 200
+        for path, example in examples:
+            assert (await server.ask(path, example)).status == 200
 
     run(scenario)
+
+
+def test_limits_are_those_of_the_documentation() -> None:
+    """Clients rely on them."""
+    text = " ".join((ROOT / "docs" / "serving.md").read_text().split())
+    for said in (
+        f"or up to {openai_completions.MOST_PROMPTS} of either",
+        f"absent: {openai_completions.MAX_TOKENS} for completions",
+        f"up to {fields.MOST_CHOICES} answers; the prompt is computed once",
+        f"up to {fields.MOST_STOPS} strings of up to {fields.LONGEST_STOP} characters",
+        f"a comment after {sse.PING_S:g} s without one",
+        f"a client leaves {server.UNREAD >> 10} KiB of its answer unread for {server.UNREAD_S:g} s",
+        f"headers take {server.HEADER_S:g} s, a body {body.BODY_S:g} s",
+        f"more than {server.MOST_CONNECTIONS:,} connections are open",
+        f"Bodies have at most {body.LARGEST_BODY >> 20} MiB and {fields.DEEPEST} levels",
+        f"grammars {structured.LARGEST >> 10} KiB, {structured.DEEPEST} levels and {structured.MOST_PROPERTIES} prop",
+        f"which ends after {compiling.SECONDS:g} s or {compiling.MEMORY >> 20} MB",
+        f"if the ranks answered in the last {client.FRESH_S:g} s",
+    ):
+        assert said in text, said
+    exact = [body.LARGEST_BODY, server.UNREAD, structured.LARGEST, compiling.MEMORY, fields.LARGEST_PRIORITY]
+    assert exact == [8 * 1024**2, 256 * 1024, 64 * 1024, 512 * 1024**2, 2**31]
 
 
 def test_requests_and_models_have_names() -> None:
@@ -196,15 +191,6 @@ def test_a_prompt_that_is_too_long() -> None:
     run(scenario, LONG, engine={"longest": 100})
 
 
-def test_what_the_engine_refuses() -> None:
-    async def scenario(server: Server) -> None:
-        for stream in (False, True):
-            reply = await server.chat(stream=stream)
-            assert (reply.status, reply.error["message"]) == (400, "no room")
-
-    run(scenario, lambda submit: "no room")
-
-
 def test_while_loading() -> None:
     async def scenario(server: Server) -> None:
         await until(lambda: server.front.client.progress.share)
@@ -229,9 +215,7 @@ async def ended(server: Server) -> None:
     assert server.front.client.open_requests == 0
 
 
-@pytest.mark.parametrize(
-    ("where", "stream"), [("queued", False), ("prefill", True), ("decode", False), ("decode", True)]
-)
+@pytest.mark.parametrize(("where", "stream"), [("queued", False), ("prefill", True), ("decode", False)])
 def test_a_client_that_goes_ends_its_request(where: str, stream: bool) -> None:
     async def scenario(server: Server) -> None:
         engine = server.engine
@@ -244,8 +228,6 @@ def test_a_client_that_goes_ends_its_request(where: str, stream: bool) -> None:
         await until(lambda: len(engine.submitted) == len(others) + 1)
         if where == "decode":
             await until(lambda: engine.running and engine.running[0].tokens)
-            if stream:
-                await connection.head()
         connection.kill()
         await until(lambda: len(engine.aborted) == 1)
         assert engine.aborted == [engine.submitted[-1].id]
@@ -258,8 +240,11 @@ def test_a_client_that_goes_ends_its_request(where: str, stream: bool) -> None:
 
 
 def test_several_choices_end_together() -> None:
+    """When their client goes, or when one of them is refused."""
+    body = {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 9999}
+
     async def scenario(server: Server) -> None:
-        connection = await server.open("/v1/completions", {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 9999})
+        connection = await server.open("/v1/completions", body)
         await until(lambda: len(server.engine.submitted) == 4)
         connection.kill()
         await ended(server)
@@ -267,20 +252,11 @@ def test_several_choices_end_together() -> None:
 
     run(scenario, LONG, engine={"step_s": 0.05})
 
-
-def test_too_many_requests_are_told_when_to_come_back() -> None:
-    async def scenario(server: Server) -> None:
-        held = [await server.open("/v1/completions", {"prompt": "x" * 50, "max_tokens": 900}) for _ in range(3)]
-        await until(lambda: server.front.limits.open == 3)
-        reply = await server.complete("x", stream=True)
-        assert (reply.status, reply.error["code"], reply.error["type"]) == (429, "queue_full", "rate_limit_error")
-        assert int(reply.headers["retry-after"]) >= 1
-        for connection in held:
-            connection.kill()
+    async def refused(server: Server) -> None:
+        assert (await server.ask("/v1/completions", body)).error["message"] == "no room"
         await ended(server)
-        assert (await server.complete("x", max_tokens=2)).status == 200
 
-    run(scenario, LONG, engine={"batch_size": 1, "step_s": 0.02}, max_queue=2)
+    run(refused, lambda submit: [97] * 1000 if submit.ids == [97] else "no room", engine={"step_s": 0.05})
 
 
 def test_a_request_that_waits_too_long_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,8 +275,7 @@ def test_a_request_that_waits_too_long_is_told_so(monkeypatch: pytest.MonkeyPatc
     run(scenario, LONG, engine={"batch_size": 1, "prefill_s": 60.0}, queue_timeout_s=0.5)
 
 
-@pytest.mark.parametrize("reason", ["", "the disk is full"])
-def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
+def test_ranks_that_die_end_all_requests_with_the_truth() -> None:
     async def scenario(server: Server) -> None:
         body = {"prompt": "Hi", "max_tokens": 900}
         streaming = await server.open("/v1/completions", body | {"stream": True})
@@ -308,11 +283,11 @@ def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
         await streaming.head()
         await streaming.chunk()
         await until(lambda: len(server.engine.running) == 2 and all(s.tokens for s in server.engine.running))
-        await server.engine.die(reason)
+        await server.engine.die("the disk is full")
         while data := await streaming.chunk():
             last = data
         error = json.loads(last.removeprefix(b"data: "))["error"]
-        assert error["message"] == (reason or "the ranks have ended")
+        assert error["message"] == "the disk is full"
         assert error["code"] == "engine_gone"
         reply = await waiting.all()
         assert (reply.status, reply.error["message"]) == (500, error["message"])
@@ -320,30 +295,6 @@ def test_ranks_that_die_end_all_requests_with_the_truth(reason: str) -> None:
         assert (await server.complete("x")).status == 503
 
     run(scenario, LONG, engine={"step_s": 0.01})
-
-
-class Restarting:
-    """A supervisor that starts the ranks again."""
-
-    failed, stopping, restarts = "", False, 0
-
-
-def test_requests_without_a_token_are_submitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "LOOK_S", 0.02)
-
-    async def scenario(server: Server) -> None:
-        server.front.supervisor = Restarting()  # type: ignore[assignment]
-        waiting = await server.open("/v1/completions", {"prompt": "Hi"})
-        await until(lambda: server.engine.running)
-        await server.engine.die()
-        await until(lambda: server.front.client.reason)
-        assert (await server.get("/health/ready")).status == 503
-        server.engine.running, server.engine.prefill_s = [], 0.0
-        await server.engine.connect()
-        assert (await waiting.all()).json["choices"][0]["text"] == "Hello!"
-        await ended(server)
-
-    run(scenario, engine={"prefill_s": 60.0})
 
 
 def test_ready_says_when_the_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,13 +332,6 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x")
         with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
             await reader.readexactly(1)
-        # The same where a connection is used again.
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        writer.write(b"GET /health HTTP/1.1\r\nho")
-        with contextlib.suppress(ConnectionResetError):
-            await asyncio.wait_for(reader.read(), PATIENCE_S)
         late = await server.open("/v1/completions", raw=b"{", headers={"content-length": "100"})
         assert (await late.all()).status == 408
         # An endless answer that nobody reads.
@@ -402,24 +346,7 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scenario, lambda submit: [97] * 10_000_000, engine=endless)
 
 
-@pytest.mark.thorough
-def test_floods_do_not_stop_health_checks() -> None:
-    async def scenario(server: Server) -> None:
-        bodies = [b'{"prompt": "' + b"x" * (1 << 20) + b'"}', b"[" * (1 << 20), b"x" * (1 << 20)]
-        bodies.append(b'{"prompt": [' + b"1," * (1 << 20) + b"1]}")
-        flood = [asyncio.create_task(server.ask("/v1/completions", raw=body)) for body in bodies * 8]
-        answered = 0
-        while not all(task.done() for task in flood):
-            assert (await server.get("/health")).status == 200
-            answered += 1
-        assert {reply.status for reply in await asyncio.gather(*flood)} == {400}
-        assert answered > 8
-
-    run(scenario, engine={"longest": 1000})
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-def test_wrong_requests_leave_no_garbage(path: str) -> None:
+def test_a_wrong_request_leaves_no_garbage() -> None:
     """What was read of a large one would stay until it is looked for, which halts all answers meanwhile."""
 
     async def scenario(server: Server) -> None:
@@ -427,7 +354,7 @@ def test_wrong_requests_leave_no_garbage(path: str) -> None:
         gc.collect()
         gc.disable()
         try:
-            assert (await server.ask(path, raw=raw)).status == 400
+            assert (await server.ask("/v1/completions", raw=raw)).status == 400
             for _ in range(500):  # the server's task may end after the client has its answer; a cycle would stay
                 if not any(type(found) is ApiError for found in gc.get_objects()):
                     return

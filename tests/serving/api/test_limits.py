@@ -57,18 +57,6 @@ def test_a_wait_for_rows_is_seen_and_forgotten() -> None:
     assert of.measured(FAST) == FAST
 
 
-def test_a_burst_is_not_judged_by_calm_times() -> None:
-    """Prompts that start as they come say nothing of how fast they could."""
-    of = limits(clock := Clock(), target_ttft_s=1.0)
-    for _ in range(50):
-        clock.now += 1.0
-        with of.admit(PROMPT, 1, READY, FAST) as ticket:
-            ticket.started(PROMPT)
-    for _ in range(20):
-        of.admit(PROMPT, 1, READY, FAST)
-    assert of.measured(FAST) == FAST
-
-
 def test_as_many_sequences_are_open_as_rows_and_queue_have_room() -> None:
     """Without a setting, the queue has room for four batches; a request needs no more places than rows."""
     for queue, most in ((3, 7), (0, 20)):
@@ -83,20 +71,6 @@ def test_as_many_sequences_are_open_as_rows_and_queue_have_room() -> None:
         refused(of, sequences=2)
         assert of.admit(5, 1, READY, FAST).places == 1
     assert limits(Clock(), max_queue=4).admit(10, 99, READY, FAST).places == 4
-
-
-def test_a_ticket_is_given_back_once_and_whole() -> None:
-    of = limits(Clock())
-    with of.admit(30, 2, READY, FAST) as ticket:
-        ticket.started(10)
-        assert (of.open, of.waiting_tokens, ticket.waiting_tokens) == (2, 20, 20)
-        ticket.started(50)  # no more than it has
-        other = of.admit(7, 1, READY, FAST)
-        assert (of.waiting_tokens, ticket.waiting_tokens) == (7, 0)
-    ticket.__exit__()
-    assert (of.open, of.waiting_tokens, ticket.places) == (1, 7, 0)
-    other.__exit__()
-    assert (of.open, of.waiting_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(("tokens", "retry"), [(101, 1), (120, 2), (121, 3), (9000, 60)])

@@ -126,7 +126,7 @@ def test_the_stream_needs_a_key_and_takes_few_watchers(monkeypatch: pytest.Monke
     assert run(full) == 429
 
 
-def test_the_page_is_told_of_an_end() -> None:
+def test_the_page_is_told_of_an_end_and_new_ranks_of_the_page() -> None:
     async def scenario(server: Server) -> None:
         connection = await watch(server)
         await next_event(connection, "state")
@@ -136,23 +136,12 @@ def test_the_page_is_told_of_an_end() -> None:
             state = await next_event(connection, "state")
         assert state["reason"] == "the disk is full"
         assert "running" not in state
-        server.front.live.close()
-        while await connection.chunk():
-            pass
-
-    run(scenario)
-
-
-def test_ranks_that_start_again_learn_that_somebody_watches() -> None:
-    async def scenario(server: Server) -> None:
-        connection = await watch(server)
-        await next_event(connection, "state")
-        await server.engine.die()
-        await until(lambda: not server.front.client.alive)
         server.engine.watched.clear()
         await server.engine.connect()
         await until(lambda: server.engine.watched)
         assert server.engine.watched == [True]
-        connection.kill()
+        server.front.live.close()
+        while await connection.chunk():
+            pass
 
     run(scenario)

@@ -142,28 +142,19 @@ def item(**fields: Any) -> dict[str, Any]:
 MADE = {"type": "function_call", "call_id": "a", "name": "b", "arguments": "{}"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"store": True}, "store"),
     ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
     ({"include": ["file_search_call.results"]}, "include"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "rain"}}, "tool_choice"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"input": 5}, "input"),
     ({"input": []}, "input"),
     (item(type="item_reference", id="msg_1"), "input[0].type"),
-    (item(role="tool", content="x"), "input[0].role"),
-    (item(role="user", content=3), "input[0].content"),
     (item(role="user", content=[{"type": "input_image"}]), "input[0].content[0]"),
     (item(type="reasoning", encrypted_content="x"), "input[0].encrypted_content"),
-    (item(**MADE | {"call_id": 5}), "input[0].call_id"),
     (item(**MADE | {"arguments": {}}), "input[0].arguments"),
     (item(type="function_call_output", call_id="a", output=None), "input[0].output"),
-    (item(role="user", content="x" * 10**6) | {"instructions": "x"}, "input[0].content"),
     ({"input": "x" * 1990}, "input"),
 ]
 

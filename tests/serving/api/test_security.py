@@ -1,6 +1,5 @@
 """What an attacker can send, and what the front then still does for everybody else."""
 
-import ast
 import asyncio
 import hmac
 from pathlib import Path
@@ -14,43 +13,6 @@ from serving.api.body import LARGEST_BODY
 from serving.api.errors import ApiError
 from tests.serving.api.front import Connection, Server, run
 from umbra.errors import UserError
-from umbra.files import ROOT
-
-ASKED = [{"role": "user", "content": "Hi"}]
-OTHERS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
-OTHERS_CALLS = {"eval", "exec", "load_module", "broadcast_object_list", "gather_object", "scatter_object_list"}
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "serving").rglob("*.py")), ids=lambda file: file.stem)
-def test_nothing_that_comes_in_is_read_as_a_program(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            assert not OTHERS_CODE & {name.partition(".")[0] for name in names}
-        if isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            assert name not in OTHERS_CALLS
-
-
-def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All keys, whichever fits, and only by digests of one length."""
-    compared: list[tuple[bytes, bytes]] = []
-    equal = hmac.compare_digest
-
-    def compare(one: bytes, other: bytes) -> bool:
-        compared.append((one, other))
-        return equal(one, other)
-
-    async def scenario(server: Server) -> None:
-        monkeypatch.setattr(hmac, "compare_digest", compare)
-        for key, status in (("first", 200), ("second", 200), ("f", 401), ("first" * 1000, 401), ("", 401)):
-            compared.clear()
-            reply = await server.ask("/v1/completions", {"prompt": "Hi"}, headers={"authorization": f"Bearer {key}"})
-            assert reply.status == status
-            assert len(compared) == 2
-            assert {len(digest) for pair in compared for digest in pair} == {32}
-
-    run(scenario, keys=Keys.of([b"first", b"second"]))
 
 
 def test_keys_of_a_file(tmp_path: Path) -> None:
@@ -66,18 +28,29 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
         Keys.read(str(tmp_path / "nothing"))
 
 
-def test_keys_of_requests() -> None:
-    keys = Keys.of([b"first", b"second"])
-    salts = [
-        keys.check(Headers(headers))
+def test_keys_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In either header; prefixes of one key are not found by another. All keys are compared, whichever fits, in
+    constant time: by digests of one length."""
+    compared: list[int] = []
+    equal = hmac.compare_digest
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.extend((len(one), len(other)))
+        return equal(one, other)
+
+    async def scenario(server: Server) -> None:
+        monkeypatch.setattr(hmac, "compare_digest", compare)
         for headers in ({"authorization": "bearer  first "}, {"authorization": "Basic x", "x-api-key": "first"},
-                        {"x-api-key": "second"})
-    ]  # fmt: skip
-    assert salts[0] == salts[1] != salts[2]
-    for wrong in ({}, {"authorization": "first"}, {"authorization": "Bearer x", "x-api-key": "first"}):
-        with pytest.raises(ApiError) as refused:
-            keys.check(Headers(wrong))
-        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+                        {"x-api-key": "second"}):  # fmt: skip
+            assert (await server.ask("/v1/completions", {"prompt": "Hi"}, headers=headers)).status == 200
+        salts = [submit.salt for submit in server.engine.submitted]
+        assert salts[0] == salts[1] != salts[2]
+        assert compared == [32] * 4 * len(salts)
+        for wrong in ({}, {"authorization": "first"}, {"authorization": "Bearer x", "x-api-key": "first"}):
+            refused = await server.ask("/v1/completions", {"prompt": "Hi"}, headers=wrong)
+            assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+
+    run(scenario, keys=Keys.of([b"first", b"second"]))
 
 
 def test_only_this_machine_needs_no_key() -> None:
@@ -92,10 +65,8 @@ def test_only_this_machine_needs_no_key() -> None:
 @pytest.mark.parametrize(
     ("host", "origin", "code"),
     [
-        ("a", "", ""), ("a:80", "", ""), ("10.0.0.1:80", "", ""), ("[::1]:80", "", ""), ("localhost:1", "", ""),
-        ("b", "", "wrong_host"), ("b:80", "", "wrong_host"), ("a:x", "", "wrong_host"), ("a:80", "http://a:80", ""),
-        ("a", "https://a", ""), ("a:80", "http://a", "cross_origin"), ("a", "null", "cross_origin"),
-        ("a", "http://b", "cross_origin"),
+        ("a:80", "", ""), ("10.0.0.1:80", "", ""), ("[::1]:80", "", ""), ("b:80", "", "wrong_host"),
+        ("a:80", "http://a:80", ""), ("a:80", "http://a", "cross_origin"), ("a", "null", "cross_origin"),
     ],
 )  # fmt: skip
 def test_pages_of_other_sites_are_told_by_their_headers(host: str, origin: str, code: str) -> None:
@@ -110,19 +81,14 @@ def test_pages_of_other_sites_are_told_by_their_headers(host: str, origin: str, 
             check_origin(headers, "a", keys)
 
 
-@pytest.mark.parametrize("length", [True, False])
-def test_a_body_that_is_too_large_is_not_read(length: bool) -> None:
-    """Neither one that says so, nor one that comes in chunks."""
+def test_a_body_that_is_too_large_is_not_read() -> None:
+    """Even if it comes in chunks."""
 
     async def scenario(server: Server) -> None:
-        headers = {"content-length": str(LARGEST_BODY + 1)} if length else {"transfer-encoding": "chunked"}
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        lines = "".join(f"{name}: {value}\r\n" for name, value in {"host": "127.0.0.1", **headers}.items())
-        writer.write(f"POST /v1/completions HTTP/1.1\r\n{lines}\r\n".encode())
-        if not length:
-            chunk = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
-            for _ in range((LARGEST_BODY >> 20) + 1):
-                writer.write(chunk)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n")
+        for _ in range((LARGEST_BODY >> 20) + 1):
+            writer.write(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
         reply = await Connection(reader, writer).all()
         assert (reply.status, reply.headers["connection"]) == (413, "close")
         writer.close()
@@ -134,14 +100,6 @@ def test_a_request_cannot_bring_a_template() -> None:
     async def scenario(server: Server) -> None:
         evil = "{% for i in range(10**9) %}{{ i }}{% endfor %}"
         for fields in ({"chat_template": evil}, {"chat_template_kwargs": {"chat_template": evil}}):
-            for path, asked in (
-                ("/v1/chat/completions", {"messages": ASKED}),
-                ("/v1/responses", {"input": "Hi"}),
-                ("/v1/messages", {"messages": ASKED, "max_tokens": 9}),
-                ("/tokenize", {"messages": ASKED}),
-            ):
-                reply = await server.ask(path, asked | fields)
-                assert reply.status == 400 or "range" not in server.tokenizer.decode(server.engine.submitted[-1].ids)
             assert (await server.chat(**fields)).status == 400
 
     run(scenario)
@@ -184,23 +142,6 @@ async def ended(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-def test_endless_headers_end_their_connection() -> None:
-    async def scenario(server: Server) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"GET /health HTTP/1.1\r\n")
-        try:
-            for _ in range(200):
-                writer.write(b"x: " + b"y" * 1000 + b"\r\n")
-                await writer.drain()
-            answer = await reader.read()
-            assert answer.startswith(b"HTTP/1.1 4")
-        except ConnectionError:
-            pass  # it was closed while it was written to
-        assert (await server.get("/health")).status == 200
-
-    run(scenario)
-
-
 def test_a_body_of_two_lengths_is_refused_with_its_connection() -> None:
     async def scenario(server: Server) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -210,34 +151,6 @@ def test_a_body_of_two_lengths_is_refused_with_its_connection() -> None:
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 400")
         assert answer.count(b"HTTP/1.1") == 1
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("method", ["POST", "HEAD"])
-def test_a_body_that_breaks_off_gets_one_answer(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The application would answer as well, after the connection has said that it ends. An answer to HEAD has no
-    body."""
-
-    async def scenario(server: Server) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        lines = f"{method} /nowhere HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\nno length\r\n"
-        writer.write(lines.encode())
-        answer = await reader.read()
-        assert answer.startswith(b"HTTP/1.1 400")
-        assert answer.count(b"HTTP/1.1") == 1
-        assert (b"error" in answer) == (method == "POST")
-        assert (await server.get("/health")).status == 200
-
-    run(scenario)
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_errors_are_one_line_whatever_names_are_in_them() -> None:
-    async def scenario(server: Server) -> None:
-        reply = await server.chat(model="a\n\x1b[2J\nb")
-        assert reply.status == 404
-        assert reply.error["message"] == "there is no model a  [2J b: this server has demo_chat"
 
     run(scenario)
 

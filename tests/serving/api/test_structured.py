@@ -1,5 +1,10 @@
-"""Grammars that requests ask for, and those of tool calls, followed token by token by llguidance itself."""
+"""Grammars that requests ask for, and those of tool calls, followed token by token by llguidance itself; and those
+that no limit of llguidance stops, stopped by the process that tries them."""
 
+import json
+import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -8,10 +13,11 @@ from llguidance import LLMatcher
 
 from executor.engine.grammar import Grammars
 from executor.engine.request import Grammar as EngineGrammar
-from serving.api import structured
+from serving.api import compiling, structured
+from serving.api.compiling import Compiler
 from serving.api.errors import ApiError
 from serving.api.fields import Fields
-from serving.ranks.messages import Grammar
+from serving.ranks.messages import Grammar, Ready
 from tests.serving.api.front import family_tokenizer
 from text.formats import FORMATS, TAGS
 from text.parser import Parser
@@ -43,17 +49,12 @@ def asked(**fields: Any) -> Grammar | None:
 WAYS: list[tuple[str, Any, str, str]] = [  # fields, their values, and texts that follow them or do not
     ("response_format", {"type": "json_object"}, '{"x":[1]}', "[]"),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}, '{"a":1}', '{"a":"1"}'),
-    ("response_format", {"type": "regex", "pattern": "a+/b"}, "aa/b", "b"),
     ("response_format", {"type": "grammar", "grammar": 'start: "x"'}, "x", "y"),
     ("guided_json", SCHEMA, '{"a":1}', '{"b":1}'),
-    ("guided_json", '{"type": "boolean"}', "true", "1"),
     ("guided_regex", "[0-9]{2}\\\\", "12\\", "1"),
     ("guided_choice", ["a.b", "c"], "a.b", "aXb"),
     ("guided_grammar", 'start: "x" "y"', "xy", "x"),
-    ("structured_outputs.json", SCHEMA, '{"a":1}', '{"b":1}'),
     ("structured_outputs.regex", "a|b", "b", "c"),
-    ("structured_outputs.choice", ["a.b"], "a.b", "aXb"),
-    ("structured_outputs.grammar", 'start: "x"', "x", "y"),
     ("structured_outputs.json_object", True, "{}", "[]"),
 ]
 
@@ -134,11 +135,7 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": schema | {"additionalProperties": False}}}
 
 
-TOOLS = [
-    tool("weather", town={"type": "string"}, days={"type": "integer"}),
-    tool("time"),
-    tool("sum", of={"type": "array"}),
-]
+TOOLS = [tool("weather", town={"type": "string"}, days={"type": "integer"}), tool("time")]
 CALLS = {
     "qwen3": '<tool_call>\n{"name": "weather", "arguments": {"town":"Bath"}}\n</tool_call>',
     "minimax_m2": (
@@ -173,11 +170,32 @@ def test_marks_that_are_plain_text() -> None:
     assert "<[" not in text
 
 
-def test_tools_whose_grammar_is_too_large() -> None:
-    wide = {f"p{number}": {"enum": ["x" * 90]} for number in range(structured.MOST_PROPERTIES)}
-    for tools, error in (
-        ([tool("a"), tool("b", x=nested(structured.DEEPEST))], r"tools\[1\].function.parameters: is nested more"),
-        ([tool("a", **wide), tool("b", **wide)], "tools: their schemas make a grammar of more than 65536 characters"),
-    ):
-        with pytest.raises(ApiError, match=error):
-            structured.calls_grammar(tools, None, False, None, structured.Marks({}))
+# The automaton of all of them together has a state for each set of them.
+ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(10, 60)]})
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    tokenizer = family_tokenizer("qwen3")
+    size, end = tokenizer.backend.get_vocab_size(), tokenizer.hf.eos_token_id
+    compiler = Compiler(tokenizer, Ready(9, 1, size, 16, 1, 1, [end], 1.0))
+    yield compiler
+    compiler.close()
+
+
+def test_good_bad_and_endless_grammars(compiler: Compiler) -> None:
+    assert compiler.problem("regex", "a+") == ""
+    assert "unclosed group" in compiler.problem("regex", "(")
+    assert compiler.problem("json", ENDLESS) == compiling.TOO_MUCH
+    assert compiler.problem("lark", 'start: "a"') == ""
+
+
+def test_its_process_is_started_again_and_ends_with_the_front(compiler: Compiler) -> None:
+    assert compiler.problem("regex", "a") == ""
+    assert compiler.helper.process is not None
+    os.kill(compiler.helper.process.pid, signal.SIGKILL)
+    assert compiler.problem("regex", "a") == ""
+    process = compiler.helper.process
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=30) == 0
