@@ -2,15 +2,12 @@
 
 import itertools
 import random
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from executor.engine import shares
-from executor.engine.expert_totals import ExpertTotals
 from executor.model_runner import ModelRunner
 from serving.ranks import worker as worker_module
 from serving.ranks.messages import Grammar, Ping, Pong, Refused, Residency, Sampling, State, Submit, Watch
@@ -101,30 +98,6 @@ def test_every_mode_serves_without_preemption(model: Path, mode: str | None) -> 
     assert all(server.script.tokens(id) == server.answer(50 + id, ids, 120) for id, ids in asked.items())
 
 
-def test_prompts_that_come_again_win_pages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine prompts of ten pages go round; half of the arena cannot keep them. Steps hardly wait for experts here, so
-    the share falls until all prompts are found, and rises once they come no more and experts are worth a little."""
-    monkeypatch.setattr(shares, "DECIDE_S", 0.0)
-    server = Server(runner_of(model, ELASTIC, prefix_floor=0))
-    share, ids = server.worker.shares, count()
-    assert share
-    monkeypatch.setattr(ExpertTotals, "miss_s", 1e-9)
-    share.prompt_step_s = lambda tokens, resident: 0.0
-    before = share.expert_pages
-    around = prompts(9, 41)
-    for _ in range(12):
-        for prompt in around:
-            server.answer(next(ids), prompt, 2)
-    last = list(range(next(ids) - 9, next(ids) - 1))
-    assert share.expert_pages < before
-    assert sum(server.script.rows(id)[0].cached_tokens == 40 for id in last) > 5
-    monkeypatch.setattr(ExpertTotals, "miss_s", 1.0)
-    low = share.expert_pages
-    for prompt in prompts(40, 9, seed=5):
-        server.answer(next(ids), prompt, 12)
-    assert share.expert_pages > low
-
-
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The front is told of every step."""
@@ -185,32 +158,3 @@ def test_requests_that_cannot_run_are_refused(model: Path) -> None:
     server.finish()
     assert sorted(refused.id for refused in script.of(Refused)) == [1, 2, 3, 8, 9]
     assert len(script.tokens(10)) == 2
-
-
-def test_aborted_requests_get_no_more_rows_and_leave_nothing(model: Path) -> None:
-    server = Server(runner_of(model))
-    for id, ids in enumerate(prompts(6, 20)):  # two of them wait
-        server.submit(id, ids, 200)
-    for _ in range(5):
-        server.worker.turn()
-    before = [len(server.script.rows(id)) for id in range(6)]
-    assert before == [5, 5, 5, 5, 0, 0]
-    for id in range(6):
-        server.abort(id)
-    server.finish()
-    assert [len(server.script.rows(id)) for id in range(6)] == before
-    assert all(cache.held == 0 for cache in server.worker.loop.scheduler.caches)
-    server.stop()
-    server.worker.turn()
-    assert server.worker.stopping
-
-
-def test_a_server_collects_nothing_step_by_step(model: Path) -> None:
-    server = Server(runner_of(model, ELASTIC))
-    server.answer(0, [1, 2, 3], 300)
-    totals = server.worker.experts
-    assert totals
-    assert len(totals.offload.history.steps) < 65
-    assert len(server.worker.loop.timings.per_token) < 65
-    totals.collect()
-    assert totals.hits + totals.misses == 299 * 4 * 3
