@@ -65,9 +65,10 @@ std::string launch(const char* type, std::vector<gert::Input> inputs, const std:
 
 // `ranks` has -1 for an absent input, `dims` all shapes one after another, and `attributes` the first attributes; the
 // others have their defaults. Returns 0 with a JSON result, or 1 with the reason of a refusal.
-extern "C" __attribute__((visibility("default"))) int twin_host(const char* type, int count, const int* ranks, const int64_t* dims, const int* types,
-                         int attribute_count, const int64_t* attributes, uint32_t cores, char* answer,
-                         uint64_t answer_bytes) {
+extern "C" __attribute__((visibility("default"))) int twin_host(const char* type, int count, const int* ranks,
+                                                                const int64_t* dims, const int* types,
+                                                                int attribute_count, const int64_t* attributes,
+                                                                uint32_t cores, char* answer, uint64_t answer_bytes) {
     std::vector<gert::Input> inputs;
     for (int at = 0; at < count; ++at) {
         gert::Input input{ranks[at] >= 0, {}, {static_cast<ge::DataType>(types[at])}};
