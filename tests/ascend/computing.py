@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ops.ascend.shadow import ShadowNodes
-from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (register)
+from tests.ascend import npu_on_cpu, umbra_on_cpu  # noqa: F401 (registers)
 from tests.ascend.ge import ge_programs
 
 FAKE = ctypes.CDLL("libfake_cann.so")
@@ -42,6 +42,8 @@ UNDEFINED = (
     "get_npu_format",
 )
 ATTENTION = "npu_fused_infer_attention_score"
+
+umbra_on_cpu.TWIN.add("fused_moe_w4a16")
 
 
 def start() -> None:

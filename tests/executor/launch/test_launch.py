@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.beside]
 
 
 RESULTS = ROOT / "results"
+WORKER = "launch_" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
 
 def infer(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -38,21 +39,21 @@ def folders(case: str) -> set[Path]:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copies of cases under names of their own, so that no other test writes into their folders of results."""
+    """Copies of cases under names of this worker's own, so that no other test writes into their folders of results."""
     folder = tmp_path_factory.mktemp("cases")
     for name in ("demo", "demo_tp8"):
-        shutil.copy(ROOT / "yaml_configs" / f"{name}.yaml", folder / f"launch_{name}.yaml")
+        shutil.copy(ROOT / "yaml_configs" / f"{name}.yaml", folder / f"{WORKER}_{name}.yaml")
     return folder
 
 
 @pytest.fixture(scope="module")
 def demo(cases: Path) -> str:
-    return str(cases / "launch_demo.yaml")
+    return str(cases / f"{WORKER}_demo.yaml")
 
 
 @pytest.fixture(scope="module")
 def demo_tp8(cases: Path) -> str:
-    return str(cases / "launch_demo_tp8.yaml")
+    return str(cases / f"{WORKER}_demo_tp8.yaml")
 
 
 def assert_one_error_line(done: subprocess.CompletedProcess[str], complaint: str) -> None:
@@ -67,7 +68,7 @@ FOUR = ["world_size=4", "attn_tp_size=4", "embed_tp_size=4", "lmhead_tp_size=4"]
 
 @pytest.mark.parametrize(("name", "ranks"), [("demo", 1), pytest.param("demo_tp8", 4, marks=pytest.mark.thorough)])
 def test_demo_answers_and_reports(cases: Path, name: str, ranks: int) -> None:
-    case = str(cases / f"launch_{name}.yaml")
+    case = str(cases / f"{WORKER}_{name}.yaml")
     before = folders(case)
     split = FOUR if ranks == 4 else []
     done = infer(case, "--set", "max_new_tokens=6", "sampling_config.ignore_eos=true", "dtype=float32", *split)
