@@ -1,4 +1,4 @@
-"""Guesses the next tokens of sequences, so that one decode step checks several of them.
+"""Speculative decoding by prompt lookup: guesses the next tokens of sequences, so that one decode step checks several.
 
 A draft is what followed the last tokens of a sequence where they occurred before, in its prompt or its answer. A step
 computes the drafted tokens as further rows. The token of each row is chosen as it always is, from the row's logits and
@@ -40,12 +40,12 @@ class Drafts:
         found: list[tuple[Sequence, int]] = []
         chances: list[tuple[float, int]] = []
         for sequence, most in zip(sequences, room, strict=True):
-            matches = sequence.matches
-            if most < 1 or len(sequence.ids) < matches.pause or sequence.matcher:
+            ngrams = sequence.ngrams
+            if most < 1 or len(sequence.ids) < ngrams.pause or sequence.matcher:
                 continue
-            draft, chance = matches.look_up(sequence.ids, min(most, self.most)), 1.0
+            draft, chance = ngrams.look_up(sequence.ids, min(most, self.most)), 1.0
             for token in draft:
-                chance *= matches.rate
+                chance *= ngrams.rate
                 chances.append((-chance, len(found)))
                 found.append((sequence, token))
         chances.sort()
@@ -55,8 +55,7 @@ class Drafts:
             sequence.drafted += 1
 
     def fill(self, rows: int) -> None:
-        """Lets the next proposal be worthless drafts for a step of `rows` rows, so that a graph of this size is
-        captured."""
+        """Makes the next step have `rows` rows of dummy drafts, to capture a graph of that size."""
         self._rows = rows
 
     def _fill(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
@@ -109,13 +108,13 @@ class Drafts:
     def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
         """`chosen` has the tokens chosen behind the newest token and behind each drafted one. Removes the draft from
         the sequence; -> the tokens that are its next ones."""
-        ids, drafted, matches = sequence.ids, sequence.drafted, sequence.matches
+        ids, drafted, ngrams = sequence.ids, sequence.drafted, sequence.ngrams
         kept, first = 0, len(ids) - drafted
         while kept < drafted and chosen[kept] == ids[first + kept]:
             kept += 1
-            matches.learn(True)
+            ngrams.learn(True)
         if kept < drafted:
-            matches.learn(False)
+            ngrams.learn(False)
         del ids[first:]
-        sequence.drafted, matches.expected = 0, None
+        sequence.drafted, ngrams.expected = 0, None
         return chosen[: kept + 1]

@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from executor.engine.matches import Matches
+from executor.engine.ngrams import NgramIndex
 from executor.engine.pages import Block
 from executor.engine.request import Request, TokenLogprob
 from umbra.errors import UserError
@@ -34,7 +34,7 @@ class Sequence:
     preemptions: int = 0
     matcher: "Matcher | None" = None  # of its grammar
     drafted: int = 0  # number of the last `ids` that are only guessed, while a step checks them
-    matches: Matches = field(default_factory=Matches)  # what its drafts are made from
+    ngrams: NgramIndex = field(default_factory=NgramIndex)  # which its drafts are looked up in
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # if wanted, of the prompt tokens computed so far
     finish_reason: str = ""  # "stop", "length", "abort"; empty while the request runs
     prompt_len: int = field(init=False)

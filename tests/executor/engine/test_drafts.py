@@ -15,7 +15,7 @@ from executor.engine.batch_limits import Limits
 from executor.engine.drafts import FORGET_STEPS, Drafts
 from executor.engine.grammar import Matcher
 from executor.engine.loop import Loop
-from executor.engine.matches import FIRST_HIT_RATE, MATCH, PAUSE, Matches
+from executor.engine.ngrams import FIRST_HIT_RATE, MATCH, PAUSE, NgramIndex
 from executor.engine.request import Event, Request, SamplingParams
 from executor.engine.scheduler import Scheduler
 from executor.engine.sequence import Sequence, new_sequence
@@ -89,10 +89,10 @@ def test_tokens_are_the_same_in_quantised_models_with_shadow_experts(model: Path
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 9))
 def test_a_draft_is_what_followed_the_last_tokens_when_they_were_last_there(text: list[int], most: int) -> None:
-    matches, ids = Matches(), array("q")
+    ngrams, ids = NgramIndex(), array("q")
     for token in text:
         ids.append(token)
-        draft = list(matches.look_up(ids, most))
+        draft = list(ngrams.look_up(ids, most))
     places = [end for end in range(MATCH, len(text)) if text[end - MATCH : end] == text[-MATCH:]]
     if len(text) < MATCH or not places:
         assert not draft
@@ -105,7 +105,7 @@ def sequences_of(count: int, rate: float) -> list[Sequence]:
     made = []
     for number in range(count):
         sequence = new_sequence(number, Request((1, 2, 3, 4, 1, 2, 3), SamplingParams()))
-        sequence.matches.rate = rate
+        sequence.ngrams.rate = rate
         made.append(sequence)
     return made
 
@@ -153,7 +153,7 @@ def test_few_sequences_get_drafts(count: int) -> None:
 
 def test_sequences_with_the_best_chances_come_first() -> None:
     drafts, made = timed({2: 1.0, 3: 1.02, 4: 1.04, 6: 2.0}), sequences_of(2, 0.3)
-    made[1].matches.rate = 0.9
+    made[1].ngrams.rate = 0.9
     drafts.propose(made, [8, 8])
     assert [s.drafted for s in made] == [0, 2]
 
@@ -167,12 +167,12 @@ def test_what_seemed_too_slow_is_measured_anew() -> None:
 
 
 def test_a_sequence_without_matches_is_looked_at_now_and_then() -> None:
-    matches, ids = Matches(), array("q", range(10))
-    assert not matches.look_up(ids, 4)
-    assert matches.pause == 10 + PAUSE
-    assert matches.rate == FIRST_HIT_RATE
+    ngrams, ids = NgramIndex(), array("q", range(10))
+    assert not ngrams.look_up(ids, 4)
+    assert ngrams.pause == 10 + PAUSE
+    assert ngrams.rate == FIRST_HIT_RATE
     paused, due = sequences_of(2, 0.9)
-    paused.matches.pause, due.matches.pause = len(paused.ids) + 1, len(due.ids)
+    paused.ngrams.pause, due.ngrams.pause = len(paused.ids) + 1, len(due.ids)
     FreeDrafts(8).propose([paused, due], [2, 2])
     assert [s.drafted for s in (paused, due)] == [0, 2]
 
@@ -202,11 +202,11 @@ def test_one_step_can_be_filled_to_a_size(rows: int, drafted: list[int]) -> None
 def test_a_draft_counts_as_far_as_it_is_what_was_chosen(
     chosen: list[int], taken: list[int], outcomes: list[bool]
 ) -> None:
-    (one,), learned = sequences_of(1, 0.5), Matches(rate=0.5)
+    (one,), learned = sequences_of(1, 0.5), NgramIndex(rate=0.5)
     one.ids.extend([4, 1])
     one.drafted = 2
     assert list(Drafts(8).accept(one, chosen)) == taken
     assert (list(one.ids), one.drafted) == ([1, 2, 3, 4, 1, 2, 3], 0)
     for right in outcomes:
         learned.learn(right)
-    assert one.matches.rate == learned.rate
+    assert one.ngrams.rate == learned.rate

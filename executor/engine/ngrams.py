@@ -1,31 +1,31 @@
-"""Where the last tokens of a sequence were before, and how often the tokens that followed them there came again."""
+"""The n-gram index of a sequence for prompt-lookup drafts, with the hit rate of its drafts."""
 
 from array import array
 from dataclasses import dataclass, field
 
-MATCH = 3  # tokens that must have occurred before
+MATCH = 3  # n: tokens that must have occurred before
 FIRST_HIT_RATE = 0.3  # assumed of a sequence of which no draft is known to be right or wrong
 LEARNING = 0.12  # weight of the newest outcome in a sequence's hit rate
-LEAST_RATE = 0.2  # below it, or where nothing matched, a sequence is looked at again after PAUSE tokens
+LEAST_RATE = 0.2  # below it, or where nothing matched, a sequence is looked up again after PAUSE tokens
 PAUSE = 4
 
 
 @dataclass
-class Matches:
-    """Where the tokens of a sequence occur, and how often its drafts were right."""
+class NgramIndex:
+    """The n-grams of one sequence, and how often its drafts were right."""
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # MATCH tokens -> the position behind the last ones
     end: int = MATCH - 1  # the tokens before this position are in `ends`
     rate: float = FIRST_HIT_RATE
     expected: tuple[int, int] | None = None  # a position and the token that a draft would have had there
-    pause: int = 0  # the position at which the sequence is looked at again
+    pause: int = 0  # the position at which the sequence is looked up again
 
     def learn(self, right: bool) -> None:
         self.rate += (right - self.rate) * LEARNING
 
     def look_up(self, ids: "array[int]", most: int) -> "array[int]":
-        """What followed the last tokens of `ids` where they were before: `most` tokens, or none. Where it reaches the
-        end of `ids`, it goes on as if the text repeated itself."""
+        """Returns the `most` tokens that followed the last n-gram of `ids` where it occurred before, or none. Where
+        they reach the end of `ids`, they go on as if the text repeated itself."""
         if self.expected is not None:  # it was not tried: would it have been right?
             position, token = self.expected
             self.learn(ids[position] == token)
