@@ -23,7 +23,7 @@ from typing import Any
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine.pace import amounts_of
+from executor.engine.chunk_size import amounts_of
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.model_runner import make_runner

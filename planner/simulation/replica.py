@@ -15,9 +15,9 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 
 from executor.engine.batch_limits import Limits
+from executor.engine.chunk_size import ChunkSize, amounts, amounts_of, first_prompt, next_prompt
 from executor.engine.drafts import Drafts
 from executor.engine.expert_totals import ExpertTotals
-from executor.engine.pace import Pace, amounts, amounts_of, first_prompt, next_prompt
 from executor.engine.pages import PagePool
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler, Step
@@ -101,11 +101,11 @@ class Replica:
         self.prefill_rate = PrefillRate(self.limits.page_size)
         self.sequences: dict[int, Sequence] = {}
         self.run: Run | None = None  # the one that is under way
-        self.pace = self._warm_up() if self.pause_s else None
+        self.chunk_size = self._warm_up() if self.pause_s else None
 
-    def _warm_up(self) -> Pace:
+    def _warm_up(self) -> ChunkSize:
         """What a server's warm-up learns of the times of prompts."""
-        pace, limits = Pace(), self.limits
+        chunk_size, limits = ChunkSize(), self.limits
         page, longest = limits.page_size, limits.max_sequence_length
         length = first_prompt(page, longest)
         while length:
@@ -113,10 +113,10 @@ class Replica:
             for cached in range(0, length, chunk := limits.prefill_tokens or length):
                 tokens = min(chunk, length - cached)
                 seconds = self.times.prefill(tokens, cached, self.times.layout.sizes.resident)
-                pace.learn(amounts([(tokens, cached)]), seconds)
+                chunk_size.learn(amounts([(tokens, cached)]), seconds)
                 took += seconds
             length = next_prompt(length, took, page, self.pages, longest)
-        return pace
+        return chunk_size
 
     def add(self, id: int, arrival: Arrival) -> None:
         sequence = new_sequence(id, Request(arrival.prompt, sampling_of(arrival.output)))  # type: ignore[arg-type]
@@ -132,9 +132,9 @@ class Replica:
             if self.prefill_rate.value:
                 self.shares.decide(self.limits.page_size / self.prefill_rate.value)
             self.scheduler.expert_pages = self.shares.expert_pages
-        if self.pace:
+        if self.chunk_size:
             running, limits = self.scheduler.running, self.limits
-            self.scheduler.mixed_tokens = self.pace.chunk(
+            self.scheduler.mixed_tokens = self.chunk_size.chunk(
                 running, limits.page_size, self.pause_s, limits.prefill_tokens
             )
         step = self.scheduler.schedule()
@@ -149,8 +149,8 @@ class Replica:
             seconds, exposed = self.times.decode_steps(step, self.limits.groups, share, self._alike(step))
         else:
             seconds = [self.times.seconds(step, self.limits.groups, share)]
-            if self.pace:
-                self.pace.learn(amounts_of(step.sequences), seconds[0])
+            if self.chunk_size:
+                self.chunk_size.learn(amounts_of(step.sequences), seconds[0])
         ends = list(itertools.accumulate(seconds, initial=now))[1:]
         self.run = Run(step, now, ends, exposed)
         return ends[-1]

@@ -21,10 +21,10 @@ from executor.checkpoint.stop_ids import stop_ids
 from executor.config import env
 from executor.config.load import load_case
 from executor.engine import request
+from executor.engine.chunk_size import ChunkSize, amounts_of, first_prompt, next_prompt
 from executor.engine.drafts import SIZES
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.loop import Loop
-from executor.engine.pace import Pace, amounts_of, first_prompt, next_prompt
 from executor.engine.request import Event, Grammar, Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.engine.sequence import Sequence
@@ -98,7 +98,7 @@ class Worker:
             self.shares = Shares(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
         self.steps = self.preemptions = self.drafted = self.accepted = 0
         self.prefill_rate = PrefillRate(case.cache_config.page_size)
-        self.pace = Pace()
+        self.chunk_size = ChunkSize()
         self.stopping = False
         self.watched = False  # whether somebody wants to see where experts are
         self._reported = 0.0  # time of the last State
@@ -202,7 +202,7 @@ class Worker:
         self.accepted += timings.accepted_tokens - accepted
         seconds = time.perf_counter() - start
         if tokens:
-            self.pace.learn(amounts, seconds)
+            self.chunk_size.learn(amounts, seconds)
         self.prefill_rate.learn(tokens, seconds)
         if self.experts:
             self.experts.prefilled(tokens)
@@ -232,7 +232,7 @@ class Worker:
     def mixed_tokens(self) -> int:
         """Most prompt tokens of a step in which requests decode."""
         pause_s, most = self.case.serve_config.prefill_pause_ms / 1000, self.case.data_config.chunked_prefill_size
-        return self.pace.chunk(self.loop.scheduler.running, self.case.cache_config.page_size, pause_s, most)
+        return self.chunk_size.chunk(self.loop.scheduler.running, self.case.cache_config.page_size, pause_s, most)
 
     def warm_up(self) -> None:
         """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences
@@ -258,7 +258,7 @@ class Worker:
         page, pages = scheduler.limits.page_size, scheduler.pools[0].pages
         length = first_prompt(page, longest)
         prefill(length)  # the first time takes longer and says nothing
-        self.pace, self.prefill_rate.value = Pace(), 0.0
+        self.chunk_size, self.prefill_rate.value = ChunkSize(), 0.0
         while length:
             seconds = prefill(length)
             # Rank 0's clock decides for all.

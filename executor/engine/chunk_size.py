@@ -1,6 +1,7 @@
-"""How many prompt tokens fit beside running requests in a step: learned from how long steps with prompt tokens take.
+"""The size of a chunk of chunked prefill: how many prompt tokens fit into a step in which other requests decode. It is
+learned from the times of earlier steps.
 
-A step of n tokens behind c cached ones takes, in seconds,
+A step of n tokens after c computed ones takes, in seconds,
 
     step + token * n + pair * n * (c + n / 2)
 
@@ -36,7 +37,7 @@ def next_prompt(length: int, seconds: float, page: int, pages: int, longest: int
     return 2 * length if seconds < WARM_UP_S and 2 * length <= most else 0
 
 
-class Pace:
+class ChunkSize:
     def __init__(self) -> None:
         self.costs = np.zeros(3)  # seconds of a step, a token, a pair; zeros: no step was seen
 
@@ -49,7 +50,7 @@ class Pace:
         self.costs = np.maximum(self.costs * (1 + LEARN * error * parts / (parts @ parts)), LEAST)
 
     def tokens(self, context: int, seconds: float) -> int:
-        """The number of tokens behind `context` cached ones that take `seconds`."""
+        """Returns the number of tokens after `context` computed ones that take `seconds`."""
         step, token, pair = self.costs.tolist()
         token += pair * context
         left = max(seconds - step, 0.0)
@@ -65,14 +66,14 @@ class Pace:
 
 
 def amounts_of(sequences: Iterable[Sequence]) -> NDArray[np.float64]:
-    """(step, tokens, pairs of a token and one before it) of the prompts in a step that is about to run."""
+    """Returns (steps, tokens, pairs of a token and one before it) of the prompts in a step that is about to run."""
     return amounts((s.new_tokens, s.num_computed) for s in sequences if not s.decoding)
 
 
 def amounts(prompts: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
-    """The same of `prompts` with so many tokens in the step, and so many before them."""
+    """`amounts_of` for `prompts`, each as (tokens in the step, tokens computed before it)."""
     tokens, pairs = 0, 0.0
-    for new, cached in prompts:
+    for new, computed in prompts:
         tokens += new
-        pairs += new * (cached + new / 2)
+        pairs += new * (computed + new / 2)
     return np.array([1.0, tokens, pairs])

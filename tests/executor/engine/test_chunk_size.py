@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from executor.engine.pace import Pace, first_prompt, next_prompt
+from executor.engine.chunk_size import ChunkSize, first_prompt, next_prompt
 from executor.engine.request import Request
 from executor.engine.sequence import Sequence, new_sequence
 
@@ -21,13 +21,13 @@ COSTS = {  # seconds of a step, a token, a pair of tokens
 
 class Machine:
     def __init__(self, costs: tuple[float, float, float], noise: float):
-        self.costs, self.noise, self.random, self.pace = np.array(costs), noise, random.Random(2), Pace()
+        self.costs, self.noise, self.random, self.chunk_size = np.array(costs), noise, random.Random(2), ChunkSize()
 
     def step(self, tokens: int, context: int) -> float:
-        """The seconds of a step with `tokens` prompt tokens, of which `pace` learns."""
+        """The seconds of a step with `tokens` prompt tokens, of which `chunk_size` learns."""
         amounts = np.array([1, tokens, tokens * (context + tokens / 2)])
         seconds = float(self.costs @ amounts) * (1 + self.noise * self.random.random())
-        self.pace.learn(amounts, seconds)
+        self.chunk_size.learn(amounts, seconds)
         return seconds
 
     def warm_up(self) -> None:
@@ -39,7 +39,7 @@ class Machine:
         """The seconds of each step of a long prompt."""
         context, found = 0, []
         while context < LONG:
-            chunk = min(max(PAGE, self.pace.tokens(context, PAUSE_S) // PAGE * PAGE), LONG - context)
+            chunk = min(max(PAGE, self.chunk_size.tokens(context, PAUSE_S) // PAGE * PAGE), LONG - context)
             found.append(self.step(chunk, context))
             context += chunk
         return found
@@ -59,7 +59,7 @@ def test_no_step_of_a_long_prompt_takes_twice_the_pause(kind: str, noise: float)
         steps.append(machine.prompt())
         machine.step(LONG, 0)
         steps.append(machine.prompt())
-        machine.pace.learn(np.array([1.0, 100, 5000]), 9.0)
+        machine.chunk_size.learn(np.array([1.0, 100, 5000]), 9.0)
         steps.append(machine.prompt())
     assert max(map(max, steps)) < 2 * PAUSE_S
     used = np.mean([np.mean(prompt[:-1]) for prompt in steps])
@@ -76,10 +76,10 @@ def test_each_prompt_of_the_warm_up_has_twice_the_tokens_until_it_takes_long_or_
     assert next_prompt(7, 0.1, 16, 64, 1000) == 14
 
 
-def known(step: float, token: float, pair: float) -> Pace:
-    pace = Pace()
-    pace.costs = np.array([step, token, pair])
-    return pace
+def known(step: float, token: float, pair: float) -> ChunkSize:
+    chunk_size = ChunkSize()
+    chunk_size.costs = np.array([step, token, pair])
+    return chunk_size
 
 
 def prompt_of(length: int, num_computed: int) -> Sequence:
@@ -89,10 +89,10 @@ def prompt_of(length: int, num_computed: int) -> Sequence:
 
 
 def test_a_chunk_is_of_whole_pages_behind_what_the_first_prompt_has_cached() -> None:
-    pace = known(0.1, 0.01, 0.002)
+    chunk_size = known(0.1, 0.01, 0.002)
     decoding = prompt_of(900, 900)
     decoding.ids.append(7)
     running = [decoding, prompt_of(9, 5), prompt_of(9, 0)]
-    assert [pace.chunk(running, page, 0.5, None) for page in (1, 4, 5, 16)] == [12, 12, 10, 16]
-    assert [pace.chunk(running, 4, 0.5, most) for most in (8, 12, 13, None)] == [8, 12, 12, 12]
-    assert pace.chunk([decoding], 1, 0.5, None) == pace.chunk([], 1, 0.5, None) == 15
+    assert [chunk_size.chunk(running, page, 0.5, None) for page in (1, 4, 5, 16)] == [12, 12, 10, 16]
+    assert [chunk_size.chunk(running, 4, 0.5, most) for most in (8, 12, 13, None)] == [8, 12, 12, 12]
+    assert chunk_size.chunk([decoding], 1, 0.5, None) == chunk_size.chunk([], 1, 0.5, None) == 15
