@@ -18,11 +18,11 @@ from executor.engine.batch_limits import Limits
 from executor.engine.chunk_size import ChunkSize, amounts, amounts_of, first_prompt, next_prompt
 from executor.engine.drafts import Drafts
 from executor.engine.expert_totals import ExpertTotals
+from executor.engine.memory_split import MemorySplit
 from executor.engine.pages import PagePool
 from executor.engine.request import Request, SamplingParams
 from executor.engine.scheduler import Scheduler, Step
 from executor.engine.sequence import Sequence, new_sequence
-from executor.engine.shares import Shares
 from executor.engine.timings import PrefillRate
 from planner.simulation.experts import SimulatedExperts
 from planner.simulation.steps import StepTimes
@@ -95,9 +95,11 @@ class Replica:
         pages = self.experts.pages if self.experts else PagePool(self.pages, self.limits.page_size)
         self.scheduler = Scheduler(self.limits, (), pages)
         self.totals = ExpertTotals(self.experts.offload) if self.experts else None
-        self.shares = None
+        self.memory_split = None
         if self.experts and self.totals and self.experts.elastic and self.limits.prefixes:
-            self.shares = Shares(self.scheduler.caches, self.totals, self.times.prompt_step_s, lambda: self.now)
+            self.memory_split = MemorySplit(
+                self.scheduler.caches, self.totals, self.times.prompt_step_s, lambda: self.now
+            )
         self.prefill_rate = PrefillRate(self.limits.page_size)
         self.sequences: dict[int, Sequence] = {}
         self.run: Run | None = None  # the one that is under way
@@ -128,10 +130,10 @@ class Replica:
         self.now = now
         if self.experts:
             self.experts.begin(now)
-        if self.shares:
+        if self.memory_split:
             if self.prefill_rate.value:
-                self.shares.decide(self.limits.page_size / self.prefill_rate.value)
-            self.scheduler.expert_pages = self.shares.expert_pages
+                self.memory_split.decide(self.limits.page_size / self.prefill_rate.value)
+            self.scheduler.expert_pages = self.memory_split.expert_pages
         if self.chunk_size:
             running, limits = self.scheduler.running, self.limits
             self.scheduler.mixed_tokens = self.chunk_size.chunk(

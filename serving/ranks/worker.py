@@ -25,10 +25,10 @@ from executor.engine.chunk_size import ChunkSize, amounts_of, first_prompt, next
 from executor.engine.drafts import SIZES
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.loop import Loop
+from executor.engine.memory_split import MemorySplit
 from executor.engine.request import Event, Grammar, Request, SamplingParams
 from executor.engine.scheduler import Step
 from executor.engine.sequence import Sequence
-from executor.engine.shares import Shares
 from executor.engine.timings import PrefillRate, Timings
 from executor.launch.rank import run_rank
 from executor.model_runner import ModelRunner, make_runner
@@ -92,10 +92,10 @@ class Worker:
         self.control = Control(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
         self.experts = ExpertTotals(engine.offload) if engine.offload else None
         self.news = ExpertNews(self.experts) if self.experts else None
-        self.shares = None
+        self.memory_split = None
         elastic = case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes
         if self.experts and runner.planned and elastic:
-            self.shares = Shares(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
+            self.memory_split = MemorySplit(self.loop.scheduler.caches, self.experts, runner.planned.prompt_step_s)
         self.steps = self.preemptions = self.drafted = self.accepted = 0
         self.prefill_rate = PrefillRate(case.cache_config.page_size)
         self.chunk_size = ChunkSize()
@@ -155,9 +155,11 @@ class Worker:
             elif isinstance(message, Submit | Abort | Stop):
                 events.append(message)
         self.report(channel)
-        if self.shares and self.prefill_rate.value:
-            self.shares.decide(self.case.cache_config.page_size / self.prefill_rate.value)
-        return Tick(self.steps, 0, self.mixed_tokens(), self.shares.expert_pages if self.shares else 0, events)
+        if self.memory_split and self.prefill_rate.value:
+            self.memory_split.decide(self.case.cache_config.page_size / self.prefill_rate.value)
+        return Tick(
+            self.steps, 0, self.mixed_tokens(), self.memory_split.expert_pages if self.memory_split else 0, events
+        )
 
     def check(self, tick: Tick, own: int) -> None:
         """Raises unless this rank, whose digest is `own`, does what rank 0 does."""

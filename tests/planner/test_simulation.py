@@ -104,8 +104,8 @@ def test_the_server_judgement_divides_memory_between_prefixes_and_experts(layout
 
     def expert_pages(**settings: Any) -> float:
         (replica,) = simulate(tight(layout), requests=150, longest=4096, memory="elastic", **settings).replicas
-        assert replica.shares
-        return replica.shares.expert_pages / replica.shares.pages
+        assert replica.memory_split
+        return replica.memory_split.expert_pages / replica.memory_split.pages
 
     assert expert_pages(prefixes=60, prefix_tokens=1024) < expert_pages()
 

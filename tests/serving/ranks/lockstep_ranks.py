@@ -19,8 +19,8 @@ from cpu_offload.policy.residency import Swap
 from executor.config.env import RankEnv
 from executor.config.load import load_case
 from executor.engine.loop import Loop
+from executor.engine.memory_split import MemorySplit
 from executor.engine.scheduler import Step
-from executor.engine.shares import Shares
 from executor.launch.rank import run_rank
 from executor.model_runner import make_runner
 from serving.ranks.messages import Abort, Message, Out, Refused, Row, Sampling, Stop, Submit, Tick
@@ -42,7 +42,7 @@ def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) ->
     return [Swap(layer, expert, (other_layer, other))]
 
 
-def any_share(self: Shares, prefill_s: float) -> None:
+def any_share(self: MemorySplit, prefill_s: float) -> None:
     if random.random() < 0.1:
         self.expert_pages = random.randrange(self.pages + 1)
 
@@ -139,7 +139,7 @@ def main() -> None:
         runner.setup()
         if runner.engine.offload:
             runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign]
-        Shares.decide = any_share  # type: ignore[method-assign]
+        MemorySplit.decide = any_share  # type: ignore[method-assign]
         Loop._took = any_time(Loop._took)  # type: ignore[method-assign]
         traffic = Traffic(args.steps, 7)
         worker = Watched(runner, traffic if ranks.rank == 0 else None)

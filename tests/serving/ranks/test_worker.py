@@ -47,9 +47,9 @@ def test_what_gives_way_when_memory_ends(model: Path) -> None:
     worker, scheduler = server.worker, server.worker.loop.scheduler
     offload, cache = worker.engine.offload, worker.loop.scheduler.caches[0]
     assert offload
-    assert worker.shares
-    worker.shares.decide = lambda prefill_s: None  # type: ignore[method-assign]
-    worker.shares.expert_pages = 90
+    assert worker.memory_split
+    worker.memory_split.decide = lambda prefill_s: None  # type: ignore[method-assign]
+    worker.memory_split.expert_pages = 90
     for id, ids in enumerate(prompts(6, 40)):
         server.answer(id, ids, 4)
     assert FLOOR < len(cache.idle) <= scheduler.pools[0].pages - 90
@@ -89,7 +89,7 @@ def test_every_mode_serves_without_preemption(model: Path, mode: str | None) -> 
     """With reserve -1 a request waits until its pages are sure. Without a moving arena, no share moves."""
     offload = {None: None, "fixed": {"mode": "fixed", "slots": 40}, "elastic": ELASTIC}.get(mode, {"mode": mode})
     server = Server(runner_of(model, offload, reserve=-1))
-    assert (server.worker.shares is not None) == (mode == "elastic")
+    assert (server.worker.memory_split is not None) == (mode == "elastic")
     asked = dict(enumerate(prompts(6, 30)))
     for id, ids in asked.items():
         server.submit(id, ids, 120)

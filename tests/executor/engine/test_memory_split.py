@@ -7,9 +7,9 @@ import pytest
 
 from cpu_offload.history import Step
 from executor.engine.expert_totals import ExpertTotals
+from executor.engine.memory_split import MemorySplit
 from executor.engine.pages import PagePool
 from executor.engine.prefixes import PageCache
-from executor.engine.shares import Shares
 from tests.fakes.offload import FakeOffload
 
 HERE = np.array([[True, False, False, True], [False, True, False, False]])
@@ -25,7 +25,9 @@ class Rank:
         offload: Any = FakeOffload(HERE, LASTING)
         self.experts = ExpertTotals(offload)
         self.experts.misses, self.experts.exposed_s = 10, 1.0  # a decode step waits 0.1 s for a miss
-        self.shares = Shares(self.caches, self.experts, lambda tokens, share: (1 - share) ** 2, lambda: self.now)
+        self.memory_split = MemorySplit(
+            self.caches, self.experts, lambda tokens, share: (1 - share) ** 2, lambda: self.now
+        )
 
     def second(self, found: int = 0, missed: int = 0, steps: int = 0, prompts: int = 0) -> int:
         """A second with so many pages found at the margin and missed, and steps. -> the pages left to experts then"""
@@ -35,12 +37,12 @@ class Rank:
         self.experts.steps += steps
         for _ in range(prompts):
             self.experts.prefilled(100)
-        self.shares.decide(prefill_s=0.2)
-        return self.shares.expert_pages
+        self.memory_split.decide(prefill_s=0.2)
+        return self.memory_split.expert_pages
 
 
 def test_half_of_the_pages_are_left_to_experts_at_first() -> None:
-    assert [Rank(pages).shares.expert_pages for pages in (64, 15)] == [32, 7]
+    assert [Rank(pages).memory_split.expert_pages for pages in (64, 15)] == [32, 7]
 
 
 @pytest.mark.parametrize(
@@ -65,8 +67,8 @@ def test_the_share_moves_once_a_second_and_stays_within_all_pages() -> None:
     rank = Rank()
     rank.experts.steps += 5
     rank.now += 0.9
-    rank.shares.decide(0.2)
-    assert rank.shares.expert_pages == 32
+    rank.memory_split.decide(0.2)
+    assert rank.memory_split.expert_pages == 32
     assert [rank.second(steps=5) for _ in range(10)][-2:] == [64] * 2
     rank = Rank()
     assert [rank.second(missed=5) for _ in range(10)][-2:] == [0] * 2

@@ -1,4 +1,5 @@
-"""How many pages kept prefixes leave to experts: rank 0's judgement, from what one more page is worth to each.
+"""Splits memory between cached prefixes and experts: rank 0 decides how many pages prefixes leave to experts, from what
+one more page is worth to each.
 
 Both worths are seconds that are saved in a second. A page of prefixes saves its prefill each time that a prompt finds
 it. A page of experts saves the wait for the shadow pool each time that a decode step uses one of them, and what steps
@@ -21,7 +22,7 @@ MEMORY = 0.95  # what a measurement keeps of the one before it: half of it is go
 CLEARLY = 1.5  # the share moves if what comes is worth this many times what goes
 
 
-class Shares:
+class MemorySplit:
     def __init__(
         self,
         caches: ListOf[PageCache],
@@ -37,8 +38,8 @@ class Shares:
         self.margin = max(1, self.pages // MARGIN)
         self.expert_pages = self.pages // 2
         self._at, self._before = clock(), self._counts()
-        # A second: pages found that would go next, pages missed that are gone, decode steps, steps with prompts, tokens
-        # of these.
+        # Per second: prefix hits in the marginal pages, misses that a larger cache would have hit, decode steps, steps
+        # with prompts, prompt tokens.
         self._rates = np.zeros(5)
 
     def decide(self, prefill_s: float) -> None:
@@ -50,12 +51,12 @@ class Shares:
         rates = (counts - self._before) / (now - self._at)
         self._rates = MEMORY * self._rates + (1 - MEMORY) * rates
         self._at, self._before = now, counts
-        found, missed, steps, prompts, tokens = self._rates.tolist()
+        hits, missed, steps, prompts, tokens = self._rates.tolist()
         waits = (uses * steps * self.experts.miss_s for uses in self.experts_at_margin())
         longer = self.prompts_at_margin(tokens / prompts) if prompts else (0.0, 0.0)
         come, go = (wait + prompts * more for wait, more in zip(waits, longer, strict=True))
         missed *= self.margin / self.caches[0].most_dropped
-        self.move(found * prefill_s, missed * prefill_s, come, go)
+        self.move(hits * prefill_s, missed * prefill_s, come, go)
 
     def move(self, prefixes_go: float, prefixes_come: float, experts_come: float, experts_go: float) -> None:
         """Moves the share, given what a margin of pages is worth to those that would come and to those that would
@@ -90,7 +91,7 @@ class Shares:
         return max(0.0, now - more), max(0.0, fewer - now)
 
     def _counts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        found = sum(cache.last_hits for cache in self.caches)
+        hits = sum(cache.last_hits for cache in self.caches)
         missed = sum(cache.missed_hits for cache in self.caches)
         experts = self.experts
-        return np.array([found, missed, experts.steps, experts.prompt_steps, experts.prompt_tokens], dtype=np.float64)
+        return np.array([hits, missed, experts.steps, experts.prompt_steps, experts.prompt_tokens], dtype=np.float64)
