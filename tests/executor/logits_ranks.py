@@ -19,7 +19,7 @@ from torch import distributed
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine.forced import ForcedRun
+from executor.engine.teacher_forcing import ForcedRun
 from executor.launch.rank import run_rank
 from executor.model_runner import make_runner
 from tests.models.minimax_m2_mistakes import SPLIT_MISTAKES

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MiniMaxM2ForCausalLM
 
-from executor.engine.forced import ForcedRun
 from executor.engine.sequence import Sequence
+from executor.engine.teacher_forcing import ForcedRun
 from tests.tiny import OFFICIAL_M2, TINY_M2, make_runner, oracle_logits, save_tiny_m2, tiny_case
 from umbra.commands.logits import collect_logits
 from umbra.errors import UserError

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from executor.config.env import rank_env
 from executor.config.load import load_case
-from executor.engine.forced import ForcedRun
+from executor.engine.teacher_forcing import ForcedRun
 from executor.model_runner import make_runner
 from models.config import ModelConfig, with_layers
 from models.layers.attention import PagedAttention

@@ -13,7 +13,7 @@ import torch
 from executor.config.case import Case
 from executor.config.env import RankEnv, rank_env
 from executor.config.load import load_case, load_model_config
-from executor.engine.forced import ForcedRun
+from executor.engine.teacher_forcing import ForcedRun
 from executor.launch.launch import launch
 from executor.launch.rank import run_rank
 from executor.model_runner import ModelRunner, make_runner

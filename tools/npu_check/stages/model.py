@@ -14,7 +14,7 @@ import torch
 
 from executor.config.env import rank_env
 from executor.config.load import load_model_config, model_folder
-from executor.engine.forced import ForcedRun
+from executor.engine.teacher_forcing import ForcedRun
 from executor.model_runner import make_runner
 from executor.platform.ascend.fallbacks import ABOUT_STRICT
 from executor.run.prompts import encode_prompts

@@ -1,4 +1,5 @@
-"""Runs given token ids through the engine and returns logits: no sampling, no end of sequence. For comparisons with
+"""Teacher forcing: runs given token ids through the engine and returns logits, without sampling or an end
+of sequence. For comparisons with
 other engines, for perplexity, for benchmarks."""
 
 from collections.abc import Sequence as ListOf
@@ -36,7 +37,7 @@ class ForcedRun:
         return [found[s.id] for s in added]
 
     def assume(self, prompts: ListOf[ListOf[int]], room: int) -> None:
-        """Takes `prompts` for cached, whatever their pages hold: for measurements with long contexts."""
+        """Takes `prompts` for computed, whatever their pages hold: for measurements with long contexts."""
         for sequence in self._admit(prompts, room):
             sequence.num_computed = len(sequence.ids)
 
