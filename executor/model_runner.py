@@ -17,13 +17,13 @@ from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.load import load_model_config, model_folder
 from executor.config.platforms import PLATFORMS
-from executor.engine.building import init_parallel
 from executor.engine.engine import Engine, ForwardStep
 from executor.engine.loop import Loop
 from executor.engine.profiler import Profiler
 from executor.engine.request import Request, SamplingParams
 from executor.engine.sequence import Sequence
 from executor.engine.timings import Timings
+from executor.launch.join import init_parallel
 from executor.launch.platform_settings import platform_settings
 from executor.platform import load_platform
 from executor.platform.base import Platform

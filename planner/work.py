@@ -15,7 +15,8 @@ from torch import Tensor
 from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
-from executor.engine.building import bind_caches, build_of
+from executor.engine.kv_caches import bind_caches
+from executor.engine.weight_formats import build_of
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.exchange import most_rows, why_gathered
 from executor.run.activations import CountedGroup, batch_of

@@ -17,13 +17,14 @@ from executor.config.case import Case
 from executor.config.load import model_folder
 from executor.engine.batch_limits import limits_of
 from executor.engine.batching import pack
-from executor.engine.building import bind_caches, build_of
+from executor.engine.kv_caches import bind_caches
 from executor.engine.pages import PagePool, Pages
 from executor.engine.profiler import Profiler
 from executor.engine.rebalancing import Rebalancing
 from executor.engine.sampling import choose, logprobs_of
 from executor.engine.sequence import Sequence
 from executor.engine.shadows import make_offload, open_arena
+from executor.engine.weight_formats import build_of
 from executor.engine.weights import fill_weights
 from executor.platform.base import Platform
 from models.batch import Batch

@@ -8,7 +8,7 @@ from cpu_offload.memory.arena import Arena, extent_of
 from cpu_offload.planner.choices import Choices
 from executor.config.case import Case
 from executor.config.units import MB
-from executor.engine.building import bind_arena, frame_of
+from executor.engine.kv_caches import bind_arena, frame_of
 from executor.engine.pages import ElasticPages, Pages
 from executor.platform.base import Platform
 from models.build import Build

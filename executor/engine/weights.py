@@ -10,7 +10,7 @@ from executor.checkpoint.packed import PackedCache
 from executor.checkpoint.random import random_weights
 from executor.config.case import Case
 from executor.config.platforms import PLATFORMS
-from executor.engine.building import packed_facts
+from executor.engine.weight_formats import packed_facts
 from models.causal_lm import CausalLM
 
 

@@ -13,7 +13,8 @@ from executor.config.case import Case
 from executor.config.load import load_model_config
 from executor.config.platforms import PLATFORMS
 from executor.engine.batch_limits import limits_of
-from executor.engine.building import bind_caches, build_of
+from executor.engine.kv_caches import bind_caches
+from executor.engine.weight_formats import build_of
 from executor.run.activations import Part, counted
 from models.build import Build, Shadows
 from models.causal_lm import CausalLM

@@ -13,7 +13,7 @@ from executor.config.case import Case
 from executor.config.env import RankEnv
 from executor.config.platforms import PLATFORMS
 from executor.config.units import GB
-from executor.engine.building import frame_of
+from executor.engine.kv_caches import frame_of
 from executor.engine.shadows import expert_frames, frames_of, make_arena
 from executor.launch.platform_settings import platform_settings
 from executor.platform import load_platform

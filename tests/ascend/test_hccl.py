@@ -10,7 +10,7 @@ import torch
 
 from executor.config.case import Case
 from executor.config.env import RankEnv
-from executor.engine.building import init_parallel
+from executor.launch.join import init_parallel
 from executor.launch.platform_settings import platform_settings
 from executor.platform.ascend.device import AscendPlatform
 from executor.platform.ascend.environment import ascend_environment

@@ -9,7 +9,7 @@ import torch
 import torch_npu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from executor.engine.building import attentions
+from executor.engine.kv_caches import attentions
 from executor.run.activations import CountedGroup, Ledger, batch_of
 from models.build import Build, Formats
 from ops.ascend import moe

@@ -33,7 +33,7 @@ from executor.checkpoint.load import stored_as
 from executor.checkpoint.packed import PackedCache
 from executor.config.env import RankEnv
 from executor.config.load import load_case, load_model_config
-from executor.engine.building import build_of
+from executor.engine.weight_formats import build_of
 from executor.model_runner import make_runner
 from models.layers.base import Piece, layers_of
 from models.registry import model_class

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from executor.checkpoint.formats.detect import read_scheme
 from executor.checkpoint.load import load_checkpoint
 from executor.config.load import load_model_config
-from executor.engine.building import build_of
+from executor.engine.weight_formats import build_of
 from models.layers.base import layers_of
 from models.layers.experts import Experts
 from models.layers.linear import RowLinear

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cpu_offload.memory.arena import Arena
 from executor.config.case import Case
-from executor.engine.building import bind_arena, build_of, frame_of
+from executor.engine.kv_caches import bind_arena, frame_of
 from executor.engine.loop import Loop
 from executor.engine.pages import ElasticPages
+from executor.engine.weight_formats import build_of
 from executor.model_runner import ModelRunner
 from models.batch import Batch
 from tests.spy import spy_on

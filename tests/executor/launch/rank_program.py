@@ -9,7 +9,7 @@ import torch
 
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine.building import init_parallel
+from executor.launch.join import init_parallel
 from executor.launch.platform_settings import platform_settings
 from executor.launch.rank import run_rank
 from executor.platform import load_platform

@@ -22,7 +22,7 @@ from cpu_offload.policy.residency import Swap
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
 from executor.config.load import load_case
-from executor.engine.building import init_parallel
+from executor.launch.join import init_parallel
 from executor.launch.platform_settings import platform_settings
 from executor.launch.rank import run_rank
 from executor.model_runner import ModelRunner, make_runner

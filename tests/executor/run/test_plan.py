@@ -14,7 +14,8 @@ from executor.config.case import Case
 from executor.config.load import load_case, load_model_config
 from executor.config.units import GB
 from executor.engine.batch_limits import limits_of
-from executor.engine.building import bind_caches, build_of
+from executor.engine.kv_caches import bind_caches
+from executor.engine.weight_formats import build_of
 from executor.run.ascend_memory_plan import make_plan
 from executor.run.memory_report import check_fits, print_plan
 from models.layers.base import layers_of

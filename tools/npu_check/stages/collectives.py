@@ -50,7 +50,7 @@ def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:
     """One rank: checks every size, then times it."""
     import torch
 
-    from executor.engine.building import init_parallel
+    from executor.launch.join import init_parallel
     from executor.launch.platform_settings import platform_settings
     from executor.platform.ascend.device import AscendPlatform
     from tools.benchmarks.npu_layers import Graph, alternate

@@ -38,7 +38,7 @@ def rank_body(overrides: list[str]) -> dict[str, Any]:
     import torch_npu
 
     from executor.config.env import rank_env
-    from executor.engine.building import init_parallel
+    from executor.launch.join import init_parallel
     from executor.launch.platform_settings import platform_settings
     from executor.platform.ascend.device import AscendPlatform
     from ops.ascend import vector_core

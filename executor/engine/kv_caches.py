@@ -1,0 +1,63 @@
+"""Binds the KV caches of a model: a cache for each layer, or one arena for all."""
+
+import torch
+from torch import Tensor, nn
+
+from executor.config.case import Case
+from models.build import Build
+from models.layers.attention import PagedAttention
+from umbra.errors import UserError
+
+
+def cache_type(case: Case, build: Build) -> torch.dtype:
+    dtype = case.cache_config.kv_dtype
+    return build.dtype if dtype == "auto" else getattr(torch, dtype)
+
+
+def bind_caches(model: nn.Module, case: Case, build: Build, pages: int) -> None:
+    """Give every attention layer its cache of `pages` pages and one more, which padding rows write to."""
+    dtype = cache_type(case, build)
+    for layer in attentions(model):
+        shape = (pages + 1, case.cache_config.page_size, layer.kv_heads, layer.head_dim)
+        layer.bind(*(build.ops.kv_cache(*shape, dtype, build.device) for _ in "kv"))
+
+
+def attentions(model: nn.Module) -> list[PagedAttention]:
+    return [layer for layer in model.modules() if isinstance(layer, PagedAttention)]
+
+
+def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
+    """(units, bytes) of one frame of the arena. A frame holds one page of all layers: two units for each layer, its
+    keys and its values."""
+    units = 2 * len(attentions(model))
+    return units, units * _units(model, case, build, 1).nbytes
+
+
+def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> Tensor:
+    """Give all layers their caches in one buffer, and return it as a tensor (units, *shape of a page). It holds an
+    arena of `frames` frames, and `spare` bytes behind that.
+
+    The caches are views of the buffer, each of which starts one unit after the one before: page u of layer l's keys is
+    unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first unit of a frame, taken as a page number,
+    addresses the keys and values of all layers.
+    """
+    layers = attentions(model)
+    units = 2 * len(layers)
+    arena = _units(model, case, build, frames * units - -spare // _units(model, case, build, 1).nbytes)
+    for index, layer in enumerate(layers):
+        layer.bind(*(apart(arena[first : first + (frames - 1) * units + 1]) for first in (2 * index, 2 * index + 1)))
+    return arena
+
+
+def apart(view: Tensor) -> Tensor:
+    """A tensor over the same memory that is not a view: torch.compile rewrites overlapping views among the inputs of a
+    graph, and torchair fails on the result."""
+    return torch.utils.dlpack.from_dlpack(view)  # by its whole name: torch_npu puts its own there when it is imported
+
+
+def _units(model: nn.Module, case: Case, build: Build, count: int) -> Tensor:
+    shapes = {(layer.kv_heads, layer.head_dim) for layer in attentions(model)}
+    if len(shapes) > 1:
+        raise UserError(f"case {case.name}: caches of different (heads, width) cannot share an arena: {shapes}")
+    page_size, dtype = case.cache_config.page_size, cache_type(case, build)
+    return build.ops.kv_cache(count, page_size, *shapes.pop(), dtype, build.device)

@@ -1,0 +1,69 @@
+"""The weight formats of a case, and the `Build` of one rank's model."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from executor.checkpoint.formats.detect import read_scheme
+from executor.checkpoint.formats.scheme import Scheme
+from executor.config.case import Case
+from executor.config.load import model_folder
+from executor.config.platforms import PLATFORMS
+from models.build import Build, Formats, Shadows
+from ops.cpu.engine import native
+from ops.format import FORMATS, Format
+from ops.interface import Exchange, Ops
+from ops.parallel.groups import Parallel
+
+
+def formats_of(case: Case, scheme: Scheme, quantised_head: bool) -> Formats:
+    """The formats of the case's weights. If the case quantises, all linear layers and experts are quantised; the head
+    is quantised to 8 bits if `quantised_head`, and the router is not quantised."""
+    plain, wanted = FORMATS[case.model_config.dtype], case.quantization
+    tiled = dataclasses.replace(plain, tiled=True)
+    head = FORMATS["q8"] if quantised_head else tiled
+    kinds = PLATFORMS[case.platform].quantised
+
+    def own(module: str) -> Format | None:
+        kept = scheme.kept(module)
+        return kept if kept and kept.kind in kinds else None
+
+    formats = [e.format for e in scheme.encodings if e.format and e.format.kind in kinds]
+    if formats and wanted.method in ("auto", *(f.kind for f in formats)):
+        return Formats(plain, formats[0], head, own)
+    if wanted.method in ("auto", "none"):
+        return Formats(plain, tiled, tiled)
+    return Formats(plain, Format(wanted.method, wanted.group_size, wanted.zero_points), head)
+
+
+def build_of(
+    case: Case,
+    ops: Ops,
+    parallel: Parallel,
+    device: torch.device,
+    quantised_head: bool,
+    offload: Shadows | None = None,
+    exchange: Exchange | None = None,
+) -> Build:
+    return Build(
+        ops=ops,
+        parallel=parallel,
+        formats=formats_of(case, read_scheme(model_folder(case)), quantised_head),
+        dtype=getattr(torch, case.model_config.dtype),
+        device=device,
+        max_positions=case.max_sequence_length,
+        offload=offload,
+        exchange=exchange,
+    )
+
+
+def packed_facts(case: Case) -> dict[str, Any]:
+    """All facts that decide how this rank's weights are packed, except the checkpoint and the rank."""
+    return {
+        "dtype": case.model_config.dtype,
+        "parallel": dataclasses.asdict(case.parallel_sizes),
+        "quantization": dataclasses.asdict(case.quantization),
+        "shadows": case.offload_config.start_layer if case.offload_config.mode != "none" else None,
+        "order": native.order(),  # each of ARM's instruction sets has its own
+    }
