@@ -67,16 +67,16 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
     return input
 
 
-def in_tiles(x: Tensor, cache: Tensor, places: Tensor) -> None:
+def in_tiles(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """Writes x (T, columns) into a cache (pages, columns / 16, page size, 16)."""
     expect(cache.is_contiguous() and cache.dtype == x.dtype, "tiled cache: contiguous, of the type of its rows")
     expect(
         cache.dim() == 4 and cache.shape[1::2] == (x.shape[1] // 16, 16), "tiled cache: (pages, columns / 16, .., 16)"
     )
-    expect(places.dtype == torch.int64 and places.shape == x.shape[:1], "tiled cache: a place for each row")
-    expect(len(places.unique()) == len(places), "tiled cache: no place is written twice")
-    for row, place in zip(x, places.tolist(), strict=True):
-        page, offset = divmod(place, cache.shape[2])
+    expect(slot_mapping.dtype == torch.int64 and slot_mapping.shape == x.shape[:1], "tiled cache: a slot for each row")
+    expect(len(slot_mapping.unique()) == len(slot_mapping), "tiled cache: no slot is written twice")
+    for row, slot in zip(x, slot_mapping.tolist(), strict=True):
+        page, offset = divmod(slot, cache.shape[2])
         cache[page, :, offset] = row.view(-1, 16)
 
 

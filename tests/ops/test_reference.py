@@ -21,20 +21,20 @@ def test_norm_rope_write_is_its_parts(heads: int, kv_heads: int) -> None:
     q_weight, k_weight = torch.rand(dim), torch.rand(dim)
     angles = torch.rand(tokens, dim // 2)
     cos, sin = (torch.cat([part, part], 1) for part in (angles.cos(), angles.sin()))
-    places = torch.tensor([6, 1, 9, 2, 4])
+    slot_mapping = torch.tensor([6, 1, 9, 2, 4])
 
     def caches() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(3, page, kv_heads, dim), torch.zeros(3, page, kv_heads, dim)
 
     k_cache, v_cache = caches()
     given = Heads(kv_heads, EPS, q_weight, k_weight, cos, sin)
-    found = reference.norm_rope_write(qkv, given, k_cache, v_cache, places, None)
+    found = reference.norm_rope_write(qkv, given, k_cache, v_cache, slot_mapping, None)
     q = qkv[:, : heads * dim].view(tokens, heads, dim)
     k = qkv[:, heads * dim : (heads + kv_heads) * dim].view(tokens, kv_heads, dim)
     v = qkv[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, dim)
     q, k = reference.rope(reference.rms_norm(q, q_weight, EPS), reference.rms_norm(k, k_weight, EPS), cos, sin)
     wanted = caches()
-    reference.write_kv(k, v, *wanted, places)
+    reference.write_kv(k, v, *wanted, slot_mapping)
     assert torch.equal(found, q)
     assert torch.equal(k_cache, wanted[0])
     assert torch.equal(v_cache, wanted[1])

@@ -99,9 +99,9 @@ class Umbra:
         for layer in self.model.modules():
             if isinstance(layer, PagedAttention):
                 pages, kv_heads, _, page_size = layer.k_cache.shape
-                for places in torch.arange(pages * page_size).split(1 << 14):
-                    k, v = torch.randn(2, len(places), kv_heads, self.config.head_dim)
-                    layer.ops.write_kv(k, v, layer.k_cache, layer.v_cache, places)
+                for slot_mapping in torch.arange(pages * page_size).split(1 << 14):
+                    k, v = torch.randn(2, len(slot_mapping), kv_heads, self.config.head_dim)
+                    layer.ops.write_kv(k, v, layer.k_cache, layer.v_cache, slot_mapping)
         self.filled = True
 
     def capture_again(self) -> None:

@@ -26,7 +26,7 @@ class Rank:
         own = PagePool(pages, limits.page_size)
         own.free = own.free[number:] + own.free[:number]
         self.scheduler = Scheduler(limits, (), own, number % limits.groups)
-        self.written: dict[tuple[int, int], tuple[bytes, tuple[int, ...]]] = {}  # (group, place) -> (salt, all before)
+        self.written: dict[tuple[int, int], tuple[bytes, tuple[int, ...]]] = {}  # (group, slot) -> (salt, all before)
 
     def step(self, tokens: dict[int, int]) -> Any:
         """Runs one step in which sequence i gets the token tokens[i]. -> what all ranks must agree on"""
@@ -38,13 +38,13 @@ class Rank:
         scheduler.reserve(step.sequences)  # never runs out of pages
         for s in step.sequences:
             pool, salt = scheduler.pools[s.group], s.request.salt
-            places = [s.blocks[i // pool.page_size].page * pool.page_size + i % pool.page_size for i in range(s.end)]
-            for position, place in enumerate(places):
+            slots = [s.blocks[i // pool.page_size].page * pool.page_size + i % pool.page_size for i in range(s.end)]
+            for position, slot in enumerate(slots):
                 content = salt, tuple(s.ids[: position + 1])
                 if position < s.num_computed:
-                    assert self.written[s.group, place] == content  # also what another sequence computed
+                    assert self.written[s.group, slot] == content  # also what another sequence computed
                 else:
-                    self.written[s.group, place] = content
+                    self.written[s.group, slot] = content
             shared = [b for b in s.blocks if b.holders > 1]
             assert all(
                 b in s.blocks[: s.num_computed // pool.page_size] for b in shared
