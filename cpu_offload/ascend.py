@@ -20,7 +20,7 @@ import torch_npu
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from cpu_offload.device import Device, Place
+from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from ops.ascend.host_memory import pinned
@@ -177,11 +177,11 @@ class AscendDevice(Device):
     def by_pair(self, tokens: int, count: int) -> bool:
         return 2 <= tokens * self.top_k < count  # a bank has two experts at least
 
-    def copy(self, place: Place, start: int) -> int:
-        layer, ticket, event = self.layers[place[0]], next(self.tickets), torch_npu.npu.Event()
+    def copy(self, id: ExpertId, start: int) -> int:
+        layer, ticket, event = self.layers[id[0]], next(self.tickets), torch_npu.npu.Event()
         slot = layer.layout.views(self.memory[start : start + layer.slot_bytes])
         with torch_npu.npu.stream(self.side):
-            for name, plane in layer.planes(place[1]).items():
+            for name, plane in layer.planes(id[1]).items():
                 slot[name].copy_(plane, non_blocking=True)
             event.record()
         self.under_way[ticket] = event
@@ -198,15 +198,15 @@ class AscendDevice(Device):
         self.side.synchronize()
         del self.under_way[ticket]
 
-    def publish(self, place: Place, start: int) -> None:
-        self._tell(place, (start // PLACE, start // PLACE))
+    def publish(self, id: ExpertId, start: int) -> None:
+        self._set_rows(id, (start // PLACE, start // PLACE))
 
-    def withdraw(self, place: Place) -> None:
-        self._tell(place, (-1, self.slots.nowhere))
+    def withdraw(self, id: ExpertId) -> None:
+        self._set_rows(id, (-1, self.slots.nowhere))
 
-    def _tell(self, place: Place, rows: tuple[int, int]) -> None:
-        layer, expert = place
-        self.layers[layer].place(expert, rows[0] + 1)  # the host's table has 0 for an expert that is not resident
+    def _set_rows(self, id: ExpertId, rows: tuple[int, int]) -> None:
+        layer, expert = id
+        self.layers[layer].set_address(expert, rows[0] + 1)  # the host's table has 0 for an expert that is not resident
         self.on_host[:, layer, expert] = torch.tensor(rows)
         self.changed = True
 

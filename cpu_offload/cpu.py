@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cpu_offload.device import Device, Place
+from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from cpu_offload.streaming import Streaming
@@ -83,8 +83,8 @@ class CpuDevice(Device):
     def staging_bytes(self) -> int:
         return self.streaming.ring.nbytes
 
-    def copy(self, place: Place, start: int) -> int:
-        return self.copier.fill(self.start + start, self.layers[place[0]].store[place[1]])
+    def copy(self, id: ExpertId, start: int) -> int:
+        return self.copier.fill(self.start + start, self.layers[id[0]].store[id[1]])
 
     def done(self, ticket: int) -> bool:
         return self.copier.done(ticket)
@@ -92,11 +92,11 @@ class CpuDevice(Device):
     def wait(self, ticket: int) -> None:
         self.copier.wait(ticket)
 
-    def publish(self, place: Place, start: int) -> None:
-        self.layers[place[0]].place(place[1], self.start + start)
+    def publish(self, id: ExpertId, start: int) -> None:
+        self.layers[id[0]].set_address(id[1], self.start + start)
 
-    def withdraw(self, place: Place) -> None:
-        self.layers[place[0]].place(place[1], 0)
+    def withdraw(self, id: ExpertId) -> None:
+        self.layers[id[0]].set_address(id[1], 0)
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
         pass  # the ops read the number of the step from the pool

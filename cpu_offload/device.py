@@ -11,7 +11,7 @@ from cpu_offload.history import LongLayer
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
 
-Place = tuple[int, int]  # (layer, expert): a number among the layers with shadows, and one among this rank's experts
+ExpertId = tuple[int, int]  # (layer, expert): a number among the layers with shadows, and one among this rank's experts
 
 
 class Device(ABC):
@@ -42,7 +42,7 @@ class Device(ABC):
         `end` bytes. `note` is called with each layer of a long step that the device measures."""
 
     @abstractmethod
-    def copy(self, place: Place, start: int) -> int:
+    def copy(self, id: ExpertId, start: int) -> int:
         """Begins to copy an expert into the slot at byte `start` of the arena; steps run meanwhile. -> a ticket"""
 
     @abstractmethod
@@ -54,11 +54,11 @@ class Device(ABC):
         """Returns once the copy with this ticket is complete."""
 
     @abstractmethod
-    def publish(self, place: Place, start: int) -> None:
+    def publish(self, id: ExpertId, start: int) -> None:
         """Makes the expert resident: from the next step on it is computed from the slot at byte `start`."""
 
     @abstractmethod
-    def withdraw(self, place: Place) -> None:
+    def withdraw(self, id: ExpertId) -> None:
         """Makes the expert missing: from the next step on no op reads its slot."""
 
     @abstractmethod

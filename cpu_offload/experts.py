@@ -39,7 +39,7 @@ class ShadowedExperts(ABC):
         capture."""
         self.layer = dataclasses.replace(self.layer, counts=counts, times=times)
 
-    def place(self, expert: int, address: int) -> None:
+    def set_address(self, expert: int, address: int) -> None:
         """Sets the address of the expert on the device; 0: not resident. To be called between two steps."""
         self.table[expert] = address
 

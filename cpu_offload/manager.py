@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpu_offload.device import Device, Place
+from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import History, Step
 from cpu_offload.memory.arena import Arena
@@ -64,7 +64,7 @@ def layer_number(path: str) -> int:
 class Copy:
     """A copy in flight of an expert into its slot."""
 
-    place: Place
+    id: ExpertId
     slot: int
     ticket: int
     start: int  # ns
@@ -102,8 +102,8 @@ class Offload:
         experts = self.layers[0].count
         self.residency = Residency(len(self.layers), experts, Policy(max_swaps=self.settings.max_swaps))
         self.balance = Balance(arena, LOW, LOW + arena.extent_frames, PATIENCE, self.make_room, gather)
-        self.slots: dict[Place, int] = {}  # of resident experts and of those whose copy is in flight
-        self.copies: dict[Place, Copy] = {}  # copies in flight, in order of their start
+        self.slots: dict[ExpertId, int] = {}  # of resident experts and of those whose copy is in flight
+        self.copies: dict[ExpertId, Copy] = {}  # copies in flight, in order of their start
         shape = len(self.layers), experts
         self.here = np.zeros(shape, np.bool_)  # whether the expert has a slot
         self.published = np.zeros(shape, np.bool_)  # whether its copy is complete as well: the expert is resident
@@ -156,29 +156,29 @@ class Offload:
 
     def make_room(self, frames: int) -> None:
         """Evicts the coldest experts until `frames` more frames are free or no expert is left."""
-        coldest = [self.slots[place] for place in self.residency.coldest(self.here, len(self.slots))]
-        owner = {slot: place for place, slot in self.slots.items()}
+        coldest = [self.slots[id] for id in self.residency.coldest(self.here, len(self.slots))]
+        owner = {slot: id for id, slot in self.slots.items()}
         for slot in self.arena.leaving(coldest, frames):
             self.evict(owner[slot])
             self.history.for_cache += 1
 
-    def fetch(self, place: Place) -> None:
+    def fetch(self, id: ExpertId) -> None:
         """Takes a slot and begins to copy the expert into it; does nothing if no slot is free."""
         slot = self.arena.take_slot()
         if slot is None:
             return
-        self.slots[place], self.here[place] = slot, True
-        ticket = self.device.copy(place, self.arena.slot_offset(slot))
-        self.copies[place] = Copy(place, slot, ticket, time.monotonic_ns())
+        self.slots[id], self.here[id] = slot, True
+        ticket = self.device.copy(id, self.arena.slot_offset(slot))
+        self.copies[id] = Copy(id, slot, ticket, time.monotonic_ns())
 
-    def evict(self, place: Place) -> None:
+    def evict(self, id: ExpertId) -> None:
         """Makes the expert missing and frees its slot."""
-        if copy := self.copies.pop(place, None):
+        if copy := self.copies.pop(id, None):
             self.device.wait(copy.ticket)  # the slot may be written again at once
-        self.device.withdraw(place)
-        self.here[place] = self.published[place] = False
-        self.arena.give_slot(self.slots.pop(place))
-        self.history.evicted.append(place[0])
+        self.device.withdraw(id)
+        self.here[id] = self.published[id] = False
+        self.arena.give_slot(self.slots.pop(id))
+        self.history.evicted.append(id[0])
 
     def value_copies(self, swap_cost: float, max_swaps: int) -> None:
         """Sets the cost of a copy that the policy assumes, in misses that it must save, and the most copies at one
@@ -212,10 +212,10 @@ class Offload:
                 self.here[layer, expert] = self.published[layer, expert] = True
 
     def _publish(self, copy: Copy) -> None:
-        self.device.publish(copy.place, self.arena.slot_offset(copy.slot))
-        self.published[copy.place] = True
-        del self.copies[copy.place]
-        self.history.copies.append((copy.start, time.monotonic_ns(), *copy.place))
+        self.device.publish(copy.id, self.arena.slot_offset(copy.slot))
+        self.published[copy.id] = True
+        del self.copies[copy.id]
+        self.history.copies.append((copy.start, time.monotonic_ns(), *copy.id))
 
     def _record(self, seen: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> None:
         free, experts = self.arena.free_frames, self.arena.slot_frames

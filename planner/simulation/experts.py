@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cpu_offload.device import Device, Place
+from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
 from cpu_offload.manager import Offload, Settings
@@ -76,7 +76,7 @@ class Copies(Device):
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory = memory
 
-    def copy(self, place: Place, start: int) -> int:
+    def copy(self, id: ExpertId, start: int) -> int:
         self.last = max(self.last, self.clock.now) + self.seconds
         self.ends.append(self.last)
         return self.ended + len(self.ends) - 1
@@ -90,10 +90,10 @@ class Copies(Device):
     def wait(self, ticket: int) -> None:
         """A step does not begin while a copy into a slot that another takes over is under way: too short to count."""
 
-    def publish(self, place: Place, start: int) -> None:
+    def publish(self, id: ExpertId, start: int) -> None:
         """Tables have no simulated counterpart."""
 
-    def withdraw(self, place: Place) -> None:
+    def withdraw(self, id: ExpertId) -> None:
         """As above."""
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ class Layer:
 
 
 class Device:
-    """Notes what it is told, as (what, place, ...); copies are done once their ticket is in `ready`."""
+    """Notes what it is told, as (what, id, ...); copies are done once their ticket is in `ready`."""
 
     def __init__(self) -> None:
         self.done_: list[Any] = []
@@ -42,9 +42,9 @@ class Device:
         self.done_.append(("open", memory, end))
         self.note = note
 
-    def copy(self, place: Any, start: int) -> int:
+    def copy(self, id: Any, start: int) -> int:
         self.tickets += 1
-        self.done_.append(("copy", place, start))
+        self.done_.append(("copy", id, start))
         return self.tickets
 
     def done(self, ticket: int) -> bool:
@@ -53,11 +53,11 @@ class Device:
     def wait(self, ticket: int) -> None:
         self.done_.append(("wait", ticket))
 
-    def publish(self, place: Any, start: int) -> None:
-        self.done_.append(("publish", place, start))
+    def publish(self, id: Any, start: int) -> None:
+        self.done_.append(("publish", id, start))
 
-    def withdraw(self, place: Any) -> None:
-        self.done_.append(("withdraw", place))
+    def withdraw(self, id: Any) -> None:
+        self.done_.append(("withdraw", id))
 
     def begin(self, *given: Any) -> None:
         self.done_.append(("begin", *given))
@@ -154,8 +154,8 @@ def test_the_first_experts_of_each_layer_are_placed_at_once() -> None:
     placed = zip(offload.slots, starts, strict=True)
     assert told(offload) == [
         ("open", "memory", 40 * FRAME),
-        *(one for number, (place, start) in enumerate(placed)
-          for one in (("copy", place, start), ("wait", number + 1), ("publish", place, start))),
+        *(one for number, (id, start) in enumerate(placed)
+          for one in (("copy", id, start), ("wait", number + 1), ("publish", id, start))),
     ]  # fmt: skip
     assert offload.copies == {}
     assert offload.most_slots == 3
