@@ -27,7 +27,7 @@ class Batch:
     wanted_per_group: tuple[int, ...] | None = None
 
     def rows(self, parallel: Parallel) -> GroupRows:
-        """The rows of the step that a rank with this place in the splits holds outside attention and experts."""
+        """The rows of the step that a rank with this position in the splits holds outside attention and experts."""
         return (RowShares if self.sequence_parallel else GroupRows)(parallel, self.tokens_per_group)
 
     @property

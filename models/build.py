@@ -1,4 +1,4 @@
-"""`Build`: everything that layers are made from, such as ops, formats, and this rank's place in the splits."""
+"""`Build`: everything that layers are made from, such as ops, formats, and this rank's position in the splits."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

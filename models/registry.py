@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """The places of a family's classes, each as `module:name`."""
+    """The names of a family's classes, each as `module:name`."""
 
-    config: str  # place of a models.config.ModelConfig
-    model: str  # place of a models.causal_lm.CausalLM; its name is also that in a config.json's `architectures`
+    config: str  # a models.config.ModelConfig
+    model: str  # a models.causal_lm.CausalLM; its name is also that in a config.json's `architectures`
     old_types: tuple[str, ...] = ()  # `model_type` in early checkpoints, if `architectures` names the model
     # Parts of tensors' names that some tools write, each with the name of the model's module.
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def model_class(model_type: str) -> "Callable[[ModelConfig, Build], CausalLM]":
     return model
 
 
-def load(place: str) -> Any:
+def load(path: str) -> Any:
     """Imports the module in `module:name` and returns the object `name`."""
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

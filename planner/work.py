@@ -29,7 +29,7 @@ from models.registry import load, model_class
 from ops.counted import ASCEND_KERNELS, CountedExchange, CountedOps, Done, Message, Notes
 from ops.interface import Exchange, Ops
 from ops.parallel.groups import Group
-from ops.parallel.join import place_of
+from ops.parallel.join import parallel_of
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class Counted:
             kernels=ASCEND_KERNELS if case.platform == "ascend" else None,
         )
         self.notes = ops.notes
-        place = place_of(case.parallel_sizes, 0, {})
-        groups = {field.name: getattr(place, field.name) for field in dataclasses.fields(place)}
+        own = parallel_of(case.parallel_sizes, 0, {})
+        groups = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
         noted: dict[str, Any] = {
             n: NotedGroup(g.rank, g.size, None, n, self.notes) for n, g in groups.items() if isinstance(g, Group)
         }
-        parallel = dataclasses.replace(place, **noted)
+        parallel = dataclasses.replace(own, **noted)
         settings = platform_settings(case)
         if case.platform == "ascend":
             exchanged = 0 if why_gathered(settings, config) else most_rows(settings)

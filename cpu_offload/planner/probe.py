@@ -66,8 +66,8 @@ class Probe:
         self.ids.fill_(count)
         if used:
             each = min(self.top_k, used)
-            places = torch.arange(len(self.ids) * each).view(len(self.ids), each) % used
-            self.ids[:, :each] = experts[places]
+            chosen = torch.arange(len(self.ids) * each).view(len(self.ids), each) % used
+            self.ids[:, :each] = experts[chosen]
         self.pool.step += 1
         start = time.perf_counter()
         self.tape.replay()

@@ -29,7 +29,7 @@ class CheckpointFiles:
         self.read = 0  # bytes in total
         self._maps: dict[Path, safe_open] = {}
         self._mapped = 0
-        self.place: dict[str, Path] = {}  # the file that each tensor is in
+        self.file_of: dict[str, Path] = {}  # the file that each tensor is in
         self._names: dict[str, str] = {}  # the name that each tensor has there
         single, index = folder / SINGLE, folder / INDEX
         if single.is_file():
@@ -40,11 +40,11 @@ class CheckpointFiles:
             raise UserError(f"model_path: {folder} holds neither {SINGLE} nor {INDEX} (other formats are not read)")
 
     def __contains__(self, name: str) -> bool:
-        return name in self.place
+        return name in self.file_of
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
         """(shape, name of the type in safetensors) of a tensor"""
-        header = self._map(self.place[name]).get_slice(self._names[name])
+        header = self._map(self.file_of[name]).get_slice(self._names[name])
         return tuple(header.get_shape()), header.get_dtype()
 
     def nbytes(self, name: str) -> int:
@@ -56,9 +56,9 @@ class CheckpointFiles:
 
     def __call__(self, name: str, *part: slice) -> Tensor:
         try:
-            tensor: Tensor = self._map(self.place[name]).get_slice(self._names[name])[part]
+            tensor: Tensor = self._map(self.file_of[name]).get_slice(self._names[name])[part]
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.place[name]}: {name}: truncated or corrupt: {error}") from None
+            raise UserError(f"{self.file_of[name]}: {name}: truncated or corrupt: {error}") from None
         self.read += tensor.nbytes
         self._mapped += tensor.nbytes
         return tensor
@@ -83,15 +83,15 @@ class CheckpointFiles:
         for path in paths:
             check_header(path)
             for name, theirs in in_model(self._map(path).keys(), self.aliases, path).items():
-                if name in self.place:
-                    raise UserError(f"{path}: tensor {name} is also in {self.place[name].name}")
-                self.place[name], self._names[name] = path, theirs
+                if name in self.file_of:
+                    raise UserError(f"{path}: tensor {name} is also in {self.file_of[name].name}")
+                self.file_of[name], self._names[name] = path, theirs
 
     def _open_indexed(self, index: Path) -> None:
         listed_in = read_index(index)
         self._open([self.folder / name for name in sorted(set(listed_in.values()))])
         expected = {name: listed_in[theirs] for name, theirs in in_model(listed_in, self.aliases, index).items()}
-        astray = [name for name, file in expected.items() if self.place.get(name) != self.folder / file]
+        astray = [name for name, file in expected.items() if self.file_of.get(name) != self.folder / file]
         if astray:
             raise UserError(f"{index}: tensors that are not in the file the index names: {listed(sorted(astray))}")
 

@@ -46,7 +46,7 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
     total = sum(share * files.nbytes(tensor) for name, share in mine.items() for tensor in stored[name].tensors)
     with loading_bar(int(total), progress) as bar:
         # In the order of the files, by the first tensor of each weight.
-        for name in sorted(wanted, key=lambda name: str(files.place[next(iter(stored[name].tensors))])):
+        for name in sorted(wanted, key=lambda name: str(files.file_of[next(iter(stored[name].tensors))])):
             for piece in wanted[name]:
                 if piece.fill is not None:
                     part = _part(files, stored[name], piece)
@@ -63,10 +63,10 @@ def load_checkpoint(model: nn.Module, folder: Path, scheme: Scheme, ignores: Ign
 def wanted_by(model: nn.Module) -> dict[str, list[Piece]]:
     """The pieces of the model that each weight of the checkpoint fills, by the weight's name; a tied weight has two."""
     wanted: dict[str, list[Piece]] = {}
-    for place, layer in layers_of(model):
-        pieces = list(layer.pieces(place))
+    for path, layer in layers_of(model):
+        pieces = list(layer.pieces(path))
         if sum(p.kept_elements for p in pieces) != layer.elements:
-            raise AssertionError(f"the pieces of {place} do not fill it exactly")  # a bug in the layer
+            raise AssertionError(f"the pieces of {path} do not fill it exactly")  # a bug in the layer
         for piece in pieces:
             wanted.setdefault(piece.name, []).append(piece)
     return wanted
@@ -116,7 +116,7 @@ def problems_of(
 ) -> list[tuple[str, list[str]]]:
     """(problem, names of the tensors or modules that have it) for everything that the files' headers show to be wrong,
     the likeliest cause first."""
-    there, needed = files.place.keys(), {name for weight in stored.values() for name in weight.tensors}
+    there, needed = files.file_of.keys(), {name for weight in stored.values() for name in weight.tensors}
     wrong, missing, otherwise = [], [], []
     for name, weight in stored.items():
         module, absent = name.removesuffix(".weight"), []

@@ -9,7 +9,7 @@ from umbra.errors import UserError
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process's place in the job, as torchrun sets it; without torchrun, the only rank of a job of one."""
+    """This process's position in the job, as torchrun sets it; without torchrun, the only rank of a job of one."""
 
     rank: int
     world_size: int

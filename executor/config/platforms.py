@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlatformEntry:
-    place: str  # place of the platform's class, as `module:name`
-    layout: str  # place of the class with the tensor shapes of its ops, which needs no device: for counts of memory
+    name: str  # the platform's class, as `module:name`
+    layout: str  # the class with the tensor shapes of its ops, which needs no device: for counts of memory
     exe_modes: tuple[str, ...]
     page_size: int  # page size of the KV cache if a case leaves it open
     quantised: tuple[str, ...]  # the kinds of quantised matrices that its ops multiply with
-    expert_slot: str  # place of the function (inner, hidden, format, dtype) -> (bytes, alignment) of an expert's slot
-    environment: str = ""  # place of the function that returns the environment variables of a rank, if there is one
+    expert_slot: str  # the function (inner, hidden, format, dtype) -> (bytes, alignment) of an expert's slot
+    environment: str = ""  # the function that returns the environment variables of a rank, if there is one
     plugin: str = ""  # the package that brings the device to PyTorch
     is_host: bool = False  # the device is the CPU itself: one memory, one pool of threads
     keeps_packed: bool = False  # quantised weights are kept in `packed_cache/`

@@ -60,9 +60,9 @@ class Drafts:
 
     def _fill(self, sequences: ListOf[Sequence], room: ListOf[int]) -> None:
         wanted, self._rows = self._rows - len(sequences), 0
-        for place in range(self.most):
+        for number in range(self.most):
             for sequence, most in zip(sequences, room, strict=True):
-                if place < most and wanted > 0:
+                if number < most and wanted > 0:
                     sequence.ids.append(sequence.ids[-1])
                     sequence.drafted += 1
                     wanted -= 1

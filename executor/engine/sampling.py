@@ -41,10 +41,10 @@ def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
     `most` most probable tokens, then their log-probabilities"""
     known = tokens.clamp(min=0)[:, None]
     parts = []
-    for rows, places in zip(logits.split(LOGPROB_ROWS), known.split(LOGPROB_ROWS), strict=True):
+    for rows, tokens in zip(logits.split(LOGPROB_ROWS), known.split(LOGPROB_ROWS), strict=True):
         logprobs = rows.float().log_softmax(-1)
         top = logprobs.topk(min(most, logprobs.shape[-1]), dim=-1)
-        parts.append(torch.cat((logprobs.gather(-1, places), top.indices.float(), top.values), dim=-1))
+        parts.append(torch.cat((logprobs.gather(-1, tokens), top.indices.float(), top.values), dim=-1))
     return torch.cat(parts) if parts else logits.new_empty(0, 1 + 2 * most, dtype=torch.float32)
 
 

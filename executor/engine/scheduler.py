@@ -108,7 +108,7 @@ class Scheduler:
         return None
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences into free places, emptiest group first. The step that is being scheduled starts
+        """Move waiting sequences into the batch, emptiest group first. The step that is being scheduled starts
         their prefill.
 
         A sequence is admitted only while its pool has all pages that were promised to the group's sequences and those

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 def load_platform(name: str) -> "type[Platform]":
     """The class of the platform `name`."""
-    platform: type[Platform] = load(PLATFORMS[name].place)
+    platform: type[Platform] = load(PLATFORMS[name].name)
     return platform
 
 
 def start_environment(name: str, settings: "PlatformSettings", given: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that ranks on platform `name` need in addition to those `given`."""
-    place = PLATFORMS[name].environment
-    added: dict[str, str] = load(place)(settings, given) if place else {}
+    environment = PLATFORMS[name].environment
+    added: dict[str, str] = load(environment)(settings, given) if environment else {}
     return added

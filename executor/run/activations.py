@@ -55,7 +55,7 @@ class CountedGroup(Group):
 
 
 def counted(parallel: Parallel) -> Parallel:
-    """This rank's place in the same splits, for a process that runs without the other ranks."""
+    """This rank's position in the same splits, for a process that runs without the other ranks."""
     groups = {field.name: getattr(parallel, field.name) for field in dataclasses.fields(parallel)}
     mine: dict[str, Any] = {n: CountedGroup(g.rank, g.size) for n, g in groups.items() if isinstance(g, Group)}
     return dataclasses.replace(parallel, **mine)

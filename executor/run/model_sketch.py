@@ -28,7 +28,7 @@ from models.layers.rotary import RotaryTable
 from models.layers.router import Router, SelectionBias
 from models.registry import load, model_class
 from ops.interface import Exchange, Ops
-from ops.parallel.join import place_of
+from ops.parallel.join import parallel_of
 
 EXPERTS = ("experts", "experts' scales")
 KINDS: dict[type[nn.Module], str] = {
@@ -56,7 +56,7 @@ def sketch_of(
     config = load_model_config(case)
     ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = PLATFORMS[case.platform].quantised_head
-    parallel = counted(place_of(case.parallel_sizes, 0, {}))
+    parallel = counted(parallel_of(case.parallel_sizes, 0, {}))
     build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, offload, exchange)
     model = model_class(case.model_name)(config, build)
     pages = limits_of(case).pages

@@ -84,14 +84,14 @@ class Experts(Layer):
         yield from self.weights.storages
 
     def pieces(self, path: str) -> Iterator[Piece]:
-        places = {int(expert): place for place, expert in enumerate(self.held[self.here])}
+        slots = {int(expert): slot for slot, expert in enumerate(self.held[self.here])}
         wide, tall = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
         for expert in range(self.experts):
             for which, module in self.names.items():
                 name = f"{path}.{expert}.{module}.weight"
                 shape, part = (tall, (ALL, self.part)) if which == "down" else (wide, (self.part, ALL))
-                if expert in places:
-                    fill = partial(self.weights.fill, places[expert], which)
+                if expert in slots:
+                    fill = partial(self.weights.fill, slots[expert], which)
                     yield Piece(name, shape, part, fill, linear=True)
                 else:
                     yield Piece(name, shape, linear=True)

@@ -99,7 +99,7 @@ class Group(Shard):
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank's place in every split. Consecutive ranks share an attention layer or an expert."""
+    """One rank's position in every split. Consecutive ranks share an attention layer or an expert."""
 
     world: Group = Group()
     attn_tp: Group = Group()

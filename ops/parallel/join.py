@@ -11,7 +11,7 @@ from ops.parallel.partitions import ParallelSizes, partitions
 
 
 def join(sizes: ParallelSizes, rank: int, timeout_s: int, backend: str, options: Callable[[str], Any]) -> Parallel:
-    """Returns this process's place in every split. All ranks of the world call this; it returns when all have joined.
+    """Joins all ranks of the world, which call this together. -> this process's position in every split
 
     `backend` is a backend of torch.distributed; `options` returns the backend's options for a rank group, by its name.
     """
@@ -24,12 +24,12 @@ def join(sizes: ParallelSizes, rank: int, timeout_s: int, backend: str, options:
         for ids in members:
             if len(ids) > 1 and ids not in handles:
                 handles[ids] = dist.new_group(list(ids), pg_options=options(name))
-    return place_of(sizes, rank, handles)
+    return parallel_of(sizes, rank, handles)
 
 
-def place_of(sizes: ParallelSizes, rank: int, handles: Mapping[tuple[int, ...], dist.ProcessGroup]) -> Parallel:
-    """The place of `rank` in every split. A group without an entry in `handles` has its size and rank, but cannot
-    communicate: enough to count what a rank holds."""
+def parallel_of(sizes: ParallelSizes, rank: int, handles: Mapping[tuple[int, ...], dist.ProcessGroup]) -> Parallel:
+    """Returns the position of `rank` in every split. A group without an entry in `handles` has its size and rank, but
+    cannot communicate: enough to count what a rank holds."""
     own = {}
     for name, members in partitions(sizes).items():
         ids = next(ids for ids in members if rank in ids)

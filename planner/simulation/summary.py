@@ -35,12 +35,12 @@ def summary_of(outcome: Outcome, targets: Targets, hour_s: float = HOUR) -> Summ
     first, each = times_of(ended)
     good = (first <= targets.ttft_ms / 1e3) & (each <= targets.tpot_ms / 1e3)
     edges = np.linspace(at[0], max(at[-1], at[0] + 1e-9), BUCKETS + 1)
-    place = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, BUCKETS - 1)
-    counts = np.bincount(place, minlength=BUCKETS)
-    inside = [place == b for b in range(BUCKETS)]
+    bucket_of = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, BUCKETS - 1)
+    counts = np.bincount(bucket_of, minlength=BUCKETS)
+    inside = [bucket_of == b for b in range(BUCKETS)]
     lines = {"requests/s": counts / (edges[1] - edges[0])}
     with np.errstate(invalid="ignore"):
-        lines["in time"] = np.bincount(place, good, BUCKETS) / counts
+        lines["in time"] = np.bincount(bucket_of, good, BUCKETS) / counts
     for name, values in (("TTFT", first), ("TPOT", each)):
         for percent in PERCENTILES:
             some = [np.percentile(values[here], percent) * 1e3 if here.any() else np.nan for here in inside]
@@ -84,9 +84,9 @@ def memory_of(samples: Sequence[Sample], edges: Floats) -> Floats:
     """The mean shares in each bucket; where nobody looked, those of the bucket before."""
     found = np.zeros((len(edges) - 1, len(TENANTS)))
     pages = np.array([(s.held, s.kept, s.experts, s.free) for s in samples], np.float64).reshape(-1, len(TENANTS))
-    place = np.searchsorted(edges, [s.at for s in samples], side="right") - 1
+    bucket_of = np.searchsorted(edges, [s.at for s in samples], side="right") - 1
     for bucket in range(len(found)):
-        here = pages[place == bucket]
+        here = pages[bucket_of == bucket]
         if len(here):
             found[bucket] = here.sum(axis=0) / here.sum()
         elif bucket:

@@ -30,21 +30,21 @@ class Limits:
     def admit(self, tokens: int, sequences: int, ready: Ready, rate: float) -> "Ticket":
         """Takes a request of `sequences` sequences with `tokens` prompt tokens in all. `rate` is the prompt tokens that
         are computed in a second. Raises ApiError with status 429 if it would wait too long."""
-        places = min(sequences, ready.batch_size)
+        rows = min(sequences, ready.batch_size)
         most = ready.batch_size + (self.settings.max_queue or 4 * ready.batch_size)
         rate = self.measured(rate)
         wait_s = self.waiting_tokens / rate if rate else 0.0
-        if self.open + places > most:
+        if self.open + rows > most:
             raise self._refusal("queue_full", f"{self.open} requests run or wait, which is the most", wait_s)
         if wait_s > self.settings.target_ttft_s:
             text = f"{self.waiting_tokens} tokens wait, which take about {wait_s:.0f} s"
             raise self._refusal("too_slow", text, wait_s - self.settings.target_ttft_s)
-        ticket = Ticket(self, places, tokens)
-        if self.open <= ready.batch_size < self.open + places:
+        ticket = Ticket(self, rows, tokens)
+        if self.open <= ready.batch_size < self.open + rows:
             self._full_since = self.clock()
             self._starts.clear()
         self._rows = ready.batch_size
-        self.open += places
+        self.open += rows
         self.waiting_tokens += tokens
         return ticket
 
@@ -76,7 +76,7 @@ class Ticket:
     """What an open request has of the limits; it is given back at the end of the `with` block."""
 
     limits: Limits
-    places: int
+    rows: int
     waiting_tokens: int
 
     def started(self, tokens: int) -> None:
@@ -90,5 +90,5 @@ class Ticket:
 
     def __exit__(self, *_: object) -> None:
         self.limits.waiting_tokens -= self.waiting_tokens
-        self.limits.open -= self.places
-        self.waiting_tokens = self.places = 0
+        self.limits.open -= self.rows
+        self.waiting_tokens = self.rows = 0

@@ -82,7 +82,7 @@ class Chat:
         """All answers as they come. Raises ApiError if the request must wait too long, or if it fails."""
         choices, streams = self.request.choices, []
         with self.front.admit(len(self.job.ids), choices) as ticket:
-            turns = Turns(ticket.places)
+            turns = Turns(ticket.rows)
             for choice in range(choices):
                 own = replace(self.job, sampling=nth_choice(self.job.sampling, choice))
                 stream = Stream(self.front, self.text, self.ready, own, self.usage)

@@ -62,7 +62,7 @@ class Completion:
         """All answers as they come. Raises ApiError if the request must wait too long."""
         choices, streams = self.request.choices, []
         with self.front.admit(sum(len(job.ids) for job in self.jobs), choices * len(self.jobs)) as ticket:
-            turns = Turns(ticket.places)
+            turns = Turns(ticket.rows)
             for number, job in enumerate(self.jobs):
                 for choice in range(choices):
                     own = replace(job, sampling=nth_choice(job.sampling, choice))

@@ -138,10 +138,10 @@ async def _merged(sources: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerat
 
 class Turns:
     """Lets the sequences of one request start: the second and later ones of a prompt when the first has begun, since
-    they then find its prompt in the cache; and never more than `places` together."""
+    they then find its prompt in the cache; and never more than `rows` together."""
 
-    def __init__(self, places: int):
-        self._places = asyncio.Semaphore(places)
+    def __init__(self, rows: int):
+        self._rows = asyncio.Semaphore(rows)
         self._begun: dict[int, asyncio.Event] = {}
 
     async def pieces(self, stream: Stream, prompt: int, choice: int, ticket: Ticket) -> AsyncGenerator[Piece, None]:
@@ -150,7 +150,7 @@ class Turns:
         try:
             if choice:
                 await begun.wait()
-            async with self._places, aclosing(stream.pieces(ticket)) as pieces:
+            async with self._rows, aclosing(stream.pieces(ticket)) as pieces:
                 async for piece in pieces:
                     begun.set()
                     yield piece

@@ -32,7 +32,7 @@ def header(folder: Path) -> Target:
     def run(data: bytes) -> None:
         (folder / SINGLE).write_bytes(data)
         files = CheckpointFiles(folder)
-        for name in list(files.place)[:8]:
+        for name in list(files.file_of)[:8]:
             shape, kind = files.header(name)
             files.nbytes(name)
             if kind in READ:

@@ -65,14 +65,14 @@ def inspect(folder: Path) -> dict[str, Any]:
     sketch, scheme = sketch_of(plain_case(folder)), read_scheme(folder)
     wanted, files = wanted_by(sketch.model), CheckpointFiles(folder, scheme.aliases)
     stored = {name: stored_as(pieces, scheme) for name, pieces in wanted.items()}
-    kinds = dict.fromkeys(ignorable(files.place, sketch.model.ignores), IGNORED)
+    kinds = dict.fromkeys(ignorable(files.file_of, sketch.model.ignores), IGNORED)
     for path, layer in reversed(layers_of(sketch.model)):  # tied weights are listed under the embedding's name
         for piece in layer.pieces(path):
             kinds |= dict.fromkeys(stored[piece.name].tensors, kind_of(sketch.model, path, layer))
     problems = problems_of(files, stored, scheme, sketch.model.ignores)
     components = components_of(files, kinds)
     encodings = encodings_of(scheme, wanted)
-    paths = set(files.place.values())
+    paths = set(files.file_of.values())
     parameters = sum(prod(pieces[0].shape) for pieces in wanted.values())
     return {
         "checkpoint": str(folder),
@@ -85,7 +85,7 @@ def inspect(folder: Path) -> dict[str, Any]:
         },
         "components": [dataclasses.asdict(component) for component in components],
         "total": {
-            "tensors": len(files.place), "tensor_nbytes": sum(c.nbytes for c in components),
+            "tensors": len(files.file_of), "tensor_nbytes": sum(c.nbytes for c in components),
             "files": len(paths), "file_nbytes": sum(path.stat().st_size for path in paths),
         },
         "problems": [{"problem": problem, "names": names} for problem, names in problems],
@@ -130,7 +130,7 @@ def plain_case(folder: Path) -> Case:
 def components_of(files: CheckpointFiles, kinds: dict[str, str]) -> list[Component]:
     """Tensors and bytes by component; `kinds` maps each tensor that the model has to its component."""
     components = {name: Component(name) for name in COMPONENTS}
-    for name in files.place:
+    for name in files.file_of:
         shape, stored_type = files.header(name)
         component = components[kinds.get(name, UNKNOWN)]
         component.tensors += 1

@@ -71,7 +71,7 @@ class CompileCache:
     """The compiled graphs of one rank of one case."""
 
     def __init__(self, case_name: str, rank: int, world_size: int, facts: Facts, root: Path, patience_s: float = 900):
-        self.root, self.place = root.resolve(), Path(case_name, f"rank{rank}of{world_size}")
+        self.root, self.subfolder = root.resolve(), Path(case_name, f"rank{rank}of{world_size}")
         self.facts = dict(layout=LAYOUT) | facts | dict(rank=rank, world_size=world_size)
         self.patience_s = patience_s  # bounded, since ranks of two jobs could wait for each other for ever
 
@@ -80,7 +80,7 @@ class CompileCache:
         graph is compiled, and closes it in any case. Waits while another process has the entry open."""
         parent = self.root
         _make_own(parent)
-        for part in self.place.parts:
+        for part in self.subfolder.parts:
             _make_own(parent := parent / part)
         lock = _lock(parent / f"tokens{tokens}.lock", self.patience_s)
         try:

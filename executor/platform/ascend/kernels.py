@@ -37,15 +37,15 @@ def chosen_kernels(model: nn.Module, settings: PlatformSettings, built: bool) ->
     tokens = gemv_tokens(settings, built)
     found: dict[tuple[str, str, str], dict[str, list[int]]] = {}  # (few, more, why not) -> part of a layer -> layers
     for path, layer in layers_of(model):
-        place = re.search(r"\.(\d+)\.(.+)", path)
-        if place and isinstance(layer, (Experts, MergedLinear, RowLinear)):
+        match = re.search(r"\.(\d+)\.(.+)", path)
+        if match and isinstance(layer, (Experts, MergedLinear, RowLinear)):
             weights: Any = layer.weights if isinstance(layer, Experts) else layer.weight
             why = unfit(weights)
             if why and settings.ascend.decode_gemv == "on":
                 raise UserError(f"case {settings.case}: ascend_config.decode_gemv: on: {path}: {why}: set it to auto")
             why = why or _why_none(settings, built)
             kernels = (*_kernels(weights, in_planes=not why), why)
-            found.setdefault(kernels, {}).setdefault(place[2], []).append(int(place[1]))
+            found.setdefault(kernels, {}).setdefault(match[2], []).append(int(match[1]))
     lines = {}
     for (few, more, why), parts in found.items():
         for layers in dict.fromkeys(tuple(numbers) for numbers in parts.values()):

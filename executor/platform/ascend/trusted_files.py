@@ -62,9 +62,9 @@ def fingerprint(path: Path) -> list[int | str]:
     return [size, digest.hexdigest()]
 
 
-def source_digest(root: Path, places: list[Path]) -> str:
-    """One SHA-256 over the names (relative to `root`) and texts of the Python files in `places`, files or folders."""
-    files = {f for place in places for f in ([place] if place.is_file() else place.rglob("*.py"))}
+def source_digest(root: Path, sources: list[Path]) -> str:
+    """One SHA-256 over the names (relative to `root`) and texts of the Python files in `sources`, files or folders."""
+    files = {f for source in sources for f in ([source] if source.is_file() else source.rglob("*.py"))}
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.relative_to(root).as_posix()}\0{fingerprint(path)}\n".encode())

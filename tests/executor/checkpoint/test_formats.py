@@ -29,7 +29,7 @@ from models.registry import model_class
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
-from ops.parallel.join import place_of
+from ops.parallel.join import parallel_of
 from tests.quantised import quantise_tiny
 from tests.tiny import make_runner, save_tiny, tiny_case
 from tools.benchmarks.checkpoint_loading import loaded, write
@@ -90,7 +90,7 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
     """This rank's model with its weights, without the other ranks."""
     case = tiny_case(checkpoint.parent, checkpoint, **sections)
     engine.start(1, "auto")
-    build = build_of(case, load_ops("cpu"), place_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
+    build = build_of(case, load_ops("cpu"), parallel_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
     model = cast(Any, model_class(case.model_name)(load_model_config(case), build))
     load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignores, progress=False)
     return cast(nn.Module, model)

@@ -20,7 +20,7 @@ from models.registry import model_class
 from ops import load_ops
 from ops.cpu import engine
 from ops.cpu.matrix import NativeExperts
-from ops.parallel.join import place_of
+from ops.parallel.join import parallel_of
 from tests.m2_layouts import (
     CONTRADICTIONS,
     LAYOUTS,
@@ -57,7 +57,7 @@ def built(checkpoint: Path, rank: int = 0, **sections: Any) -> nn.Module:
     """This rank's model with its weights, without the other ranks."""
     case = case_for(checkpoint, **sections)
     engine.start(1, "auto")
-    build = build_of(case, load_ops("cpu"), place_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
+    build = build_of(case, load_ops("cpu"), parallel_of(case.parallel_sizes, rank, {}), torch.device("cpu"), True)
     model = cast(Any, model_class("minimax_m2")(load_model_config(case), build))
     load_checkpoint(model, checkpoint, read_scheme(checkpoint), model.ignores, progress=False)
     return cast(nn.Module, model)

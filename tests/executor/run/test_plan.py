@@ -21,7 +21,7 @@ from executor.run.memory_report import check_fits, print_plan
 from models.layers.base import layers_of
 from models.registry import model_class
 from ops.ascend.layout import AscendLayout
-from ops.parallel.join import place_of
+from ops.parallel.join import parallel_of
 from tests.command import umbra
 from tests.tiny import save_tiny, tiny_case
 from umbra.errors import UserError
@@ -135,7 +135,7 @@ def test_a_real_model_takes_what_was_planned(tmp_path: Path, method: str, ranks:
     build = build_of(
         case,
         cast(Any, AscendLayout(torch.bfloat16)),
-        place_of(case.parallel_sizes, 0, {}),
+        parallel_of(case.parallel_sizes, 0, {}),
         torch.device("cpu"),
         quantised_head=False,
     )

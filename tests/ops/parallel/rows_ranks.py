@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ops.parallel.groups import Parallel
-from ops.parallel.join import place_of
+from ops.parallel.join import parallel_of
 from ops.parallel.partitions import ParallelSizes, partitions
 from ops.parallel.rows import GroupRows, RowShares
 from tests.ops.parallel.row_mistakes import ROW_MISTAKES
@@ -27,7 +27,7 @@ def places(rank: int, world: int) -> list[Parallel]:
     for ids in (ids for each in sizes for members in partitions(each).values() for ids in members):
         if len(ids) > 1 and ids not in handles:
             handles[ids] = dist.new_group(list(ids))
-    return [place_of(each, rank, handles) for each in sizes]
+    return [parallel_of(each, rank, handles) for each in sizes]
 
 
 def wrong(parallel: Parallel, counts: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -69,8 +69,8 @@ def test_as_many_sequences_are_open_as_rows_and_queue_have_room() -> None:
         assert of.refused == {"queue_full": 1, "too_slow": 0, "timeout": 0}
         tickets.pop().__exit__()
         refused(of, sequences=2)
-        assert of.admit(5, 1, READY, FAST).places == 1
-    assert limits(Clock(), max_queue=4).admit(10, 99, READY, FAST).places == 4
+        assert of.admit(5, 1, READY, FAST).rows == 1
+    assert limits(Clock(), max_queue=4).admit(10, 99, READY, FAST).rows == 4
 
 
 @pytest.mark.parametrize(("tokens", "retry"), [(101, 1), (120, 2), (121, 3), (9000, 60)])

@@ -153,11 +153,11 @@ def _copy(path: Path, to: Path) -> None:
 
 def _finish(target: Target, out: Path, paths: list[Path]) -> None:
     """Write the index and, last, config.json, which make the folder a checkpoint."""
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:
-            places |= dict.fromkeys(file.keys(), path.name)
+            file_of |= dict.fromkeys(file.keys(), path.name)
     total = sum(path.stat().st_size for path in paths)
-    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))})
     config = read_json(target.source.folder / CONFIG)
     write_json(out / CONFIG, config | {"quantization_config": target.quantisation})

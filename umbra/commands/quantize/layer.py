@@ -114,20 +114,20 @@ class LayerMath(ABC, Generic[C]):
 
     def experts(self, routing: Routing) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name prefix, rows, weights) of each expert that has tokens."""
-        for expert, place in enumerate(self.mlps):
+        for expert, prefix in enumerate(self.mlps):
             rows, share = routing.of(expert)
             if len(rows):
-                yield place, rows, share
+                yield prefix, rows, share
 
-    def inner(self, w: Weights, place: str, x: Tensor) -> Tensor:
+    def inner(self, w: Weights, prefix: str, x: Tensor) -> Tensor:
         """The input of an expert's down projection."""
-        return F.silu(x @ w(place + self.gate).T) * (x @ w(place + self.up).T)
+        return F.silu(x @ w(prefix + self.gate).T) * (x @ w(prefix + self.up).T)
 
     def mlp(self, w: Weights, x: Tensor, routing: Routing) -> Tensor:
         """x (tokens, H) -> (tokens, H)"""
         out = torch.zeros_like(x)
-        for place, rows, share in self.experts(routing):
-            y = self.inner(w, place, x[rows]) @ w(place + self.down).T
+        for prefix, rows, share in self.experts(routing):
+            y = self.inner(w, prefix, x[rows]) @ w(prefix + self.down).T
             out.index_add_(0, rows, y * share)
         return out
 

@@ -83,14 +83,14 @@ def search_layer(
 
     flat = layer.normed(weights, "post_attention_layernorm", x).flatten(0, 1)
     routing = layer.route(weights, flat)
-    inputs = [place + matrix for place in layer.mlps for matrix in (layer.gate, layer.up)]
+    inputs = [prefix + matrix for prefix in layer.mlps for matrix in (layer.gate, layer.up)]
     router = [f"{layer.router}.weight"]
     yield from folds(flat, inputs + router, ["post_attention_layernorm.weight"], lambda w: layer.mlp(w, flat, routing))
 
-    for place, rows, share in layer.experts(routing):
-        inner = layer.inner(weights, place, flat[rows]) * share  # weighted as in the layer's output
-        down = place + layer.down
-        yield from folds(inner, [down], [place + layer.up], partial(_product, inner, down))
+    for prefix, rows, share in layer.experts(routing):
+        inner = layer.inner(weights, prefix, flat[rows]) * share  # weighted as in the layer's output
+        down = prefix + layer.down
+        yield from folds(inner, [down], [prefix + layer.up], partial(_product, inner, down))
 
 
 def _product(x: Tensor, name: str, weights: Weights) -> Tensor:

@@ -95,7 +95,7 @@ class Source:
         digest = hashlib.sha256()
         for path in [self.folder / CONFIG, *self.companions]:
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-        for path in sorted(set(self.files.place.values())):
+        for path in sorted(set(self.files.file_of.values())):
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")  # checked when the file was opened
                 digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + file.read(length))
