@@ -26,8 +26,7 @@ from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import History, Step
 from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
-from cpu_offload.policy.residency import Residency
-from cpu_offload.policy.residency import Settings as Policy
+from cpu_offload.policy.residency import Residency, ResidencySettings
 from ops.cpu.shadow import ShadowPool
 from ops.format import Format
 from umbra.errors import UserError
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ShadowSettings:
     mode: str  # resident, fixed or elastic
     start_layer: int  # the first layer with shadows
     slots: int  # number of resident experts in mode fixed
@@ -70,8 +69,8 @@ class Copy:
     start: int  # ns
 
 
-class Offload:
-    def __init__(self, settings: Settings, device: Device, pool: ShadowPool):
+class ShadowExperts:
+    def __init__(self, settings: ShadowSettings, device: Device, pool: ShadowPool):
         self.settings, self.device, self.pool = settings, device, pool
         self.layers: list[ShadowedExperts] = []
         self.history = History()
@@ -100,12 +99,12 @@ class Offload:
         self.arena = arena
         self.device.open(memory, arena.frames * arena.frame_bytes, lambda layer: self.history.long.append(layer))
         experts = self.layers[0].count
-        self.residency = Residency(len(self.layers), experts, Policy(max_swaps=self.settings.max_swaps))
+        self.residency = Residency(len(self.layers), experts, ResidencySettings(max_swaps=self.settings.max_swaps))
         self.balance = Balance(arena, LOW, LOW + arena.extent_frames, PATIENCE, self.make_room, gather)
         self.slots: dict[ExpertId, int] = {}  # of resident experts and of those whose copy is in flight
         self.copies: dict[ExpertId, Copy] = {}  # copies in flight, in order of their start
         shape = len(self.layers), experts
-        self.here = np.zeros(shape, np.bool_)  # whether the expert has a slot
+        self.in_slot = np.zeros(shape, np.bool_)  # whether the expert has a slot
         self.published = np.zeros(shape, np.bool_)  # whether its copy is complete as well: the expert is resident
         # Steps add to these tensors.
         self.counts, self.times = (np.zeros((len(self.layers), n), np.int64) for n in (experts, 4))
@@ -147,7 +146,7 @@ class Offload:
             return
         self.residency.observe(self.routed)
         self.routed[:] = 0
-        for swap in self.residency.swaps(self.here, self._free_slots()):
+        for swap in self.residency.swaps(self.in_slot, self._free_slots()):
             if swap.expert_out is not None:
                 if swap.expert_out not in self.slots:
                     continue
@@ -156,7 +155,7 @@ class Offload:
 
     def make_room(self, frames: int) -> None:
         """Evicts the coldest experts until `frames` more frames are free or no expert is left."""
-        coldest = [self.slots[id] for id in self.residency.coldest(self.here, len(self.slots))]
+        coldest = [self.slots[id] for id in self.residency.coldest(self.in_slot, len(self.slots))]
         owner = {slot: id for id, slot in self.slots.items()}
         for slot in self.arena.leaving(coldest, frames):
             self.evict(owner[slot])
@@ -167,7 +166,7 @@ class Offload:
         slot = self.arena.take_slot()
         if slot is None:
             return
-        self.slots[id], self.here[id] = slot, True
+        self.slots[id], self.in_slot[id] = slot, True
         ticket = self.device.copy(id, self.arena.slot_offset(slot))
         self.copies[id] = Copy(id, slot, ticket, time.monotonic_ns())
 
@@ -176,14 +175,14 @@ class Offload:
         if copy := self.copies.pop(id, None):
             self.device.wait(copy.ticket)  # the slot may be written again at once
         self.device.withdraw(id)
-        self.here[id] = self.published[id] = False
+        self.in_slot[id] = self.published[id] = False
         self.arena.give_slot(self.slots.pop(id))
         self.history.evicted.append(id[0])
 
     def value_copies(self, swap_cost: float, max_swaps: int) -> None:
         """Sets the cost of a copy that the policy assumes, in misses that it must save, and the most copies at one
         decision."""
-        self.residency.settings = Policy(max_swaps=max_swaps, swap_cost=swap_cost)
+        self.residency.settings = ResidencySettings(max_swaps=max_swaps, swap_cost=swap_cost)
 
     def forget(self) -> None:
         """Drops the history so far, such as that of a warm-up. The policy's forecasts are kept."""
@@ -209,7 +208,7 @@ class Offload:
                 start = self.arena.slot_offset(slot)
                 self.device.wait(self.device.copy((layer, expert), start))
                 self.device.publish((layer, expert), start)
-                self.here[layer, expert] = self.published[layer, expert] = True
+                self.in_slot[layer, expert] = self.published[layer, expert] = True
 
     def _publish(self, copy: Copy) -> None:
         self.device.publish(copy.id, self.arena.slot_offset(copy.slot))

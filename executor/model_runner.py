@@ -32,7 +32,7 @@ from executor.run.host_memory import check_host_memory
 from executor.run.prompts import encode_prompts
 from executor.run.report import Completion, make_report
 from executor.run.shadow_plan import plan_run
-from executor.run.shadow_report import write_offload
+from executor.run.shadow_report import write_shadow_report
 from ops.parallel.groups import Parallel
 from text.tokenizer import open_tokenizer
 
@@ -83,7 +83,7 @@ class ModelRunner:
     def model_generate(self, prompts: list[tuple[str, list[int]]], warm_up: bool = False) -> list[Sequence]:
         """Run every prompt (text, ids) to its end. A warm-up runs only as many prompts as fit into a batch, for a few
         tokens each."""
-        most = (WARM_UP_TOKENS if self.engine.offload else 2) if warm_up else self.case.data_config.max_new_tokens
+        most = (WARM_UP_TOKENS if self.engine.shadows else 2) if warm_up else self.case.data_config.max_new_tokens
         asked = prompts[: self.case.data_config.batch_size] if warm_up else prompts
         sequences = [self.loop.submit(self.request(i, ids, most), i) for i, (_, ids) in enumerate(asked)]
         self.loop.timings = Timings()
@@ -116,12 +116,12 @@ class ModelRunner:
         else:
             prompts = self._random_prompts()
         self.setup()
-        engine, offload = self.engine, self.engine.offload
+        engine, shadows = self.engine, self.engine.shadows
         if self.case.data_config.warm_up:
             self.model_generate(prompts, warm_up=True)
             engine.profiler = self.define_profiler()
-        if offload and self.planned:
-            self.planned.begin(offload, self.loop.timings.pure_decode_steps)
+        if shadows and self.planned:
+            self.planned.begin(shadows, self.loop.timings.pure_decode_steps)
         sequences = self.model_generate(prompts)
         completions = [
             Completion(text, tokenizer.decode(s.generated) if tokenizer else "", s.generated, s.finish_reason)
@@ -132,9 +132,9 @@ class ModelRunner:
         peaks = world.gather_rows(peak, (1,) * self.case.world_size)
         placements = engine.rebalancing.report() if engine.rebalancing else []
         report = make_report(self.case, completions, self.loop.timings, int(peaks.max()), engine.kernels, placements)
-        if offload and self.planned:
-            outcome = {"plan": self.planned.end(offload, self.loop.timings.pure_decode_steps)}
-            report["offload"] = write_offload(offload, self.results, world, device) | outcome
+        if shadows and self.planned:
+            outcome = {"plan": self.planned.end(shadows, self.loop.timings.pure_decode_steps)}
+            report["offload"] = write_shadow_report(shadows, self.results, world, device) | outcome
         return report
 
     def _random_prompts(self) -> list[tuple[str, list[int]]]:

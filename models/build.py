@@ -27,8 +27,8 @@ class Formats:
     own: Callable[[str], Format | None] | None = None
 
 
-class ShadowedExperts(ExpertMatrices, Protocol):
-    """One layer's experts. All are in the host's memory, and some are in the device's memory as well."""
+class MixtureExperts(ExpertMatrices, Protocol):
+    """One layer's experts, which compute their mixture. All are in the host's memory, some on the device as well."""
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, first_expert: int | None) -> Tensor:
         """Returns the same as `Ops.moe`, whichever experts are in the device's memory."""
@@ -37,7 +37,7 @@ class ShadowedExperts(ExpertMatrices, Protocol):
 class Shadows(Protocol):
     """Makes the experts of layers that have shadows."""
 
-    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> ShadowedExperts | None:
+    def experts(self, path: str, here: slice, inner: int, hidden: int, format: Format) -> MixtureExperts | None:
         """Makes the experts in the range `here` of the layer at `path`. Returns None if the layer has no shadows; its
         experts then stay in the device's memory."""
 
@@ -52,7 +52,7 @@ class Build:
     dtype: torch.dtype  # type of the embedding and the KV cache
     device: torch.device
     max_positions: int  # tokens of the longest sequence that the case allows
-    offload: Shadows | None = None
+    shadows: Shadows | None = None
     exchange: Exchange | None = None  # over all ranks, where a rank has its own tokens and whole experts
     path: str = ""  # path of the module that is being made, as in the checkpoint
 

@@ -36,7 +36,7 @@ LINK = 20e6  # bytes per millisecond assumed for copies from the host to a devic
 
 @dataclass
 class ShadowedLayers:
-    """Takes the place of `Offload` while a model is built on meta: records the sizes of layers with shadows."""
+    """Takes the place of `ShadowExperts` while a model is built on meta: records the sizes of layers with shadows."""
 
     start_layer: int
     layers: list[tuple[int, int, int, Format]] = field(default_factory=list)  # count, inner, hidden, format

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cpu_offload.history import History
-from cpu_offload.manager import Offload
+from cpu_offload.manager import ShadowExperts
 from cpu_offload.planner.choosing import CopyMs, Sizes, Wanted, choose, swaps_of
 from cpu_offload.planner.model import Shape
 from ops.parallel.groups import Group
@@ -46,18 +46,18 @@ class PlannedRun:
         slots = int(world.gather_rows(own, (1,) * world.size)[0, 0])
         self.choices = dataclasses.replace(choices, slots=dataclasses.replace(choices.slots, value=slots))
 
-    def begin(self, offload: Offload, warm_up: Sequence[float]) -> None:
+    def begin(self, shadows: ShadowExperts, warm_up: Sequence[float]) -> None:
         """To be called after the warm-up. `warm_up` are the seconds of each of its decode steps. They give the rest of
         a step, which decides how many copies fit beside it."""
-        steps = steps_of(offload.history, warm_up, self.planner.shape)[1:]
+        steps = steps_of(shadows.history, warm_up, self.planner.shape)[1:]
         if steps:
             rest = self.planner.rest_of(steps)
             where = f"measured in {len(steps)} steps of the warm-up"
             self.planner = dataclasses.replace(self.planner, rest=rest, rest_from=where)
             swaps = swaps_of(self.wanted, self.planner, self.planner.compare(steps)["hit_rate"])
             self.choices = dataclasses.replace(self.choices, max_swaps=swaps)
-        offload.value_copies(self.planner.swap_cost, self.choices.max_swaps.value)
-        offload.forget()
+        shadows.value_copies(self.planner.swap_cost, self.choices.max_swaps.value)
+        shadows.forget()
         print("\n".join(self.planner.table(self.wanted.batch) + self.choices.table()))
 
     def prompt_step_s(self, tokens: float, hit: float) -> float:
@@ -67,11 +67,11 @@ class PlannedRun:
         layer_ms = self.planner.stream_ms if streamed else self.planner.layer_ms
         return self.planner.shape.layers * layer_ms(tokens, hit) / 1e3
 
-    def end(self, offload: Offload, seconds: Sequence[float]) -> dict[str, Any] | None:
+    def end(self, shadows: ShadowExperts, seconds: Sequence[float]) -> dict[str, Any] | None:
         """To be called after the run. `seconds` are the seconds of each of its decode steps. -> the report's
         `offload.plan`; None if there were no decode steps."""
         prefill = None
-        if long := offload.history.long:
+        if long := shadows.history.long:
             prefill = self.planner.compare_long(long)
             print(
                 f"planner: a layer of a prefill: {prefill['streamed_ms']:.3f} ms predicted if streamed, "
@@ -79,7 +79,7 @@ class PlannedRun:
                 f"(medians of {prefill['layers']} layers with {prefill['tokens']:.0f} tokens, "
                 f"{prefill['streamed_layers']} streamed)"
             )
-        steps = steps_of(offload.history, seconds, self.planner.shape)
+        steps = steps_of(shadows.history, seconds, self.planner.shape)
         if not steps:
             return None
         found = self.planner.compare(steps)

@@ -39,7 +39,7 @@ JUDGED = 64  # batches of proposals: half-life of what `trust` is computed from
 
 
 @dataclass(frozen=True)
-class Settings:
+class ResidencySettings:
     max_swaps: int = 32  # most copies at one decision, including those into free slots
     swap_cost: float = 0.02  # what one copy costs, in misses that it must save
 
@@ -72,7 +72,7 @@ class Proposals:
 
 
 class Residency:
-    def __init__(self, layers: int, experts: int, settings: Settings = Settings()):
+    def __init__(self, layers: int, experts: int, settings: ResidencySettings = ResidencySettings()):
         self.experts, self.settings = experts, settings
         self.forecast = Forecast(layers, experts)
         self.trust = 0.0  # 0..1: the part of a predicted gain to count on

@@ -23,7 +23,7 @@ from executor.engine.profiler import Profiler
 from executor.engine.rebalancing import Rebalancing
 from executor.engine.sampling import choose, logprobs_of
 from executor.engine.sequence import Sequence
-from executor.engine.shadows import make_offload, open_arena
+from executor.engine.shadows import make_shadow_experts, open_arena
 from executor.engine.weight_formats import build_of
 from executor.engine.weights import fill_weights
 from executor.platform.base import Platform
@@ -57,10 +57,10 @@ class Engine:
         start, rank = time.perf_counter(), parallel.world.rank
         self.case, self.platform, self.parallel, self.config = case, platform, parallel, config
         self.profiler = profiler
-        self.offload = make_offload(case, choices, platform, config) if choices else None
-        exchange = None if self.offload else platform.exchange(config)
+        self.shadows = make_shadow_experts(case, choices, platform, config) if choices else None
+        exchange = None if self.shadows else platform.exchange(config)
         device, quantised_head = platform.device, platform.quantised_head
-        build = build_of(case, platform.ops, parallel, device, quantised_head, self.offload, exchange)
+        build = build_of(case, platform.ops, parallel, device, quantised_head, self.shadows, exchange)
         self.model = model_class(case.model_name)(config, build)
         self.kernels = platform.kernels(self.model)
         for what, kernel in self.kernels.items() if rank == 0 else ():
@@ -68,8 +68,8 @@ class Engine:
         fill_weights(case, model_folder(case), self.model, rank, packed_cache)
         limits = limits_of(case)
         self.table_width = limits.table_width
-        if self.offload:
-            self.pages: Pages = open_arena(case, build, self.model, self.offload, limits.pages)
+        if self.shadows:
+            self.pages: Pages = open_arena(case, build, self.model, self.shadows, limits.pages)
         else:
             bind_caches(self.model, case, build, limits.pages)
             self.pages = PagePool(limits.pages, limits.page_size)
@@ -102,14 +102,14 @@ class Engine:
             rows = len(mine) + tokens[group] - live[group]
         whole = all_logits or decode
         # The experts' shadows and shares of rows are made for all tokens of a step.
-        narrow = not (whole or shared or self.offload)
+        narrow = not (whole or shared or self.shadows)
         wanted = tuple(sum(s.logit_rows for s in of) for of in groups) if narrow else None
         batch = pack(
             self.platform.ops, mine, self.pages, tokens, self.table_width, all_logits=whole, rows=rows,
             sequence_parallel=shared, decode=decode, wanted_per_group=wanted,
         )  # fmt: skip
-        if self.offload:
-            self.offload.started(tokens, live)
+        if self.shadows:
+            self.shadows.started(tokens, live)
         return batch
 
     @torch.inference_mode()
@@ -149,10 +149,10 @@ class Engine:
     def step(self, decode: bool) -> Iterator[None]:
         """Context of one step, entered before the step's pages are reserved and left once its tokens are known. Experts
         change places only between two steps."""
-        if self.offload:
-            self.offload.begin()
+        if self.shadows:
+            self.shadows.begin()
         yield
-        if self.offload:
-            self.offload.end(decode)
+        if self.shadows:
+            self.shadows.end(decode)
         if self.rebalancing:
             self.rebalancing.end()

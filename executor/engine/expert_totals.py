@@ -2,12 +2,12 @@
 grow for as long as the server runs."""
 
 from cpu_offload.history import busy_ns, exposed_ns
-from cpu_offload.manager import Offload
+from cpu_offload.manager import ShadowExperts
 
 
 class ExpertTotals:
-    def __init__(self, offload: Offload):
-        self.offload = offload
+    def __init__(self, shadows: ShadowExperts):
+        self.shadows = shadows
         self.restart()
 
     def restart(self) -> None:
@@ -25,13 +25,13 @@ class ExpertTotals:
 
     def collect(self) -> None:
         """Adds up the steps that are recorded, and forgets them."""
-        for step in self.offload.history.steps:
+        for step in self.shadows.history.steps:
             self.hits += int(step.hits.sum())
             self.misses += int(step.misses.sum())
             waited = exposed_ns(step) if step.times[:, 2].any() else busy_ns(step)
             self.exposed_s += float(waited.clip(0).sum()) / 1e9
             self.steps += 1
-        self.offload.forget()
+        self.shadows.forget()
 
     @property
     def miss_s(self) -> float:

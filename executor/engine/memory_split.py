@@ -70,22 +70,22 @@ class MemorySplit:
     def experts_at_margin(self) -> tuple[float, float]:
         """Uses in a decode step of the experts that would become resident, and of those that would leave, if experts
         had a margin of pages more or less."""
-        offload, count = self.experts.offload, self.margin_experts
-        here = offload.here.reshape(-1)
-        uses = offload.residency.forecast.lasting / offload.settings.interval
+        shadows, count = self.experts.shadows, self.margin_experts
+        here = shadows.in_slot.reshape(-1)
+        uses = shadows.residency.forecast.lasting / shadows.settings.interval
         come, go = np.sort(uses[~here])[-count:], np.sort(uses[here])[:count]
         return float(come.clip(0).sum()), float(go.clip(0).sum())
 
     @property
     def margin_experts(self) -> int:
         """Number of experts that a margin of pages has room for."""
-        arena = self.experts.offload.arena
+        arena = self.experts.shadows.arena
         return max(1, self.margin * arena.extent_slots // arena.extent_frames)
 
     def prompts_at_margin(self, tokens: float) -> tuple[float, float]:
         """Seconds that a step with so many prompt tokens would save with a margin of pages more for experts, and those
         that it would take longer with a margin less."""
-        here = self.experts.offload.here
+        here = self.experts.shadows.in_slot
         share, margin = float(here.mean()), self.margin_experts / here.size
         fewer, now, more = (self.prompt_step_s(tokens, min(max(share + m, 0.0), 1.0)) for m in (-margin, 0.0, margin))
         return max(0.0, now - more), max(0.0, fewer - now)

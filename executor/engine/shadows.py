@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from cpu_offload.manager import Offload, Settings
+from cpu_offload.manager import ShadowExperts, ShadowSettings
 from cpu_offload.memory.arena import Arena, extent_of
 from cpu_offload.planner.choices import Choices
 from executor.config.case import Case
@@ -18,10 +18,10 @@ from ops.cpu.shadow import ShadowPool
 from umbra.errors import UserError
 
 
-def make_offload(case: Case, choices: Choices, platform: Platform, config: ModelConfig) -> Offload:
+def make_shadow_experts(case: Case, choices: Choices, platform: Platform, config: ModelConfig) -> ShadowExperts:
     """Makes the shadow experts of `case`; `config` is the model's config."""
     wanted = case.offload_config
-    settings = Settings(
+    settings = ShadowSettings(
         mode=wanted.mode,
         start_layer=wanted.start_layer,
         slots=choices.slots.value,
@@ -29,27 +29,27 @@ def make_offload(case: Case, choices: Choices, platform: Platform, config: Model
         max_swaps=choices.max_swaps.value,
     )
     pool = ShadowPool(shadow_teams(choices.threads.value[1]), wanted.timeout_s)
-    return Offload(settings, platform.shadow_device(config.experts_per_token, choices.stream_tokens.value), pool)
+    return ShadowExperts(settings, platform.shadow_device(config.experts_per_token, choices.stream_tokens.value), pool)
 
 
-def open_arena(case: Case, build: Build, model: nn.Module, offload: Offload, longest: int) -> Pages:
+def open_arena(case: Case, build: Build, model: nn.Module, shadows: ShadowExperts, longest: int) -> Pages:
     """Binds the KV caches of `model` and the expert slots to one buffer. -> the pages that sequences take. `longest` is
     the number of pages that all sequences need at their longest."""
-    frame, slots = frame_of(model, case, build), (offload.slot_bytes, offload.most_slots)
-    arena, pinned = make_arena(case, *frame, *slots, longest, offload.device.alignment)
-    memory = bind_arena(model, case, build, arena.frames, offload.device.spare(offload.slot_bytes))
+    frame, slots = frame_of(model, case, build), (shadows.slot_bytes, shadows.most_slots)
+    arena, pinned = make_arena(case, *frame, *slots, longest, shadows.device.alignment)
+    memory = bind_arena(model, case, build, arena.frames, shadows.device.spare(shadows.slot_bytes))
     frames = memory[: arena.frames * arena.units].view(arena.frames, -1)
 
     def copy(old: int, new: int) -> None:
         frames[new // arena.units].copy_(frames[old // arena.units])
 
-    pages = ElasticPages(arena, case.cache_config.page_size, pinned, offload.make_room, copy)
-    offload.open(arena, memory.view(-1).view(torch.uint8), pages.gather)
-    experts = sum(layer.count for layer in offload.layers)
+    pages = ElasticPages(arena, case.cache_config.page_size, pinned, shadows.make_room, copy)
+    shadows.open(arena, memory.view(-1).view(torch.uint8), pages.gather)
+    experts = sum(layer.count for layer in shadows.layers)
     print(
         f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "
-        f"{len(offload.slots)} of {experts} experts resident, {arena.free_frames} frames free; "
-        f"{offload.device.staging_bytes / 1e6:.1f} MB beside it for experts that are streamed"
+        f"{len(shadows.slots)} of {experts} experts resident, {arena.free_frames} frames free; "
+        f"{shadows.device.staging_bytes / 1e6:.1f} MB beside it for experts that are streamed"
     )
     return pages
 

@@ -43,7 +43,7 @@ def build_of(
     parallel: Parallel,
     device: torch.device,
     quantised_head: bool,
-    offload: Shadows | None = None,
+    shadows: Shadows | None = None,
     exchange: Exchange | None = None,
 ) -> Build:
     return Build(
@@ -53,7 +53,7 @@ def build_of(
         dtype=getattr(torch, case.model_config.dtype),
         device=device,
         max_positions=case.max_sequence_length,
-        offload=offload,
+        shadows=shadows,
         exchange=exchange,
     )
 

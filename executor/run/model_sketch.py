@@ -49,7 +49,7 @@ class Sketch:
 
 
 def sketch_of(
-    case: Case, offload: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None
+    case: Case, shadows: Shadows | None = None, ops: Ops | None = None, exchange: Exchange | None = None
 ) -> Sketch:
     """The model and its caches on meta. By default, `ops` only has the platform's layouts: enough to build a model, but
     not to run a step."""
@@ -57,7 +57,7 @@ def sketch_of(
     ops = ops or cast(Ops, load(PLATFORMS[case.platform].layout)(getattr(torch, case.model_config.dtype)))
     quantised_head = PLATFORMS[case.platform].quantised_head
     parallel = counted(parallel_of(case.parallel_sizes, 0, {}))
-    build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, offload, exchange)
+    build = build_of(case, ops, parallel, torch.device("meta"), quantised_head, shadows, exchange)
     model = model_class(case.model_name)(config, build)
     pages = limits_of(case).pages
     bind_caches(model, case, build, pages)

@@ -7,27 +7,27 @@ from typing import Any
 import torch
 
 from cpu_offload.history import summary
-from cpu_offload.manager import Offload
+from cpu_offload.manager import ShadowExperts
 from ops.parallel.groups import Group
 from umbra.files import write_whole
 
 TOTALS = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions", "evictions_for_cache")
 
 
-def write_offload(offload: Offload, folder: Path, world: Group, device: torch.device) -> dict[str, Any]:
+def write_shadow_report(shadows: ShadowExperts, folder: Path, world: Group, device: torch.device) -> dict[str, Any]:
     """Writes rank 0's plots and trace beside the report. -> the part of the report about shadow experts. All ranks call
     this together."""
-    report = offload.history.report()
+    report = shadows.history.report()
     row = torch.tensor([[report[key] or 0 for key in TOTALS]], dtype=torch.float32, device=device)
     rows = world.gather_rows(row, (1,) * world.size).tolist()  # resident experts differ between ranks
     report["ranks"] = [dict(zip(TOTALS, each, strict=True)) for each in rows]
     if world.rank > 0:
         return report
-    if offload.history.steps:
+    if shadows.history.steps:
         from executor.run.plots import plot
 
-        plot(offload.history, folder / "offload.png")
-        trace = json.dumps(offload.history.trace()).encode()
+        plot(shadows.history, folder / "offload.png")
+        trace = json.dumps(shadows.history.trace()).encode()
         write_whole(folder / "offload_trace.json", lambda file: file.write(trace))
     print(f"{summary(report)}; offload.png, offload_trace.json in {folder}")
     return report

@@ -20,7 +20,7 @@ class Experts(Layer):
     `forward` gathers the tokens of all data-parallel groups; one sum over all ranks is then over both splits.
     With `build.exchange`, steps that it takes send each row to the ranks of its experts instead.
     With `parallel.expert_slots`, `held` says which expert is in each slot of all ranks, and rows find them by `slots`.
-    With `build.offload` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
+    With `build.shadows` the experts may have shadows: `shadowed` then computes the mixture in place of `ops.moe`.
     `names` are the checkpoint's names of an expert's gate, up and down matrices.
     """
 
@@ -51,7 +51,7 @@ class Experts(Layer):
         modules = [f"{expert}.{name}" for expert in range(experts) for name in names]
         format = build.at("experts").linear(modules, (hidden, 1), (intermediate, build.parallel.moe_tp.size))
         sizes = inner, hidden, format
-        self.shadowed = build.offload.experts(build.path, self.here, *sizes) if build.offload else None
+        self.shadowed = build.shadows.experts(build.path, self.here, *sizes) if build.shadows else None
         self.weights: ExpertMatrices = self.shadowed or build.ops.expert_matrices(count, *sizes, build.device)
         self.exchange = None if self.shadowed else build.exchange
         self.elements, self.nbytes = 3 * count * inner * hidden, self.weights.nbytes

@@ -16,7 +16,7 @@ from torch import Tensor
 from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
 from cpu_offload.history import LongLayer
-from cpu_offload.manager import Offload, Settings
+from cpu_offload.manager import ShadowExperts, ShadowSettings
 from cpu_offload.memory.arena import Arena
 from executor.engine.pages import ElasticPages
 from executor.engine.shadows import expert_frames
@@ -129,15 +129,15 @@ class SimulatedExperts:
         """`slots` is the number of resident experts; None: elastic. `skew`: the standard deviation of the logarithm of
         how often experts are used."""
         self.sizes, self.clock, self.elastic = sizes, Clock(), slots is None
-        settings = Settings("elastic" if self.elastic else "fixed", 0, slots or 0, INTERVAL, sizes.most_swaps)
+        settings = ShadowSettings("elastic" if self.elastic else "fixed", 0, slots or 0, INTERVAL, sizes.most_swaps)
         device = Copies(self.clock, sizes.copy_s)
-        self.offload = Offload(settings, device, cast(ShadowPool, Steps()))
+        self.shadows = ShadowExperts(settings, device, cast(ShadowPool, Steps()))
         layers = [SimulatedLayer(sizes.experts, sizes.slot_bytes) for _ in range(sizes.layers)]
-        self.offload.layers = cast(list[ShadowedExperts], layers)
+        self.shadows.layers = cast(list[ShadowedExperts], layers)
         pinned = 0 if slots is None else expert_frames(sizes.frame_bytes, sizes.slot_bytes, slots)
         arena = Arena(sizes.arena_bytes // sizes.frame_bytes, sizes.frame_bytes, sizes.slot_bytes, 1, 1)
-        self.pages = ElasticPages(arena, sizes.page_size, pinned, self.offload.make_room, lambda old, new: None)
-        self.offload.open(arena, torch.empty(0, dtype=torch.uint8), self.pages.gather)
+        self.pages = ElasticPages(arena, sizes.page_size, pinned, self.shadows.make_room, lambda old, new: None)
+        self.shadows.open(arena, torch.empty(0, dtype=torch.uint8), self.pages.gather)
         self.choose = np.random.default_rng([seed, 3])
         self.uses = uses_of(self.choose, skew, sizes.layers, sizes.experts)  # in the layer's pairs on this rank
         self.pairs = sizes.top_k * sizes.experts / sizes.all_experts  # of a token and an expert here, in a layer
@@ -146,14 +146,14 @@ class SimulatedExperts:
 
     def begin(self, now: float) -> None:
         self.clock.now = now
-        self.offload.begin()
+        self.shadows.begin()
 
     def share(self, tokens: int) -> float:
         """The share of the experts that a step of `tokens` tokens, of all ranks, is expected to use here which is
         resident."""
         coarse = max(tokens.bit_length() - EXACT.bit_length(), 0)
         chances = self.chances(tokens >> coarse << coarse)
-        return float(chances @ self.offload.published.reshape(-1))
+        return float(chances @ self.shadows.published.reshape(-1))
 
     def _chances(self, tokens: int) -> NDArray[np.float64]:
         """How probably each expert is used by a step of so many tokens, as a share of all these. (layers * experts)"""
@@ -163,20 +163,20 @@ class SimulatedExperts:
     def alike(self) -> int:
         """Number of decode steps, the next one included, before anything is decided or done about experts, unless pages
         need their memory."""
-        return 1 if self.offload.copies else INTERVAL - self.offload.step_number % INTERVAL
+        return 1 if self.shadows.copies else INTERVAL - self.shadows.step_number % INTERVAL
 
     def end(self, steps: int, tokens: int, exposed: float) -> None:
         """To be called after `steps` equal steps, more than one only as `alike` allows. `tokens`: those of each, on all
         ranks, of decode steps; 0: other steps. `exposed`: seconds of all of them in which the devices waited."""
-        offload = self.offload
+        shadows = self.shadows
         for _ in range(steps - 1 if self.elastic else 0):  # whether memory has long been free is counted in steps
-            offload.balance.step()
+            shadows.balance.step()
         self.routed += steps * tokens
-        offload.step_number += steps - 1 if tokens else 0
-        if tokens and (offload.step_number + 1) % INTERVAL == 0:
-            offload.counts += self.choose.poisson(self.routed * self.pairs * self.uses)
+        shadows.step_number += steps - 1 if tokens else 0
+        if tokens and (shadows.step_number + 1) % INTERVAL == 0:
+            shadows.counts += self.choose.poisson(self.routed * self.pairs * self.uses)
             self.routed = 0
-        offload.times[:, 2] = 1
-        offload.times[:, 3] = 1 + round(exposed * 1e9 / self.sizes.layers)
-        offload.started([tokens], [tokens])
-        offload.end(tokens > 0)
+        shadows.times[:, 2] = 1
+        shadows.times[:, 3] = 1 + round(exposed * 1e9 / self.sizes.layers)
+        shadows.started([tokens], [tokens])
+        shadows.end(tokens > 0)

@@ -94,7 +94,7 @@ class Replica:
         self.experts = self.shadowed() if self.shadowed else None
         pages = self.experts.pages if self.experts else PagePool(self.pages, self.limits.page_size)
         self.scheduler = Scheduler(self.limits, (), pages)
-        self.totals = ExpertTotals(self.experts.offload) if self.experts else None
+        self.totals = ExpertTotals(self.experts.shadows) if self.experts else None
         self.memory_split = None
         if self.experts and self.totals and self.experts.elastic and self.limits.prefixes:
             self.memory_split = MemorySplit(
@@ -171,7 +171,7 @@ class Replica:
         if self.experts and left > 1:
             left = min(left, self.experts.alike())
             taken = sum(max(0, -(-(s.num_computed + left) // size) - len(s.blocks)) for s in step.sequences)
-            if taken >= self.experts.offload.arena.free_frames:
+            if taken >= self.experts.shadows.arena.free_frames:
                 return 1  # a step in between may evict experts
         return left
 
@@ -236,7 +236,7 @@ class Replica:
         cache, pool = self.scheduler.caches[0], self.scheduler.pools[0]
         held, kept, pages, experts = cache.held, len(cache.idle), pool.pages, 0
         if self.experts:
-            arena = self.experts.offload.arena
+            arena = self.experts.shadows.arena
             pages, experts = arena.frames, arena.slot_frames
         self.samples.append(Sample(self.now, held, kept, experts, pages - held - kept - experts))
 

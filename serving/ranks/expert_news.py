@@ -10,17 +10,17 @@ FADE = 0.8  # weight of the heat of the last snapshot in the next one
 
 class ExpertNews:
     def __init__(self, totals: ExpertTotals):
-        self.totals, self.offload = totals, totals.offload
-        self._heat = np.zeros(self.offload.counts.shape, np.float64)
-        self._seen = self.offload.counts.copy()
+        self.totals, self.shadows = totals, totals.shadows
+        self._heat = np.zeros(self.shadows.counts.shape, np.float64)
+        self._seen = self.shadows.counts.copy()
         self._sent: Residency | None = None
 
     def fields(self) -> dict[str, int | float]:
         """The fields of State about experts and the arena that they share with the KV cache."""
-        arena, totals = self.offload.arena, self.totals
+        arena, totals = self.shadows.arena, self.totals
         return {
-            "experts_resident": int(self.offload.published.sum()),
-            "experts": self.offload.published.size,
+            "experts_resident": int(self.shadows.published.sum()),
+            "experts": self.shadows.published.size,
             "expert_hits": totals.hits,
             "expert_misses": totals.misses,
             "shadow_exposed_s": totals.exposed_s,
@@ -31,12 +31,12 @@ class ExpertNews:
 
     def changed(self) -> Residency | None:
         """A snapshot of which experts are resident and used; None if it is equal to the last one."""
-        counts = self.offload.counts
+        counts = self.shadows.counts
         new = counts - self._seen
         if new.any():
             self._seen += new
             self._heat = FADE * self._heat + (1 - FADE) * new / new.sum()
-        published, most = self.offload.published, self._heat.max() or 1.0
+        published, most = self.shadows.published, self._heat.max() or 1.0
         found = Residency(
             layers=published.shape[0],
             experts=published.shape[1],

@@ -90,7 +90,7 @@ class Worker:
         self.stop_ids = stop_ids(runner.folder, runner.config.eos_token_ids)
         self.loop = Loop(engine, self.stop_ids, serving=True)
         self.control = Control(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
-        self.experts = ExpertTotals(engine.offload) if engine.offload else None
+        self.experts = ExpertTotals(engine.shadows) if engine.shadows else None
         self.news = ExpertNews(self.experts) if self.experts else None
         self.memory_split = None
         elastic = case.offload_config.mode == "elastic" and self.loop.scheduler.limits.prefixes
@@ -296,7 +296,7 @@ class Worker:
         if self.experts:
             self.experts.restart()
             if self.runner.planned:  # most steps of the warm-up captured a graph: their times say nothing
-                self.runner.planned.begin(self.experts.offload, ())
+                self.runner.planned.begin(self.experts.shadows, ())
 
     def ready(self) -> Ready:
         limits, pool = self.loop.scheduler.limits, self.loop.scheduler.pools[0]

@@ -76,7 +76,7 @@ def test_graphs_are_made_once_while_requests_come_and_go(tmp_path: Path, mode: s
 
 
 def check_graphs(server: Server, captured: bool) -> None:
-    worker, script, offload = server.worker, server.script, server.worker.engine.offload
+    worker, script, shadows = server.worker, server.script, server.worker.engine.shadows
     graphs: Any = worker.engine.decode_step
     assert sorted(graphs.graphs) == [1, 2, 4]
     made = graphs.compiles
@@ -84,13 +84,13 @@ def check_graphs(server: Server, captured: bool) -> None:
     resident = set()  # numbers of experts
     with device_log() as log:
         server.answer(9, [1, 2, 3], 30)
-        resident.add(len(offload.slots) if offload else 0)
+        resident.add(len(shadows.slots) if shadows else 0)
         script.sent.clear()
         worker._generated = 0
         for id, ids in ASKED.items():
             server.submit(id, ids, NEW)
         server.finish()
-        resident.add(len(offload.slots) if offload else 0)
+        resident.add(len(shadows.slots) if shadows else 0)
     assert (worker.preemptions > 0) == captured
     assert (len(resident) > 1) == captured
     check_answers(script, NEW)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpu_offload.ascend import AscendDevice
-from cpu_offload.manager import Offload
+from cpu_offload.manager import ShadowExperts
 from executor.model_runner import ModelRunner
 from executor.run.shadow_plan import show_offload_plan
 from ops.ascend import vector_core
@@ -53,10 +53,10 @@ def runner_of(folder: Path, *overrides: str, mode: str = "fixed") -> ModelRunner
     return ascend_runner(case, folder)
 
 
-def parts(runner: ModelRunner) -> tuple[Offload, AscendDevice]:
-    assert runner.engine.offload
-    assert isinstance(runner.engine.offload.device, AscendDevice)
-    return runner.engine.offload, runner.engine.offload.device
+def parts(runner: ModelRunner) -> tuple[ShadowExperts, AscendDevice]:
+    assert runner.engine.shadows
+    assert isinstance(runner.engine.shadows.device, AscendDevice)
+    return runner.engine.shadows, runner.engine.shadows.device
 
 
 def step_log(runner: ModelRunner, running: list[Any]) -> list[str]:
@@ -106,26 +106,26 @@ def test_a_long_prefill_streams_what_is_missing(tmp_path: Path) -> None:
 def test_residents_change_under_one_capture(folder: Path, mode: str) -> None:
     """Between replays an expert's planes are copied on the side stream and then the table is updated."""
     runner = runner_of(folder, f"exe_mode={mode}", "slots=5", "max_swaps=-1")
-    offload, device = parts(runner)
+    shadows, device = parts(runner)
     running = prefilled(runner)
     first = step_log(runner, running)
     assert len([line for line in first if line == "captured host function"]) == 2
     usual = [line.split()[0] for line in step_log(runner, running)]
-    here = [place for place in offload.slots if place[0] == 0]
+    here = [place for place in shadows.slots if place[0] == 0]
     for place in here:
-        offload.evict(place)
+        shadows.evict(place)
     table = f"memcpy async H2D {2 * 2 * 8 * 4}"
     assert step_log(runner, running)[0] == table
     node = device.nodes.nodes[4, 0]
-    assert device.nodes.bridge.seen(node.payload) == int(offload.pool.step)
+    assert device.nodes.bridge.seen(node.payload) == int(shadows.pool.step)
     with device_log() as log:
         for place in here:
-            offload.fetch(place)
+            shadows.fetch(place)
     assert log.lines == ["memcpy async H2D 32768", "memcpy async H2D 16384"] * len(here)
-    assert not offload.published[0].any()
+    assert not shadows.published[0].any()
     assert step_log(runner, running)[0] == table
     assert [line.split()[0] for line in step_log(runner, running)] == usual
-    assert offload.published[0].sum() == len(here)
+    assert shadows.published[0].sum() == len(here)
     assert runner.engine.decode_step.compiles == 1
 
 
@@ -155,15 +155,15 @@ def test_experts_leave_for_the_cache_and_return(folder: Path, monkeypatch: pytes
     spread_evenly(monkeypatch)
     sizes = ("exe_mode=acl_graph", f"arena_mb={(14 * 128 + 1) / 1024}", "page_size=128", "max_new_tokens=90")
     runner = runner_of(folder, *sizes, "input_max_len=150", "max_swaps=4", mode="elastic")
-    offload, _ = parts(runner)
-    at_first = len(offload.slots)
+    shadows, _ = parts(runner)
+    at_first = len(shadows.slots)
     sequences = generate(runner, [[5] * 150, [7] * 140, [9] * 100, [3] * 50])
     assert all(s.finish_reason == "length" and len(s.generated) == 90 for s in sequences)
-    report = offload.history.report()
+    report = shadows.history.report()
     assert report["evictions_for_cache"] > 0
-    assert report["most_kv_frames"] + min(step.expert_frames for step in offload.history.steps) <= 14
+    assert report["most_kv_frames"] + min(step.expert_frames for step in shadows.history.steps) <= 14
     generate(runner, [[5]])
-    assert len(offload.slots) > at_first - report["evictions_for_cache"]
+    assert len(shadows.slots) > at_first - report["evictions_for_cache"]
     assert runner.engine.decode_step.compiles == len(runner.engine.decode_step.graphs)
 
 
@@ -177,24 +177,24 @@ def everyone_to_expert_0(
 def test_a_stopped_pool_is_an_error_that_names_layer_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AscendOps, "route_softmax", everyone_to_expert_0)
     runner = runner_of(tmp_path, "exe_mode=eager", "slots=-1", "timeout_s=1")
-    offload, _ = parts(runner)
+    shadows, _ = parts(runner)
     running = prefilled(runner)
     step_log(runner, running)
-    times, counts = offload.layers[1].layer.times, offload.layers[1].layer.counts
+    times, counts = shadows.layers[1].layer.times, shadows.layers[1].layer.counts
     assert 0 < times[0] <= times[1]  # a real shadow pool computed
     assert counts.tolist() == [3 * 3, 0, 0, 0, 0, 0, 0, 0]
-    offload.pool.stop()
-    with pytest.raises(BridgeError, match=f"layer 0, step {int(offload.pool.step) + 1}: the shadow pool failed"):
+    shadows.pool.stop()
+    with pytest.raises(BridgeError, match=f"layer 0, step {int(shadows.pool.step) + 1}: the shadow pool failed"):
         runner.loop.step()
 
 
 def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(tmp_path, "exe_mode=eager", "slots=5", "max_swaps=-1")
-    offload, _ = parts(runner)
+    shadows, _ = parts(runner)
     running = prefilled(runner)
     step_log(runner, running)
-    offload.evict((0, 0))
-    offload.fetch((0, 0))
+    shadows.evict((0, 0))
+    shadows.fetch((0, 0))
 
     def failed(self: object) -> bool:
         raise RuntimeError("ACL stream synchronize failed, error code:507899")
@@ -202,7 +202,7 @@ def test_a_copy_that_fails_is_an_error_and_nobody_is_published(tmp_path: Path, m
     monkeypatch.setattr(torch.npu.Event, "query", failed)
     with pytest.raises(RuntimeError, match="507899"):
         runner.loop.step()
-    assert not offload.layers[0].layer.device[0]
+    assert not shadows.layers[0].layer.device[0]
 
 
 def test_the_plan_counts_slots_in_the_devices_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

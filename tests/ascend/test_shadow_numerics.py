@@ -56,9 +56,9 @@ def runner_of(
 def used(runner: ModelRunner) -> tuple[int, int]:
     """The number of pairs of a token and an expert that reached the host, and of those that it computed. Residents do
     not change in these tests."""
-    assert runner.engine.offload
-    counts = runner.engine.offload.counts
-    return int(counts.sum()), int(counts[~runner.engine.offload.published].sum())
+    assert runner.engine.shadows
+    counts = runner.engine.shadows.counts
+    return int(counts.sum()), int(counts[~runner.engine.shadows.published].sum())
 
 
 PLACEMENTS: list[dict[str, Any]] = [ELASTIC, {"mode": "fixed", "slots": -1}, {"mode": "fixed", "slots": 5}]
@@ -115,8 +115,8 @@ def test_floats_are_quantised_once_for_both_copies(tmp_path: Path, family: str, 
             assert np.abs(ours[name] - array).mean() < 0.05 * np.abs(array).mean(), name
     assert CALLS["fused_moe_slots_w4a16"] == (2 * 5 if gemv_tokens else 0)
     assert used(runner)[1] > 0
-    assert runner.engine.offload
-    for layer in runner.engine.offload.layers:
+    assert runner.engine.shadows
+    for layer in runner.engine.shadows.layers:
         assert isinstance(layer, NpuExperts)
         for expert in range(layer.count):
             host = layer.blocks.dequantised(int(layer.store.addresses[expert]), "down")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpu_offload.history import LongLayer
-from cpu_offload.manager import Offload, Settings, layer_number, the_one
+from cpu_offload.manager import ShadowExperts, ShadowSettings, layer_number, the_one
 from cpu_offload.memory.arena import Arena
 from cpu_offload.policy.residency import Swap
 from ops.format import FORMATS
@@ -100,43 +100,43 @@ def opened(
     mode: str = "fixed", slots: int = 3, frames: int = 40, interval: int = 2,
     max_swaps: int = 5, layers: int = LAYERS,
 ) -> Any:  # fmt: skip
-    given: Any = Settings(mode, 1, slots, interval, max_swaps), Device(), Pool()
-    made: Any = Offload(*given)
+    given: Any = ShadowSettings(mode, 1, slots, interval, max_swaps), Device(), Pool()
+    made: Any = ShadowExperts(*given)
     made.layers = [Layer() for _ in range(layers)]
     made.open(Arena(frames, FRAME, SLOT, 4), "memory", "gather")
     made.residency = Policies()
     return made
 
 
-def told(offload: Any) -> list[Any]:
+def told(shadows: Any) -> list[Any]:
     """What the device was told since the last call."""
-    found = [*offload.device.done_]
-    offload.device.done_.clear()
+    found = [*shadows.device.done_]
+    shadows.device.done_.clear()
     return found
 
 
-def decoded(offload: Any, counts: list[list[int]] | None = None) -> Any:
+def decoded(shadows: Any, counts: list[list[int]] | None = None) -> Any:
     """Runs a decode step with this routing; -> its record."""
-    offload.begin()
-    offload.started((2,), (1,))
+    shadows.begin()
+    shadows.started((2,), (1,))
     if counts:
-        offload.counts += np.array(counts)
-    offload.end(True)
-    return offload.history.steps[-1]
+        shadows.counts += np.array(counts)
+    shadows.end(True)
+    return shadows.history.steps[-1]
 
 
 def test_layers_from_the_first_one_on_have_shadows() -> None:
-    given: Any = Settings("fixed", 2, 3, 1, 5), Device(), "pool"
-    offload = Offload(*given)
+    given: Any = ShadowSettings("fixed", 2, 3, 1, 5), Device(), "pool"
+    shadows = ShadowExperts(*given)
     rest = slice(4, 8), 16, 32, FORMATS["q8"]
-    assert offload.experts("model.layers.1.mlp", *rest) is None
-    assert offload.layers == []
+    assert shadows.experts("model.layers.1.mlp", *rest) is None
+    assert shadows.layers == []
     for number in (2, 13):
-        found = offload.experts(f"model.layers.{number}.mlp", *rest)
-        assert offload.layers[-1] is found
-    assert told(offload) == [("experts", "pool", number, *rest) for number in (2, 13)]
+        found = shadows.experts(f"model.layers.{number}.mlp", *rest)
+        assert shadows.layers[-1] is found
+    assert told(shadows) == [("experts", "pool", number, *rest) for number in (2, 13)]
     assert [layer_number(path) for path in ("model.layers.7.mlp", "a.12.b.3.c")] == [7, 12]
-    assert offload.slot_bytes == SLOT
+    assert shadows.slot_bytes == SLOT
     assert the_one({5}, 1) == 5
     for wrong in ({5, 6}, set[int]()):
         with pytest.raises(
@@ -146,56 +146,56 @@ def test_layers_from_the_first_one_on_have_shadows() -> None:
 
 
 def test_the_first_experts_of_each_layer_are_placed_at_once() -> None:
-    offload = opened()
-    assert list(offload.slots) == [(0, 0), (1, 0), (0, 1)]
-    assert offload.here.tolist() == offload.published.tolist() == [[True, True, False, False], [True] + [False] * 3]
-    starts = [offload.arena.slot_offset(slot) for slot in offload.slots.values()]
+    shadows = opened()
+    assert list(shadows.slots) == [(0, 0), (1, 0), (0, 1)]
+    assert shadows.in_slot.tolist() == shadows.published.tolist() == [[True, True, False, False], [True] + [False] * 3]
+    starts = [shadows.arena.slot_offset(slot) for slot in shadows.slots.values()]
     assert starts == [0, SLOT, 2 * SLOT]
-    placed = zip(offload.slots, starts, strict=True)
-    assert told(offload) == [
+    placed = zip(shadows.slots, starts, strict=True)
+    assert told(shadows) == [
         ("open", "memory", 40 * FRAME),
         *(one for number, (id, start) in enumerate(placed)
           for one in (("copy", id, start), ("wait", number + 1), ("publish", id, start))),
     ]  # fmt: skip
-    assert offload.copies == {}
-    assert offload.most_slots == 3
-    assert offload.history.frames == 40
-    assert offload.history.routed.tolist() == [[0] * EXPERTS] * LAYERS
+    assert shadows.copies == {}
+    assert shadows.most_slots == 3
+    assert shadows.history.frames == 40
+    assert shadows.history.routed.tolist() == [[0] * EXPERTS] * LAYERS
     long = LongLayer(1, 2, 3, 4, 5, 6.0)
-    offload.device.note(long)
-    assert offload.history.long == [long]
+    shadows.device.note(long)
+    assert shadows.history.long == [long]
 
 
 def test_a_decode_step_is_recorded() -> None:
-    offload = opened()  # (0, 0), (0, 1) and (1, 0) are resident
-    offload.begin()
-    offload.counts += 5  # of a prefill
-    offload.end(False)
-    offload.layers[1].times += torch.tensor([1, 2, 3, 4])
-    page = offload.arena.take_page()
-    step = decoded(offload, [[4, 3, 2, 1], [1, 0, 0, 7]])
+    shadows = opened()  # (0, 0), (0, 1) and (1, 0) are resident
+    shadows.begin()
+    shadows.counts += 5  # of a prefill
+    shadows.end(False)
+    shadows.layers[1].times += torch.tensor([1, 2, 3, 4])
+    page = shadows.arena.take_page()
+    step = decoded(shadows, [[4, 3, 2, 1], [1, 0, 0, 7]])
     assert step.hits.tolist() == [7, 1]
     assert step.misses.tolist() == [3, 7]
     assert step.times.tolist() == [[0] * 4, [1, 2, 3, 4]]
-    assert step.resident.tolist() == offload.published.tolist()
+    assert step.resident.tolist() == shadows.published.tolist()
     assert (step.experts, step.kv_frames, step.expert_frames, step.free_frames) == (4, 1, 6, 33)
     assert step.end > step.start
-    offload.layers[1].times += 1
+    shadows.layers[1].times += 1
     assert step.times[1].tolist() == [1, 2, 3, 4]
-    offload.arena.give_page(page)
-    assert decoded(offload, [[1, 0, 0, 0], [0, 0, 0, 0]]).kv_frames == 0
-    assert offload.history.routed.tolist() == [[5, 3, 2, 1], [1, 0, 0, 7]]
-    assert (len(offload.history.steps), offload.step_number) == (2, 2)
-    offload.forget()
-    assert (offload.history.steps, offload.history.frames, int(offload.history.routed.sum())) == ([], 40, 0)
+    shadows.arena.give_page(page)
+    assert decoded(shadows, [[1, 0, 0, 0], [0, 0, 0, 0]]).kv_frames == 0
+    assert shadows.history.routed.tolist() == [[5, 3, 2, 1], [1, 0, 0, 7]]
+    assert (len(shadows.history.steps), shadows.step_number) == (2, 2)
+    shadows.forget()
+    assert (shadows.history.steps, shadows.history.frames, int(shadows.history.routed.sum())) == ([], 40, 0)
 
 
 def test_the_policy_is_asked_after_each_interval() -> None:
-    offload = opened(slots=3)
-    offload.evict((0, 1))
+    shadows = opened(slots=3)
+    shadows.evict((0, 1))
     for counts in ([[1, 0, 0, 0], [0] * 4], [[1, 2, 0, 0], [0] * 4], [[0, 0, 3, 0], [0] * 4], None):
-        decoded(offload, counts)
-    assert offload.residency.seen == [
+        decoded(shadows, counts)
+    assert shadows.residency.seen == [
         [[2, 2, 0, 0], [0] * 4], (2, 1), [[0, 0, 3, 0], [0] * 4], (2, 1),
     ]  # fmt: skip
     resident = opened("resident", interval=1)
@@ -204,50 +204,50 @@ def test_the_policy_is_asked_after_each_interval() -> None:
 
 
 def test_swaps_evict_and_then_fetch() -> None:
-    offload = opened(interval=1)
-    told(offload)
-    gone = offload.slots[0, 1]
-    offload.residency.next = [
+    shadows = opened(interval=1)
+    told(shadows)
+    gone = shadows.slots[0, 1]
+    shadows.residency.next = [
         Swap(0, 3, (1, 3)),  # who has no slot cannot leave
         Swap(1, 2, (0, 1)),
         Swap(0, 2, None),
     ]
-    decoded(offload)
-    last = offload.slots[0, 2]
-    assert last not in (offload.slots[0, 0], offload.slots[1, 0], gone)
-    assert offload.slots[1, 2] == gone
-    assert told(offload) == [
-        ("begin", 1, (2,), (1,)), "finish", ("withdraw", (0, 1)), ("copy", (1, 2), offload.arena.slot_offset(gone)),
-        ("copy", (0, 2), offload.arena.slot_offset(last)),
+    decoded(shadows)
+    last = shadows.slots[0, 2]
+    assert last not in (shadows.slots[0, 0], shadows.slots[1, 0], gone)
+    assert shadows.slots[1, 2] == gone
+    assert told(shadows) == [
+        ("begin", 1, (2,), (1,)), "finish", ("withdraw", (0, 1)), ("copy", (1, 2), shadows.arena.slot_offset(gone)),
+        ("copy", (0, 2), shadows.arena.slot_offset(last)),
     ]  # fmt: skip
-    assert offload.history.evicted == [0]
-    assert offload.here.tolist() == [[True, False, True, False], [True, False, True, False]]
-    assert offload.published.tolist() == [[True, False, False, False], [True, False, False, False]]
-    assert list(offload.copies) == [(1, 2), (0, 2)]
-    offload.residency.next = []
-    offload.device.ready = {5}  # the second copy
-    decoded(offload)
-    assert ("publish", (0, 2), offload.arena.slot_offset(last)) in told(offload)
-    assert list(offload.copies) == [(1, 2)]
-    assert offload.published[0, 2]
-    assert not offload.published[1, 2]
-    [(start, end, layer, expert)] = offload.history.copies
+    assert shadows.history.evicted == [0]
+    assert shadows.in_slot.tolist() == [[True, False, True, False], [True, False, True, False]]
+    assert shadows.published.tolist() == [[True, False, False, False], [True, False, False, False]]
+    assert list(shadows.copies) == [(1, 2), (0, 2)]
+    shadows.residency.next = []
+    shadows.device.ready = {5}  # the second copy
+    decoded(shadows)
+    assert ("publish", (0, 2), shadows.arena.slot_offset(last)) in told(shadows)
+    assert list(shadows.copies) == [(1, 2)]
+    assert shadows.published[0, 2]
+    assert not shadows.published[1, 2]
+    [(start, end, layer, expert)] = shadows.history.copies
     assert (layer, expert) == (0, 2)
     assert start < end
-    offload.evict((1, 2))  # its copy is in flight
-    assert told(offload) == [("wait", 4), ("withdraw", (1, 2))]
-    assert (offload.copies, (1, 2) in offload.slots, offload.here[1, 2]) == ({}, False, False)
-    assert offload.arena.slot_frames == 6
-    assert offload.history.evicted == [0, 1]
+    shadows.evict((1, 2))  # its copy is in flight
+    assert told(shadows) == [("wait", 4), ("withdraw", (1, 2))]
+    assert (shadows.copies, (1, 2) in shadows.slots, shadows.in_slot[1, 2]) == ({}, False, False)
+    assert shadows.arena.slot_frames == 6
+    assert shadows.history.evicted == [0, 1]
 
 
 def test_the_coldest_make_room_for_the_cache() -> None:
-    offload = opened("resident", frames=16)
-    offload.residency.cold = [(1, 3), (0, 2), (0, 0)]
-    offload.make_room(3)
-    assert offload.residency.seen == [(8, 8)]
-    assert [place for place in offload.device.done_ if place[0] == "withdraw"] == [
+    shadows = opened("resident", frames=16)
+    shadows.residency.cold = [(1, 3), (0, 2), (0, 0)]
+    shadows.make_room(3)
+    assert shadows.residency.seen == [(8, 8)]
+    assert [place for place in shadows.device.done_ if place[0] == "withdraw"] == [
         ("withdraw", (1, 3)), ("withdraw", (0, 2)),
     ]  # fmt: skip
-    assert (offload.history.for_cache, offload.history.evicted) == (2, [1, 0])
-    assert offload.arena.free_frames == 4
+    assert (shadows.history.for_cache, shadows.history.evicted) == (2, [1, 0])
+    assert shadows.arena.free_frames == 4

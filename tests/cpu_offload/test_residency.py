@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_offload.policy.residency import Residency, Settings, Swap
+from cpu_offload.policy.residency import Residency, ResidencySettings, Swap
 from tests.variants import thorough_but
 from tools.benchmarks import offload_policy
 from tools.benchmarks.cache_policies import Run, lru, lru_by_layer, optimum, residency
@@ -18,7 +18,10 @@ from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, s
 
 pytestmark = pytest.mark.slow
 
-DEFAULT, DEAR = Settings(), Settings(swap_cost=1.0)  # copies that are nearly free, and that cost a miss
+DEFAULT, DEAR = (
+    ResidencySettings(),
+    ResidencySettings(swap_cost=1.0),
+)  # copies that are nearly free, and that cost a miss
 # .venv/bin/python -m tools.benchmarks.offload_policy --demo-only --steps 16000 --record tests/data/demo_routing.npz
 DEMO = Path(__file__).parents[1] / "data" / "demo_routing.npz"
 
@@ -38,7 +41,7 @@ def late(run: Run) -> tuple[float, float]:
 @given(st.data())
 def test_rules_of_every_swap(data: st.DataObject) -> None:
     layers, experts = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))
-    chosen = Settings(data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 0.02, 0.2, 1.0])))
+    chosen = ResidencySettings(data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 0.02, 0.2, 1.0])))
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     slots = data.draw(st.integers(0, layers * experts))
     policy, twin = (Residency(layers, experts, chosen) for _ in range(2))
@@ -75,7 +78,7 @@ def test_rules_of_every_swap(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
-def test_at_least_lru(kind: str, chosen: Settings) -> None:
+def test_at_least_lru(kind: str, chosen: ResidencySettings) -> None:
     trace = small(kind, 1500)
     for budget in (8, 2):
         ours, *theirs = (p(trace, trace.size // budget).measured()[0] for p in (residency(chosen), lru, lru_by_layer))
@@ -83,7 +86,7 @@ def test_at_least_lru(kind: str, chosen: Settings) -> None:
 
 
 @pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
-def test_uniform_traffic_moves_nothing(chosen: Settings) -> None:
+def test_uniform_traffic_moves_nothing(chosen: ResidencySettings) -> None:
     runs = [residency(chosen)(small("uniform", 1500, seed), 64) for seed in range(3)]
     assert sum(run.copies.sum() for run in runs) <= 3 * 64 + 45  # the slots are filled once; LRU copies 24 a step
     for run in runs:
@@ -91,7 +94,7 @@ def test_uniform_traffic_moves_nothing(chosen: Settings) -> None:
 
 
 @pytest.mark.parametrize("chosen", [DEFAULT, DEAR], ids=["default", "dear"])
-def test_stationary_traffic_stays_put_at_the_best_placement(chosen: Settings) -> None:
+def test_stationary_traffic_stays_put_at_the_best_placement(chosen: ResidencySettings) -> None:
     trace = small("Zipf", 2500)
     hits, copies = late(residency(chosen)(trace, 64))
     counts = np.bincount(trace.places()[1250:].ravel(), minlength=trace.size)
@@ -124,7 +127,7 @@ def test_layers_without_traffic_lose_their_slots() -> None:
 
 
 def test_free_slots_take_the_most_used_first_and_the_coldest_leave_first() -> None:
-    policy, counts = Residency(2, 4, Settings(max_swaps=3)), np.array([[5, 1, 0, 0], [0, 9, 2, 0]])
+    policy, counts = Residency(2, 4, ResidencySettings(max_swaps=3)), np.array([[5, 1, 0, 0], [0, 9, 2, 0]])
     policy.observe(counts)
     policy.observe(counts)
     nobody = np.zeros((2, 4), bool)
@@ -146,7 +149,7 @@ class Known:
 
 def known(trust: float, max_swaps: int = 2) -> Residency:
     """Four experts worth 4, 3, 1 and 0.5 misses in the two intervals of the horizon."""
-    policy = Residency(2, 2, Settings(max_swaps, swap_cost=0.1))
+    policy = Residency(2, 2, ResidencySettings(max_swaps, swap_cost=0.1))
     policy.forecast = Known([3, 2, 1, 0], [1, 1, 0, 0.5])  # type: ignore[assignment]
     policy.trust = trust
     return policy
@@ -156,8 +159,8 @@ LAST = np.array([[False, False], [True, True]])  # the two of least worth are re
 
 
 def test_the_horizon_is_the_time_in_which_a_copy_pays_back() -> None:
-    assert [Settings(swap_cost=cost).horizon for cost in (0.0, 0.02, 0.1, 1.0, 16.0)] == [1, 1, 2, 24, 384]
-    assert Settings(0, 0.0) == Settings(max_swaps=0, swap_cost=0.0)  # both may be 0
+    assert [ResidencySettings(swap_cost=cost).horizon for cost in (0.0, 0.02, 0.1, 1.0, 16.0)] == [1, 1, 2, 24, 384]
+    assert ResidencySettings(0, 0.0) == ResidencySettings(max_swaps=0, swap_cost=0.0)  # both may be 0
 
 
 def test_the_best_come_for_the_worst_if_their_gain_counts() -> None:
@@ -185,7 +188,7 @@ def test_free_slots_stay_free_for_experts_of_no_worth() -> None:
 def test_negative_settings_are_refused() -> None:
     for wrong in ({"max_swaps": -1}, {"swap_cost": -0.5}):
         with pytest.raises(ValueError, match="negative"):
-            Settings(**wrong)
+            ResidencySettings(**wrong)
 
 
 @pytest.mark.parametrize("budget", thorough_but(offload_policy.BUDGETS, 12.5, 50))

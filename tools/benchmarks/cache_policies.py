@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cpu_offload.policy.residency import Residency, Settings
+from cpu_offload.policy.residency import Residency, ResidencySettings
 from tools.benchmarks.routing_traces import Trace
 
 NEVER = 1 << 40
@@ -121,7 +121,7 @@ def optimum(trace: Trace, slots: int) -> Run:
     return by_step(trace, hits, copies)
 
 
-def residency(settings: Settings) -> Policy:
+def residency(settings: ResidencySettings) -> Policy:
     """Umbra's policy, which decides after every step."""
 
     def run(trace: Trace, slots: int) -> Run:

@@ -132,22 +132,22 @@ class Placement:
     def __init__(self, case: Case):
         self.runner = make_runner(case, ROOT / "results", rank_env())
         self.runner.setup()
-        if self.runner.engine.offload:
-            self.runner.engine.offload.value_copies(SWAP_COST, MAX_SWAPS)
+        if self.runner.engine.shadows:
+            self.runner.engine.shadows.value_copies(SWAP_COST, MAX_SWAPS)
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
         self.most_running = 0
 
     @property
     def history(self) -> History:
-        if not self.runner.engine.offload:
+        if not self.runner.engine.shadows:
             raise ValueError("a case without shadows")
-        return self.runner.engine.offload.history
+        return self.runner.engine.shadows.history
 
     def round(self, waves: list[list[Request]]) -> list[list[int]]:
         """Runs all waves once. -> the tokens of each sequence"""
-        if self.runner.engine.offload:
-            self.runner.engine.offload.forget()
+        if self.runner.engine.shadows:
+            self.runner.engine.shadows.forget()
         start, worked = time.perf_counter(), time.process_time()
         sequences = serve(self.runner, waves, self._look)
         self.seconds.append(time.perf_counter() - start)
@@ -180,9 +180,9 @@ def main() -> None:
     args = parser.parse_args()
     threads, instructions = args.threads, args.instruction_set
     placements = {"unconstrained": Placement(settings(threads, instructions, mode="resident", arena_mb=0))}
-    if not (offload := placements["unconstrained"].runner.engine.offload):
+    if not (shadows := placements["unconstrained"].runner.engine.shadows):
         raise ValueError("demo_offload has shadows")
-    arena, refused = offload.arena, dict[str, str]()
+    arena, refused = shadows.arena, dict[str, str]()
     extents = (ARENA_MB << 20) // arena.frame_bytes // arena.extent_frames
     for share in SPLITS:
         slots = extents * share // 100 * arena.extent_slots

@@ -7,7 +7,7 @@ before each step. A quarter of the experts is resident, each of a few KB. Median
 Columns, keys of `rows` in the JSON file:
   shape    layers x experts, of which `top_k` a token
   traffic  sequences at once; swap_cost of the policy
-  begin, started, end       of Offload
+  begin, started, end       of ShadowExperts
   observe, swaps            of Residency, parts of end
   hit_rate, copies          of the whole run; a change that only makes it faster does not change them
 """
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from cpu_offload.cpu import CpuDevice
-from cpu_offload.manager import Offload, Settings
+from cpu_offload.manager import ShadowExperts, ShadowSettings
 from cpu_offload.memory.arena import Arena
 from ops.cpu.engine import shadow_teams
 from ops.cpu.shadow import ShadowPool
@@ -40,16 +40,16 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def made(layers: int, experts: int, swap_cost: float) -> Offload:
+def made(layers: int, experts: int, swap_cost: float) -> ShadowExperts:
     slots = layers * experts // 4
     device, pool = CpuDevice(stream_tokens=0, decode_tokens=1), ShadowPool(shadow_teams(1), 30)
-    offload = Offload(Settings("fixed", 0, slots, 1, MOST_COPIES), device, pool)
+    shadows = ShadowExperts(ShadowSettings("fixed", 0, slots, 1, MOST_COPIES), device, pool)
     for layer in range(layers):
-        offload.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"])
-    arena = Arena(slots * offload.slot_bytes // 1024 + 16, 1024, offload.slot_bytes, 2 * layers)
-    offload.open(arena, torch.zeros(arena.frames * arena.frame_bytes, dtype=torch.uint8), lambda: None)
-    offload.value_copies(swap_cost, MOST_COPIES)
-    return offload
+        shadows.experts(f"model.{layer}.experts", slice(0, experts), 16, 16, FORMATS["float32"])
+    arena = Arena(slots * shadows.slot_bytes // 1024 + 16, 1024, shadows.slot_bytes, 2 * layers)
+    shadows.open(arena, torch.zeros(arena.frames * arena.frame_bytes, dtype=torch.uint8), lambda: None)
+    shadows.value_copies(swap_cost, MOST_COPIES)
+    return shadows
 
 
 def timed(times: dict[str, list[float]], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,25 +63,25 @@ def timed(times: dict[str, list[float]], name: str, call: Callable[..., Any]) ->
 
 
 def measure(layers: int, experts: int, top_k: int, sequences: int, swap_cost: float, steps: int) -> Row:
-    offload, times = made(layers, experts, swap_cost), defaultdict[str, list[float]](list)
-    policy, device = offload.residency, offload.device
+    shadows, times = made(layers, experts, swap_cost), defaultdict[str, list[float]](list)
+    policy, device = shadows.residency, shadows.device
     if not isinstance(device, CpuDevice):
         raise TypeError("not the CPU")
     policy.observe = timed(times, "observe", policy.observe)  # type: ignore[method-assign]
     policy.swaps = timed(times, "swaps", policy.swaps)  # type: ignore[method-assign]
-    begin, started, end = (timed(times, name, getattr(offload, name)) for name in PARTS[:3])
+    begin, started, end = (timed(times, name, getattr(shadows, name)) for name in PARTS[:3])
     trace = made_up("Zipf", steps * sequences, layers, experts, top_k).together(sequences)
     for keys in trace.places():
-        while not all(device.copier.native.done(copy.ticket) for copy in offload.copies.values()):
+        while not all(device.copier.native.done(copy.ticket) for copy in shadows.copies.values()):
             pass  # every copy is complete before the next step on any machine, so that runs can be compared
         OTHERS.sum()
         begin()
         started((sequences,), (sequences,))
         counts = np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
-        for layer, routed in zip(offload.layers, counts, strict=True):
+        for layer, routed in zip(shadows.layers, counts, strict=True):
             layer.layer.counts.add_(torch.from_numpy(routed))
         end(True)
-    report = offload.history.report()
+    report = shadows.history.report()
     medians = {part: 1e6 * statistics.median(times[part][steps // 10 :]) for part in PARTS}
     row = {"shape": f"{layers} x {experts}", "top_k": top_k, "sequences": sequences, "swap_cost": swap_cost}
     return row | medians | {key: report[key] for key in ("hit_rate", "copies")}

@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from cpu_offload.policy.residency import Residency, Settings
+from cpu_offload.policy.residency import Residency, ResidencySettings
 from tools.benchmarks.cache_policies import Policy, lfu, lru, lru_by_layer, optimum, residency, static
 from tools.benchmarks.output import Row, flags, plot, printed, write_rows
 from tools.benchmarks.routing_traces import KINDS, Trace, load_trace, made_up, record_demo, save_trace
@@ -35,9 +35,9 @@ from umbra.errors import run_main
 
 BUDGETS = (12.5, 25, 50, 75)  # percent of all experts
 POLICIES: dict[str, Policy] = {
-    "ours": residency(Settings()),
-    "few": residency(Settings(max_swaps=4)),
-    "priced": residency(Settings(swap_cost=0.7)),
+    "ours": residency(ResidencySettings()),
+    "few": residency(ResidencySettings(max_swaps=4)),
+    "priced": residency(ResidencySettings(swap_cost=0.7)),
     "lru": lru,
     "lru_layer": lru_by_layer,
     "lfu": lfu,
@@ -79,7 +79,7 @@ def demo_trace(trace: Path | None, record: Path | None, steps: int | None) -> Tr
 
 def decision_ms() -> float:
     """Median time to observe a step and to decide on swaps, a quarter of 48 layers x 128 experts resident."""
-    trace, policy = made_up("Zipf", 200, layers=48), Residency(48, 128, Settings())
+    trace, policy = made_up("Zipf", 200, layers=48), Residency(48, 128, ResidencySettings())
     resident = np.random.default_rng(0).random((48, 128)) < 0.25
     times = []
     for keys in trace.places():

@@ -203,7 +203,7 @@ def wave_peers(plan: Plan) -> Iterator[Peer]:
     ]  # fmt: skip
     runner = make_runner(settings(1, "auto", mode="resident", arena_mb=0), Path("results"), rank_env())
     runner.setup()
-    arena = runner.engine.offload.arena if runner.engine.offload else None
+    arena = runner.engine.shadows.arena if runner.engine.shadows else None
     if not arena:
         raise UserError("demo_offload: has no shadows")
     extents = (WAVE_MB << 20) // arena.frame_bytes // arena.extent_frames

@@ -10,7 +10,7 @@ from executor.engine.expert_totals import ExpertTotals
 from executor.engine.memory_split import MemorySplit
 from executor.engine.pages import PagePool
 from executor.engine.prefixes import PageCache
-from tests.fakes.offload import FakeOffload
+from tests.fakes.shadow_experts import FakeShadowExperts
 
 HERE = np.array([[True, False, False, True], [False, True, False, False]])
 LASTING = [8.0, 1.0, 5.0, 2.0, -3.0, 4.0, 7.0, 0.5]
@@ -22,8 +22,8 @@ class Rank:
     def __init__(self, pages: int = 64) -> None:
         self.now = 10.0
         self.caches = [PageCache(PagePool(pages, 4)) for _ in range(2)]
-        offload: Any = FakeOffload(HERE, LASTING)
-        self.experts = ExpertTotals(offload)
+        shadows: Any = FakeShadowExperts(HERE, LASTING)
+        self.experts = ExpertTotals(shadows)
         self.experts.misses, self.experts.exposed_s = 10, 1.0  # a decode step waits 0.1 s for a miss
         self.memory_split = MemorySplit(
             self.caches, self.experts, lambda tokens, share: (1 - share) ** 2, lambda: self.now
@@ -83,12 +83,12 @@ def test_totals_are_sums_of_steps_that_are_forgotten_then() -> None:
         step([3, 1], [1, 2], [[0, 900_000_000, 500_000_000, 750_000_000], [0, 0, 900, 100]]),  # waits below 0 are none
         step([2, 2], [1, 0], [[10, 1_000_000_010, 0, 0], [0, 0, 0, 0]]),  # a device that does not tell
     ]
-    offload: Any = FakeOffload(HERE, LASTING, steps=steps)
-    totals = ExpertTotals(offload)
+    shadows: Any = FakeShadowExperts(HERE, LASTING, steps=steps)
+    totals = ExpertTotals(shadows)
     assert totals.miss_s == 0.0
     for _ in range(2):
         totals.collect()
-        assert (totals.steps, totals.hits, totals.misses, offload.steps) == (2, 8, 4, [])
+        assert (totals.steps, totals.hits, totals.misses, shadows.steps) == (2, 8, 4, [])
         assert totals.miss_s == pytest.approx(1.25 / 4)
     for tokens in (0, 5, 7, 0):
         totals.prefilled(tokens)

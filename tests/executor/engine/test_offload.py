@@ -10,7 +10,7 @@ import torch
 
 from cpu_offload.cpu import CpuDevice
 from executor.model_runner import ModelRunner
-from executor.run.shadow_report import write_offload
+from executor.run.shadow_report import write_shadow_report
 from ops.parallel.groups import Group
 from tests.tiny import TINY_AS_M2, make_runner, save_tiny, save_tiny_m2, tiny_case
 from umbra.commands.logits import collect_logits
@@ -62,8 +62,8 @@ def test_tokens_and_logits_are_those_without(model: Path, tmp_path: Path, exe_mo
     for offload in MODES:
         runner = runner_of(model, tmp_path, exe_mode, **offload)
         assert [s.ids for s in runner.model_generate(PROMPTS)] == expected, offload
-        assert runner.engine.offload
-        assert runner.engine.offload.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
+        assert runner.engine.shadows
+        assert runner.engine.shadows.history.streamed()["layers"] or offload.get("stream_tokens", -1) < 0
         found = collect_logits(runner, [ids for _, ids in PROMPTS[:3]], steps=6)
         assert all(np.array_equal(found[name], logits[name]) for name in logits), offload
 
@@ -73,23 +73,23 @@ def test_residents_change_under_one_capture_within_the_arena(model: Path, tmp_pa
     for _ in range(4):
         runner.model_generate(PROMPTS)
     assert sorted(runner.engine.decode_step.graphs) == [(2,), (3,)]  # type: ignore[attr-defined]
-    offload = runner.engine.offload
-    assert offload is not None
-    steps, arena = offload.history.steps, offload.arena
+    shadows = runner.engine.shadows
+    assert shadows is not None
+    steps, arena = shadows.history.steps, shadows.arena
     assert len({step.resident.tobytes() for step in steps}) > 3
     assert all(step.kv_frames + step.expert_frames + step.free_frames == arena.frames for step in steps)
-    assert offload.history.for_cache > 0
+    assert shadows.history.for_cache > 0
     assert arena.frames - arena.free_frames - arena.slot_frames == 1  # the padding page: all others were given back
 
 
 def test_what_a_run_leaves(model: Path, tmp_path: Path) -> None:
     runner = runner_of(model, tmp_path, mode="fixed", slots=5)
-    assert runner.engine.offload is not None
-    place = next(iter(runner.engine.offload.slots))
-    runner.engine.offload.evict(place)
-    runner.engine.offload.fetch(place)
+    assert runner.engine.shadows is not None
+    place = next(iter(runner.engine.shadows.slots))
+    runner.engine.shadows.evict(place)
+    runner.engine.shadows.fetch(place)
     runner.model_generate(PROMPTS[:2])
-    report = write_offload(runner.engine.offload, tmp_path, Group(), torch.device("cpu"))
+    report = write_shadow_report(runner.engine.shadows, tmp_path, Group(), torch.device("cpu"))
     assert report["steps"] == 23
     assert 0 < report["hit_rate"] < 1
     layers = report["layers"]
@@ -107,8 +107,8 @@ def test_what_a_run_leaves(model: Path, tmp_path: Path) -> None:
 
 def test_a_stalled_pool_is_an_error_that_names_layer_and_step(model: Path, tmp_path: Path) -> None:
     runner = runner_of(model, tmp_path, mode="fixed", slots=-1, stream_tokens=-1)
-    assert runner.engine.offload is not None
-    runner.engine.offload.pool.stop()
+    assert runner.engine.shadows is not None
+    runner.engine.shadows.pool.stop()
     with pytest.raises(UserError, match=r"shadow experts: layer 0, step 1: the shadow pool was stopped"):
         runner.model_generate(PROMPTS)
 
@@ -139,13 +139,13 @@ def test_more_prompts_than_the_arena_has_room_for_at_once_are_refused(model: Pat
 def test_a_copy_that_is_not_made_is_an_error_and_nobody_is_published(model: Path, tmp_path: Path) -> None:
     runner = runner_of(model, tmp_path, mode="fixed", slots=5, max_swaps=-1)
     runner.model_generate(PROMPTS[:1])
-    offload = runner.engine.offload
-    assert offload
-    assert isinstance(offload.device, CpuDevice)
-    place = next(iter(offload.slots))
-    offload.evict(place)
-    offload.device.copier.stop()
+    shadows = runner.engine.shadows
+    assert shadows
+    assert isinstance(shadows.device, CpuDevice)
+    place = next(iter(shadows.slots))
+    shadows.evict(place)
+    shadows.device.copier.stop()
     with pytest.raises(UserError, match="the copier was stopped"):
-        offload.fetch(place)
-    assert not offload.published[place]
-    assert not offload.layers[place[0]].table[place[1]]
+        shadows.fetch(place)
+    assert not shadows.published[place]
+    assert not shadows.layers[place[0]].table[place[1]]

@@ -53,61 +53,61 @@ class Watch:
     """Checks the arena after every step: its tenants, and that experts take only frames beyond the pages' reserve."""
 
     def __init__(self, runner: ModelRunner):
-        assert runner.engine.offload
-        self.runner, self.offload = runner, runner.engine.offload
-        self.end, self.offload.end = self.offload.end, self.ended  # type: ignore[method-assign]
+        assert runner.engine.shadows
+        self.runner, self.shadows = runner, runner.engine.shadows
+        self.end, self.shadows.end = self.shadows.end, self.ended  # type: ignore[method-assign]
         self.sizes: set[int] = set()  # of decode batches
         self.captured: dict[int, object] = {}  # every graph that there ever was
 
     def ended(self, decode: bool) -> None:
-        arena = self.offload.arena
+        arena = self.shadows.arena
         before = arena.slot_frames
         self.sizes |= {len(self.runner.loop.scheduler.running)} if decode else set()
         self.end(decode)
         if arena.slot_frames > before:
-            assert arena.free_frames >= self.offload.balance.high
+            assert arena.free_frames >= self.shadows.balance.high
 
     def __call__(self) -> None:
         """Each byte has at most one owner, and all owners are within the arena."""
         graphs = self.runner.engine.decode_step.graphs.values()  # type: ignore[attr-defined]
         self.captured |= {id(graph): graph for graph in graphs}
-        offload, pool = self.offload, self.runner.loop.scheduler.pools[0]
-        arena, memory = offload.arena, offload.device.memory
+        shadows, pool = self.shadows, self.runner.loop.scheduler.pools[0]
+        arena, memory = shadows.arena, shadows.device.memory
         begin, frame = memory.data_ptr(), arena.frame_bytes
         units = [b.page for s in self.runner.loop.scheduler.running for b in s.blocks] + [pool.padding]
         owned = [(begin + unit // arena.units * frame, frame) for unit in units]
-        owned += [(begin + arena.slot_offset(slot), offload.slot_bytes) for slot in offload.slots.values()]
+        owned += [(begin + arena.slot_offset(slot), shadows.slot_bytes) for slot in shadows.slots.values()]
         owned.sort()
         assert owned[0][0] >= begin
         assert owned[-1][0] + owned[-1][1] <= begin + memory.nbytes
         assert all(start + size <= following for (start, size), (following, _) in pairwise(owned))
         assert len(units) + arena.slot_frames + arena.free_frames == arena.frames
-        named = sum(int((layer.layer.device != 0).sum()) for layer in offload.layers)
-        assert named + len(offload.copies) == len(offload.slots)
+        named = sum(int((layer.layer.device != 0).sum()) for layer in shadows.layers)
+        assert named + len(shadows.copies) == len(shadows.slots)
 
 
 def test_waves_pass_through_a_small_arena(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [s.generated for s in serve(runner_of(model, mode="resident"), requests())]
     runner = runner_of(model, mode="elastic", arena_mb=ARENA_MB)
-    offload = runner.engine.offload
-    assert offload
-    offload.value_copies(1.0, 4)
+    shadows = runner.engine.shadows
+    assert shadows
+    shadows.value_copies(1.0, 4)
     watch = Watch(runner)
     for _ in range(2):  # the second time with what was learned
-        offload.forget()
+        shadows.forget()
         sequences = serve(runner, requests(), watch)
         assert [s.finish_reason for s in sequences] == ["length"] * sum(WAVES)
         assert [s.generated for s in sequences] == expected
-        history, report = offload.history, offload.history.report()
+        history, report = shadows.history, shadows.history.report()
         # It was tight: the most experts and the most pages had no room together.
         experts = [step.expert_frames for step in history.steps]
         assert min(experts) < 0.6 * max(experts)
-        assert max(experts) + report["most_kv_frames"] > offload.arena.frames
+        assert max(experts) + report["most_kv_frames"] > shadows.arena.frames
         assert 0.1 < report["hit_rate"] < 0.99
         # No oscillation. Experts go when a wave comes and return as it ends: each time that the direction changes, the
         # cache has changed by more than the extent between the watermarks. In their places others come rarely, a
         # quarter of what max_swaps allows.
         assert len(swings(history)) < 2 * len(WAVES)
-        assert min(swings(history)) > offload.arena.extent_frames
+        assert min(swings(history)) > shadows.arena.extent_frames
         assert report["evictions"] - report["evictions_for_cache"] <= len(history.steps)
     assert len(watch.captured) == len(watch.sizes)  # one graph for each number of sequences that there was, for good

@@ -17,7 +17,7 @@ import torch
 
 from cpu_offload.cpu import CpuDevice
 from cpu_offload.device import Device
-from cpu_offload.manager import Offload
+from cpu_offload.manager import ShadowExperts
 from cpu_offload.policy.residency import Swap
 from executor.config.case import Case, OffloadSettings
 from executor.config.env import RankEnv
@@ -55,11 +55,11 @@ def any_swaps(resident: np.ndarray[Any, np.dtype[np.bool_]], free_slots: int) ->
     return [Swap(layer, expert, (gone_layer, gone))]
 
 
-def done_by(offload: Offload) -> dict[str, Any]:
-    report = offload.history.report()
-    steps = [step.resident.tobytes().hex() for step in offload.history.steps]
+def done_by(shadows: ShadowExperts) -> dict[str, Any]:
+    report = shadows.history.report()
+    steps = [step.resident.tobytes().hex() for step in shadows.history.steps]
     kept = "hit_rate", "copies", "evictions_for_cache"
-    return {"mode": offload.settings.mode, "residents": steps, **{key: report[key] for key in kept}}
+    return {"mode": shadows.settings.mode, "residents": steps, **{key: report[key] for key in kept}}
 
 
 def main() -> None:
@@ -89,10 +89,10 @@ def main() -> None:
         def outcome(case: Case) -> tuple[ModelRunner, list[list[int]], dict[str, Any]]:
             runner = make_runner(case, results, ranks)
             runner.setup(platform, parallel)
-            if runner.engine.offload and stop:
-                runner.engine.offload.pool.stop()
-            if runner.engine.offload:
-                runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign]
+            if runner.engine.shadows and stop:
+                runner.engine.shadows.pool.stop()
+            if runner.engine.shadows:
+                runner.engine.shadows.residency.swaps = any_swaps  # type: ignore[method-assign]
             tokens = [s.ids.tolist() for s in runner.model_generate(PROMPTS)]
             together = [ids for _, ids in PROMPTS[: case.data_config.batch_size]]
             return runner, tokens, collect_logits(runner, together, 2)
@@ -105,8 +105,8 @@ def main() -> None:
                 runner, tokens, found = outcome(own)
                 if tokens != expected or not all(np.array_equal(found[name], logits[name]) for name in logits):
                     raise AssertionError(f"{exe_mode}, {settings}: {tokens}, not {expected}, or other logits")
-                if runner.engine.offload:
-                    rows.append(done_by(runner.engine.offload))
+                if runner.engine.shadows:
+                    rows.append(done_by(runner.engine.shadows))
         # Not gathered over torch's default group: gloo ends a process that closes it while another still reads.
         (args.out / f"rank{ranks.rank}.json").write_text(json.dumps(rows))
 

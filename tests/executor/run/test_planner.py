@@ -139,7 +139,7 @@ def test_plan_agrees_with_what_a_run_makes(
     planned = capsys.readouterr().out
     runner = make_runner(case, tmp_path, ONE_RANK)
     runner.setup()
-    arena = runner.engine.offload.arena if runner.engine.offload else None
+    arena = runner.engine.shadows.arena if runner.engine.shadows else None
     assert arena is not None
     assert f"{arena.frames} frames of {arena.frame_bytes} bytes" in planned
     assert f"part of {arena.extent_slots} slots in {arena.extent_frames} frames" in planned
@@ -170,13 +170,13 @@ def test_a_run_values_copies_and_compares(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runner, report = run(model, tmp_path, monkeypatch)
-    assert runner.engine.offload is not None
+    assert runner.engine.shadows is not None
     plan = json.loads(json.dumps(report["offload"]["plan"]))
     measured = plan["costs"]
     sides = {side: Line(**measured[side]) for side in ("device", "shadow")}
     planner = Planner(Shape(2, 8, 3), Costs(**measured | sides))
-    assert runner.engine.offload.residency.settings.swap_cost == planner.swap_cost
-    assert runner.engine.offload.residency.settings.max_swaps == plan["choices"]["max_swaps"]
+    assert runner.engine.shadows.residency.settings.swap_cost == planner.swap_cost
+    assert runner.engine.shadows.residency.settings.max_swaps == plan["choices"]["max_swaps"]
     assert plan["ratio"] == pytest.approx(plan["predicted_ms"] / plan["measured_ms"])
     assert plan["hit_rate"] == pytest.approx(report["offload"]["hit_rate"])
     assert plan["tokens"] == 4

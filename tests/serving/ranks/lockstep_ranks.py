@@ -106,10 +106,10 @@ class Watched(Worker):
     moved = 0
 
     def step(self, step: Step | None) -> None:
-        assert self.engine.offload
-        before = self.engine.offload.published.copy()
+        assert self.engine.shadows
+        before = self.engine.shadows.published.copy()
         super().step(step)
-        self.moved += int((self.engine.offload.published != before).sum())
+        self.moved += int((self.engine.shadows.published != before).sum())
 
 
 def alone(worker: Worker, submit: Submit) -> list[int]:
@@ -137,8 +137,8 @@ def main() -> None:
         random.seed(ranks.rank)
         runner = make_runner(case, results, ranks)
         runner.setup()
-        if runner.engine.offload:
-            runner.engine.offload.residency.swaps = any_swaps  # type: ignore[method-assign]
+        if runner.engine.shadows:
+            runner.engine.shadows.residency.swaps = any_swaps  # type: ignore[method-assign]
         MemorySplit.decide = any_share  # type: ignore[method-assign]
         Loop._took = any_time(Loop._took)  # type: ignore[method-assign]
         traffic = Traffic(args.steps, 7)

@@ -45,8 +45,8 @@ def test_what_gives_way_when_memory_ends(model: Path) -> None:
     youngest request is preempted. Resumed, it goes on as if nothing had happened."""
     server = Server(runner_of(model, ELASTIC, reserve=0, prefix_floor=4 * FLOOR))
     worker, scheduler = server.worker, server.worker.loop.scheduler
-    offload, cache = worker.engine.offload, worker.loop.scheduler.caches[0]
-    assert offload
+    shadows, cache = worker.engine.shadows, worker.loop.scheduler.caches[0]
+    assert shadows
     assert worker.memory_split
     worker.memory_split.decide = lambda prefill_s: None  # type: ignore[method-assign]
     worker.memory_split.expert_pages = 90
@@ -57,12 +57,12 @@ def test_what_gives_way_when_memory_ends(model: Path) -> None:
     asked = {10 + i: ids[i:] for i, ids in enumerate(prompts(4, 12, seed=2))}  # no two need a page in the same step
     for id, ids in asked.items():
         server.submit(id, ids, 250)
-    full = len(offload.slots)
+    full = len(shadows.slots)
     assert full > 50
     seen = []  # after each step: kept pages, resident experts, preempted requests
     while not scheduler.preempted:
         worker.turn()
-        seen.append((len(cache.idle), len(offload.slots), [s.id for s in scheduler.preempted]))
+        seen.append((len(cache.idle), len(shadows.slots), [s.id for s in scheduler.preempted]))
 
     def first(reached: Any) -> int:
         return next(number for number, step in enumerate(seen) if reached(*step))
@@ -108,11 +108,11 @@ def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_front_is_told(model: Path, every_step: None) -> None:
     """Where experts and memory are, how much they are used, and how long requests have waited."""
     server = Server(runner_of(model, ELASTIC))
-    script, worker, offload = server.script, server.worker, server.worker.engine.offload
+    script, worker, shadows = server.script, server.worker, server.worker.engine.shadows
     ready = worker.ready()
     assert (ready.batch_size, ready.page_size, ready.vocabulary, ready.longest) == (4, 4, 96, 448)
     assert ready.prefill_rate > 0
-    assert offload
+    assert shadows
     script.messages = [Ping(7), Watch(True)]
     asked = dict(enumerate(ids * (2 + n % 4) for n, ids in enumerate(prompts(8, 4))))
     for id, ids in asked.items():
@@ -136,7 +136,7 @@ def test_what_the_front_is_told(model: Path, every_step: None) -> None:
     found = script.of(Residency)
     assert all(first != second for first, second in itertools.pairwise(found))
     bits = np.unpackbits(np.frombuffer(found[-1].resident, np.uint8), bitorder="little")
-    assert (bits.reshape(4, 64) == offload.published).all()
+    assert (bits.reshape(4, 64) == shadows.published).all()
     assert {max(residency.heat) for residency in found[1:]} == {255}
     script.messages, before = [Watch(False)], len(found)
     server.answer(9, [1, 2], 9)

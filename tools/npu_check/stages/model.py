@@ -132,5 +132,5 @@ def rank_logits(overrides: list[str], out: str, steps: int, tokens: list[list[in
         arrays |= {f"decode_{i}": t.float().numpy() for i, t in enumerate(decode)}
         np.savez(out, **arrays, **{f"ids_{i}": np.array(row) for i, row in enumerate(rows)})  # type: ignore[arg-type]
     step_s = statistics.median(seconds[1:] or seconds)  # the first one captures
-    missed = int(runner.engine.offload.history.steps[-1].misses.sum()) if runner.engine.offload else 0
+    missed = int(runner.engine.shadows.history.steps[-1].misses.sum()) if runner.engine.shadows else 0
     return {"step_ms": 1e3 * step_s, "tokens_per_s": len(prompts) / step_s, "missed": missed}

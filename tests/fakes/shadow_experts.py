@@ -9,11 +9,11 @@ from cpu_offload.history import Step
 
 
 @dataclass
-class FakeOffload:
-    """Stands for `Offload` of two layers with four experts. `here` says which of them are resident, `lasting` how often
-    each is used in an interval, and `steps` what decode steps have recorded."""
+class FakeShadowExperts:
+    """Stands for `ShadowExperts` of two layers with four experts. `in_slot` says which of them are resident, `lasting`
+    how often each is used in an interval, and `steps` what decode steps have recorded."""
 
-    here: np.ndarray[Any, np.dtype[np.bool_]]
+    in_slot: np.ndarray[Any, np.dtype[np.bool_]]
     lasting: list[float]
     interval: int = 2
     extent_slots: int = 3
@@ -22,15 +22,15 @@ class FakeOffload:
 
     # Its parts, as far as they are asked for these numbers.
     @property
-    def arena(self) -> "FakeOffload":
+    def arena(self) -> "FakeShadowExperts":
         return self
 
     @property
-    def settings(self) -> "FakeOffload":
+    def settings(self) -> "FakeShadowExperts":
         return self
 
     @property
-    def history(self) -> "FakeOffload":
+    def history(self) -> "FakeShadowExperts":
         return self
 
     @property
