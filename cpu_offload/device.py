@@ -33,7 +33,7 @@ class Device(ABC):
         """Makes the experts of layer `number`, none of them resident. `here` is this rank's slice of the experts."""
 
     def spare(self, slot_bytes: int) -> int:
-        """Bytes of the buffer, behind the arena's own, that the device needs for itself."""
+        """Bytes of the buffer, after the arena's own, that the device needs for itself."""
         return 0
 
     @abstractmethod

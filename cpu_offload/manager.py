@@ -3,12 +3,11 @@ cache.
 
     begin() --- the step's ops read the tables --- end()     one thread calls both; tables do not change in between
 
-An expert becomes resident in two halves. At the end of a step it is given a slot, and a copy begins that runs beside
-the next steps. At the beginning of the first step after the copy is complete it is published: the address of its slot
-is written into the device's table. An eviction is a single action: the address becomes 0 while no op runs, so no later
-op reads the slot. So a slot in use is never written, and no step sees half of an expert. Captured steps read the tables
-at fixed addresses and stay valid.
-"""
+An expert becomes resident in two halves. At the end of a step it is given a slot, and a copy begins that runs
+concurrently with the next steps. At the beginning of the first step after the copy is complete it is published: the
+address of its slot is written into the device's table. An eviction is a single action: the address becomes 0 while no
+op runs, so no later op reads the slot. So a slot in use is never written, and no step sees half of an expert. Captured
+steps read the tables at fixed addresses and stay valid."""
 
 import re
 import time

@@ -23,7 +23,7 @@ class Batch:
     logit_rows: Tensor | None  # the rows of T whose logits are wanted; None: all
     tokens_per_group: tuple[int, ...] | None  # T of every data-parallel group; None: all groups have the same T
     sequence_parallel: bool = False  # whether ranks hold shares of the rows outside attention and experts
-    # Number of `logit_rows` of every data-parallel group, if no others are to be computed behind the last attention.
+    # Number of `logit_rows` of every data-parallel group, if no others are to be computed after the last attention.
     wanted_per_group: tuple[int, ...] | None = None
 
     def rows(self, parallel: Parallel) -> GroupRows:
@@ -41,7 +41,7 @@ class Batch:
         return self if self.wanted_per_group is None else dataclasses.replace(self, wanted_per_group=None)
 
     def wanted(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, "Batch"]:
-        """What a layer computes behind its attention: `x`, `residual` and the batch, in the last layer without the rows
+        """What a layer computes after its attention: `x`, `residual` and the batch, in the last layer without the rows
         whose logits nobody wants."""
         rows, counts = self.logit_rows, self.wanted_per_group
         if rows is None or counts is None:

@@ -57,7 +57,7 @@ class Build:
     path: str = ""  # path of the module that is being made, as in the checkpoint
 
     def at(self, name: str) -> "Build":
-        """The same Build for the child module `name`."""
+        """Returns this Build for the child module `name`."""
         return dataclasses.replace(self, path=f"{self.path}.{name}" if self.path else name)
 
     def linear(self, names: Sequence[str], *columns: tuple[int, int]) -> Format:

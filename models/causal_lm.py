@@ -71,5 +71,5 @@ class CausalLM(nn.Module):
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold the tensor `name` although the model does not use it, such as the output head
-        beside a tied embedding."""
+        next to a tied embedding."""
         return name == HEAD and self.lm_head.source != HEAD

@@ -51,7 +51,8 @@ class ModelConfig(Protocol):
 
 
 def with_layers(config: ModelConfig, sparse: tuple[bool, ...]) -> ModelConfig:
-    """The same shapes in other layers; sparse[i]: whether layer i has experts, where the family also has others."""
+    """Returns `config` with other layers of the same shapes. sparse[i]: whether layer i has experts, where the family
+    also has others."""
     changes: dict[str, Any] = {"num_hidden_layers": len(sparse)}
     if hasattr(config, "sparse_layers"):
         changes["sparse_layers"] = sparse

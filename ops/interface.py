@@ -48,7 +48,7 @@ class ExpertMatrices(Protocol):
 
 
 class MovableExperts(ExpertMatrices, Protocol):
-    """Those that can be copied to another bank of the same sizes and format."""
+    """Expert matrices that can be copied to another bank of the same sizes and format."""
 
     def stored(self, experts: Sequence[int]) -> Tensor:
         """What is stored of `experts`, as bytes. -> (experts, bytes) uint8, of its own memory"""

@@ -76,7 +76,7 @@ class Simulation:
     )  # fmt: skip
     front_ms: float = key(0.0, "time that a server takes for a request outside its steps", minimum=0)
     front_token_us: float = key(
-        0.0, "time that a server's front takes for each token, beside the steps: tokens wait for each other", minimum=0
+        0.0, "time that a server's front takes for each token, besides the steps: tokens wait for each other", minimum=0
     )
     memory: str = key(
         "fixed", "how the devices' memory is divided between experts and other things: fixed, elastic as "
@@ -85,9 +85,9 @@ class Simulation:
     )  # fmt: skip
     skew: float = key(1.0, "standard deviation of the logarithm of how often experts are used", minimum=0, maximum=5)
     rank_failure_hours: float = key(0.0, "mean time between failures of a rank; 0: none fails", minimum=0)
-    restart_s: float = key(60.0, "seconds until a replica is back of which a rank has failed", minimum=0)
+    restart_s: float = key(60.0, "seconds to restart a replica after a rank failure", minimum=0)
     node_failure_hours: float = key(0.0, "mean time between failures of a node; 0: none fails", minimum=0)
-    node_restart_s: float = key(600.0, "seconds until replicas are back whose node has failed", minimum=0)
+    node_restart_s: float = key(600.0, "seconds to restart replicas after a node failure", minimum=0)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def why_not(plan: ClusterPlan) -> list[str]:
     first = best[0]
     chosen = {id(found) for found in (*plan.quickest, *plan.cheapest)}
     in_time = {id(found) for found in plan.in_time}
-    lines.append(f"others, beside {first.layout.sizes}:")
+    lines.append(f"others, compared with {first.layout.sizes}:")
     for found in sorted(plan.found, key=lambda f: f.load.tpot):
         if id(found) not in chosen:
             late = "" if id(found) in in_time else ", too late"

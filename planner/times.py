@@ -27,7 +27,7 @@ US, GIGA, TERA = 1e-6, 1e9, 1e12
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step, by PARTS. "products" is what is not hidden behind reading."""
+    """Seconds of a step, by PARTS. "products" is what reading does not hide."""
 
     parts: dict[str, float]
 

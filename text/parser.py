@@ -125,7 +125,7 @@ class Parser:
         split: bool = True,
     ):
         """`format` None makes everything content. `tools` are those of the chat; without any, marks of calls are text.
-        `reasoning` says that the prompt ended within it. Without `split`, reasoning stays in the content, behind the
+        `reasoning` says that the prompt ended within it. Without `split`, reasoning stays in the content, after the
         mark that opens it."""
         self._format = format or Format((), "", "")
         self._tools = tools_by_name(tools) if format else {}

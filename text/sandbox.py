@@ -1,4 +1,4 @@
-"""A process beside this one that does what could take endless time or memory, so that it can be ended.
+"""A process for what could take endless time or memory, so that it can be ended.
 
 Its program is a module of ours. Questions go to its standard input and answers come from its standard output, each as a
 length of four bytes and that many bytes. It ends when its standard input is closed, as it is when this process ends.

@@ -26,7 +26,7 @@ from text.sandbox import Ended, Helper, limit_memory, read, write
 from umbra.errors import UserError
 
 SECONDS = 1.0  # of a processor, for one conversation
-MEMORY = 1 << 29  # bytes beside the program's own; a conversation of 8 MB takes a third
+MEMORY = 1 << 29  # bytes besides the program's own; a conversation of 8 MB takes a third
 LONGER, LONGEST = 4, 1 << 20  # a text may be as many times as long as what it is made from, and this much longer
 TOO_MUCH = f"it takes more than {SECONDS:g} s or {MEMORY >> 20} MB"
 GOOD, BAD = b"+", b"-"  # what an answer begins with

@@ -69,14 +69,14 @@ class Tokenizer:
             raise UserError(f"{self.folder}: tokenizer {what}: {' '.join(str(error).split())[:300]}") from None
 
     def encode(self, prompt: str, chat: bool, special: bool = True) -> list[int]:
-        """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn. `special`
-        says whether the tokenizer adds special tokens, such as one that begins a text, if it does."""
+        """The token ids of `prompt`; with `chat`, of a conversation in which it is the user's first turn. `special`:
+        let the tokenizer add its special tokens (such as BOS)."""
         if chat:
             return self.encode_chat(Chat([{"role": "user", "content": prompt}]))
         return self._ids(prompt, special)
 
     def encode_chat(self, chat: Chat) -> list[int]:
-        """A conversation through the checkpoint's chat template, up to where the next answer begins."""
+        """The token ids of a conversation in the checkpoint's chat template, up to where the next answer begins."""
         if not self.hf.chat_template:
             raise UserError("model_config.tokenizer_mode: chat: this checkpoint's tokenizer has no chat template")
         if not chat.messages:

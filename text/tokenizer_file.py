@@ -1,7 +1,7 @@
 """Checks a tokenizer's files before the library reads them, for what would take endless time or memory or end the
 process.
 
-The library's programs are bounded in time, but they write as much text as they are told to.
+The library's programs are bounded in time, but they write as much text as a file asks for.
 """
 
 import re

@@ -17,8 +17,10 @@ import msgspec
 from text.sandbox import Helper, read, tried, write
 from text.tokenizer_file import patterns
 
-SECONDS, A_SECOND = 2.0, 250_000  # of a processor for a text, and one more for each so many characters
-MEMORY, A_CHARACTER = 1 << 29, 256  # bytes
+BASE_SECONDS = 2.0  # CPU time allowed for any text
+CHARACTERS_PER_SECOND = 250_000  # one more second for each
+BASE_BYTES = 1 << 29  # memory allowed for any text
+BYTES_PER_CHARACTER = 256
 ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORD, OTHER, SPACES = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -65,7 +67,8 @@ def main() -> None:
 
 
 def _tried(backend: Any, text: str, special: bool) -> bytes:
-    seconds, memory = SECONDS + len(text) / A_SECOND, MEMORY + A_CHARACTER * len(text)
+    seconds = BASE_SECONDS + len(text) / CHARACTERS_PER_SECOND
+    memory = BASE_BYTES + BYTES_PER_CHARACTER * len(text)
     answer = tried(lambda: _encoded(backend, text, special), seconds, memory)
     more = f"it takes more than {seconds:.3g} s or {memory >> 20} MB for {len(text)} characters"
     return msgspec.msgpack.encode(more) if answer is None else answer

@@ -42,8 +42,7 @@ def one_line(text: str) -> str:
 
 def refusal(error: BaseException) -> str:
     """The line of an error for what the system refused: memory, a file, a thread, a connection, a call to the NPU.
-    Empty for other errors. It may work at the next try, so it is none of the user's errors, of which a server does
-    not start again."""
+    Empty for other errors. A retry may succeed, so a server restarts after it; after a UserError it does not."""
     refused = NO_MEMORY.search(str(error))
     if isinstance(error, MemoryError) or refused:
         size = f"of {refused[1]} bytes " if refused and refused[1] else ""
@@ -53,12 +52,12 @@ def refusal(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and (wanted := NO_NPU_MEMORY.search(str(error))):
         return f"out of memory: the NPU has no {wanted[1]} left: lower batch_size or input_max_len, or use more ranks"
     if isinstance(error, RuntimeError) and NPU.search(str(error)):
-        # The first line is torch_npu's, the first one behind its code is CANN's.
+        # The first line is torch_npu's, the first one after its code is CANN's.
         said, _, cann = str(error).partition("[ERROR]")
         said = said[max(said.find("NPU function error"), 0) :]  # which follows a place in torch_npu's sources
         reasons = [said.strip().partition("\n")[0], *cann.strip().split("\n")[1:2]]
-        told = "; ".join(reason[:500] for reason in reasons if reason)
-        return one_line(f"the NPU failed: {told} (the rank's log has the stack, ~/ascend/log what the device did)")
+        why = "; ".join(reason[:500] for reason in reasons if reason)
+        return one_line(f"the NPU failed: {why} (the rank's log has the stack, ~/ascend/log what the device did)")
     if isinstance(error, RuntimeError) and NO_THREAD.search(str(error)):
         why = os.strerror(errno.EAGAIN)
         return f"a thread cannot be started: {why}: end other programs, or raise the limits of processes and threads"

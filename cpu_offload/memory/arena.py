@@ -104,7 +104,7 @@ class Arena:
         """A frame has `units` units, 2 L; `alignment` is that of slots and frames, in bytes."""
         if frame_bytes % alignment:
             raise UserError(
-                f"cache_config.page_size: a page of all layers has {frame_bytes} bytes; beside experts it must be a "
+                f"cache_config.page_size: a page of all layers has {frame_bytes} bytes; with experts it must be a "
                 f"multiple of {alignment}: choose a multiple of 16"
             )
         self.frames, self.frame_bytes, self.units = frames, frame_bytes, units
@@ -145,7 +145,7 @@ class Arena:
         freed. The caller must copy the pages before it takes anything else. `stays` is a page that may not move."""
         if self._pages.free < self.extent_frames:
             return []
-        # Frames behind the last whole extent, numbered self.extents, cannot become a free extent.
+        # Frames after the last whole extent, numbered self.extents, cannot become a free extent.
         still = {self.extents, stays // self.units // self.extent_frames}
         thin = (e for extents in self._pages.by_count[1:] for e in extents if e not in still)
         extent = next(thin, None)

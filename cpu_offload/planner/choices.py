@@ -57,7 +57,7 @@ class Split:
     experts: int  # number of experts in all layers with shadows
 
     def slots(self, pages: int) -> int:
-        """Number of experts that fit beside `pages` pages."""
+        """Number of experts that fit with `pages` pages."""
         extents = max(0, self.frames - pages) // self.extent_frames
         return min(self.experts, extents * self.extent_slots)
 

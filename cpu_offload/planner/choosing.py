@@ -1,4 +1,4 @@
-"""Chooses the settings of shadow experts that a case leaves open, by measuring made-up experts of the case's sizes.
+"""Chooses the settings of shadow experts that a case leaves open, by measuring synthetic experts of the case's sizes.
 
 It runs before weights are loaded, since it chooses the number of threads, which decides where weights are placed in
 memory. It reads only the checkpoint's `config.json`.

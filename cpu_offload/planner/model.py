@@ -12,7 +12,7 @@ If a layer of a long step is streamed, the device computes all pairs while missi
     layer  = base + max(device of all, copies) + slip * min(device of all, copies)
 
 `base` is the time of a layer that uses no expert. `fixed` is waking threads and handing over. `slip` is the share of
-the shorter side that is not hidden behind the longer: 0 for two real devices, more where both are threads that share
+the shorter side that the longer does not hide: 0 for two real devices, more where both are threads that share
 cores and memory. Routing is assumed to be even: T tokens with k of E experts each use E (1 - (1 - k / E)^T) of them.
 All times are milliseconds.
 
@@ -117,7 +117,7 @@ class Planner:
 
     @property
     def swap_cost(self) -> float:
-        """The cost of a copy in misses: the part of its time that is not hidden beside the steps. This part is assumed
+        """The cost of a copy in misses: the part of its time that the steps do not hide. This part is assumed
         to be `slip`, as for the shadow pool's work; `max_swaps` keeps copies few enough to hide the rest."""
         return min(max(self.costs.slip * self.costs.copy / max(self.miss, 1e-9), LEAST_COST), MOST_COST)
 

@@ -48,7 +48,7 @@ class PlannedRun:
 
     def begin(self, shadows: ShadowExperts, warm_up: Sequence[float]) -> None:
         """To be called after the warm-up. `warm_up` are the seconds of each of its decode steps. They give the rest of
-        a step, which decides how many copies fit beside it."""
+        a step, which decides how many copies fit into it."""
         steps = steps_of(shadows.history, warm_up, self.planner.shape)[1:]
         if steps:
             rest = self.planner.rest_of(steps)

@@ -1,4 +1,4 @@
-"""Measures the costs of the planner's model on made-up experts: one layer's mixture, replayed on a tape as in a step.
+"""Measures the costs of the planner's model on synthetic experts: one layer's mixture, replayed on a tape as in a step.
 
 Successive experts use successive blocks, so that the CPU's caches hold as few of them as in a step. The engine's
 threads compute the experts that count as resident from the same memory: on platform `cpu`, device and shadow pool share
@@ -19,15 +19,16 @@ from ops.cpu.shadow import Copier, ExpertBlocks, ShadowLayer, ShadowPool, join, 
 INT = torch.int64
 LEAST, MOST = 2, 25  # fewest and most calls of one kind of measurement, after a first call that warms up
 QUEUED = 8  # copies in flight at once
-BYTE = 0x3C  # made-up blocks consist of it: a small, normal number in every format
-MADE_UP = 256 << 20  # most bytes of made-up blocks: more than most caches hold, and written within a second
+BYTE = 0x3C  # synthetic blocks consist of it: a small, normal number in every format
+MOST_BYTES = 256 << 20  # most bytes of synthetic blocks: more than most caches hold, and written within a second
 READ = 16 << 20  # bytes that each thread reads where its speed of reading is measured
 LONG = 64  # tokens of the step that represents prefills
 
 
 def made_up(blocks: ExpertBlocks, experts: int) -> Tensor:
-    """Returns as many of `experts` blocks as fit into MADE_UP bytes, at least QUEUED of them: (blocks, block bytes)."""
-    count = min(experts, max(MADE_UP // blocks.block_bytes, QUEUED))
+    """Returns as many of `experts` blocks as fit into MOST_BYTES bytes, at least QUEUED of them: (blocks, block
+    bytes)."""
+    count = min(experts, max(MOST_BYTES // blocks.block_bytes, QUEUED))
     buffer = native.Buffer(bytes=count * blocks.block_bytes, team=0)
     return torch.frombuffer(buffer, dtype=torch.uint8).fill_(BYTE).view(count, blocks.block_bytes)
 

@@ -20,7 +20,7 @@ def names_in(folder: Path, aliases: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """The name of the file that each tensor is in. Files beside these are no part of the checkpoint."""
+    """The name of the file that each tensor is in. Other files are no part of the checkpoint."""
     listed_in = read_json(index).get("weight_map")
     if not isinstance(listed_in, dict) or not listed_in or not all(isinstance(v, str) for v in listed_in.values()):
         raise UserError(f"{index}: weight_map must map tensor names to file names")

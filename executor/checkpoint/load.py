@@ -106,7 +106,7 @@ def _finite(part: Tensor | Quantised) -> bool:
 
 
 def ignorable(names: Iterable[str], ignores: Ignores) -> set[str]:
-    """Those of `names` that a checkpoint may hold although no weight is read from them: what the model ignores, the
+    """Returns the tensors that a checkpoint may hold although no weight is read from them: what the model ignores, the
     rotary frequencies that older tools wrote, which the config determines, and scales of the KV cache."""
     return {name for name in names if ignores(name) or name.endswith((".rotary_emb.inv_freq", *KV_SCALES))}
 

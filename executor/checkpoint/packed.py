@@ -82,7 +82,7 @@ class PackedCache:
                 reason = f"unreadable: {error}"
                 for storage in self.large.values():
                     memory.clear(storage)
-        print(f"packed weights: {f'made anew ({reason})' if reason else f'{how} from {self.folder}'}")
+        print(f"packed weights: {f'{reason}, packing now' if reason else f'{how} from {self.folder}'}")
         return not reason
 
     def save(self) -> None:
@@ -117,7 +117,7 @@ class PackedCache:
     def _mismatch(self) -> str:
         """The reason why the folder cannot be used; empty if it can be."""
         if not (self.folder / MANIFEST).exists():
-            return "none kept yet"
+            return "none cached yet"
         try:
             kept = read_json(self.folder / MANIFEST)
         except UserError as error:

@@ -38,14 +38,14 @@ class ModelSettings:
         "template says; none: answers are plain text", choices=("auto", *FORMATS, "none"),
     )  # fmt: skip
     reasoning: str = key(
-        "split", "split: reasoning is told apart from the answer's content; inline: it stays in the content, after "
+        "split", "split: reasoning is separated from the answer's content; inline: it stays in the content, after "
         "`<think>`, for clients that cannot give it back separately", choices=("split", "inline"),
     )  # fmt: skip
     enable_cache_compile: bool = key(
         False, "keep compiled graphs in `compile_cache/CASE` for the next start (graph modes only)"
     )
     enable_profiler: bool = key(
-        False, "write traces of the first prefill and decode steps beside the report (open in Perfetto)"
+        False, "write traces of the first prefill and decode steps next to the report (open in Perfetto)"
     )
 
 
@@ -198,7 +198,7 @@ class OffloadSettings:
     shadow_threads: int | None = key(
         None,
         "threads of the pool that computes shadows on each rank. They have cores of their own if enough cores are left "
-        "beside `threads`. 0: the planner's choice, together with `threads` if that is 0 too",
+        "besides `threads`. 0: the planner's choice, together with `threads` if that is 0 too",
         means=OPEN, minimum=0, maximum=1024,
     )  # fmt: skip
     interval: int = key(1, "decode steps between two decisions on which experts are resident", minimum=1)
@@ -213,7 +213,7 @@ class OffloadSettings:
         "all experts; 0: the planner's choice; -1: never", means=OPEN_OR_NONE, minimum=-1,
     )  # fmt: skip
     measure_s: float = key(
-        1.2, "about how many seconds the planner measures made-up experts before weights are loaded", minimum=0
+        1.2, "about how many seconds the planner measures synthetic experts before weights are loaded", minimum=0
     )
     timeout_s: int = key(30, "most seconds that a step waits for shadow experts before it ends in an error", minimum=1)
 

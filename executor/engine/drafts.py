@@ -17,7 +17,7 @@ from executor.engine.sequence import Sequence
 
 MARGIN = 1.03  # how much better a step with drafts must be expected to be
 ASSUMED_ROW = 0.5  # cost of each further row, as a part of a step's, as long as no step had so many rows
-FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured anew
+FORGET_STEPS = 2000  # numbers of rows that no step has had for so long are measured again
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # numbers of rows of steps with drafts
 
 
@@ -69,7 +69,7 @@ class Drafts:
 
     def _worth(self, rows: int, chances: list[float]) -> int:
         """How many of the drafted tokens to take, which come true with probabilities `chances`, the largest first,
-        beside `rows` tokens that are certain."""
+        besides `rows` tokens that are certain."""
         best, taken, expected, added = rows / self._cost(rows) * MARGIN, 0, float(rows), 0
         for size in SIZES[bisect.bisect_right(SIZES, rows) :]:
             if size - rows > len(chances):
@@ -106,7 +106,7 @@ class Drafts:
         self._measured[rows] = self._steps
 
     def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
-        """`chosen` has the tokens chosen behind the newest token and behind each drafted one. Removes the draft from
+        """`chosen` has the tokens chosen after the newest token and after each drafted one. Removes the draft from
         the sequence; -> the tokens that are its next ones."""
         ids, drafted, ngrams = sequence.ids, sequence.drafted, sequence.ngrams
         kept, first = 0, len(ids) - drafted

@@ -120,7 +120,7 @@ class Engine:
             return self.decode_step(batch) if decode else self.eager_step(batch)
 
     def choose(self, logits: Tensor, groups: ListOf[ListOf[Sequence]]) -> list[int]:
-        """Returns the tokens chosen behind the newest and each drafted token of each sequence of `groups`, the
+        """Returns the tokens chosen after the newest and each drafted token of each sequence of `groups`, the
         data-parallel groups. `logits` has as many rows for this rank's group."""
         dp = self.parallel.attn_dp
         counts = tuple(sum(1 + s.drafted for s in of) for of in groups)

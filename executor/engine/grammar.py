@@ -45,7 +45,7 @@ class Grammars:
         return Matcher(LLMatcher(self.tokens, self.checked(grammar), log_level=0))
 
     def checked(self, grammar: Grammar) -> str:
-        """As the function `checked`."""
+        """Checks the grammar as the function `checked` does, and returns it in llguidance's form."""
         return checked(grammar, self.tokens)
 
 

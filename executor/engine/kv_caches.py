@@ -35,7 +35,7 @@ def frame_of(model: nn.Module, case: Case, build: Build) -> tuple[int, int]:
 
 def bind_arena(model: nn.Module, case: Case, build: Build, frames: int, spare: int = 0) -> Tensor:
     """Give all layers their caches in one buffer, and return it as a tensor (units, *shape of a page). It holds an
-    arena of `frames` frames, and `spare` bytes behind that.
+    arena of `frames` frames, and `spare` bytes after it.
 
     The caches are views of the buffer, each of which starts one unit after the one before: page u of layer l's keys is
     unit u + 2 l, and page u of its values is unit u + 2 l + 1. So the first unit of a frame, taken as a page number,

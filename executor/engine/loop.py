@@ -186,6 +186,6 @@ def _last_rows(logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
     """The logits after the last token of each of `sequences` that has all its tokens computed. `logits` has
     `logit_rows` rows for each of `sequences`."""
     if all(s.complete and s.logit_rows == 1 for s in sequences):
-        return logits  # behind the last sequence there may be padding
+        return logits  # after the last sequence there may be padding
     ends = itertools.accumulate(s.logit_rows for s in sequences)
     return logits[[end - 1 for end, s in zip(ends, sequences, strict=True) if s.complete]]

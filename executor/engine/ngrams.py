@@ -14,7 +14,7 @@ PAUSE = 4
 class NgramIndex:
     """The n-grams of one sequence, and how often its drafts were right."""
 
-    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # MATCH tokens -> the position behind the last ones
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # MATCH tokens -> the position after the last one
     end: int = MATCH - 1  # the tokens before this position are in `ends`
     rate: float = FIRST_HIT_RATE
     expected: tuple[int, int] | None = None  # a position and the token that a draft would have had there

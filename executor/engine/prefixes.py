@@ -77,7 +77,7 @@ class PageCache:
             block.holders += 1
 
     def count_missed(self, keys: ListOf[bytes]) -> None:
-        """Count which pages of a prompt, whose keys are those behind the pages found, were dropped lately."""
+        """Count which pages of a prompt, whose keys are those after the pages found, were dropped lately."""
         self.missed_hits += sum(1 for _ in itertools.takewhile(self.dropped.__contains__, keys))
 
     def extend(self, blocks: list[Block], tokens: int) -> None:

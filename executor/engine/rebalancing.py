@@ -1,7 +1,8 @@
-"""Places experts anew while a job runs, by the rows that came to them, and moves their weights between ranks.
+"""Expert-parallel load balancing: places experts again while a job runs, by the rows that came to them, and moves their
+weights between ranks.
 
 After `interval` steps all ranks sum their counts, and each computes the same placements from them. Then one
-layer after another moves, each behind a step, so that no step waits for long. A rank sends rows to an expert's
+layer after another moves, each after a step, so that no step waits for long. A rank sends rows to an expert's
 new slot only after the exchange of weights that it takes part in, and the rank with the slot reads those rows in its
 next step, when it has written the weights. Captured steps find weights and tables at the same addresses.
 """
@@ -35,7 +36,7 @@ class Rebalance:
 
     def __str__(self) -> str:
         return (
-            f"experts placed anew after {self.steps} steps: the busiest rank had {self.before:.2f} times the "
+            f"experts placed again after {self.steps} steps: the busiest rank had {self.before:.2f} times the "
             f"mean and has {self.after:.2f} times now; {self.experts} experts moved in {self.ms:.0f} ms"
         )
 

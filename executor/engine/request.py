@@ -9,7 +9,7 @@ from typing import NamedTuple
 from umbra.errors import UserError
 
 LARGEST_SEED = (1 << 63) - 1
-MOST_LOGPROBS = 20  # alternatives beside a token
+MOST_LOGPROBS = 20  # alternatives to a token
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class SamplingParams:
     top_k: int | None = None  # sample among the k most probable tokens; None: among all
     top_p: float = 1.0  # sample among the fewest tokens whose probabilities add up to p
     min_p: float = 0.0  # sample among tokens that are at least this share as probable as the most probable one
-    presence_penalty: float = 0.0  # taken from the logits of tokens that were generated before
-    frequency_penalty: float = 0.0  # the same for each time that they were
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that the answer has already
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the answer
     repetition_penalty: float = 1.0  # divides positive logits of tokens of the prompt or the answer, multiplies others
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     seed: int | None = None  # None: the request's id is used as its seed
     stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence tokens
     ignore_eos: bool = False  # the model's end-of-sequence tokens do not end the request
     logprobs: int | None = None  # alternatives that each token's log-probability comes with; None: none is wanted
-    prompt_logprobs: int | None = None  # the same for the tokens of the prompt, from the second one on
+    prompt_logprobs: int | None = None  # alternatives of each token of the prompt, from the second one on
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ LOGPROB_ROWS = 64  # rows whose log-probabilities are computed at a time
 
 
 def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
-    """logits (rows, V) with a row behind the newest token and behind each drafted one of each of `sequences`. -> token
+    """logits (rows, V) with a row for the newest token and for each drafted one of each of `sequences`. -> token
     ids (rows); FAILED where a grammar failed"""
     if all(s.request.sampling.takes_the_largest for s in sequences):
         return ops.argmax(logits)
@@ -28,7 +28,7 @@ def choose(ops: Ops, logits: Tensor, sequences: ListOf[Sequence]) -> Tensor:
 
 
 def choices_of(sequence: Sequence) -> list[Choice]:
-    """How the tokens behind the newest token of `sequence` and behind each drafted one are chosen."""
+    """The choices of the tokens after the newest token of `sequence` and after each drafted one."""
     sampling, ids, prompt = sequence.request.sampling, sequence.ids, sequence.prompt_len
     seed = sequence.id if sampling.seed is None else sampling.seed
     allowed = sequence.matcher.allowed() if sequence.matcher else None

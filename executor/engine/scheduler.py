@@ -142,7 +142,7 @@ class Scheduler:
         return admitted
 
     def by_group(self, sequences: ListOf[Sequence]) -> list[ListOf[Sequence]]:
-        """Those of `sequences` that are in each data-parallel group."""
+        """Returns the part of `sequences` that each data-parallel group runs."""
         if len(self.pools) == 1:
             return [sequences]
         return [[s for s in sequences if s.group == group] for group in range(len(self.pools))]
@@ -224,7 +224,7 @@ class Scheduler:
                 self._preempt(max((s for s in self.running if s.group == group), key=_seniority))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take back the pages of a running sequence, which waits until it is admitted again and computes them anew."""
+        """Take back the pages of a running sequence, which waits until it is admitted again and recomputes them."""
         self.caches[sequence.group].release(sequence.blocks)
         self.running.remove(sequence)
         sequence.blocks, sequence.promised, sequence.num_computed, sequence.limit = [], 0, 0, None
@@ -240,8 +240,8 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=lambda s: (s.request.priority, s.arrival))
 
     def chunk(self, prompts: ListOf[Sequence], limit: int | None) -> list[Sequence]:
-        """Those of `prompts` that take tokens in the next step, the first ones first: at most `limit` tokens of each
-        data-parallel group; None: all tokens."""
+        """Chunked prefill: sets how many tokens each of `prompts` takes in the next step, the first ones first, at most
+        `limit` tokens of each data-parallel group; None: all tokens. -> the prompts that take some"""
         left: list[int | None] = [limit] * len(self.pools)
         part = []
         for sequence in prompts:
@@ -263,8 +263,8 @@ class Scheduler:
                 self.caches[sequence.group].extend(sequence.blocks, sequence.end)
 
     def commit(self, step: Step, tokens: ListOf[int]) -> list[Event]:
-        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one behind the
-        newest token of each, and one behind each drafted one. FAILED stands for one whose grammar cannot be followed
+        """Record that `step` ran, and that it chose `tokens` for its `finished_prompts`, in their order: one after the
+        newest token of each, and one after each drafted one. FAILED stands for one whose grammar cannot be followed
         any further."""
         finished, size, events, at = step.finished_prompts, self.limits.page_size, [], 0
         for sequence in step.sequences:

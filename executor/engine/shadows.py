@@ -49,7 +49,7 @@ def open_arena(case: Case, build: Build, model: nn.Module, shadows: ShadowExpert
     print(
         f"arena: {memory.nbytes / 1e6:.1f} MB, {arena.frames} frames of {arena.frame_bytes} bytes; "
         f"{len(shadows.slots)} of {experts} experts resident, {arena.free_frames} frames free; "
-        f"{shadows.device.staging_bytes / 1e6:.1f} MB beside it for experts that are streamed"
+        f"{shadows.device.staging_bytes / 1e6:.1f} MB more for experts that are streamed"
     )
     return pages
 

@@ -40,11 +40,11 @@ def run_rank(case: Case, results: Path | None, body: Body) -> None:
 
     from torch import distributed
 
-    from ops.parallel.connections import clear_losses
+    from ops.parallel.connections import readable_connection_errors
 
     end_with(os.getppid(), signal.SIGKILL)  # without its launcher, nobody would end this rank
     try:
-        with clear_losses():
+        with readable_connection_errors():
             body(folder, ranks)
     except Exception as error:  # the launcher prints it, once; here it only goes to this rank's log
         _log_stack(log)

@@ -161,7 +161,7 @@ class Ledger(TorchDispatchMode):
 
 def shorten(model: nn.Module) -> None:
     """Removes layers of `model` that repeat others, so that a step runs sooner with the same fullest moment. Two of
-    each kind in an nn.ModuleList stay: the second runs beside the outputs of a layer before it, the first may not."""
+    each kind in an nn.ModuleList stay: the second runs with the outputs of a layer before it, the first may not."""
     for module in list(model.modules()):
         for name, layers in module.named_children():
             if isinstance(layers, nn.ModuleList):

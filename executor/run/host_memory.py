@@ -1,5 +1,5 @@
-"""Refuses a case whose ranks cannot fit into the memory that this machine, or the cgroup of this process, has for them,
-before any of it is allocated: what is beyond is not refused by the system, which kills a process instead."""
+"""Refuses a case whose ranks do not fit into RAM or the cgroup, before any of it is allocated: Linux would kill a
+process instead of refusing."""
 
 import contextlib
 import os

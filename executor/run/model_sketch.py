@@ -81,7 +81,7 @@ def weights_of(model: nn.Module) -> list[Part]:
 
 
 def kind_of(model: nn.Module, path: str, layer: nn.Module) -> str:
-    """The kind of a layer as the plan names it: by its class or, for a plain matrix, by the modules beside it."""
+    """The kind of a layer as the plan names it: by its class or, for a plain matrix, by its neighbouring modules."""
     if type(layer) in KINDS:
         return KINDS[type(layer)]
     around = {type(child) for child in model.get_submodule(path.rpartition(".")[0]).children()}

@@ -77,8 +77,8 @@ def sizes_of(case: Case) -> Sizes:
 
 
 def show_offload_plan(case: Case) -> None:
-    """Prints how memory would be divided and how long steps would take. It counts memory and measures made-up experts,
-    but loads no weights."""
+    """Prints how memory would be divided and how long steps would take. It counts memory and measures synthetic
+    experts, but loads no weights."""
     sizes, platform = sizes_of(case), PLATFORMS[case.platform]
     ranks = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=case.world_size, error_file="")
     if platform.is_host:  # measured with the platform's own engine
@@ -88,16 +88,16 @@ def show_offload_plan(case: Case) -> None:
     arena, pinned = make_arena(case, *sizes.frame, sizes.slot_bytes, most_slots, longest, sizes.alignment)
     print(f"case {case.name}: {case.platform}, offload_config.mode: {case.offload_config.mode}")
     print("\n".join(memory_split(case, arena, pinned, longest, most_slots, experts)))
-    beside = sizes.fixed_bytes + arena.frames * arena.frame_bytes
-    print(f"beside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {beside / 1e9:.2f} GB together")
+    total = sizes.fixed_bytes + arena.frames * arena.frame_bytes
+    print(f"outside the arena: {sizes.fixed_bytes / 1e6:.1f} MB of other weights, {total / 1e9:.2f} GB together")
     pinned_gb = f", and {experts * sizes.slot_bytes / 1e9:.2f} GB pinned, as the device has them"
     print(
         f"on the host: {experts * sizes.blocks.block_bytes / 1e9:.2f} GB of shadows"
         + ("" if platform.is_host else pinned_gb)
     )
-    if platform.plans_memory and beside > case.ascend_config.memory_gb * GB:
+    if platform.plans_memory and total > case.ascend_config.memory_gb * GB:
         raise UserError(
-            f"case {case.name}: {beside / GB:.2f} GB of weights and arena are more than ascend_config.memory_gb: "
+            f"case {case.name}: {total / GB:.2f} GB of weights and arena are more than ascend_config.memory_gb: "
             f"{case.ascend_config.memory_gb}: lower offload_config.arena_mb, or raise world_size"
         )
     print("\n".join(planner.table(case.data_config.batch_size) + choices.table()))

@@ -15,8 +15,8 @@ TOTALS = ("hit_rate", "exposed_ms", "shadow_ms", "copies", "evictions", "evictio
 
 
 def write_shadow_report(shadows: ShadowExperts, folder: Path, world: Group, device: torch.device) -> dict[str, Any]:
-    """Writes rank 0's plots and trace beside the report. -> the part of the report about shadow experts. All ranks call
-    this together."""
+    """Writes rank 0's plots and trace next to the report. -> the part of the report about shadow experts. All ranks
+    call this together."""
     report = shadows.history.report()
     row = torch.tensor([[report[key] or 0 for key in TOTALS]], dtype=torch.float32, device=device)
     rows = world.gather_rows(row, (1,) * world.size).tolist()  # resident experts differ between ranks

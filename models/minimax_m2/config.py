@@ -31,7 +31,7 @@ class MiniMaxM2Config:
     intermediate_size: int  # of one expert; there is no other MLP
     use_routing_bias: bool
     tie_word_embeddings: bool
-    num_mtp_modules: int  # layers behind the last one that predict further tokens; no checkpoint has their weights
+    num_mtp_modules: int  # layers after the last one that predict further tokens; no checkpoint has their weights
 
     @classmethod
     def from_folder(cls, folder: Path) -> "MiniMaxM2Config":

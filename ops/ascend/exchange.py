@@ -30,7 +30,7 @@ class AscendExchange:
         return 0 < rows <= self.most_rows and not self.ops.few(rows * self.size, experts)
 
     def mixture(self, x: Tensor, weights: Tensor, ids: Tensor, experts: Bank, slots: Slots | None = None) -> Tensor:
-        """Rows of the first operator's result behind those that came here are undefined, and so are the products by
+        """Rows of the first operator's result after those that came here are undefined, and so are the products by
         them; the second operator does not read them."""
         moe.check_ids(ids)
         ids = slots.of(ids) if slots else ids

@@ -115,7 +115,7 @@ def grouped(x: Tensor, matrices: Stored, groups: Tensor, kind: int) -> Tensor:
 
 def weighted_sum(rows: Tensor, weights: Tensor, back: Tensor, ids: Tensor | None, order: int) -> Tensor:
     """Sums of rows (T K, H), multiplied by weights (T, K), for each token; `back` has the rows' places in `order`.
-    Weights have the type of the rows; beside bfloat16 rows they may be float32."""
+    Weights have the type of the rows; with bfloat16 rows they may be float32."""
     return torch_npu.npu_moe_finalize_routing(
         expanded_permuted_rows=rows, skip1=None, skip2=None, bias=None, scales=weights,
         expanded_src_to_dst_row=back, export_for_source_row=ids, drop_pad_mode=order,

@@ -59,7 +59,7 @@ class AscendOps(AscendLayout):
     ):
         super().__init__(dtype, can.tiled_cache, in_planes=gemv_tokens > 0)
         self.gemv_tokens, self.float_sums, self.can, self.super_kernel = gemv_tokens, float_sums, can, super_kernel
-        # The type of npu_moe_finalize_routing's scales: float32 is taken beside bfloat16 rows only.
+        # The type of npu_moe_finalize_routing's scales: float32 is taken with bfloat16 rows only.
         self.scales_type = torch.float32 if dtype == torch.bfloat16 else dtype
         self.route_experts = moe.ROUTINGS[routing]
         self.tiles = TileBanks(dtype) if gemv_tokens else None

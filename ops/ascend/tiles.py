@@ -1,7 +1,8 @@
 """Banks for the values of 4-bit experts: room for one matrix of each expert of a layer, which all layers share.
 
 A step of more tokens than the vector cores multiply needs a layer's experts as values, in FRACTAL_NZ. They are unpacked
-on a side stream as soon as the product of the layer before has read the bank, beside all that follows that product:
+on a side stream as soon as the product of the layer before has read the bank, concurrently with all that follows that
+product:
 
     main    .. product of layer i | free    all-reduce, attention of layer i + 1 ..    ready | product of layer i + 1
     side                                 |-> unpack layer i + 1 |->

@@ -153,7 +153,7 @@ class Matrices:
             self.data, self.tiled = fixed(self._cast(self.data, FRACTAL_NZ)), True
 
     def stored(self, experts: Sequence[int]) -> Tensor:
-        """As MovableExperts has it."""
+        """Returns the planes of `experts` as bytes (experts, bytes): see `MovableExperts`."""
         planes = [t[experts].flatten(1).view(torch.uint8) for t in (self._plain(), *self.storages[1:])]
         return torch.cat(planes, 1)
 

@@ -285,7 +285,8 @@ class Copier:
         return ticket
 
     def fill(self, address: int, source: Pieces) -> int:
-        """The same for a target of `len(source)` bytes at `address`, which the caller keeps alive. Takes less time."""
+        """Like `submit`, for a target of `len(source)` bytes at `address`, which the caller keeps alive. Takes less
+        time."""
         ticket = self.native.submit(to=address, source=source.address, pieces=source.pieces)
         self._kept[ticket] = source
         return ticket

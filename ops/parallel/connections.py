@@ -1,4 +1,4 @@
-"""Says in one line that ranks are not connected, or no longer, in place of gloo's and the store's texts."""
+"""Turns gloo's and the store's messages about lost connections into one line."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # the other end's address in gloo
 
 
 @contextmanager
-def clear_losses() -> Iterator[None]:
+def readable_connection_errors() -> Iterator[None]:
     """In this context a rank that does not find the others, or finds another one gone, raises a ConnectionError that
     says so."""
     try:

@@ -109,7 +109,7 @@ FIGURES = (
     *(
         Figure(
             "Qwen3-30B-A3B int4, one 910B", "qwen3_30b_a3b_bf16_tp8", "atlas_a2", (1, 1, 1), sequences, 640, published,
-            "mean of 1,024 tokens behind 128, prefill included; bin of the 910B and graph mode not given: the seed",
+            "mean of 1,024 tokens after 128, prefill included; bin of the 910B and graph mode not given: the seed",
             complete=False, method="q4",
         )
         for sequences, published in ((1, 10.4), (4, 13.9), (8, 19.7))
@@ -131,7 +131,7 @@ FIGURES = (
     *(
         Figure(
             "Qwen3-30B-A3B int4, 48 cores Kunpeng 920", "qwen3_30b_a3b_q4_cpu", "kunpeng_920", (1, 1, 1), sequences,
-            640, published, "mean of 1,024 tokens behind 128, prefill included; another engine: the seed",
+            640, published, "mean of 1,024 tokens after 128, prefill included; another engine: the seed",
             complete=False, method="q4",
         )
         for sequences, published in ((1, 22.8), (4, 50.7), (8, 72.5))

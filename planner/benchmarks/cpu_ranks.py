@@ -1,4 +1,5 @@
-"""Decode steps on several ranks of this machine, beside what the cluster model predicts from constants of the same run.
+"""Decode steps on several ranks of this machine, compared with what the cluster model predicts from constants of the
+same run.
 
     .venv/bin/python -m planner.benchmarks.cpu_ranks [--case bench_30b_shape_cpu] [--ranks 1 2 4] [--batches 1 4 8]
         [--contexts 64 2048] [--rounds 15] [--json FILE]

@@ -4,7 +4,7 @@ steps of Qwen3-235B in bfloat16 on an Atlas A3, with expert parallelism of 16 to
     .venv/bin/python -m planner.benchmarks.expert_placement [--skew S] [--rows N] [--json FILE]
 
 Placements are the engine's own (ops/parallel/placement.py), and step times those of the cluster model, with the
-experts and rows of the busiest rank in each layer in place of the average. Made up is the routing: the logarithms of
+experts and rows of the busiest rank in each layer in place of the average. The routing is synthetic: the logarithms of
 how often a layer's experts are used have the standard deviation S, and each step draws its tokens from that. S is
 chosen so that experts in order are as uneven as DeepSeek-R1's were published to be; the first lines compare what
 placements then give with what is published for them. Each placement follows from the tokens of 100 steps; others are

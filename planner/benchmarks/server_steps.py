@@ -4,9 +4,9 @@ simulation in the place of modelled times.
     .venv/bin/python -m planner.benchmarks.server_steps CASE SOCKET FILE [KEY=VALUE ...]
 
 It is started by simulated_server, which listens at SOCKET as a front does; FILE gets the figures. A step is a whole
-turn of the rank's loop: messages, scheduling, the step itself, what the front is told. Kinds: steps in which 1, 2, 3
+turn of the rank's loop: messages, scheduling, the step itself, reports to the API server. Kinds: steps in which 1, 2, 3
 ... sequences decode, with few and with many cached tokens; prompts of several lengths alone; chunks of a long prompt
-behind cached tokens; prompts beside sequences that decode; and the decode steps after these, which take longer while
+after cached tokens; prompts mixed with sequences that decode; and the decode steps after these, which take longer while
 the processor's caches hold what the prompts needed. Means count, since what a server does now and then, as telling the
 front its state, is part of its steps. All kinds are measured in turn for as long as MEASURED_S, as machines change.
 """
@@ -35,7 +35,7 @@ from umbra.errors import run_main
 from umbra.files import write_json
 
 FEW, TOKENS, DECODE_STEPS, REPEATS = 32, (16, 64, 192, 512), 18, 3
-COLD_STEPS = 12  # decode steps behind a prompt that are looked at
+COLD_STEPS = 12  # decode steps after a prompt that are looked at
 MEASURED_S = 6.0
 
 
@@ -64,8 +64,8 @@ class Figures:
     decode_cached: list[tuple[float, float]]  # sequences; of each cached token
     prefill: list[tuple[float, float]]  # tokens of a prompt alone, its attention to itself included
     pair: float  # of each further pair of a prompt's token and one before it
-    mixed_row: float  # of each sequence that decodes beside prompts, beyond its token
-    cold: list[float]  # more than that, of the first, second, ... decode step behind a prompt
+    mixed_row: float  # of each sequence that decodes in a step with prompts, beyond its token
+    cold: list[float]  # more than that, of the first, second, ... decode step after a prompt
     spread: float = 1.0  # a decode step of all sequences, in the slowest second over the quickest one
 
     def seconds(self, kind: Kind, since: int = COLD_STEPS) -> float:

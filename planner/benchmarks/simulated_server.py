@@ -1,4 +1,4 @@
-"""The simulation of a server beside the server itself: the same requests on both, on this machine.
+"""The simulation of a server compared with the server itself: the same requests on both, on this machine.
 
     .venv/bin/python -m planner.benchmarks.simulated_server [--models demo layers] [--loads light heavy scarce shared]
         [--rounds 3] [--seconds 20] [--json FILE]
@@ -228,7 +228,7 @@ def served(answers: list[Answer], preemptions: int) -> dict[str, float]:
 
 
 def simulated(outcome: Outcome) -> dict[str, float]:
-    """The same of the simulation."""
+    """The figures of the simulation, as `measured` has those of the server."""
     ended = list(outcome.served.values())
     first = np.array([s.first - s.at for s in ended])
     each = np.array([(s.last - s.first) / max(s.output - 1, 1) for s in ended])
@@ -285,7 +285,7 @@ def serve(case: Path, traffic: Traffic, trace: Path, step: float) -> tuple[dict[
         simulation = simulation_of(traffic, trace, front_s, token_s)
         earlier = preemptions(client)
         answers = asyncio.run(client.arrivals(calls_of(simulation, vocabulary)))
-        asyncio.run(asyncio.sleep(0.5))  # until the rank has told its last state
+        asyncio.run(asyncio.sleep(0.5))  # until the rank has sent its last state
         return served(answers, preemptions(client) - earlier), simulation
 
 

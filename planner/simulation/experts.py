@@ -29,7 +29,7 @@ EXACT = 64  # larger numbers of tokens are rounded to so many steps for each pow
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one rank's experts and of its memory for them and for pages."""
+    """The sizes of one rank's experts and of its memory for them and for pages."""
 
     layers: int
     experts: int  # of a layer, on this rank
@@ -44,7 +44,7 @@ class Sizes:
 
 
 def uses_of(choose: np.random.Generator, skew: float, layers: int, experts: int) -> NDArray[np.float64]:
-    """Made-up shares of the experts in the pairs of their layer. (layers, experts)"""
+    """Synthetic shares of the experts in the pairs of their layer. (layers, experts)"""
     uses = np.exp(choose.normal(0, skew, (layers, experts)))
     return np.asarray(uses / uses.sum(axis=1, keepdims=True))
 
@@ -94,13 +94,13 @@ class Copies(Device):
         """Tables have no simulated counterpart."""
 
     def withdraw(self, id: ExpertId) -> None:
-        """As above."""
+        """Tables have no simulated counterpart."""
 
     def begin(self, step: int, tokens: Sequence[int], live: Sequence[int]) -> None:
-        """As above."""
+        """Tables have no simulated counterpart."""
 
     def finish(self) -> None:
-        """As above."""
+        """Tables have no simulated counterpart."""
 
 
 @dataclass

@@ -38,7 +38,7 @@ def sampling_of(output: int) -> SamplingParams:
 
 
 class Certain(Drafts):
-    """Drafts that always come true: tokens that nobody looks at. They stay where they are, and only the token behind
+    """Drafts that always come true: tokens that nobody looks at. They stay where they are, and only the token after
     them is new."""
 
     def accept(self, sequence: Sequence, chosen: ListOf[int]) -> ListOf[int]:
@@ -79,7 +79,8 @@ class Replica:
     ):
         """`pages` is the number of KV pages of each data-parallel group; with experts that have shadows, which
         `shadowed` makes for each life of the replica, these say how many there are. With `pause_s`, steps have as many
-        prompt tokens beside others that decode as a server would give them to keep those waiting about so long."""
+        prompt tokens in steps in which others decode as a server would give them to keep those waiting about so
+        long."""
         self.number, self.limits, self.pages, self.times, self.shadowed = number, limits, pages, times, shadowed
         self.pause_s = pause_s
         self.samples: list[Sample] = []
@@ -163,7 +164,7 @@ class Replica:
         left = min(s.longest - len(s.ids) for s in step.sequences)
         if left == 1:
             return 1
-        least = min(s.promised * size - len(s.ids) for s in step.sequences)  # beside the next token, in promised pages
+        least = min(s.promised * size - len(s.ids) for s in step.sequences)  # besides the next token, in promised pages
         for group, sequences in enumerate(scheduler.by_group(step.sequences)):
             if sequences and left > 1 + least:
                 spare = scheduler.pools[group].pages - scheduler.committed(group)

@@ -178,7 +178,7 @@ class App:
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:
-            # A proxy before this server may take the other one of them, and another request for a part of the body.
+            # Request smuggling: a proxy in front may honour the other header and read part of the body as a request.
             error = ApiError(400, "a body has either a Content-Length or a Transfer-Encoding")
             await error_response(error, scope["path"], {"Connection": "close"})(scope, receive, send)
             return

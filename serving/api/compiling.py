@@ -18,7 +18,7 @@ from text.sandbox import Helper, read, tried, write
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
 
-SECONDS = 0.5  # of a processor, for one grammar; ranks, which compile it again, then halt for about as long
+SECONDS = 0.5  # of a processor, for one grammar; ranks, which compile it again, then pause for about as long
 MEMORY = 1 << 29  # bytes for one grammar
 TOO_MUCH = f"it takes more than {SECONDS:g} s or {MEMORY >> 20} MB to compile: make it simpler"
 

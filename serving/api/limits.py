@@ -1,4 +1,4 @@
-"""How many requests the server takes: those that would wait too long are told when to come back."""
+"""Admission control: the server refuses requests that would wait too long, with the time to try again."""
 
 import math
 import time
@@ -15,8 +15,8 @@ SHORTEST_S, LONGEST_S = 1.0, 10.0  # how long the engine is watched before its s
 
 
 class Limits:
-    """Of the requests that are open together. While there are more of them than rows in the batch, the tokens of
-    prompts that start in a second are measured: then prompts wait for rows, and not for each other's prefill alone."""
+    """Admission control. While more requests are open than the batch has rows, new prompts wait for a free row and not
+    for prefill alone, so their rate is measured as prompt tokens started per second."""
 
     def __init__(self, settings: ServeSettings, clock: Callable[[], float] = time.monotonic):
         self.settings, self.clock = settings, clock

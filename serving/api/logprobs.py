@@ -50,13 +50,14 @@ class CompletionLogprobs:
         self.names, self.wanted = names, wanted
 
     def prompt(self, ids: Sequence[int], found: Sequence[TokenLogprob], offsets: Sequence[int]) -> dict[str, Any]:
-        """Of an echoed prompt: `found` is of its tokens from the second on; the first one has none."""
+        """The log-probabilities of an echoed prompt. `found` has those of its tokens from the second on; the first one
+        has none."""
         top = [None, *(self._top(f) for f in found)]
         values = [None, *(max(f.logprob, LEAST) for f in found)]
         return self._lists([self.names.name(id) for id in ids], values, top, offsets)
 
     def tokens(self, tokens: Sequence[Token], before: int) -> dict[str, Any]:
-        """Of generated tokens; `before` is the number of characters before the answer."""
+        """The log-probabilities of generated tokens. `before` is the number of characters before the answer."""
         names, values = [self.names.name(t.id) for t in tokens], [max(t.found.logprob, LEAST) for t in tokens]
         top = [self._top(t.found) for t in tokens]
         return self._lists(names, values, top, [before + t.start for t in tokens])
@@ -77,7 +78,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The lists of all `parts`, one behind the other."""
+    """The lists of all `parts`, one after the other."""
     whole = dict(parts[0])
     for part in parts[1:]:
         whole = {key: None if value is None else value + part[key] for key, value in whole.items()}

@@ -31,7 +31,7 @@ FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 BETWEEN = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 STEP_TOKENS = tuple(2**e for e in range(15))
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of creation times beside each counter
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series of creation times with each counter
 
 
 class Window:
@@ -188,7 +188,8 @@ class Metrics:
 
 
 class Timeline:
-    """Of one request. Leaving its block ends it, if it has not ended: as aborted or, with an error, as failed."""
+    """The times of one request for the metrics. Leaving its block ends it, if it has not ended: as aborted or, with an
+    error, as failed."""
 
     def __init__(self, metrics: Metrics, prompt_tokens: int):
         self.metrics, self.prompt_tokens = metrics, prompt_tokens

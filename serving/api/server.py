@@ -130,7 +130,7 @@ class Run:
                     return 1
                 text.result()
                 gc.collect()
-                gc.freeze()  # collections no longer look through what was loaded, which halts all answers meanwhile
+                gc.freeze()  # collections no longer look through what was loaded, which stops all answers meanwhile
                 self._announce()
         finally:
             asked.cancel()

@@ -85,7 +85,7 @@ class Stream:
                         break
                 if row.finish and not stops.found:
                     text += stops.push(detokenizer.rest()) + stops.finish()
-                if stops.found:  # tokens behind it, as drafts give them, are no part of the answer
+                if stops.found:  # tokens after it, as drafts give them, are no part of the answer
                     row = msgspec.structs.replace(row, tokens=row.tokens[:used], finish="stop")
                 timeline.row(row)
                 self.usage.completion += len(row.tokens)

@@ -50,7 +50,7 @@ class Channel:
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._closed = False
-        self._failure: OSError | None = None  # why the front cannot be told anything
+        self._failure: OSError | None = None  # why nothing can be sent to the API server
         threading.Thread(target=self._read, daemon=True, name="channel reader").start()
         self._writer = threading.Thread(target=self._write, daemon=True, name="channel writer")
         self._writer.start()
@@ -75,7 +75,7 @@ class Channel:
 
     def receive(self, wait_s: float) -> list[Any]:
         """All messages that have come. If there are none, waits up to `wait_s` seconds for one. None among them says
-        that the front has ended, an OSError that it cannot be told anything."""
+        that the front has ended, an OSError that nothing can be sent to it."""
         found = []
         try:
             found.append(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())

@@ -1,4 +1,4 @@
-"""What the front is told about shadow experts: totals, and where experts are and how much they are used."""
+"""What rank 0 reports about shadow experts to the API server: totals, where experts are and how much they are used."""
 
 import numpy as np
 

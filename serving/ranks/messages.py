@@ -36,7 +36,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # number of alternatives beside each token; None: no log-probabilities
+    logprobs: int | None = None  # number of alternatives to each token; None: no log-probabilities
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt, from the second on
     grammar: Grammar | None = None
 

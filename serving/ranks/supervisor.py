@@ -30,11 +30,13 @@ LOGS = re.compile("; (all ranks' logs|logs on each node): .*")
 
 
 class Supervisor:
-    """Of the ranks of `case`, which connect to `client`. `launcher` has the arguments with which Python starts them.
-    `told` is called with each line that a person should read."""
+    """Starts the ranks of `case`, which connect to `client`, and starts them again after a failure. `launcher` has the
+    arguments with which Python starts them. `report` is called with each line that a person should read."""
 
-    def __init__(self, case: Case, launcher: Sequence[str], client: EngineClient, told: Callable[[str], None] = print):
-        self.case, self.launcher, self.client, self.told = case, launcher, client, told
+    def __init__(
+        self, case: Case, launcher: Sequence[str], client: EngineClient, report: Callable[[str], None] = print
+    ):
+        self.case, self.launcher, self.client, self.report = case, launcher, client, report
         self.restarts = 0  # how often ranks were started again
         self.failed = ""  # why there are no ranks and will be none
         self.stopping = False
@@ -69,10 +71,10 @@ class Supervisor:
             self.client.lost(reason, again)
             if not again:
                 self.failed = reason
-                self.told(f"error: {line}")
+                self.report(f"error: {line}")
                 return
             self.restarts += 1
-            self.told(f"{line}; starting the ranks again ({self.restarts} of {self.case.serve_config.restarts})")
+            self.report(f"{line}; starting the ranks again ({self.restarts} of {self.case.serve_config.restarts})")
 
     async def stop(self, wait_s: float = END_S) -> None:
         """Ends all ranks: those that serve are asked to leave together, and all are killed after `wait_s` seconds."""
@@ -142,7 +144,7 @@ class Supervisor:
                     f": {', '.join(halted)} halted by a signal" if halted else self._notice and f": {self._notice}"
                 )
                 send(signal.SIGUSR1, ranks)  # they write their stacks
-                self.told(f"{self._hung}; the stacks of all ranks are in {client.ready.results}")
+                self.report(f"{self._hung}; the stacks of all ranks are in {client.ready.results}")
                 await asyncio.sleep(STACKS_S)
         await self._end_all()
 

@@ -13,9 +13,9 @@ INLINE = 4096  # bytes of the broadcast that every step makes; a longer tick tak
 HEADER = struct.Struct("<I")
 
 
-class Control:
-    """Of one rank. With several ranks it has a group of its own, over gloo on every platform, since ticks are made on
-    the host."""
+class TickBroadcast:
+    """One rank's end of the tick broadcast. With several ranks it has its own gloo group on every platform, because
+    ticks are made on the host."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: int):
         self.rank, self.alone = rank, world_size == 1

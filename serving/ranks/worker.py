@@ -32,7 +32,7 @@ from executor.engine.sequence import Sequence
 from executor.engine.timings import PrefillRate, Timings
 from executor.launch.rank import run_rank
 from executor.model_runner import ModelRunner, make_runner
-from ops.parallel.connections import clear_losses
+from ops.parallel.connections import readable_connection_errors
 from serving.ranks.channel import Channel
 from serving.ranks.expert_news import ExpertNews
 from serving.ranks.messages import (
@@ -58,7 +58,7 @@ from serving.ranks.messages import (
     Watch,
 )
 from serving.ranks.processes import run_and_leave
-from serving.ranks.ticks import Control
+from serving.ranks.ticks import TickBroadcast
 from umbra.errors import UserError, refusal
 
 IDLE_S = 2.0  # seconds between two ticks while nothing is to do
@@ -89,7 +89,7 @@ class Worker:
         self.case, self.engine = case, engine
         self.stop_ids = stop_ids(runner.folder, runner.config.eos_token_ids)
         self.loop = Loop(engine, self.stop_ids, serving=True)
-        self.control = Control(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
+        self.control = TickBroadcast(runner.ranks.rank, runner.ranks.world_size, case.parallel_config.comm_timeout_s)
         self.experts = ExpertTotals(engine.shadows) if engine.shadows else None
         self.news = ExpertNews(self.experts) if self.experts else None
         self.memory_split = None
@@ -237,9 +237,8 @@ class Worker:
         return self.chunk_size.chunk(self.loop.scheduler.running, self.case.cache_config.page_size, pause_s, most)
 
     def warm_up(self) -> None:
-        """Prefills prompts, from which it learns how long they take, and then lets a step of every number of sequences
-        decode once, so that all graphs are captured; with
-        drafts, also steps of more rows."""
+        """Runs prompts of growing length to learn prefill times, then decodes once with every batch size, and with
+        drafts every row count, so that all graphs are captured."""
         scheduler = self.loop.scheduler
         batch, longest = scheduler.limits.batch_size, scheduler.limits.max_sequence_length
         numbers = itertools.count(1)
@@ -394,7 +393,7 @@ def serve(results: Path, ranks: env.RankEnv, case_name: str, overrides: ListOf[s
         if channel:
             channel.send(Progress("loading weights", 0.0))
         runner = make_runner(load_case(case_name, list(overrides)), results, ranks)
-        with clear_losses():
+        with readable_connection_errors():
             runner.setup()
             Worker(runner, channel).run()
     except Exception as error:

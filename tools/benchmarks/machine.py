@@ -70,7 +70,7 @@ def alternate(runs: Mapping[str, Callable[[], object]], seconds: float, least: i
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Of theirs / ours in each pair of neighbouring turns: above 1, ours took less time."""
+    """Statistics of theirs / ours in each pair of neighbouring turns: above 1, ours took less time."""
     found = [their / our for our, their in zip(ours, theirs, strict=True)]
     return {"median": statistics.median(found), "min": min(found), "max": max(found)}
 

@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Client:
-    """Of the server at 127.0.0.1:`port`, whose front is process `pid`."""
+    """A client of the server at 127.0.0.1:`port`, whose API server is process `pid`."""
 
     port: int
     pid: int = 0

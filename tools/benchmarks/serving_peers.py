@@ -35,7 +35,7 @@ def umbra(name: str, case: str, settings: Sequence[str]) -> Peer:
 
 
 def llama_server(program: Path, gguf: Path, threads: int, slots: int, longest: int) -> Peer:
-    """As the reference runs it: a batch of 2,048, micro-batches of 512, no prompt cache."""
+    """llama-server with the reference's settings: a batch of 2,048, micro-batches of 512, no prompt cache."""
     options = {
         "-m": gguf, "-t": threads, "-tb": threads, "-np": slots, "-c": slots * longest, "-b": 2048, "-ub": 512,
         "-cram": 0, "--host": "127.0.0.1", "--port": "PORT",

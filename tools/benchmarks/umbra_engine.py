@@ -28,7 +28,7 @@ ROOM = 2  # tokens of room after a context
 
 
 def with_experts(config: ModelConfig, layers: int) -> ModelConfig:
-    """The same shapes in another number of layers, all with experts."""
+    """Returns `config` with another number of layers, all with experts."""
     if layers < 1:
         raise UserError(f"--layers {layers}: must be at least 1")
     return with_layers(config, (True,) * layers)

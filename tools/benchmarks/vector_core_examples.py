@@ -34,7 +34,7 @@ class Example:
     misses: str = ""  # why the model misses it
 
     def error(self, low: Machine = LOW, high: Machine = HIGH) -> float:
-        """Of the middle of the range, relative to the measured time."""
+        """The error of the middle of the range, relative to the measured time."""
         return middle(self.predict(low), self.predict(high)) / self.measured - 1
 
 

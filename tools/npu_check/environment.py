@@ -24,10 +24,10 @@ def demo_case(overrides: list[str]) -> Case:
 
 
 def case_environment(case: Case, given: Mapping[str, str]) -> dict[str, str]:
-    """That of the case's ranks, as the launcher makes it."""
+    """The environment of the case's ranks, as the launcher makes it."""
     return {**given, **start_environment(case.platform, platform_settings(case), given)}
 
 
 def stage_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """That of a stage's own process: CANN must know of Umbra's operators before torch_npu is loaded."""
+    """The environment of a stage's own process: CANN must know of Umbra's operators before torch_npu is loaded."""
     return {**given, OPERATORS: package_path(given.get(OPERATORS, ""))}

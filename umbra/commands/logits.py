@@ -68,7 +68,7 @@ def collect_logits(runner: ModelRunner, ids: list[list[int]], steps: int) -> dic
 
 
 def prefill_logits(runner: ModelRunner, ids: list[list[int]]) -> list[torch.Tensor]:
-    """(tokens, vocabulary) of each sequence, in the order of `ids`; nothing stays behind in the cache."""
+    """(tokens, vocabulary) of each sequence, in the order of `ids`; nothing stays in the cache."""
     forced = ForcedRun(runner.engine)
     logits = forced.add(ids, 1, all_logits=True)
     forced.close()

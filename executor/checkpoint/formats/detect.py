@@ -27,7 +27,7 @@ def read_scheme(folder: Path) -> Scheme:
     scheme = _said(config)
     scheme.aliases = aliases_of(config.data)
     scheme.names = names_in(folder, scheme.aliases)
-    # Matrices of an FP8 original may have been left beside those that were quantised anew.
+    # Matrices of an FP8 original may have been left next to those that were quantised again.
     blocks = any(name.endswith(".weight_scale_inv") for name in scheme.names or ())
     if blocks and scheme.encodings and not isinstance(scheme, Fp8):
         scheme.encodings += (Fp8Blocks(),)

@@ -1,7 +1,7 @@
 """Guards the graphs that torchair keeps for the next start: they are used only if nothing they depend on has changed.
 
 torchair itself compares little more than the printed form of a module, and the files that it loads can run code. So
-beside each of its folders there is a manifest with everything that the graph was made from and the hash of every file:
+next to each of its folders there is a manifest with everything that the graph was made from and the hash of every file:
 
     compile_cache/<case>/rank<r>of<w>/tokens<n>.lock      held from open to close
     compile_cache/<case>/rank<r>of<w>/tokens<n>/manifest.json   facts; files: null until the compile has succeeded

@@ -84,7 +84,7 @@ def _row(found: Versions) -> Row | None:
     if found.torch and not _belongs(found.torch, row.release):
         raise UserError(
             f"torch {found.torch} and torch_npu {found.torch_npu} do not belong together: this torch_npu needs torch "
-            f"{row.release}: install one or the other anew"
+            f"{row.release}: reinstall one of the two"
         )
     return row
 

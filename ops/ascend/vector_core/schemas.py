@@ -193,7 +193,7 @@ def _check_mixture(
     outputs = _check_weights(("w2", "s2", "z2"), w2, s2, z2, 1, x.dtype, _layout("group2", group2, columns // 2, True))
     if columns % 2 or outputs != x.shape[1] or w2.shape[0] != w13.shape[0]:
         raise RuntimeError(
-            f"w2: {tuple(w2.shape)} beside w13 {tuple(w13.shape)}: must have as many experts, and {x.shape[1]} columns"
+            f"w2: {tuple(w2.shape)} with w13 {tuple(w13.shape)}: must have as many experts, and {x.shape[1]} columns"
         )
 
 

@@ -53,7 +53,7 @@ def assert_equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 def test_second_start_takes_what_the_first_kept(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said, first = start(case, tmp_path, capsys)
-    assert said.startswith("packed weights: made anew (none kept yet); packed weights: kept in ")
+    assert said.startswith("packed weights: none cached yet, packing now; packed weights: kept in ")
     (folder,) = (tmp_path / "kept").iterdir()
     said, second = start(case, tmp_path, capsys)
     assert said == f"packed weights: mapped from {folder}"
@@ -90,7 +90,7 @@ def test_a_file_that_fails_leaves_nothing_behind(
 
     monkeypatch.setattr(memory, "map_file", fails)
     said, again = start(case, tmp_path, capsys)
-    assert said.startswith("packed weights: made anew (unreadable: no luck); ")
+    assert said.startswith("packed weights: unreadable: no luck, packing now; ")
     assert_equal(first, again)
 
 
@@ -104,7 +104,7 @@ def test_a_process_keeps_the_files_that_were_replaced(
     before = collect_logits(runner, IDS, steps=2)
     save_tiny(tmp_path / "model", moe_intermediate_size=32, attention_bias=True, initializer_range=0.5)
     said, other = start(case, tmp_path, capsys)
-    assert said.startswith("packed weights: made anew (changed: sources); packed weights: kept in ")
+    assert said.startswith("packed weights: changed: sources, packing now; packed weights: kept in ")
     assert_equal(before, collect_logits(runner, IDS, steps=2))
     assert any(not np.array_equal(before[name], other[name]) for name in before)
 
@@ -115,22 +115,22 @@ def test_whatever_changed_is_made_anew_and_named(
     _, first = start(case, tmp_path, capsys)
     (folder,) = (tmp_path / "kept").iterdir()
     os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
-    assert start(case, tmp_path, capsys)[0].startswith("packed weights: made anew (changed: sources); ")
+    assert start(case, tmp_path, capsys)[0].startswith("packed weights: changed: sources, packing now; ")
     assert "mapped from" in start(case, tmp_path, capsys)[0]  # the new one has replaced the old
     for name in ("lm_head.0.bin", "small.bin"):
         path = folder / name
         size = path.stat().st_size
         path.write_bytes(path.read_bytes()[:-10])
         said, again = start(case, tmp_path, capsys)
-        assert f"made anew (unreadable: {name} has {size - 10} bytes, expected {size})" in said
+        assert f"unreadable: {name} has {size - 10} bytes, expected {size}, packing now" in said
         assert_equal(first, again)
     path.unlink()
-    assert "made anew (unreadable: " in start(case, tmp_path, capsys)[0]
+    assert "packed weights: unreadable: " in start(case, tmp_path, capsys)[0]
     (folder / "manifest.json").write_text("{")
-    assert "made anew (manifest.json unreadable: " in start(case, tmp_path, capsys)[0]
+    assert "packed weights: manifest.json unreadable: " in start(case, tmp_path, capsys)[0]
     assert list((tmp_path / "kept").iterdir()) == [folder]
     other = case_of(tmp_path, zero_points=True)
-    assert start(other, tmp_path, capsys)[0].startswith("packed weights: made anew (none kept yet); ")
+    assert start(other, tmp_path, capsys)[0].startswith("packed weights: none cached yet, packing now; ")
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
@@ -143,6 +143,6 @@ def test_what_others_put_there_stays(case: Case, tmp_path: Path, capsys: pytest.
     killed = folder.with_name(f"{folder.name}.{2**22 + 1}.tmp")  # above every process number
     killed.mkdir()
     said, _ = start(case, tmp_path, capsys)
-    assert said.startswith("packed weights: made anew (none kept yet); packed weights: not kept in")
+    assert said.startswith("packed weights: none cached yet, packing now; packed weights: not kept in")
     assert [p.name for p in folder.iterdir()] == ["notes.txt"]
     assert list((tmp_path / "kept").iterdir()) == [folder]  # and the files of a killed writer are removed

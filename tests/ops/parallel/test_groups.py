@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistError
 
-from ops.parallel.connections import clear_losses
+from ops.parallel.connections import readable_connection_errors
 from ops.parallel.groups import Shard
 from ops.parallel.partitions import ParallelSizes, names_sharing, partitions
 from tests.ranks import run_ranks
@@ -45,13 +45,13 @@ def test_ranks_are_divided_into_neighbours_and_strides() -> None:
     ],
 )
 def test_a_lost_rank_is_told_in_one_line(error: Exception, said: str) -> None:
-    with pytest.raises(ConnectionError) as raised, clear_losses():
+    with pytest.raises(ConnectionError) as raised, readable_connection_errors():
         raise error
     assert str(raised.value) == said
 
 
 def test_other_errors_are_kept() -> None:
-    with pytest.raises(RuntimeError, match=r"^out of memory at \[10\.0\.0\.7\]:5512$"), clear_losses():
+    with pytest.raises(RuntimeError, match=r"^out of memory at \[10\.0\.0\.7\]:5512$"), readable_connection_errors():
         raise RuntimeError("out of memory at [10.0.0.7]:5512")
 
 

@@ -132,7 +132,7 @@ def test_what_does_not_belong_together_is_named(op: str, name: str, wrong: Any, 
 
 def test_halves_that_are_not_of_the_same_experts_are_named() -> None:
     given = good("fused_moe_w4a16") | dict(w2=words(N, K, 2), s2=kept(N, K, 2), z2=None)
-    with pytest.raises(RuntimeError, match=r"w2: \(2, 1, 128, 32\) beside w13 \(4, 1, 128, 64\): must have as many"):
+    with pytest.raises(RuntimeError, match=r"w2: \(2, 1, 128, 32\) with w13 \(4, 1, 128, 64\): must have as many"):
         torch.ops.umbra.fused_moe_w4a16(**given)
 
 
