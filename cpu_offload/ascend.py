@@ -27,7 +27,7 @@ from ops.ascend.host_memory import pinned
 from ops.ascend.moe import resident
 from ops.ascend.ops import AscendOps
 from ops.ascend.shadow import ShadowNodes
-from ops.ascend.slots import Slots
+from ops.ascend.slots import ArenaSlots
 from ops.ascend.vector_core import calls
 from ops.ascend.vector_core.blocks import PLACE, BlockLayout
 from ops.ascend.weights import AscendExperts, Stored, in_levels
@@ -150,7 +150,7 @@ class AscendDevice(Device):
 
     def open(self, memory: Tensor, end: int, note: Callable[[LongLayer], None]) -> None:
         self.memory, first = memory, self.layers[0]
-        self.slots = Slots(memory, end, first.layout, first.image)
+        self.slots = ArenaSlots(memory, end, first.layout, first.image)
         # Two tables of each expert's first row. An expert that is not resident has -1 in the first, for kernels that
         # skip it, and the row of the zeros in the second.
         self.on_host = pinned((2, len(self.layers), first.count), torch.int32, "table of experts")

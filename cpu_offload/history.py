@@ -11,7 +11,7 @@ Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One decode step. L: layers with shadows, E: experts of each. Times are nanoseconds of one clock.
 
     A hit is a (token, expert) pair whose expert is resident, a miss is any other pair.
@@ -52,7 +52,7 @@ class LongLayer:
 
 @dataclass
 class History:
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     routed: Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # (L, E): pairs in all steps
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # (start, end, layer, expert) of each
     evicted: list[int] = field(default_factory=list)  # the layer of each evicted expert
@@ -141,12 +141,12 @@ def summary(report: dict[str, Any]) -> str:
     return line + (f", {streamed['bytes'] / 1e6:.1f} MB streamed" if streamed["bytes"] else "")
 
 
-def exposed_ns(step: Step) -> Counts:
+def exposed_ns(step: StepRecord) -> Counts:
     """How long the device waited for the shadow pool. (L)"""
     return np.asarray(step.times[:, 3] - step.times[:, 2])
 
 
-def busy_ns(step: Step) -> Counts:
+def busy_ns(step: StepRecord) -> Counts:
     """How long the shadow pool computed. (L)"""
     return np.asarray(step.times[:, 1] - step.times[:, 0])
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cpu_offload.device import Device, ExpertId
 from cpu_offload.experts import ShadowedExperts
-from cpu_offload.history import History, Step
+from cpu_offload.history import History, StepRecord
 from cpu_offload.memory.arena import Arena
 from cpu_offload.memory.balance import Balance
 from cpu_offload.policy.residency import Residency, ResidencySettings
@@ -220,7 +220,7 @@ class ShadowExperts:
         hits = np.vecdot(seen, self.published)
         self.history.routed += seen
         self.history.steps.append(
-            Step(
+            StepRecord(
                 start=self.started_at,
                 end=time.monotonic_ns(),
                 hits=hits,

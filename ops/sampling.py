@@ -12,7 +12,7 @@ from torch import Tensor
 MASK = (1 << 64) - 1
 
 
-class Settings(Protocol):
+class ChoiceSettings(Protocol):
     """How a request wants its tokens to be chosen."""
 
     @property
@@ -36,7 +36,7 @@ class Settings(Protocol):
 class Choice(NamedTuple):
     """How one token of a sequence is chosen. It depends on nothing else."""
 
-    settings: Settings
+    settings: ChoiceSettings
     seed: int  # from 0 to 2^63 - 1
     ids: "array[int]"  # the sequence's tokens, int64; those from `position` on do not matter
     prompt: int  # number of `ids` that are the prompt's
@@ -104,7 +104,7 @@ def draw(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
     return torch.searchsorted(cumulated, wanted, right=True).squeeze(-1)
 
 
-def filtered_probabilities(logits: Tensor, settings: Sequence[Settings]) -> Tensor:
+def filtered_probabilities(logits: Tensor, settings: Sequence[ChoiceSettings]) -> Tensor:
     """Applies each row's temperature, then its top-k, then its top-p to the tokens that top-k left, then its min-p. ->
     probabilities (S, V) with rows that sum to one"""
     vocabulary = logits.shape[-1]

@@ -25,7 +25,7 @@ ASSUMED = (
 
 
 @dataclass(frozen=True)
-class Found:
+class RatedLayout:
     """A layout that keeps up with the load. `most` is the most traffic at which the targets hold, if they ever do."""
 
     layout: Layout
@@ -37,22 +37,22 @@ class Found:
 class ClusterPlan:
     cluster: Cluster
     hardware: Hardware
-    found: list[Found]
+    found: list[RatedLayout]
     slow: list[Layout]  # layouts that cannot keep up
     refused: list[tuple[Sizes, str]]
 
     @property
-    def in_time(self) -> list[Found]:
+    def in_time(self) -> list[RatedLayout]:
         """The layouts whose users get their tokens in time at the load."""
         targets = self.cluster.targets
         return [f for f in self.found if f.load.tpot * 1e3 <= targets.tpot_ms and f.load.ttft * 1e3 <= targets.ttft_ms]
 
     @property
-    def quickest(self) -> list[Found]:
+    def quickest(self) -> list[RatedLayout]:
         return sorted(self.in_time, key=lambda f: (f.load.tpot, f.load.ttft))[:BEST]
 
     @property
-    def cheapest(self) -> list[Found]:
+    def cheapest(self) -> list[RatedLayout]:
         return sorted(self.in_time, key=lambda f: -f.most.rate if f.most else 0.0)[:BEST]
 
 
@@ -70,7 +70,7 @@ def make_cluster_plan(path: Path, overrides: Sequence[str] = ()) -> ClusterPlan:
         if load is None:
             plan.slow.append(layout)
         else:
-            plan.found.append(Found(layout, load, within_targets(layout)))
+            plan.found.append(RatedLayout(layout, load, within_targets(layout)))
     return plan
 
 
@@ -101,7 +101,7 @@ def lines_of(plan: ClusterPlan) -> list[str]:
     return [*lines, "", *why_not(plan)]
 
 
-def lines_of_layout(found: Found) -> list[str]:
+def lines_of_layout(found: RatedLayout) -> list[str]:
     layout, load, most = found.layout, found.load, found.most
     at_most = f"{most.rate:.2f} requests/s, {most.tokens_per_device:.1f} tokens/s a device" if most else "none"
     lines = [
@@ -148,7 +148,7 @@ def why_not(plan: ClusterPlan) -> list[str]:
     return lines
 
 
-def slower_in(found: Found, best: Found) -> str:
+def slower_in(found: RatedLayout, best: RatedLayout) -> str:
     """What takes longest in a step of `found`, compared with the same of `best`."""
     mine, its = found.layout.decode(found.load.sequences), best.layout.decode(best.load.sequences)
     part = max(PARTS, key=lambda part: mine.parts[part] - its.parts[part])
@@ -157,7 +157,7 @@ def slower_in(found: Found, best: Found) -> str:
     return f"prefill {found.layout.prefill.total * 1e3:.0f} ms for {best.layout.prefill.total * 1e3:.0f}"
 
 
-def row_of(found: Found) -> dict[str, object]:
+def row_of(found: RatedLayout) -> dict[str, object]:
     sizes, times = found.layout.sizes, found.layout.decode(found.load.sequences)
     return {
         "replicas": sizes.replicas, "world": sizes.world, "attn_tp": sizes.attn_tp, "attn_dp": sizes.attn_dp,

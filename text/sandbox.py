@@ -29,7 +29,7 @@ class Ended(Exception):
         self.status = status
 
 
-class Helper:
+class Sandbox:
     """The program `module`, which first gets the message `setup` if it is not empty. After Ended, the next question
     starts the program again."""
 

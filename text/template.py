@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from text.sandbox import Ended, Helper, limit_memory, read, write
+from text.sandbox import Ended, Sandbox, limit_memory, read, write
 from umbra.errors import UserError
 
 SECONDS = 1.0  # of a processor, for one conversation
@@ -37,7 +37,7 @@ class Renderer:
     """Renders templates, one at a time."""
 
     def __init__(self) -> None:
-        self._helper = Helper("text.template")
+        self._sandbox = Sandbox("text.template")
         self._lock = threading.Lock()
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
@@ -56,7 +56,7 @@ class Renderer:
     def _ask(self, question: bytes) -> bytes:
         for _ in range(2):
             try:
-                return self._helper.ask(question)
+                return self._sandbox.ask(question)
             except Ended as error:
                 if error.status != -signal.SIGKILL:  # somebody has killed it
                     return BAD + (TOO_MUCH if error.status == -signal.SIGPROF else "it crashed").encode()

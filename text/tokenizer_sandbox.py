@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from text.sandbox import Helper, read, tried, write
+from text.sandbox import Sandbox, read, tried, write
 from text.tokenizer_file import patterns
 
 BASE_SECONDS = 2.0  # CPU time allowed for any text
@@ -42,11 +42,11 @@ class Encoder:
     """Encodes with `backend` in another process, one text at a time."""
 
     def __init__(self, backend: Any):
-        self._helper = Helper("text.tokenizer_sandbox", backend.to_str().encode())
+        self._sandbox = Sandbox("text.tokenizer_sandbox", backend.to_str().encode())
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Raises ValueError with the reason if the tokenizer fails, or takes too much time or memory."""
-        answer = self._helper.answer(msgspec.msgpack.encode((text, special)))
+        answer = self._sandbox.answer(msgspec.msgpack.encode((text, special)))
         found: list[int] | str = msgspec.msgpack.decode(answer, type=list[int] | str)
         if isinstance(found, str):
             raise ValueError(found)

@@ -70,7 +70,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ShadowSizes:
     """The sizes of a case that the planner needs, for one rank."""
 
     shape: Shape
@@ -84,7 +84,9 @@ class Sizes:
     fixed_bytes: int  # bytes of weights outside the arena
 
 
-def choose(wanted: Wanted, sizes: Sizes, local: tuple[int, int], copy_ms: CopyMs = None) -> tuple[Planner, Choices]:
+def choose(
+    wanted: Wanted, sizes: ShadowSizes, local: tuple[int, int], copy_ms: CopyMs = None
+) -> tuple[Planner, Choices]:
     """Measures and chooses. The engine then runs with the number of threads that was chosen. `local` is this rank's
     number among those of this machine, and how many they are.
 
@@ -156,7 +158,7 @@ def _beside_a_device(planner: Planner, threads: int, copy: float, slot_bytes: in
     return dataclasses.replace(planner, costs=costs, rest=0.0, rest_from="not known before a run; nor is the device")
 
 
-def _measured(wanted: Wanted, sizes: Sizes, threads: int, made: torch.Tensor, seconds: float) -> Planner:
+def _measured(wanted: Wanted, sizes: ShadowSizes, threads: int, made: torch.Tensor, seconds: float) -> Planner:
     """A planner with costs measured in about `seconds`, with the engine's threads and a shadow pool of `threads`
     threads. The rest of a step is assumed to take as long as reading its weights."""
     pool = ShadowPool(shadow_teams(threads), wanted.timeout_s)

@@ -8,7 +8,7 @@ import torch
 
 from cpu_offload.history import History
 from cpu_offload.manager import ShadowExperts
-from cpu_offload.planner.choosing import CopyMs, Sizes, Wanted, choose, swaps_of
+from cpu_offload.planner.choosing import CopyMs, ShadowSizes, Wanted, choose, swaps_of
 from cpu_offload.planner.model import Shape
 from ops.parallel.groups import Group
 
@@ -32,7 +32,7 @@ class PlannedRun:
     def __init__(
         self,
         wanted: Wanted,
-        sizes: Sizes,
+        sizes: ShadowSizes,
         local: tuple[int, int],
         world: Group,
         device: torch.device,

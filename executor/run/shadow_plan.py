@@ -6,7 +6,7 @@ Sizes come from a model on PyTorch's meta device, so only the checkpoint's `conf
 from cpu_offload.manager import the_one
 from cpu_offload.memory.arena import Arena, extent_of
 from cpu_offload.planner.choices import Split
-from cpu_offload.planner.choosing import ShadowedLayers, Sizes, Wanted, choose
+from cpu_offload.planner.choosing import ShadowedLayers, ShadowSizes, Wanted, choose
 from cpu_offload.planner.model import Shape
 from cpu_offload.planner.planned_run import PlannedRun
 from executor.config.case import Case
@@ -51,7 +51,7 @@ def wanted_of(case: Case) -> Wanted:
     )
 
 
-def sizes_of(case: Case) -> Sizes:
+def sizes_of(case: Case) -> ShadowSizes:
     found = ShadowedLayers(case.offload_config.start_layer)
     sketch = sketch_of(case, found)
     count, inner, hidden, format = the_one(set(found.layers), found.start_layer)
@@ -73,7 +73,7 @@ def sizes_of(case: Case) -> Sizes:
     rest = sum(part.nbytes for part in weights if part.name not in (*ROWS, *EXPERTS))
     rest += round(unshadowed * shape.used(batch) / count)
     fixed = sum(part.nbytes for part in weights if part.name not in EXPERTS) + unshadowed
-    return Sizes(shape, blocks, slot_bytes, alignment, frame, split, sketch.pages, rest, fixed)
+    return ShadowSizes(shape, blocks, slot_bytes, alignment, frame, split, sketch.pages, rest, fixed)
 
 
 def show_offload_plan(case: Case) -> None:

@@ -50,7 +50,7 @@ class SlotBank:
     number: int = 0
 
 
-class Slots:
+class ArenaSlots:
     """Slots in `memory`, the arena's bytes. A block of zeros, which stands for experts that are not resident, begins at
     byte `zeros`. `like`: experts in the same layout."""
 

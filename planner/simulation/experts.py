@@ -28,7 +28,7 @@ EXACT = 64  # larger numbers of tokens are rounded to so many steps for each pow
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExpertSizes:
     """The sizes of one rank's experts and of its memory for them and for pages."""
 
     layers: int
@@ -125,7 +125,7 @@ class Steps:
 
 
 class SimulatedExperts:
-    def __init__(self, sizes: Sizes, slots: int | None, skew: float, seed: int):
+    def __init__(self, sizes: ExpertSizes, slots: int | None, skew: float, seed: int):
         """`slots` is the number of resident experts; None: elastic. `skew`: the standard deviation of the logarithm of
         how often experts are used."""
         self.sizes, self.clock, self.elastic = sizes, Clock(), slots is None

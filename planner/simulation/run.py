@@ -11,7 +11,7 @@ from cpu_offload.planner.choices import COPYING, MOST_SWAPS
 from executor.engine.batch_limits import Limits
 from planner.cluster import Simulation
 from planner.layouts import Layout
-from planner.simulation.experts import INTERVAL, SimulatedExperts, Sizes
+from planner.simulation.experts import INTERVAL, ExpertSizes, SimulatedExperts
 from planner.simulation.replica import Replica
 from planner.simulation.router import GONE, Router
 from planner.simulation.steps import StepTimes
@@ -54,7 +54,7 @@ def shadowed(layout: Layout, simulation: Simulation) -> SimulatedExperts:
     fixed = None if simulation.memory == "elastic" else round(ranks.resident * layers * experts)
     copy_s = slot / (layout.hardware.need("host.copy_gbps") * GIGA)
     swaps = min(max(int(layout.decode(1).total / COPYING / copy_s), 1), MOST_SWAPS)  # of a server, after every step
-    sizes = Sizes(
+    sizes = ExpertSizes(
         layers, experts, all_experts, config.experts_per_token, slot, frame, case.cache_config.page_size,
         int(layout.all_free_bytes), copy_s, INTERVAL * swaps,
     )  # fmt: skip

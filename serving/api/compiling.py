@@ -14,7 +14,7 @@ import msgspec
 
 from executor.engine.request import Grammar
 from serving.ranks.messages import Ready
-from text.sandbox import Helper, read, tried, write
+from text.sandbox import Sandbox, read, tried, write
 from text.tokenizer import Tokenizer
 from umbra.errors import UserError
 
@@ -29,15 +29,15 @@ class Compiler:
         backend.no_padding()
         backend.no_truncation()
         setup = msgspec.msgpack.encode((backend.to_str(), ready.vocabulary, sorted(ready.stop_ids)))
-        self.helper = Helper("serving.api.compiling", setup)
+        self.sandbox = Sandbox("serving.api.compiling", setup)
 
     def problem(self, kind: str, text: str) -> str:
         """Why the engine could not follow a grammar; empty: it can. To be called in a thread, for up to
         about a second."""
-        return self.helper.answer(msgspec.msgpack.encode((kind, text))).decode()
+        return self.sandbox.answer(msgspec.msgpack.encode((kind, text))).decode()
 
     def close(self) -> None:
-        self.helper.close()
+        self.sandbox.close()
 
 
 def main() -> None:

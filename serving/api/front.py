@@ -15,7 +15,7 @@ from executor.config.load import load_model_config, model_folder
 from serving.api.auth import Keys
 from serving.api.compiling import Compiler
 from serving.api.errors import ApiError, unavailable
-from serving.api.limits import Limits, Ticket
+from serving.api.limits import Admission, Ticket
 from serving.api.live import Live
 from serving.api.metrics import Metrics
 from serving.ranks.client import EngineClient, EngineGone, RequestRefused
@@ -50,7 +50,7 @@ class Front:
 
     def __init__(self, case: Case, keys: Keys, client: EngineClient, supervisor: Supervisor | None = None):
         self.case, self.keys, self.client, self.supervisor = case, keys, client, supervisor
-        self.limits = Limits(case.serve_config)
+        self.limits = Admission(case.serve_config)
         self.metrics = Metrics(self.name)
         self.live = Live(client, self.metrics, lambda: {"model": self.name, **self.status})
         self.draining = False

@@ -14,7 +14,7 @@ LONGEST_RETRY_S = 60  # clients obey no longer one
 SHORTEST_S, LONGEST_S = 1.0, 10.0  # how long the engine is watched before its speed is known, and how far back
 
 
-class Limits:
+class Admission:
     """Admission control. While more requests are open than the batch has rows, new prompts wait for a free row and not
     for prefill alone, so their rate is measured as prompt tokens started per second."""
 
@@ -75,7 +75,7 @@ class Limits:
 class Ticket:
     """What an open request has of the limits; it is given back at the end of the `with` block."""
 
-    limits: Limits
+    limits: Admission
     rows: int
     waiting_tokens: int
 

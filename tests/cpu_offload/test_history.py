@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_offload.history import History, LongLayer, Step, summary
+from cpu_offload.history import History, LongLayer, StepRecord, summary
 
 REPORT = {
     "hit_rate": 0.5,
@@ -29,9 +29,9 @@ def test_more_exposed_than_computed_is_explained(exposed: float | None, said: st
     assert said in summary({**REPORT, "exposed_ms": exposed})
 
 
-def step(start: int, hits: list[int], misses: list[int], times: list[list[int]], kv: int, experts: int) -> Step:
+def step(start: int, hits: list[int], misses: list[int], times: list[list[int]], kv: int, experts: int) -> StepRecord:
     packed = np.packbits(np.array([[True, False, True], [False, False, True]]), axis=1)
-    return Step(start, start + 9000, np.array(hits), np.array(misses), np.array(times), packed, 3, kv, experts, 1)
+    return StepRecord(start, start + 9000, np.array(hits), np.array(misses), np.array(times), packed, 3, kv, experts, 1)
 
 
 WAITED = step(1000, [3, 1], [1, 0], [[2000, 5000, 4000, 5500], [0, 0, 0, 0]], 4, 8)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cpu_offload.history import Step
+from cpu_offload.history import StepRecord
 
 
 @dataclass
@@ -18,7 +18,7 @@ class FakeShadowExperts:
     interval: int = 2
     extent_slots: int = 3
     extent_frames: int = 5
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
 
     # Its parts, as far as they are asked for these numbers.
     @property

@@ -150,7 +150,7 @@ def grammar(folder: Path) -> Target:
     ready = api.front.client.ready
     assert api.front.text
     assert ready
-    compiler = Compiling(Compiler(api.front.text.tokenizer, ready).helper.setup)
+    compiler = Compiling(Compiler(api.front.text.tokenizer, ready).sandbox.setup)
 
     def run(data: bytes) -> None:
         kind, text = ("json", "regex", "lark")[data[0] % 3 if data else 0], data[1:].decode(errors="replace")

@@ -206,7 +206,7 @@ def run(case: Case, windows: list[list[int]], ops: Emulated) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Found:
+class Divergences:
     by_bits: float  # KL(floats || 4 bits)
     by_sums: float  # KL(4 bits with float sums || with sums in half)
     by_order: float  # KL(4 bits with float sums || with float64 sums)
@@ -214,7 +214,7 @@ class Found:
     ratios: dict[str, float]  # kind of matrix -> error of the sums over the error of 4 bits
 
 
-def compare(case: Case, ids: Sequence[int]) -> Found:
+def compare(case: Case, ids: Sequence[int]) -> Divergences:
     windows = [list(ids[at : at + WINDOW]) for at in range(0, len(ids), WINDOW)]
     in_half = Emulated(torch.float16)
     four = replace(case, quantization=replace(case.quantization, method="q4", group_size=GROUP, zero_points=False))
@@ -228,10 +228,10 @@ def compare(case: Case, ids: Sequence[int]) -> Found:
     pairs = ((whole, bits), (bits, sums), (bits, order))
     by_bits, by_sums, by_order = (float((p.exp() * (p - q)).sum(-1).mean()) for p, q in pairs)
     flips = tuple(float((p.argmax(-1) != q.argmax(-1)).double().mean()) for p, q in pairs)
-    return Found(by_bits, by_sums, by_order, cast(Any, flips), ratios)
+    return Divergences(by_bits, by_sums, by_order, cast(Any, flips), ratios)
 
 
-def rows(found: Found) -> Iterator[dict[str, object]]:
+def rows(found: Divergences) -> Iterator[dict[str, object]]:
     yield dict(what="4 bits", kl=found.by_bits, flips=found.flips[0])
     yield dict(what="sums in half", kl=found.by_sums, flips=found.flips[1])
     yield dict(what="sums in float64", kl=found.by_order, flips=found.flips[2])

@@ -11,7 +11,7 @@ Measured = dict[str, Any]  # numbers, and rows of numbers, under names that cons
 
 
 @dataclass(frozen=True)
-class Found:
+class Passed:
     """What a case that passed has to say."""
 
     text: str = ""
@@ -23,7 +23,7 @@ class Check:
     """A case to run: `run` raises if it fails, and Skipped if this machine has no use for it."""
 
     name: str
-    run: Callable[[], Found]
+    run: Callable[[], Passed]
 
 
 class Skipped(Exception):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_offload.history import Step
+from cpu_offload.history import StepRecord
 from executor.engine.expert_totals import ExpertTotals
 from executor.engine.memory_split import MemorySplit
 from executor.engine.pages import PagePool
@@ -75,9 +75,9 @@ def test_the_share_moves_once_a_second_and_stays_within_all_pages() -> None:
 
 
 def test_totals_are_sums_of_steps_that_are_forgotten_then() -> None:
-    def step(hits: list[int], misses: list[int], times: list[list[int]]) -> Step:
+    def step(hits: list[int], misses: list[int], times: list[list[int]]) -> StepRecord:
         none = np.zeros((2, 1), np.uint8)
-        return Step(0, 9, np.array(hits), np.array(misses), np.array(times), none, 4, 0, 0, 0)
+        return StepRecord(0, 9, np.array(hits), np.array(misses), np.array(times), none, 4, 0, 0, 0)
 
     steps = [
         step([3, 1], [1, 2], [[0, 900_000_000, 500_000_000, 750_000_000], [0, 0, 900, 100]]),  # waits below 0 are none

@@ -7,7 +7,7 @@ import pytest
 
 from executor.config.case import ServeSettings
 from serving.api.errors import ApiError
-from serving.api.limits import LONGEST_S, Limits, Ticket
+from serving.api.limits import LONGEST_S, Admission, Ticket
 from serving.ranks.messages import Ready
 from tests.fakes.clock import Clock
 
@@ -16,18 +16,18 @@ FAST = 1e6  # prompt tokens that are computed in a second
 PROMPT = 100
 
 
-def limits(clock: Clock, **settings: Any) -> Limits:
-    return Limits(replace(ServeSettings(), **settings), clock)
+def limits(clock: Clock, **settings: Any) -> Admission:
+    return Admission(replace(ServeSettings(), **settings), clock)
 
 
-def refused(of: Limits, tokens: int = PROMPT, sequences: int = 1, rate: float = FAST) -> ApiError:
+def refused(of: Admission, tokens: int = PROMPT, sequences: int = 1, rate: float = FAST) -> ApiError:
     with pytest.raises(ApiError) as raised:
         of.admit(tokens, sequences, READY, rate)
     assert raised.value.status == 429
     return raised.value
 
 
-def busy(clock: Clock, **settings: Any) -> tuple[Limits, list[Ticket]]:
+def busy(clock: Clock, **settings: Any) -> tuple[Admission, list[Ticket]]:
     """Rows decode for so long that a prompt starts every half second; ten wait. -> the open tickets"""
     found = limits(clock, **settings)
     tickets = [found.admit(PROMPT, 1, READY, FAST) for _ in range(14)]

@@ -18,7 +18,7 @@ from executor.platform.ascend.versions import read_versions
 from ops.ascend.bridge import DONE, SUBMIT, BridgeError
 from ops.ascend.shadow import ShadowNodes
 from tools.npu_check.numbers import Differs, require
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.outcome import Check, Passed
 
 NPU = torch.device("npu")
 TOKENS, TOP_K, HIDDEN, EXPERTS, LAYERS = 3, 2, 64, 4, 2
@@ -65,7 +65,7 @@ def _array(address: int, kind: Any, rows: int, columns: int) -> Any:
     return np.ctypeslib.as_array((kind * (rows * columns)).from_address(address)).reshape(rows, columns)
 
 
-class Step:
+class BridgeStep:
     """LAYERS layers with the same inputs; each gives its own sums and, in `out`, these plus x."""
 
     def __init__(self, timeout_s: float):
@@ -101,19 +101,19 @@ class Step:
             require(f"step {number}, layer {layer}: what the host returned", result, right + self.x.cpu(), 1e-5)
 
 
-def eager() -> Found:
-    step = Step(LIMIT_S)
+def eager() -> Passed:
+    step = BridgeStep(LIMIT_S)
     try:
         for number in range(STEPS):
             step.check(number, step.run)
     finally:
         step.nodes.close()
-    return Found(step.nodes.bridge.how)
+    return Passed(step.nodes.bridge.how)
 
 
-def captured() -> Found:
+def captured() -> Passed:
     """Captured once, replayed with other inputs; the capture itself must not call the host."""
-    step = Step(LIMIT_S)
+    step = BridgeStep(LIMIT_S)
     try:
         graph = torch_npu.npu.NPUGraph()
         with torch_npu.npu.graph(graph):
@@ -129,12 +129,12 @@ def captured() -> Found:
             step.check(number, replay)
     finally:
         step.nodes.close()
-    return Found(step.nodes.bridge.how)
+    return Passed(step.nodes.bridge.how)
 
 
-def late() -> Found:
+def late() -> Passed:
     """The step ends with an error, not a hang, and the stream goes on."""
-    step = Step(LATE_S)
+    step = BridgeStep(LATE_S)
     step.host.gate.clear()
     try:
         step.fill(0)
@@ -152,4 +152,4 @@ def late() -> Found:
     finally:
         step.host.gate.set()
         step.nodes.close()
-    return Found(text)
+    return Passed(text)

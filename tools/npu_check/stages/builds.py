@@ -11,7 +11,7 @@ from ops import load_ops
 from ops.ascend import bridge, vector_core
 from ops.cpu import engine
 from ops.format import FORMATS
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.outcome import Check, Passed
 from tools.npu_check.stage import BRIDGE, CPU, OPERATORS
 from umbra.errors import UserError
 from umbra.files import ROOT
@@ -24,7 +24,7 @@ def checks(logs: Path) -> list[Check]:
     return [Check(CPU, native), Check(BRIDGE, callbacks), Check(OPERATORS, operators)]
 
 
-def native() -> Found:
+def native() -> Passed:
     """The module was built by umbra_setup; here it multiplies."""
     chosen = engine.start(1, "auto")
     ops, weight, x = load_ops("cpu"), torch.randn(32, 64), torch.randn(3, 64)
@@ -32,26 +32,26 @@ def native() -> Found:
     matrix.fill(0, weight)
     if not torch.allclose(ops.linear(x, matrix, None), x @ weight.T, atol=1e-4):
         raise RuntimeError("a product of the native CPU module differs from PyTorch's")
-    return Found(str(chosen))
+    return Passed(str(chosen))
 
 
-def callbacks() -> Found:
+def callbacks() -> Passed:
     bridge.build()
-    return Found()
+    return Passed()
 
 
-def operators() -> Found:
+def operators() -> Passed:
     """Built by ops/ascend/vector_core/build.sh, unless that has been done since the sources last changed."""
     sources = [p for p in FOLDER.rglob("*") if p.suffix in COMPILED and vector_core.BUILD not in p.parents]
     if vector_core.built() >= max(path.stat().st_mtime_ns for path in sources):
-        return Found("built before")
+        return Passed("built before")
     made = build()
     if made.returncode:
         lines = (
             [line for line in made.stdout.splitlines() if "rror" in line] or made.stdout.splitlines() or ["no output"]
         )
         raise UserError(f"build.sh: {lines[-1]}")
-    return Found("built")
+    return Passed("built")
 
 
 def build() -> "subprocess.CompletedProcess[str]":

@@ -9,7 +9,7 @@ from typing import Any
 from executor.config.env import rank_env
 from tools.npu_check import ranks
 from tools.npu_check.environment import ascend_overrides, case_environment, demo_case
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.outcome import Check, Passed
 from tools.npu_check.stage import TWO_AIV
 from tools.npu_check.stages.model import require_dies
 
@@ -30,7 +30,7 @@ def overrides_of(size: int, aiv: bool) -> list[str]:
     return ascend_overrides(f"world_size={size}", f"aiv_group={'attn_tp' if aiv else 'none'}", "deterministic=false")
 
 
-def over(logs: Path, size: int, aiv: bool) -> Found:
+def over(logs: Path, size: int, aiv: bool) -> Passed:
     require_dies(size)
     overrides, name = overrides_of(size, aiv), f"{size}{'aiv' if aiv else ''}"
     environment = case_environment(demo_case(overrides), os.environ)
@@ -43,7 +43,7 @@ def over(logs: Path, size: int, aiv: bool) -> Found:
     told = ", ".join(
         f"{row['bytes'] >> 10} KB {row['eager_us']:.0f}/{row['graph_us']:.0f}/{row['shares_us']:.0f}" for row in rows
     )
-    return Found(f"us eager/in a graph/as reduce-scatter and all-gather: {told}", {"collectives": measured})
+    return Passed(f"us eager/in a graph/as reduce-scatter and all-gather: {told}", {"collectives": measured})
 
 
 def rank_body(overrides: list[str], sizes: list[int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ops.format import Format
 from tools.benchmarks.npu_layers import Graph, alternate
 from tools.npu_check.environment import ascend_overrides
 from tools.npu_check.numbers import require
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.outcome import Check, Passed
 from tools.npu_check.stage import CAPTURES
 from tools.npu_check.stages import model
 
@@ -35,7 +35,7 @@ def checks(logs: Path) -> list[Check]:
     ]
 
 
-def captured() -> Found:
+def captured() -> Passed:
     """Replays must follow their inputs, which change in place."""
     torch.manual_seed(0)
     ops = AscendOps(BF16, NPU, "fusion_v2")
@@ -52,10 +52,10 @@ def captured() -> Found:
         graph.replay()
         torch_npu.npu.synchronize()
         require(f"replay {number}", graph.results[0], step(), 1e-3)
-    return Found()
+    return Passed()
 
 
-def launches() -> Found:
+def launches() -> Passed:
     """A kernel of 32 numbers, many times: the time of one is that of its launch."""
     x = torch.zeros(32, device=NPU)
 
@@ -66,10 +66,10 @@ def launches() -> Found:
     graph = Graph([lambda: x.add_(1) for _ in range(LAUNCHES)])
     us = {name: each / LAUNCHES for name, each in alternate({"eager": run, "graph": graph.replay}, ROUNDS).items()}
     measured = {"eager_us": us["eager"], "graph_us": us["graph"]}
-    return Found(f"{us['eager']:.2f} us eager, {us['graph']:.2f} us in a graph", {"launches": measured})
+    return Passed(f"{us['eager']:.2f} us eager, {us['graph']:.2f} us in a graph", {"launches": measured})
 
 
-def copies() -> Found:
+def copies() -> Passed:
     host = pinned((COPIED,), torch.uint8, "copies")
     device = torch.empty(COPIED, dtype=torch.uint8, device=NPU)
     runs: dict[str, Callable[[], object]] = {
@@ -77,7 +77,7 @@ def copies() -> Found:
         "d2h_gbps": lambda: host.copy_(device, non_blocking=True),
     }
     rates: dict[str, Any] = {name: COPIED / us / 1e3 for name, us in alternate(runs, ROUNDS).items()}
-    return Found(f"{rates['h2d_gbps']:.1f} GB/s to the device, {rates['d2h_gbps']:.1f} from it", {"copies": rates})
+    return Passed(f"{rates['h2d_gbps']:.1f} GB/s to the device, {rates['d2h_gbps']:.1f} from it", {"copies": rates})
 
 
 @functools.cache
@@ -85,8 +85,8 @@ def eager_logits(logs: Path) -> model.Logits:
     return model.logits_of(ascend_overrides("exe_mode=eager"), logs / "eager")[0]
 
 
-def against_eager(logs: Path, mode: str) -> Found:
+def against_eager(logs: Path, mode: str) -> Passed:
     """The demo model's decode steps with the tokens of eager mode."""
     expected = eager_logits(logs)
     ours, measured = model.logits_of(ascend_overrides(f"exe_mode={mode}"), logs / mode, expected)
-    return Found(f"{model.compare(ours, expected, TOLERANCE)}; {model.told(measured)}", measured)
+    return Passed(f"{model.compare(ours, expected, TOLERANCE)}; {model.told(measured)}", measured)

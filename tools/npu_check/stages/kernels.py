@@ -20,7 +20,7 @@ from tests.fakes.ascend_c import TwinError
 from tests.fakes.ascend_c.launch import launch
 from tools.benchmarks import npu_layers
 from tools.npu_check.numbers import SIZES, SMALL, WHOLE, Size, fused_values, require
-from tools.npu_check.outcome import Check, Found, Skipped
+from tools.npu_check.outcome import Check, Passed, Skipped
 
 NPU = torch.device("npu")
 TOLERANCE = {True: 0.01, False: 0.02}  # with float sums and with sums in half, relative to the result's norm
@@ -42,7 +42,7 @@ def checks(logs: Path) -> list[Check]:
     return [*found, Check("times beside npu_grouped_matmul, 30B", times)]
 
 
-def run(make: Callable[[Size, int, bool, bool], tuple[Tensor, Tensor]], size: Size, float_sums: bool) -> Found:
+def run(make: Callable[[Size, int, bool, bool], tuple[Tensor, Tensor]], size: Size, float_sums: bool) -> Passed:
     """With zero points and without, for 1 and 8 tokens."""
     torch.manual_seed(0)
     npu_layers.start(vector_core.EXTENSION)
@@ -51,10 +51,10 @@ def run(make: Callable[[Size, int, bool, bool], tuple[Tensor, Tensor]], size: Si
         for batch in (1, 8)
         for zeros in (False, True)
     ]
-    return Found(f"error {max(errors):.2g}", {"error": max(errors)})
+    return Passed(f"error {max(errors):.2g}", {"error": max(errors)})
 
 
-def as_twin() -> Found:
+def as_twin() -> Passed:
     """The kernel's bits are those of its twin on the host, but for what a fused MulAddDst changes."""
     torch.manual_seed(0)
     npu_layers.start(vector_core.EXTENSION)
@@ -69,17 +69,17 @@ def as_twin() -> Found:
             raise Skipped(f"the twin does not run here: {str(error).splitlines()[0]}") from None
         changed += fused_values(f"{batch} tokens, zero points {zeros}, float sums {float_sums}", result, twin)
     told = "equal" if not changed else f"equal but for {changed} values: this device fuses MulAddDst of floats"
-    return Found(told, {"fused_values": changed})
+    return Passed(told, {"fused_values": changed})
 
 
-def times() -> Found:
+def times() -> Passed:
     """Each way in one captured graph of layers with different weights; before that, both must agree."""
     npu_layers.start(vector_core.EXTENSION)
     sizes = WHOLE.hidden, WHOLE.inner, WHOLE.experts, WHOLE.top_k
     shape = npu_layers.Shape(*sizes, group=32, layers=LAYERS, dtype="bfloat16")
     rows = list(npu_layers.measure(shape, BATCHES, ROUNDS, READ_BYTES))
     told = ", ".join(f"{row['batch']}: {row['custom_us']:.1f} us ({row['speed_up']:.2f} x)" for row in rows)
-    return Found(f"batch {told}; reads {max(row['limit_gbps'] for row in rows):.0f} GB/s", {"kernel_rows": rows})
+    return Passed(f"batch {told}; reads {max(row['limit_gbps'] for row in rows):.0f} GB/s", {"kernel_rows": rows})
 
 
 def gemv(size: Size, batch: int, zeros: bool, float_sums: bool) -> tuple[Tensor, Tensor]:
@@ -162,7 +162,7 @@ def slots(size: Size, batch: int, zeros: bool, float_sums: bool) -> tuple[Tensor
     return result, expected(x, experts, here, weights)
 
 
-def unpacked(size: Size) -> Found:
+def unpacked(size: Size) -> Passed:
     """The values of experts, in rows and in tiles; then a grouped product by the tiles."""
     torch.manual_seed(0)
     npu_layers.start(vector_core.EXTENSION)
@@ -185,7 +185,7 @@ def unpacked(size: Size) -> Found:
             require(f"{what}: tiles", tiles, values, 0.0)
             expected = (x.double() @ values.double().transpose(-2, -1)).flatten(0, 1)
             errors.append(require(f"{what}: product", product, expected, TOLERANCE[True]))
-    return Found(f"values equal, error of a product {max(errors):.2g}", {"error": max(errors)})
+    return Passed(f"values equal, error of a product {max(errors):.2g}", {"error": max(errors)})
 
 
 KERNELS = {

@@ -22,7 +22,7 @@ from text.tokenizer import open_tokenizer
 from tools.npu_check import ranks
 from tools.npu_check.environment import ascend_overrides, case_environment, demo_case
 from tools.npu_check.numbers import Differs
-from tools.npu_check.outcome import Check, Found, Skipped
+from tools.npu_check.outcome import Check, Passed, Skipped
 from umbra.commands.logits import with_room
 
 STEPS = 16
@@ -41,11 +41,11 @@ def checks(logs: Path) -> list[Check]:
     ]
 
 
-def against_cpu(logs: Path, size: int, overrides: tuple[str, ...]) -> Found:
+def against_cpu(logs: Path, size: int, overrides: tuple[str, ...]) -> Passed:
     require_dies(size)
     expected = on_cpu(logs)
     ours, measured = logits_of(ascend_overrides(f"world_size={size}", *overrides), logs / f"model{size}", expected)
-    return Found(f"{compare(ours, expected, TOLERANCE)}; {told(measured)}", measured)
+    return Passed(f"{compare(ours, expected, TOLERANCE)}; {told(measured)}", measured)
 
 
 @functools.cache

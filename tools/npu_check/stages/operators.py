@@ -24,7 +24,7 @@ from ops.format import Format
 from ops.interface import Heads
 from tools.benchmarks.npu_layers import alternate
 from tools.npu_check.numbers import SIZES, Size, require
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.outcome import Check, Passed
 
 BF16, NPU, CPU = torch.bfloat16, torch.device("npu"), torch.device("cpu")
 FLOATS, FOUR_BITS = Format("bfloat16", tiled=True), Format("q4", 32, zeros=True)
@@ -46,7 +46,7 @@ def checks(logs: Path) -> list[Check]:
     ]
 
 
-def run(make: Callable[[Size], Pair], size: Size) -> Found:
+def run(make: Callable[[Size], Pair], size: Size) -> Passed:
     torch.manual_seed(0)
     torch_npu.npu.config.allow_internal_format = True  # tiled weights
     pair = make(size)
@@ -57,7 +57,7 @@ def run(make: Callable[[Size], Pair], size: Size) -> Found:
         for number, (result, expected) in enumerate(zip(results, pair.expected, strict=True))
     ]
     us = alternate({"call": pair.call}, ROUNDS)["call"]
-    return Found(f"error {max(errors):.2g}, {us:.1f} us", {"error": max(errors), "us": us})
+    return Passed(f"error {max(errors):.2g}, {us:.1f} us", {"error": max(errors), "us": us})
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 from tools.npu_check import ranks
 from tools.npu_check.environment import case_environment, demo_case
 from tools.npu_check.numbers import EIGHTH
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.outcome import Check, Passed
 from tools.npu_check.stages.collectives import overrides_of
 from tools.npu_check.stages.model import require_dies
 
@@ -20,13 +20,13 @@ def checks(logs: Path) -> list[Check]:
     return [Check("2 ranks", partial(together, logs))]
 
 
-def together(logs: Path) -> Found:
+def together(logs: Path) -> Passed:
     require_dies(2)
     overrides = overrides_of(2, True)
     environment = case_environment(demo_case(overrides), os.environ)
     place = "tools.npu_check.stages.overlap:rank_body"
     us = ranks.run(place, 2, environment, logs / "2aiv", {"overrides": overrides})[0]
-    return Found(
+    return Passed(
         f"us of a kernel {us['kernel']:.1f}, of an all-reduce {us['reduce']:.1f}, of both at once {us['both']:.1f}", us
     )
 

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.npu_check.environment import ascend_overrides
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.outcome import Check, Passed
 from tools.npu_check.stages import model
 
 SLOTS = 40  # of 160 experts
@@ -21,10 +21,10 @@ def resident_logits(logs: Path) -> model.Logits:
     return model.logits_of(ascend_overrides("exe_mode=eager"), logs / "resident")[0]
 
 
-def against_residents(logs: Path, mode: str) -> Found:
+def against_residents(logs: Path, mode: str) -> Passed:
     expected = resident_logits(logs)
     offload = ("offload_config.mode=fixed", f"slots={SLOTS}", "shadow_threads=2", "measure_s=0.1")
     ours, measured = model.logits_of(ascend_overrides(f"exe_mode={mode}", *offload), logs / mode, expected)
     if not measured["missed"]:
         raise RuntimeError("no expert was computed on the CPU")
-    return Found(f"{model.compare(ours, expected, TOLERANCE)}; {model.told(measured)}", measured)
+    return Passed(f"{model.compare(ours, expected, TOLERANCE)}; {model.told(measured)}", measured)

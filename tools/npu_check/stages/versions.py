@@ -5,7 +5,7 @@ from pathlib import Path
 
 from executor.config.env import cann_home
 from executor.platform.ascend.versions import check_versions, read_versions
-from tools.npu_check.outcome import Check, Found
+from tools.npu_check.outcome import Check, Passed
 from tools.npu_check.stage import DEVICE
 from umbra.errors import UserError
 
@@ -14,12 +14,12 @@ def checks(logs: Path) -> list[Check]:
     return [Check("versions", versions), Check(DEVICE, device)]
 
 
-def versions() -> Found:
+def versions() -> Passed:
     """The versions of Umbra's own table. `strict: false`: untested is no failure, unsupported is."""
     found = read_versions(cann_home(), runtime_cann())
     remarks = check_versions(found, strict=False)
     names = ", ".join(f"{name} {value or 'unknown'}" for name, value in vars(found).items())
-    return Found("; ".join([f"{names}, python {platform.python_version()}", *remarks]))
+    return Passed("; ".join([f"{names}, python {platform.python_version()}", *remarks]))
 
 
 def runtime_cann() -> str | None:
@@ -32,7 +32,7 @@ def runtime_cann() -> str | None:
     return version
 
 
-def device() -> Found:
+def device() -> Passed:
     """op-plugin is part of torch_npu; the commit tells its release."""
     import torch
     import torch_npu
@@ -45,4 +45,4 @@ def device() -> Found:
         raise RuntimeError("a copy to the device and back differs")
     commit = torch_npu.version.git_version[:12]
     text = f"{count} of {name}, {memory / 2**30:.0f} GiB each; torch_npu and its op-plugin: commit {commit}"
-    return Found(text, {"devices": count, "device": name})
+    return Passed(text, {"devices": count, "device": name})
