@@ -293,6 +293,8 @@ def test_ranks_that_die_end_all_requests_with_the_truth() -> None:
         assert (reply.status, reply.error["message"]) == (500, error["message"])
         assert (await server.get("/health/ready")).status == 503
         assert (await server.complete("x")).status == 503
+        metrics = (await server.get("/metrics")).body.decode()
+        assert 'request_success_total{finished_reason="error",model_name="demo_chat"} 2.0' in metrics
 
     run(scenario, LONG, engine={"step_s": 0.01})
 

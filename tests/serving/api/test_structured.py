@@ -162,14 +162,6 @@ def test_demanded_calls(family: str, opened: bool | None) -> None:
     assert [call.name for call in answer.tool_calls] == ["weather"]
 
 
-def test_marks_that_are_plain_text() -> None:
-    """As in the demo's tokenizer."""
-    text = structured.calls_grammar(TOOLS, None, False, True, structured.Marks({})).text
-    assert '"<tool_call>"' in text
-    assert '[suffix="</think>"]' in text
-    assert "<[" not in text
-
-
 # The automaton of all of them together has a state for each set of them.
 ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{i}}}"} for i in range(10, 60)]})
 
